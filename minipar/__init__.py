@@ -1,0 +1,45 @@
+"""minipar: every strategy for training in parallel as one program that is verified, simulated, executed and drawn.
+
+Names load on first use, so that a plan, a simulation and a widget never import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_homes = {
+    "minipar.program": ("Program", "Instruction", "Forward", "Backward", "BackwardInput", "BackwardWeight"),
+    "minipar.plan": ("Plan",),
+    "minipar.verifier": ("verify",),
+    "minipar.simulator": ("simulate",),
+    "minipar.trace": ("Trace",),
+    "minipar.training": ("train", "Run"),
+    "minipar.cluster": ("Cluster",),
+    "minipar.costs.profile": ("profile",),
+    "minipar.strategies": ("schedule",),
+    "minipar.errors": ("MiniparError", "PlanError", "ProgramError", "RankError", "RankDied", "Deadlock"),
+}
+_home_of = {name: home for home, names in _homes.items() for name in names}
+_home_of["communicator"] = "minipar.comm.communicator"
+_packages = ("cluster", "comm", "costs", "data", "errors", "models", "program", "strategies")
+_modules_as_names = ("communicator",)
+
+__all__ = [*sorted(_home_of), *_packages]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _packages:
+        return importlib.import_module(f"minipar.{name}")
+    if name not in _home_of:
+        raise AttributeError(f"module 'minipar' has no attribute {name!r}")
+    module = importlib.import_module(_home_of[name])
+    value = module if name in _modules_as_names else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

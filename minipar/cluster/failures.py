@@ -1,0 +1,168 @@
+"""An exception's way from a rank to the driver: captured as plain data, ranked, and raised again.
+
+A rank cannot see the source of a notebook cell, so it sends file names and line numbers, and the driver, which holds
+the cells, writes the traceback.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+import traceback
+from dataclasses import dataclass
+from types import TracebackType
+
+import cloudpickle
+
+from minipar.cluster.processes import describe_status
+from minipar.errors import RankDied, RankError
+
+_CAUSE = "The above exception was the direct cause of the following exception:"
+_CONTEXT = "During handling of the above exception, another exception occurred:"
+# How gloo, NCCL and the stores word the loss of a peer; all of them are RuntimeErrors.
+_LOST_PEER = re.compile(r"gloo|nccl|by peer|connectfullmesh|socket|store->|timed out|broken pipe", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One exception of a chain: how it is linked to the one before, its frames, and its own last lines."""
+
+    link: str
+    frames: tuple[tuple[str, int, str, str], ...]  # file name, line number, function, source line or ""
+    text: str
+
+
+@dataclass(frozen=True)
+class Remote:
+    """What a rank says about an exception."""
+
+    name: str
+    message: str
+    segments: tuple[Segment, ...]
+    pickled: bytes | None
+    lost_peer: bool
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one rank failed: an exception, or (remote None) its death with this exit status."""
+
+    rank: int
+    remote: Remote | None
+    status: int | None = None
+
+    @property
+    def line(self) -> str:
+        """One line that names the rank and the reason."""
+        if self.remote is None:
+            return f"rank {self.rank} {describe_status(self.status)}"
+        return f"rank {self.rank} raised {self.remote.name}: {self.remote.message}"
+
+
+def capture(error: BaseException, hide: str) -> Remote:
+    """In the rank: turn an exception into data. Frames of the file `hide` (the rank's own loop) are left out."""
+    message = (str(error).strip() or "(no message)").splitlines()[0]
+    pickled: bytes | None = None
+    if isinstance(error, SystemExit):
+        message = f"sys.exit({'' if error.code is None else repr(error.code)}) was called; return instead"
+    elif isinstance(error, Exception):
+        try:
+            pickled = cloudpickle.dumps(error)
+        except Exception:
+            pass  # the driver then raises RankError with the same text
+    name = type(error).__name__
+    lost = isinstance(error, ConnectionError) or (isinstance(error, RuntimeError) and bool(_LOST_PEER.search(str(error))))
+    return Remote(name, message, tuple(_segments(error, hide)), pickled, lost)
+
+
+def _segments(error: BaseException, hide: str) -> list[Segment]:
+    chain: list[tuple[str, BaseException]] = []
+    seen: set[int] = set()
+    current: BaseException | None = error
+    link = ""
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        chain.append((link, current))
+        if current.__cause__ is not None:
+            current, link = current.__cause__, _CAUSE
+        elif current.__context__ is not None and not current.__suppress_context__:
+            current, link = current.__context__, _CONTEXT
+        else:
+            current = None
+    # `link` was noted with the older exception; the text shows it before the newer one.
+    links = [following for following, _ in chain[1:]] + [""]
+    return [
+        Segment(link, _frames(one.__traceback__, hide), "".join(traceback.format_exception_only(type(one), one)))
+        for link, (_, one) in zip(reversed(links), reversed(chain))
+    ]
+
+
+def _frames(tb: TracebackType | None, hide: str) -> tuple[tuple[str, int, str, str], ...]:
+    found = []
+    for frame, line_number in traceback.walk_tb(tb):
+        code = frame.f_code
+        if code.co_filename != hide:
+            source = linecache.getline(code.co_filename, line_number, frame.f_globals).strip()
+            found.append((code.co_filename, line_number, code.co_name, source))
+    return tuple(found)
+
+
+def traceback_text(remote: Remote) -> str:
+    """In the driver: the remote traceback as Python would print it, with the lines of notebook cells."""
+    parts: list[str] = []
+    for segment in remote.segments:
+        if segment.link:
+            parts.append(f"\n{segment.link}\n\n")
+        if segment.frames:
+            parts.append("Traceback (most recent call last):\n")
+            summary = traceback.StackSummary.from_list(
+                [(file, number, name, source or None) for file, number, name, source in segment.frames]
+            )
+            parts.extend(summary.format())
+        parts.append(segment.text)
+    return "".join(parts).rstrip()
+
+
+def root_cause(failures: list[Failure]) -> Failure:
+    """The failure that explains the others: a death, else a rank's own exception, else a lost connection.
+
+    A rank that loses its peer often reports first, so the order of arrival decides only among equals.
+    """
+
+    def weight(failure: Failure) -> int:
+        if failure.remote is None:
+            return 0
+        return 2 if failure.remote.lost_peer else 1
+
+    return min(failures, key=weight)
+
+
+def as_exception(failures: list[Failure], restarted: list[int]) -> Exception:
+    """The exception to raise in the driver: the root cause's own where it can be rebuilt, with a note that says
+    which rank raised it, its traceback there, and what became of the other ranks."""
+    root = root_cause(failures)
+    others = [f"also: {failure.line}" for failure in failures if failure is not root]
+    if restarted:
+        names = ", ".join(map(str, sorted(restarted)))
+        others.append(f"still waiting {len(restarted) > 1 and 'were ranks' or 'was rank'} {names}: stopped, and started anew at the next call")
+    if root.remote is None:
+        return RankDied(root.line, "\n".join(others))
+    note = "\n".join([f"raised on rank {root.rank}:", traceback_text(root.remote), *others])
+    error = _rebuild(root.remote)
+    if error is None:
+        return RankError(root.line, note)
+    if hasattr(error, "add_note"):  # Python 3.11 and later
+        error.add_note(note)
+    else:
+        error.__cause__ = RankError(root.line, note)
+    return error
+
+
+def _rebuild(remote: Remote) -> Exception | None:
+    if remote.pickled is None:
+        return None
+    try:
+        error = cloudpickle.loads(remote.pickled)
+    except Exception:  # such as an exception class whose __init__ takes other arguments than it hands on
+        return None
+    return error if isinstance(error, Exception) else None

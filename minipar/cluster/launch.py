@@ -1,0 +1,226 @@
+"""The driver's side of starting ranks: from the zygote, or as fresh interpreters."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from typing import Protocol
+
+from minipar.cluster.processes import kill_group
+from minipar.errors import RankError
+
+
+class Process(Protocol):
+    """A rank's process, however it was started."""
+
+    pid: int
+
+    def kill(self) -> None:
+        """SIGKILL it and everything in its process group; no error when it is gone."""
+
+    def wait(self, seconds: float) -> int | None:
+        """Its exit status (-9 = killed by signal 9), or None when it has not ended within `seconds`."""
+
+
+class Zygote:
+    """The helper process of this driver; see zygote.py. Threads may share it."""
+
+    def __init__(self) -> None:
+        self.folder = scratch_folder()
+        self._exits: dict[int, int] = {}
+        self._lock = threading.RLock()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        tie = "1" if threading.current_thread() is threading.main_thread() else "0"
+        command = [sys.executable, "-m", "minipar.cluster.zygote", str(theirs.fileno()), str(os.getpid())]
+        self._socket = ours
+        self._process = subprocess.Popen(
+            [*command, self.folder, tie],
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # the notebook's stop button signals the kernel's whole group
+            env=child_environment(),
+        )
+        theirs.close()
+        try:
+            message = self._read(None)
+        except BaseException:
+            self.close()
+            raise
+        if message is None or message[0] != "ready":
+            self.close()
+            reason = "it ended early; its own message is above" if message is None else message[1]
+            raise RankError(f"the helper process that ranks are forked from could not start: {reason}")
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def fork(self, control: int, out: int, err: int) -> int:
+        """A new rank that owns copies of the three descriptors; its pid."""
+        with self._lock:
+            try:
+                socket.send_fds(self._socket, [pickle.dumps(("fork",))], [control, out, err])
+                while True:
+                    message = self._read(None)
+                    if message is None:
+                        raise EOFError
+                    if message[0] == "forked":
+                        return int(message[1])
+            except (OSError, EOFError) as error:
+                raise RankError("the helper process that ranks are forked from has died; call again") from error
+
+    def kill(self, pid: int) -> None:
+        # The zygote does the killing: only a parent knows that a pid is still its child's.
+        try:
+            self._socket.sendall(pickle.dumps(("kill", pid)))
+        except OSError:
+            pass  # the zygote is gone, and its ranks with it
+
+    def status(self, pid: int, seconds: float) -> int | None:
+        deadline = time.monotonic() + seconds
+        with self._lock:
+            while pid not in self._exits:
+                try:
+                    if self._read(max(0.0, deadline - time.monotonic())) is None:
+                        return None
+                except TimeoutError:
+                    return None
+            return self._exits[pid]
+
+    def _read(self, seconds: float | None) -> tuple[object, ...] | None:
+        """The next message; None at the end. Exits are noted on the way. TimeoutError after `seconds`."""
+        try:
+            self._socket.settimeout(seconds)
+            data = self._socket.recv(4096)
+        except BlockingIOError as error:
+            raise TimeoutError from error
+        except ConnectionError:
+            return None
+        finally:
+            self._socket.settimeout(None)
+        if not data:
+            return None
+        message: tuple[object, ...] = pickle.loads(data)
+        if message[0] == "exit":
+            self._exits[int(message[1])] = int(message[2])  # type: ignore[call-overload]
+        return message
+
+    def close(self) -> None:
+        """End the helper and, through it, every rank that it forked."""
+        self._socket.close()
+        try:
+            self._process.wait(2)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class Forked:
+    """A rank that the zygote forked."""
+
+    def __init__(self, zygote: Zygote, pid: int) -> None:
+        self.pid = pid
+        self._zygote = zygote
+
+    def kill(self) -> None:
+        self._zygote.kill(self.pid)
+
+    def wait(self, seconds: float) -> int | None:
+        return self._zygote.status(self.pid, seconds)
+
+
+class Spawned:
+    """A rank that runs in its own interpreter. `life` is the pipe end whose closing ends it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], life: int) -> None:
+        self.pid = process.pid
+        self._process = process
+        self._life = life
+
+    def kill(self) -> None:
+        if self._process.returncode is None:  # not reaped, so the number is still its own
+            kill_group(self.pid)
+
+    def wait(self, seconds: float) -> int | None:
+        try:
+            status = self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        if self._life >= 0:
+            os.close(self._life)
+            self._life = -1
+        return status
+
+
+def spawn(control: int, out: int, err: int) -> Spawned:
+    """A rank as a fresh interpreter that inherits the three descriptors."""
+    theirs, ours = os.pipe()
+    tie = "1" if threading.current_thread() is threading.main_thread() else "0"
+    command = [sys.executable, "-m", "minipar.cluster.spawned", str(control), str(theirs), str(os.getpid()), tie]
+    try:
+        process = subprocess.Popen(
+            command,
+            pass_fds=(control, theirs),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+            env=child_environment(),
+        )
+    except BaseException:
+        os.close(ours)
+        raise
+    finally:
+        os.close(theirs)
+    return Spawned(process, ours)
+
+
+def child_environment() -> dict[str, str]:
+    """The driver's environment, with its module path, so that `-m minipar...` finds what the driver found."""
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    return {**os.environ, "PYTHONPATH": path}
+
+
+# Keyed by the pid: a process that the driver forked must neither use nor close the driver's helpers.
+_zygotes: dict[int, Zygote] = {}
+_folders: dict[int, str] = {}
+_lock = threading.Lock()
+
+
+def zygote() -> Zygote:
+    """This process's zygote; started at the first call (seconds, while it imports torch), then kept."""
+    with _lock:
+        found = _zygotes.get(os.getpid())
+        if found is not None and not found.alive:
+            found.close()
+            found = None
+        if found is None:
+            found = _zygotes[os.getpid()] = Zygote()
+        return found
+
+
+def scratch_folder() -> str:
+    """A private temporary folder of this process, removed when it ends."""
+    pid = os.getpid()
+    if pid not in _folders or not os.path.isdir(_folders[pid]):
+        _folders[pid] = tempfile.mkdtemp(prefix="minipar-")
+    return _folders[pid]
+
+
+@atexit.register
+def _close_all() -> None:
+    found = _zygotes.pop(os.getpid(), None)
+    if found is not None:
+        found.close()
+    folder = _folders.pop(os.getpid(), None)
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)

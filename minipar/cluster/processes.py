@@ -1,0 +1,72 @@
+"""How a process is tied to its parent, so that none outlives its driver, and what an exit status means."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+_PR_SET_PDEATHSIG = 1
+_LINUX = sys.platform == "linux"
+_libc = ctypes.CDLL(None, use_errno=True) if _LINUX else None
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask Linux to kill this process when the thread that forked it ends. `parent`: the pid it should still have.
+
+    Linux watches the forking *thread*, so a caller must be sure that the thread lives as long as its process.
+    """
+    if _libc is None:
+        return
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # the parent ended before the request was in place
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def tie_grandchildren(in_child: Callable[[], None]) -> None:
+    """Make every later fork of this process die with it as well, and call `in_child` there first.
+
+    The kernel forgets the request of `die_with_parent` at each fork.
+    """
+    forker = {"pid": 0, "main": False}
+
+    def before() -> None:
+        forker["pid"] = os.getpid()
+        forker["main"] = threading.current_thread() is threading.main_thread()
+
+    def after_in_child() -> None:
+        in_child()
+        if forker["main"]:  # a fork by a passing thread is left to the process group
+            die_with_parent(forker["pid"])
+
+    os.register_at_fork(before=before, after_in_child=after_in_child)
+
+
+def kill_group(leader: int) -> None:
+    """SIGKILL the process group of `leader` and `leader` itself (it may not have made its group yet)."""
+    for kill in (os.killpg, os.kill):
+        try:
+            kill(leader, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            pass
+
+
+def describe_status(status: int | None) -> str:
+    """An exit status as subprocess writes it (-9 = killed by signal 9), in words."""
+    if status is None:
+        return "closed its connection to the driver"
+    if status >= 0:
+        return f"exited with status {status} without an answer (os._exit?)"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = "unknown"
+    hint = {
+        signal.SIGKILL: "; kill -9, or the system was out of memory",
+        signal.SIGABRT: "; gloo aborts like this when a tensor's size differs from its peer's",
+        signal.SIGSEGV: "; a crash in native code",
+    }.get(-status, "")  # type: ignore[call-overload]
+    return f"was killed by signal {-status} ({name}{hint})"

@@ -1,0 +1,259 @@
+"""What runs inside a rank: its set-up, its loop, and what user code there can ask and say.
+
+A rank reads a `Setup`, answers that it is ready, then runs one function after another until its socket ends.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import random
+import signal
+import socket
+import sys
+import threading
+import traceback
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+
+from minipar.cluster import failures, wire
+from minipar.cluster.processes import kill_group, tie_grandchildren
+from minipar.errors import PlanError, RankError
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The first message to a rank: who it is, and the driver's surroundings that it takes over."""
+
+    rank: int
+    size: int
+    device: str  # "auto", "cpu" or "cuda"
+    threads: int
+    path: tuple[str, ...]
+    folder: str
+    environment: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What is new in each run. `generation` changes whenever ranks were replaced or a run failed: groups of an
+    earlier generation must not be used again. `active` are the ranks that take part."""
+
+    generation: int
+    active: tuple[int, ...]
+    store: str  # path of the file where the ranks of this generation meet
+    port: int
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a rank knows about itself. `device` is "cpu" or "cuda:1"; `backend` is "gloo" or "nccl"."""
+
+    rank: int
+    size: int
+    device: str
+    backend: str
+    generation: int
+    active: tuple[int, ...]
+    store: str
+
+
+class _Rank:
+    """The one mutable record of this process as a rank."""
+
+    def __init__(self, control: socket.socket, setup: Setup, device: str, backend: str) -> None:
+        self.control = control
+        self.setup = setup
+        self.device = device
+        self.backend = backend
+        self.run = 0
+        self.context: Context | None = None
+        self.lock = threading.Lock()  # user threads may report while the loop answers
+
+    def send(self, message: tuple[Any, ...]) -> None:
+        with self.lock:
+            _send(self.control, message)
+
+
+_rank: _Rank | None = None
+
+
+def in_rank() -> bool:
+    """Whether this process is a rank of a Cluster (or was forked by one)."""
+    return _rank is not None
+
+
+def context() -> Context:
+    """This rank's own number, device and run. RankError outside a rank."""
+    if _rank is None or _rank.context is None:
+        raise RankError("this is not a rank: call it in a function given to cluster.run")
+    return _rank.context
+
+
+def report(value: Any) -> None:
+    """Send `value` to the driver now; it goes to the callback of `cluster.run_with` (and nowhere without one).
+
+    RankError outside a rank, or when the value cannot be pickled.
+    """
+    context()
+    assert _rank is not None
+    try:
+        blob = cloudpickle.dumps(value)
+    except Exception as error:
+        raise RankError(f"report: a {type(value).__name__} cannot be sent to the driver: {error}") from error
+    _rank.send(("report", _rank.run, blob))
+
+
+class _DriverGone(Exception):
+    """The control socket has ended."""
+
+
+def serve(control: socket.socket) -> None:
+    """Be a rank until the driver is gone; never returns."""
+    try:
+        _serve(control)
+    except _DriverGone:
+        pass
+    except BaseException:  # a fault of minipar itself: let it be seen
+        traceback.print_exc()
+    finally:
+        _flush()
+        kill_group(os.getpid())  # and with it whatever this rank had started
+
+
+def _serve(control: socket.socket) -> None:
+    global _rank
+    setup: Setup = _receive(control)
+    _take_over(setup, control)
+    try:
+        device, backend = _choose_device(setup)
+    except PlanError as error:
+        _send(control, ("refused", error.reason))
+        _receive(control)  # the driver stops this rank
+    _rank = _Rank(control, setup, device, backend)
+    _rank.send(("ready", device, backend))
+    while True:
+        _, run, situation, path, blob = _receive(control)
+        _begin(_rank, run, situation, path)
+        kind, answer = _run(setup.rank, blob)
+        del blob
+        _flush()
+        _rank.send((kind, run, answer))
+        del answer
+
+
+def _receive(control: socket.socket) -> Any:
+    try:
+        return wire.receive(control)
+    except (EOFError, OSError) as error:
+        raise _DriverGone from error
+
+
+def _send(control: socket.socket, message: tuple[Any, ...]) -> None:
+    try:
+        wire.send(control, message)
+    except OSError as error:
+        raise _DriverGone from error
+
+
+def _take_over(setup: Setup, control: socket.socket) -> None:
+    """Look like a fresh process of the driver: its folder, module path and environment, an own `__main__`."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # A grandchild must not hold this socket: the driver takes its end for the end of the rank.
+    tie_grandchildren(control.close)
+    # New streams: those of the zygote were made for other files than the pipes that 1 and 2 are now.
+    sys.stdout = sys.__stdout__ = open(1, "w", 1, "utf-8", "backslashreplace", closefd=False)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = open(2, "w", 1, "utf-8", "backslashreplace", closefd=False)  # type: ignore[misc]
+    faulthandler.enable()
+    sys.path[:] = setup.path
+    os.chdir(setup.folder)
+    os.environ.clear()
+    os.environ.update(setup.environment)
+    rank, size = str(setup.rank), str(setup.size)
+    os.environ.update(RANK=rank, WORLD_SIZE=size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=size, MASTER_ADDR="127.0.0.1")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    sys.argv = [""]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    random.seed()
+    if "numpy.random" in sys.modules:  # forked ranks would all draw the same numbers
+        sys.modules["numpy.random"].seed()
+    import torch
+
+    torch.set_num_threads(setup.threads)  # the first thing torch does here; a forked pool of threads would hang
+
+
+def _choose_device(setup: Setup) -> tuple[str, str]:
+    if setup.device == "cpu":
+        return "cpu", "gloo"
+    import torch
+
+    count = torch.cuda.device_count()
+    if setup.device == "auto" and count < setup.size:
+        return "cpu", "gloo"
+    if count == 0:
+        raise PlanError("device='cuda': no GPU that torch can use is here; use device='cpu' or device='auto'")
+    index = setup.rank % count
+    torch.cuda.set_device(index)
+    # NCCL refuses two ranks on one GPU; gloo then carries the data through host memory.
+    return f"cuda:{index}", "nccl" if count >= setup.size else "gloo"
+
+
+def _begin(rank: _Rank, run: int, situation: Situation, path: tuple[str, ...]) -> None:
+    if rank.context is not None and situation.generation != rank.context.generation:
+        _forget_default_group()
+    rank.run = run
+    rank.context = Context(
+        rank.setup.rank,
+        rank.setup.size,
+        rank.device,
+        rank.backend,
+        situation.generation,
+        situation.active,
+        situation.store,
+    )
+    os.environ["MASTER_PORT"] = str(situation.port)
+    if sys.path != list(path):
+        sys.path[:] = path
+
+
+def _forget_default_group() -> None:
+    """After a failure the user's own default group has lost its peers; without it `init_process_group` works again."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        try:
+            dist.destroy_process_group()
+        except Exception:
+            pass  # half of it is gone already
+
+
+def _run(rank: int, blob: bytes) -> tuple[str, Any]:
+    try:
+        try:
+            function, args, kwargs = cloudpickle.loads(blob)
+        except Exception as error:
+            error.args = error.args or ("",)
+            raise RankError(f"the function or its arguments cannot be loaded in a rank: {_one_line(error)}") from error
+        result = function(*args, **kwargs)
+        try:
+            return "result", cloudpickle.dumps(result)
+        except Exception as error:
+            kind = type(result).__name__
+            raise RankError(f"the result of rank {rank}, a {kind}, cannot be pickled: {_one_line(error)}") from error
+    except BaseException as error:  # a rank outlives whatever its function does
+        return "error", failures.capture(error, hide=__file__)
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except Exception:
+            pass  # user code closed or replaced it

@@ -1,0 +1,133 @@
+"""The helper process that ranks are forked from: it imported torch and ran nothing.
+
+One per driver process. A fork of it takes milliseconds, where a fresh interpreter takes seconds, and it is safe where
+a fork of the notebook's kernel is not: no thread pool was ever started here, and CUDA was never touched.
+
+    python -m minipar.cluster.zygote SOCKET DRIVER_PID FOLDER TIE
+
+The socket (SEQPACKET) carries ("fork",) with three descriptors -> ("forked", pid), ("kill", pid), and ("exit", pid,
+status) as ranks end. TIE is 1 where Linux may tie this process to the driver's thread. When the driver is gone, all
+ranks are killed and FOLDER is removed.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import pickle
+import select
+import shutil
+import signal
+import socket
+import sys
+import warnings
+
+from minipar.cluster import worker
+from minipar.cluster.processes import die_with_parent, kill_group
+
+# torch._dynamo: every torch optimizer imports it when it is made, at about two seconds in each rank.
+PRELOAD = ("torch", "torch.distributed", "torch._dynamo")
+
+
+def main(arguments: list[str]) -> None:
+    driver, folder = int(arguments[1]), arguments[2]
+    if arguments[3] == "1":
+        die_with_parent(driver)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    control = socket.socket(fileno=int(arguments[0]))
+    try:
+        for module in PRELOAD:
+            importlib.import_module(module)
+    except ImportError as error:
+        _send(control, ("failed", f"{type(error).__name__}: {error}"))
+        return
+    warnings.simplefilter("ignore", DeprecationWarning)  # fork beside numpy's idle BLAS thread, which minds forks
+    gc.collect()
+    gc.freeze()  # a collection in a rank would otherwise copy every shared page
+    _send(control, ("ready",))
+    _serve(control, driver, folder)
+
+
+def _send(control: socket.socket, message: tuple[object, ...]) -> None:
+    control.sendall(pickle.dumps(message))
+
+
+def _serve(control: socket.socket, driver: int, folder: str) -> None:
+    wake_read, wake_write = socket.socketpair()
+    for end in (wake_read, wake_write):
+        end.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
+    watched: list[int] = [control.fileno(), wake_read.fileno()]
+    try:
+        # The socket may stay open in a process that the driver forked, so watch the driver itself as well.
+        gone = os.pidfd_open(driver)
+        watched.append(gone)
+    except (AttributeError, OSError):
+        gone = -1
+    children: set[int] = set()
+    try:
+        while True:
+            ready, _, _ = select.select(watched, [], [])
+            if gone in ready:
+                return
+            if wake_read.fileno() in ready:
+                wake_read.recv(4096)
+                _reap(control, children)
+            if control.fileno() in ready:
+                data, descriptors, _, _ = socket.recv_fds(control, 4096, 3)
+                if not data:
+                    return
+                message = pickle.loads(data)
+                if message[0] == "fork":
+                    closing = [control.fileno(), wake_read.fileno(), wake_write.fileno(), gone]
+                    pid = _fork(descriptors, closing)
+                    children.add(pid)
+                    _send(control, ("forked", pid))
+                elif message[1] in children:
+                    kill_group(message[1])
+    except OSError:
+        pass  # the driver went away while we answered
+    finally:
+        for pid in children:
+            kill_group(pid)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _reap(control: socket.socket, children: set[int]) -> None:
+    for pid in list(children):
+        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            continue
+        kill_group(pid)  # while the zombie still holds the number: whatever the rank had started goes with it
+        _, status = os.waitpid(pid, 0)
+        children.remove(pid)
+        _send(control, ("exit", pid, os.waitstatus_to_exitcode(status)))
+
+
+def _fork(descriptors: list[int], closing: list[int]) -> int:
+    zygote = os.getpid()
+    pid = os.fork()
+    if pid:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return pid
+    try:
+        os.setsid()
+        die_with_parent(zygote)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        control, out, err = descriptors
+        os.dup2(out, 1)
+        os.dup2(err, 2)
+        for descriptor in (out, err, *closing):
+            if descriptor >= 0:
+                os.close(descriptor)
+        gc.unfreeze()
+        worker.serve(socket.socket(fileno=control))
+    finally:
+        os._exit(70)  # never back into the loop of the zygote
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

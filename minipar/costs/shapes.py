@@ -1,0 +1,36 @@
+"""The shape of a model: what a plan must know of it, without any tensor.
+
+`plan.compile(layers=12)` makes a uniform shape; `models.shape("gpt-tiny")` computes one from a preset, and
+`minipar.costs.profile.shape_of(model)` reads one off real layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minipar.errors import PlanError
+from minipar.program import Group
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Layers and parameter groups of a model.
+
+    groups   first one `Group` per layer (its own, untied parameters), then one per tied set
+    name     for messages and pictures
+    """
+
+    layers: int
+    groups: tuple[Group, ...]
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if self.layers < 1:
+            raise PlanError(f"layers={self.layers}: a model has at least 1 layer")
+
+
+def uniform(layers: int, bytes_per_layer: int = 4) -> Shape:
+    """`layers` equal layers, each with one trainable parameter tensor."""
+    if not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
+        raise PlanError(f"layers={layers!r}: must be a whole number of at least 1")
+    return Shape(layers, tuple(Group((layer,), (bytes_per_layer,)) for layer in range(layers)), f"{layers} layers")

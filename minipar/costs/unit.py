@@ -1,0 +1,72 @@
+"""Costs given by hand: one number per kind of work, as in the figures of the papers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from minipar.errors import PlanError
+from minipar.program import Instruction, Op, Program, Value
+
+
+@dataclass(frozen=True)
+class UnitCosts:
+    """Times of one micro-batch on one rank's whole share of the layers, in any unit of time.
+
+    forward, backward          of a whole share; a part of the layers costs its part of the time
+    input_gradient,
+    weight_gradient            the halves of a split backward; default: half of `backward` each
+    latency                    delay of every message
+    stage_factors              multiply the compute times, per rank of the pipeline or per rank of the program
+    """
+
+    program: Program
+    forward: float = 1.0
+    backward: float = 2.0
+    input_gradient: float | None = None
+    weight_gradient: float | None = None
+    latency: float = 0.0
+    stage_factors: Sequence[float] = ()
+    _unit: dict[Op, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _scale: list[float] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        named = {"forward": self.forward, "backward": self.backward, "latency": self.latency}
+        named |= {"input_gradient": self.input_gradient or 0.0, "weight_gradient": self.weight_gradient or 0.0}
+        named |= {f"stage_factors[{k}]": x for k, x in enumerate(self.stage_factors)}
+        for name, number in named.items():
+            if not 0 <= number < float("inf"):
+                raise PlanError(f"{name}={number}: a time must be a finite number of at least 0")
+        ranks, stages = len(self.program.ranks), dict(self.program.mesh).get("pp", 1)
+        factors = list(self.stage_factors) or [1.0] * stages
+        if len(factors) == stages:
+            factors = factors * (ranks // stages)
+        if len(factors) != ranks:
+            raise PlanError(f"stage_factors: {len(self.stage_factors)} numbers, but there are {stages} stages")
+        held = [max(1, len(layers)) for layers in self.program.placement]
+        self._scale.extend(factor / n for factor, n in zip(factors, held, strict=True))
+        halves = (self.input_gradient, self.weight_gradient)
+        if halves == (None, None):
+            halves = (self.backward / 2, self.backward / 2)
+        i, w = (self.backward - (halves[1] or 0) if halves[0] is None else halves[0],
+                self.backward - (halves[0] or 0) if halves[1] is None else halves[1])  # fmt: skip
+        self._unit.update(
+            {Op.FORWARD: self.forward, Op.BACKWARD: self.backward, Op.RECOMPUTE: self.forward, Op.STEP: 0.0}
+        )
+        self._unit.update({Op.BACKWARD_INPUT: max(0.0, i), Op.BACKWARD_WEIGHT: max(0.0, w)})
+
+    def compute(self, rank: int, ins: Instruction) -> float:
+        """Duration of a compute instruction."""
+        return self._unit[ins.op] * len(ins.layers) * self._scale[rank]
+
+    def transfer(self, rank: int, ins: Instruction) -> tuple[float, float]:
+        """(time that a message occupies its link, latency before it arrives)."""
+        return 0.0, self.latency
+
+    def collective(self, ins: Instruction) -> float:
+        """Duration of a collective after its last rank has arrived."""
+        return 0.0
+
+    def size(self, rank: int, value: Value) -> float:
+        """Memory of a value; here in units of a rank's activations of one micro-batch."""
+        return 1 / max(1, len(self.program.placement[rank])) if value.kind == "saved" else 0.0

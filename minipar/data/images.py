@@ -1,0 +1,61 @@
+"""Scikit-learn's handwritten digits: 1797 images of 8 x 8, which come with the package (an optional extra)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from minipar.data.sources import Source
+from minipar.errors import PlanError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+VALIDATION_EVERY = 10
+
+
+@dataclass(frozen=True)
+class Digits(Source):
+    """Handwritten digits. x: (rows, 64) grey values in [0, 1], float32; y: (rows,) the digit, int64.
+
+    seed   see `Source`
+    """
+
+    inputs = 64
+    classes = 10
+
+    def __post_init__(self) -> None:
+        if find_spec("sklearn") is None:
+            raise PlanError("the digits come with scikit-learn, which is not installed: pip install scikit-learn")
+
+    def places(self, split: str) -> int:
+        return len(images()[split][0])
+
+    def examples(self, places: np.ndarray, split: str) -> tuple[Tensor, Tensor]:
+        import torch
+
+        x, y = images()[split]
+        return torch.from_numpy(x[places]), torch.from_numpy(y[places])
+
+
+def digits(seed: int = 0) -> Digits:
+    """The digits; every tenth image is validation, the others are train. Nothing is read yet.
+
+    Errors: `PlanError` where scikit-learn is not installed.
+    """
+    return Digits(seed)
+
+
+@lru_cache(maxsize=1)
+def images() -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Images (n, 64) and digits (n,) of both splits; read once per process."""
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    x, y = (found.data / 16).astype(np.float32), found.target.astype(np.int64)
+    validation = np.arange(len(x)) % VALIDATION_EVERY == VALIDATION_EVERY - 1
+    return {"train": (x[~validation], y[~validation]), "validation": (x[validation], y[validation])}

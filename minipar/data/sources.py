@@ -1,0 +1,93 @@
+"""What all data sets share: batches by (seed, step, row), and shards of one epoch."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from minipar.errors import PlanError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SPLITS = ("train", "validation")
+
+
+@dataclass(frozen=True)
+class Source(ABC):
+    """A data set. Every row starts at a place; `examples` reads the rows at given places.
+
+    seed   which rows a step draws; the data and its split into train and validation do not depend on it
+    """
+
+    seed: int = 0
+
+    @abstractmethod
+    def places(self, split: str) -> int:
+        """How many places there are; a batch draws from all of them."""
+
+    @property
+    def stride(self) -> int:
+        """Places from one row of an epoch to the next, so that no number stands in two rows."""
+        return 1
+
+    @abstractmethod
+    def examples(self, places: np.ndarray, split: str) -> tuple[Tensor, Tensor]:
+        """The rows (x, y) at these places."""
+
+    def batch(
+        self, step: int, size: int, split: str = "train", rows: slice | range | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The batch of one step, of `size` rows (x, y), or only its `rows`.
+
+        Row r is a function of (seed, step, r) alone, not of the batch's size and not of who reads it, so the ranks
+        can share a batch out without a word. Rows are drawn with replacement.
+        Errors: `PlanError` for an unknown split, a size below 1, or rows outside of the batch.
+        """
+        _check_split(split)
+        if size < 1:
+            raise PlanError(f"size={size}: a batch has at least 1 row")
+        if step < 0:
+            raise PlanError(f"step={step}: steps count from 0")
+        chosen = range(size)[rows] if isinstance(rows, slice) else range(size) if rows is None else rows
+        if len(chosen) and (min(chosen) < 0 or max(chosen) >= size):
+            raise PlanError(f"rows={chosen}: this batch has rows 0 to {size - 1}")
+        return self.examples(draw(f"{self.seed}/{split}/{step}", chosen, self.places(split)), split)
+
+    def windows(self, split: str = "train") -> int:
+        """Rows of one epoch."""
+        _check_split(split)
+        return -(-self.places(split) // self.stride)
+
+    def shard(self, rank: int, size: int, split: str = "train", batch: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+        """One epoch's rows of `rank` of `size` ranks, `batch` at a time (the last time perhaps fewer).
+
+        Row w of the epoch belongs to rank w % size: the shards do not overlap, together they are the whole split, and
+        their lengths differ by at most one row. Errors: `PlanError` for a rank outside of 0 to size - 1.
+        """
+        if not 0 <= rank < size:
+            raise PlanError(f"rank={rank}: must be from 0 to {size - 1}")
+        if batch < 1:
+            raise PlanError(f"batch={batch}: must be at least 1")
+        mine = np.arange(rank, self.windows(split), size, dtype=np.int64) * self.stride
+        return (self.examples(mine[k : k + batch], split) for k in range(0, len(mine), batch))
+
+
+def _check_split(split: str) -> None:
+    if split not in SPLITS:
+        raise PlanError(f"split={split!r}: must be {' or '.join(SPLITS)}")
+
+
+def draw(key: str, rows: range, places: int) -> np.ndarray:
+    """A place for each row, evenly random, as a function of (key, row): int64 of shape (len(rows),)."""
+    start = np.frombuffer(hashlib.blake2b(key.encode(), digest_size=8).digest(), dtype="<u8")
+    # The splitmix64 generator can be entered at any row; the arithmetic is meant to wrap around at 64 bits.
+    z = start + (np.array(rows, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((z ^ (z >> np.uint64(31))) % np.uint64(places)).astype(np.int64)

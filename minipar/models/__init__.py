@@ -1,0 +1,61 @@
+"""Small models as `nn.Sequential`s of layers, ready to be cut into stages, and presets of them by name.
+
+    model = models.build("gpt-tiny")            # or models.gpt(layers=4, ...), models.mlp(widths=...)
+    shape = models.shape("gpt-tiny")            # what a plan needs of it; never imports torch
+    models.presets()                            # the names
+
+The builders import torch when they are first used; this package, its presets and its shapes do without.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from minipar.models.shapes import shape
+from minipar.models.table import GPT, MLP, PRESETS, preset, presets, title
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from minipar.models.initial import initialise
+    from minipar.models.perceptron import mlp
+    from minipar.models.transformer import gpt
+
+__all__ = ["GPT", "MLP", "PRESETS", "build", "gpt", "initialise", "mlp", "preset", "presets", "shape"]
+
+_LAZY = {
+    "gpt": "minipar.models.transformer",
+    "mlp": "minipar.models.perceptron",
+    "initialise": "minipar.models.initial",
+}
+
+
+def build(name: str, **overrides: Any) -> nn.Sequential:
+    """The model of a preset, initialised from `torch.initial_seed()`. `overrides` replace the preset's numbers.
+
+    Errors: `PlanError` for an unknown preset or number.
+    """
+    chosen = preset(name, **overrides)
+    if isinstance(chosen, GPT):
+        from minipar.models.transformer import gpt
+
+        model = gpt(**chosen.numbers())
+    else:
+        from minipar.models.perceptron import mlp
+
+        model = mlp(**chosen.numbers())
+    model.name = title(name, overrides)  # type: ignore[assignment]  # a plain string, for messages and pictures
+    return model
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = globals()[name] = getattr(import_module(_LAZY[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

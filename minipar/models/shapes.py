@@ -1,0 +1,56 @@
+"""Shapes of the presets, from their numbers alone. No torch here.
+
+Equal, by test, to `minipar.costs.profile.shape_of(models.build(name))`.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+from minipar.costs.shapes import Shape
+from minipar.models.table import GPT, MLP, check_gpt, check_mlp, preset, title
+from minipar.program import Group
+
+
+def shape(name: str, *, element_size: int = 4, **overrides: Any) -> Shape:
+    """Layers and parameter groups of a preset; `element_size` is bytes per number (float32: 4, float64: 8).
+
+    Errors: `PlanError` for an unknown preset or number.
+    """
+    chosen = preset(name, **overrides)
+    groups = _gpt(chosen, element_size) if isinstance(chosen, GPT) else _mlp(chosen, element_size)
+    layers = chosen.layers + 2 if isinstance(chosen, GPT) else len(chosen.widths) - 1
+    return Shape(layers, groups, title(name, overrides))
+
+
+def _gpt(numbers: GPT, element_size: int) -> tuple[Group, ...]:
+    check_gpt(numbers)
+    width = numbers.width
+    token = numbers.vocab * width * element_size
+    position = numbers.context * width * element_size
+    norm = (width * element_size, width * element_size)
+
+    def linear(inputs: int, outputs: int) -> tuple[int, int]:
+        return inputs * outputs * element_size, outputs * element_size
+
+    block = (
+        *norm,
+        *linear(width, 3 * width),
+        *linear(width, width),
+        *norm,
+        *linear(width, 4 * width),
+        *linear(4 * width, width),
+    )
+    last = numbers.layers + 1
+    middle = [Group((layer,), block) for layer in range(1, last)]
+    if numbers.tied:
+        return (Group((0,), (position,)), *middle, Group((last,), norm), Group((0, last), (token,)))
+    return (Group((0,), (token, position)), *middle, Group((last,), (*norm, token)))
+
+
+def _mlp(numbers: MLP, element_size: int) -> tuple[Group, ...]:
+    check_mlp(numbers)
+    return tuple(
+        Group((l,), (a * b * element_size, b * element_size)) for l, (a, b) in enumerate(pairwise(numbers.widths))
+    )

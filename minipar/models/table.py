@@ -1,0 +1,103 @@
+"""The presets: every ready-made model as a few numbers. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from minipar.errors import PlanError
+
+
+@dataclass(frozen=True)
+class GPT:
+    """The numbers of `models.gpt`: `layers` transformer blocks between an embedding and a head."""
+
+    layers: int = 4
+    width: int = 64
+    heads: int = 4
+    context: int = 64
+    vocab: int = 256
+    tied: bool = False
+    dropout: float = 0.0
+    data = "text"
+
+    def numbers(self) -> dict[str, Any]:
+        """The keyword arguments of `models.gpt`."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@dataclass(frozen=True)
+class MLP:
+    """The numbers of `models.mlp`: layer l maps `widths[l]` numbers to `widths[l + 1]`.
+
+    `data` names what it is trained on: `windows` of the text, or `digits`.
+    """
+
+    widths: tuple[int, ...] = (32, 64, 64, 256)
+    data: str = "windows"
+
+    def numbers(self) -> dict[str, Any]:
+        """The keyword arguments of `models.mlp`."""
+        return {"widths": self.widths}
+
+
+Preset = GPT | MLP
+
+PRESETS: dict[str, Preset] = {
+    # Small enough that two steps take seconds, on any machine.
+    "gpt-tiny": GPT(),
+    "gpt-tiny-tied": GPT(tied=True),
+    "gpt-tiny-dropout": GPT(dropout=0.1),
+    # Large enough that a stage's forward takes longer than a message: one micro-batch, several ms on one core.
+    "gpt-demo": GPT(layers=8, width=192, heads=6, context=128),
+    "mlp-tiny": MLP(),
+    "mlp-digits": MLP(widths=(64, 128, 128, 10), data="digits"),
+    # The model of the benchmarks: 16 layers of Linear(512, 512) and GELU.
+    "mlp-wide": MLP(widths=(512,) * 17),
+}
+
+
+def presets() -> tuple[str, ...]:
+    """The names that `build`, `shape` and `data.for_model` know."""
+    return tuple(PRESETS)
+
+
+def preset(name: str, **overrides: Any) -> Preset:
+    """The numbers of a preset, some of them replaced.
+
+    Errors: `PlanError` for a name that is no preset, or a number that this kind of model does not have.
+    """
+    if name not in PRESETS:
+        raise PlanError(f"model {name!r}: no such preset; there are {', '.join(PRESETS)}")
+    chosen = PRESETS[name]
+    possible = [field.name for field in fields(chosen)]
+    for key in overrides:
+        if key not in possible:
+            raise PlanError(f"{key}={overrides[key]!r}: {name} has no such number; it has {', '.join(possible)}")
+    if "widths" in overrides:
+        overrides["widths"] = tuple(overrides["widths"])
+    return replace(chosen, **overrides)
+
+
+def title(name: str, overrides: dict[str, Any]) -> str:
+    """A preset's name with what was changed, such as `gpt-tiny layers=6`."""
+    return " ".join([name, *(f"{key}={value}" for key, value in overrides.items())])
+
+
+def check_gpt(numbers: GPT) -> None:
+    """Errors: `PlanError` for sizes that make no model."""
+    for key in ("layers", "width", "heads", "context", "vocab"):
+        value = getattr(numbers, key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise PlanError(f"{key}={value!r}: must be a whole number of at least 1")
+    if numbers.width % numbers.heads:
+        raise PlanError(f"heads={numbers.heads}: must divide width={numbers.width}")
+    if not 0.0 <= numbers.dropout < 1.0:
+        raise PlanError(f"dropout={numbers.dropout!r}: must be at least 0 and less than 1")
+
+
+def check_mlp(numbers: MLP) -> None:
+    """Errors: `PlanError` for widths that make no model."""
+    widths = numbers.widths
+    if len(widths) < 2 or any(not isinstance(w, int) or isinstance(w, bool) or w < 1 for w in widths):
+        raise PlanError(f"widths={widths!r}: must be 2 or more whole numbers of at least 1")

@@ -1,0 +1,113 @@
+"""A small GPT as a list of layers: embedding, blocks, head.
+
+tokens (B, T) -> [Embed] -> (B, T, width) -> [Block] -> ... -> [Block] -> (B, T, width) -> [Head] -> (B, vocab, T)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from minipar.errors import PlanError
+from minipar.models.initial import initialise
+from minipar.models.table import GPT, check_gpt
+
+
+def gpt(
+    layers: int = 4,
+    width: int = 64,
+    heads: int = 4,
+    context: int = 64,
+    vocab: int = 256,
+    tied: bool = False,
+    dropout: float = 0.0,
+) -> nn.Sequential:
+    """A GPT of `layers` transformer blocks: an `nn.Sequential` of `layers` + 2 layers (embedding, blocks, head).
+
+    Input: tokens (B, T), integers below `vocab`, T at most `context`. Output: logits (B, vocab, T), with the classes
+    second, as `torch.nn.functional.cross_entropy(output, targets)` wants them for targets (B, T); the batch is the
+    first dimension of every value in between, so it can be split anywhere.
+
+    `tied`: the head's weight is the same Parameter object as the token embedding. `dropout`: the probability in the
+    `nn.Dropout`s behind the embedding, the attention and the MLP of each block; there are none where it is 0.
+    Initial values come from `torch.initial_seed()` and the parameters' names.
+    Errors: `PlanError` for sizes that make no model, or a text longer than `context`.
+    """
+    check_gpt(GPT(layers, width, heads, context, vocab, tied, dropout))
+    with torch.random.fork_rng(devices=[]):  # torch draws values of its own first; they are not wanted
+        embed = Embed(vocab, context, width, dropout)
+        blocks = [Block(width, heads, dropout) for _ in range(layers)]
+        head = Head(width, vocab)
+    if tied:
+        head.logits.weight = embed.token.weight
+    model = nn.Sequential(embed, *blocks, head)
+    initialise(model)
+    return model
+
+
+class Embed(nn.Module):
+    """Tokens (B, T) to vectors (B, T, width): what the token is plus where it stands."""
+
+    def __init__(self, vocab: int, context: int, width: int, dropout: float) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocab, width)
+        self.position = nn.Embedding(context, width)
+        self.dropout = _dropout(dropout)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length, context = tokens.shape[1], self.position.num_embeddings
+        if length > context:
+            raise PlanError(f"text of {length} tokens: this model's context is {context}")
+        where = torch.arange(length, device=tokens.device)
+        return self.dropout(self.token(tokens) + self.position(where))
+
+
+class Block(nn.Module):
+    """One transformer block, (B, T, width) to the same: attention, then the MLP, each behind a norm and added on."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.dropout1 = _dropout(dropout)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.dropout2 = _dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout1(self.attention(self.norm1(x)))
+        return x + self.dropout2(self.mlp(self.norm2(x)))
+
+
+class Attention(nn.Module):
+    """Causal self-attention, (B, T, width) to the same: position t sees positions 0 to t."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        query, key, value = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.out(seen.transpose(1, 2).reshape(batch, length, width))
+
+
+class Head(nn.Module):
+    """Vectors (B, T, width) to logits (B, vocab, T)."""
+
+    def __init__(self, width: int, vocab: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.logits = nn.Linear(width, vocab, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.logits(self.norm(x)).transpose(1, 2)
+
+
+def _dropout(probability: float) -> nn.Module:
+    # No module at all where there is nothing to drop: a plan can then tell a model with dropout from one without.
+    return nn.Dropout(probability) if probability else nn.Identity()

@@ -1,0 +1,231 @@
+"""Plan: what the user chooses. `compile` turns it into a Program by passes, in this order:
+
+    schedule (order per rank) -> layers -> data parallel -> transfers -> fuse -> verify
+
+A plan is keywords in Python, `key=value` words in a string, or a table in TOML; all three go through one validation.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from minipar import strategies
+from minipar.costs.shapes import Shape, uniform
+from minipar.errors import PlanError
+from minipar.program import Action, Instruction, Program
+from minipar.strategies.data_parallel import all_reduce_gradients, kept_gradients
+from minipar.strategies.fuse import fuse
+from minipar.strategies.layers import Layout, expand, state_of, step_of
+from minipar.strategies.transfers import insert_transfers
+from minipar.verifier import verify
+
+OVERLAPS = ("none", "backward")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model is trained in parallel. Every key has a default; the default plan is one device.
+
+    dp            replicas of the pipeline (each computes different rows)
+    pp            stages of the pipeline (each on its own rank)
+    schedule      order of forwards and backwards: gpipe, 1f1b, eager-1f1b, naive, or one of your own
+    microbatches  micro-batches per replica and round
+    accumulate    rounds of `microbatches` before the optimizer steps
+    split         layers per stage, such as "3,3,4,2"; default even, the first stages larger
+    bucket        gradient messages: MiB per bucket, "none" (one per parameter) or "flat" (one buffer)
+    overlap       "backward": a bucket is sent while backward goes on; "none": after it
+    """
+
+    dp: int = 1
+    pp: int = 1
+    schedule: str = "1f1b"
+    microbatches: int = 1
+    accumulate: int = 1
+    split: tuple[int, ...] | str | None = None
+    bucket: float | str = 25
+    overlap: str = "backward"
+
+    def __post_init__(self) -> None:
+        for key in ("dp", "pp", "microbatches", "accumulate"):
+            object.__setattr__(self, key, _whole_number(key, getattr(self, key)))
+        strategies.find(self.schedule)
+        object.__setattr__(self, "split", _split(self.split, self.pp))
+        object.__setattr__(self, "bucket", _bucket(self.bucket))
+        if self.overlap not in OVERLAPS:
+            raise PlanError(f"overlap={self.overlap}: unknown; possible are {', '.join(OVERLAPS)}")
+
+    @staticmethod
+    def parse(text: str | Mapping[str, Any]) -> Plan:
+        """A plan from `"pp=2 dp=2 schedule=1f1b"`, or from a table (TOML, JSON) of the same keys."""
+        if isinstance(text, str):
+            table: dict[str, Any] = {}
+            for word in text.split():
+                key, equals, value = word.partition("=")
+                if not equals or not value:
+                    raise PlanError(f"plan word {word!r}: must be key=value, such as pp=2")
+                if key in table:
+                    raise PlanError(f"plan key {key!r}: given twice")
+                table[key] = value
+        else:
+            table = dict(text)
+        keys = [f.name for f in fields(Plan)]
+        for key in table:
+            if key not in keys:
+                close = difflib.get_close_matches(key, keys, 1)
+                hint = f"; did you mean {close[0]}?" if close else ""
+                raise PlanError(f"plan key {key!r}: unknown; possible are {', '.join(keys)}{hint}")
+        return Plan(**table)
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks the plan needs."""
+        return self.dp * self.pp
+
+    @property
+    def total_microbatches(self) -> int:
+        """Micro-batches per replica and step, over all rounds of accumulation."""
+        return self.microbatches * self.accumulate
+
+    def __str__(self) -> str:
+        words = [f"dp={self.dp}", f"pp={self.pp}"]
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name not in ("dp", "pp") and value != field.default:
+                words.append(f"{field.name}={','.join(map(str, value)) if isinstance(value, tuple) else value}")
+        return " ".join(words)
+
+    def layout(self, shape: Shape) -> Layout:
+        """Which rank holds which layers of a model of this shape."""
+        if self.pp > shape.layers:
+            raise PlanError(
+                f"pp={self.pp}: more stages than layers ({shape.layers}); possible are 1 to {shape.layers}"
+            )
+        if self.split is None:
+            even, more = divmod(shape.layers, self.pp)
+            split = tuple(even + (s < more) for s in range(self.pp))
+        else:
+            split = tuple(int(n) for n in self.split)
+            if sum(split) != shape.layers:
+                raise PlanError(
+                    f"split={','.join(map(str, split))}: sums to {sum(split)}, but the model has {shape.layers} layers"
+                )
+        return Layout(shape, self.dp, self.pp, split, self.total_microbatches)
+
+    def compile(
+        self, shape: Shape | None = None, *, layers: int | None = None, steps: int = 1, check: bool = True
+    ) -> Program:
+        """The program of `steps` training steps for a model of `shape`, or of `layers` equal layers.
+
+        Raises PlanError when the plan does not fit the model, ProgramError when the program cannot run (a schedule
+        of your own may be wrong); `check=False` leaves the latter to the caller.
+        """
+        if isinstance(shape, int):
+            shape, layers = None, shape
+        if (shape is None) == (layers is None):
+            raise PlanError("compile: give either a shape (models.shape(name)) or layers=N")
+        if shape is None:
+            assert layers is not None
+            shape = uniform(layers)
+        layout = self.layout(shape)
+        steps = _whole_number("steps", steps)
+        actions = [self._actions(stage) for stage in range(self.pp)]
+        keep = [kept_gradients(layout, stage, self.bucket) for stage in range(self.pp)]
+        ranks: list[list[Instruction]] = [[] for _ in range(self.ranks)]
+        for step in range(steps):
+            stages = expand(actions, layout, step)
+            for stage in range(self.pp):
+                stages[stage] = all_reduce_gradients(
+                    stages[stage], layout, stage, step, self.bucket, self.overlap == "backward"
+                )
+            stages = list(insert_transfers(dict(enumerate(stages))).values())
+            for stage in range(self.pp):
+                stages[stage] = fuse(stages[stage]) + step_of(layout, stage, step, keep[stage])
+            for replica in range(self.dp):
+                for stage in range(self.pp):
+                    ranks[layout.rank(replica, stage)] += _moved(stages[stage], replica * self.pp)
+        program = Program(
+            tuple(map(tuple, ranks)),
+            shape.layers,
+            self.total_microbatches,
+            shape.groups,
+            (("dp", self.dp), ("pp", self.pp)),
+            tuple(state_of(layout, stage, keep[stage]) for _ in range(self.dp) for stage in range(self.pp)),
+            steps,
+            name=str(self),
+        )
+        if check:
+            verify(program)
+        return program
+
+    def _actions(self, stage: int) -> list[Action]:
+        """The schedule of one stage, repeated for every round of accumulation."""
+        generate = strategies.find(self.schedule).generate
+        chosen = list(generate(stage, self.pp, self.microbatches))
+        for action in chosen:
+            if not isinstance(action, Action):
+                raise PlanError(
+                    f"schedule={self.schedule}: yielded {action!r}; possible are Forward(i) and Backward(i)"
+                )
+            if not 0 <= action.microbatch < self.microbatches:
+                raise PlanError(
+                    f"schedule={self.schedule}: {action} on stage {stage}; "
+                    f"micro-batches count from 0 to {self.microbatches - 1}"
+                )
+        return [
+            action._replace(microbatch=action.microbatch + r * self.microbatches)
+            for r in range(self.accumulate)
+            for action in chosen
+        ]
+
+
+def _moved(instructions: list[Instruction], offset: int) -> list[Instruction]:
+    """The same instructions for another replica: peers are its own ranks (collectives already name all replicas)."""
+    if offset == 0:
+        return instructions
+    return [
+        ins._replace(peer=ins.peer + offset, stream=f"{ins.stream.split()[0]} {ins.peer + offset}")
+        if ins.peer >= 0
+        else ins
+        for ins in instructions
+    ]
+
+
+def _whole_number(key: str, value: object) -> int:
+    try:
+        if isinstance(value, bool) or (isinstance(value, float) and value != int(value)):
+            raise ValueError
+        number = int(value)  # type: ignore[call-overload]
+    except (TypeError, ValueError, OverflowError):
+        raise PlanError(f"{key}={value}: must be a whole number") from None
+    if number < 1:
+        raise PlanError(f"{key}={number}: must be at least 1")
+    return int(number)
+
+
+def _split(value: object, stages: int) -> tuple[int, ...] | None:
+    if value is None or value == "even":
+        return None
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, (list, tuple)):
+        raise PlanError(f"split={value}: must be layer counts per stage, such as 3,3,2, or even")
+    counts = tuple(_whole_number("split", part) for part in parts)
+    if len(counts) != stages:
+        raise PlanError(f"split={','.join(map(str, counts))}: {len(counts)} stages, but pp={stages}")
+    return counts
+
+
+def _bucket(value: object) -> float | str:
+    if value in ("none", "flat"):
+        return str(value)
+    text = str(value)
+    number = text[:-3] if text.lower().endswith("mib") else text
+    try:
+        size = float(number)
+    except ValueError:
+        size = -1.0
+    if not 0 < size < float("inf"):
+        raise PlanError(f"bucket={value}: must be a size in MiB above 0, none (one message per parameter) or flat")
+    return int(size) if size == int(size) else size

@@ -1,0 +1,323 @@
+"""The program: what every rank does, in order, on named values.
+
+A strategy builds a `Program`; `verify`, `simulate`, `execute` and `plot` read the same one. A rank's program is a
+tuple of `Instruction`s. An instruction reads, writes and frees `Value`s; who waits for whom, and how much memory is
+live, is derived from these three lists and written nowhere else.
+
+    rank 0   F 0:2 mb0 | SEND output(1) mb0 -> 1 | ...          | RECV grad_output(1) mb0 <- 1 | B 0:2 mb0 | STEP 0:2
+    rank 1               RECV output(1) mb0 <- 0 | F 2:4 mb0 | B 2:4 mb0 | SEND grad_output(1) mb0 -> 0     | STEP 2:4
+
+This module imports nothing of minipar.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import cached_property
+from typing import Any, NamedTuple
+
+
+class Op(str, Enum):
+    """What an instruction does. Compared with `is`, never by its text."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+    RECOMPUTE = "R"
+    STEP = "STEP"
+    SEND = "SEND"
+    RECV = "RECV"
+    ALL_REDUCE = "ALL_REDUCE"
+
+
+COMPUTE = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.RECOMPUTE, Op.STEP)
+TRANSFERS = (Op.SEND, Op.RECV)
+COLLECTIVES = (Op.ALL_REDUCE,)
+
+
+class Value(NamedTuple):
+    """A named piece of memory on one rank: `kind` of layer or parameter group `index`, for one micro-batch and step.
+
+    Model state (`param`, `grad`, `optimizer_state`) belongs to no micro-batch and outlives a step: both are -1.
+    """
+
+    kind: str
+    index: int
+    microbatch: int = -1
+    step: int = -1
+
+    def __str__(self) -> str:
+        return f"{self.kind}({self.index})" + (f" mb{self.microbatch}" if self.microbatch >= 0 else "")
+
+
+def output(layer: int, microbatch: int, step: int = 0) -> Value:
+    """What layer `layer` hands on for one micro-batch."""
+    return Value("output", layer, microbatch, step)
+
+
+def grad_output(layer: int, microbatch: int, step: int = 0) -> Value:
+    """The gradient of the loss in `output(layer, microbatch)`."""
+    return Value("grad_output", layer, microbatch, step)
+
+
+def saved(layer: int, microbatch: int, step: int = 0) -> Value:
+    """What autograd keeps of one layer for one micro-batch, besides the layer's input."""
+    return Value("saved", layer, microbatch, step)
+
+
+def param(group: int) -> Value:
+    """The parameters of one group: a layer's own, or a set tied between layers."""
+    return Value("param", group)
+
+
+def grad(group: int) -> Value:
+    """The gradient of one parameter group; every backward adds to it."""
+    return Value("grad", group)
+
+
+def optimizer_state(group: int) -> Value:
+    """What the optimizer keeps for one parameter group (momentum, variance)."""
+    return Value("optimizer_state", group)
+
+
+class Part(NamedTuple):
+    """One piece of a fused instruction: a layer's compute, or one message of a collective."""
+
+    op: Op
+    layer: int = -1
+    bytes: int = 0
+
+
+class Instruction(NamedTuple):
+    """One line of a rank's program. Immutable, and printable on one line (`F 3:5 mb2`).
+
+    `layers` are the layers computed, or the parameter groups that a collective or STEP works on. `reads`, `writes`
+    and `frees` are local values; a value written before is updated in place. `parts` keeps what was fused.
+    """
+
+    op: Op
+    layers: tuple[int, ...]
+    microbatch: int
+    step: int
+    reads: tuple[Value, ...] = ()
+    writes: tuple[Value, ...] = ()
+    frees: tuple[Value, ...] = ()
+    stream: str = "compute"
+    peer: int = -1
+    group: tuple[int, ...] = ()
+    parts: tuple[Part, ...] = ()
+
+    def __str__(self) -> str:
+        if self.op is Op.SEND:
+            return f"SEND {self.reads[0]} -> {self.peer}"
+        if self.op is Op.RECV:
+            return f"RECV {self.writes[0]} <- {self.peer}"
+        text = f"{self.op.value} {span(self.layers)}"
+        if self.microbatch >= 0:
+            text += f" mb{self.microbatch}"
+        if self.group:
+            text += " over " + ",".join(map(str, self.group))
+        return text
+
+
+def span(layers: Sequence[int]) -> str:
+    """Layer numbers, short: `3` for one, `3:5` for 3 and 4, `0,3:5` with a gap."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][1]:
+            runs[-1][1] = layer + 1
+        else:
+            runs.append([layer, layer + 1])
+    return ",".join(str(a) if b == a + 1 else f"{a}:{b}" for a, b in runs)
+
+
+class Forward(NamedTuple):
+    """A schedule's action: run the forward of micro-batch `microbatch` through chunk `chunk` of this rank."""
+
+    microbatch: int
+    chunk: int = 0
+
+
+class Backward(NamedTuple):
+    """A schedule's action: the whole backward of one micro-batch through one chunk."""
+
+    microbatch: int
+    chunk: int = 0
+
+
+class BackwardInput(NamedTuple):
+    """A schedule's action: only the gradient of the chunk's input (the zero-bubble papers' B)."""
+
+    microbatch: int
+    chunk: int = 0
+
+
+class BackwardWeight(NamedTuple):
+    """A schedule's action: only the gradient of the chunk's weights (the zero-bubble papers' W)."""
+
+    microbatch: int
+    chunk: int = 0
+
+
+Action = Forward | Backward | BackwardInput | BackwardWeight
+
+
+@dataclass(frozen=True)
+class Synchronous:
+    """Every forward of step s uses the parameters after exactly s updates; an update uses every micro-batch once."""
+
+
+class Group(NamedTuple):
+    """A parameter group: the parameters of one layer that no other layer shares, or one set tied between layers.
+
+    `tensors` are the sizes in bytes of its trainable parameters, `frozen` the bytes that never get a gradient.
+    """
+
+    layers: tuple[int, ...]
+    tensors: tuple[int, ...] = (0,)
+    frozen: int = 0
+
+    @property
+    def trainable(self) -> bool:
+        return bool(self.tensors)
+
+
+@dataclass(frozen=True)
+class Program:
+    """Per rank a tuple of instructions, and what their readers must know to judge them.
+
+    ranks            instructions of each rank, in the order in which its loop walks them
+    layers           number of layers of the model; layer l reads what layer l-1 hands on
+    microbatches     per replica and step (every round of accumulation counted)
+    groups           parameter groups, by index
+    mesh             axis sizes, slowest first: rank = dp index * pp + pp index
+    state            per rank the values held before the first instruction and after the last one
+    receives_ahead   how many receives per link are posted before the walk reaches them
+    """
+
+    ranks: tuple[tuple[Instruction, ...], ...]
+    layers: int
+    microbatches: int
+    groups: tuple[Group, ...]
+    mesh: tuple[tuple[str, int], ...] = (("dp", 1), ("pp", 1))
+    state: tuple[frozenset[Value], ...] = ()
+    steps: int = 1
+    contract: Synchronous = field(default_factory=Synchronous)
+    receives_ahead: int = 2
+    name: str = ""
+
+    def __len__(self) -> int:
+        return sum(len(instructions) for instructions in self.ranks)
+
+    def replica(self, rank: int) -> int:
+        """Which copy of the model the rank works for: its position on the `dp` axis."""
+        sizes = dict(self.mesh)
+        return rank * sizes.get("dp", 1) // len(self.ranks)
+
+    @property
+    def replicas(self) -> int:
+        return dict(self.mesh).get("dp", 1)
+
+    @cached_property
+    def first_trainable(self) -> int:
+        """The first layer with a trainable parameter. Layers before it need no backward."""
+        return min((min(g.layers) for g in self.groups if g.trainable), default=self.layers)
+
+    @cached_property
+    def placement(self) -> tuple[tuple[int, ...], ...]:
+        """Layers held by each rank, ascending."""
+        return tuple(
+            tuple(sorted({layer for ins in instructions if ins.op is Op.FORWARD for layer in ins.layers}))
+            for instructions in self.ranks
+        )
+
+    @cached_property
+    def groups_of_layer(self) -> tuple[tuple[int, ...], ...]:
+        """For each layer the indices of the parameter groups it uses."""
+        found: list[list[int]] = [[] for _ in range(self.layers)]
+        for index, group in enumerate(self.groups):
+            for layer in group.layers:
+                found[layer].append(index)
+        return tuple(map(tuple, found))
+
+    def with_rank(self, rank: int, instructions: Iterable[Instruction]) -> Program:
+        """A copy in which one rank runs other instructions (for tests, lessons and the hand editor)."""
+        ranks = list(self.ranks)
+        ranks[rank] = tuple(instructions)
+        return replace(self, ranks=tuple(ranks))
+
+    def text(self, rank: int | None = None, limit: int = 40) -> str:
+        """The program as text, one instruction a line; of long ranks the first `limit` lines."""
+        lines = [f"program {self.name or 'of hand'}: {len(self.ranks)} ranks, {len(self)} instructions"]
+        for r in range(len(self.ranks)) if rank is None else [rank]:
+            instructions = self.ranks[r]
+            lines.append(f"rank {r}: layers {span(self.placement[r])}, {len(instructions)} instructions")
+            lines += [f"  {k:4d}  {ins}" for k, ins in enumerate(instructions[:limit])]
+            if len(instructions) > limit:
+                lines.append(f"  ... {len(instructions) - limit} more")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def __repr__(self) -> str:
+        return f"<Program {self.name!r}: {len(self.ranks)} ranks, {len(self)} instructions>"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain lists and numbers, for `json.dump`. `from_json` gives an equal program."""
+        names: dict[Value, int] = {}
+
+        def refs(values: Iterable[Value]) -> list[int]:
+            return [names.setdefault(value, len(names)) for value in values]
+
+        ranks = [
+            [
+                [i.op.name, list(i.layers), i.microbatch, i.step, refs(i.reads), refs(i.writes), refs(i.frees),
+                 i.stream, i.peer, list(i.group), [[p.op.name, p.layer, p.bytes] for p in i.parts]]
+                for i in instructions
+            ]
+            for instructions in self.ranks
+        ]  # fmt: skip
+        return {
+            "format": "minipar-program/1",
+            "name": self.name,
+            "layers": self.layers,
+            "microbatches": self.microbatches,
+            "steps": self.steps,
+            "mesh": [list(axis) for axis in self.mesh],
+            "groups": [[list(g.layers), list(g.tensors), g.frozen] for g in self.groups],
+            "receives_ahead": self.receives_ahead,
+            "state": [refs(sorted(values)) for values in self.state],
+            "ranks": ranks,
+            "values": [list(value) for value in names],
+        }
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Program:
+        values = [Value(*entry) for entry in data["values"]]
+
+        def named(refs: Iterable[int]) -> tuple[Value, ...]:
+            return tuple(values[k] for k in refs)
+
+        ranks = tuple(
+            tuple(
+                Instruction(Op[op], tuple(layers), mb, step, named(reads), named(writes), named(frees), stream, peer,
+                            tuple(group), tuple(Part(Op[name], *rest) for name, *rest in parts))
+                for op, layers, mb, step, reads, writes, frees, stream, peer, group, parts in instructions
+            )
+            for instructions in data["ranks"]
+        )  # fmt: skip
+        return Program(
+            ranks,
+            data["layers"],
+            data["microbatches"],
+            tuple(Group(tuple(layers), tuple(tensors), frozen) for layers, tensors, frozen in data["groups"]),
+            tuple((name, size) for name, size in data["mesh"]),
+            tuple(frozenset(named(refs)) for refs in data["state"]),
+            data["steps"],
+            receives_ahead=data["receives_ahead"],
+            name=data["name"],
+        )

@@ -1,0 +1,59 @@
+"""Fusion: consecutive layers with nothing between them run as one instruction, which keeps its parts.
+
+    F 2 mb0 | F 3 mb0 | F 4 mb0         becomes   F 2:5 mb0   parts F2 F3 F4
+    B 4 mb0 | AR 4 | B 3 mb0 | B 2 mb0  becomes   B 4 mb0 | AR 4 | B 2:4 mb0   parts B3 B2
+
+A value written and freed inside the run (the gradient between two layers) disappears from the fused instruction's
+lists: it never outlives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from minipar.program import Instruction, Op, Part
+
+FUSIBLE = (Op.FORWARD, Op.BACKWARD)
+
+
+def fuse(instructions: Iterable[Instruction]) -> list[Instruction]:
+    """One rank's instructions with runs of neighbouring layers merged."""
+    result: list[Instruction] = []
+    run: list[Instruction] = []
+    for ins in instructions:
+        if run and _continues(run[-1], ins):
+            run.append(ins)
+            continue
+        if run:
+            result.append(_merge(run))
+            run = []
+        if ins.op is Op.FORWARD or ins.op is Op.BACKWARD:
+            run = [ins]
+        else:
+            result.append(ins)
+    if run:
+        result.append(_merge(run))
+    return result
+
+
+def _continues(a: Instruction, b: Instruction) -> bool:
+    if a.op is not b.op or a.microbatch != b.microbatch or a.step != b.step:
+        return False
+    return b.layers[0] == a.layers[-1] + 1 if a.op is Op.FORWARD else b.layers[-1] == a.layers[0] - 1
+
+
+def _merge(run: list[Instruction]) -> Instruction:
+    first = run[0]
+    if len(run) == 1:
+        return first
+    written = {value for ins in run for value in ins.writes}
+    freed = {value for ins in run for value in ins.frees}
+    inner = written & freed
+    reads = dict.fromkeys(value for ins in run for value in ins.reads if value not in written)
+    writes = dict.fromkeys(value for ins in run for value in ins.writes if value not in inner)
+    frees = dict.fromkeys(value for ins in run for value in ins.frees if value not in inner)
+    layers = tuple(sorted(layer for ins in run for layer in ins.layers))
+    parts = tuple(Part(ins.op, layer) for ins in run for layer in ins.layers)
+    return first._replace(
+        layers=layers, reads=tuple(reads), writes=tuple(writes), frees=tuple(frees), parts=parts
+    )

@@ -1,0 +1,416 @@
+"""Trace: when every instruction of a program ran, predicted or measured, and what follows from it.
+
+A trace keeps the program and two numbers per instruction, start and end. Bubble, memory, bytes, critical path and the
+picture are derived. Times are seconds in measured traces, and the unit of the costs in predicted ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from minipar.errors import MiniparError
+from minipar.program import COLLECTIVES, COMPUTE, Instruction, Op, Program, Value
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+KINDS = {
+    "param": "parameters",
+    "grad": "gradients",
+    "optimizer_state": "optimizer",
+    "output": "activations",
+    "grad_output": "activations",
+    "saved": "activations",
+}
+
+
+class Event(NamedTuple):
+    """One instruction as it ran. `version_used` and `version_applied` count updates of the rank's parameters."""
+
+    rank: int
+    index: int
+    stream: str
+    start: float
+    end: float
+    instruction: Instruction
+    bytes: int
+    version_used: int | None
+    version_applied: int | None
+
+    @property
+    def duration(self) -> float:
+        return self.end - self.start
+
+
+class Curve(NamedTuple):
+    """Memory of one rank over time: from `times[k]` on, `total[k]` is live, of which `kinds[name][k]` of each kind."""
+
+    times: list[float]
+    total: list[float]
+    kinds: dict[str, list[float]]
+
+    @property
+    def peak(self) -> float:
+        return max(self.total, default=0)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Start and end of every instruction of `program`; `starts[r][k]` belongs to `program.ranks[r][k]`.
+
+    size     memory of a value on a rank, in `unit`: "bytes", or "activations" (one micro-batch's on one rank)
+    kind     "predicted" or "measured"
+    data     bytes of input rows that each rank holds throughout
+    note     a line that every picture shows (such as how the prediction was made)
+    """
+
+    program: Program
+    starts: Sequence[Sequence[float]]
+    ends: Sequence[Sequence[float]]
+    size: Callable[[int, Value], float]
+    kind: str = "predicted"
+    unit: str = "bytes"
+    data: Sequence[int] = ()
+    note: str = ""
+    _cache: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def __repr__(self) -> str:
+        return f"<{self.summary()}>"
+
+    def summary(self) -> str:
+        """One line: how long, how idle, how much memory."""
+        peak = max(self.peak_memory(), default=0)
+        memory = f"{peak / 2**20:.2f} MiB" if self.unit == "bytes" else f"{max(self.in_flight()):g} activations"
+        time = f"{self.time * 1e3:.2f} ms" if self.kind == "measured" or self.unit == "bytes" else f"{self.time:g}"
+        return (
+            f"{self.kind} trace: {len(self.program.ranks)} ranks, {len(self.program)} instructions, time {time}, "
+            f"bubble {self.bubble_of_total():.1%} of total ({self.bubble_of_ideal():.1%} of ideal), peak memory {memory}"
+        )
+
+    # time ------------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def span(self) -> tuple[float, float]:
+        """First start and last end over all ranks. (A receive is posted early: it does not open the span.)"""
+        first = min(
+            (s for r, row in enumerate(self.starts) for k, s in enumerate(row) if self.program.ranks[r][k].op is not Op.RECV),
+            default=0.0,
+        )  # fmt: skip
+        return first, max((e for row in self.ends for e in row), default=0.0)
+
+    @property
+    def time(self) -> float:
+        """Makespan: from the first start to the last end."""
+        return self.span[1] - self.span[0]
+
+    @property
+    def events(self) -> list[Event]:
+        """Every instruction as it ran, rank by rank in program order."""
+        return [event for rank in range(len(self.program.ranks)) for event in self.events_of(rank)]
+
+    def events_of(self, rank: int) -> Iterator[Event]:
+        updates = 0
+        for index, ins in enumerate(self.program.ranks[rank]):
+            used = updates if ins.op in COMPUTE else None
+            applied = None
+            if ins.op is Op.STEP:
+                updates += 1
+                applied = updates
+            yield Event(
+                rank, index, ins.stream, self.starts[rank][index], self.ends[rank][index], ins,
+                self.sent(rank, ins), used, applied,
+            )  # fmt: skip
+
+    @cached_property
+    def busy(self) -> list[float]:
+        """Per rank the time spent in compute instructions."""
+        return [
+            sum(e - s for ins, s, e in zip(row, self.starts[r], self.ends[r], strict=True) if ins.stream == "compute")
+            for r, row in enumerate(self.program.ranks)
+        ]
+
+    def bubble_of_total(self) -> float:
+        """Idle time over all ranks / (ranks x makespan)."""
+        whole = len(self.busy) * self.time
+        return max(0.0, 1 - sum(self.busy) / whole) if whole else 0.0
+
+    def bubble_of_ideal(self) -> float:
+        """Idle time over all ranks / busy time over all ranks."""
+        work = sum(self.busy)
+        return max(0.0, len(self.busy) * self.time - work) / work if work else 0.0
+
+    def window_bubble(self) -> float:
+        """max over ranks of (last end - first start of its compute) - its work: the zero-bubble papers' measure."""
+        windows = []
+        for r, row in enumerate(self.program.ranks):
+            mine = [k for k, ins in enumerate(row) if ins.stream == "compute"]
+            if mine:
+                windows.append(self.ends[r][mine[-1]] - self.starts[r][mine[0]] - self.busy[r])
+        return max(0.0, max(windows, default=0.0))
+
+    # memory and bytes ------------------------------------------------------------------------------------------------
+
+    def memory(self, rank: int) -> Curve:
+        """Memory of a rank over time: a value is live from the start of its writer to the end of the one that frees it."""
+        key = f"memory {rank}"
+        if key in self._cache:
+            return self._cache[key]  # type: ignore[no-any-return]
+        row, starts, ends = self.program.ranks[rank], self.starts[rank], self.ends[rank]
+        first = self.span[0]
+        changes: list[tuple[float, int, str, float]] = []  # frees come before allocations of the same moment
+        live = set(self.program.state[rank]) if self.program.state else set()
+        for value in live:
+            changes.append((first, 0, KINDS[value.kind], self.size(rank, value)))
+        for k, ins in enumerate(row):
+            for value in ins.writes:
+                if value not in live:
+                    live.add(value)
+                    changes.append((max(first, starts[k]), 1, KINDS[value.kind], self.size(rank, value)))
+            for value in ins.frees:
+                live.discard(value)
+                changes.append((ends[k], 0, KINDS[value.kind], -self.size(rank, value)))
+        if self.data:
+            changes.append((first, 0, "data", self.data[rank]))
+        changes.sort(key=lambda change: change[:2])
+        now = dict.fromkeys([*dict.fromkeys(KINDS.values()), "data"], 0.0)
+        times: list[float] = []
+        total: list[float] = []
+        kinds: dict[str, list[float]] = {name: [] for name in now}
+        for time, order, name, size in changes:
+            now[name] += size
+            if times and times[-1] == time and order == 0:
+                for other in kinds:
+                    kinds[other][-1] = now[other]
+                total[-1] = sum(now.values())
+            else:
+                times.append(time)
+                total.append(sum(now.values()))
+                for other in kinds:
+                    kinds[other].append(now[other])
+        curve = Curve(times, total, kinds)
+        self._cache[key] = curve
+        return curve
+
+    def peak_memory(self) -> list[int] | list[float]:
+        """Per rank the highest memory, in bytes (int); in units of activations where no bytes are known."""
+        peaks = [self.memory(rank).peak for rank in range(len(self.program.ranks))]
+        return [round(peak) for peak in peaks] if self.unit == "bytes" else [round(peak, 9) for peak in peaks]
+
+    def peak_by_kind(self, rank: int) -> dict[str, int]:
+        """What a rank's memory consists of at the moment of its peak, in bytes."""
+        curve = self.memory(rank)
+        k = max(range(len(curve.total)), key=curve.total.__getitem__, default=0)
+        return {name: round(column[k]) for name, column in curve.kinds.items()}
+
+    def in_flight(self) -> list[float]:
+        """Per rank the most activations held at once, in units of one micro-batch on the rank's whole share."""
+        peaks = []
+        for rank, row in enumerate(self.program.ranks):
+            now = peak = 0
+            for ins in row:
+                now += sum(value.kind == "saved" for value in ins.writes)
+                peak = max(peak, now)
+                now -= sum(value.kind == "saved" for value in ins.frees)
+            kept = sum(layer >= self.program.first_trainable for layer in self.program.placement[rank])
+            peaks.append(peak / kept if kept else 0.0)
+        return [int(x) if x == int(x) else x for x in peaks]
+
+    def weight_versions(self) -> list[int]:
+        """Per rank how many versions of its parameters are alive at once. One, in a synchronous program."""
+        return [1 for _ in self.program.ranks]
+
+    def staleness(self) -> list[int]:
+        """Per rank the most updates applied between the version a forward used and the update its gradient went into."""
+        worst = []
+        for rank in range(len(self.program.ranks)):
+            used: dict[tuple[int, int], int] = {}
+            open_: list[tuple[int, int]] = []
+            most = 0
+            for event in self.events_of(rank):
+                ins = event.instruction
+                if ins.op is Op.FORWARD:
+                    used.setdefault((ins.step, ins.microbatch), event.version_used or 0)
+                elif ins.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
+                    open_.append((ins.step, ins.microbatch))
+                elif ins.op is Op.STEP:
+                    most = max([most, *((event.version_used or 0) - used[key] for key in open_ if key in used)])
+                    open_ = []
+            worst.append(most)
+        return worst
+
+    def sent(self, rank: int, ins: Instruction) -> int:
+        """Bytes that a rank puts on the wire for one instruction (an all-reduce as a ring: 2(n-1)/n of its size)."""
+        if self.unit != "bytes":
+            return 0
+        if ins.op is Op.SEND:
+            return round(self.size(rank, ins.reads[0]))
+        if ins.op in COLLECTIVES:
+            n = len(ins.group)
+            return round(sum(part.bytes for part in ins.parts) * 2 * (n - 1) / n)
+        return 0
+
+    def bytes_sent(self) -> list[int]:
+        """Per rank the bytes sent in the whole program."""
+        return [sum(self.sent(rank, ins) for ins in row) for rank, row in enumerate(self.program.ranks)]
+
+    def bytes_per_link(self) -> dict[tuple[int, int], int]:
+        """Bytes of point-to-point messages for each (source, target)."""
+        links: dict[tuple[int, int], int] = {}
+        for rank, row in enumerate(self.program.ranks):
+            for ins in row:
+                if ins.op is Op.SEND:
+                    links[rank, ins.peer] = links.get((rank, ins.peer), 0) + self.sent(rank, ins)
+        return links
+
+    def messages_per_microbatch(self) -> float:
+        """Point-to-point messages per micro-batch of one replica."""
+        sends = sum(ins.op is Op.SEND for row in self.program.ranks for ins in row)
+        return sends / (self.program.replicas * self.program.microbatches * self.program.steps)
+
+    # causes ----------------------------------------------------------------------------------------------------------
+
+    def critical_path(self) -> list[Event]:
+        """The chain of instructions that the makespan consists of, first to last: each waited for the one before it."""
+        from minipar.critical_path import critical_path
+
+        return critical_path(self)
+
+    def compare(self, other: Trace) -> Comparison:
+        """This trace beside another one of the same program, instruction by instruction."""
+        return Comparison(self, other)
+
+    # pictures --------------------------------------------------------------------------------------------------------
+
+    def plot(self, **options: Any) -> Figure:
+        """Timeline (a lane per rank) with the memory curves under it, as a matplotlib figure. See `drawing.draw`."""
+        from minipar import drawing
+
+        return drawing.draw([self], **options)
+
+    def to_svg(self, **options: Any) -> str:
+        """The picture as SVG text, with a title and a description for screen readers."""
+        from minipar import drawing
+
+        return drawing.svg([self], **options)
+
+    def to_html(self, path: str | os.PathLike[str] | None = None, **options: Any) -> str:
+        """One self-contained page with the picture and its numbers as a table; written to `path` if given."""
+        from minipar import drawing
+
+        return drawing.page([self], path, **options)
+
+    # in and out ------------------------------------------------------------------------------------------------------
+
+    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Everything as JSON text; `from_json` gives it back. Written to `path` if given."""
+        program = self.program.to_json()
+        values = [Value(*entry) for entry in program["values"]]
+        known = [
+            {value for ins in row for value in (*ins.reads, *ins.writes)} | set(self.program.state[r] if self.program.state else ())
+            for r, row in enumerate(self.program.ranks)
+        ]  # fmt: skip
+        sizes = [
+            {k: size for k, value in enumerate(values) if value in mine and (size := self.size(rank, value))}
+            for rank, mine in enumerate(known)
+        ]
+        text = json.dumps(
+            {
+                "format": "minipar-trace/1",
+                "kind": self.kind,
+                "unit": self.unit,
+                "note": self.note,
+                "data": list(self.data),
+                "program": program,
+                "starts": [list(row) for row in self.starts],
+                "ends": [list(row) for row in self.ends],
+                "sizes": sizes,
+            }
+        )
+        if path is not None:
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(text)
+        return text
+
+    @staticmethod
+    def from_json(text: str) -> Trace:
+        """A trace from `to_json`'s text."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise MiniparError(f"not a trace: {error}") from None
+        if not isinstance(data, dict) or data.get("format") != "minipar-trace/1":
+            raise MiniparError("not a trace: the text has no format 'minipar-trace/1'")
+        values = [Value(*entry) for entry in data["program"]["values"]]
+        sizes = [{values[int(k)]: size for k, size in table.items()} for table in data["sizes"]]
+
+        def size(rank: int, value: Value) -> float:
+            return sizes[rank].get(value, 0)  # type: ignore[no-any-return]
+
+        program = Program.from_json(data["program"])
+        return Trace(
+            program, data["starts"], data["ends"], size, data["kind"], data["unit"], data["data"], data["note"]
+        )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two traces of one program: `trace` (usually measured) under `other` (usually predicted)."""
+
+    trace: Trace
+    other: Trace
+
+    def __post_init__(self) -> None:
+        if [[i[:4] for i in row] for row in self.trace.program.ranks] != [
+            [i[:4] for i in row] for row in self.other.program.ranks
+        ]:
+            raise MiniparError(
+                f"compare: the traces are of different programs ({self.trace.program.name!r}, "
+                f"{self.other.program.name!r}); only the same instructions can be compared"
+            )
+
+    def rows(self) -> list[tuple[Event, Event]]:
+        """Each instruction as it ran in both, rank by rank."""
+        return list(zip(self.trace.events, self.other.events, strict=True))
+
+    def table(self, limit: int = 20) -> str:
+        """The instructions with the largest difference of duration, as text."""
+        rows = sorted(self.rows(), key=lambda pair: -abs(pair[0].duration - pair[1].duration))[:limit]
+        lines = [f"{'rank':>4} {'instruction':<28} {self.trace.kind:>12} {self.other.kind:>12} {'difference':>12}"]
+        for a, b in rows:
+            x, y = a.duration * 1e3, b.duration * 1e3
+            lines.append(f"{a.rank:>4} {str(a.instruction):<28} {x:>9.3f} ms {y:>9.3f} ms {x - y:>+9.3f} ms")
+        return "\n".join(lines)
+
+    def summary(self) -> str:
+        """One line on how well the two agree."""
+        ratio = self.trace.time / self.other.time if self.other.time else float("nan")
+        return (
+            f"time {self.trace.time * 1e3:.2f} ms {self.trace.kind}, {self.other.time * 1e3:.2f} ms {self.other.kind} "
+            f"({ratio:.2f}x); bubble of total {self.trace.bubble_of_total():.1%} and {self.other.bubble_of_total():.1%}"
+        )
+
+    def __repr__(self) -> str:
+        return f"<{self.summary()}>"
+
+    def plot(self, **options: Any) -> Figure:
+        """Both timelines on one time axis, the prediction outlined above, the measurement filled below."""
+        from minipar import drawing
+
+        return drawing.draw([self.other, self.trace], **options)
+
+    def to_svg(self, **options: Any) -> str:
+        """The picture of both as SVG text."""
+        from minipar import drawing
+
+        return drawing.svg([self.other, self.trace], **options)
+
+    def to_html(self, path: str | os.PathLike[str] | None = None, **options: Any) -> str:
+        """One self-contained page with both timelines, memory and numbers; written to `path` if given."""
+        from minipar import drawing
+
+        return drawing.page([self.other, self.trace], path, **options)
