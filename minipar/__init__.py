@@ -18,7 +18,7 @@ _homes = {
     "minipar.trace": ("Trace",),
     "minipar.training": ("train", "Run"),
     "minipar.cluster": ("Cluster",),
-    "minipar.costs.profile": ("profile",),
+    "minipar.costs.profiler": ("profile",),
     "minipar.strategies": ("schedule",),
     "minipar.errors": ("MiniparError", "PlanError", "ProgramError", "RankError", "RankDied", "Deadlock"),
 }

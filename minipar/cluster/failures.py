@@ -6,6 +6,7 @@ the cells, writes the traceback.
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import re
 import traceback
@@ -66,35 +67,32 @@ def capture(error: BaseException, hide: str) -> Remote:
     if isinstance(error, SystemExit):
         message = f"sys.exit({'' if error.code is None else repr(error.code)}) was called; return instead"
     elif isinstance(error, Exception):
-        try:
+        with contextlib.suppress(Exception):  # the driver then raises RankError with the same text
             pickled = cloudpickle.dumps(error)
-        except Exception:
-            pass  # the driver then raises RankError with the same text
     name = type(error).__name__
-    lost = isinstance(error, ConnectionError) or (isinstance(error, RuntimeError) and bool(_LOST_PEER.search(str(error))))
-    return Remote(name, message, tuple(_segments(error, hide)), pickled, lost)
+    return Remote(name, message, tuple(_segments(error, hide)), pickled, _lost_peer(error))
+
+
+def _lost_peer(error: BaseException) -> bool:
+    if isinstance(error, RuntimeError):
+        return _LOST_PEER.search(str(error)) is not None
+    return isinstance(error, ConnectionError)
 
 
 def _segments(error: BaseException, hide: str) -> list[Segment]:
-    chain: list[tuple[str, BaseException]] = []
+    """The chain of an exception, the oldest first."""
+    segments: list[Segment] = []
     seen: set[int] = set()
     current: BaseException | None = error
-    link = ""
     while current is not None and id(current) not in seen:
         seen.add(id(current))
-        chain.append((link, current))
-        if current.__cause__ is not None:
-            current, link = current.__cause__, _CAUSE
-        elif current.__context__ is not None and not current.__suppress_context__:
-            current, link = current.__context__, _CONTEXT
-        else:
-            current = None
-    # `link` was noted with the older exception; the text shows it before the newer one.
-    links = [following for following, _ in chain[1:]] + [""]
-    return [
-        Segment(link, _frames(one.__traceback__, hide), "".join(traceback.format_exception_only(type(one), one)))
-        for link, (_, one) in zip(reversed(links), reversed(chain))
-    ]
+        older, link = current.__cause__, _CAUSE
+        if older is None and not current.__suppress_context__:
+            older, link = current.__context__, _CONTEXT
+        text = "".join(traceback.format_exception_only(type(current), current))
+        segments.append(Segment("" if older is None else link, _frames(current.__traceback__, hide), text))
+        current = older
+    return segments[::-1]
 
 
 def _frames(tb: TracebackType | None, hide: str) -> tuple[tuple[str, int, str, str], ...]:
@@ -137,14 +135,14 @@ def root_cause(failures: list[Failure]) -> Failure:
     return min(failures, key=weight)
 
 
-def as_exception(failures: list[Failure], restarted: list[int]) -> Exception:
+def as_exception(failures: list[Failure], late: list[int]) -> Exception:
     """The exception to raise in the driver: the root cause's own where it can be rebuilt, with a note that says
     which rank raised it, its traceback there, and what became of the other ranks."""
     root = root_cause(failures)
     others = [f"also: {failure.line}" for failure in failures if failure is not root]
-    if restarted:
-        names = ", ".join(map(str, sorted(restarted)))
-        others.append(f"still waiting {len(restarted) > 1 and 'were ranks' or 'was rank'} {names}: stopped, and started anew at the next call")
+    if late:
+        which = f"rank {late[0]}" if len(late) == 1 else "ranks " + ", ".join(map(str, late))
+        others.append(f"also: {which} did not end in time; stopped, and started anew at the next call")
     if root.remote is None:
         return RankDied(root.line, "\n".join(others))
     note = "\n".join([f"raised on rank {root.rank}:", traceback_text(root.remote), *others])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import itertools
 import os
 import pickle
 import shutil
@@ -12,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from typing import Protocol
+from typing import Any, Protocol
 
 from minipar.cluster.processes import kill_group
 from minipar.errors import RankError
@@ -36,7 +38,8 @@ class Zygote:
     def __init__(self) -> None:
         self.folder = scratch_folder()
         self._exits: dict[int, int] = {}
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         tie = "1" if threading.current_thread() is threading.main_thread() else "0"
         command = [sys.executable, "-m", "minipar.cluster.zygote", str(theirs.fileno()), str(os.getpid())]
@@ -47,7 +50,8 @@ class Zygote:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # the notebook's stop button signals the kernel's whole group
-            env=child_environment(),
+            # Without this, asking whether there is a GPU would make CUDA unusable in every process forked later.
+            env={**child_environment(), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
         )
         theirs.close()
         try:
@@ -65,25 +69,21 @@ class Zygote:
         return self._process.poll() is None
 
     def fork(self, control: int, out: int, err: int) -> int:
-        """A new rank that owns copies of the three descriptors; its pid."""
+        """A new rank that owns copies of the three descriptors; its pid. OSError when the helper has died."""
         with self._lock:
-            try:
-                socket.send_fds(self._socket, [pickle.dumps(("fork",))], [control, out, err])
-                while True:
-                    message = self._read(None)
-                    if message is None:
-                        raise EOFError
-                    if message[0] == "forked":
-                        return int(message[1])
-            except (OSError, EOFError) as error:
-                raise RankError("the helper process that ranks are forked from has died; call again") from error
+            number = next(self._numbers)
+            socket.send_fds(self._socket, [pickle.dumps(("fork", number))], [control, out, err])
+            while True:
+                message = self._read(None)
+                if message is None:
+                    raise ConnectionResetError("the helper process has died")
+                if message[:2] == ("forked", number):  # another number: a call that was interrupted
+                    return int(message[2])
 
     def kill(self, pid: int) -> None:
         # The zygote does the killing: only a parent knows that a pid is still its child's.
-        try:
+        with contextlib.suppress(OSError):  # the zygote is gone, and its ranks with it
             self._socket.sendall(pickle.dumps(("kill", pid)))
-        except OSError:
-            pass  # the zygote is gone, and its ranks with it
 
     def status(self, pid: int, seconds: float) -> int | None:
         deadline = time.monotonic() + seconds
@@ -96,7 +96,7 @@ class Zygote:
                     return None
             return self._exits[pid]
 
-    def _read(self, seconds: float | None) -> tuple[object, ...] | None:
+    def _read(self, seconds: float | None) -> tuple[Any, ...] | None:
         """The next message; None at the end. Exits are noted on the way. TimeoutError after `seconds`."""
         try:
             self._socket.settimeout(seconds)
@@ -109,9 +109,9 @@ class Zygote:
             self._socket.settimeout(None)
         if not data:
             return None
-        message: tuple[object, ...] = pickle.loads(data)
+        message: tuple[Any, ...] = pickle.loads(data)
         if message[0] == "exit":
-            self._exits[int(message[1])] = int(message[2])  # type: ignore[call-overload]
+            self._exits[message[1]] = message[2]
         return message
 
     def close(self) -> None:
@@ -159,6 +159,17 @@ class Spawned:
             os.close(self._life)
             self._life = -1
         return status
+
+
+def fork(control: int, out: int, err: int) -> Forked:
+    """A rank from this process's zygote. RankError when there can be no zygote."""
+    for _ in range(2):  # a zygote that was killed is noticed by asking it
+        helper = zygote()
+        try:
+            return Forked(helper, helper.fork(control, out, err))
+        except ConnectionError:
+            helper.close()
+    raise RankError("the helper process that ranks are forked from ends at once; start='spawn' does without it")
 
 
 def spawn(control: int, out: int, err: int) -> Spawned:

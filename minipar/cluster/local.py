@@ -8,6 +8,7 @@ import socket
 import sys
 import tempfile
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -16,7 +17,7 @@ import cloudpickle
 
 from minipar.cluster import launch, worker
 from minipar.cluster.failures import as_exception
-from minipar.cluster.members import Callback, Members, check_owner
+from minipar.cluster.members import Callback, Members, unpack
 from minipar.errors import PlanError, RankError
 
 _DEVICES = ("auto", "cpu", "cuda")
@@ -49,9 +50,10 @@ class Cluster:
             start = "fork" if sys.platform == "linux" else "spawn"
         if start == "fork" and sys.platform != "linux":
             raise PlanError("start='fork' needs Linux; use start='spawn'")
-        self._folder = tempfile.mkdtemp(prefix="cluster-", dir=launch.scratch_folder())
+        folder = tempfile.mkdtemp(prefix="cluster-", dir=launch.scratch_folder())
+        self._folder = folder  # where the ranks of a generation meet
         self._members = Members(n, device, start, threads)
-        self._close = weakref.finalize(self, _end, self._members, self._folder)  # also at exit
+        self._close = weakref.finalize(self, _end, self._members, folder)  # also at the end of the session
         self._busy = threading.Lock()
         self._run = 0
         try:
@@ -59,6 +61,7 @@ class Cluster:
         except BaseException:
             self.close()
             raise
+        self._device = self._members.ranks[0].device.partition(":")[0]
 
     @property
     def size(self) -> int:
@@ -67,22 +70,21 @@ class Cluster:
 
     @property
     def device(self) -> str:
-        """"cpu" or "cuda", as the ranks have it."""
-        devices = {member.device.partition(":")[0] for member in self._members.ranks.values()}
-        return devices.pop() if len(devices) == 1 else self._members.device
+        """Where the ranks compute: "cpu" or "cuda"."""
+        return self._device
 
     @property
     def state(self) -> str:
-        """"ready", "busy", "closed", or how many ranks are alive."""
+        """One of "ready", "busy", "closed", or how many ranks are alive (the others start at the next call)."""
         if not self._close.alive:
             return "closed"
         if self._busy.locked():
             return "busy"
-        alive = self._members.alive
+        alive = sum(member.alive for member in self._members.ranks.values())
         return "ready" if alive == self.size else f"{alive} of {self.size} ranks alive"
 
     def __repr__(self) -> str:
-        return f"Cluster({self.size} ranks, {self.device}, {self.state})"
+        return f"Cluster({self.size} {'rank' if self.size == 1 else 'ranks'}, {self.device}, {self.state})"
 
     def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
         """Call `function(*args, **kwargs)` on every rank; the results in rank order.
@@ -109,47 +111,51 @@ class Cluster:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> list[Any]:
-        check_owner(self._members)
-        if not self._close.alive:
-            raise RankError("this Cluster is closed; make a new one")
+        if os.getpid() != self._members.owner:
+            raise RankError("this Cluster belongs to another process; make one here")
         active = _check_ranks(ranks, self.size)
         blob = _pack(function, args, kwargs)
         if not self._busy.acquire(blocking=False):
             raise RankError("this Cluster is busy with another run")
         try:
+            if not self._close.alive:
+                raise RankError("this Cluster is closed; make a new one")
             answers = self._exchange(active, callback, blob)
         finally:
             self._busy.release()
-        return [_unpack(rank, answers[rank]) for rank in active]
+        return [unpack(answers[rank], f"the result of rank {rank}") for rank in active]
 
     def _exchange(self, active: tuple[int, ...], callback: Callback | None, blob: bytes) -> dict[int, bytes]:
         members = self._members
-        members.heal()
+        for death in members.heal():
+            warnings.warn(f"{death.line}; it starts anew, without its state", RuntimeWarning, stacklevel=4)
         self._run += 1
-        os.makedirs(self._folder, exist_ok=True)
+        os.makedirs(self._folder, exist_ok=True)  # the end of a helper process takes it away
         store = os.path.join(self._folder, f"generation-{members.generation}")
         situation = worker.Situation(members.generation, active, store, _free_port())
-        message = ("run", self._run, situation, tuple(sys.path), blob)
-        answers: dict[int, Any] = {}
+        message = (self._run, situation, tuple(sys.path), blob)
         try:
             for rank in active:
                 members.send(rank, message)
-            answers, failures = members.collect(active, self._run, callback)
-        except BaseException:  # an interrupt, or an error in the callback: what still runs is stopped
-            members.stop(set(active) - set(answers))
+            heard = members.collect(active, self._run, callback)
+        except BaseException:  # an interrupt, or an error in the callback: there is no telling how far each rank is
             members.generation += 1
+            members.stop(active)
             raise
-        if failures:
-            answered = {failure.rank for failure in failures} | set(answers)
-            late = [rank for rank in active if rank not in answered]
-            members.stop(late)
+        if heard.failures:
             members.generation += 1
-            raise as_exception(failures, late)
-        return {rank: blob for rank, (_, blob) in answers.items()}
+            members.stop(heard.waiting)
+            raise as_exception(heard.failures, sorted(heard.waiting))
+        return {rank: blob for rank, (_, blob) in heard.answers.items()}
 
     def close(self) -> None:
-        """End all ranks. A second call does nothing."""
-        self._close()
+        """End all ranks. A second call does nothing; RankError while a run is going on."""
+        if not self._busy.acquire(blocking=False):
+            raise RankError("this Cluster is busy with a run; close it afterwards")
+        try:
+            self._close()
+        finally:
+            self._busy.release()
 
     def __enter__(self) -> Cluster:
         return self
@@ -188,17 +194,10 @@ def _pack(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if not callable(function):
         raise RankError(f"cluster.run needs a function to call, not a {type(function).__name__}")
     try:
-        return cloudpickle.dumps((function, args, kwargs))
-    except Exception as error:
-        raise RankError(f"the function or an argument cannot be sent to the ranks: {error}") from error
-
-
-def _unpack(rank: int, blob: bytes) -> Any:
-    try:
-        return cloudpickle.loads(blob)
+        return bytes(cloudpickle.dumps((function, args, kwargs)))
     except Exception as error:
         kind = type(error).__name__
-        raise RankError(f"the result of rank {rank} cannot be loaded in the driver: {kind}: {error}") from error
+        raise RankError(f"the function or an argument cannot be sent to the ranks: {kind}: {error}") from error
 
 
 def _free_port() -> int:

@@ -1,7 +1,11 @@
-"""The driver's side of its ranks: one `Member` each, started, listened to, printed for and ended."""
+"""The driver's side of its ranks: one `Member` each, started, listened to and ended.
+
+One selector in the calling thread serves all of them; the driver starts no threads and joins no process group.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import socket
@@ -15,59 +19,18 @@ import cloudpickle
 
 from minipar.cluster import launch, wire
 from minipar.cluster.failures import Failure
+from minipar.cluster.output import Printer
 from minipar.cluster.worker import Setup
 from minipar.errors import PlanError, RankDied, RankError
 
 GRACE = 0.3  # seconds that ranks get to answer after the first failure, before they are stopped
-_CHUNK = 1 << 16
-_DRAIN = 1 << 26  # bytes read at most at the end of a run; a grandchild may print for ever
 
 Callback = Callable[[int, Any], None]
 
 
-class Printer:
-    """Prints what comes out of one rank's pipe, whole lines only, each with the rank's name."""
-
-    def __init__(self, rank: int, descriptor: int) -> None:
-        self.descriptor = descriptor
-        self.open = True
-        self._prefix = f"[rank {rank}] "
-        self._rest = b""
-        os.set_blocking(descriptor, False)
-
-    def pump(self, limit: int = _CHUNK) -> int:
-        """Print what is there, at most about `limit` bytes; the bytes read (0: nothing there, or at the end)."""
-        total = 0
-        while self.open and total < limit:
-            try:
-                data = os.read(self.descriptor, _CHUNK)
-            except BlockingIOError:
-                break
-            if not data:
-                self.open = False
-                break
-            total += len(data)
-            *lines, self._rest = (self._rest + data).split(b"\n")
-            self._print(lines)
-        return total
-
-    def finish(self) -> None:
-        """Print all that is there, also a last line without its end."""
-        self.pump(_DRAIN)
-        if self._rest:
-            rest, self._rest = self._rest, b""
-            self._print([rest])
-
-    def _print(self, lines: list[bytes]) -> None:
-        if lines:
-            text = [self._prefix + line.decode("utf-8", "replace").rstrip("\r") + "\n" for line in lines]
-            sys.stdout.write("".join(text))
-            sys.stdout.flush()
-
-
 @dataclass
 class Member:
-    """One rank as the driver sees it."""
+    """One rank as the driver sees it. Once it is not `alive`, it is replaced at the next call."""
 
     rank: int
     process: launch.Process
@@ -75,13 +38,28 @@ class Member:
     inbox: wire.Inbox
     printers: tuple[Printer, Printer]
     device: str = ""
-    backend: str = ""
     alive: bool = True
 
 
 @dataclass
+class Round:
+    """What is heard in one run: answers by rank, and failures in order of arrival.
+
+    An answer is ("ready", device), ("refused", reason) or ("result", blob). A rank that is still in `waiting` at the
+    end did not answer in time.
+    """
+
+    run: int
+    ranks: frozenset[int]
+    callback: Callback | None = None
+    answers: dict[int, tuple[str, Any]] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)
+    waiting: set[int] = field(default_factory=set)
+
+
+@dataclass
 class Members:
-    """All ranks of one cluster. `generation` counts the times when process groups had to be made anew."""
+    """All ranks of one cluster. `generation` changes whenever process groups must be made anew."""
 
     size: int
     device: str
@@ -92,11 +70,16 @@ class Members:
     ranks: dict[int, Member] = field(default_factory=dict)
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
 
-    def heal(self) -> list[int]:
-        """Start every rank that is not there; their numbers. PlanError for a device that is not there."""
+    # Starting
+
+    def heal(self) -> list[Failure]:
+        """Start every rank that is not there. The deaths that were not known before; PlanError for a device that
+        is not there."""
+        deaths = []
         for member in list(self.ranks.values()):
-            if not member.alive or self._ended(member):
-                self.remove(member)
+            if member.alive and self._ended(member):
+                deaths.append(Failure(member.rank, None, member.process.wait(0)))
+        self.stop([member.rank for member in self.ranks.values() if not member.alive])
         missing = [rank for rank in range(self.size) if rank not in self.ranks]
         if missing:
             self.generation += 1
@@ -107,12 +90,14 @@ class Members:
             except BaseException:
                 self.stop(missing)
                 raise
-        return missing
+        return deaths
 
     def _ended(self, member: Member) -> bool:
         try:
-            member.inbox.read()  # a late report is dropped
+            while member.inbox.read() is not None:
+                pass  # a report that came too late
         except EOFError:
+            self._lost(member)
             return True
         return False
 
@@ -120,12 +105,8 @@ class Members:
         ours, theirs = socket.socketpair()
         out, err = os.pipe(), os.pipe()
         try:
-            process: launch.Process
-            if self.start == "fork":
-                zygote = launch.zygote()
-                process = launch.Forked(zygote, zygote.fork(theirs.fileno(), out[1], err[1]))
-            else:
-                process = launch.spawn(theirs.fileno(), out[1], err[1])
+            start = launch.fork if self.start == "fork" else launch.spawn
+            process: launch.Process = start(theirs.fileno(), out[1], err[1])
         except BaseException:
             ours.close()
             os.close(out[0])
@@ -136,120 +117,111 @@ class Members:
             os.close(out[1])
             os.close(err[1])
         printers = (Printer(rank, out[0]), Printer(rank, err[0]))
-        member = Member(rank, process, ours, wire.Inbox(ours), printers)
-        self.ranks[rank] = member
+        member = self.ranks[rank] = Member(rank, process, ours, wire.Inbox(ours), printers)
         self.selector.register(ours, selectors.EVENT_READ, (member, None))
         for printer in printers:
             self.selector.register(printer.descriptor, selectors.EVENT_READ, (member, printer))
         path, folder = tuple(sys.path), os.getcwd()
-        setup = Setup(rank, self.size, self.device, self.threads, path, folder, dict(os.environ))
-        try:
-            wire.send(ours, setup)
-        except OSError:
-            pass  # it died at once, which is noticed when its answer is awaited
+        self.send(rank, Setup(rank, self.size, self.device, self.threads, path, folder, dict(os.environ)))
 
     def _await_ready(self, ranks: list[int]) -> None:
-        answers, failures = self.collect(ranks, 0, None)
-        if failures:
-            raise RankDied(f"could not start: {failures[0].line}; what it printed is above")
-        for rank in ranks:
-            kind, *rest = answers[rank]
+        heard = self.collect(ranks, 0)
+        if heard.failures:
+            raise RankDied(f"could not start: {heard.failures[0].line}; what it printed is above")
+        for rank, (kind, value) in heard.answers.items():
             if kind == "refused":
-                raise PlanError(rest[0])
-            self.ranks[rank].device, self.ranks[rank].backend = rest
+                raise PlanError(value)
+            self.ranks[rank].device = value
 
-    def collect(
-        self, ranks: Iterable[int], run: int, callback: Callback | None
-    ) -> tuple[dict[int, tuple[Any, ...]], list[Failure]]:
-        """Pump output and reports until each of `ranks` has answered, or `GRACE` after the first failure.
+    # Talking
 
-        The answers ("ready", ...), ("refused", ...) or ("result", blob), and the failures in order of arrival. A rank
-        in neither did not answer in time; it is still running.
+    def send(self, rank: int, message: Any) -> None:
+        """One message to a rank. That it has died is noticed later, by `collect`."""
+        with contextlib.suppress(OSError):
+            wire.send(self.ranks[rank].control, message)
+
+    def collect(self, ranks: Iterable[int], run: int, callback: Callback | None = None) -> Round:
+        """Pump output and reports until each of `ranks` has answered, or until `GRACE` after the first failure.
+
+        The grace also lets the root cause arrive: a rank that only lost its peer often reports first.
         """
-        answers: dict[int, tuple[Any, ...]] = {}
-        failures: list[Failure] = []
-        taking_part = set(ranks)
-        waiting = set(taking_part)
+        heard = Round(run, frozenset(ranks), callback)
+        heard.waiting.update(heard.ranks)
         deadline: float | None = None
-        while waiting:
+        while heard.waiting:
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 break
             for key, _ in self.selector.select(left):
                 member, printer = key.data
-                if printer is not None:
-                    self._pump(printer)
-                    continue
-                for message in self._messages(member):
-                    if message is None:  # it died
-                        self._lost(member)
-                        if member.rank in taking_part:
-                            failures.append(Failure(member.rank, None, member.process.wait(0)))
-                            waiting.discard(member.rank)
-                    elif message[0] == "report":
-                        if callback is not None and message[1] == run:
-                            callback(member.rank, cloudpickle.loads(message[2]))
-                    elif message[0] == "error" and message[1] == run:
-                        failures.append(Failure(member.rank, message[2]))
-                        waiting.discard(member.rank)
-                    elif message[0] in ("ready", "refused"):
-                        answers[member.rank] = message
-                        waiting.discard(member.rank)
-                    elif message[1] == run:
-                        answers[member.rank] = (message[0], message[2])
-                        waiting.discard(member.rank)
-            if failures and deadline is None:
+                if printer is None:
+                    self._listen(member, heard)
+                else:
+                    printer.pump()
+                    if not printer.open:
+                        self.selector.unregister(printer.descriptor)
+            if heard.failures and deadline is None:
                 deadline = time.monotonic() + GRACE
         for member in self.ranks.values():
             for printer in member.printers:
                 printer.finish()
-        return answers, failures
+        return heard
 
-    def _messages(self, member: Member) -> Iterable[tuple[Any, ...] | None]:
+    def _listen(self, member: Member, heard: Round) -> None:
+        """Take in everything that a rank has sent."""
+        rank = member.rank
         while True:
             try:
                 message = member.inbox.read()
             except EOFError:
-                yield None
+                self._lost(member)
+                if rank in heard.ranks:
+                    heard.failures.append(Failure(rank, None, member.process.wait(0)))
+                    heard.waiting.discard(rank)
                 return
             if message is None:
                 return
-            yield message
+            kind, run, value = message
+            if run != heard.run:
+                continue  # said too late, by a thread that a function left behind
+            if kind == "report":
+                if heard.callback is not None:
+                    heard.callback(rank, unpack(value, f"a report of rank {rank}"))
+                continue
+            if kind == "error":
+                heard.failures.append(Failure(rank, value))
+            else:
+                heard.answers[rank] = (kind, value)
+            heard.waiting.discard(rank)
 
-    def _pump(self, printer: Printer) -> None:
-        printer.pump()
-        if not printer.open:
-            self.selector.unregister(printer.descriptor)
+    # Ending
 
     def _lost(self, member: Member) -> None:
-        """Its socket ended: nothing more is heard of it, and nothing that it started may go on."""
+        """Its socket has ended: nothing more is heard of it, and nothing that it had started may go on."""
         member.alive = False
         self.selector.unregister(member.control)
-        if member.process.wait(0.2) is None:  # it only closed its socket, or its helper process died with it
+        if member.process.wait(0.2) is None:  # it closed its socket and lives, or its helper process died with it
             member.process.kill()
 
-    def remove(self, member: Member) -> None:
-        """Close our ends of a rank that has ended."""
-        for source in (member.control, *(printer.descriptor for printer in member.printers)):
-            try:
-                self.selector.unregister(source)
-            except (KeyError, ValueError):
-                pass
-        member.control.close()
-        for printer in member.printers:
-            os.close(printer.descriptor)
-        del self.ranks[member.rank]
-
     def stop(self, ranks: Iterable[int]) -> None:
-        """Kill these ranks, with whatever they had started, print their last words, and forget them."""
+        """Kill these ranks with whatever they had started, print their last words, and forget them."""
         members = [self.ranks[rank] for rank in ranks if rank in self.ranks]
+        for member in members:
+            member.alive = False  # first, so that a rank is replaced even if an interrupt cuts this short
         for member in members:
             member.process.kill()
         for member in members:
             member.process.wait(2)
             for printer in member.printers:
                 printer.finish()
-            self.remove(member)
+            descriptors = [printer.descriptor for printer in member.printers]
+            for descriptor in (member.control.fileno(), *descriptors):
+                with contextlib.suppress(KeyError, ValueError):  # it had ended already
+                    self.selector.unregister(descriptor)
+            member.control.close()
+            for descriptor in descriptors:
+                os.close(descriptor)
+            del self.ranks[member.rank]
 
     def close(self) -> None:
         """End all ranks. Does nothing in a process that was forked from the owner."""
@@ -257,19 +229,10 @@ class Members:
             self.stop(list(self.ranks))
             self.selector.close()
 
-    def send(self, rank: int, message: tuple[Any, ...]) -> None:
-        """One message to a rank. A rank that has died takes it silently; its end is noticed by `collect`."""
-        try:
-            wire.send(self.ranks[rank].control, message)
-        except OSError:
-            pass
 
-    @property
-    def alive(self) -> int:
-        return sum(member.alive for member in self.ranks.values())
-
-
-def check_owner(members: Members) -> None:
-    """RankError in a process that was forked from the one that made the cluster."""
-    if os.getpid() != members.owner:
-        raise RankError("this Cluster belongs to another process; make one here")
+def unpack(blob: bytes, what: str) -> Any:
+    """What a rank pickled; RankError, naming `what`, when the driver cannot load it."""
+    try:
+        return cloudpickle.loads(blob)
+    except Exception as error:
+        raise RankError(f"{what} cannot be loaded in the driver: {type(error).__name__}: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -48,16 +49,14 @@ def tie_grandchildren(in_child: Callable[[], None]) -> None:
 def kill_group(leader: int) -> None:
     """SIGKILL the process group of `leader` and `leader` itself (it may not have made its group yet)."""
     for kill in (os.killpg, os.kill):
-        try:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(leader, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            pass
 
 
 def describe_status(status: int | None) -> str:
     """An exit status as subprocess writes it (-9 = killed by signal 9), in words."""
     if status is None:
-        return "closed its connection to the driver"
+        return "ended without an answer"
     if status >= 0:
         return f"exited with status {status} without an answer (os._exit?)"
     try:

@@ -5,6 +5,7 @@ A rank reads a `Setup`, answers that it is ready, then runs one function after a
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import random
@@ -131,12 +132,12 @@ def _serve(control: socket.socket) -> None:
     try:
         device, backend = _choose_device(setup)
     except PlanError as error:
-        _send(control, ("refused", error.reason))
+        _send(control, ("refused", 0, error.reason))
         _receive(control)  # the driver stops this rank
     _rank = _Rank(control, setup, device, backend)
-    _rank.send(("ready", device, backend))
+    _rank.send(("ready", 0, device))
     while True:
-        _, run, situation, path, blob = _receive(control)
+        run, situation, path, blob = _receive(control)
         _begin(_rank, run, situation, path)
         kind, answer = _run(setup.rank, blob)
         del blob
@@ -165,8 +166,8 @@ def _take_over(setup: Setup, control: socket.socket) -> None:
     # A grandchild must not hold this socket: the driver takes its end for the end of the rank.
     tie_grandchildren(control.close)
     # New streams: those of the zygote were made for other files than the pipes that 1 and 2 are now.
-    sys.stdout = sys.__stdout__ = open(1, "w", 1, "utf-8", "backslashreplace", closefd=False)  # type: ignore[misc]
-    sys.stderr = sys.__stderr__ = open(2, "w", 1, "utf-8", "backslashreplace", closefd=False)  # type: ignore[misc]
+    sys.stdout = open(1, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115
     faulthandler.enable()
     sys.path[:] = setup.path
     os.chdir(setup.folder)
@@ -224,10 +225,8 @@ def _forget_default_group() -> None:
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
-        try:
+        with contextlib.suppress(Exception):  # half of it is gone already
             dist.destroy_process_group()
-        except Exception:
-            pass  # half of it is gone already
 
 
 def _run(rank: int, blob: bytes) -> tuple[str, Any]:
@@ -235,7 +234,6 @@ def _run(rank: int, blob: bytes) -> tuple[str, Any]:
         try:
             function, args, kwargs = cloudpickle.loads(blob)
         except Exception as error:
-            error.args = error.args or ("",)
             raise RankError(f"the function or its arguments cannot be loaded in a rank: {_one_line(error)}") from error
         result = function(*args, **kwargs)
         try:
@@ -253,7 +251,5 @@ def _one_line(error: Exception) -> str:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with contextlib.suppress(Exception):  # user code closed or replaced it
             stream.flush()
-        except Exception:
-            pass  # user code closed or replaced it

@@ -5,9 +5,9 @@ a fork of the notebook's kernel is not: no thread pool was ever started here, an
 
     python -m minipar.cluster.zygote SOCKET DRIVER_PID FOLDER TIE
 
-The socket (SEQPACKET) carries ("fork",) with three descriptors -> ("forked", pid), ("kill", pid), and ("exit", pid,
-status) as ranks end. TIE is 1 where Linux may tie this process to the driver's thread. When the driver is gone, all
-ranks are killed and FOLDER is removed.
+The socket (SEQPACKET) carries ("fork", number) with three descriptors -> ("forked", number, pid), ("kill", pid), and
+("exit", pid, status) as ranks end. TIE is 1 where Linux may tie this process to the driver's thread. When the driver
+is gone, all ranks are killed and FOLDER is removed.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _serve(control: socket.socket, driver: int, folder: str) -> None:
                     closing = [control.fileno(), wake_read.fileno(), wake_write.fileno(), gone]
                     pid = _fork(descriptors, closing)
                     children.add(pid)
-                    _send(control, ("forked", pid))
+                    _send(control, ("forked", message[1], pid))
                 elif message[1] in children:
                     kill_group(message[1])
     except OSError:

@@ -1,6 +1,6 @@
 """What a profile found, as plain numbers: picklable, JSON-able, readable without torch.
 
-`minipar.costs.profile.profile` fills it.
+`minipar.costs.profiler.profile` fills it.
 """
 
 from __future__ import annotations

@@ -118,8 +118,8 @@ def files() -> list[str]:
 def corpus(limit: int = LIMIT) -> dict[str, np.ndarray]:
     """Train and validation text, uint8; read once per process.
 
-    Whole files in the order of `files`, the last one cut so that both together have at most `limit` bytes. Ranks that run
-    the same Python read the same text. Errors: `PlanError` where the standard library has no source files.
+    Whole files in the order of `files`, the last one cut so that both together have at most `limit` bytes. Ranks that
+    run the same Python read the same text. Errors: `PlanError` where the standard library has no source files.
     """
     root = Path(sysconfig.get_path("stdlib"))
     parts: dict[str, list[bytes]] = {"train": [], "validation": []}

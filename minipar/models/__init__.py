@@ -44,7 +44,7 @@ def build(name: str, **overrides: Any) -> nn.Sequential:
         from minipar.models.perceptron import mlp
 
         model = mlp(**chosen.numbers())
-    model.name = title(name, overrides)  # type: ignore[assignment]  # a plain string, for messages and pictures
+    model.name = title(name, chosen, overrides)  # type: ignore[assignment]  # a plain string, for messages and pictures
     return model
 
 

@@ -1,6 +1,6 @@
 """Shapes of the presets, from their numbers alone. No torch here.
 
-Equal, by test, to `minipar.costs.profile.shape_of(models.build(name))`.
+Equal, by test, to `minipar.costs.profiler.shape_of(models.build(name))`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def shape(name: str, *, element_size: int = 4, **overrides: Any) -> Shape:
     chosen = preset(name, **overrides)
     groups = _gpt(chosen, element_size) if isinstance(chosen, GPT) else _mlp(chosen, element_size)
     layers = chosen.layers + 2 if isinstance(chosen, GPT) else len(chosen.widths) - 1
-    return Shape(layers, groups, title(name, overrides))
+    return Shape(layers, groups, title(name, chosen, overrides))
 
 
 def _gpt(numbers: GPT, element_size: int) -> tuple[Group, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -79,9 +80,9 @@ def preset(name: str, **overrides: Any) -> Preset:
     return replace(chosen, **overrides)
 
 
-def title(name: str, overrides: dict[str, Any]) -> str:
-    """A preset's name with what was changed, such as `gpt-tiny layers=6`."""
-    return " ".join([name, *(f"{key}={value}" for key, value in overrides.items())])
+def title(name: str, chosen: Preset, overrides: Iterable[str]) -> str:
+    """A preset's name with the numbers that were replaced, such as `gpt-tiny layers=6`."""
+    return " ".join([name, *(f"{key}={getattr(chosen, key)}" for key in overrides)])
 
 
 def check_gpt(numbers: GPT) -> None:

@@ -9,6 +9,7 @@ import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from minipar.costs.measured import Profile
 from minipar.costs.shapes import Shape
 from minipar.errors import PlanError
 from minipar.program import Group
+from minipar.tensors import count_bytes, detach, differentiable, map_tensors, storages, tensors
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -59,6 +61,10 @@ def _groups(layers: Sequence[nn.Module]) -> list[_Held]:
         group = groups.setdefault(tuple(found), _Held(tuple(found), [], []))  # type: ignore[arg-type]
         (group.trainable if parameter.requires_grad else group.frozen).append(parameter)
     return list(groups.values())
+
+
+def _of_output(loss: Callable[[Any, Any], Tensor], target: Any, output: Any) -> Tensor:
+    return loss(output, target)
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -103,10 +109,10 @@ def profile(
     return Profile(
         forward={n: tuple(c.forward for c in found) for n, found in costs.items()},
         backward={n: tuple(c.backward for c in found) for n, found in costs.items()},
-        output_bytes={n: tuple(c.output_bytes for c in found) for n, found in costs.items()},
-        grad_output_bytes={n: tuple(c.grad_output_bytes for c in found) for n, found in costs.items()},
-        saved_bytes={n: tuple(c.saved_bytes for c in found) for n, found in costs.items()},
-        saves_output=tuple(any(found[l].saves_output for found in costs.values()) for l in range(len(layers))),
+        output_bytes={n: tuple(c.weights.output for c in found) for n, found in costs.items()},
+        grad_output_bytes={n: tuple(c.weights.grad_output for c in found) for n, found in costs.items()},
+        saved_bytes={n: tuple(c.weights.saved for c in found) for n, found in costs.items()},
+        saves_output=tuple(any(found[l].weights.saves_output for found in costs.values()) for l in range(len(layers))),
         parameter_bytes=tuple(sum(map(_bytes, (*h.trainable, *h.frozen))) for h in held),
         gradient_bytes=tuple(sum(map(_bytes, h.trainable)) for h in held),
         optimizer_bytes=optimizer_bytes,
@@ -114,78 +120,81 @@ def profile(
     )
 
 
-class _LayerCost(NamedTuple):
-    forward: float
-    backward: float
-    output_bytes: int
-    grad_output_bytes: int
-    saved_bytes: int
+class Weights(NamedTuple):
+    """Bytes that a layer's forward leaves: see `Profile` for what each means."""
+
+    output: int
+    grad_output: int
+    saved: int
     saves_output: bool
 
 
-Final = tuple[Callable[[Any, Any], Tensor], Any]
+class _LayerCost(NamedTuple):
+    forward: float
+    backward: float
+    weights: Weights
 
 
 def _measure(
     layer: nn.Module, value: Any, final: Final | None, input_gradient: bool, repeats: int, device: torch.device
 ) -> tuple[Any, _LayerCost]:
     """One layer on one micro-batch: its detached output, and what it cost. `final`: the loss and its targets."""
-
-    def fresh() -> Any:
-        return _map(value, lambda t: t.detach().requires_grad_(input_gradient and t.is_floating_point()))
-
-    output, ends, weights = _weigh(layer, fresh(), final)  # warms up the forward, too
-    result = _map(output, lambda t: t.detach())
+    loss = partial(_of_output, *final) if final else None
+    known = final[1] if final else ()
+    output, ends, weights = weigh(layer, detach(value, input_gradient), loss, known)  # warms up the forward, too
+    result = detach(output)
     # Gradients of the same size would arrive from the next layer. The first backward allocates the weights' gradients,
     # which the timed ones add to, as all micro-batches but one do.
+    ends = [end for end in ends if end.requires_grad]
     gradients = [torch.ones_like(end) for end in ends]
     if ends:
         torch.autograd.backward(ends, gradients)
 
     forwards, backwards = [], []
     for _ in range(repeats):
-        given = fresh()
+        given = detach(value, input_gradient)
         start = _now(device)
-        output, ends = _forward(layer, given, final)
+        output = layer(given)
+        ends = [end for end in ([loss(output)] if loss else differentiable(output)) if end.requires_grad]
         middle = _now(device)
         if ends:
             torch.autograd.backward(ends, gradients)
         backwards.append(_now(device) - middle if ends else 0.0)
         forwards.append(middle - start)
         del output, ends  # freed here, not inside the next forward's time
-    return result, _LayerCost(median(forwards), median(backwards), *weights)
+    return result, _LayerCost(median(forwards), median(backwards), weights)
 
 
-def _forward(layer: nn.Module, given: Any, final: Final | None) -> tuple[Any, list[Tensor]]:
-    """The layer's output, and the tensors from which its backward starts."""
-    output = layer(given)
-    ends = [final[0](output, final[1])] if final else _tensors(output)
-    return output, [end for end in ends if end.requires_grad]
+Loss = Callable[[Any], Tensor]
+Final = tuple[Callable[[Any, Any], Tensor], Any]
 
 
-def _weigh(layer: nn.Module, given: Any, final: Final | None) -> tuple[Any, list[Tensor], tuple[int, int, int, bool]]:
-    """A forward, and the bytes it leaves: output, part of it with a gradient, saved, and whether saved has output."""
+def weigh(
+    layer: nn.Module, given: Any, loss: Loss | None = None, known: Any = ()
+) -> tuple[Any, list[Tensor], Weights]:
+    """Run a layer's forward, and the loss of its output if given, and weigh what is left.
+
+    `known`: tensors that are kept anyway, such as the loss's targets, and count for nothing. Returns the output, the tensors from which a backward starts (the loss, or what can have a gradient), the bytes.
+    """
     saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        saved.append(tensor)
-        return tensor
+        saved.append(tensor.detach())
+        return saved[-1]
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output, ends = _forward(layer, given, final)
-    given_before = _storages([*_tensors(given), *layer.parameters(), *(_tensors(final[1]) if final else [])])
-    handed_on = _storages(_tensors(output)).keys() - given_before.keys()
-    kept = {key: size for key, size in _storages(saved).items() if key not in given_before}
-    return (
-        output,
-        ends,
-        (
-            sum(_bytes(t) for t in _tensors(output)),
-            sum(_bytes(t) for t in _tensors(output) if t.requires_grad),
-            sum(size for key, size in kept.items() if key not in handed_on),
-            not handed_on.isdisjoint(kept),
-        ),
+        output = layer(given)
+        ends = [loss(output)] if loss else differentiable(output)
+    given_before = storages([*tensors(given), *tensors(known), *layer.parameters(), *layer.buffers()])
+    handed_on = storages(tensors(output)).keys() - given_before.keys()
+    kept = {key: size for key, size in storages(saved).items() if key not in given_before}
+    weights = Weights(
+        count_bytes(output),
+        count_bytes([t for t in tensors(output) if t.requires_grad]),
+        sum(size for key, size in kept.items() if key not in handed_on),
+        not handed_on.isdisjoint(kept),
     )
+    return output, ends, weights
 
 
 def _measure_step(
@@ -225,32 +234,13 @@ def _undisturbed(device: torch.device, threads: int) -> Iterator[None]:
 
 
 def _rows(value: Any, n: int, device: torch.device) -> Any:
-    have = min((len(t) for t in _tensors(value)), default=0)
+    have = min((len(t) for t in tensors(value)), default=0)
     if not 1 <= n <= have:
         raise PlanError(f"rows={n}: must be from 1 to {have}, the rows of the data given")
-    return _map(value, lambda t: t[:n].to(device))
+    return map_tensors(value, lambda t: t[:n].to(device))
 
 
 def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """The tensors of a tensor or a (nested) tuple or list of them."""
-    if isinstance(value, Tensor):
-        return [value]
-    return [t for part in value for t in _tensors(part)] if isinstance(value, (tuple, list)) else []
-
-
-def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    return type(value)(_map(part, change) for part in value) if isinstance(value, (tuple, list)) else value
-
-
-def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Bytes of each distinct storage. Addresses tell storages apart as long as all of them are alive."""
-    found = (t.untyped_storage() for t in tensors)
-    return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}

@@ -1,0 +1,44 @@
+# make demo    train a small GPT on 4 local ranks beside plain torch, and write demo.html
+# make test    ruff, mypy and all tests
+# make lab     JupyterLab, in lessons/
+# make bench   measured values beside their targets
+# make lint    ruff and mypy alone
+# make clean   remove what tests, builds and the demo left behind (not .venv)
+#
+# Each makes .venv first, and again when pyproject.toml or constraints.txt have changed.
+# PYTHON=python3.12 make test     another Python (3.10 or newer)
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: demo test lab bench lint clean
+.DELETE_ON_ERROR:
+
+demo: $(READY)
+	$(BIN)/python -m minipar.demo $(DEMO_ARGS)
+
+test: lint
+	$(BIN)/python -m pytest $(TEST_ARGS)
+
+lab: $(READY)
+	$(BIN)/python -m jupyterlab --ServerApp.root_dir="$(CURDIR)/lessons"
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and "minipar needs Python 3.10 or newer, this is %d.%d: PYTHON=python3.12 make ..." % v[:2])'
+	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear .venv || { rm -rf .venv; \
+	  echo "$(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: sudo apt install python3-venv" >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[lab,test,search]"
+	@touch $@
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis demo.html
+	find minipar widgets tests benchmarks lessons -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,144 @@
+"""The words and units that every picture of a trace shares. Imports no drawing library.
+
+A picture shows one trace, or two of the same ranks on one time axis: the predicted one first, the measured one second.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from minipar.errors import MiniparError
+from minipar.program import COLLECTIVES, Instruction, Op
+from minipar.trace import Trace
+
+_KINDS = {
+    Op.FORWARD: "forward",
+    Op.BACKWARD: "backward",
+    Op.BACKWARD_INPUT: "input gradient",
+    Op.BACKWARD_WEIGHT: "weight gradient",
+    Op.RECOMPUTE: "recompute",
+    Op.STEP: "optimizer step",
+    Op.SEND: "message",
+    Op.RECV: "arrival",
+}
+
+
+def kind_of(ins: Instruction) -> str:
+    """What an instruction is called in a legend."""
+    return "collective" if ins.op in COLLECTIVES else _KINDS.get(ins.op, "copy")
+
+
+class Clock(NamedTuple):
+    """A time axis: times are multiplied by `scale`; `label` names the axis, `unit` a table's column."""
+
+    scale: float
+    unit: str
+
+    @property
+    def label(self) -> str:
+        return f"time ({self.unit})"
+
+
+def in_seconds(trace: Trace) -> bool:
+    """Whether the trace's times are seconds, rather than multiples of a forward's time."""
+    return trace.kind == "measured" or trace.unit == "bytes"
+
+
+def clock(traces: Sequence[Trace]) -> Clock:
+    """Milliseconds where times are seconds; otherwise the unit of the costs, which is a forward's time."""
+    return Clock(1e3, "ms") if in_seconds(traces[0]) else Clock(1.0, "units of the forward")
+
+
+def names(traces: Sequence[Trace]) -> list[str]:
+    """What each trace is called beside another one."""
+    kinds = [trace.kind for trace in traces]
+    return kinds if len(set(kinds)) == len(kinds) else ["first", "second"]
+
+
+def duration(trace: Trace, time: float) -> str:
+    """A time of the trace in words: `33.2 ms`, or `33` where the unit is a forward's time."""
+    return f"{number(time * 1e3)} ms" if in_seconds(trace) else f"{time:.6g}"
+
+
+def number(x: float) -> str:
+    """A number with about four significant digits, never in powers of ten."""
+    digits = 3 if abs(x) < 10 else 2 if abs(x) < 100 else 1
+    return f"{x:,.{digits}f}"
+
+
+def amount(trace: Trace, size: float) -> str:
+    """Memory in words: `12.34 MiB`, or `4 activations` where no bytes are known."""
+    if trace.unit == "bytes":
+        return f"{size / 2**20:.2f} MiB"
+    size = round(size, 3)
+    return f"{size:g} activation" + ("" if size == 1 else "s")
+
+
+def facts(trace: Trace) -> str:
+    """One line: time, both bubbles, peak memory and where it is."""
+    peaks = trace.peak_memory()
+    top = max(range(len(peaks)), key=peaks.__getitem__)
+    return (
+        f"{duration(trace, trace.time)} · bubble {trace.bubble_of_total():.1%} of total, "
+        f"{trace.bubble_of_ideal():.1%} of ideal · peak memory {amount(trace, peaks[top])} (rank {top})"
+    )
+
+
+def idle(trace: Trace, rank: int) -> float:
+    """The part of the makespan in which a rank does not compute."""
+    return max(0.0, 1 - trace.busy[rank] / trace.time) if trace.time else 0.0
+
+
+def description(traces: Sequence[Trace]) -> str:
+    """The picture in words, for those who do not see it."""
+    lines = []
+    for trace, name in zip(traces, names(traces), strict=True):
+        ranks = len(trace.program.ranks)
+        shown = ", ".join(f"rank {r} {idle(trace, r):.0%}" for r in range(min(ranks, 16)))
+        more = f" and {ranks - 16} more ranks" if ranks > 16 else ""
+        lines.append(f"{name.capitalize()} timeline of {ranks} ranks: {facts(trace)}. Idle: {shown}{more}.")
+        if trace.note:
+            lines.append(f"{trace.note.rstrip('.')}.")
+    return " ".join(lines)
+
+
+def check(traces: Sequence[Trace]) -> None:
+    """Refuse, in words, what cannot be drawn."""
+    if isinstance(traces, Trace) or not all(isinstance(trace, Trace) for trace in traces):
+        raise MiniparError("a picture needs a list of traces: [trace], or [predicted, measured]")
+    if not 1 <= len(traces) <= 2:
+        raise MiniparError(f"a picture shows one trace or two (predicted, measured), but there are {len(traces)}")
+    for trace in traces:
+        if not len(trace.program):
+            raise MiniparError(f"the {trace.kind} trace is empty: its program has no instructions")
+        _check_times(trace)
+    if len(traces) == 2:
+        a, b = (len(trace.program.ranks) for trace in traces)
+        if a != b:
+            raise MiniparError(f"the traces have {a} and {b} ranks; only traces of the same ranks share a picture")
+        if in_seconds(traces[0]) != in_seconds(traces[1]):
+            raise MiniparError(
+                "one trace is in seconds, the other in units of the forward: they share no time axis; "
+                "predict with the costs of a profile, simulate(program, costs)"
+            )
+
+
+def _check_times(trace: Trace) -> None:
+    for rank, row in enumerate(trace.program.ranks):
+        starts, ends = trace.starts[rank], trace.ends[rank]
+        if not len(row) == len(starts) == len(ends):
+            raise MiniparError(
+                f"rank {rank} of the {trace.kind} trace has {len(row)} instructions, "
+                f"but {len(starts)} starts and {len(ends)} ends"
+            )
+        for index, (ins, start, end) in enumerate(zip(row, starts, ends, strict=True)):
+            if start <= end < math.inf and start > -math.inf:
+                continue
+            if ins.op is Op.RECV and math.isfinite(start) and math.isfinite(end):
+                continue  # a message may arrive before its receive is posted
+            raise MiniparError(
+                f"rank {rank} instruction {index} `{ins}` of the {trace.kind} trace runs from {start} to {end}: "
+                "a duration must be a finite number of at least 0"
+            )

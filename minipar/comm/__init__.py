@@ -1,0 +1,1 @@
+"""Communication between ranks. `communicator.create()` inside a rank gives its `Communicator`."""

@@ -1,0 +1,90 @@
+"""Gradient buckets: gradients live as views of one flat buffer, so that a bucket is summed as one message, uncopied.
+
+    bucket {3, 2}    [ grad of 3.weight | 3.bias | 2.weight | 2.bias ]     p.grad is a view of its slice
+
+The first backward of a step is copied in (which spares clearing the buffer), later ones add to the view in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from minipar.comm.communicator import Communicator
+from minipar.comm.handles import Handle
+from minipar.program import Instruction, Op
+
+
+class Buckets:
+    """The gradient buffers of one rank, one for each ALL_REDUCE of its program (and dtype).
+
+    groups[g] are the trainable parameters of group g on this rank.
+    """
+
+    def __init__(
+        self, instructions: Iterable[Instruction], groups: Sequence[Sequence[nn.Parameter]], device: torch.device
+    ) -> None:
+        self.groups = groups
+        self.buffers: dict[tuple[int, ...], list[Tensor]] = {}
+        self.views: dict[int, list[Tensor]] = {}
+        self.filled: set[int] = set()
+        for ins in instructions:
+            flat = ins.op is Op.ALL_REDUCE and any(part.layer < 0 for part in ins.parts)
+            if flat and ins.layers not in self.buffers:
+                self.buffers[ins.layers] = self._allocate(ins.layers, device)
+
+    def _allocate(self, layers: tuple[int, ...], device: torch.device) -> list[Tensor]:
+        sizes: dict[torch.dtype, int] = {}
+        for g in layers:
+            for p in self.groups[g]:
+                sizes[p.dtype] = sizes.get(p.dtype, 0) + p.numel()
+        buffers = {dtype: torch.zeros(size, dtype=dtype, device=device) for dtype, size in sizes.items()}
+        used = dict.fromkeys(sizes, 0)
+        for g in layers:
+            self.views[g] = []
+            for p in self.groups[g]:
+                start = used[p.dtype]
+                used[p.dtype] = start + p.numel()
+                self.views[g].append(buffers[p.dtype][start : used[p.dtype]].view(p.shape))
+        return list(buffers.values())
+
+    def fill(self, group: int) -> None:
+        """After a backward of a group: its first gradients of the step move into the buffer."""
+        if group in self.filled or group not in self.views:
+            return
+        self.filled.add(group)
+        grads, places = [], []
+        for p, view in zip(self.groups[group], self.views[group], strict=True):
+            if p.grad is None:
+                view.zero_()
+            else:
+                grads.append(p.grad)
+                places.append(view)
+            p.grad = view
+        if grads:
+            torch._foreach_copy_(places, grads)
+
+    def all_reduce(self, ins: Instruction, comm: Communicator) -> list[Handle]:
+        """Start summing the gradients of an ALL_REDUCE over its group of ranks."""
+        for g in ins.layers:
+            self.fill(g)  # a rank whose micro-batches had no rows contributes zeros
+        if ins.layers in self.buffers:
+            return [comm.iallreduce(buffer, ins.group) for buffer in self.buffers[ins.layers]]
+        handles = []
+        for g in ins.layers:
+            for p in self.groups[g]:
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
+                elif not p.grad.is_contiguous():
+                    p.grad = p.grad.contiguous()
+                handles.append(comm.iallreduce(p.grad, ins.group))
+        return handles
+
+    def clear(self, groups: Iterable[int]) -> None:
+        """After a STEP: the gradients of these groups start anew."""
+        for g in groups:
+            self.filled.discard(g)
+            for p in self.groups[g]:
+                p.grad = None

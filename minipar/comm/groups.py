@@ -1,0 +1,46 @@
+"""Process groups made directly, without torch's global default group: several clusters, generations and users' own
+`init_process_group` can live side by side."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Long, since gloo also uses it for connecting, and the driver sees the death of a rank by itself.
+TIMEOUT = timedelta(minutes=30)
+
+
+def gloo_device(loopback: bool) -> Any:
+    """gloo's network device; one serves all groups of a rank (each has a thread of its own)."""
+    if loopback:
+        return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+    name = os.environ.get("GLOO_SOCKET_IFNAME")
+    if name:
+        return dist.ProcessGroupGloo.create_device(interface=name)
+    return dist.ProcessGroupGloo.create_default_device()
+
+
+def gloo_group(store: dist.Store, rank: int, size: int, device: Any) -> Any:
+    """A gloo group; returns when all its `size` members have called."""
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [device]
+    options._timeout = TIMEOUT
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def nccl_group(store: dist.Store, rank: int, size: int, members: tuple[int, ...]) -> Any:
+    """An NCCL group; its communicators are made at the first use."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = TIMEOUT
+    options.global_ranks_in_group = list(members)
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def warm_up(group: Any, device: torch.device) -> None:
+    """Make the NCCL communicators of a group now, in the order in which all ranks make their groups."""
+    group.allreduce([torch.zeros(1, device=device)]).wait()
+    torch.cuda.synchronize(device)

@@ -1,0 +1,230 @@
+"""Point-to-point messages of one rank's program: posted ahead, never blocking, checked before they are sent.
+
+gloo aborts the process when a message is longer than the buffer that waits for it, and leaves stale data when it is
+shorter. So a receiver must know shape and dtype beforehand:
+
+    first time a layer's output of n rows crosses a link     header (structure, shapes, dtypes) | data
+    afterwards                                               data, if the sender finds it still fits; else an error
+    gradients                                                like the output that was sent, no header ever
+
+Sends are never waited for in the walk. A send is known to be done when something arrives that its receiver could only
+have sent after it had used the message; `acknowledgements` reads that off the program.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minipar.comm.communicator import Communicator, Handle
+from minipar.errors import RankError
+from minipar.program import Op, Program, Value
+from minipar.tensors import allocate, differentiable, spec, tensors
+
+HEADER_BYTES = 4096
+TENSORS = 64  # most tensors in one value: tags of one message are this far apart
+
+
+@dataclass
+class Received:
+    """A message on its way: buffers, and the handles that fill them."""
+
+    value: Any
+    handles: list[Handle]
+
+
+def acknowledgements(program: Program, rank: int) -> dict[tuple[int, int], int]:
+    """For the k-th receive from a peer: how many sends to that peer are surely done when it has arrived.
+
+    The peer sent it at some place of its list; what it had read before that place, it had received.
+    """
+    known: dict[tuple[int, int], int] = {}
+    for peer, instructions in enumerate(program.ranks):
+        if peer == rank:
+            continue
+        position: dict[Value, int] = {}  # of a received value among the receives, counted from 1
+        received = used = sent = 0
+        for ins in instructions:
+            for value in ins.reads:
+                used = max(used, position.pop(value, 0))
+            if ins.op is Op.RECV and ins.peer == rank:
+                received += 1
+                position[ins.writes[0]] = received
+            elif ins.op is Op.SEND and ins.peer == rank:
+                known[peer, sent] = used
+                sent += 1
+    return known
+
+
+class Links:
+    """All links of a rank for one pass through its program.
+
+    rows(value) gives the number of rows of a value's micro-batch; nothing is sent for a micro-batch without rows.
+    """
+
+    def __init__(
+        self, program: Program, comm: Communicator, rows: Callable[[Value], int], forms: dict[Any, Any]
+    ) -> None:
+        self.program = program
+        self.comm = comm
+        self.rows = rows
+        self.forms = forms  # kept from step to step: (peer, layer, rows) -> form of the value
+        self.done = acknowledgements(program, comm.rank)
+        self.inboxes: dict[int, _Inbox] = {}
+        self.outgoing: dict[int, deque[tuple[Any, list[Handle]]]] = {}
+        self.completed: dict[int, int] = {}
+        for ins in program.ranks[comm.rank]:
+            if ins.op is Op.RECV:
+                self.inboxes.setdefault(ins.peer, _Inbox(self, ins.peer)).order.append(ins.writes[0])
+
+    def tag(self, value: Value) -> int:
+        """A number of its own for every value: a message can never be taken for another one."""
+        i = (value.step * self.program.microbatches + value.microbatch) * self.program.layers + value.index
+        return (2 * i + (value.kind == "grad_output")) * TENSORS
+
+    def start(self) -> None:
+        """Post the first receives of every link."""
+        for inbox in self.inboxes.values():
+            inbox.post(self.program.receives_ahead)
+
+    def reach(self, peer: int) -> None:
+        """The walk has come to the next RECV from a peer: post one more."""
+        inbox = self.inboxes[peer]
+        inbox.reached += 1
+        inbox.post(inbox.reached + self.program.receives_ahead)
+
+    def send(self, value: Value, content: Any, peer: int) -> None:
+        """Start sending; never blocks. Raises RankError if the message is not what the receiver expects."""
+        queue = self.outgoing.setdefault(peer, deque())
+        if self.rows(value) == 0:
+            queue.append((None, []))
+            return
+        parts = [t if t.is_contiguous() else t.contiguous() for t in tensors(content)]
+        handles = []
+        if value.kind == "output":
+            key = ("out", peer, value.index, self.rows(value))
+            form = spec(content)
+            if key not in self.forms:
+                self.forms[key] = form
+                header = _encode(form, value)
+                handles.append(self.comm.isend(header, peer, self.tag(value) + TENSORS - 1))
+            elif form != self.forms[key]:
+                raise RankError(
+                    f"{value} has another form than before, which rank {peer} does not expect: "
+                    f"{json.dumps(form)} instead of {json.dumps(self.forms[key])}",
+                    "A layer's output may depend on the number of rows only.",
+                )
+        handles += [self.comm.isend(t, peer, self.tag(value) + k) for k, t in enumerate(parts)]
+        queue.append((parts, handles))
+
+    def receive(self, value: Value, peer: int) -> Any:
+        """Wait for a message that was posted before, and return its content; forget the sends that it acknowledges."""
+        inbox = self.inboxes[peer]
+        content = inbox.wait(value)
+        self._forget(peer, self.done.get((peer, inbox.positions[value]), 0))
+        return content
+
+    def _forget(self, peer: int, count: int) -> None:
+        queue = self.outgoing.get(peer)
+        while queue and self.completed.get(peer, 0) < count:
+            for handle in queue.popleft()[1]:
+                handle.wait()
+            self.completed[peer] = self.completed.get(peer, 0) + 1
+
+    def finish(self) -> None:
+        """Wait until every send is done."""
+        for queue in self.outgoing.values():
+            while queue:
+                for handle in queue.popleft()[1]:
+                    handle.wait()
+
+
+class _Inbox:
+    """The receives from one peer, in the order of its sends."""
+
+    def __init__(self, links: Links, peer: int) -> None:
+        self.links = links
+        self.peer = peer
+        self.order: list[Value] = []
+        self.reached = 0
+        self.posted = 0
+        self.due = 0
+        self.header: tuple[Tensor, Handle] | None = None
+        self.open: dict[Value, Received] = {}
+
+    @property
+    def positions(self) -> dict[Value, int]:
+        if not hasattr(self, "_positions"):
+            self._positions = {value: k for k, value in enumerate(self.order)}
+        return self._positions
+
+    def post(self, due: int) -> None:
+        """Post receives until `due` of them are, or until one whose form is not known yet."""
+        self.due = max(self.due, min(due, len(self.order)))
+        links, comm = self.links, self.links.comm
+        while self.posted < self.due and self.header is None:
+            value = self.order[self.posted]
+            if links.rows(value) == 0:
+                self.posted += 1
+                continue
+            form = self._form(value)
+            if form is None:
+                if value.kind == "output":
+                    buffer = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+                    handle = comm.irecv(buffer, self.peer, links.tag(value) + TENSORS - 1)
+                    self.header = (buffer, handle)
+                return
+            content = allocate(form, comm.device)
+            tag = links.tag(value)
+            handles = [comm.irecv(t, self.peer, tag + k) for k, t in enumerate(tensors(content))]
+            self.open[value] = Received(content, handles)
+            self.posted += 1
+
+    def wait(self, value: Value) -> Any:
+        self.post(self.positions[value] + 1)
+        while value not in self.open:
+            if self.header is None:
+                raise RankError(f"{value} from rank {self.peer} is expected before its form is known")
+            buffer, handle = self.header
+            handle.wait()
+            first = self.order[self.posted]
+            self.links.forms["in", self.peer, first.index, self.links.rows(first)] = _decode(buffer)
+            self.header = None
+            self.post(self.due)
+        received = self.open.pop(value)
+        for handle in received.handles:
+            handle.wait()
+        return received.value
+
+    def _form(self, value: Value) -> Any:
+        rows = self.links.rows(value)
+        if value.kind == "output":
+            return self.links.forms.get(("in", self.peer, value.index, rows))
+        sent = self.links.forms.get(("out", self.peer, value.index, rows))
+        if sent is None:
+            return None
+        # The gradient of an output: one tensor for each floating-point tensor in it.
+        return ["list", [spec(t) for t in differentiable(allocate(sent, torch.device("meta")))]]
+
+
+def _encode(form: Any, value: Value) -> Tensor:
+    text = json.dumps(form).encode()
+    if len(text) > HEADER_BYTES - 4:
+        raise RankError(f"{value} has too many tensors to announce in {HEADER_BYTES} bytes: {text[:80].decode()}...")
+    if text.count(b"dtype") >= TENSORS:
+        raise RankError(f"{value} has {text.count(b'dtype')} tensors; possible are up to {TENSORS - 1}")
+    buffer = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
+    buffer[:4] = torch.frombuffer(bytearray(len(text).to_bytes(4, "little")), dtype=torch.uint8)
+    buffer[4 : 4 + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return buffer
+
+
+def _decode(buffer: Tensor) -> Any:
+    data = bytes(buffer.tolist())
+    return json.loads(data[4 : 4 + int.from_bytes(data[:4], "little")])

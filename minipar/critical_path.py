@@ -1,0 +1,108 @@
+"""The critical path of a trace: the chain of instructions that its makespan consists of.
+
+    rank 0   F0 F1 ................ B0 .... B1 | STEP           read backwards from the last end: each instruction
+    rank 1      F0 B0 F1 B1                                     was waiting for the one before it in the chain
+
+Who waits for whom follows from the rule by which programs run: a rank walks its list in order, reads wait for the
+receive or collective that writes them, a stream works in order, and a collective waits for its last rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from minipar.program import COLLECTIVES, Instruction, Op, Program, Value
+
+if TYPE_CHECKING:
+    from minipar.trace import Event, Trace
+
+Place = tuple[int, int]  # rank, index of the instruction
+
+
+def critical_path(trace: Trace) -> list[Event]:
+    """The instructions that the makespan consists of, first to last; each waited for the one before it.
+
+    Of a collective the path shows the rank that joined it last. In a predicted trace the durations (for a receive:
+    its delay after the end of its SEND) add up to the makespan; in a measured one there are small gaps.
+    """
+    rows, starts, ends = trace.program.ranks, trace.starts, trace.ends
+    sender = {receive: send for send, receive in messages(trace.program)}
+    members = _collectives(trace.program)
+    before = [_before(row) for row in rows]
+
+    def cause(place: Place) -> Place | None:
+        if place in sender:
+            return sender[place]
+        rank, index = place
+        candidates = before[rank][index]
+        # What ended after this one began was not waited for (a measured SEND is seen to end late, for one).
+        in_time = [k for k in candidates if ends[rank][k] <= starts[rank][index]] or candidates
+        best = max(in_time, key=lambda k: (ends[rank][k], rows[rank][k].stream == "compute", k), default=None)
+        return None if best is None else (rank, best)
+
+    everything = ((rank, index) for rank, row in enumerate(rows) for index in range(len(row)))
+    place = max(everything, key=lambda p: (ends[p[0]][p[1]], rows[p[0]][p[1]].stream == "compute", p[1]), default=None)
+    path: list[Place] = []
+    seen: set[Place] = set()  # only a program that cannot run has a cycle, but a picture of it must not hang
+    while place is not None and place not in seen:
+        place = max(members.get(place, [place]), key=lambda p: (starts[p[0]][p[1]], p == place))
+        seen.add(place)
+        path.append(place)
+        place = cause(place)
+
+    events = {
+        (e.rank, e.index): e for rank in {p[0] for p in path} for e in trace.events_of(rank) if (rank, e.index) in seen
+    }
+    return [events[p] for p in reversed(path)]
+
+
+def messages(program: Program) -> list[tuple[Place, Place]]:
+    """Every message as (place of its SEND, place of its RECV): the k-th receive of a link is its k-th send."""
+    sends: dict[tuple[int, int], list[Place]] = {}
+    receives: dict[tuple[int, int], list[Place]] = {}
+    for rank, row in enumerate(program.ranks):
+        for index, ins in enumerate(row):
+            if ins.op is Op.SEND:
+                sends.setdefault((rank, ins.peer), []).append((rank, index))
+            elif ins.op is Op.RECV:
+                receives.setdefault((ins.peer, rank), []).append((rank, index))
+    return [pair for link, found in sends.items() for pair in zip(found, receives.get(link, []), strict=False)]
+
+
+def _collectives(program: Program) -> dict[Place, list[Place]]:
+    """For the place of each collective the places of all its members: the k-th of a group is the same on all ranks."""
+    members: dict[tuple[tuple[int, ...], int], list[Place]] = {}
+    for rank, row in enumerate(program.ranks):
+        joined: dict[tuple[int, ...], int] = {}
+        for index, ins in enumerate(row):
+            if ins.op in COLLECTIVES:
+                k = joined[ins.group] = joined.get(ins.group, -1) + 1
+                members.setdefault((ins.group, k), []).append((rank, index))
+    return {place: places for places in members.values() for place in places}
+
+
+def _before(row: Sequence[Instruction]) -> list[list[int]]:
+    """For each instruction of a rank those of the same rank that it may have waited for. None, for a receive.
+
+    These are the compute instruction before it, the receives and collectives whose values were read since then, and
+    for communication the one before it on its stream.
+    """
+    found: list[list[int]] = []
+    compute: list[int] = []
+    awaited: list[int] = []
+    writer: dict[Value, int] = {}
+    last: dict[str, int] = {}
+    for index, ins in enumerate(row):
+        awaited += [writer.pop(value) for value in ins.reads if value in writer]
+        if ins.op is Op.RECV:
+            found.append([])
+        elif ins.stream == "compute":
+            found.append(compute + awaited)
+            compute, awaited = [index], []
+        else:
+            found.append(compute + awaited + ([last[ins.stream]] if ins.stream in last else []))
+            last[ins.stream] = index
+        if ins.stream != "compute":
+            writer.update(dict.fromkeys(ins.writes, index))
+    return found

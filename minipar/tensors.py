@@ -1,0 +1,81 @@
+"""Values as layers hand them on: a tensor, or nested tuples and lists of tensors. Small helpers that look inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors inside a value, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from tensors(part)
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """The same structure with every tensor replaced by `change(tensor)`."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, (tuple, list)):
+        parts = [map_tensors(part, change) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
+
+
+def take_rows(value: Any, rows: range) -> Any:
+    """Neighbouring rows (positions of dimension 0) of every tensor inside a value."""
+    return map_tensors(value, lambda t: t[rows.start : rows.stop])
+
+
+def count_rows(value: Any) -> int:
+    """Number of rows: the size of dimension 0 of the first tensor."""
+    return next((len(t) for t in tensors(value)), 0)
+
+
+def count_bytes(value: Any) -> int:
+    """Bytes of the tensors inside a value, as a message would carry them."""
+    return sum(t.numel() * t.element_size() for t in tensors(value))
+
+
+def detach(value: Any, requires_grad: bool = False) -> Any:
+    """The value cut off from its graph (same memory); floating-point tensors become leaves if `requires_grad`."""
+    return map_tensors(value, lambda t: t.detach().requires_grad_(requires_grad and t.is_floating_point()))
+
+
+def differentiable(value: Any) -> list[Tensor]:
+    """The tensors of a value that can have a gradient: those of floating point."""
+    return [t for t in tensors(value) if t.is_floating_point()]
+
+
+def storages(values: Iterable[Tensor]) -> dict[int, int]:
+    """Bytes of each distinct storage. Addresses tell storages apart as long as all of them are alive."""
+    found = (t.untyped_storage() for t in values)
+    return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
+
+
+def spec(value: Any) -> Any:
+    """A value's structure, shapes and dtypes as plain JSON data; `allocate` makes an empty value of it."""
+    if isinstance(value, Tensor):
+        return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+    if isinstance(value, (tuple, list)):
+        return [type(value).__name__, [spec(part) for part in value]]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return {"is": value}
+    raise TypeError(f"layers can hand on tensors, and tuples and lists of them; not {type(value).__name__}")
+
+
+def allocate(form: Any, device: torch.device) -> Any:
+    """An uninitialised value of the structure, shapes and dtypes that `spec` wrote down."""
+    if isinstance(form, dict):
+        if "is" in form:
+            return form["is"]
+        return torch.empty(form["shape"], dtype=getattr(torch, form["dtype"]), device=device)
+    name, parts = form
+    made = [allocate(part, device) for part in parts]
+    return made if name == "list" else tuple(made)

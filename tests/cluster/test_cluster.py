@@ -1,0 +1,795 @@
+"""Cluster: starting, running, failing, healing and ending. Time bounds are generous: the machine may be busy."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import linecache
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+
+from minipar.cluster import Cluster, launch, worker
+from minipar.cluster.failures import Failure, Remote, root_cause
+from minipar.comm import communicator
+from minipar.errors import PlanError, RankDied, RankError
+
+# Ranks cannot import this file by name; its functions travel as those of a notebook do.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+ROOT = Path(__file__).parents[2]
+
+
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(3, device="cpu") as made:
+        yield made
+
+
+def notes(error: BaseException) -> str:
+    """The note of an error, or (before Python 3.11) what stands in its place."""
+    return "\n".join([*getattr(error, "__notes__", []), str(error.__cause__ or ""), *map(str, error.args)])
+
+
+def gone(pids: list[int], seconds: float = 5.0) -> list[int]:
+    """Which of these processes are still there after at most so many seconds."""
+
+    def alive(pid: int) -> bool:
+        try:
+            return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+
+    deadline = time.monotonic() + seconds
+    while (left := [pid for pid in pids if alive(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return left
+
+
+def wait_for_all() -> None:
+    communicator.create().allreduce([1.0])
+
+
+def run_script(text: str, *arguments: str, seconds: float = 60) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", textwrap.dedent(text), *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False)
+
+
+# Running
+
+
+def test_results_come_in_rank_order_with_arguments_as_given(cluster: Cluster) -> None:
+    def f(a: int, *, function: str, ranks: list[int]) -> tuple[int, int, str, list[int]]:
+        time.sleep(0.05 * (2 - worker.context().rank))  # the last rank answers first
+        return worker.context().rank, a, function, ranks
+
+    assert cluster.run(f, 5, function="x", ranks=[1]) == [(rank, 5, "x", [1]) for rank in range(3)]
+
+
+def test_classes_and_closures_go_both_ways(cluster: Cluster) -> None:
+    class Mine:
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+    offset = Mine(10)
+    results = cluster.run(lambda: Mine(offset.value + worker.context().rank))
+    assert [type(result) for result in results] == [Mine] * 3
+    assert [result.value for result in results] == [10, 11, 12]
+
+
+def test_driver_needs_no_torch_and_main_functions_travel() -> None:
+    script = """
+        import os, sys
+        from minipar.cluster import Cluster
+        class Own(Exception): pass
+        def square(x): return x * x
+        def fails(): raise Own(square(5))
+        with Cluster(2, device="cpu") as cluster:
+            print(cluster.run(square, 7))
+            try: cluster.run(fails)
+            except Own as error: print(type(error) is Own, error.args)
+            pid = os.fork()
+            if pid == 0:  # a copy of the driver can neither use nor end its ranks
+                try: cluster.run(square, 1)
+                except Exception as error: print("copy:", error, flush=True)
+                cluster.close()
+                os._exit(0)
+            os.waitpid(pid, 0)
+            print(cluster.run(square, 8))
+        print("torch" in sys.modules)
+    """
+    result = run_script(script)
+    assert result.stdout.splitlines() == [
+        "[49, 49]",
+        "True (25,)",
+        "copy: this Cluster belongs to another process; make one here",
+        "[64, 64]",
+        "False",
+    ], result.stderr
+    assert result.stderr == ""
+
+
+def test_a_rank_looks_like_a_fresh_process_of_the_driver(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    def look() -> dict[str, Any]:
+        import torch
+
+        names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "GLOO_SOCKET_IFNAME", "MINE"]
+        return {
+            "environment": [os.environ.get(name) for name in names],
+            "threads": torch.get_num_threads(),
+            "leads": os.getsid(0) == os.getpid() == os.getpgid(0),
+            "folder": os.getcwd(),
+            "random": float(np.random.rand()),
+            "free": int(os.environ["MASTER_PORT"]) > 0,
+        }
+
+    monkeypatch.setenv("MINE", "set after the helper process started")
+    with Cluster(2, device="cpu", threads=2) as other:
+        seen = other.run(look)
+    for rank, one in enumerate(seen):
+        mine = "set after the helper process started"
+        assert one["environment"] == [str(rank), "2", str(rank), "2", "127.0.0.1", "lo", mine]
+        assert one["threads"] == 2
+        assert one["leads"]
+        assert one["free"]
+        assert one["folder"] == os.getcwd()
+    assert seen[0]["random"] != seen[1]["random"]
+    assert cluster.run(look)[0]["threads"] == 1
+
+
+def test_modules_found_later_in_the_driver_are_found_in_ranks(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "made_later.py").write_text("def f(): return 'found'\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import made_later  # type: ignore[import-not-found]
+
+    assert cluster.run(made_later.f) == ["found"] * 3
+
+
+def test_ranks_keep_their_state_between_runs(cluster: Cluster) -> None:
+    def leave() -> int:
+        os.environ["LEFT_HERE"] = str(worker.context().rank)
+        return os.getpid()
+
+    pids = cluster.run(leave)
+    assert cluster.run(lambda: (os.getpid(), os.environ["LEFT_HERE"])) == list(zip(pids, "012", strict=True))
+
+
+def test_large_values_travel(cluster: Cluster) -> None:
+    big = np.arange(4_000_000, dtype=np.float64)  # 32 MB: many times what a socket holds
+    results = cluster.run(lambda x: x + worker.context().rank, big)
+    for rank, result in enumerate(results):
+        np.testing.assert_array_equal(result, big + rank)
+
+
+def test_run_on_some_ranks_in_the_order_asked_for(cluster: Cluster) -> None:
+    assert cluster.run_on([2, 0], lambda: (worker.context().rank, worker.context().active)) == [
+        (2, (2, 0)),
+        (0, (2, 0)),
+    ]
+    assert cluster.run_on([], lambda: 1) == []
+    with pytest.raises(PlanError, match="rank 3: this Cluster has ranks 0 to 2"):
+        cluster.run_on([3], lambda: 1)
+    with pytest.raises(PlanError, match="once"):
+        cluster.run_on([1, 1], lambda: 1)
+
+
+def test_reports_arrive_while_the_function_runs(cluster: Cluster) -> None:
+    heard: list[tuple[int, Any, float]] = []
+
+    def f() -> None:
+        for i in range(3):
+            worker.report({"i": i})
+        time.sleep(0.3)
+
+    cluster.run_with(lambda rank, value: heard.append((rank, value["i"], time.monotonic())), f)
+    ended = time.monotonic()
+    for rank in range(3):
+        mine = [(value, when) for who, value, when in heard if who == rank]
+        assert [value for value, _ in mine] == [0, 1, 2]
+        assert ended - mine[0][1] > 0.1
+    assert cluster.run(f) == [None] * 3  # without a callback they go nowhere
+    with pytest.raises(RankError, match=r"report: a .*lock.* cannot be sent"):
+        cluster.run(lambda: worker.report(threading.Lock()))
+    with pytest.raises(RankError, match="not a rank"):
+        worker.report(1)
+
+
+def test_an_error_in_the_callback_ends_the_run(cluster: Cluster) -> None:
+    def callback(rank: int, value: Any) -> None:
+        cluster.run(lambda: 1)
+
+    def f() -> None:
+        worker.report(1)
+        time.sleep(60)
+
+    with pytest.raises(RankError, match="busy with another run"):
+        cluster.run_with(callback, f)
+    assert cluster.run(lambda: 1) == [1] * 3
+
+
+# Output
+
+
+def test_output_is_whole_lines_with_the_rank(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    def f() -> None:
+        rank = worker.context().rank
+        for _ in range(20):  # interleaved pieces of lines
+            sys.stdout.write("begin ")
+            sys.stdout.flush()
+            time.sleep(0.002)
+            print(f"end {rank}")
+        os.write(1, b"native\n")
+        os.write(2, b"error \xc3\xa9\n")
+        subprocess.run(["echo", "child"], check=True)
+        print("last without an end", end="")
+
+    cluster.run(f)
+    lines = capsys.readouterr().out.splitlines()
+    for rank in range(3):
+        mine = [line for line in lines if line.startswith(f"[rank {rank}] ")]
+        texts = [line.removeprefix(f"[rank {rank}] ") for line in mine]
+        assert texts.count(f"begin end {rank}") == 20
+        assert {"native", "error é", "child"} <= set(texts)
+        assert texts.count("last without an end") == 1
+        assert len(texts) == 24
+    assert len(lines) == 3 * 24
+
+
+def test_output_appears_while_the_function_runs(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+
+    class Stream:
+        def write(self, text: str) -> None:
+            seen.append(time.monotonic())
+
+        def flush(self) -> None:
+            pass
+
+    monkeypatch.setattr(sys, "stdout", Stream())
+    cluster.run_on([0], lambda: (print("now"), time.sleep(0.4)))
+    assert time.monotonic() - seen[0] > 0.2
+
+
+def test_much_output_is_not_lost(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    def f() -> None:
+        for i in range(5000):
+            print(f"line {i} " + "x" * 100)
+
+    cluster.run(f)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("[rank 1]")] == [f"[rank 1] line {i} {'x' * 100}" for i in range(5000)]
+
+
+# Failures
+
+
+def test_an_exception_keeps_its_type_and_brings_its_traceback(cluster: Cluster) -> None:
+    source = "def cell(x):\n    if x == 1:\n        raise KeyError('no such layer')  # the line to show\n"
+    name = "<cell 7 of a notebook>"  # there is no such file: only the driver knows the text
+    linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+    namespace: dict[str, Any] = {}
+    exec(compile(source, name, "exec"), namespace)
+    cell = namespace["cell"]
+
+    with pytest.raises(KeyError, match="no such layer") as caught:
+        cluster.run(lambda: cell(worker.context().rank))
+    text = notes(caught.value)
+    assert "raised on rank 1:" in text
+    assert f'File "{name}", line 3, in cell' in text
+    assert "raise KeyError('no such layer')  # the line to show" in text
+    assert "worker.py" not in text
+
+
+def test_the_chain_of_an_exception_is_told(cluster: Cluster) -> None:
+    def f() -> None:
+        try:
+            raise OSError("first")
+        except OSError as error:
+            raise ValueError("second") from error
+
+    with pytest.raises(ValueError, match="second") as caught:
+        cluster.run_on([2], f)
+    text = notes(caught.value)
+    assert text.index("OSError: first") < text.index("direct cause") < text.index("ValueError: second")
+
+
+def test_an_exception_that_cannot_be_rebuilt_becomes_a_rank_error(cluster: Cluster) -> None:
+    class Odd(Exception):
+        def __init__(self, one: int, two: int) -> None:
+            super().__init__(f"{one} and {two}")
+
+    class Stuck(Exception):
+        def __reduce__(self) -> Any:
+            raise TypeError("never")
+
+    def odd() -> None:
+        raise Odd(1, 2)
+
+    def stuck() -> None:
+        raise Stuck("here")
+
+    with pytest.raises(RankError, match="rank 1 raised Odd: 1 and 2") as caught:
+        cluster.run_on([1], odd)
+    assert "in odd" in notes(caught.value)
+    with pytest.raises(RankError, match="rank 0 raised Stuck: here"):
+        cluster.run_on([0], stuck)
+
+
+def test_all_ranks_answered_so_all_keep_their_state(cluster: Cluster) -> None:
+    pids = cluster.run(os.getpid)
+
+    def f() -> None:
+        if worker.context().rank != 0:
+            raise ValueError(f"from {worker.context().rank}")
+
+    with pytest.raises(ValueError, match=r"from \d") as caught:
+        cluster.run(f)
+    assert "also: rank" in notes(caught.value)
+    assert cluster.run(os.getpid) == pids
+
+
+def test_the_rank_that_raised_is_named_and_the_waiting_ones_are_replaced(cluster: Cluster) -> None:
+    def f() -> None:
+        if worker.context().rank == 2:
+            raise ZeroDivisionError("rank two's own")
+        wait_for_all()
+
+    pids = cluster.run(os.getpid)
+    started = time.monotonic()
+    with pytest.raises(ZeroDivisionError, match="rank two's own") as caught:
+        cluster.run(f)
+    assert time.monotonic() - started < 3
+    assert "raised on rank 2:" in notes(caught.value)
+    assert "ranks 0, 1 did not end in time" in notes(caught.value)
+    assert gone(pids[:2]) == []
+    started = time.monotonic()
+    cluster.run(wait_for_all)
+    assert time.monotonic() - started < 2
+    assert cluster.run(os.getpid)[2] == pids[2]
+
+
+def killed_in_a_collective() -> None:
+    comm = communicator.create()
+    comm.barrier()
+    if comm.rank == 1:
+        time.sleep(0.1)  # the others are waiting now
+        worker.report(time.monotonic())
+        os.kill(os.getpid(), signal.SIGKILL)
+    comm.allreduce([1.0])
+
+
+def test_a_killed_rank_is_noticed_at_once(cluster: Cluster) -> None:
+    when: list[float] = []
+    with pytest.raises(RankDied, match=r"^rank 1 was killed by signal 9 \(SIGKILL") as caught:
+        cluster.run_with(lambda rank, moment: when.append(moment), killed_in_a_collective)
+    assert time.monotonic() - when[0] < 1
+    assert "also: rank 0 raised RuntimeError" in str(caught.value)
+    cluster.run(wait_for_all)
+
+
+@pytest.mark.parametrize(
+    ("end", "error", "text"),
+    [
+        (lambda: sys.exit(3), RankError, r"rank 1 raised SystemExit: sys.exit\(3\) was called"),
+        (lambda: os._exit(7), RankDied, "rank 1 exited with status 7 without an answer"),
+        (lambda: ctypes.string_at(0), RankDied, r"rank 1 was killed by signal 11 \(SIGSEGV"),
+        (lambda: os.close(os.sysconf("SC_OPEN_MAX") + 5), OSError, "Bad file descriptor"),
+        (threading.Lock, RankError, "the result of rank 1, a .*lock.*, cannot be pickled"),
+    ],
+    ids=["sys.exit", "os._exit", "segfault", "exception", "unpicklable"],
+)
+def test_every_way_to_end_is_told(
+    cluster: Cluster, end: Callable[[], Any], error: type[Exception], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def f() -> Any:
+        if worker.context().rank == 1:
+            print("last words")
+            return end()
+        return None
+
+    started = time.monotonic()
+    with pytest.raises(error, match=text):
+        cluster.run(f)
+    assert time.monotonic() - started < 2
+    output = capsys.readouterr().out
+    assert "[rank 1] last words" in output
+    assert ("[rank 1] Fatal Python error: Segmentation fault" in output) == ("SIGSEGV" in text)
+    assert cluster.run(lambda: worker.context().rank) == [0, 1, 2]
+
+
+def test_what_cannot_be_sent_is_told(cluster: Cluster) -> None:
+    pids = cluster.run(os.getpid)
+    with pytest.raises(RankError, match="an argument cannot be sent to the ranks: .*lock"):
+        cluster.run(print, threading.Lock())
+    with pytest.raises(RankError, match="needs a function to call, not a list"):
+        cluster.run([1])  # type: ignore[arg-type]
+
+    class OnlyHere:
+        def __reduce__(self) -> Any:
+            return (__import__, ("a_module_of_the_driver_alone",))
+
+    with pytest.raises(RankError, match=r"cannot be loaded in a rank: ModuleNotFoundError"):
+        cluster.run(print, OnlyHere())
+
+    def result() -> Any:
+        class OnlyThere:
+            def __reduce__(self) -> Any:
+                return (__import__, ("a_module_of_the_rank_alone",))
+
+        return OnlyThere()
+
+    with pytest.raises(RankError, match="the result of rank 0 cannot be loaded in the driver: ModuleNotFoundError"):
+        cluster.run(result)
+    assert cluster.run(os.getpid) == pids
+
+
+def test_root_cause_is_a_death_then_an_own_exception_then_a_lost_connection() -> None:
+    lost = Failure(0, Remote("RuntimeError", "closed by peer", (), None, lost_peer=True))
+    own = Failure(1, Remote("ValueError", "mine", (), None, lost_peer=False))
+    later = Failure(2, Remote("TypeError", "also mine", (), None, lost_peer=False))
+    death = Failure(3, None, -9)
+    assert root_cause([lost, own, later, death]) is death
+    assert root_cause([lost, own, later]) is own
+    assert root_cause([lost, later, own]) is later
+    assert root_cause([lost]) is lost
+
+
+def test_a_lost_connection_is_not_the_root_cause(cluster: Cluster) -> None:
+    def f() -> None:
+        comm = communicator.create()
+        comm.barrier()
+        if comm.rank == 1:
+            comm.close()  # the others lose their peer and report before this rank does
+            time.sleep(0.1)
+            raise ValueError("the cause")
+        comm.allreduce([1.0])
+
+    with pytest.raises(ValueError, match="the cause") as caught:
+        cluster.run(f)
+    assert "raised RuntimeError" in notes(caught.value)
+
+
+def test_interrupt_returns_at_once_and_the_next_call_works(cluster: Cluster) -> None:
+    def stuck() -> None:
+        comm = communicator.create()
+        if comm.rank == 0:
+            time.sleep(60)
+        comm.allreduce([1.0])
+
+    sent: list[float] = []
+
+    def interrupt() -> None:
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    timer = threading.Timer(0.5, interrupt)
+    timer.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            cluster.run(stuck)
+        assert time.monotonic() - sent[0] < 1
+    finally:
+        timer.join()
+    assert cluster.state == "0 of 3 ranks alive"
+    cluster.run(wait_for_all)
+
+
+def test_a_rank_lost_between_runs_is_told_and_replaced(cluster: Cluster) -> None:
+    pids = cluster.run(os.getpid)
+    os.kill(pids[0], signal.SIGKILL)
+    assert gone(pids[:1]) == []
+    time.sleep(0.2)  # its other threads
+    with pytest.warns(RuntimeWarning, match="rank 0 was killed by signal 9 .* starts anew, without its state"):
+        after = cluster.run(os.getpid)
+    assert after[0] != pids[0]
+    assert after[1:] == pids[1:]
+    cluster.run(wait_for_all)
+
+
+def test_the_helper_process_may_die(cluster: Cluster) -> None:
+    pids = cluster.run(os.getpid)
+    helper = cluster.run(os.getppid)[0]
+    os.kill(helper, signal.SIGKILL)
+    assert gone([helper, *pids]) == []
+    time.sleep(0.2)
+    with pytest.warns(RuntimeWarning, match="starts anew"):
+        cluster.run(wait_for_all)
+
+
+def test_users_own_default_group_works_also_after_a_failure(cluster: Cluster) -> None:
+    def f(fail: bool, keep: bool) -> float:
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        x = torch.ones(1)
+        dist.all_reduce(x)
+        if fail:
+            raise ValueError("before destroy")
+        if not keep:
+            dist.destroy_process_group()
+        return float(x)
+
+    assert cluster.run(f, False, False) == [3.0] * 3
+    assert cluster.run(f, False, False) == [3.0] * 3
+    with pytest.raises(ValueError, match="before destroy"):
+        cluster.run(f, True, True)
+    assert cluster.run(f, False, False) == [3.0] * 3
+
+
+# Starting and ending
+
+
+def test_later_clusters_and_healing_are_fast(cluster: Cluster) -> None:
+    started = time.monotonic()
+    with Cluster(4, device="cpu") as other:
+        assert time.monotonic() - started < 1.0  # an import of torch alone takes longer
+
+        def f() -> None:
+            if worker.context().rank == 0:
+                raise ValueError
+            time.sleep(60)
+
+        with pytest.raises(ValueError):
+            other.run(f)
+        assert other.state == "1 of 4 ranks alive"
+        started = time.monotonic()
+        assert other.run(lambda: 1) == [1] * 4
+        assert time.monotonic() - started < 1.0
+
+
+def test_two_clusters_do_not_meet(cluster: Cluster) -> None:
+    with Cluster(2, device="cpu") as other:
+
+        def f() -> list[int]:
+            result: list[int] = communicator.create().allreduce([1])
+            return result
+
+        assert cluster.run(f) == [[3]] * 3
+        assert other.run(f) == [[2]] * 2
+        assert set(cluster.run(os.getpid)).isdisjoint(other.run(os.getpid))
+
+
+def test_close_ends_everything_and_is_told() -> None:
+    def child() -> tuple[int, int]:
+        process = subprocess.Popen(["sleep", "60"])
+        return os.getpid(), process.pid
+
+    with Cluster(2, device="cpu") as one:
+        pids = [pid for pair in one.run(child) for pid in pair]
+        folder = one._folder
+        one.run(wait_for_all)
+        assert os.listdir(folder)
+        assert repr(one) == "Cluster(2 ranks, cpu, ready)"
+    assert gone(pids, 0.5) == []
+    assert not os.path.exists(folder)
+    assert repr(one) == "Cluster(2 ranks, cpu, closed)"
+    one.close()
+    with pytest.raises(RankError, match="this Cluster is closed; make a new one"):
+        one.run(lambda: 1)
+
+
+def test_a_forgotten_cluster_ends_its_ranks() -> None:
+    one = Cluster(2, device="cpu")
+    pids = one.run(os.getpid)
+    del one
+    gc.collect()
+    assert gone(pids, 0.5) == []
+
+
+def test_closing_while_a_function_runs_is_refused(cluster: Cluster) -> None:
+    with pytest.raises(RankError, match="busy with a run"):
+        cluster.run_with(lambda rank, value: cluster.close(), lambda: (worker.report(1), time.sleep(60)))
+    assert cluster.run(lambda: 1) == [1] * 3
+
+
+def test_a_cluster_made_in_a_thread_outlives_it() -> None:
+    # Linux ties a child to the thread that started it, also the helper process: hence an own driver here.
+    script = """
+        import os, sys, threading, time
+        from minipar.cluster import Cluster
+        made = []
+        thread = threading.Thread(target=lambda: made.append(Cluster(2, device="cpu", start=sys.argv[1])))
+        thread.start()
+        thread.join()
+        time.sleep(0.2)
+        print(made[0].run(lambda: 1))
+    """
+    for start in ("fork", "spawn"):
+        result = run_script(script, start)
+        assert result.stdout == "[1, 1]\n", result.stderr
+
+
+def test_no_cluster_inside_a_rank(cluster: Cluster) -> None:
+    with pytest.raises(RankError, match="cannot be made inside a rank"):
+        cluster.run(lambda: Cluster(2))
+
+
+@pytest.mark.parametrize("n", [0, -1, 2.0, "4", True, None])
+def test_a_number_of_ranks_that_cannot_be(n: Any) -> None:
+    with pytest.raises(PlanError, match=f"n={n!r}: must be a whole number of at least 1"):
+        Cluster(n)
+
+
+@pytest.mark.parametrize(("name", "value"), [("device", "gpu"), ("start", "thread"), ("threads", 0)])
+def test_other_values_that_cannot_be(name: str, value: Any) -> None:
+    with pytest.raises(PlanError, match=f"{name}={value!r}: must be"):
+        Cluster(2, **{name: value})
+
+
+@pytest.mark.skipif(has_gpu(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there() -> None:
+    with pytest.raises(PlanError, match="^device='cuda': no GPU that torch can use is here; use device='cpu'") as caught:
+        Cluster(2, device="cuda")
+    assert "\n" not in str(caught.value)
+    with Cluster(2, device="auto") as other:
+        assert other.device == "cpu"
+
+
+def test_a_broken_torch_is_told(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libtorch is missing')\n")
+    script = f"""
+        import sys
+        sys.path.insert(0, {str(tmp_path)!r})
+        from minipar.cluster import Cluster
+        Cluster(2)
+    """
+    result = run_script(script)
+    assert result.returncode == 1
+    assert "could not start: ImportError: libtorch is missing" in result.stderr.splitlines()[-1]
+
+
+# No process outlives its driver
+
+DRIVER = """
+    import os, subprocess, sys, time
+    from minipar.cluster import Cluster, launch, worker
+
+    def busy(where):
+        child = os.fork()
+        if child == 0:
+            if os.fork() == 0:
+                time.sleep(60)
+            time.sleep(60)
+        program = subprocess.Popen(["sleep", "60"])
+        children = open(f"/proc/{child}/task/{child}/children")
+        while not (below := children.read().split()):
+            children.seek(0)
+        worker.report([os.getpid(), os.getppid(), child, program.pid, int(below[0])])
+        if where == "python":
+            time.sleep(60)
+        elif where == "collective":
+            from minipar.comm import communicator
+            comm = communicator.create()
+            if comm.rank == 0:
+                time.sleep(60)
+            comm.barrier()
+        else:
+            import ctypes
+            ctypes.PyDLL(None).sleep(60)  # holds the interpreter
+
+    heard = []
+    def callback(rank, pids):
+        heard.extend(pids)
+        if len(heard) == 10:
+            heard.append(launch.scratch_folder())
+            if sys.argv[3] == "copy":
+                copy = os.fork()  # holds every socket of the driver, and lives on
+                if copy == 0:
+                    os.close(1)
+                    os.close(2)
+                    time.sleep(60)
+                heard.append(copy)
+            print(*heard, flush=True)
+            if sys.argv[3] == "exit":
+                sys.exit(0)
+
+    cluster = Cluster(2, device="cpu", start=sys.argv[1])
+    cluster.run_with(callback, busy, sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "where", "end"),
+    [
+        ("fork", "python", "kill"),
+        ("fork", "collective", "kill"),
+        ("fork", "native", "copy"),
+        ("fork", "python", "exit"),
+        ("spawn", "native", "kill"),
+    ],
+)
+def test_nothing_outlives_its_driver(start: str, where: str, end: str) -> None:
+    command = [sys.executable, "-c", textwrap.dedent(DRIVER), start, where, end]
+    driver = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    *numbers, folder = driver.stdout.readline().split(" /")
+    folder, *copy = f"/{folder}".split()
+    pids = [int(number) for number in numbers[0].split()]
+    assert len(set(pids)) == (9 if start == "fork" else 9)  # two ranks, their parent, and three below each rank
+    try:
+        if end != "exit":
+            driver.kill()
+        driver.wait(30)
+        left = gone([pid for pid in pids if pid != driver.pid])
+        assert left == []
+        if start == "fork":
+            deadline = time.monotonic() + 2
+            while os.path.exists(folder) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert not os.path.exists(folder)
+    finally:
+        driver.stdout.close()
+        for pid in [*pids, *map(int, copy)]:
+            if pid != driver.pid:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+# Without fork
+
+
+def test_spawned_ranks_do_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    with Cluster(2, device="cpu", start="spawn", threads=2) as one:
+
+        def f() -> tuple[int, list[int], int]:
+            import torch
+
+            print("hello")
+            return worker.context().rank, communicator.create().allreduce([1, 2]), torch.get_num_threads()
+
+        assert one.run(f) == [(0, [2, 4], 2), (1, [2, 4], 2)]
+        assert sorted(capsys.readouterr().out.splitlines()) == ["[rank 0] hello", "[rank 1] hello"]
+        pids = one.run(os.getpid)
+        with pytest.raises(RankDied, match="rank 1 was killed by signal 9"):
+            one.run(killed_in_a_collective)
+        assert one.run(f)[1] == (1, [2, 4], 2)
+        after = one.run(os.getpid)
+        assert after[0] == pids[0]
+        assert after[1] != pids[1]
+    assert gone(after, 0.5) == []
+
+
+# On GPUs
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_gpu(), reason="needs a GPU")
+def test_ranks_get_a_gpu_each_or_share() -> None:
+    import torch
+
+    count = torch.cuda.device_count()
+
+    def f() -> tuple[str, str, int, list[float]]:
+        x = torch.full((3,), float(worker.context().rank), device=worker.context().device)
+        total = communicator.create().allreduce(x)
+        return worker.context().device, worker.context().backend, torch.cuda.current_device(), total.tolist()
+
+    for size in {count, count + 1}:
+        with Cluster(size, device="cuda") as one:
+            assert one.device == "cuda"
+            backend = "nccl" if size <= count else "gloo"
+            total = [float(size * (size - 1) // 2)] * 3
+            assert one.run(f) == [(f"cuda:{rank % count}", backend, rank % count, total) for rank in range(size)]
+    with Cluster(count + 1, device="auto") as one:
+        assert one.device == "cpu"

@@ -1,0 +1,209 @@
+"""The data: the same rows whoever reads them, splits and shards without overlap."""
+
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from minipar import data, models
+from minipar.data import text as text_module
+from minipar.data.sources import draw
+from minipar.errors import PlanError
+
+SMALL = 200_000  # bytes of text; enough for every test here
+
+SOURCES = [
+    pytest.param(data.Text(context=16, limit=SMALL), id="text"),
+    pytest.param(data.Windows(window=8, limit=SMALL), id="windows"),
+    pytest.param(data.Digits(), id="digits"),
+]
+
+
+def both(batch):
+    return [t.tolist() for t in batch]
+
+
+def test_importing_needs_no_torch():
+    code = (
+        "import sys; from minipar import data; t = data.stdlib_text(); assert 'torch' not in sys.modules;"
+        "t.batch(0, 1); assert 'torch' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_text_is_the_next_byte_of_the_standard_library():
+    source = data.Text(context=16, limit=SMALL)
+    assert source.vocab == 256
+    x, y = source.batch(0, 12)
+    assert x.shape == y.shape == (12, 16)
+    assert x.dtype == y.dtype == torch.long
+    assert torch.equal(x[:, 1:], y[:, :-1])
+    whole = text_module.corpus(SMALL)["train"].tobytes()
+    for row, targets in zip(x.tolist(), y.tolist(), strict=True):
+        assert bytes([*row, targets[-1]]) in whole
+    assert b"def " in whole
+    assert b"import " in whole
+
+
+def test_windows_are_scaled_bytes_and_the_next_one():
+    source = data.Windows(window=8, limit=SMALL)
+    x, y = source.batch(0, 50)
+    assert x.shape == (50, 8)
+    assert x.dtype == torch.float32
+    assert y.shape == (50,)
+    assert y.dtype == torch.long
+    assert x.min() >= -1
+    assert x.max() <= 1
+    whole = text_module.corpus(SMALL)["train"].tobytes()
+    for row, target in zip(((x + 1) * 127.5).round().long().tolist(), y.tolist(), strict=True):
+        assert bytes([*row, target]) in whole
+
+
+def test_digits():
+    source = data.digits()
+    x, y = source.batch(0, 100)
+    assert x.shape == (100, 64)
+    assert x.dtype == torch.float32
+    assert 0 <= x.min() < x.max() == 1
+    assert set(y.tolist()) == set(range(10))
+    assert source.windows("train") + source.windows("validation") == 1797
+
+
+def test_digits_without_scikit_learn(monkeypatch):
+    monkeypatch.setattr("minipar.data.images.find_spec", lambda name: None)
+    with pytest.raises(PlanError, match="pip install scikit-learn"):
+        data.digits()
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_row_is_the_same_whoever_reads_it(source):
+    whole = source.batch(3, 10)
+    for rows in (slice(2, 7), slice(None, None, 3), range(7, 10), range(9, -1, -2), slice(4, 4)):
+        part = source.batch(3, 10, rows=rows)
+        chosen = list(range(10)[rows] if isinstance(rows, slice) else rows)
+        assert both(part) == [t[chosen].tolist() for t in whole]
+    assert both(source.batch(3, 4)) == [t[:4].tolist() for t in whole], "a row does not depend on the batch's size"
+    again = pickle.loads(pickle.dumps(source))
+    assert both(again.batch(3, 10)) == both(whole)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_steps_seeds_and_splits_draw_different_rows(source):
+    other_seed = type(source)(**{**source.__dict__, "seed": 1})
+    batches = [
+        source.batch(0, 8),
+        source.batch(1, 8),
+        other_seed.batch(0, 8),
+        source.batch(0, 8, split="validation"),
+    ]
+    seen = [b[0].tolist() for b in batches]
+    assert all(a != b for k, a in enumerate(seen) for b in seen[:k])
+    assert len({tuple(row) for row in batches[0][0].tolist()}) > 4, "rows of a batch differ"
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("source", SOURCES)
+def test_shards_cover_an_epoch_once(source, size):
+    places = []
+
+    class Seen(type(source)):
+        def examples(self, where, split):
+            places.append(where.tolist())
+            return super().examples(where, split)
+
+    seen = Seen(**source.__dict__)
+    lengths = []
+    for rank in range(size):
+        rows = [len(x) for x, _ in seen.shard(rank, size, "validation", batch=7)]
+        assert all(n == 7 for n in rows[:-1])
+        lengths.append(sum(rows))
+    flat = sorted(place for chunk in places for place in chunk)
+    assert flat == [k * seen.stride for k in range(seen.windows("validation"))]
+    assert max(lengths) - min(lengths) <= 1
+    # What is left over at the end of the text is too short for one more row.
+    assert flat[-1] + seen.stride >= seen.places("validation") > flat[-1]
+
+
+def test_shards_rejoin_to_the_text():
+    source = data.Text(context=16, limit=SMALL)
+    shards = [[x for x, _ in source.shard(rank, 3, "validation")] for rank in range(3)]
+    rows = [shards[w % 3][w // 3] for w in range(source.windows("validation"))]
+    joined = bytes(torch.cat(rows, dim=1)[0].tolist())
+    whole = text_module.corpus(SMALL)["validation"].tobytes()
+    assert joined == whole[: len(joined)]
+    assert len(whole) - len(joined) <= 16
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_the_last_place_is_the_last_whole_row(source):
+    last = source.places("train") - 1
+    x, y = source.examples(np.array([last]), "train")
+    assert len(x) == len(y) == 1
+    with pytest.raises(IndexError):
+        source.examples(np.array([last + 1]), "train")
+
+
+def test_train_and_validation_are_different_files():
+    corpus = text_module.corpus(SMALL)
+    names = text_module.files()
+    assert not any("test" in name.split("/") or "site-packages" in name for name in names)
+    assert len(corpus["train"]) + len(corpus["validation"]) == SMALL
+    assert len(corpus["validation"]) > 0
+    assert names == text_module.files()
+
+
+def test_a_smaller_limit_reads_a_beginning_of_the_same_text():
+    small, large = text_module.corpus(10_000)["train"], text_module.corpus(SMALL)["train"]
+    assert small.tobytes() == large[: len(small)].tobytes()
+
+
+def test_draws_are_even_and_depend_on_key_and_row_only():
+    counts = np.bincount(draw("key", range(100_000), 10), minlength=10)
+    assert abs(counts - 10_000).max() < 500
+    assert draw("key", range(100), 1000).tolist()[40:] == draw("key", range(40, 100), 1000).tolist()
+    assert draw("key", range(100), 1000).tolist() != draw("other", range(100), 1000).tolist()
+    assert draw("key", range(3), 1 << 40).tolist() == [draw("key", range(r, r + 1), 1 << 40)[0] for r in range(3)]
+
+
+def test_data_sets_pickle_small():
+    source = data.stdlib_text()
+    source.batch(0, 1)
+    assert len(pickle.dumps(source)) < 500
+
+
+@pytest.mark.parametrize("name", models.presets())
+def test_every_preset_has_data_that_fits(name):
+    model = models.build(name)
+    x, y = data.for_model(name).batch(0, 2)
+    loss = torch.nn.functional.cross_entropy(model(x), y)
+    assert 1.0 < loss.item() < 10.0
+
+
+def test_data_follows_the_models_numbers():
+    assert data.for_model("gpt-tiny", context=10).batch(0, 1)[0].shape == (1, 10)
+    assert data.for_model("mlp-tiny", seed=5, widths=(7, 256)) == data.Windows(seed=5, window=7)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: data.stdlib_text(context=0), "context=0"),
+        (lambda: data.Text(limit=2000).batch(0, 1, split="validation"), "validation text has"),
+        (lambda: data.Text(limit=SMALL).batch(0, 4, split="test"), "'test'.*train or validation"),
+        (lambda: data.Text(limit=SMALL).batch(0, 0), "size=0"),
+        (lambda: data.Text(limit=SMALL).batch(-1, 1), "step=-1"),
+        (lambda: data.Text(limit=SMALL).batch(0, 4, rows=range(2, 5)), "rows 0 to 3"),
+        (lambda: data.Text(limit=SMALL).shard(4, 4), "rank=4.*0 to 3"),
+        (lambda: data.Text(limit=SMALL).shard(0, 1, batch=0), "batch=0"),
+        (lambda: data.for_model("bert"), "'bert'.*gpt-tiny"),
+        (lambda: data.for_model("gpt-tiny", vocab=100), "vocab=100.*256"),
+        (lambda: data.for_model("mlp-tiny", widths=(32, 10)), "256 different bytes"),
+        (lambda: data.for_model("mlp-digits", widths=(32, 10)), "64 numbers to 10 classes"),
+    ],
+)
+def test_refusals_name_the_value_and_what_is_possible(call, message):
+    with pytest.raises(PlanError, match=message):
+        call()
