@@ -17,6 +17,7 @@ _homes = {
     "minipar.simulator": ("simulate",),
     "minipar.trace": ("Trace",),
     "minipar.training": ("train", "Run"),
+    "minipar.execution": ("execute",),
     "minipar.cluster": ("Cluster",),
     "minipar.costs.profiler": ("profile",),
     "minipar.strategies": ("schedule",),

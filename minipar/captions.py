@@ -21,7 +21,7 @@ _KINDS = {
     Op.RECOMPUTE: "recompute",
     Op.STEP: "optimizer step",
     Op.SEND: "message",
-    Op.RECV: "arrival",
+    Op.RECV: "receive",
 }
 
 
@@ -62,16 +62,23 @@ def duration(trace: Trace, time: float) -> str:
     return f"{number(time * 1e3)} ms" if in_seconds(trace) else f"{time:.6g}"
 
 
-def number(x: float) -> str:
-    """A number with about four significant digits, never in powers of ten."""
-    digits = 3 if abs(x) < 10 else 2 if abs(x) < 100 else 1
+def number(x: float, among: float = 0.0) -> str:
+    """A number with about four digits, never in powers of ten; in a column with numbers up to `among`, like those."""
+    size = max(abs(x), abs(among))
+    digits = 3 if size < 10 else 2 if size < 100 else 1
     return f"{x:,.{digits}f}"
+
+
+def mebibytes(size: float) -> str:
+    """Bytes as a number of MiB: two decimals, more where they would all be 0."""
+    size /= 2**20
+    return f"{size:,.2f}" if size >= 1 or not size else f"{size:.6f}".rstrip("0") if size < 0.01 else f"{size:.3f}"
 
 
 def amount(trace: Trace, size: float) -> str:
     """Memory in words: `12.34 MiB`, or `4 activations` where no bytes are known."""
     if trace.unit == "bytes":
-        return f"{size / 2**20:.2f} MiB"
+        return f"{mebibytes(size)} MiB"
     size = round(size, 3)
     return f"{size:g} activation" + ("" if size == 1 else "s")
 
@@ -81,7 +88,7 @@ def facts(trace: Trace) -> str:
     peaks = trace.peak_memory()
     top = max(range(len(peaks)), key=peaks.__getitem__)
     return (
-        f"{duration(trace, trace.time)} · bubble {trace.bubble_of_total():.1%} of total, "
+        f"time {duration(trace, trace.time)} · bubble {trace.bubble_of_total():.1%} of total, "
         f"{trace.bubble_of_ideal():.1%} of ideal · peak memory {amount(trace, peaks[top])} (rank {top})"
     )
 

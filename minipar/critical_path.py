@@ -9,7 +9,7 @@ receive or collective that writes them, a stream works in order, and a collectiv
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from minipar.program import COLLECTIVES, Instruction, Op, Program, Value
@@ -30,15 +30,16 @@ def critical_path(trace: Trace) -> list[Event]:
     sender = {receive: send for send, receive in messages(trace.program)}
     members = _collectives(trace.program)
     before = [_before(row) for row in rows]
+    arrivals = _arrivals(trace, sender) if trace.kind == "measured" else {}
 
     def cause(place: Place) -> Place | None:
         if place in sender:
             return sender[place]
         rank, index = place
-        candidates = before[rank][index]
+        there = {k: arrivals.get((rank, k), ends[rank][k]) for k in before[rank][index]}
         # What ended after this one began was not waited for (a measured SEND is seen to end late, for one).
-        in_time = [k for k in candidates if ends[rank][k] <= starts[rank][index]] or candidates
-        best = max(in_time, key=lambda k: (ends[rank][k], rows[rank][k].stream == "compute", k), default=None)
+        in_time = [k for k in there if there[k] <= starts[rank][index]] or there
+        best = max(in_time, key=lambda k: (there[k], rows[rank][k].stream == "compute", k), default=None)
         return None if best is None else (rank, best)
 
     everything = ((rank, index) for rank, row in enumerate(rows) for index in range(len(row)))
@@ -55,6 +56,23 @@ def critical_path(trace: Trace) -> list[Event]:
         (e.rank, e.index): e for rank in {p[0] for p in path} for e in trace.events_of(rank) if (rank, e.index) in seen
     }
     return [events[p] for p in reversed(path)]
+
+
+def _arrivals(trace: Trace, sender: Mapping[Place, Place]) -> dict[Place, float]:
+    """When each measured message was there, as far as can be known.
+
+    A measured RECV ends when its rank has looked, perhaps long after the message came; so a message counts as there
+    when it would have come with the transit of the fastest on its link (which also cancels clocks that differ).
+    """
+    ends = trace.ends
+    fastest: dict[tuple[int, int], float] = {}
+    for (rank, index), (source, k) in sender.items():
+        transit = ends[rank][index] - ends[source][k]
+        fastest[source, rank] = min(transit, fastest.get((source, rank), transit))
+    return {
+        (rank, index): min(ends[rank][index], ends[source][k] + fastest[source, rank])
+        for (rank, index), (source, k) in sender.items()
+    }
 
 
 def messages(program: Program) -> list[tuple[Place, Place]]:

@@ -38,10 +38,10 @@ IGNORED = -100  # the target that torch's losses leave out of their mean
 class Record:
     """What a rank brings back of one pass through its program. Times are clock readings in seconds."""
 
-    loss: float
+    losses: list[float]  # per step of the program: this rank's share of the mean (0 where it does not hold the end)
     starts: list[float]
     ends: list[float]
-    gradients: dict[str, Tensor] = field(default_factory=dict)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
 
 
 def counted(y: Any) -> int:
@@ -98,7 +98,6 @@ class Executor:
         self.sizes: dict[tuple[str, int, int], int] = {}  # (kind, layer, rows) -> bytes
         self.live: dict[Value, Any] = {}
         self.graphs: dict[tuple[int, int, int], tuple[Any, list[tuple[int, Any]]]] = {}
-        self.total_loss: Tensor | float = 0.0
         self.base = 0
 
     def run(self, batches: Callable[[int], Batch], base: int = 0, keep_gradients: bool = False) -> Record:
@@ -109,9 +108,9 @@ class Executor:
         program, instructions = self.program, self.instructions
         self.base, self.batches = base, batches
         self.batch: dict[int, tuple[Any, Any, list[range], int]] = {}
-        self.gradients: dict[str, Tensor] = {}
+        self.gradients: list[dict[str, Tensor]] = [{} for _ in range(program.steps)]
         self.keep_gradients = keep_gradients
-        self.total_loss = 0.0
+        self.losses: list[Tensor | float] = [0.0] * program.steps
         size = len(instructions)
         starts, self.ends = [0.0] * size, [0.0] * size
         ends, clock = self.ends, time.perf_counter
@@ -159,7 +158,7 @@ class Executor:
         for value in list(pending):
             self._await(value)
         links.finish()
-        return Record(float(self.total_loss), starts, ends, self.gradients)
+        return Record([float(loss) for loss in self.losses], starts, ends, self.gradients)
 
     # waiting ---------------------------------------------------------------------------------------------------------
 
@@ -238,7 +237,7 @@ class Executor:
                 self.sizes["grad_output", layer, size] = weights.grad_output
                 self.sizes["saved", layer, size] = weights.saved
         if final:
-            self.total_loss = self.total_loss + ends[0].detach()
+            self.losses[ins.step] = self.losses[ins.step] + ends[0].detach()
         else:
             ends = differentiable(value)
         return detach(value), ends
@@ -289,9 +288,9 @@ class Executor:
 
     def _step(self, ins: Instruction) -> None:
         if self.keep_gradients:
-            for g in ins.layers:
-                for p in self.groups[g]:
-                    self.gradients[self.names[id(p)]] = torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            kept = self.gradients[ins.step]
+            for p in (p for g in ins.layers for p in self.groups[g]):
+                kept[self.names[id(p)]] = torch.zeros_like(p) if p.grad is None else p.grad.clone()
         self.optimizers[ins.layers].step()
         self.buckets.clear(ins.layers)
 

@@ -8,11 +8,12 @@ A plan is keywords in Python, `key=value` words in a string, or a table in TOML;
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from minipar import strategies
+from minipar.collector import paused
 from minipar.costs.shapes import Shape, uniform
 from minipar.errors import PlanError
 from minipar.program import Action, Instruction, Program
@@ -74,7 +75,7 @@ class Plan:
         keys = [f.name for f in fields(Plan)]
         for key in table:
             if key not in keys:
-                close = difflib.get_close_matches(key, keys, 1)
+                close = difflib.get_close_matches(str(key), keys, 1)
                 hint = f"; did you mean {close[0]}?" if close else ""
                 raise PlanError(f"plan key {key!r}: unknown; possible are {', '.join(keys)}{hint}")
         return Plan(**table)
@@ -100,9 +101,7 @@ class Plan:
     def layout(self, shape: Shape) -> Layout:
         """Which rank holds which layers of a model of this shape."""
         if self.pp > shape.layers:
-            raise PlanError(
-                f"pp={self.pp}: more stages than layers ({shape.layers}); possible are 1 to {shape.layers}"
-            )
+            raise PlanError(f"pp={self.pp}: more stages than layers ({shape.layers}); possible are 1 to {shape.layers}")
         if self.split is None:
             even, more = divmod(shape.layers, self.pp)
             split = tuple(even + (s < more) for s in range(self.pp))
@@ -115,7 +114,7 @@ class Plan:
         return Layout(shape, self.dp, self.pp, split, self.total_microbatches)
 
     def compile(
-        self, shape: Shape | None = None, *, layers: int | None = None, steps: int = 1, check: bool = True
+        self, shape: Shape | int | None = None, *, layers: int | None = None, steps: int = 1, check: bool = True
     ) -> Program:
         """The program of `steps` training steps for a model of `shape`, or of `layers` equal layers.
 
@@ -131,6 +130,13 @@ class Plan:
             shape = uniform(layers)
         layout = self.layout(shape)
         steps = _whole_number("steps", steps)
+        with paused():
+            program = self._program(shape, layout, steps)
+            if check:
+                verify(program)
+        return program
+
+    def _program(self, shape: Shape, layout: Layout, steps: int) -> Program:
         actions = [self._actions(stage) for stage in range(self.pp)]
         keep = [kept_gradients(layout, stage, self.bucket) for stage in range(self.pp)]
         ranks: list[list[Instruction]] = [[] for _ in range(self.ranks)]
@@ -146,7 +152,7 @@ class Plan:
             for replica in range(self.dp):
                 for stage in range(self.pp):
                     ranks[layout.rank(replica, stage)] += _moved(stages[stage], replica * self.pp)
-        program = Program(
+        return Program(
             tuple(map(tuple, ranks)),
             shape.layers,
             self.total_microbatches,
@@ -156,24 +162,26 @@ class Plan:
             steps,
             name=str(self),
         )
-        if check:
-            verify(program)
-        return program
 
     def _actions(self, stage: int) -> list[Action]:
         """The schedule of one stage, repeated for every round of accumulation."""
         generate = strategies.find(self.schedule).generate
-        chosen = list(generate(stage, self.pp, self.microbatches))
+        found = generate(stage, self.pp, self.microbatches)
+        if not isinstance(found, Iterable):
+            raise PlanError(f"schedule={self.schedule}: gave {found!r}; it must yield Forward(i) and Backward(i)")
+        chosen = list(found)
         for action in chosen:
             if not isinstance(action, Action):
                 raise PlanError(
                     f"schedule={self.schedule}: yielded {action!r}; possible are Forward(i) and Backward(i)"
                 )
-            if not 0 <= action.microbatch < self.microbatches:
+            if not isinstance(action.microbatch, int) or not 0 <= action.microbatch < self.microbatches:
                 raise PlanError(
                     f"schedule={self.schedule}: {action} on stage {stage}; "
                     f"micro-batches count from 0 to {self.microbatches - 1}"
                 )
+        if self.accumulate == 1:
+            return chosen
         return [
             action._replace(microbatch=action.microbatch + r * self.microbatches)
             for r in range(self.accumulate)
@@ -199,19 +207,22 @@ def _whole_number(key: str, value: object) -> int:
             raise ValueError
         number = int(value)  # type: ignore[call-overload]
     except (TypeError, ValueError, OverflowError):
-        raise PlanError(f"{key}={value}: must be a whole number") from None
+        number = 0
     if number < 1:
-        raise PlanError(f"{key}={number}: must be at least 1")
-    return int(number)
+        raise PlanError(f"{key}={value}: must be a whole number of at least 1")
+    return number
 
 
 def _split(value: object, stages: int) -> tuple[int, ...] | None:
     if value is None or value == "even":
         return None
     parts = value.split(",") if isinstance(value, str) else value
-    if not isinstance(parts, (list, tuple)):
-        raise PlanError(f"split={value}: must be layer counts per stage, such as 3,3,2, or even")
-    counts = tuple(_whole_number("split", part) for part in parts)
+    try:
+        if not isinstance(parts, (list, tuple)):
+            raise PlanError("not a list")
+        counts = tuple(_whole_number("split", part) for part in parts)
+    except PlanError:
+        raise PlanError(f"split={value}: must be layer counts per stage, such as 3,3,2, or even") from None
     if len(counts) != stages:
         raise PlanError(f"split={','.join(map(str, counts))}: {len(counts)} stages, but pp={stages}")
     return counts

@@ -45,7 +45,7 @@ class Value(NamedTuple):
     """
 
     kind: str
-    index: int
+    index: int  # type: ignore[assignment]
     microbatch: int = -1
     step: int = -1
 

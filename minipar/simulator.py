@@ -7,29 +7,21 @@ The rule is the executor's, word for word (ARCHITECTURE.md, "How a program runs"
   * a message occupies its link for bytes/bandwidth and arrives a latency later; messages of a link go in order
   * a collective ends at the latest arrival of its ranks plus its cost; collectives of a group go in order
 
-Nothing is shared between ranks but links and groups, so no global clock is needed: each rank is walked as far as it
-can go, and again when what it waits for is known. That makes the simulation linear in the number of instructions.
+With a core for every rank, nothing is shared but links and groups, so no global clock is needed: each rank is walked
+as far as it can go, and again when what it waits for is known. So the time to simulate is linear in the instructions.
 """
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
-from typing import Any, Protocol
 
+from minipar.collector import paused
 from minipar.costs.unit import UnitCosts
-from minipar.errors import ProgramError
-from minipar.program import Instruction, Op, Program, Value
+from minipar.errors import PlanError, ProgramError
+from minipar.program import Op, Program, Value
+from minipar.shared_cores import walk_shared
+from minipar.streams import Costs, GroupStream, Link, Slot
 from minipar.trace import Trace
-
-
-class Costs(Protocol):
-    """What a simulation must know of the devices and the model: seconds (or any one unit of time) and bytes."""
-
-    def compute(self, rank: int, ins: Instruction) -> float: ...
-    def transfer(self, rank: int, ins: Instruction) -> tuple[float, float]: ...
-    def collective(self, ins: Instruction) -> float: ...
-    def size(self, rank: int, value: Value) -> float: ...
 
 
 def simulate(
@@ -42,11 +34,13 @@ def simulate(
     weight_gradient: float | None = None,
     latency: float = 0.0,
     stage_factors: Sequence[float] = (),
+    cores: int | None = None,
 ) -> Trace:
     """The predicted trace of a program.
 
     costs     what things cost, such as a profile's; default `UnitCosts` of the keywords that follow: times of one
               micro-batch on one rank's whole share of the layers, the delay of a message, factors per stage
+    cores     how many ranks can compute at once; default all of them (every rank is a device of its own)
     Raises ProgramError if the program cannot run to its end (`verify` says why).
     """
     if costs is None:
@@ -54,13 +48,13 @@ def simulate(
         unit = "activations"
     else:
         unit = "bytes"
-    collecting = gc.isenabled()
-    gc.disable()  # hundreds of thousands of live tuples make every collection a full scan
-    try:
-        starts, ends = _walk(program, costs)
-    finally:
-        if collecting:
-            gc.enable()
+    with paused():
+        if cores is None or cores >= len(program.ranks):
+            starts, ends = _walk(program, costs)
+        elif cores >= 1:
+            starts, ends = walk_shared(program, costs, cores)
+        else:
+            raise PlanError(f"cores={cores}: must be at least 1")
     return Trace(program, starts, ends, costs.size, "predicted", unit)
 
 
@@ -70,10 +64,9 @@ def _walk(program: Program, costs: Costs) -> tuple[list[list[float]], list[list[
     ends = [[0.0] * len(instructions) for instructions in program.ranks]
     place = [0] * count
     clock = [0.0] * count
-    # value -> (arrivals of its link, position among them, index of its RECV) or (its collective, -1, index)
-    pending: list[dict[Value, tuple[list[Any], int, int]]] = [{} for _ in range(count)]
-    links: dict[tuple[int, int], _Link] = {}
-    groups: dict[tuple[int, ...], _GroupStream] = {}
+    pending: list[dict[Value, Slot]] = [{} for _ in range(count)]  # values that are on their way
+    links: dict[tuple[int, int], Link] = {}
+    groups: dict[tuple[int, ...], GroupStream] = {}
     ahead = program.receives_ahead
     SEND, RECV, ALL_REDUCE = Op.SEND, Op.RECV, Op.ALL_REDUCE
 
@@ -102,22 +95,17 @@ def _walk(program: Program, costs: Costs) -> tuple[list[list[float]], list[list[
                     arrivals.waiters.append(rank)
                     break
             if op is SEND:
-                link = links.get((rank, ins.peer)) or links.setdefault((rank, ins.peer), _Link())
-                occupied, delay = costs.transfer(rank, ins)
-                begin[index] = start = now if now > link.free else link.free
-                end[index] = link.free = start + occupied
-                link.append(start + occupied + delay)
+                link = links.get((rank, ins.peer)) or links.setdefault((rank, ins.peer), Link())
+                begin[index], end[index] = link.send(now, *costs.transfer(rank, ins))
                 if link.waiters:
                     ready += link.waiters
                     link.waiters = []
             elif op is RECV:
-                link = links.get((ins.peer, rank)) or links.setdefault((ins.peer, rank), _Link())
-                k = len(link.reached)
-                link.reached.append(now)
-                begin[index] = end[index] = link.reached[k - ahead] if k >= ahead else 0.0  # when it was posted
+                link = links.get((ins.peer, rank)) or links.setdefault((ins.peer, rank), Link())
+                k, begin[index] = link.reach(now, ahead)
                 waiting[ins.writes[0]] = (link, k, index)
             elif op is ALL_REDUCE:
-                stream = groups.get(ins.group) or groups.setdefault(ins.group, _GroupStream(ins.group))
+                stream = groups.get(ins.group) or groups.setdefault(ins.group, GroupStream(ins.group))
                 begin[index] = now
                 k = stream.join(rank, index, now, ins, costs, starts)
                 for value in ins.writes:
@@ -141,39 +129,3 @@ def _walk(program: Program, costs: Costs) -> tuple[list[list[float]], list[list[
         for arrivals, k, writer in pending[rank].values():  # received or reduced, but read by nothing
             ends[rank][writer] = arrivals[k]
     return starts, ends
-
-
-class _Link(list[float]):
-    """A link's arrival times in order, when it is free again, when its receives were reached, and who waits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.free = 0.0
-        self.reached: list[float] = []
-        self.waiters: list[int] = []
-
-
-class _GroupStream(list[float]):
-    """End times of a group's collectives in order; the k-th is known when all its ranks have joined it."""
-
-    def __init__(self, group: tuple[int, ...]) -> None:
-        super().__init__()
-        self.group = group
-        self.joined = dict.fromkeys(group, 0)
-        self.open: dict[int, list[tuple[int, int, float]]] = {}
-        self.waiters: list[int] = []
-
-    def join(
-        self, rank: int, index: int, now: float, ins: Instruction, costs: Costs, starts: list[list[float]]
-    ) -> int:
-        k = self.joined[rank]
-        self.joined[rank] = k + 1
-        members = self.open.setdefault(k, [])
-        members.append((rank, index, now))
-        if len(members) == len(self.group):
-            free = self[-1] if self else 0.0
-            for r, i, t in members:
-                starts[r][i] = max(t, free)
-            self.append(max(free, max(t for _, _, t in members)) + costs.collective(ins))
-            del self.open[k]
-        return k

@@ -33,7 +33,7 @@ class Event(NamedTuple):
     """One instruction as it ran. `version_used` and `version_applied` count updates of the rank's parameters."""
 
     rank: int
-    index: int
+    index: int  # type: ignore[assignment]
     stream: str
     start: float
     end: float
@@ -89,7 +89,8 @@ class Trace:
         time = f"{self.time * 1e3:.2f} ms" if self.kind == "measured" or self.unit == "bytes" else f"{self.time:g}"
         return (
             f"{self.kind} trace: {len(self.program.ranks)} ranks, {len(self.program)} instructions, time {time}, "
-            f"bubble {self.bubble_of_total():.1%} of total ({self.bubble_of_ideal():.1%} of ideal), peak memory {memory}"
+            f"bubble {self.bubble_of_total():.1%} of total ({self.bubble_of_ideal():.1%} of ideal), "
+            f"peak memory {memory}"
         )
 
     # time ------------------------------------------------------------------------------------------------------------
@@ -98,9 +99,14 @@ class Trace:
     def span(self) -> tuple[float, float]:
         """First start and last end over all ranks. (A receive is posted early: it does not open the span.)"""
         first = min(
-            (s for r, row in enumerate(self.starts) for k, s in enumerate(row) if self.program.ranks[r][k].op is not Op.RECV),
+            (
+                start
+                for row, starts in zip(self.program.ranks, self.starts, strict=True)
+                for ins, start in zip(row, starts, strict=True)
+                if ins.op is not Op.RECV
+            ),
             default=0.0,
-        )  # fmt: skip
+        )
         return first, max((e for row in self.ends for e in row), default=0.0)
 
     @property
@@ -156,10 +162,10 @@ class Trace:
     # memory and bytes ------------------------------------------------------------------------------------------------
 
     def memory(self, rank: int) -> Curve:
-        """Memory of a rank over time: a value is live from the start of its writer to the end of the one that frees it."""
+        """Memory of a rank over time: live from the start of a value's writer to the end of what frees it."""
         key = f"memory {rank}"
         if key in self._cache:
-            return self._cache[key]  # type: ignore[no-any-return]
+            return self._cache[key]
         row, starts, ends = self.program.ranks[rank], self.starts[rank], self.ends[rank]
         first = self.span[0]
         changes: list[tuple[float, int, str, float]] = []  # frees come before allocations of the same moment
@@ -225,7 +231,7 @@ class Trace:
         return [1 for _ in self.program.ranks]
 
     def staleness(self) -> list[int]:
-        """Per rank the most updates applied between the version a forward used and the update its gradient went into."""
+        """Per rank the most updates between the version that a forward used and the one its gradient went into."""
         worst = []
         for rank in range(len(self.program.ranks)):
             used: dict[tuple[int, int], int] = {}
@@ -310,10 +316,11 @@ class Trace:
         """Everything as JSON text; `from_json` gives it back. Written to `path` if given."""
         program = self.program.to_json()
         values = [Value(*entry) for entry in program["values"]]
+        state: Sequence[frozenset[Value]] = self.program.state or [frozenset()] * len(self.program.ranks)
         known = [
-            {value for ins in row for value in (*ins.reads, *ins.writes)} | set(self.program.state[r] if self.program.state else ())
+            state[r] | {value for ins in row for value in (*ins.reads, *ins.writes)}
             for r, row in enumerate(self.program.ranks)
-        ]  # fmt: skip
+        ]
         sizes = [
             {k: size for k, value in enumerate(values) if value in mine and (size := self.size(rank, value))}
             for rank, mine in enumerate(known)
@@ -349,7 +356,7 @@ class Trace:
         sizes = [{values[int(k)]: size for k, size in table.items()} for table in data["sizes"]]
 
         def size(rank: int, value: Value) -> float:
-            return sizes[rank].get(value, 0)  # type: ignore[no-any-return]
+            return sizes[rank].get(value, 0)
 
         program = Program.from_json(data["program"])
         return Trace(
@@ -378,19 +385,29 @@ class Comparison:
         return list(zip(self.trace.events, self.other.events, strict=True))
 
     def table(self, limit: int = 20) -> str:
-        """The instructions with the largest difference of duration, as text."""
-        rows = sorted(self.rows(), key=lambda pair: -abs(pair[0].duration - pair[1].duration))[:limit]
+        """The instructions with the largest difference of duration, as text. (A receive has none: it is an arrival.)"""
+        from minipar import captions
+
+        clock = captions.clock([self.trace])
+        rows = [pair for pair in self.rows() if pair[0].instruction.op is not Op.RECV]
+        rows.sort(key=lambda pair: -abs(pair[0].duration - pair[1].duration))
+        unit = clock.unit if clock.unit == "ms" else "  "
         lines = [f"{'rank':>4} {'instruction':<28} {self.trace.kind:>12} {self.other.kind:>12} {'difference':>12}"]
-        for a, b in rows:
-            x, y = a.duration * 1e3, b.duration * 1e3
-            lines.append(f"{a.rank:>4} {str(a.instruction):<28} {x:>9.3f} ms {y:>9.3f} ms {x - y:>+9.3f} ms")
-        return "\n".join(lines)
+        for a, b in rows[:limit]:
+            x, y = a.duration * clock.scale, b.duration * clock.scale
+            lines.append(
+                f"{a.rank:>4} {a.instruction!s:<28} {x:>9.3f} {unit} {y:>9.3f} {unit} {x - y:>+9.3f} {unit}"
+            )
+        return "\n".join(line.rstrip() for line in lines)
 
     def summary(self) -> str:
         """One line on how well the two agree."""
+        from minipar import captions
+
         ratio = self.trace.time / self.other.time if self.other.time else float("nan")
+        times = [f"{captions.duration(trace, trace.time)} {trace.kind}" for trace in (self.trace, self.other)]
         return (
-            f"time {self.trace.time * 1e3:.2f} ms {self.trace.kind}, {self.other.time * 1e3:.2f} ms {self.other.kind} "
+            f"time {', '.join(times)} "
             f"({ratio:.2f}x); bubble of total {self.trace.bubble_of_total():.1%} and {self.other.bubble_of_total():.1%}"
         )
 

@@ -1,7 +1,7 @@
 """Two small readers of a program, written for the tests from the rule of execution alone, and a source of mutants.
 
     brute_force(program, costs)    start and end of every instruction: the least solution of the rule's inequalities
-    judge(program)                 the ranks' lists run on symbols; "" if every gradient comes out right, or what is wrong
+    judge(program)                 the lists run on symbols; "" if every gradient comes out right, or what is wrong
     mutations(program, seed, n)    n programs with a few random changes (swap, drop, duplicate, move, relabel)
 
 None of them shares code or ideas with `minipar.simulator` and `minipar.verifier`, which they are there to check.
@@ -9,9 +9,9 @@ None of them shares code or ideas with `minipar.simulator` and `minipar.verifier
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from random import Random
 
 from minipar import Plan, Program
@@ -152,86 +152,73 @@ def judge(program: Program) -> str:
     return ""
 
 
-@dataclass
+def _initial(value: Value) -> object:
+    return Counter() if value.kind == "grad" else (value.kind, value.index, 0)
+
+
 class _Machine:
     """All ranks' memories, links and groups; a memory maps a value's name to the term that it holds."""
 
-    program: Program
-    terms: dict[tuple, int] = field(default_factory=dict)
-    losses: Counter = field(default_factory=Counter)
-
-    def __post_init__(self) -> None:
-        ranks = range(len(self.program.ranks))
-        self.memory: list[dict[Value, object]] = [{v: self.initial(v) for v in self.program.state[r]} for r in ranks]
-        self.place = [0 for _ in ranks]
-        # values that were received or reduced but not awaited: to (link, n) or (group, n)
-        self.underway: list[dict[Value, tuple[tuple, int]]] = [{} for _ in ranks]
-        self.links: dict[tuple[int, int], deque] = {}
-        self.taken: Counter = Counter()
-        self.turns: dict[tuple[tuple[int, ...], int], dict[int, tuple[tuple[int, ...], list[Counter]]]] = {}
-        self.joined: Counter = Counter()
-        self.expected: dict[tuple[int, int], Counter] = {}
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.terms: dict[tuple, int] = {}
+        self.losses: Counter = Counter()
+        self.right = [self.contributions(step) for step in range(program.steps)]
+        self.memory = [{value: _initial(value) for value in held} for held in program.state]
+        self.place = [0 for _ in program.ranks]
+        # per rank: values received or reduced but not awaited, each with its link or group and its turn there
+        self.underway: list[dict[Value, tuple[tuple, int]]] = [{} for _ in program.ranks]
+        self.sent: dict[tuple[int, int], list[object]] = {}
+        self.received: Counter = Counter()
+        self.joined: dict[tuple[int, ...], list[dict[int, tuple[tuple[int, ...], list[Counter]]]]] = {}
 
     def term(self, *parts: object) -> int:
         """A number for a term: equal terms get equal numbers."""
         return self.terms.setdefault(parts, len(self.terms))
 
-    @staticmethod
-    def initial(value: Value) -> object:
-        return Counter() if value.kind == "grad" else (value.kind, value.index, 0)
+    # what one device would compute
 
-    # the mathematics of one layer
-
-    def forward_term(self, layer: int, source: object, params: tuple, replica: int, i: int, step: int) -> int:
-        result = self.term("forward", layer, source, params)
-        if layer == self.program.layers - 1:
-            result = self.term("loss", result, ("targets", replica, i, step))
-        return result
-
-    def saved_term(self, layer: int, source: object, params: tuple) -> int:
-        return self.term("saved", layer, source, params)
-
-    def params_of(self, layer: int, version: int) -> tuple:
-        groups = self.program.groups_of_layer[layer]
-        return tuple(("param", g, version if self.program.groups[g].trainable else 0) for g in groups)
-
-    def right_contributions(self, step: int) -> dict[int, Counter]:
-        """What one device would compute: for each group, its contributions from all rows of the step."""
-        found: dict[int, Counter] = {g: Counter() for g in range(len(self.program.groups))}
-        for replica in range(self.program.replicas):
-            for i in range(self.program.microbatches):
-                sources: list[object] = [("rows", replica, i, step)]
-                for layer in range(self.program.layers):
-                    params = self.params_of(layer, step)
-                    sources.append(self.forward_term(layer, sources[-1], params, replica, i, step))
-                self.losses[sources[-1]] -= 1  # the run must compute it once
+    def contributions(self, step: int) -> list[Counter]:
+        """For each parameter group the contributions of all rows of a step. (Counts their losses as yet to come.)"""
+        program = self.program
+        found: list[Counter] = [Counter() for _ in program.groups]
+        for replica in range(program.replicas):
+            for i in range(program.microbatches):
+                rows = ("rows", replica, i, step)
+                params = [
+                    tuple(("param", g, step if program.groups[g].trainable else 0) for g in groups)
+                    for groups in program.groups_of_layer
+                ]
+                sources: list[object] = [rows]
+                for layer in range(program.layers):
+                    sources.append(self.forward_term(layer, sources[-1], params[layer], rows))
                 incoming = sources[-1]
-                for layer in reversed(range(self.program.first_trainable, self.program.layers)):
-                    params = self.params_of(layer, step)
-                    kept = self.saved_term(layer, sources[layer], params)
-                    back = self.term("backward", layer, kept, sources[layer], incoming, params)
+                self.losses[incoming] -= 1
+                for layer in reversed(range(program.first_trainable, program.layers)):
+                    kept = self.term("saved", layer, sources[layer], params[layer])
+                    back = self.term("backward", layer, kept, sources[layer], incoming, params[layer])
                     incoming = self.term("input gradient", back)
-                    for g in self.program.groups_of_layer[layer]:
+                    for g in program.groups_of_layer[layer]:
                         found[g][self.term("weight gradient", g, back)] += 1
         return found
+
+    def forward_term(self, layer: int, source: object, params: tuple, rows: tuple) -> int:
+        result = self.term("forward", layer, source, params)
+        return self.term("loss", result, rows) if layer == self.program.layers - 1 else result
 
     # running
 
     def run(self) -> None:
-        program = self.program
-        right = [self.right_contributions(step) for step in range(program.steps)]
-        self.expected = {(g, step): found[g] for step in range(program.steps) for g in found[step]} if (
-            found := {step: right[step] for step in range(program.steps)}
-        ) else {}
+        """One instruction of each rank in turn, until none can go on."""
         moved = True
         while moved:
             moved = False
-            for rank, row in enumerate(program.ranks):
-                if self.place[rank] < len(row) and self.arrived(rank, row[self.place[rank]]):
+            for rank, row in enumerate(self.program.ranks):
+                if self.place[rank] < len(row) and self.await_reads(rank, row[self.place[rank]]):
                     self.execute(rank, row[self.place[rank]])
                     self.place[rank] += 1
                     moved = True
-        for rank, row in enumerate(program.ranks):
+        for rank, row in enumerate(self.program.ranks):
             if self.place[rank] < len(row):
                 raise Wrong(f"rank {rank} is stuck at `{row[self.place[rank]]}`")
         self.check_end()
@@ -240,54 +227,47 @@ class _Machine:
         program = self.program
         if any(self.losses.values()):
             raise Wrong("a loss is missing, doubled or not that of its rows")
-        if any(self.links.values()):
+        if any(len(messages) != self.received[link] for link, messages in self.sent.items()):
             raise Wrong("a message was never received")
-        if any(len(turn) < len(group) for (group, _), turn in self.turns.items()):
+        if any(len(turn) < len(group) for group, turns in self.joined.items() for turn in turns):
             raise Wrong("a collective was never joined by all its ranks")
         for rank, memory in enumerate(self.memory):
-            for value, (source, n) in self.underway[rank].items():
-                if not self.there(source, n):
-                    raise Wrong(f"{value} never arrives at rank {rank}")
-            held = memory.keys() | self.underway[rank].keys()
-            if held != program.state[rank]:
+            if self.underway[rank]:
+                raise Wrong(f"rank {rank} ends before {next(iter(self.underway[rank]))} was awaited")
+            if memory.keys() != program.state[rank]:
                 raise Wrong(f"rank {rank} ends with other values than it began with")
-            for value in held:
-                if value.kind == "grad" and (value in self.underway[rank] or memory[value]):
+            for value, term in memory.items():
+                if value.kind == "grad" and term:
                     raise Wrong(f"{value} of rank {rank} holds contributions that no update used")
-                trainable = program.groups[value.index].trainable
-                if value.kind == "param" and memory[value] != ("param", value.index, program.steps * trainable):
+                updates = program.steps if program.groups[value.index].trainable else 0
+                if value.kind == "param" and term != ("param", value.index, updates):
                     raise Wrong(f"{value} of rank {rank} has seen the wrong number of updates")
 
-    def there(self, source: tuple, n: int) -> bool:
-        if source[0] == "link":
-            return len(self.links.get(source[1:], ())) > 0 and self.taken[source] <= n
-        return len(self.turns.get((source[1], n), ())) == len(source[1])
-
-    def arrived(self, rank: int, ins: Instruction) -> bool:
-        """Whether everything that the instruction reads is there; what was underway is put into memory."""
-        underway = self.underway[rank]
-        wanted = [v for v in ins.reads if v in underway]
-        if not all(self.ready(*underway[v]) for v in wanted):
-            return False
-        for value in wanted:
-            self.memory[rank][value] = self.fetch(rank, value, *underway.pop(value))
+    def await_reads(self, rank: int, ins: Instruction) -> bool:
+        """Whether all that the instruction reads has arrived. What has is put into memory."""
+        for value in ins.reads:
+            if value in self.underway[rank]:
+                found = self.arrival(value, *self.underway[rank][value])
+                if found is None:
+                    return False
+                self.memory[rank][value] = found
+                del self.underway[rank][value]
         return True
 
-    def ready(self, source: tuple, n: int) -> bool:
+    def arrival(self, value: Value, source: tuple, turn: int) -> object:
+        """The term that the n-th message of a link or the n-th sum of a group brings, or None if it is not there."""
         if source[0] == "link":
-            return len(self.links.get(source[1:], ())) > n
-        return len(self.turns[source[1], n]) == len(source[1])
-
-    def fetch(self, rank: int, value: Value, source: tuple, n: int) -> object:
-        if source[0] == "link":
-            return self.links[source[1:]][n]
-        turn = self.turns[source[1], n]
-        groups = turn[rank][0]
-        if any(other != groups for other, _ in turn.values()):
+            messages = self.sent.get(source[1], [])
+            return messages[turn] if len(messages) > turn else None
+        joined = self.joined[source[1]][turn]
+        if len(joined) < len(source[1]):
+            return None
+        groups = next(iter(joined.values()))[0]
+        if any(other != groups for other, _ in joined.values()):
             raise Wrong(f"ranks {source[1]} sum gradients of different parameters")
         total: Counter = Counter()
-        for _, sums in turn.values():
-            total += sums[groups.index(value.index)]
+        for _, gradients in joined.values():
+            total += gradients[groups.index(value.index)]
         return total
 
     def execute(self, rank: int, ins: Instruction) -> None:
@@ -305,11 +285,11 @@ class _Machine:
         elif ins.op is Op.STEP:
             self.update(rank, ins)
         elif ins.op is Op.SEND:
-            self.links.setdefault((rank, ins.peer), deque()).append(memory[ins.reads[0]])
+            self.sent.setdefault((rank, ins.peer), []).append(memory[ins.reads[0]])
         elif ins.op is Op.RECV:
-            source = ("link", ins.peer, rank)
-            underway[ins.writes[0]] = (source, self.taken[source])
-            self.taken[source] += 1
+            link = (ins.peer, rank)
+            underway[ins.writes[0]] = (("link", link), self.received[link])
+            self.received[link] += 1
         else:
             self.reduce(rank, ins)
         for value in ins.frees:
@@ -318,27 +298,27 @@ class _Machine:
             del memory[value]
 
     def forward(self, rank: int, ins: Instruction) -> None:
-        replica, i, step = self.program.replica(rank), ins.microbatch, ins.step
+        i, step, rows = ins.microbatch, ins.step, self.rows(rank, ins)
         inside: dict[Value, object] = {}
         for layer in sorted(ins.layers):
-            source = self.take(rank, ins, output(layer - 1, i, step), inside) if layer else ("rows", replica, i, step)
+            source = self.take(rank, ins, output(layer - 1, i, step), inside) if layer else rows
             params = self.params(rank, ins, layer)
-            result = self.forward_term(layer, source, params, replica, i, step)
+            result = self.forward_term(layer, source, params, rows)
             inside[output(layer, i, step)] = result
-            inside[saved(layer, i, step)] = self.saved_term(layer, source, params)
+            inside[saved(layer, i, step)] = self.term("saved", layer, source, params)
             if layer == self.program.layers - 1:
                 self.losses[result] += 1
         self.put(rank, ins, inside)
 
     def backward(self, rank: int, ins: Instruction) -> None:
-        i, step, last = ins.microbatch, ins.step, self.program.layers - 1
+        i, step = ins.microbatch, ins.step
         inside: dict[Value, object] = {}
         added: dict[Value, Counter] = {}
         for layer in sorted(ins.layers, reverse=True):
-            kept = self.take(rank, ins, saved(layer, i, step), inside)
+            given = output if layer == self.program.layers - 1 else grad_output
+            incoming = self.take(rank, ins, given(layer, i, step), inside)
             source = self.take(rank, ins, output(layer - 1, i, step), inside) if layer else self.rows(rank, ins)
-            given = output(layer, i, step) if layer == last else grad_output(layer, i, step)
-            incoming = self.take(rank, ins, given, inside)
+            kept = self.take(rank, ins, saved(layer, i, step), inside)
             back = self.term("backward", layer, kept, source, incoming, self.params(rank, ins, layer))
             inside[grad_output(layer - 1, i, step)] = self.term("input gradient", back)
             for g in self.program.groups_of_layer[layer]:
@@ -359,7 +339,8 @@ class _Machine:
             name, _, version = self.take(rank, ins, param(g), {})
             if self.take(rank, ins, optimizer_state(g), {})[2] != version:
                 raise Wrong(f"rank {rank} `{ins}` has an optimizer state of another version")
-            if self.take(rank, ins, grad(g), {}) != self.expected.get((g, version)):
+            right = self.right[version][g] if version < len(self.right) else None
+            if self.take(rank, ins, grad(g), {}) != right:
                 raise Wrong(f"rank {rank} `{ins}` applies a wrong gradient of group {g} at version {version}")
             inside[param(g)] = (name, g, version + 1)
             inside[optimizer_state(g)] = ("optimizer_state", g, version + 1)
@@ -367,13 +348,14 @@ class _Machine:
         self.memory[rank].update({grad(g): Counter() for g in ins.layers})
 
     def reduce(self, rank: int, ins: Instruction) -> None:
-        if rank not in ins.group or {*ins.reads} != {*ins.writes} != {grad(g) for g in ins.layers}:
+        if rank not in ins.group or {*ins.reads} != {*ins.writes} or {*ins.reads} != {grad(g) for g in ins.layers}:
             raise Wrong(f"rank {rank} `{ins}` is malformed")
-        n = self.joined[rank, ins.group]
-        self.joined[rank, ins.group] += 1
-        mine = [self.memory[rank].pop(grad(g)) for g in ins.layers]
-        self.turns.setdefault((ins.group, n), {})[rank] = (ins.layers, mine)
-        self.underway[rank] |= dict.fromkeys(ins.writes, (("group", ins.group), n))
+        turns = self.joined.setdefault(ins.group, [])
+        turn = sum(rank in joined for joined in turns)
+        if turn == len(turns):
+            turns.append({})
+        turns[turn][rank] = (ins.layers, [self.memory[rank].pop(grad(g)) for g in ins.layers])
+        self.underway[rank] |= dict.fromkeys(ins.writes, (("group", ins.group), turn))
 
     def take(self, rank: int, ins: Instruction, value: Value, inside: dict[Value, object]):
         if value in inside:
@@ -390,3 +372,76 @@ class _Machine:
             if value not in inside:
                 raise Wrong(f"rank {rank} `{ins}` writes {value}, which it does not compute")
             self.memory[rank][value] = inside[value]
+
+
+# mutants -------------------------------------------------------------------------------------------------------------
+
+
+def mutations(program: Program, seed: int, n: int, most: int = 3) -> Iterator[tuple[str, Program]]:
+    """`n` times what was changed, in words, and the program with these 1 to `most` random changes.
+
+    A change is one of: swap two instructions of a rank (neighbours, as often as not), drop one, double one, move one,
+    give one another micro-batch (its label only, or with the values it names) or another peer. In a program with
+    several replicas a change is made, as often as not, in all of them, which keeps their collectives matched.
+    """
+    random = Random(f"{seed} {program.name}")
+    for _ in range(n):
+        mutant, words = program, []
+        for _ in range(random.choice((1, 1, 1, *range(1, most + 1)))):
+            word, mutant = _mutate(mutant, random)
+            words.append(word)
+        yield ", ".join(words), replace(mutant, name=f"{program.name} ({', '.join(words)})")
+
+
+def _mutate(program: Program, random: Random) -> tuple[str, Program]:
+    rank = random.choice([r for r, row in enumerate(program.ranks) if row])
+    size = len(program.ranks[rank])
+    a = random.randrange(size)
+    b = random.choice((random.randrange(size), min(a + 1, size - 1)))
+    kind = random.choice(("swap", "swap", "drop", "double", "move", "move", "label", "rename", "peer"))
+    if kind == "peer":
+        a = random.choice([k for k, ins in enumerate(program.ranks[rank]) if ins.peer >= 0] or [a])
+    elif kind in ("label", "rename"):
+        a = random.choice([k for k, ins in enumerate(program.ranks[rank]) if ins.microbatch >= 0] or [a])
+    peer, i = random.randrange(-1, len(program.ranks) + 1), random.randrange(program.microbatches + 1)
+    everywhere = program.replicas > 1 and random.random() < 0.5
+    stages = len(program.ranks) // program.replicas
+    for r in range(rank % stages, len(program.ranks), stages) if everywhere else [rank]:
+        if max(a, b) < len(program.ranks[r]):
+            program = program.with_rank(r, _changed(list(program.ranks[r]), kind, a, b, peer, i))
+    where = f"rank {rank}{' and its like' if everywhere else ''}"
+    detail = {"swap": f"{a}, {b}", "move": f"{a} to {b}", "double": f"{a} at {b}", "peer": f"{a} {peer}"}
+    return f"{kind} {detail.get(kind, f'{a} mb{i}' if kind in ('label', 'rename') else a)} of {where}", program
+
+
+def _changed(row: list[Instruction], kind: str, a: int, b: int, peer: int, i: int) -> list[Instruction]:
+    ins = row[a]
+    if kind == "swap":
+        row[a], row[b] = row[b], row[a]
+    elif kind == "drop":
+        del row[a]
+    elif kind == "double":
+        row.insert(b, ins)
+    elif kind == "move":
+        row.insert(b, row.pop(a))
+    elif kind == "peer":
+        row[a] = ins._replace(peer=peer)
+    elif kind == "label":
+        row[a] = ins._replace(microbatch=i)
+    else:
+        row[a] = renamed(ins, i)
+    return row
+
+
+def renamed(ins: Instruction, i: int) -> Instruction:
+    """The same work on another micro-batch: the label and all values of a micro-batch."""
+
+    def values(old: tuple[Value, ...]) -> tuple[Value, ...]:
+        return tuple(v._replace(microbatch=i) if v.microbatch >= 0 else v for v in old)
+
+    return ins._replace(microbatch=i, reads=values(ins.reads), writes=values(ins.writes), frees=values(ins.frees))
+
+
+def compiled(plan: str, model: Shape | int = 4, steps: int = 1) -> Program:
+    """The program of a plan in words, not yet verified."""
+    return Plan.parse(plan).compile(shape(model) if isinstance(model, int) else model, steps=steps, check=False)

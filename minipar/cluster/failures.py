@@ -53,11 +53,16 @@ class Failure:
     status: int | None = None
 
     @property
+    def reason(self) -> str:
+        """What happened, to follow the rank's name."""
+        if self.remote is None:
+            return describe_status(self.status)
+        return f"raised {self.remote.name}: {self.remote.message}"
+
+    @property
     def line(self) -> str:
         """One line that names the rank and the reason."""
-        if self.remote is None:
-            return f"rank {self.rank} {describe_status(self.status)}"
-        return f"rank {self.rank} raised {self.remote.name}: {self.remote.message}"
+        return f"rank {self.rank} {self.reason}"
 
 
 def capture(error: BaseException, hide: str) -> Remote:
@@ -139,10 +144,13 @@ def as_exception(failures: list[Failure], late: list[int]) -> Exception:
     """The exception to raise in the driver: the root cause's own where it can be rebuilt, with a note that says
     which rank raised it, its traceback there, and what became of the other ranks."""
     root = root_cause(failures)
-    others = [f"also: {failure.line}" for failure in failures if failure is not root]
+    by_reason: dict[str, list[int]] = {}
+    for failure in failures:
+        if failure is not root:
+            by_reason.setdefault(failure.reason, []).append(failure.rank)
     if late:
-        which = f"rank {late[0]}" if len(late) == 1 else "ranks " + ", ".join(map(str, late))
-        others.append(f"also: {which} did not end in time; stopped, and started anew at the next call")
+        by_reason["did not end in time: stopped, and started anew at the next call"] = late
+    others = [f"also: {_name(ranks)} {reason}" for reason, ranks in by_reason.items()]
     if root.remote is None:
         return RankDied(root.line, "\n".join(others))
     note = "\n".join([f"raised on rank {root.rank}:", traceback_text(root.remote), *others])
@@ -154,6 +162,10 @@ def as_exception(failures: list[Failure], late: list[int]) -> Exception:
     else:
         error.__cause__ = RankError(root.line, note)
     return error
+
+
+def _name(ranks: list[int]) -> str:
+    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, sorted(ranks)))}"
 
 
 def _rebuild(remote: Remote) -> Exception | None:

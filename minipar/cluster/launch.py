@@ -8,6 +8,7 @@ import itertools
 import os
 import pickle
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -78,12 +79,17 @@ class Zygote:
                 if message is None:
                     raise ConnectionResetError("the helper process has died")
                 if message[:2] == ("forked", number):  # another number: a call that was interrupted
-                    return int(message[2])
+                    pid: int = message[2]
+                    self._exits.pop(pid, None)  # of an earlier process with this number
+                    return pid
 
     def kill(self, pid: int) -> None:
         # The zygote does the killing: only a parent knows that a pid is still its child's.
-        with contextlib.suppress(OSError):  # the zygote is gone, and its ranks with it
+        try:
             self._socket.sendall(pickle.dumps(("kill", pid)))
+        except OSError:  # it is gone, and its ranks with it, but not what those had started
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
 
     def status(self, pid: int, seconds: float) -> int | None:
         deadline = time.monotonic() + seconds

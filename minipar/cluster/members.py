@@ -200,7 +200,7 @@ class Members:
         """Its socket has ended: nothing more is heard of it, and nothing that it had started may go on."""
         member.alive = False
         self.selector.unregister(member.control)
-        if member.process.wait(0.2) is None:  # it closed its socket and lives, or its helper process died with it
+        if member.process.wait(0.5) is None:  # it closed its socket and lives, or its helper process died with it
             member.process.kill()
 
     def stop(self, ranks: Iterable[int]) -> None:

@@ -12,19 +12,20 @@ from collections.abc import Callable
 
 _PR_SET_PDEATHSIG = 1
 _LINUX = sys.platform == "linux"
-_libc = ctypes.CDLL(None, use_errno=True) if _LINUX else None
+_libc = ctypes.CDLL(None)
 
 
-def die_with_parent(parent: int) -> None:
-    """Ask Linux to kill this process when the thread that forked it ends. `parent`: the pid it should still have.
+def die_with_parent(parent: int, how: int = signal.SIGKILL) -> None:
+    """Ask Linux to send this process a signal when the thread that forked it ends. `parent`: the pid that it should
+    still have.
 
     Linux watches the forking *thread*, so a caller must be sure that the thread lives as long as its process.
     """
-    if _libc is None:
+    if not _LINUX:
         return
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _libc.prctl(_PR_SET_PDEATHSIG, how)
     if os.getppid() != parent:  # the parent ended before the request was in place
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), how)
 
 
 def tie_grandchildren(in_child: Callable[[], None]) -> None:
@@ -51,6 +52,11 @@ def kill_group(leader: int) -> None:
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(leader, signal.SIGKILL)
+
+
+def flush_native() -> None:
+    """Write out what native code has printed: into a pipe C keeps its output back until a buffer is full."""
+    _libc.fflush(None)
 
 
 def describe_status(status: int | None) -> str:

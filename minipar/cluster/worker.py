@@ -21,7 +21,7 @@ from typing import Any
 import cloudpickle
 
 from minipar.cluster import failures, wire
-from minipar.cluster.processes import kill_group, tie_grandchildren
+from minipar.cluster.processes import flush_native, kill_group, tie_grandchildren
 from minipar.errors import PlanError, RankError
 
 
@@ -109,7 +109,7 @@ def report(value: Any) -> None:
 
 
 class _DriverGone(Exception):
-    """The control socket has ended."""
+    """The driver cannot be reached from this process."""
 
 
 def serve(control: socket.socket) -> None:
@@ -150,14 +150,14 @@ def _receive(control: socket.socket) -> Any:
     try:
         return wire.receive(control)
     except (EOFError, OSError) as error:
-        raise _DriverGone from error
+        raise _DriverGone(_DriverGone.__doc__) from error
 
 
 def _send(control: socket.socket, message: tuple[Any, ...]) -> None:
     try:
         wire.send(control, message)
     except OSError as error:
-        raise _DriverGone from error
+        raise _DriverGone(_DriverGone.__doc__) from error
 
 
 def _take_over(setup: Setup, control: socket.socket) -> None:
@@ -253,3 +253,4 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # user code closed or replaced it
             stream.flush()
+    flush_native()

@@ -33,7 +33,7 @@ PRELOAD = ("torch", "torch.distributed", "torch._dynamo")
 def main(arguments: list[str]) -> None:
     driver, folder = int(arguments[1]), arguments[2]
     if arguments[3] == "1":
-        die_with_parent(driver)
+        die_with_parent(driver, signal.SIGTERM)  # not SIGKILL: the ranks' own children must be seen to first
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=int(arguments[0]))
     try:
@@ -42,7 +42,6 @@ def main(arguments: list[str]) -> None:
     except ImportError as error:
         _send(control, ("failed", f"{type(error).__name__}: {error}"))
         return
-    warnings.simplefilter("ignore", DeprecationWarning)  # fork beside numpy's idle BLAS thread, which minds forks
     gc.collect()
     gc.freeze()  # a collection in a rank would otherwise copy every shared page
     _send(control, ("ready",))
@@ -58,6 +57,7 @@ def _serve(control: socket.socket, driver: int, folder: str) -> None:
     for end in (wake_read, wake_write):
         end.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
     watched: list[int] = [control.fileno(), wake_read.fileno()]
     try:
@@ -93,6 +93,7 @@ def _serve(control: socket.socket, driver: int, folder: str) -> None:
         for pid in children:
             kill_group(pid)
         shutil.rmtree(folder, ignore_errors=True)
+        os._exit(0)  # there is nothing to tidy up in torch, and the driver may be waiting
 
 
 def _reap(control: socket.socket, children: set[int]) -> None:
@@ -107,12 +108,15 @@ def _reap(control: socket.socket, children: set[int]) -> None:
 
 def _fork(descriptors: list[int], closing: list[int]) -> int:
     zygote = os.getpid()
-    pid = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: numpy's BLAS has one, which minds forks
+        pid = os.fork()
     if pid:
         for descriptor in descriptors:
             os.close(descriptor)
         return pid
     try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.setsid()
         die_with_parent(zygote)
         signal.set_wakeup_fd(-1)
@@ -123,7 +127,6 @@ def _fork(descriptors: list[int], closing: list[int]) -> int:
         for descriptor in (out, err, *closing):
             if descriptor >= 0:
                 os.close(descriptor)
-        gc.unfreeze()
         worker.serve(socket.socket(fileno=control))
     finally:
         os._exit(70)  # never back into the loop of the zygote

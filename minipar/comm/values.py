@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -48,12 +48,12 @@ def to_tensor(x: Any, op: str) -> tuple[str, torch.Tensor]:
         kind = "list" if isinstance(x, list) else "number"
         numbers = list(_numbers(x))
         real = any(isinstance(number, float) for number in numbers)
+        if not real and any(not -(2**63) <= number < 2**63 for number in numbers):
+            raise RankError("allreduce: whole numbers must fit in 64 bits; use real ones")
         try:
             tensor = torch.tensor(x, dtype=torch.float64 if real else torch.int64)
         except (ValueError, TypeError) as error:
             raise RankError(f"allreduce: a list must have equal lengths at each level: {error}") from error
-        except (OverflowError, RuntimeError) as error:
-            raise RankError(f"allreduce: whole numbers must fit in 64 bits: {error}") from error
     else:
         raise RankError(f"allreduce: {_article(type(x).__name__)} is not possible; {_POSSIBLE}")
     if tensor.dtype not in _DTYPES:
@@ -64,7 +64,7 @@ def to_tensor(x: Any, op: str) -> tuple[str, torch.Tensor]:
     return kind, tensor
 
 
-def _numbers(x: Any) -> Any:
+def _numbers(x: Any) -> Iterator[int | float]:
     if isinstance(x, list):
         for element in x:
             yield from _numbers(element)
@@ -106,7 +106,7 @@ def _describe(row: list[int]) -> str:
 
 def divide(tensor: torch.Tensor, size: int) -> torch.Tensor:
     """The average from the sum; whole Python numbers become real."""
-    return tensor / size
+    return (tensor if tensor.dtype.is_floating_point else tensor.double()) / size
 
 
 def from_tensor(kind: str, tensor: torch.Tensor) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from minipar.costs.measured import Profile
 from minipar.program import Instruction, Op, Program, Value
@@ -12,7 +13,7 @@ def split_rows(total: int, parts: int) -> list[range]:
     """`total` rows in `parts` runs of neighbours whose lengths differ by at most one, the longer ones first."""
     even, more = divmod(total, parts)
     edges = [k * even + min(k, more) for k in range(parts + 1)]
-    return [range(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    return [range(a, b) for a, b in pairwise(edges)]
 
 
 def microbatch_rows(batch: int, replicas: int, microbatches: int) -> tuple[int, ...]:

@@ -169,12 +169,11 @@ Loss = Callable[[Any], Tensor]
 Final = tuple[Callable[[Any, Any], Tensor], Any]
 
 
-def weigh(
-    layer: nn.Module, given: Any, loss: Loss | None = None, known: Any = ()
-) -> tuple[Any, list[Tensor], Weights]:
+def weigh(layer: nn.Module, given: Any, loss: Loss | None = None, known: Any = ()) -> tuple[Any, list[Tensor], Weights]:
     """Run a layer's forward, and the loss of its output if given, and weigh what is left.
 
-    `known`: tensors that are kept anyway, such as the loss's targets, and count for nothing. Returns the output, the tensors from which a backward starts (the loss, or what can have a gradient), the bytes.
+    `known`: tensors that are kept anyway, such as the loss's targets, and count for nothing. Returns the output, the
+    tensors from which a backward starts (the loss, or what can have a gradient), and the bytes.
     """
     saved: list[Tensor] = []
 

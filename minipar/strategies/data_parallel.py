@@ -44,9 +44,12 @@ def all_reduce_gradients(
     sharing = reduced_groups(layout, stage)
     if not sharing:
         return list(instructions)
-    last_use = {value.index: k for k, ins in enumerate(instructions) for value in ins.writes if value.kind == "grad"}
+    end = len(instructions) - 1
+    # (a schedule of the user's own may forget a backward; the verifier says so, not this pass)
+    last_use = dict.fromkeys(sharing, end)
+    last_use |= {value.index: k for k, ins in enumerate(instructions) for value in ins.writes if value.kind == "grad"}
     ready = sorted(sharing, key=lambda g: (last_use[g], -g))  # in the order in which backward completes them
-    own = set(layout.rank(r, stage) for r in range(layout.dp))
+    own = {layout.rank(r, stage) for r in range(layout.dp)}
     # A set tied between stages completes in another order on each of them: one bucket, in one agreed order, at the end.
     across = [g for g in ready if not own.issuperset(sharing[g])]
     within = [g for g in ready if own.issuperset(sharing[g])]
@@ -55,7 +58,6 @@ def all_reduce_gradients(
     by_ranks: dict[tuple[int, ...], list[int]] = {}
     for g in sorted(across):
         by_ranks.setdefault(sharing[g], []).append(g)
-    end = len(instructions) - 1
     after: dict[int, list[Instruction]] = {}
     for groups in buckets:
         position = max(last_use[g] for g in groups) if overlap else end
@@ -93,6 +95,4 @@ def _all_reduce(
         parts = (Part(Op.ALL_REDUCE, -1, sum(size for _, size in tensors)),)
     values = tuple(grad(g) for g in groups)
     stream = "group " + ",".join(map(str, ranks))
-    return Instruction(
-        Op.ALL_REDUCE, tuple(groups), -1, step, values, values, stream=stream, group=ranks, parts=parts
-    )
+    return Instruction(Op.ALL_REDUCE, tuple(groups), -1, step, values, values, stream=stream, group=ranks, parts=parts)

@@ -21,18 +21,18 @@ def fuse(instructions: Iterable[Instruction]) -> list[Instruction]:
     result: list[Instruction] = []
     run: list[Instruction] = []
     for ins in instructions:
-        if run and _continues(run[-1], ins):
-            run.append(ins)
-            continue
         if run:
-            result.append(_merge(run))
+            if _continues(run[-1], ins):
+                run.append(ins)
+                continue
+            result.append(_merge(run) if len(run) > 1 else run[0])
             run = []
-        if ins.op is Op.FORWARD or ins.op is Op.BACKWARD:
-            run = [ins]
+        if ins.op in FUSIBLE:
+            run.append(ins)
         else:
             result.append(ins)
     if run:
-        result.append(_merge(run))
+        result.append(_merge(run) if len(run) > 1 else run[0])
     return result
 
 
@@ -43,9 +43,6 @@ def _continues(a: Instruction, b: Instruction) -> bool:
 
 
 def _merge(run: list[Instruction]) -> Instruction:
-    first = run[0]
-    if len(run) == 1:
-        return first
     written = {value for ins in run for value in ins.writes}
     freed = {value for ins in run for value in ins.frees}
     inner = written & freed
@@ -54,6 +51,4 @@ def _merge(run: list[Instruction]) -> Instruction:
     frees = dict.fromkeys(value for ins in run for value in ins.frees if value not in inner)
     layers = tuple(sorted(layer for ins in run for layer in ins.layers))
     parts = tuple(Part(ins.op, layer) for ins in run for layer in ins.layers)
-    return first._replace(
-        layers=layers, reads=tuple(reads), writes=tuple(writes), frees=tuple(frees), parts=parts
-    )
+    return run[0]._replace(layers=layers, reads=tuple(reads), writes=tuple(writes), frees=tuple(frees), parts=parts)

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from minipar.errors import PlanError
 from minipar.costs.shapes import Shape
+from minipar.errors import PlanError
 from minipar.program import (
     Action,
     Backward,
@@ -53,17 +54,25 @@ class Layout:
         start = sum(self.split[:stage])
         return range(start, start + self.split[stage])
 
+    @cached_property
+    def _groups(self) -> list[list[int]]:
+        stage_of = [stage for stage in range(self.pp) for _ in self.layers(stage)]
+        found: list[list[int]] = [[] for _ in range(self.pp)]
+        for k, group in enumerate(self.shape.groups):
+            for stage in sorted({stage_of[layer] for layer in group.layers}):
+                found[stage].append(k)
+        return found
+
     def groups(self, stage: int) -> tuple[int, ...]:
         """Indices of the parameter groups with a layer on this stage."""
-        held = set(self.layers(stage))
-        return tuple(k for k, group in enumerate(self.shape.groups) if held.intersection(group.layers))
+        return tuple(self._groups[stage])
 
     def trainable(self, stage: int) -> tuple[int, ...]:
-        return tuple(k for k in self.groups(stage) if self.shape.groups[k].trainable)
+        return tuple(k for k in self._groups[stage] if self.shape.groups[k].trainable)
 
     def holders(self, group: int) -> tuple[int, ...]:
         """All ranks, over stages and replicas, that hold parameters of this group: its gradients are summed there."""
-        stages = [s for s in range(self.pp) if group in self.groups(s)]
+        stages = [s for s in range(self.pp) if group in self._groups[s]]
         return tuple(sorted(self.rank(r, s) for r in range(self.dp) for s in stages))
 
 
@@ -86,7 +95,7 @@ def expand(actions: Sequence[Iterable[Action]], layout: Layout, step: int = 0) -
     def forward(layer: int, i: int) -> Instruction:
         reads = (out[layer - 1][i], *params[layer]) if layer else params[layer]
         if layer < first:
-            frees = (out[layer - 1][i],) if layer else ()
+            frees: tuple[Value, ...] = (out[layer - 1][i],) if layer else ()
             if layer == last:
                 frees += (out[layer][i],)  # a model with nothing to train: the loss is all that is wanted
             return Instruction(Op.FORWARD, (layer,), i, step, reads, (out[layer][i],), frees)
@@ -107,9 +116,7 @@ def expand(actions: Sequence[Iterable[Action]], layout: Layout, step: int = 0) -
         for action in chosen:
             i = action.microbatch
             if not 0 <= i < microbatches or action.chunk != 0:
-                raise PlanError(
-                    f"{action}: stage {stage} has micro-batches 0 to {microbatches - 1} and only chunk 0"
-                )
+                raise PlanError(f"{action}: stage {stage} has micro-batches 0 to {microbatches - 1} and only chunk 0")
             if isinstance(action, Forward):
                 instructions += [forward(layer, i) for layer in layers]
             elif isinstance(action, Backward):

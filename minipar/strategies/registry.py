@@ -50,7 +50,7 @@ def schedule(name: str, *, paper: str = "", time: str = "", peak: str = "") -> C
 
 def find(name: str) -> Schedule:
     """The schedule called `name`, or a PlanError that lists what there is."""
-    if name not in _schedules:
+    if not isinstance(name, str) or name not in _schedules:
         raise PlanError(f"schedule={name}: unknown; possible are {', '.join(_schedules)}")
     return _schedules[name]
 

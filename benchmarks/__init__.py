@@ -1,0 +1,31 @@
+"""Benchmarks: minipar beside torch's own tools, in one run, as ratios of medians of interleaved runs.
+
+`make bench`, `minipar bench [NAME...]` or `python -m benchmarks [NAME...]` print one table: measured values beside
+their targets, misses marked. A *must* is a condition, an *aim* is where the project is going.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.harness import Row, table
+from minipar.errors import PlanError
+
+NAMES = ("simulator", "executor", "data_parallel", "pipelines")
+
+__all__ = ["NAMES", "Row", "run", "table"]
+
+
+def run(names: Sequence[str] = (), quick: bool = False, show: bool = True) -> dict[str, Any]:
+    """Run the named benchmarks (default: all) and return `{"rows": [...], "missed": n}`; `show` tells what runs now."""
+    for name in names:
+        if name not in NAMES:
+            raise PlanError(f"benchmark {name!r}: unknown; possible are {', '.join(NAMES)}")
+    rows: list[Row] = []
+    for name in names or NAMES:
+        if show:
+            print(f"... {name}", flush=True)
+        rows += importlib.import_module(f"benchmarks.{name}").measure(quick)
+    return {"rows": [row.as_dict() for row in rows], "missed": sum(row.missed == "must" for row in rows)}

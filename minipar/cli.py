@@ -1,0 +1,265 @@
+"""The command line: `minipar run | simulate | schedules | doctor | bench`, for people and, with --json, for scripts.
+
+Exit status: 0 done; 2 the request cannot be (one line says why and what is possible); 1 anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from minipar.errors import MiniparError, PlanError, ProgramError
+from minipar.plan import Plan
+from minipar.strategies import schedules
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise PlanError(f"{self.prog}: {message}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status."""
+    try:
+        options = _parser().parse_args(arguments)
+        result = options.command(options)
+        print(json.dumps(result, allow_nan=False) if options.json else options.show(result))
+        return 0
+    except (PlanError, ProgramError) as error:
+        print(f"minipar: {error.reason}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        return 1
+    except MiniparError as error:
+        print(f"minipar: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="minipar", description="Parallel training that you can see: verify, simulate, run, draw.")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    def command(name: str, run: Any, show: Any, text: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text, description=text)
+        made.add_argument("--json", action="store_true", help="print one JSON object")
+        made.set_defaults(command=run, show=show)
+        return made
+
+    one = command("simulate", _simulate, _show_simulate, "predict a plan's step with costs given by hand")
+    one.add_argument("plan", metavar="PLAN", help="key=value words in one string, such as 'pp=4 microbatches=8'")
+    one.add_argument("--layers", type=_count, required=True, help="number of equal layers")
+    one.add_argument("--forward", type=_time, default=1.0, help="time of a micro-batch's forward on one rank's share")
+    one.add_argument("--backward", type=_time, default=None, help="time of its backward (default 2)")
+    one.add_argument("--input-gradient", type=_time, default=None, help="time of the input half of the backward")
+    one.add_argument("--weight-gradient", type=_time, default=None, help="time of the weight half of the backward")
+    one.add_argument("--latency", type=_time, default=0.0, help="delay of every message")
+    one.add_argument("--stage-factors", type=_times, default=(), help="factors on the compute times, x0,x1,...")
+
+    one = command("run", _run, _show_run, "train a preset model by a plan on real processes")
+    one.add_argument("plan", metavar="PLAN", help="key=value words in one string, such as 'pp=2 dp=2 microbatches=8'")
+    one.add_argument("--model", required=True, help="name of a preset, such as gpt-tiny")
+    one.add_argument("--steps", type=_count, required=True, help="number of training steps")
+    one.add_argument("--batch", type=_count, default=16, help="rows of a step (default 16)")
+    one.add_argument("--ranks", type=_count, default=None, help="ranks to start; must be what the plan needs")
+    one.add_argument("--seed", type=int, default=0, help="seed of parameters, data and dropout")
+    one.add_argument("--dtype", choices=("float32", "float64"), default="float32", help="of parameters and rows")
+    one.add_argument("--lr", type=_time, default=0.1, help="learning rate of SGD")
+    one.add_argument("--check", action="store_true", help="compare every gradient with plain torch's")
+
+    command("schedules", _schedules, _show_schedules, "list the schedules")
+    command("doctor", _doctor, _show_doctor, "what works on this machine")
+    one = command("bench", _bench, _show_bench, "run the benchmarks: minipar beside torch's own tools")
+    one.add_argument("names", metavar="NAME", nargs="*", help="which benchmarks (default: all)")
+    one.add_argument("--quick", action="store_true", help="fewer repetitions")
+    return parser
+
+
+def _count(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is too small; possible is 1 or more")
+    return number
+
+
+def _time(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+    if not math.isfinite(number) or number < 0:
+        raise argparse.ArgumentTypeError(f"{text}: must be a finite number of at least 0")
+    return number
+
+
+def _times(text: str) -> tuple[float, ...]:
+    return tuple(_time(part) for part in text.split(","))
+
+
+# simulate -------------------------------------------------------------------------------------------------------------
+
+
+def _simulate(options: argparse.Namespace) -> dict[str, Any]:
+    from minipar.simulator import simulate
+
+    program = Plan.parse(options.plan).compile(layers=options.layers)
+    halves = (options.input_gradient, options.weight_gradient)
+    backward = options.backward
+    if backward is None:
+        backward = sum(halves) if None not in halves else 2.0
+    trace = simulate(
+        program,
+        forward=options.forward,
+        backward=backward,
+        input_gradient=halves[0],
+        weight_gradient=halves[1],
+        latency=options.latency,
+        stage_factors=options.stage_factors,
+    )
+    return {
+        "time": trace.time,
+        "bubble_of_total": trace.bubble_of_total(),
+        "bubble_of_ideal": trace.bubble_of_ideal(),
+        "window_bubble": trace.window_bubble(),
+        "in_flight": trace.in_flight(),
+        "weight_versions": trace.weight_versions(),
+        "staleness": trace.staleness(),
+        "messages_per_microbatch": trace.messages_per_microbatch(),
+        "instructions": len(program),
+    }
+
+
+def _show_simulate(result: dict[str, Any]) -> str:
+    return _table({key.replace("_", " "): value for key, value in result.items()})
+
+
+# run ------------------------------------------------------------------------------------------------------------------
+
+
+def _run(options: argparse.Namespace) -> dict[str, Any]:
+    plan = Plan.parse(options.plan)
+    if options.ranks is not None and options.ranks != plan.ranks:
+        raise PlanError(f"--ranks {options.ranks}: plan {plan} needs {plan.ranks} ranks (dp x pp)")
+    from minipar import data, models
+
+    plan.compile(models.shape(options.model))  # before torch is imported and ranks are started
+
+    from functools import partial
+
+    import torch
+
+    from minipar.training import train
+
+    run = train(
+        partial(models.build, options.model),
+        data.for_model(options.model, seed=options.seed),
+        plan,
+        steps=options.steps,
+        batch=options.batch,
+        optimizer=partial(torch.optim.SGD, lr=options.lr),
+        seed=options.seed,
+        dtype=getattr(torch, options.dtype),
+        check=True,
+        progress=not options.json and sys.stderr.isatty(),
+    )
+    assert run.reference is not None
+    predicted, measured = run.predicted, run.trace
+    result: dict[str, Any] = {
+        "losses": run.losses,
+        "reference_losses": run.reference.losses,
+        "time": {"predicted": predicted.time, "measured": measured.time},
+        "bubble_of_total": {"predicted": predicted.bubble_of_total(), "measured": measured.bubble_of_total()},
+        "peak_memory": [
+            {"predicted": p, "measured": m, "by_kind": measured.peak_by_kind(rank)}
+            for rank, (p, m) in enumerate(zip(predicted.peak_memory(), measured.peak_memory(), strict=True))
+        ],
+        "bytes_sent": run.bytes_sent,
+    }
+    if options.check:
+        result["max_gradient_error"] = run.max_gradient_error()
+    return result
+
+
+def _show_run(result: dict[str, Any]) -> str:
+    lines = [f"{'step':>4}  {'loss':>12}  {'plain torch':>12}"]
+    pairs = zip(result["losses"], result["reference_losses"], strict=True)
+    lines += [f"{step:>4}  {loss:>12.6f}  {plain:>12.6f}" for step, (loss, plain) in enumerate(pairs)]
+    time, bubble = result["time"], result["bubble_of_total"]
+    predicted, measured = (time[kind] * 1e3 for kind in ("predicted", "measured"))
+    lines.append(f"step time        {predicted:.2f} ms predicted, {measured:.2f} ms measured")
+    lines.append(f"bubble of total  {bubble['predicted']:.1%} predicted, {bubble['measured']:.1%} measured")
+    for rank, peak in enumerate(result["peak_memory"]):
+        sent = result["bytes_sent"][rank]
+        lines.append(
+            f"rank {rank}  peak memory {peak['predicted'] / 2**20:.2f} MiB predicted, "
+            f"{peak['measured'] / 2**20:.2f} MiB measured; sent {sent / 2**20:.2f} MiB a step"
+        )
+    if "max_gradient_error" in result:
+        lines.append(f"max gradient error against plain torch  {result['max_gradient_error']:.2e}")
+    return "\n".join(lines)
+
+
+# lists ----------------------------------------------------------------------------------------------------------------
+
+
+def _schedules(options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "schedules": [
+            {"name": s.name, "summary": s.summary, "time": s.time, "peak": s.peak, "paper": s.paper}
+            for s in schedules()
+        ]
+    }
+
+
+def _show_schedules(result: dict[str, Any]) -> str:
+    rows = [("schedule", "step time", "peak activations", "source")]
+    rows += [(s["name"], s["time"], s["peak"], s["paper"]) for s in result["schedules"]]
+    widths = [max(len(row[k]) for row in rows) for k in range(4)]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def _doctor(options: argparse.Namespace) -> dict[str, Any]:
+    from minipar.doctor import examine
+
+    return examine()
+
+
+def _show_doctor(result: dict[str, Any]) -> str:
+    return _table(result)
+
+
+def _bench(options: argparse.Namespace) -> dict[str, Any]:
+    sys.path.insert(0, os.getcwd())  # benchmarks/ is no part of the installed package
+    try:
+        import benchmarks
+    except ModuleNotFoundError:
+        raise PlanError("minipar bench: no folder benchmarks/ here; run it in a clone of the repository") from None
+    return benchmarks.run(options.names, quick=options.quick, show=not options.json)
+
+
+def _show_bench(result: dict[str, Any]) -> str:
+    from benchmarks import table
+
+    return str(table(result["rows"]))
+
+
+def _table(result: dict[str, Any]) -> str:
+    width = max(map(len, result))
+
+    def cell(value: Any) -> str:
+        if isinstance(value, float):
+            return f"{value:.6g}"
+        return ", ".join(map(cell, value)) if isinstance(value, list) else str(value)
+
+    return "\n".join(f"{key.ljust(width)}  {cell(value)}" for key, value in result.items())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

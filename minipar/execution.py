@@ -1,0 +1,205 @@
+"""execute(): a program on real processes. It gives the measured trace, the loss and the gradients.
+
+The driver ships a `Job` to every rank; each builds the model, keeps its own layers, and runs its `Executor`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from minipar.cluster import Cluster, worker
+from minipar.comm import communicator
+from minipar.costs.measured import Profile
+from minipar.costs.profiler import profile, shape_of
+from minipar.costs.shapes import Shape
+from minipar.errors import PlanError
+from minipar.executor import Executor
+from minipar.program import Program, Value
+from minipar.reference import Reference, train_plainly
+from minipar.tensors import count_rows, map_tensors
+from minipar.trace import Trace
+
+Model = nn.Module | Sequence[nn.Module] | Callable[[], nn.Module | Sequence[nn.Module]]
+Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+Loss = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that a rank must know to do its part.
+
+    model       a function that makes the layers, or the layers themselves
+    data        has `batch(step, size) -> (x, y)`; or one fixed pair (x, y)
+    batch       rows of a step, over all replicas and micro-batches
+    """
+
+    model: Model
+    data: Any
+    batch: int = 32
+    loss: Loss = torch.nn.functional.cross_entropy
+    optimizer: Optimizer = partial(torch.optim.SGD, lr=0.1)
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        if isinstance(self.data, tuple):
+            object.__setattr__(self, "batch", count_rows(self.data[0]))
+        elif not hasattr(self.data, "batch"):
+            raise PlanError(
+                f"data={type(self.data).__name__}: must have batch(step, size) -> (x, y), or be a pair (x, y)"
+            )
+        at_least_1("batch", self.batch)
+
+    def build(self) -> nn.Module:
+        """The whole model, the same in every process: parameters come from (seed, name) or the order of creation."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            given = isinstance(self.model, (nn.Module, list, tuple))
+            made = self.model if given else cast(Callable[[], Any], self.model)()
+        model = made if isinstance(made, nn.Module) else nn.Sequential(*cast(Sequence[nn.Module], made))
+        if not list(model.children()):
+            raise PlanError(f"model: a {type(model).__name__} without layers; possible is an nn.Sequential or a list")
+        return model.to(self.dtype)
+
+    def batches(self, step: int) -> tuple[Any, Any]:
+        """x and y of one step: the whole batch, of all replicas."""
+        x, y = self.data if isinstance(self.data, tuple) else self.data.batch(step, self.batch)
+        return map_tensors(x, self._cast), map_tensors(y, self._cast)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What one rank brings back: per pass through the program the losses, clocks and gradients; sizes of its values."""
+
+    losses: list[list[float]]
+    starts: list[list[float]]
+    ends: list[list[float]]
+    gradients: list[list[dict[str, Tensor]]]
+    sizes: dict[Value, int]
+    data: int
+
+
+@dataclass(frozen=True)
+class Execution:
+    """A program as it ran.
+
+    losses      the mean loss of every step, before its update
+    gradients   per step the gradients by parameter name, if they were kept
+    times       seconds of every pass through the program
+    trace       the measured trace of the pass of median duration (the first, which warms up, left out if possible)
+    """
+
+    program: Program
+    losses: list[float]
+    times: list[float]
+    trace: Trace
+    gradients: list[dict[str, Tensor]] = field(default_factory=list, repr=False)
+
+
+def execute(
+    program: Program,
+    job: Job,
+    *,
+    cluster: Cluster | None = None,
+    passes: int = 1,
+    keep_gradients: bool = True,
+    report: Callable[[int], None] = lambda done: None,
+) -> Execution:
+    """Run a program on real processes, `passes` times in a row (each is `program.steps` training steps).
+
+    report(k)   called when all ranks have finished pass k
+    Raises PlanError if the cluster has another number of ranks; what a rank raises; RankDied.
+    """
+    count = len(program.ranks)
+    if cluster is not None and cluster.size != count:
+        raise PlanError(f"program {program.name!r} needs {count} ranks, but the cluster has {cluster.size}")
+    told = [0] * at_least_1("passes", passes)
+
+    def tell(rank: int, done: int) -> None:
+        told[done] += 1
+        if told[done] == count:
+            report(done)
+
+    with nullcontext(cluster) if cluster is not None else Cluster(count) as ranks:
+        passed = ranks.run_with(tell, _passes, job, program, passes, keep_gradients)
+
+    steps = program.steps
+    losses = [sum(p.losses[k][s] for p in passed) for k in range(passes) for s in range(steps)]
+    times = [max(max(p.ends[k]) for p in passed) - min(min(p.starts[k]) for p in passed) for k in range(passes)]
+    typical = sorted(range(1, passes) or [0], key=times.__getitem__)[(passes - 1) // 2 if passes > 2 else 0]
+    gradients: list[dict[str, Tensor]] = [{} for _ in losses] if keep_gradients else []
+    for p in passed:
+        for k, found in enumerate(gradients):
+            found.update(p.gradients[k // steps][k % steps])
+    return Execution(program, losses, times, _measured(program, passed, typical), gradients)
+
+
+def _measured(program: Program, passed: Sequence[Passed], k: int) -> Trace:
+    """The trace of one pass, from the clocks of all ranks (one clock, on one machine)."""
+    zero = min(min(p.starts[k]) for p in passed)
+    starts = [[t - zero for t in p.starts[k]] for p in passed]
+    ends = [[t - zero for t in p.ends[k]] for p in passed]
+    sizes = [p.sizes for p in passed]
+
+    def size(rank: int, value: Value) -> int:
+        return sizes[rank].get(value, 0)
+
+    return Trace(program, starts, ends, size, "measured", "bytes", [p.data for p in passed])
+
+
+def at_least_1(name: str, value: int) -> int:
+    """`value`, or a PlanError that names it."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise PlanError(f"{name}={value!r}: must be a whole number of at least 1")
+    return value
+
+
+# in the ranks ---------------------------------------------------------------------------------------------------------
+
+
+def _passes(job: Job, program: Program, passes: int, keep_gradients: bool) -> Passed:
+    comm = communicator.create()
+    executor = Executor(program, comm, job.build(), job.loss, job.optimizer, job.seed)
+    records = []
+    for k in range(passes):
+        given = {s: job.batches(s) for s in range(k * program.steps, (k + 1) * program.steps)}
+        comm.barrier()  # so that a pass begins on all ranks at once, as the prediction assumes
+        records.append(executor.run(given.__getitem__, k * program.steps, keep_gradients))
+        worker.report(k)
+    values = {value for ins in program.ranks[comm.rank] for value in (*ins.reads, *ins.writes)}
+    return Passed(
+        [record.losses for record in records],
+        [record.starts for record in records],
+        [record.ends for record in records],
+        [record.gradients for record in records],
+        {value: executor.size(value) for value in values | program.state[comm.rank]},
+        executor.data_bytes(),
+    )
+
+
+def profile_job(job: Job, rows: tuple[int, ...]) -> tuple[Shape, Profile]:
+    """In one rank: the model's shape, and a profile of its layers for these numbers of rows."""
+    layers = list(job.build().children())
+    x, y = job.batches(0)
+    return shape_of(layers), profile(layers, x, y, job.loss, rows, optimizer=job.optimizer)
+
+
+def run_plainly(job: Job, steps: int) -> tuple[Reference, float] | None:
+    """In the ranks, of which only the first works: the job in plain torch, and its seconds per step."""
+    if worker.context().rank:
+        return None
+    model = job.build()
+    start = time.perf_counter()
+    result = train_plainly(model, job.batches, job.loss, job.optimizer, steps, job.seed, worker.report)
+    return result, (time.perf_counter() - start) / steps

@@ -1,0 +1,103 @@
+"""The simulator's rule on a machine with fewer cores than ranks: computing ranks share the cores equally.
+
+    4 ranks, 2 cores     while k ranks compute, each of them runs at the speed min(1, 2/k)
+
+Speeds now depend on what all ranks do at the same moment, so time has to go forward for all of them together: from
+one event (a compute instruction ends, a message arrives) to the next. Slower than `simulate` without `cores`, and
+equal to it when there are cores enough.
+"""
+
+from __future__ import annotations
+
+import os
+
+from minipar.program import Op, Program, Value
+from minipar.streams import Costs, GroupStream, Link, Slot
+
+
+def available_cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def walk_shared(program: Program, costs: Costs, cores: int) -> tuple[list[list[float]], list[list[float]]]:
+    """Start and end of every instruction, as far as the ranks get (all the way, in a program that verifies)."""
+    count = len(program.ranks)
+    starts = [[0.0] * len(row) for row in program.ranks]
+    ends = [[0.0] * len(row) for row in program.ranks]
+    place = [0] * count
+    working: dict[int, float] = {}  # rank -> seconds of work left, at full speed
+    pending: list[dict[Value, Slot]] = [{} for _ in range(count)]
+    links: dict[tuple[int, int], Link] = {}
+    groups: dict[tuple[int, ...], GroupStream] = {}
+    now = 0.0
+
+    def wait_until(rank: int) -> float | None:
+        """When what the rank's next instruction reads is there: a time, or None while that is unknown."""
+        latest = 0.0
+        for value in program.ranks[rank][place[rank]].reads:
+            if value in pending[rank]:
+                arrivals, k, writer = pending[rank][value]
+                if len(arrivals) <= k:
+                    return None
+                ends[rank][writer] = arrivals[k]
+                latest = max(latest, arrivals[k])
+        return latest
+
+    def advance(rank: int) -> bool:
+        """Walk a rank at the time `now` until it computes or waits; whether it moved."""
+        row, first = program.ranks[rank], place[rank]
+        while place[rank] < len(row) and rank not in working:
+            index, ins = place[rank], row[place[rank]]
+            if ins.op is not Op.RECV:
+                due = wait_until(rank)
+                if due is None or due > now:
+                    break
+                for value in ins.reads:
+                    pending[rank].pop(value, None)
+            starts[rank][index] = now
+            if ins.op is Op.SEND:
+                link = links.setdefault((rank, ins.peer), Link())
+                starts[rank][index], ends[rank][index] = link.send(now, *costs.transfer(rank, ins))
+            elif ins.op is Op.RECV:
+                link = links.setdefault((ins.peer, rank), Link())
+                k, starts[rank][index] = link.reach(now, program.receives_ahead)
+                pending[rank][ins.writes[0]] = (link, k, index)
+            elif ins.op is Op.ALL_REDUCE:
+                stream = groups.setdefault(ins.group, GroupStream(ins.group))
+                k = stream.join(rank, index, now, ins, costs, starts)
+                for value in ins.writes:
+                    pending[rank][value] = (stream, k, index)
+            else:
+                working[rank] = costs.compute(rank, ins)
+                break
+            place[rank] += 1
+        return place[rank] > first
+
+    while True:
+        while sum(advance(rank) for rank in range(count)):
+            pass
+        speed = min(1.0, cores / len(working)) if working else 1.0
+        moments = [now + left / speed for left in working.values()]
+        for rank in range(count):
+            if rank not in working and place[rank] < len(program.ranks[rank]):
+                due = wait_until(rank)
+                if due is not None:
+                    moments.append(due)
+        if not moments:
+            break
+        then = min(moments)
+        done = [rank for rank, left in working.items() if now + left / speed <= then]
+        for rank in working:
+            working[rank] -= (then - now) * speed
+        now = then
+        for rank in done:
+            del working[rank]
+            ends[rank][place[rank]] = now
+            place[rank] += 1
+
+    for rank in range(count):
+        for arrivals, k, writer in pending[rank].values():
+            if len(arrivals) > k:
+                ends[rank][writer] = arrivals[k]
+    return starts, ends

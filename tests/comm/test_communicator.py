@@ -1,0 +1,457 @@
+"""Communicator: what ranks can send and sum, and what it says about what they cannot."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+
+from minipar.cluster import Cluster, worker
+from minipar.comm import communicator, values
+from minipar.comm.communicator import Communicator
+from minipar.errors import RankError
+
+# Ranks cannot import this file by name; its functions travel as those of a notebook do.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(3, device="cpu") as made:
+        yield made
+
+
+def create() -> Communicator:
+    return communicator.create()
+
+
+# allreduce
+
+
+def test_two_workers_sum_their_lists() -> None:
+    def f() -> tuple[list[int], list[int]]:
+        comm = create()
+        mine = [[1, 2, 3], [1, 0, 1]][comm.rank]
+        return comm.allreduce(mine), mine
+
+    with Cluster(2, device="cpu") as two:
+        results = two.run(f)
+    assert results == [([2, 2, 4], [1, 2, 3]), ([2, 2, 4], [1, 0, 1])]
+    assert all(type(number) is int for number in results[0][0])
+
+
+@pytest.mark.parametrize(
+    ("by_rank", "op", "expected"),
+    [
+        ([1, 2, 4], sum, 7),
+        ([1, 2, 4], "max", 4),
+        ([1.5, 2.0, 4.0], min, 1.5),
+        ([1, 2, 4], "avg", 7 / 3),
+        ([True, False, True], sum, 2),
+        ([[1], [2.5], [3]], "sum", [6.5]),  # one rank's real number makes the result real on all
+        ([[[1, 2], [3, 4]], [[0, 0], [1, 1]], [[5, 0], [0, 5]]], sum, [[6, 2], [4, 10]]),
+        ([[[1, 2], [3, 4]], [[0, 0], [1, 1]], [[5, 0], [0, 5]]], max, [[5, 2], [3, 5]]),
+        ([[], [], []], sum, []),
+        ([2**53 + 1, 0, 0], sum, 2**53 + 1),
+    ],
+)
+def test_numbers_and_lists(cluster: Cluster, by_rank: list[Any], op: Any, expected: Any) -> None:
+    def f() -> Any:
+        return create().allreduce(by_rank[worker.context().rank], op)
+
+    for result in cluster.run(f):
+        assert result == expected
+        assert type(result) is type(expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "int64", "int32", "int8", "uint8"])
+@pytest.mark.parametrize("kind", ["array", "tensor"])
+def test_arrays_and_tensors_keep_type_dtype_and_shape(cluster: Cluster, kind: str, dtype: str) -> None:
+    def f() -> tuple[Any, bool]:
+        whole = np.arange(12, dtype=dtype).reshape(3, 4) + worker.context().rank
+        x: Any = whole.astype(dtype).T  # not contiguous
+        if kind == "tensor":
+            x = torch.from_numpy(x)
+        before = x.copy() if kind == "array" else x.clone()
+        return create().allreduce(x), bool((x == before).all())
+
+    expected = (3 * np.arange(12).reshape(3, 4) + 3).T
+    for result, unchanged in cluster.run(f):
+        assert unchanged
+        assert type(result) is (np.ndarray if kind == "array" else torch.Tensor)
+        assert str(result.dtype).removeprefix("torch.") == dtype
+        np.testing.assert_array_equal(np.asarray(result), expected)
+
+
+def test_a_parameter_gives_a_plain_tensor(cluster: Cluster) -> None:
+    def f() -> tuple[torch.Tensor, torch.Tensor]:
+        parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+        return create().allreduce(parameter, "avg"), parameter.detach()
+
+    for average, parameter in cluster.run(f):
+        assert type(average) is torch.Tensor
+        assert not average.requires_grad
+        assert average.dtype == torch.bfloat16
+        assert average.tolist() == parameter.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("x", "op", "text"),
+    [
+        ([1], "mean", r"op='mean' is not known; possible are sum, max, min, avg"),
+        ([1], len, "op='len' is not known"),
+        ("text", sum, "a str is not possible; possible are a number, a list of numbers"),
+        ({1: 2}, sum, "a dict is not possible"),
+        ([1, "a"], sum, "a list with a str in it"),
+        ([[1, 2], [3]], sum, "equal lengths"),
+        ([1, [2]], sum, "equal lengths"),
+        ([2**70], sum, "64 bits"),
+        (np.array(["a"]), sum, "dtype <U1 is not possible"),
+        (np.array([1j]), sum, "dtype complex128 is not possible"),
+        (np.array([1, 2]), "avg", "average is no int64"),
+        (torch.ones(1, dtype=torch.bool), sum, "dtype bool is not possible"),
+        (torch.ones([1] * 9), sum, "9 dimensions are too many"),
+    ],
+)
+def test_what_cannot_be_reduced_is_told(cluster: Cluster, x: Any, op: Any, text: str) -> None:
+    with pytest.raises(RankError, match=text):
+        cluster.run(lambda: create().allreduce(x, op))
+
+
+@pytest.mark.parametrize(
+    ("by_rank", "text"),
+    [
+        ([[1, 2], [1, 2, 3], [1, 2]], "rank 0 has a list of 2 int64 for sum, rank 1 has a list of 3 int64 for sum"),
+        ([torch.ones(2, 3)] * 2 + [torch.ones(3, 2)], "rank 0 has a tensor of 2x3 .* rank 2 has a tensor of 3x2"),
+        ([torch.ones(1), torch.ones(1).int(), torch.ones(1)], "float32 .* rank 1 has a tensor of 1 int32"),
+        ([[1.0], np.ones(1), [1.0]], "rank 1 has an array of 1 float64"),
+    ],
+)
+def test_ranks_that_differ_are_told_on_every_rank(cluster: Cluster, by_rank: list[Any], text: str) -> None:
+    # Without the check gloo aborts the process on a difference in size, and mixes up bytes on one in dtype.
+    def f() -> str:
+        comm = create()
+        try:
+            return f"got {comm.allreduce(by_rank[comm.rank])}"
+        except RankError as error:
+            return str(error)
+
+    results = cluster.run(f)
+    assert len(set(results)) == 1
+    with pytest.raises(RankError, match=text):
+        raise RankError(results[0])
+
+
+def test_ranks_with_different_operations_are_told(cluster: Cluster) -> None:
+    with pytest.raises(RankError, match=r"ranks differ: rank 0 has .* for sum, rank 1 has .* for max"):
+        cluster.run(lambda: create().allreduce([1], max if worker.context().rank else sum))
+
+
+def test_lists_of_whole_numbers_need_no_communication_to_be_understood() -> None:
+    kind, tensor = values.to_tensor([[1, 2], [3, 4]], "sum")
+    assert (kind, tensor.dtype, values.from_tensor(kind, tensor)) == ("list", torch.int64, [[1, 2], [3, 4]])
+
+
+# Point to point
+
+
+def test_a_ring_of_sends_and_receives(cluster: Cluster) -> None:
+    def f() -> tuple[list[float], bool, list[bool]]:
+        comm = create()
+        ahead, behind = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        mine, got = torch.full((2, 2), float(comm.rank)), torch.empty(2, 2)
+        handles = [comm.isend(mine, ahead, 5), comm.irecv(got, behind, 5)]
+        for handle in handles:
+            handle.wait()
+            handle.wait()  # a second time does nothing
+        return got.flatten().tolist(), not comm._pending, [handle.done() for handle in handles]
+
+    assert cluster.run(f) == [([float((rank - 1) % 3)] * 4, True, [True, True]) for rank in range(3)]
+
+
+def test_messages_are_told_apart_by_their_tags(cluster: Cluster) -> None:
+    def f() -> list[list[float]]:
+        comm = create()
+        if comm.rank == 0:
+            for handle in [comm.isend(torch.full((3,), float(tag)), 1, tag) for tag in range(4)]:
+                handle.wait()
+        elif comm.rank == 1:
+            got = {tag: torch.empty(3) for tag in (3, 1, 0, 2)}
+            for handle in [comm.irecv(tensor, 0, tag) for tag, tensor in got.items()]:
+                handle.wait()
+            return [got[tag].tolist() for tag in range(4)]
+        return []
+
+    assert cluster.run(f)[1] == [[float(tag)] * 3 for tag in range(4)]
+
+
+def test_a_dropped_handle_keeps_its_tensor_until_it_is_sent(cluster: Cluster) -> None:
+    def f() -> bool:
+        comm = create()
+        comm.barrier()
+        if comm.rank == 0:
+            comm.isend(torch.arange(1_000_000.0), 1, 9)
+            gc.collect()
+            for _ in range(10):
+                torch.full((1_000_000,), -1.0)  # would take the place of the tensor
+            comm.barrier()
+            (handle,) = comm._pending
+            handle.wait()
+        elif comm.rank == 1:
+            comm.barrier()
+            got = torch.empty(1_000_000)
+            comm.irecv(got, 0, 9).wait()
+            return bool((got == torch.arange(1_000_000.0)).all())
+        else:
+            comm.barrier()
+        return True
+
+    assert cluster.run(f) == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda comm: comm.isend(torch.ones(2, 3).T, (comm.rank + 1) % 3), r"strides \(1, 3\) .* use .contiguous"),
+        (lambda comm: comm.irecv(torch.ones(2, 3).T, (comm.rank + 1) % 3), "contiguous"),
+        (lambda comm: comm.iallreduce(torch.ones(2, 3).T, (0, 1, 2)), "contiguous"),
+        (lambda comm: comm.isend(torch.ones(1), comm.rank), "cannot send to or receive from rank .: 3 ranks"),
+        (lambda comm: comm.irecv(torch.ones(1), 3), "from rank 3: 3 ranks"),
+        (lambda comm: comm.irecv(torch.ones(1), -1), "from rank -1"),
+        (lambda comm: comm.iallreduce(torch.ones(1), (2, 1, 0)), r"group \(2, 1, 0\): must be sorted ranks of 0 to 2"),
+        (lambda comm: comm.iallreduce(torch.ones(1), ((comm.rank + 1) % 3,)), "this rank . among them"),
+        (lambda comm: comm.iallreduce(torch.ones(1), (0, 1, 2, 3)), "of 0 to 2"),
+        (lambda comm: comm.iallreduce(torch.ones(1), ()), "must be"),
+    ],
+)
+def test_calls_that_cannot_be_are_told(cluster: Cluster, call: Any, text: str) -> None:
+    with pytest.raises(RankError, match=text):
+        cluster.run(lambda: call(create()))
+
+
+# Groups
+
+
+def test_sums_within_groups_that_overlap(cluster: Cluster) -> None:
+    groups = [(0, 1), (1, 2), (0, 2), (0, 1, 2), (0,)]
+
+    def f() -> tuple[dict[tuple[int, ...], list[float]], int]:
+        comm = create()
+        order = groups if comm.rank == 0 else groups[::-1]  # however they are listed, no two wait for each other
+        comm.prepare(order)
+        comm.prepare(order)
+        made = len(comm._groups)
+        mine = [group for group in groups if comm.rank in group]
+        tensors = {group: torch.full((2,), 10.0**comm.rank) for group in mine}
+        handles = [comm.iallreduce(tensors[group], group) for group in mine]
+        for handle in handles:
+            handle.wait()
+        return {group: tensor.tolist() for group, tensor in tensors.items()}, made
+
+    for rank, (sums, made) in enumerate(cluster.run(f)):
+        expected = {group: [float(sum(10**r for r in group))] * 2 for group in groups if rank in group}
+        assert sums == expected
+        assert made == 3  # two pairs and all
+
+
+def test_done_tells_without_blocking(cluster: Cluster) -> None:
+    def f() -> tuple[bool, bool, float]:
+        comm = create()
+        comm.barrier()
+        if comm.rank == 2:
+            time.sleep(0.3)
+        x = torch.ones(4)
+        handle = comm.iallreduce(x, (0, 1, 2))
+        early = handle.done()
+        deadline = time.monotonic() + 5
+        while not handle.done() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        late = handle.done()
+        handle.wait()
+        return early, late, x.sum().item()
+
+    results = cluster.run(f)
+    assert [early for early, _, _ in results[:2]] == [False, False]
+    assert [(late, total) for _, late, total in results] == [(True, 12.0)] * 3
+
+
+def test_barrier_waits_for_the_last(cluster: Cluster) -> None:
+    def f() -> float:
+        comm = create()
+        comm.barrier()
+        started = time.monotonic()
+        if comm.rank == 1:
+            time.sleep(0.3)
+        comm.barrier()
+        return time.monotonic() - started
+
+    assert all(0.25 < seconds < 5 for seconds in cluster.run(f))
+
+
+# Making and closing
+
+
+def test_it_is_made_once_and_there_is_no_global_group(cluster: Cluster) -> None:
+    def f() -> tuple[bool, bool, int, int, str, str]:
+        comm = create()
+        same = comm is create()
+        return same, torch.distributed.is_initialized(), comm.rank, comm.size, str(comm.device), comm.backend
+
+    assert cluster.run(f) == [(True, False, rank, 3, "cpu", "gloo") for rank in range(3)]
+
+
+def test_after_close_the_next_create_makes_a_new_one(cluster: Cluster) -> None:
+    def f() -> tuple[bool, str, list[int]]:
+        comm = create()
+        comm.close()
+        comm.close()
+        try:
+            comm.barrier()
+            said = ""
+        except RankError as error:
+            said = str(error)
+        return create() is comm, said, create().allreduce([1])
+
+    for same, said, total in cluster.run(f):
+        assert not same
+        assert "this Communicator is closed; communicator.create() makes a new one" in said
+        assert total == [3]
+
+
+@pytest.mark.parametrize("operation", ["irecv", "isend", "iallreduce"])
+def test_after_a_failure_there_is_a_new_one_whatever_was_under_way(cluster: Cluster, operation: str) -> None:
+    def f() -> None:
+        comm = create()
+        comm.prepare([(0, 1)])
+        comm.barrier()
+        if comm.rank == 0:
+            if operation == "iallreduce":
+                comm.iallreduce(torch.ones(2), (0, 1))
+            else:
+                getattr(comm, operation)(torch.ones(2), 1, 77)
+        raise ValueError("with something under way")
+
+    pids = cluster.run(os.getpid)
+    with pytest.raises(ValueError, match="under way"):
+        cluster.run(f)
+    started = time.monotonic()
+    assert cluster.run(lambda: create().allreduce([1])) == [[3]] * 3
+    assert time.monotonic() - started < 3
+    assert cluster.run(os.getpid) == pids  # every rank had answered, so every rank kept its state
+
+
+def test_some_ranks_alone_cannot_make_it() -> None:
+    def ring() -> float:
+        comm = create()
+        got = torch.zeros(1)
+        if comm.rank == 0:
+            comm.isend(torch.ones(1), 1, 0).wait()
+        else:
+            comm.irecv(got, 0, 0).wait()
+        return got.item()
+
+    with Cluster(3, device="cpu") as three:
+        with pytest.raises(RankError, match="is made by all ranks together: call it once"):
+            three.run_on([0, 1], create)
+        three.run(lambda: create().size)
+        assert three.run_on([0, 1], ring) == [0.0, 1.0]
+
+
+def test_gloo_listens_on_the_loopback_alone(cluster: Cluster) -> None:
+    def f() -> list[str]:
+        create()
+        inodes = set()
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                inodes.add(os.readlink(f"/proc/self/fd/{name}"))
+        addresses = []
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                    addresses.append(fields[1].split(":")[0])
+        return addresses
+
+    for addresses in cluster.run(f):
+        assert set(addresses) == {"0100007F"}  # 127.0.0.1
+
+
+def test_outside_a_rank_it_says_where_to_call_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(RankError, match=r"call it in a function given to cluster.run .*RANK, WORLD_SIZE"):
+        create()
+
+
+def test_it_works_in_processes_that_torchrun_started() -> None:
+    def f() -> tuple[int, int, list[int], float]:
+        worker._rank = None  # all that is left are the variables that torchrun would have set
+        comm = create()
+        first = comm.allreduce([comm.rank, 1])
+        comm.close()
+        return comm.rank, comm.size, first, create().allreduce(2.0, max)
+
+    with Cluster(2, device="cpu") as two:
+
+        def g() -> Any:
+            rank = worker._rank
+            try:
+                return f()
+            finally:
+                worker._rank = rank
+
+        assert two.run(g) == [(0, 2, [1, 2], 2.0), (1, 2, [1, 2], 2.0)]
+
+
+def test_one_rank_alone_works() -> None:
+    def f() -> tuple[Any, float]:
+        comm = create()
+        comm.prepare([(0,)])
+        comm.barrier()
+        x = torch.ones(1)
+        comm.iallreduce(x, (0,)).wait()
+        return comm.allreduce([1, 2], "avg"), x.item()
+
+    with Cluster(1, device="cpu") as one:
+        assert one.run(f) == [([1.0, 2.0], 1.0)]
+        assert repr(one) == "Cluster(1 rank, cpu, ready)"
+
+
+# On GPUs
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("more", [0, 1], ids=["nccl", "gloo through the host"])
+def test_tensors_on_gpus(more: int) -> None:
+    size = torch.cuda.device_count() + more
+
+    def f() -> tuple[list[float], list[float], list[float]]:
+        comm = create()
+        comm.prepare([tuple(range(comm.size))])
+        x = torch.full((4,), float(comm.rank), device=comm.device)
+        total = comm.allreduce(x)
+        got = torch.empty(4, device=comm.device)
+        if comm.size > 1:
+            ahead, behind = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+            handles = [comm.irecv(got, behind, 1), comm.isend(x * 2, ahead, 1)]
+            for handle in handles:
+                handle.wait()
+        comm.iallreduce(x, tuple(range(comm.size))).wait()
+        return total.tolist(), got.tolist(), x.tolist()
+
+    with Cluster(size, device="cuda") as gpus:
+        for rank, (total, got, x) in enumerate(gpus.run(f)):
+            assert total == x == [float(sum(range(size)))] * 4
+            if size > 1:
+                assert got == [2.0 * ((rank - 1) % size)] * 4

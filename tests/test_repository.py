@@ -1,0 +1,194 @@
+"""The repository's own files agree with each other."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parent.parent
+IMPORT_NAMES = {"scikit-learn": "sklearn", "pyyaml": "yaml"}
+
+
+def project():
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def ranges(lines):
+    """Version range by package name; a package that is named twice must have one range."""
+    found = {}
+    for requirement in map(Requirement, lines):
+        name = canonicalize_name(requirement.name)
+        assert found.setdefault(name, requirement.specifier) == requirement.specifier, name
+    return found
+
+
+def named():
+    """Every package of pyproject.toml, extras included, with its range."""
+    extras = project()["optional-dependencies"]
+    return ranges([*project()["dependencies"], *(line for lines in extras.values() for line in lines)])
+
+
+def constraints():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return [Requirement(line) for line in lines if line and not line.startswith("#")]
+
+
+def python_files(*folders):
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def test_environment_has_the_same_packages_and_ranges():
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    (pip,) = [entry["pip"] for entry in environment["dependencies"] if isinstance(entry, dict)]
+    lines = [line for line in pip if not line.startswith("-")]
+    assert ranges(lines) == named()
+    assert len(lines) == len(named()), "a package is listed twice"
+    assert "-c constraints.txt" in pip
+    assert "-e ." in pip
+    assert f"python{project()['requires-python']}" in environment["dependencies"]
+
+
+def test_extras():
+    assert set(project()["optional-dependencies"]) == {"lab", "test", "search"}
+
+
+def test_every_package_has_one_tested_version_within_its_range():
+    pins = constraints()
+    assert sorted(canonicalize_name(pin.name) for pin in pins) == sorted(named())
+    for pin in pins:
+        (exact,) = pin.specifier
+        assert exact.operator == "=="
+        assert named()[canonicalize_name(pin.name)].contains(exact.version), pin
+    assert "torch==2.13.0" in map(str, pins)
+
+
+@pytest.mark.parametrize(
+    ("folder", "extras"), [("minipar", ["test", "search"]), ("widgets", ["lab"]), ("tests", ["test", "search", "lab"])]
+)
+def test_every_import_is_a_declared_package(folder, extras):
+    lines = [*project()["dependencies"], *(line for e in extras for line in project()["optional-dependencies"][e])]
+    known = {IMPORT_NAMES.get(name, name) for name in ranges(lines)} | {"minipar", "minipar_widgets", "tests"}
+    known |= {"packaging", "tomli", "IPython", "benchmarks"}  # pytest's own, ipykernel's, and ours in a checkout
+    for path in python_files(folder):
+        tree = ast.parse(path.read_text(), filename=str(path))
+        for node in tree.body if folder == "tests" else ast.walk(tree):  # tests may import what they make
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            for name in (name.split(".")[0] for name in names):
+                assert name in known or name in sys.stdlib_module_names, f"{path.relative_to(ROOT)} imports {name}"
+
+
+def test_source_is_python_3_10():
+    for path in python_files("minipar", "widgets", "benchmarks", "tests"):
+        ast.parse(path.read_text(), filename=str(path), feature_version=(3, 10))
+
+
+def test_versions_agree():
+    import minipar
+    import minipar_widgets
+
+    assert minipar.__version__ == minipar_widgets.__version__ == project()["version"]
+
+
+def test_what_plans_and_draws_needs_no_torch():
+    light = ["program", "plan", "verifier", "simulator", "trace", "strategies", "models", "data"]
+    light += ["costs.shapes", "costs.measured", "errors", "cli"]
+    code = (
+        f"import sys, minipar_widgets, {', '.join('minipar.' + name for name in light)}\nprint('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "False\n"
+
+
+def test_no_module_has_the_name_of_a_public_function():
+    import minipar
+
+    functions = {name for name in minipar.__all__ if callable(getattr(minipar, name))}
+    assert "verify" in functions
+    modules = {path.stem for path in (ROOT / "minipar").iterdir()}  # files and folders
+    assert not functions & modules
+
+
+def test_the_wheel_has_both_packages_and_the_command(tmp_path):
+    hatchling = pytest.importorskip("hatchling.builders.wheel")
+    tree = tmp_path / "tree"  # a copy, so that the build leaves nothing behind
+    tree.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    for name in ("minipar", "widgets", "tests"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (wheel,) = hatchling.WheelBuilder(str(tree)).build(directory=str(tmp_path), versions=["standard"])
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        entry_points = archive.read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
+    assert "minipar/program.py" in names
+    assert "minipar_widgets/__init__.py" in names
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"minipar", "minipar_widgets"}
+    assert "minipar = minipar.cli:main" in entry_points
+
+
+def pages():
+    return [*ROOT.glob("*.md"), ROOT / "lessons" / "README.md"]
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
+def test_links_within_the_repository_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+        if not target.startswith(("http://", "https://", "mailto:")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_make_target_that_is_named_exists():
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    assert {"demo", "test", "lab", "bench", "lint", "clean"} <= targets
+    for path in [*pages(), ROOT / ".ci" / "run"]:
+        assert set(re.findall(r"(?:`|timed \d+m |^)make ([a-z]+)", path.read_text(), flags=re.MULTILINE)) <= targets, (
+            path
+        )
+
+
+def test_readme_begins_with_the_two_commands():
+    text = (ROOT / "README.md").read_text()
+    assert 0 < text.index("make demo") < text.index("make test") < 3000
+
+
+def test_ci_runs_the_readmes_commands():
+    script = ROOT / ".ci" / "run"
+    assert script.stat().st_mode & 0o111
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    text = script.read_text()
+    assert "set -euo pipefail" in text
+    assert "git clone" in text
+    assert "make test" in text
+    assert "make demo" in text
+
+
+@pytest.mark.slow
+def test_the_readmes_python_runs(tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    assert len(blocks) >= 2
+    for number, block in enumerate(blocks):
+        script = tmp_path / f"example{number}.py"
+        script.write_text(block)
+        done = subprocess.run(
+            [sys.executable, str(script)],
+            env={**os.environ, "MPLBACKEND": "Agg"},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
