@@ -1,7 +1,7 @@
 """Static pictures of traces: a timeline with a lane per rank, and the memory curves under it.
 
     rank 0  |F0|F1|  |B0  |B1  |S|      one trace: filled bars, the number is the micro-batch;
-            /// '        '  xxxx        under them messages and collectives (hatched), arrivals (ticks)
+            /// '        '  xxxx        under them messages and collectives (hatched), receives (ticks)
     rank 0  predicted, outlined         two traces: one over the other, on one time axis
             measured, filled
     memory  _/--\\__                     a step curve per rank, its peak marked
@@ -172,7 +172,7 @@ def _draw_bars(
     end = np.maximum(end, start + least) if kind in BENEATH else np.where(end > start, end, start + least)
     corners = [np.stack([x, y], 1) for x, y in ((start, top), (end, top), (end, bottom), (start, bottom))]
     if outlined:
-        tint: Any = "none" if look.hatch else (look.face, 0.5 if narrow else 0.16)
+        tint: Any = (look.face, 0.5) if narrow else "none" if look.hatch else (look.face, 0.16)
         style: dict[str, Any] = {"facecolors": tint, "edgecolors": look.face}
     else:
         style = {"facecolors": look.face, "edgecolors": look.edge}

@@ -27,7 +27,7 @@ from minipar.costs.profiled import split_rows
 from minipar.costs.profiler import parameters_of, shape_of, weigh
 from minipar.errors import RankError
 from minipar.program import Instruction, Op, Program, Value, grad_output, output
-from minipar.tensors import count_bytes, count_rows, detach, differentiable, map_tensors, take_rows, tensors
+from minipar.tensors import count_bytes, count_rows, detach, differentiable, map_tensors, overwrites, take_rows, tensors
 
 Loss = Callable[[Any, Any], Tensor]
 Batch = tuple[Any, Any]
@@ -89,11 +89,8 @@ class Executor:
             for ins in self.instructions
             if ins.op is Op.STEP
         }
+        self.overwriting = {layer for layer in held if overwrites(self.layers[layer])}
         self.pieces = _pieces(program, comm.rank)
-        # The first thing a layer does may be to overwrite its input, which then must not be a leaf of the graph.
-        self.overwrites = {
-            layer for layer in held if any(getattr(m, "inplace", False) for m in self.layers[layer].modules())
-        }
         self.forms: dict[Any, Any] = {}
         self.sizes: dict[tuple[str, int, int], int] = {}  # (kind, layer, rows) -> bytes
         self.live: dict[Value, Any] = {}
@@ -222,7 +219,7 @@ class Executor:
     ) -> tuple[Any, list[Tensor]]:
         """Layers of one piece of the graph: what they hand on (cut off), and the tensors that backward starts from."""
         size = len(rows)
-        value = map_tensors(given, torch.clone) if piece[0] in self.overwrites else given
+        value = map_tensors(given, torch.clone) if piece[0] in self.overwriting else given
         ends: list[Tensor] = []
         for layer in piece:
             if self.dropouts[layer]:

@@ -111,9 +111,9 @@ class Instruction(NamedTuple):
     parts: tuple[Part, ...] = ()
 
     def __str__(self) -> str:
-        if self.op is Op.SEND:
+        if self.op is Op.SEND and self.reads:
             return f"SEND {self.reads[0]} -> {self.peer}"
-        if self.op is Op.RECV:
+        if self.op is Op.RECV and self.writes:
             return f"RECV {self.writes[0]} <- {self.peer}"
         text = f"{self.op.value} {span(self.layers)}"
         if self.microbatch >= 0:

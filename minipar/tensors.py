@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
@@ -46,6 +46,11 @@ def count_bytes(value: Any) -> int:
 def detach(value: Any, requires_grad: bool = False) -> Any:
     """The value cut off from its graph (same memory); floating-point tensors become leaves if `requires_grad`."""
     return map_tensors(value, lambda t: t.detach().requires_grad_(requires_grad and t.is_floating_point()))
+
+
+def overwrites(layer: nn.Module) -> bool:
+    """Whether a layer may work in place on its input: then it needs a copy, as a leaf of the graph must stay."""
+    return any(getattr(module, "inplace", False) for module in layer.modules())
 
 
 def differentiable(value: Any) -> list[Tensor]:

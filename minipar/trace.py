@@ -385,7 +385,7 @@ class Comparison:
         return list(zip(self.trace.events, self.other.events, strict=True))
 
     def table(self, limit: int = 20) -> str:
-        """The instructions with the largest difference of duration, as text. (A receive has none: it is an arrival.)"""
+        """The instructions whose durations differ most, as text. (A receive has none: it is an arrival.)"""
         from minipar import captions
 
         clock = captions.clock([self.trace])

@@ -49,7 +49,7 @@ def _check_instructions(program: Program) -> None:
             if op is Op.SEND or op is Op.RECV:
                 moved, other = (reads, writes) if op is Op.SEND else (writes, reads)
                 if len(moved) != 1 or other:
-                    raise refuse(program, rank, index, f"rank {rank} instruction {index}: {op.value} moves one value")
+                    raise refuse(program, rank, index, f"{at(program, rank, index)}: {op.value} moves one value")
                 if moved[0][2] != i or moved[0][3] != step:
                     raise _mislabelled(program, rank, index, moved[0])
                 continue
@@ -251,7 +251,7 @@ def _check_rank(program: Program, rank: int) -> set[Value]:
 
 def _no_producer(program: Program, rank: int, index: int, value: Value) -> ProgramError:
     where = at(program, rank, index)
-    writers = [k for k, ins in enumerate(program.ranks[rank]) if value in ins.writes]
+    writers = _producers(program, rank, value)
     freers = [k for k in range(index) if value in program.ranks[rank][k].frees]
     if freers:
         reason = f"{where} reads {value} after {at(program, rank, freers[-1])} freed it"
@@ -262,13 +262,16 @@ def _no_producer(program: Program, rank: int, index: int, value: Value) -> Progr
     elif value.kind == "saved":
         reason = f"backward before forward: {where} needs {value}, but rank {rank} does not run that forward"
     else:
-        others = [
-            r for r in range(len(program.ranks))
-            if program.replica(r) == program.replica(rank) and any(value in ins.writes for ins in program.ranks[r])
-        ]  # fmt: skip
+        own = program.replica(rank)
+        others = [r for r in range(len(program.ranks)) if program.replica(r) == own and _producers(program, r, value)]
         hint = f"; rank {others[0]} has it, but does not send it here" if others else ""
         reason = f"{where} reads {value}, which has no producer{hint}"
     return refuse(program, rank, index, reason)
+
+
+def _producers(program: Program, rank: int, value: Value) -> list[int]:
+    """Instructions of a rank that make a value, rather than change it."""
+    return [k for k, ins in enumerate(program.ranks[rank]) if value in ins.writes and value not in ins.reads]
 
 
 def _written_twice(program: Program, rank: int, index: int, value: Value) -> ProgramError:

@@ -158,7 +158,7 @@ def _instructions(traces: Sequence[Trace]) -> str:
                 for trace in traces
                 for x in (
                     (trace.starts[rank][index] - trace.span[0]) * clock.scale,
-                    (trace.ends[rank][index] - trace.starts[rank][index]) * clock.scale,
+                    max(0.0, trace.ends[rank][index] - trace.starts[rank][index]) * clock.scale,
                 )
             ]
             rows.append([rank, index, ins, ins.stream, *times, f"{traces[0].sent(rank, ins):,}"])

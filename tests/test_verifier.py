@@ -1,4 +1,4 @@
-"""verify: every kind of program that cannot run is refused, in one line that names ranks, instructions and the reason."""
+"""verify: every kind of program that cannot run is refused, in one line: which ranks, which instructions, and why."""
 
 import re
 from dataclasses import replace
@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from minipar import Deadlock, Plan, ProgramError, simulate, verify
-from minipar.program import Instruction, Op, Program, grad, output, param, saved
+from minipar.program import Instruction, Op, Program, grad, grad_output, output, param, saved
 from minipar.verifier import describe
 from tests.interpreters import compiled, judge, renamed, shape
 
@@ -61,7 +61,7 @@ def test_the_programs_of_this_file_are_right(pipeline, replicas):
     ops = [[ins.op.value for ins in row] for row in pipeline.ranks]
     assert ops[0] == ["F", "SEND", "F", "SEND", "RECV", "B", "RECV", "B", "STEP"]
     assert ops[1] == ["RECV", "F", "RECV", "F", "B", "SEND", "B", "SEND", "STEP"]
-    assert [ins.op.value for ins in replicas.ranks[1]] == "F B F B ALL_REDUCE B ALL_REDUCE STEP".split()
+    assert [ins.op.value for ins in replicas.ranks[1]] == ["F", "B", "F", "B", "ALL_REDUCE", "B", "ALL_REDUCE", "STEP"]
     assert describe(pipeline).endswith("2 ranks, 18 instructions, layers 0:2, 2:4: verified")
 
 
@@ -96,13 +96,11 @@ def test_backward_before_forward(pipeline):
 
 
 def test_backward_on_a_rank_without_the_forward(pipeline):
-    row = list(pipeline.ranks[1])
-    program = pipeline.with_rank(1, without(pipeline, 1, 4).ranks[1])
-    program = program.with_rank(0, [*program.ranks[0][:8], row[4], program.ranks[0][8]])
-    assert re.fullmatch(
-        r"rank 0 instruction 8 `B 2:4 mb0` reads .* has no producer.*|backward before forward: rank 0 instruction 8 .*"
-        r"|receive without send: rank 0 instruction 4 .*",
-        refused(program),
+    back = pipeline.ranks[1][4]
+    program = edited(without(pipeline, 1, 4, 5), 0, lambda row: row.__setitem__(4, back))
+    assert refused(program) == (
+        "backward before forward: rank 0 instruction 4 `B 2:4 mb0` needs saved(3) mb0,"
+        " but rank 0 does not run that forward"
     )
 
 
@@ -160,9 +158,7 @@ def test_a_value_never_freed(pipeline):
 def test_state_that_must_stay_is_freed(pipeline):
     step = pipeline.ranks[0][8]
     program = replaced(pipeline, 0, 8, frees=(*step.frees, param(0)))
-    assert refused(program) == (
-        "param(0) must outlive the program, but rank 0 instruction 8 `STEP 0:2` frees it"
-    )
+    assert refused(program) == ("param(0) must outlive the program, but rank 0 instruction 8 `STEP 0:2` frees it")
 
 
 def test_without_declared_state_leaks_are_not_judged():
@@ -175,12 +171,13 @@ def test_without_declared_state_leaks_are_not_judged():
 
 def test_a_label_that_is_not_that_of_the_values(pipeline):
     assert refused(replaced(pipeline, 0, 1, microbatch=1)) == (
-        "rank 0 instruction 1 `SEND output(1) mb0 -> 1` is of micro-batch 1 of step 0, but names output(1) mb0 of step 0"
+        "rank 0 instruction 1 `SEND output(1) mb0 -> 1` is of micro-batch 1 of step 0,"
+        " but names output(1) mb0 of step 0"
     )
     swapped = replaced(replaced(pipeline, 0, 0, microbatch=1), 0, 2, microbatch=0)  # the first layer's rows are swapped
     assert judge(swapped)
     assert refused(swapped) == (
-        "rank 0 instruction 0 `F 0:2 mb1` is of micro-batch 1 of step 0, but names output(1) mb0 of step 0"
+        "rank 0 instruction 0 `F 0:2 mb1` is of micro-batch 1 of step 0, but names output(0) mb0 of step 0"
     )
 
 
@@ -191,9 +188,14 @@ def test_a_label_that_is_not_that_of_the_values(pipeline):
         (0, 8, {"reads": ()}, "rank 0 instruction 8 `STEP 0:2` needs grad(0), but does not read it"),
         (0, 0, {"writes": (grad(0),)}, "rank 0 instruction 0 `F 0:2 mb0` cannot make grad(0)"),
         (0, 5, {"writes": (grad(3),)}, "rank 0 instruction 5 `B 0:2 mb0` cannot make grad(3)"),
-        (0, 1, {"reads": ()}, "rank 0 instruction 1: SEND moves one value"),
-        (1, 0, {"writes": ()}, "rank 1 instruction 0: RECV moves one value"),
-        (0, 0, {"layers": (7,)}, "rank 0 instruction 0 `F 7 mb0` works on a layer or parameter group that is not there"),
+        (0, 1, {"reads": ()}, "rank 0 instruction 1 `SEND 1 mb0`: SEND moves one value"),
+        (1, 0, {"writes": ()}, "rank 1 instruction 0 `RECV 1 mb0`: RECV moves one value"),
+        (
+            0,
+            0,
+            {"layers": (7,)},
+            "rank 0 instruction 0 `F 7 mb0` works on a layer or parameter group that is not there",
+        ),
         (0, 8, {"layers": (7,)}, "rank 0 instruction 8 `STEP 7` works on a layer or parameter group that is not there"),
         (0, 0, {"layers": ()}, "rank 0 instruction 0 `F  mb0` works on a layer or parameter group that is not there"),
         (0, 0, {"layers": (1,)}, "rank 0 instruction 0 `F 1 mb0` needs output(0), but does not read it"),
@@ -251,10 +253,11 @@ def test_a_layer_run_in_the_place_of_another():
     """As many pieces of work as there should be, but not the right ones."""
     program = compiled("microbatches=1", shape(2, frozen=[0]))
     forward, backward, step = program.ranks[0]
-    extra = backward._replace(
-        layers=(0,), reads=(saved(0, 0), *backward.reads), writes=(), frees=(), microbatch=0
+    reads = (saved(0, 0), grad_output(0, 0), param(0))
+    extra = backward._replace(layers=(0,), reads=reads, writes=(), frees=())
+    assert refused(program.with_rank(0, [forward, extra, step])) == (
+        "micro-batch 0 is missing: no rank of replica 0 runs the backward of layer 1 on it (step 0)"
     )
-    assert "layer" in refused(program.with_rank(0, [forward, extra, step]))
 
 
 # each link -----------------------------------------------------------------------------------------------------------
@@ -294,9 +297,7 @@ def test_a_peer_of_another_replica():
     program = compiled("pp=2 dp=2", 2)
     cross = {0: 3, 1: 2, 2: 1, 3: 0}
     for rank, row in enumerate(program.ranks):
-        program = program.with_rank(
-            rank, [ins._replace(peer=cross[rank]) if ins.peer >= 0 else ins for ins in row]
-        )
+        program = program.with_rank(rank, [ins._replace(peer=cross[rank]) if ins.peer >= 0 else ins for ins in row])
     assert judge(program)
     assert refused(program) == (
         "rank 0 instruction 1 `SEND output(0) mb0 -> 3`: rank 3 works on the rows of another replica"
@@ -347,32 +348,36 @@ def test_a_deadlock_shows_the_cycle():
     #  rank 0 wants its gradient before it sends micro-batch 1, which rank 1 wants first
     program = compiled("pp=2 microbatches=2 schedule=naive", 2)
     row = program.ranks[1]
-    assert [str(ins) for ins in row[4:8]] == ["RECV output(0) mb1 <- 0", "F 1 mb1", "B 1 mb1", "SEND grad_output(0) mb1 -> 0"]
+    assert [str(ins) for ins in row[4:8]] == [
+        "RECV output(0) mb1 <- 0",
+        "F 1 mb1",
+        "B 1 mb1",
+        "SEND grad_output(0) mb1 -> 0",
+    ]
     program = program.with_rank(1, [row[0], row[4], row[5], *row[1:4], *row[6:]])
     with pytest.raises(Deadlock) as error:
         verify(program)
     assert isinstance(error.value, ProgramError)
     assert error.value.reason == "deadlock: ranks wait for each other in a circle, 0 -> 1 -> 0"
-    assert error.value.details.split("\n") == [
+    assert error.value.details == (
         "  rank 0 instruction 3 `B 0 mb0` waits for grad_output(0) mb0 of rank 1,"
-        " which comes after rank 1 instruction 2 `F 1 mb1`",
+        " which comes after rank 1 instruction 2 `F 1 mb1`\n"
         "  rank 1 instruction 2 `F 1 mb1` waits for output(0) mb1 of rank 0,"
-        " which comes after rank 0 instruction 3 `B 0 mb0`",
-    ]
-    with pytest.raises(ProgramError, match=r"rank \d stops for ever at instruction \d `.*`; verify\(program\) says why"):
+        " which comes after rank 0 instruction 3 `B 0 mb0`"
+    )
+    with pytest.raises(
+        ProgramError, match=r"rank \d stops for ever at instruction \d `.*`; verify\(program\) says why"
+    ):
         simulate(program)
 
 
 def test_a_deadlock_of_three_ranks_through_a_collective():
-    #  rank 0 steps (and waits for all) before it sends what ranks 1 and 2 want before they join
+    #  rank 0 steps, for which rank 2 must join, before it goes on; rank 2 joins after the next step's first forward
     program = compiled("pp=3 microbatches=1", shape(3, tied=[(0, 2)]), steps=2)
     row = program.ranks[2]
-    join = next(k for k, ins in enumerate(row) if ins.op is Op.ALL_REDUCE)
-    next_forward = next(k for k, ins in enumerate(row) if ins.op is Op.FORWARD and ins.step == 1)
-    late = edited(program, 2, lambda row: row.insert(next_forward, row.pop(join)))
-    late = edited(late, 2, lambda row: row.insert(next_forward + 1, row.pop(join)))  # the step, too
-    reason = refused(late, Deadlock)
-    assert reason == "deadlock: ranks wait for each other in a circle, 0 -> 2 -> 1 -> 0"
+    assert " ".join(ins.op.value for ins in row[:8]) == "RECV F B SEND ALL_REDUCE STEP RECV F"
+    late = program.with_rank(2, [row[k] for k in (0, 1, 2, 3, 6, 7, 4, 5, 8, 9, 10, 11)])
+    assert refused(late, Deadlock) == "deadlock: ranks wait for each other in a circle, 0 -> 2 -> 1 -> 0"
 
 
 def test_a_step_before_its_gradients_are_complete(pipeline):
@@ -383,9 +388,9 @@ def test_a_step_before_its_gradients_are_complete(pipeline):
 
 def test_a_step_that_misses_the_other_replica(replicas):
     program = without(without(replicas, 0, 6), 1, 6)
-    assert refused(program) == (
-        "rank 0 instruction 6 `STEP 0:2` comes before its gradients are complete:"
-        " grad(0) lacks micro-batch 0 of replica 1 (layer 0)"
+    assert refused(program) == (  # (rank 0 waits for its first sum when rank 1 gets here)
+        "rank 1 instruction 6 `STEP 0:2` comes before its gradients are complete:"
+        " grad(0) lacks micro-batch 0 of replica 0 (layer 0)"
     )
 
 
@@ -395,8 +400,8 @@ def test_a_step_that_misses_the_other_holder_of_a_tied_set():
         place = next(k for k, ins in enumerate(program.ranks[rank]) if ins.op is Op.ALL_REDUCE)
         program = without(program, rank, place)
     assert re.fullmatch(
-        r"rank 0 instruction \d `STEP 0:2,4` comes before its gradients are complete:"
-        r" grad\(4\) lacks micro-batch 0 \(layer 3\)",
+        r"rank 1 instruction \d `STEP 2:5` comes before its gradients are complete:"
+        r" grad\(4\) lacks micro-batch 0 \(layer 0\)",
         refused(program),
     )
 
@@ -406,7 +411,7 @@ def test_a_gradient_summed_twice():
     for rank in (0, 1):
         program = edited(program, rank, lambda row: row.insert(2, row[2]))
     assert refused(program) == (
-        "rank 1 instruction 3 `ALL_REDUCE 0 over 0,1` counts micro-batch 0 of replica 0 (layer 0) twice:"
+        "rank 0 instruction 3 `ALL_REDUCE 0 over 0,1` counts micro-batch 0 of replica 0 (layer 0) twice:"
         " grad(0) was summed over these ranks before"
     )
 
@@ -424,14 +429,15 @@ def test_a_backward_that_adds_to_a_gradient_while_it_is_summed(rank, bucket):
 
 
 def test_a_received_value_freed_before_it_is_there(pipeline):
-    row = list(pipeline.ranks[0])
-    row[5] = row[5]._replace(frees=tuple(v for v in row[5].frees if v.kind != "grad_output"))
-    row.insert(0, row.pop(4))
-    row.insert(1, row[1]._replace(frees=row[0].writes))
-    del row[2]
-    reason = refused(pipeline.with_rank(0, row))
-    assert "grad_output(1) mb0" in reason
-    assert "rank 0 instruction" in reason
+    loss = output(3, 0)  # sent along for nothing, and thrown away by a backward that does not look at it
+    send, receive, back = pipeline.ranks[1][5], pipeline.ranks[0][4], pipeline.ranks[0][5]
+    program = edited(pipeline, 1, lambda row: row.insert(2, send._replace(layers=(3,), reads=(loss,), frees=())))
+    program = edited(program, 0, lambda row: row.insert(4, receive._replace(layers=(3,), writes=(loss,))))
+    program = replaced(program, 0, 6, frees=(*back.frees, loss))
+    assert refused(program) == (
+        "rank 0 instruction 6 `B 0:2 mb0` frees output(3) mb0 while"
+        " rank 0 instruction 4 `RECV output(3) mb0 <- 1` is under way"
+    )
 
 
 @pytest.mark.parametrize("bucket", ["none", "flat"])
@@ -440,8 +446,8 @@ def test_a_missing_step(bucket):
     assert program.ranks[1][-1].op is Op.STEP
     last = len(program.ranks[1]) - 1
     assert refused(without(program, 1, last)) == (
-        "rank 1 never applies grad(0): it has no STEP for it after its last backward"
-    ) or "never applies grad(1)" in refused(without(program, 1, last))
+        "rank 1 never applies grad(1): it has no STEP for it after its last backward"
+    )
 
 
 def test_a_doubled_step(pipeline):
@@ -491,5 +497,5 @@ def test_compile_verifies_unless_told_not_to(monkeypatch):
     assert [ins.op for ins in plan.compile(layers=2, check=False).ranks[0]] == [Op.STEP]
 
 
-def test_verifying_takes_a_few_seconds_for_hundreds_of_ranks():
+def test_a_program_of_128_ranks_verifies():
     verify(compiled("pp=8 dp=16 microbatches=16", 16))

@@ -57,7 +57,8 @@ def _serve(control: socket.socket, driver: int, folder: str) -> None:
     for end in (wake_read, wake_write):
         end.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    ended: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))  # and select returns
     signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
     watched: list[int] = [control.fileno(), wake_read.fileno()]
     try:
@@ -70,7 +71,7 @@ def _serve(control: socket.socket, driver: int, folder: str) -> None:
     try:
         while True:
             ready, _, _ = select.select(watched, [], [])
-            if gone in ready:
+            if gone in ready or ended:
                 return
             if wake_read.fileno() in ready:
                 wake_read.recv(4096)

@@ -20,7 +20,7 @@ from minipar.costs.measured import Profile
 from minipar.costs.shapes import Shape
 from minipar.errors import PlanError
 from minipar.program import Group
-from minipar.tensors import count_bytes, detach, differentiable, map_tensors, storages, tensors
+from minipar.tensors import count_bytes, detach, differentiable, map_tensors, overwrites, storages, tensors
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -154,7 +154,7 @@ def _measure(
     for _ in range(repeats):
         given = detach(value, input_gradient)
         start = _now(device)
-        output = layer(given)
+        output = layer(map_tensors(given, torch.clone) if overwrites(layer) else given)
         ends = [end for end in ([loss(output)] if loss else differentiable(output)) if end.requires_grad]
         middle = _now(device)
         if ends:
@@ -182,7 +182,7 @@ def weigh(layer: nn.Module, given: Any, loss: Loss | None = None, known: Any = (
         return saved[-1]
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = layer(given)
+        output = layer(map_tensors(given, torch.clone) if overwrites(layer) else given)
         ends = [loss(output)] if loss else differentiable(output)
     given_before = storages([*tensors(given), *tensors(known), *layer.parameters(), *layer.buffers()])
     handed_on = storages(tensors(output)).keys() - given_before.keys()
