@@ -72,8 +72,7 @@ class Executor:
         container = model if isinstance(model, nn.Module) else nn.Sequential(*model)
         randomness.replace_dropout(container, seed)
         layers: list[nn.Module] = list(container.children())
-        if shape_of(layers).groups != program.groups:
-            raise RankError("the program was compiled for a model of another shape; use shape_of(model)")
+        _check_fit(program, layers)
         self.program, self.comm, self.loss = program, comm, loss
         self.instructions = program.ranks[comm.rank]
         held = program.placement[comm.rank]
@@ -165,6 +164,7 @@ class Executor:
         if isinstance(what, int):
             if self._rows(value):
                 self.live[value] = self.links.receive(value, what)
+                self._weigh(value)
             self.ends[index] = time.perf_counter()
             return
         for handle in what:
@@ -266,7 +266,9 @@ class Executor:
                 torch.autograd.backward([edge for _, edge in edges], grads)
             received = [torch.zeros_like(t) if t.grad is None else t.grad for t in differentiable(given)]
         if ins.layers[0] > first:
-            self.live[grad_output(ins.layers[0] - 1, i, step)] = received
+            value = grad_output(ins.layers[0] - 1, i, step)
+            self.live[value] = received
+            self._weigh(value)
         for value in ins.writes:
             if value.kind == "grad":
                 self.buckets.fill(value.index)
@@ -291,6 +293,12 @@ class Executor:
         self.optimizers[ins.layers].step()
         self.buckets.clear(ins.layers)
 
+    def _weigh(self, value: Value) -> None:
+        """Note the size of a value that this rank got or made at the border of its layers."""
+        key = (value.kind, value.index, self._rows(value))
+        if key not in self.sizes:
+            self.sizes[key] = count_bytes(self.live[value])
+
     def size(self, value: Value) -> int:
         """Bytes of a value on this rank, as measured when it was there."""
         if value.microbatch >= 0:
@@ -314,6 +322,19 @@ class Executor:
             if self.program.layers - 1 in self.layers:
                 total += count_bytes(take_rows(y, mine))
         return total
+
+
+def _check_fit(program: Program, layers: Sequence[nn.Module]) -> None:
+    """Refuse a model with other layers, other ties, or more to train than the program was compiled for."""
+    groups = shape_of(layers).groups
+    planned = {group.layers: group.trainable for group in program.groups}
+    same = len(layers) == program.layers and planned.keys() == {group.layers for group in groups}
+    if not same or any(group.trainable and not planned[group.layers] for group in groups):
+        raise RankError(
+            f"program {program.name!r} was compiled for another model: {program.layers} layers with ties "
+            f"{[g.layers for g in program.groups if len(g.layers) > 1]}, not {len(layers)} with "
+            f"{[g.layers for g in groups if len(g.layers) > 1]}; compile it for minipar.costs.profiler.shape_of(model)"
+        )
 
 
 def _pieces(program: Program, rank: int) -> dict[tuple[tuple[int, ...], int], list[tuple[int, ...]]]:

@@ -27,6 +27,7 @@ KINDS = {
     "grad_output": "activations",
     "saved": "activations",
 }
+ALL_KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers", "data", "temporary")
 
 
 class Event(NamedTuple):
@@ -77,7 +78,7 @@ class Trace:
     unit: str = "bytes"
     data: Sequence[int] = ()
     note: str = ""
-    _cache: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    _cache: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __repr__(self) -> str:
         return f"<{self.summary()}>"
@@ -183,7 +184,7 @@ class Trace:
         if self.data:
             changes.append((first, 0, "data", self.data[rank]))
         changes.sort(key=lambda change: change[:2])
-        now = dict.fromkeys([*dict.fromkeys(KINDS.values()), "data"], 0.0)
+        now = dict.fromkeys(ALL_KINDS, 0.0)
         times: list[float] = []
         total: list[float] = []
         kinds: dict[str, list[float]] = {name: [] for name in now}
@@ -257,7 +258,7 @@ class Trace:
             return round(self.size(rank, ins.reads[0]))
         if ins.op in COLLECTIVES:
             n = len(ins.group)
-            return round(sum(part.bytes for part in ins.parts) * 2 * (n - 1) / n)
+            return round(sum(self.size(rank, value) for value in ins.writes) * 2 * (n - 1) / n)
         return 0
 
     def bytes_sent(self) -> list[int]:
@@ -352,6 +353,11 @@ class Trace:
             raise MiniparError(f"not a trace: {error}") from None
         if not isinstance(data, dict) or data.get("format") != "minipar-trace/1":
             raise MiniparError("not a trace: the text has no format 'minipar-trace/1'")
+        missing = [
+            key for key in ("kind", "unit", "note", "data", "program", "starts", "ends", "sizes") if key not in data
+        ]
+        if missing:
+            raise MiniparError(f"not a whole trace: the text has no {', '.join(missing)}")
         values = [Value(*entry) for entry in data["program"]["values"]]
         sizes = [{values[int(k)]: size for k, size in table.items()} for table in data["sizes"]]
 
@@ -395,9 +401,7 @@ class Comparison:
         lines = [f"{'rank':>4} {'instruction':<28} {self.trace.kind:>12} {self.other.kind:>12} {'difference':>12}"]
         for a, b in rows[:limit]:
             x, y = a.duration * clock.scale, b.duration * clock.scale
-            lines.append(
-                f"{a.rank:>4} {a.instruction!s:<28} {x:>9.3f} {unit} {y:>9.3f} {unit} {x - y:>+9.3f} {unit}"
-            )
+            lines.append(f"{a.rank:>4} {a.instruction!s:<28} {x:>9.3f} {unit} {y:>9.3f} {unit} {x - y:>+9.3f} {unit}")
         return "\n".join(line.rstrip() for line in lines)
 
     def summary(self) -> str:

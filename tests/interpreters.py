@@ -1,8 +1,9 @@
-"""Two small readers of a program, written for the tests from the rule of execution alone, and a source of mutants.
+"""Two small readers of programs, written for the tests from the rule of execution alone, and sources of programs.
 
     brute_force(program, costs)    start and end of every instruction: the least solution of the rule's inequalities
     judge(program)                 the lists run on symbols; "" if every gradient comes out right, or what is wrong
-    mutations(program, seed, n)    n programs with a few random changes (swap, drop, duplicate, move, relabel)
+    mutations(program, seed, n)    n programs with a few random changes (swap, drop, double, move, relabel)
+    programs()                     hypothesis: programs of every plan and model
 
 None of them shares code or ideas with `minipar.simulator` and `minipar.verifier`, which they are there to check.
 """
@@ -11,8 +12,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from random import Random
+
+from hypothesis import strategies as st
 
 from minipar import Plan, Program
 from minipar.costs.shapes import Shape
@@ -28,38 +31,84 @@ from minipar.program import (
     param,
     saved,
 )
+from minipar.strategies import schedules
 
-# shapes --------------------------------------------------------------------------------------------------------------
+# programs ------------------------------------------------------------------------------------------------------------
 
 
-def shape(layers: int, tied: Iterable[tuple[int, ...]] = (), frozen: Iterable[int] = (), size: int = 4) -> Shape:
-    """A model with tied sets and frozen layers; a layer's own parameters come first, then one group per tied set."""
+def shape(
+    layers: int,
+    tied: Iterable[tuple[int, ...]] = (),
+    frozen: Iterable[int] = (),
+    frozen_sets: Iterable = (),
+    size: int = 4,
+) -> Shape:
+    """A model with tied sets and frozen layers; a layer's own parameters come first, then one group per tied set.
+
+    A trainable layer has two tensors of `size` bytes, a trainable tied set has one.
+    """
     fixed = set(frozen)
     own = tuple(Group((k,), (), size) if k in fixed else Group((k,), (size, size)) for k in range(layers))
-    return Shape(layers, own + tuple(Group(tuple(held), (size,)) for held in tied), f"{layers} layers")
+    sets = tuple(Group(tuple(held), (size,)) for held in tied)
+    return Shape(layers, own + sets + tuple(Group(tuple(held), (), size) for held in frozen_sets), f"{layers} layers")
+
+
+def compiled(plan: str, model: Shape | int = 4, steps: int = 1) -> Program:
+    """The program of a plan in words, not yet verified."""
+    return Plan.parse(plan).compile(shape(model) if isinstance(model, int) else model, steps=steps, check=False)
+
+
+@st.composite
+def shapes(draw: st.DrawFn, layers: int) -> Shape:
+    """Models of so many layers: any of them frozen, some of them tied."""
+    any_layers = st.sets(st.integers(0, layers - 1), max_size=layers)
+    sets = [tuple(sorted(held)) for held in draw(st.lists(any_layers, max_size=2)) if len(held) > 1]
+    frozen = draw(st.just(set()) | any_layers)
+    return shape(layers, sets, frozen) if draw(st.integers(0, 4)) else shape(layers, (), frozen, sets)
+
+
+@st.composite
+def programs(draw: st.DrawFn, most_microbatches: int = 5, most_steps: int = 2) -> Program:
+    """Programs of every built-in schedule, composed with everything that a plan can choose."""
+    pp, dp = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    split = draw(st.lists(st.integers(1, 3), min_size=pp, max_size=pp))
+    plan = Plan(
+        dp=dp,
+        pp=pp,
+        schedule=draw(st.sampled_from([schedule.name for schedule in schedules()])),
+        microbatches=draw(st.integers(1, most_microbatches)),
+        accumulate=draw(st.sampled_from([1, 1, 2])),
+        split=split,
+        bucket=draw(st.sampled_from(["none", "flat", 25, 12 / 2**20])),  # (12 bytes: two layers a bucket)
+        overlap=draw(st.sampled_from(["none", "backward"])),
+    )
+    return plan.compile(draw(shapes(sum(split))), steps=draw(st.integers(1, most_steps)), check=False)
 
 
 # time ----------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class RandomCosts:
     """A cost for every single instruction, drawn from its name: whole eighths, so that sums are exact."""
 
-    seed: int
-    longest: int = 24
+    def __init__(self, seed: int, longest: int = 24) -> None:
+        self.seed = seed
+        self.longest = longest
+        self.drawn: dict[tuple, float] = {}
 
-    def _draw(self, *name: object) -> float:
-        return Random(f"{self.seed} {name}").randrange(self.longest + 1) / 8
+    def draw(self, *name: object) -> float:
+        if name not in self.drawn:
+            self.drawn[name] = Random(f"{self.seed} {name}").randrange(self.longest + 1) / 8
+        return self.drawn[name]
 
     def compute(self, rank: int, ins: Instruction) -> float:
-        return self._draw("compute", rank, str(ins), ins.step)
+        return self.draw("compute", rank, str(ins), ins.step)
 
     def transfer(self, rank: int, ins: Instruction) -> tuple[float, float]:
-        return self._draw("bandwidth", rank, str(ins), ins.step), self._draw("latency", rank, ins.peer)
+        return self.draw("bandwidth", rank, str(ins), ins.step), self.draw("latency", rank, ins.peer)
 
     def collective(self, ins: Instruction) -> float:
-        return self._draw("collective", str(ins), ins.step)
+        return self.draw("collective", str(ins), ins.step)
 
     def size(self, rank: int, value: Value) -> float:
         return 1.0
@@ -440,8 +489,3 @@ def renamed(ins: Instruction, i: int) -> Instruction:
         return tuple(v._replace(microbatch=i) if v.microbatch >= 0 else v for v in old)
 
     return ins._replace(microbatch=i, reads=values(ins.reads), writes=values(ins.writes), frees=values(ins.frees))
-
-
-def compiled(plan: str, model: Shape | int = 4, steps: int = 1) -> Program:
-    """The program of a plan in words, not yet verified."""
-    return Plan.parse(plan).compile(shape(model) if isinstance(model, int) else model, steps=steps, check=False)

@@ -20,7 +20,7 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parent.parent
-IMPORT_NAMES = {"scikit-learn": "sklearn", "pyyaml": "yaml"}
+IMPORT_NAMES = {"scikit-learn": "sklearn", "pyyaml": "yaml", "pillow": "PIL"}
 
 
 def project():

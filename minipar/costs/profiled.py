@@ -62,7 +62,7 @@ class ProfiledCosts:
 
     def collective(self, ins: Instruction) -> float:
         n = len(ins.group)
-        size = sum(part.bytes for part in ins.parts)
+        size = sum(self.size(ins.group[0], value) for value in ins.writes)
         return len(ins.parts) * 2 * (n - 1) * self.latency + 2 * (n - 1) / n * size / self.bandwidth
 
     def size(self, rank: int, value: Value) -> int:

@@ -1,0 +1,138 @@
+"""The command line: JSON keys, exit codes, one-line errors that say what is possible."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from minipar.cli import main
+
+
+def call(capsys, *words: str) -> tuple[int, str, str]:
+    code = main(words)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def data(capsys, *words: str) -> dict:
+    code, out, err = call(capsys, *words, "--json")
+    assert (code, err) == (0, "")
+    assert len(out.splitlines()) == 1
+    return json.loads(out)
+
+
+def test_simulate_gives_the_closed_form(capsys):
+    found = data(capsys, "simulate", "pp=4 schedule=1f1b microbatches=8", "--layers", "4", "--forward", "1",
+                 "--backward", "2", "--latency", "0.5")  # fmt: skip
+    assert found["time"] == 41
+    assert found["bubble_of_total"] == pytest.approx(1 - 24 / 41)
+    assert found["bubble_of_ideal"] == pytest.approx(41 / 24 - 1)
+    assert found["window_bubble"] == 17
+    assert found["in_flight"] == [4, 3, 2, 1]
+    assert found["weight_versions"] == [1, 1, 1, 1]
+    assert found["staleness"] == [0, 0, 0, 0]
+    assert found["messages_per_microbatch"] == 6
+    assert found["instructions"] == 4 * 16 + 2 * 3 * 16 + 4
+
+
+def test_simulate_stage_factors_and_halves(capsys):
+    found = data(capsys, "simulate", "pp=2 schedule=gpipe microbatches=3", "--layers", "2", "--input-gradient", "0.5",
+                 "--weight-gradient", "1.5", "--stage-factors", "1,3")  # fmt: skip
+    # the slow rank: waits 1, three forwards of 3, three backwards of 6; then the fast rank's last backward of 2
+    assert found["time"] == 1 + 9 + 18 + 2
+
+
+def test_simulate_reads_well(capsys):
+    code, out, _ = call(capsys, "simulate", "pp=2 microbatches=2", "--layers", "2")
+    assert code == 0
+    assert "bubble of total" in out
+
+
+def test_run_equals_plain_torch(capsys):
+    found = data(capsys, "run", "pp=2 dp=2 microbatches=4 schedule=1f1b", "--model", "gpt-tiny-tied", "--steps", "2",
+                 "--batch", "10", "--check", "--dtype", "float64", "--ranks", "4", "--seed", "3")  # fmt: skip
+    assert found["losses"] == pytest.approx(found["reference_losses"], rel=1e-12)
+    assert found["losses"][1] < found["losses"][0]
+    assert found["max_gradient_error"] <= 1e-12
+    for key in ("time", "bubble_of_total"):
+        assert set(found[key]) == {"predicted", "measured"}
+        assert found[key]["measured"] > 0
+    assert len(found["peak_memory"]) == len(found["bytes_sent"]) == 4
+    for peak in found["peak_memory"]:
+        kinds = {"parameters", "gradients", "optimizer", "activations", "buffers", "data", "temporary"}
+        assert set(peak["by_kind"]) == kinds
+        assert sum(peak["by_kind"].values()) == peak["measured"]
+        assert isinstance(peak["predicted"], int)
+    assert all(isinstance(sent, int) and sent > 0 for sent in found["bytes_sent"])
+
+
+def test_run_without_check_has_no_gradient_error(capsys):
+    found = data(capsys, "run", "dp=2", "--model", "mlp-tiny", "--steps", "1", "--batch", "4")
+    assert "max_gradient_error" not in found
+    code, out, _ = call(capsys, "run", "dp=2", "--model", "mlp-tiny", "--steps", "1", "--batch", "4", "--check")
+    assert code == 0
+    assert "max gradient error" in out
+    assert "rank 1" in out
+
+
+def test_schedules_lists_what_plan_takes(capsys):
+    names = [entry["name"] for entry in data(capsys, "schedules")["schedules"]]
+    assert {"gpipe", "1f1b", "eager-1f1b", "naive"} <= set(names)
+    code, out, _ = call(capsys, "schedules")
+    assert code == 0
+    assert all(name in out for name in names)
+
+
+def test_doctor_really_sums(capsys):
+    found = data(capsys, "doctor")
+    assert found["two ranks sum [1,2,3] and [1,0,1]"] == "[2, 2, 4] and [2, 2, 4]"
+    assert found["cores"] >= 1
+
+
+REFUSED = [
+    (["simulate", "pp=5", "--layers", "4"], ["pp=5", "1 to 4"]),
+    (["simulate", "pp=4 microbatches=0", "--layers", "4"], ["microbatches=0", "at least 1"]),
+    (["simulate", "pp=x", "--layers", "4"], ["pp=x", "whole number"]),
+    (["simulate", "schedule=2f2b", "--layers", "4"], ["2f2b", "gpipe", "1f1b"]),
+    (["simulate", "stages=4", "--layers", "4"], ["stages", "possible are dp, pp"]),
+    (["simulate", "pp", "--layers", "4"], ["'pp'", "key=value"]),
+    (["simulate", "pp=2", "--layers", "many"], ["--layers", "many", "whole number"]),
+    (["simulate", "pp=2", "--layers", "0"], ["--layers", "1 or more"]),
+    (["simulate", "pp=2", "--layers", "2", "--forward", "nan"], ["--forward", "finite"]),
+    (["simulate", "pp=2", "--layers", "2", "--latency", "-1"], ["--latency", "at least 0"]),
+    (["simulate", "pp=2", "--layers", "2", "--stage-factors", "1,2,3"], ["stage_factors", "2 stages"]),
+    (["simulate", "pp=2"], ["--layers"]),
+    (["run", "pp=2", "--model", "gpt-huge", "--steps", "1"], ["gpt-huge", "gpt-tiny"]),
+    (["run", "pp=2 dp=2", "--model", "gpt-tiny", "--steps", "1", "--ranks", "3"], ["--ranks 3", "4 ranks"]),
+    (["run", "pp=7", "--model", "gpt-tiny", "--steps", "1"], ["pp=7", "6"]),
+    (["run", "pp=2", "--model", "gpt-tiny", "--steps", "0"], ["--steps"]),
+    (["run", "pp=2", "--model", "gpt-tiny", "--steps", "1", "--dtype", "int8"], ["--dtype", "float64"]),
+    (["bench", "everything"], ["everything", "simulator"]),
+    (["fly"], ["fly", "simulate"]),
+    ([], ["COMMAND"]),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), REFUSED, ids=lambda value: " ".join(value)[:40])
+def test_what_cannot_be_is_refused_in_one_line(capsys, words, said):
+    code, out, err = call(capsys, *words)
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    for text in said:
+        assert text in err
+
+
+def test_installed_command_and_exit_status():
+    done = subprocess.run([sys.executable, "-m", "minipar.cli", "simulate", "pp=9", "--layers", "4"],
+                          capture_output=True, text=True, check=False)  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+
+
+def test_simulate_needs_no_torch():
+    code = "from minipar.cli import main; main(['simulate', 'pp=2', '--layers', '2'])"
+    code = f"import sys; {code}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -1,0 +1,133 @@
+"""execute(): programs on real ranks, also programs that no pass made; and what it refuses."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from minipar import Plan, PlanError, data, execute, verify
+from minipar.costs.profiler import shape_of
+from minipar.errors import ProgramError
+from minipar.execution import Job, run_plainly
+from minipar.program import Op
+from minipar.reference import gradient_error
+from tests.toys import rows, toy
+
+MODEL = partial(toy, ("linear", "tuples", "dropout"), tied=True)
+
+
+def job(model=MODEL, **options) -> Job:
+    options.setdefault("loss", nn.functional.mse_loss)
+    return Job(model, rows(12), dtype=torch.float64, **options)
+
+
+def compiled(text: str, model=MODEL, **options):
+    return Plan.parse(text).compile(shape_of(list(model())), **options)
+
+
+def test_several_steps_in_one_program_are_several_steps(clusters):
+    program = compiled("pp=2 microbatches=3", steps=3)
+    found = execute(program, job(), cluster=clusters(2), passes=2)
+    plain, _ = clusters(2).run(run_plainly, job(), 6)[0]
+    assert found.losses == pytest.approx(plain.losses, rel=1e-12)
+    for mine, expected in zip(found.gradients, plain.gradients, strict=True):
+        assert gradient_error(mine, expected) < 1e-12
+
+
+@pytest.mark.parametrize("text", ["pp=4 microbatches=4 schedule=gpipe", "pp=2 dp=2 microbatches=3 bucket=0.0001"])
+def test_unfused_and_reordered_programs_run_right(clusters, text):
+    """Any order that verifies gives the same gradients: here every receive is moved up as far as it can go."""
+    program = compiled(text)
+    for rank, instructions in enumerate(program.ranks):
+        order = list(instructions)
+        for k, ins in enumerate(instructions):
+            if ins.op is Op.RECV:
+                order.remove(ins)
+                before = sum(other.op is Op.RECV for other in instructions[:k])
+                order.insert(before, ins)
+        program = program.with_rank(rank, order)
+    try:
+        verify(program)
+    except ProgramError as error:
+        pytest.fail(str(error))
+    found = execute(program, job(), cluster=clusters(len(program.ranks)))
+    plain, _ = clusters(len(program.ranks)).run(run_plainly, job(), 1)[0]
+    assert gradient_error(found.gradients[0], plain.gradients[0]) < 1e-12
+
+
+def test_the_measured_trace_is_of_the_program_that_ran(clusters):
+    program = compiled("pp=2 dp=2 microbatches=3")
+    trace = execute(program, job(), cluster=clusters(4), passes=3).trace
+    assert trace.program is program
+    assert trace.kind == "measured"
+    for rank, instructions in enumerate(program.ranks):
+        starts, ends = trace.starts[rank], trace.ends[rank]
+        assert all(e - s >= 0 for s, e in zip(starts, ends, strict=True))
+        compute = [k for k, ins in enumerate(instructions) if ins.stream == "compute"]
+        for a, b in pairwise(compute):
+            assert ends[a] <= starts[b]  # one loop, in order
+    sends = {(r, i.peer, str(i.reads[0])): trace.starts[r][k] for r, row in enumerate(program.ranks)
+             for k, i in enumerate(row) if i.op is Op.SEND}  # fmt: skip
+    for rank, row in enumerate(program.ranks):
+        for k, ins in enumerate(row):
+            if ins.op is Op.RECV:
+                assert trace.ends[rank][k] >= sends[ins.peer, rank, str(ins.writes[0])]
+
+
+def test_bytes_are_those_of_the_tensors(clusters):
+    model = partial(toy, ("linear", "linear"))
+    program = compiled("pp=2 dp=2 microbatches=2 bucket=flat", model)
+    trace = execute(program, job(model), cluster=clusters(4)).trace
+    message = 12 // 4 * 6 * 8  # rows x width x float64
+    gradients = 2 * (6 * 6 + 6) * 8
+    assert trace.bytes_per_link() == dict.fromkeys([(0, 1), (1, 0), (2, 3), (3, 2)], 2 * message)
+    assert trace.bytes_sent() == [2 * message + gradients] * 4
+
+
+class Growing(nn.Module):
+    """Hands on something of another shape at every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.linear(x).repeat(1, self.calls)
+
+
+def growing():
+    return nn.Sequential(Growing(), nn.AdaptiveAvgPool1d(6), nn.Linear(6, 6))
+
+
+def test_a_shape_that_changes_is_refused_before_it_is_sent(clusters):
+    """gloo would abort the receiving process, or leave stale data."""
+    program = compiled("pp=2 microbatches=2 split=1,2", growing)
+    with pytest.raises(Exception, match="another form than before"):
+        execute(program, job(growing), cluster=clusters(2))
+    assert clusters(2).run(lambda: 1) == [1, 1]
+
+
+def test_loss_must_be_a_scalar(clusters):
+    program = compiled("pp=2")
+    with pytest.raises(Exception, match="must be a scalar"):
+        execute(program, job(loss=partial(nn.functional.mse_loss, reduction="none")), cluster=clusters(2))
+
+
+def test_refusals(clusters):
+    program = compiled("pp=2")
+    with pytest.raises(PlanError, match="needs 2 ranks, but the cluster has 4"):
+        execute(program, job(), cluster=clusters(4))
+    with pytest.raises(Exception, match="compiled for another model"):
+        execute(program, job(partial(toy, ("linear",))), cluster=clusters(2))
+    with pytest.raises(PlanError, match="without layers"):
+        execute(program, job(nn.Linear(6, 6)), cluster=clusters(2))
+    with pytest.raises(PlanError, match="data=int"):
+        Job(MODEL, 3)
+    with pytest.raises(PlanError, match="batch=0"):
+        Job(MODEL, data.stdlib_text(), batch=0)

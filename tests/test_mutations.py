@@ -1,0 +1,230 @@
+"""Right programs verify; what verifies is right. Judged by a symbolic machine that shares nothing with the verifier."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import minipar
+from minipar import Backward, Forward, Plan, ProgramError, simulate, verify
+from minipar.errors import Deadlock
+from minipar.program import Op
+from minipar.strategies import registry
+from tests.interpreters import RandomCosts, brute_force, compiled, judge, mutations, programs, shape, shapes
+
+quickly = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+
+
+def accepted(program) -> bool:
+    """Whether verify accepts a program. It may refuse with ProgramError only, in one line and details."""
+    try:
+        verify(program)
+    except ProgramError as error:
+        assert error.reason
+        assert "\n" not in error.reason
+        return False
+    return True
+
+
+def assert_sound(program, what: str) -> bool:
+    """What verify accepts must be right, and run in the simulator as brute force says. Whether it is accepted."""
+    if not accepted(program):
+        return False
+    assert judge(program) == "", what
+    costs = RandomCosts(len(program))
+    trace = simulate(program, costs)
+    assert (trace.starts, trace.ends) == brute_force(program, costs), what
+    return True
+
+
+# right programs ------------------------------------------------------------------------------------------------------
+
+
+@given(programs())
+@settings(max_examples=250, deadline=None, derandomize=True)
+def test_every_plan_gives_a_program_that_verifies_and_is_right(program):
+    verify(program)
+    assert judge(program) == ""
+
+
+SHAPES = {
+    "plain": shape(4),
+    "tied ends": shape(4, tied=[(0, 3)]),
+    "tied twice": shape(4, tied=[(0, 3), (0, 1, 2)]),
+    "frozen start": shape(4, frozen=[0, 1]),
+    "frozen middle": shape(4, frozen=[1, 2]),
+    "frozen and tied": shape(4, tied=[(1, 3)], frozen=[0, 2]),
+    "tied set frozen": shape(4, frozen_sets=[(0, 3)]),
+    "all frozen": shape(4, frozen=range(4)),
+}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b", "naive"])
+@pytest.mark.parametrize("model", SHAPES)
+def test_every_schedule_on_every_kind_of_model(schedule, model):
+    for words in ("pp=4 microbatches=3", "pp=2 dp=2 microbatches=3 accumulate=2 bucket=none", "dp=3 overlap=none"):
+        program = compiled(f"{words} schedule={schedule}", SHAPES[model], steps=2)
+        verify(program)
+        assert judge(program) == ""
+
+
+# wrong programs ------------------------------------------------------------------------------------------------------
+
+SMALL = {
+    "pipeline": lambda: compiled("pp=2 microbatches=2", 2),
+    "replicas": lambda: compiled("dp=2 microbatches=2 bucket=none", 2),
+    "two steps": lambda: compiled("microbatches=2", 2, steps=2),
+    "tied": lambda: compiled("pp=2 dp=2", shape(2, tied=[(0, 1)])),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_all_single_changes_of_small_programs(name):
+    """Every pair swapped, every instruction dropped, doubled and moved, everywhere."""
+    program = SMALL[name]()
+    count = Counter()
+    for rank, row in enumerate(program.ranks):
+        places = range(len(row))
+        mutants = [(f"drop {a}", [*row[:a], *row[a + 1 :]]) for a in places]
+        for a in places:
+            rest = [*row[:a], *row[a + 1 :]]
+            for b in places:
+                mutants.append((f"move {a} to {b}", [*rest[:b], row[a], *rest[b:]]))
+                mutants.append((f"double {a} at {b}", [*row[:b], row[a], *row[b:]]))
+                swapped = list(row)
+                swapped[a], swapped[b] = row[b], row[a]
+                mutants.append((f"swap {a} and {b}", swapped))
+        for words, instructions in mutants:
+            mutant = program.with_rank(rank, instructions)
+            ok = accepted(mutant)
+            assert not ok or judge(mutant) == "", f"{words} of rank {rank}"
+            assert not words.startswith("drop") or not ok, f"{words} of rank {rank} is not missed"
+            count[ok] += tuple(instructions) != row
+    assert count[True] >= 3  # some orders are as good as the one compiled
+    assert count[False] >= 100
+
+
+@given(programs(most_microbatches=4), st.integers(0, 10**9))
+@quickly
+def test_random_changes_are_refused_or_harmless(program, seed):
+    for words, mutant in mutations(program, seed, 12):
+        assert_sound(mutant, words)
+
+
+def test_random_changes_are_of_both_kinds_and_refused_only_with_reason():
+    """The verifier does not save itself work by refusing: what it refuses is wrong, but for a few kinds of mess."""
+    program = compiled("pp=2 dp=2 microbatches=3 bucket=none", shape(4, tied=[(0, 3)]))
+    count = Counter()
+    for words, mutant in mutations(program, 1, 400):
+        ok, right = accepted(mutant), judge(mutant) == ""
+        assert right or not ok, words
+        count[ok, right] += 1
+        if right and not ok:  # the same forward twice in a row, or a message with another label
+            assert any(kind in words for kind in ("double", "move", "swap", "label")), words
+    assert count[True, True] > 30
+    assert count[False, False] > 200
+    assert count[False, True] < 40
+
+
+def test_mutations_are_reproducible():
+    program = compiled("pp=2 microbatches=2", 2)
+    first, again, other = ([m.ranks for _, m in mutations(program, seed, 20)] for seed in (3, 3, 4))
+    assert first == again
+    assert first != other
+
+
+# schedules made at random --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own_schedules(monkeypatch):
+    monkeypatch.setattr(registry, "_schedules", dict(registry._schedules))
+
+
+@st.composite
+def orders(draw):
+    """For each stage an order of forwards and backwards: any at all, or one with each backward after its forward."""
+    stages, m = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    actions = [*map(Forward, range(m)), *map(Backward, range(m))]
+    chosen = []
+    for _ in range(stages):
+        order = draw(st.permutations(actions))
+        kind = draw(st.integers(0, 5))
+        if kind:  # put each micro-batch's two actions in the right order
+            places = {action: k for k, action in enumerate(order)}
+            for i in range(m):
+                a, b = sorted((places[Forward(i)], places[Backward(i)]))
+                order[a], order[b] = Forward(i), Backward(i)
+        if kind == 1:
+            order.pop(draw(st.integers(0, len(order) - 1)))
+        chosen.append(order)
+    return stages, m, chosen
+
+
+@pytest.mark.usefixtures("own_schedules")
+@given(orders(), st.integers(1, 2), st.sampled_from(["none", "flat"]), st.data())
+@settings(
+    max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_random_schedules_are_refused_or_run(order, replicas, bucket, data):
+    stages, m, chosen = order
+    minipar.schedule("random")(lambda rank, *_: chosen[rank])
+    plan = Plan(pp=stages, dp=replicas, microbatches=m, schedule="random", bucket=bucket)
+    program = plan.compile(data.draw(shapes(stages + 1)), steps=data.draw(st.integers(1, 2)), check=False)
+    if not assert_sound(program, str(chosen)):
+        assert judge(program), f"{chosen} was refused, but is right"
+
+
+@pytest.mark.usefixtures("own_schedules")
+def test_of_all_orders_of_two_microbatches_on_two_stages_these_run():
+    """Counted by hand: on each stage 6 orders have their backwards after their forwards; 36 pairs, some deadlock."""
+    from itertools import permutations, product
+
+    names = {Forward(0): "F0", Forward(1): "F1", Backward(0): "B0", Backward(1): "B1"}
+    valid = [o for o in permutations(names) if all(o.index(Forward(i)) < o.index(Backward(i)) for i in (0, 1))]
+    assert len(valid) == 6
+    runs, stuck = [], []
+    for pair in product(valid, repeat=2):
+        minipar.schedule("pair")(lambda rank, *_, pair=pair: pair[rank])
+        program = Plan(pp=2, microbatches=2, schedule="pair").compile(layers=2, check=False)
+        try:
+            verify(program)
+            assert judge(program) == ""
+            runs.append(pair)
+        except ProgramError as error:
+            assert isinstance(error, Deadlock)
+            assert "is stuck at" in judge(program)
+            stuck.append(pair)
+    text = ["|".join("".join(names[a] for a in order) for order in pair) for pair in runs]
+    #  a stage that does all its forwards first takes any partner whose own order it can follow
+    assert "F0F1B0B1|F0B0F1B1" in text
+    assert "F0B0F1B1|F0F1B0B1" not in text
+    assert (len(runs), len(stuck)) == (20, 16)
+
+
+def test_the_symbolic_machine_finds_what_it_is_there_for():
+    """(A judge that says "right" to everything would let every test above pass.)"""
+    program = compiled("pp=2 dp=2 microbatches=2 bucket=none", 4)
+    assert judge(program) == ""
+    first, last = program.ranks[0], program.ranks[1]
+    reduce = next(k for k, ins in enumerate(first) if ins.op is Op.ALL_REDUCE)
+    step = len(first) - 1
+    wrong = {
+        "stuck": program.with_rank(0, [ins for ins in first if ins.op is not Op.SEND]),
+        "wrong number of updates": program.with_rank(0, first[:step]),
+        "wrong gradient": program.with_rank(0, [*first[:reduce], *first[reduce + 1 :]]),
+        "underway": program.with_rank(
+            0, [*first[: reduce - 1], first[reduce], first[reduce - 1], *first[reduce + 1 :]]
+        ),
+        "not there": program.with_rank(1, [ins for ins in last if ins.op is not Op.FORWARD]),
+        "different parameters": program.with_rank(
+            0,
+            [
+                ins._replace(layers=(0,), reads=r.reads, writes=r.writes) if ins is (r := first[reduce]) else ins
+                for ins in first
+            ],
+        ),
+    }
+    for says, mutant in wrong.items():
+        assert says in judge(mutant) or judge(mutant), says

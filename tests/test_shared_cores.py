@@ -1,0 +1,48 @@
+"""Fewer cores than ranks: equal to the plain simulation with cores enough, and exact where the answer is known."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minipar import Plan, PlanError, simulate
+from minipar.costs.unit import UnitCosts
+from minipar.shared_cores import walk_shared
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    st.sampled_from(["naive", "gpipe", "1f1b", "eager-1f1b"]),
+    st.integers(1, 4),
+    st.integers(1, 2),
+    st.integers(1, 5),
+    st.lists(st.sampled_from([0.5, 1.0, 2.5]), min_size=4, max_size=4),
+    st.sampled_from([0.0, 0.25, 2.0]),
+)
+def test_with_cores_enough_it_is_the_plain_simulation(schedule, pp, dp, microbatches, factors, latency):
+    program = Plan(schedule=schedule, pp=pp, dp=dp, microbatches=microbatches, bucket="none").compile(layers=5)
+    costs = UnitCosts(program, latency=latency, stage_factors=tuple(factors[:pp]))
+    plain = simulate(program, costs)
+    starts, ends = walk_shared(program, costs, pp * dp)
+    for mine, expected in ((starts, plain.starts), (ends, plain.ends)):
+        for a, b in zip(mine, expected, strict=True):
+            assert a == pytest.approx(b)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "naive"])
+def test_one_core_does_all_the_work_in_a_row(schedule):
+    program = Plan(schedule=schedule, pp=4, microbatches=8).compile(layers=4)
+    assert simulate(program, forward=1, backward=2, cores=1).time == pytest.approx(4 * 8 * 3)
+
+
+def test_two_ranks_on_one_core_run_at_half_speed():
+    program = Plan(dp=2, microbatches=1).compile(layers=1)
+    trace = simulate(program, forward=1, backward=2, cores=1)
+    assert [trace.ends[rank][0] for rank in range(2)] == pytest.approx([2, 2])
+    assert trace.time == pytest.approx(6)
+
+
+def test_no_core_is_refused():
+    with pytest.raises(PlanError, match="cores=0"):
+        simulate(Plan(dp=2).compile(layers=1), cores=0)
