@@ -61,16 +61,16 @@ def critical_path(trace: Trace) -> list[Event]:
 def _arrivals(trace: Trace, sender: Mapping[Place, Place]) -> dict[Place, float]:
     """When each measured message was there, as far as can be known.
 
-    A measured RECV ends when its rank has looked, perhaps long after the message came; so a message counts as there
-    when it would have come with the transit of the fastest on its link (which also cancels clocks that differ).
+    A measured RECV ends when its rank has looked, perhaps long after the message came. So a message counts as there
+    when it was sent, and had the time that the fastest on its link took from the start of its SEND.
     """
-    ends = trace.ends
+    starts, ends = trace.starts, trace.ends
     fastest: dict[tuple[int, int], float] = {}
     for (rank, index), (source, k) in sender.items():
-        transit = ends[rank][index] - ends[source][k]
+        transit = ends[rank][index] - starts[source][k]
         fastest[source, rank] = min(transit, fastest.get((source, rank), transit))
     return {
-        (rank, index): min(ends[rank][index], ends[source][k] + fastest[source, rank])
+        (rank, index): min(ends[rank][index], max(ends[source][k], starts[source][k] + fastest[source, rank]))
         for (rank, index), (source, k) in sender.items()
     }
 

@@ -90,7 +90,7 @@ class Executor:
         }
         self.overwriting = {layer for layer in held if overwrites(self.layers[layer])}
         self.pieces = _pieces(program, comm.rank)
-        self.forms: dict[Any, Any] = {}
+        self.links = Links(program, comm, self._rows)
         self.sizes: dict[tuple[str, int, int], int] = {}  # (kind, layer, rows) -> bytes
         self.live: dict[Value, Any] = {}
         self.graphs: dict[tuple[int, int, int], tuple[Any, list[tuple[int, Any]]]] = {}
@@ -110,7 +110,7 @@ class Executor:
         size = len(instructions)
         starts, self.ends = [0.0] * size, [0.0] * size
         ends, clock = self.ends, time.perf_counter
-        links = self.links = Links(program, self.comm, self._rows, self.forms)
+        links = self.links
         self.pending: dict[Value, tuple[int, Any]] = {}  # value -> (index of its writer, peer or handles)
         pending = self.pending
         posted: dict[int, list[float]] = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from minipar import strategies
@@ -183,7 +183,7 @@ class Plan:
         if self.accumulate == 1:
             return chosen
         return [
-            action._replace(microbatch=action.microbatch + r * self.microbatches)
+            replace(action, microbatch=action.microbatch + r * self.microbatches)
             for r in range(self.accumulate)
             for action in chosen
         ]

@@ -134,28 +134,33 @@ def span(layers: Sequence[int]) -> str:
     return ",".join(str(a) if b == a + 1 else f"{a}:{b}" for a, b in runs)
 
 
-class Forward(NamedTuple):
+# (Not tuples: Forward(0) and Backward(0) must differ.)
+@dataclass(frozen=True, slots=True)
+class Forward:
     """A schedule's action: run the forward of micro-batch `microbatch` through chunk `chunk` of this rank."""
 
     microbatch: int
     chunk: int = 0
 
 
-class Backward(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Backward:
     """A schedule's action: the whole backward of one micro-batch through one chunk."""
 
     microbatch: int
     chunk: int = 0
 
 
-class BackwardInput(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class BackwardInput:
     """A schedule's action: only the gradient of the chunk's input (the zero-bubble papers' B)."""
 
     microbatch: int
     chunk: int = 0
 
 
-class BackwardWeight(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class BackwardWeight:
     """A schedule's action: only the gradient of the chunk's weights (the zero-bubble papers' W)."""
 
     microbatch: int

@@ -126,8 +126,28 @@ def test_one_rank_and_no_instructions():
     assert Trace(Program(((),), 1, 1, (Group((0,)),)), [[]], [[]], lambda r, v: 0).critical_path() == []
 
 
+def test_a_measured_send_that_was_held_up_is_what_its_receiver_waited_for():
+    """The second SEND begins at 11, but its process sleeps until 40; the third is seen to end after its arrival."""
+    out = [Value("output", 0, i, 0) for i in range(3)]
+    first = [Instruction(Op.SEND, (0,), i, 0, (out[i],), (), (), "send 1", 1) for i in range(3)]
+    second = []
+    for i in range(3):
+        second.append(Instruction(Op.RECV, (0,), i, 0, (), (out[i],), (), "recv 0", 0))
+        second.append(Instruction(Op.FORWARD, (1,), i, 0, (out[i],), (), (out[i],)))
+    starts, ends = [[10, 11, 60], [0, 10.5, 0, 40.5, 0, 60.5]], [[10.2, 40, 70], [10.5, 20, 40.5, 50, 60.5, 75]]
+    trace = Trace(Program((tuple(first), tuple(second)), 2, 3, ()), starts, ends, lambda r, v: 0, "measured")
+    assert [f"{e.rank} {e.instruction.op.name} {e.start}" for e in trace.critical_path()][-3:] == [
+        "0 SEND 60", "1 RECV 0", "1 FORWARD 60.5",
+    ]  # fmt: skip
+    before = replace(trace, starts=[starts[0][:2], starts[1][:4]], ends=[ends[0][:2], ends[1][:4]])
+    before = replace(before, program=Program((tuple(first[:2]), tuple(second[:4])), 2, 3, ()))
+    assert [f"{e.rank} {e.instruction.op.name} {e.end}" for e in before.critical_path()][-3:] == [
+        "0 SEND 40", "1 RECV 40.5", "1 FORWARD 50",
+    ]  # fmt: skip
+
+
 def test_a_message_that_was_there_long_ago_is_not_what_a_measured_rank_waited_for():
-    """A measured RECV ends when its rank looks. Rank 1 looks at 30 and 50, for messages that were there at 12 and 22."""
+    """A measured RECV ends when its rank looks: rank 1 looks at 30 and 50, for messages sent by 21 and 31."""
     out = [Value("output", 0, i, 0) for i in range(3)]
     first, second = [], []
     for i in range(3):

@@ -11,7 +11,7 @@ import minipar
 from minipar import Backward, BackwardInput, Forward, Plan, PlanError, ProgramError, simulate
 from minipar.program import Op
 from minipar.strategies import registry
-from tests.interpreters import judge, shape
+from tests.interpreters import BUILT_IN, judge, shape
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def plans(draw):
     return Plan(
         dp=draw(st.integers(1, 9)),
         pp=pp,
-        schedule=draw(st.sampled_from(["gpipe", "naive", "1f1b", "eager-1f1b"])),
+        schedule=draw(st.sampled_from(BUILT_IN)),
         microbatches=draw(st.integers(1, 64)),
         accumulate=draw(st.integers(1, 4)),
         split=draw(st.none() | st.lists(st.integers(1, 9), min_size=pp, max_size=pp)),

@@ -200,8 +200,8 @@ class Members:
         """Its socket has ended: nothing more is heard of it, and nothing that it had started may go on."""
         member.alive = False
         self.selector.unregister(member.control)
-        if member.process.wait(0.5) is None:  # it closed its socket and lives, or its helper process died with it
-            member.process.kill()
+        member.process.kill()  # no longer changes the exit status of a process that is ending
+        member.process.wait(0.5)
 
     def stop(self, ranks: Iterable[int]) -> None:
         """Kill these ranks with whatever they had started, print their last words, and forget them."""

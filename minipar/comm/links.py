@@ -63,25 +63,27 @@ def acknowledgements(program: Program, rank: int) -> dict[tuple[int, int], int]:
 
 
 class Links:
-    """All links of a rank for one pass through its program.
+    """All links of a rank, kept from one pass through its program to the next.
 
     rows(value) gives the number of rows of a value's micro-batch; nothing is sent for a micro-batch without rows.
     """
 
-    def __init__(
-        self, program: Program, comm: Communicator, rows: Callable[[Value], int], forms: dict[Any, Any]
-    ) -> None:
+    def __init__(self, program: Program, comm: Communicator, rows: Callable[[Value], int]) -> None:
         self.program = program
         self.comm = comm
         self.rows = rows
-        self.forms = forms  # kept from step to step: (peer, layer, rows) -> form of the value
+        self.forms: dict[Any, Any] = {}  # (direction, peer, layer, rows) -> form of the value
         self.done = acknowledgements(program, comm.rank)
         self.inboxes: dict[int, _Inbox] = {}
         self.outgoing: dict[int, deque[tuple[Any, list[Handle]]]] = {}
         self.completed: dict[int, int] = {}
         for ins in program.ranks[comm.rank]:
             if ins.op is Op.RECV:
-                self.inboxes.setdefault(ins.peer, _Inbox(self, ins.peer)).order.append(ins.writes[0])
+                inbox = self.inboxes.setdefault(ins.peer, _Inbox(self, ins.peer))
+                inbox.positions[ins.writes[0]] = len(inbox.order)
+                inbox.order.append(ins.writes[0])
+            elif ins.op is Op.SEND:
+                self.outgoing[ins.peer] = deque()
 
     def tag(self, value: Value) -> int:
         """A number of its own for every value: a message can never be taken for another one."""
@@ -89,8 +91,10 @@ class Links:
         return (2 * i + (value.kind == "grad_output")) * TENSORS
 
     def start(self) -> None:
-        """Post the first receives of every link."""
+        """A new pass begins: post the first receives of every link."""
+        self.completed.clear()
         for inbox in self.inboxes.values():
+            inbox.reached = inbox.posted = inbox.due = 0
             inbox.post(self.program.receives_ahead)
 
     def reach(self, peer: int) -> None:
@@ -101,7 +105,7 @@ class Links:
 
     def send(self, value: Value, content: Any, peer: int) -> None:
         """Start sending; never blocks. Raises RankError if the message is not what the receiver expects."""
-        queue = self.outgoing.setdefault(peer, deque())
+        queue = self.outgoing[peer]
         if self.rows(value) == 0:
             queue.append((None, []))
             return
@@ -152,17 +156,12 @@ class _Inbox:
         self.links = links
         self.peer = peer
         self.order: list[Value] = []
+        self.positions: dict[Value, int] = {}
         self.reached = 0
         self.posted = 0
         self.due = 0
         self.header: tuple[Tensor, Handle] | None = None
         self.open: dict[Value, Received] = {}
-
-    @property
-    def positions(self) -> dict[Value, int]:
-        if not hasattr(self, "_positions"):
-            self._positions = {value: k for k, value in enumerate(self.order)}
-        return self._positions
 
     def post(self, due: int) -> None:
         """Post receives until `due` of them are, or until one whose form is not known yet."""

@@ -4,7 +4,8 @@
                                           becomes
     rank 1   F 1 mb0 <- output(0)                    rank 1   RECV output(0) mb0 <- 0 | F 1 mb0
 
-SEND stands right after the producer and frees the sender's copy when it is done; RECV stands right before its reader.
+SEND stands right after the producer; the last one frees the copy of the sender when it is done. RECV stands right before
+its reader.
 Receive order equals send order on each link (NCCL has no tags), so a RECV whose reader comes late may move up.
 """
 
@@ -30,6 +31,7 @@ def insert_transfers(ranks: Mapping[int, Sequence[Instruction]]) -> dict[int, li
     links: dict[tuple[int, int], list[tuple[int, int, Value]]] = {}
     local: set[tuple[int, Value]] = set()
     seen: set[tuple[int, Value]] = set()
+    last_target: dict[Value, int] = {}
     for rank, instructions in ranks.items():
         for k, ins in enumerate(instructions):
             for value in ins.reads:
@@ -40,6 +42,7 @@ def insert_transfers(ranks: Mapping[int, Sequence[Instruction]]) -> dict[int, li
                     local.add((rank, value))
                 elif (rank, value) not in seen:
                     seen.add((rank, value))
+                    last_target[value] = rank
                     links.setdefault((source, rank), []).append((position, k, value))
 
     after: dict[int, dict[int, list[Instruction]]] = {rank: {} for rank in ranks}
@@ -57,7 +60,7 @@ def insert_transfers(ranks: Mapping[int, Sequence[Instruction]]) -> dict[int, li
             )
             before[target].setdefault(reader, []).append(recv)
         for position, _, value in moves:
-            frees = () if (source, value) in local else (value,)
+            frees = () if (source, value) in local or last_target[value] != target else (value,)
             send = Instruction(
                 Op.SEND, (value.index,), value.microbatch, value.step, (value,), (), frees, f"send {target}", target
             )

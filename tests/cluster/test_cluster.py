@@ -80,6 +80,12 @@ def light(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": f"{folder.parent}{os.pathsep}{ROOT}"}
 
 
+def start_program(cluster: Cluster) -> int:
+    """The pid of another program that rank 0 has started and left running."""
+    pid: int = cluster.run_on([0], lambda: subprocess.Popen(["sleep", "60"]).pid)[0]
+    return pid
+
+
 def run_script(text: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", textwrap.dedent(text)]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
@@ -509,8 +515,9 @@ def test_interrupt_returns_at_once_and_the_next_call_works(cluster: Cluster) -> 
 
 def test_a_rank_lost_between_runs_is_told_and_replaced(cluster: Cluster) -> None:
     pids = cluster.run(os.getpid)
+    program = start_program(cluster)
     os.kill(pids[0], signal.SIGKILL)
-    assert gone(pids[:1]) == []
+    assert gone([pids[0], program]) == []
     time.sleep(0.2)  # its other threads
     with pytest.warns(RuntimeWarning, match="rank 0 was killed by signal 9 .* starts anew, without its state"):
         after = cluster.run(os.getpid)
@@ -646,7 +653,7 @@ def test_a_cluster_made_in_a_thread_outlives_it(light: dict[str, str]) -> None:
         print(*[cluster.run(lambda: 1) for cluster in made])
     """
     result = run_script(script, light)
-    assert result.stdout == "[1, 1] [1]\n", result.stderr
+    assert (result.stdout, result.stderr) == ("[1, 1] [1]\n", "")  # and nothing had to start anew
 
 
 def test_no_cluster_inside_a_rank(cluster: Cluster) -> None:
@@ -804,12 +811,16 @@ def test_spawned_ranks_do_the_same(capsys: pytest.CaptureFixture[str]) -> None:
         assert one.run(f) == [(0, [2, 4], 2), (1, [2, 4], 2)]
         assert sorted(capsys.readouterr().out.splitlines()) == ["[rank 0] hello", "[rank 1] hello"]
         pids = one.run(os.getpid)
+        first = start_program(one)
+        with pytest.raises(RankDied, match="rank 0 exited with status 7"):
+            one.run_on([0], os._exit, 7)
+        assert gone([first], 0.5) == []
         with pytest.raises(RankDied, match="rank 1 was killed by signal 9"):
             one.run(killed_in_a_collective)
         assert one.run(f)[1] == (1, [2, 4], 2)
         after = one.run(os.getpid)
-        assert after[0] == pids[0]
-        assert after[1] != pids[1]
+        assert set(after).isdisjoint(pids)
+        after.append(start_program(one))
     assert gone(after, 0.5) == []
 
 

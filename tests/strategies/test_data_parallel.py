@@ -1,0 +1,158 @@
+"""Collectives of the three variants: how many, how large, in which order and where."""
+
+import pytest
+from hypothesis import given, settings
+
+from minipar.costs.shapes import Shape
+from minipar.program import Group, Op, Part, grad
+from minipar.strategies.data_parallel import MiB
+from tests.interpreters import compiled, judge, programs, shape
+
+
+def collectives(program, rank=0):
+    return [ins for ins in program.ranks[rank] if ins.op is Op.ALL_REDUCE]
+
+
+def listing(program, rank=0):
+    return [str(ins) for ins in program.ranks[rank] if ins.op in (Op.BACKWARD, Op.ALL_REDUCE, Op.STEP)]
+
+
+LARGE = Shape(4, tuple(Group((k,), (3 * MiB, MiB)) for k in range(4)))  # 4 MiB a layer, in two tensors
+
+
+def test_one_replica_needs_no_collective():
+    assert collectives(compiled("dp=1 microbatches=3")) == []
+
+
+def test_per_parameter():
+    program = compiled("dp=2 microbatches=2 bucket=none", LARGE)
+    assert listing(program)[1:] == [
+        "B 3 mb1", "ALL_REDUCE 3 over 0,1", "B 2 mb1", "ALL_REDUCE 2 over 0,1",
+        "B 1 mb1", "ALL_REDUCE 1 over 0,1", "B 0 mb1", "ALL_REDUCE 0 over 0,1", "STEP 0:4",
+    ]  # fmt: skip
+    assert listing(program)[0] == "B 0:4 mb0"  # only the last micro-batch's gradients are complete
+    for ins, g in zip(collectives(program), (3, 2, 1, 0), strict=True):
+        assert ins.parts == (Part(Op.ALL_REDUCE, g, 3 * MiB), Part(Op.ALL_REDUCE, g, MiB))  # a message per tensor
+        assert ins.reads == ins.writes == (grad(g),)
+        assert ins.group == (0, 1)
+        assert ins.stream == "group 0,1"
+
+
+def test_one_flat_buffer():
+    program = compiled("dp=2 microbatches=2 bucket=flat", LARGE)
+    assert listing(program) == ["B 0:4 mb0", "B 0:4 mb1", "ALL_REDUCE 3,2,1,0 over 0,1", "STEP 0:4"]
+    (ins,) = collectives(program)
+    assert ins.parts == (Part(Op.ALL_REDUCE, -1, 16 * MiB),)
+    assert ins.reads == ins.writes == (grad(3), grad(2), grad(1), grad(0))
+
+
+@pytest.mark.parametrize(
+    ("bucket", "groups"),
+    [
+        (1, ["3", "2", "1", "0"]),  # never less than a layer
+        (4, ["3", "2", "1", "0"]),  # full at 4 MiB
+        (5, ["3,2", "1,0"]),
+        (8, ["3,2", "1,0"]),
+        (9, ["3,2,1", "0"]),  # the last one takes what is left
+        (100, ["3,2,1,0"]),
+    ],
+)
+def test_buckets_by_size_in_reverse_order(bucket, groups):
+    program = compiled(f"dp=2 bucket={bucket}", LARGE)
+    found = collectives(program)
+    assert [",".join(map(str, ins.layers)) for ins in found] == groups
+    assert [ins.parts[0].bytes for ins in found] == [len(ins.layers) * 4 * MiB for ins in found]
+    assert all(len(ins.parts) == 1 for ins in found)
+
+
+def test_a_bucket_starts_as_soon_as_it_is_full():
+    overlapped = compiled("dp=2 microbatches=2 bucket=5", LARGE)
+    assert listing(overlapped) == [
+        "B 0:4 mb0", "B 2:4 mb1", "ALL_REDUCE 3,2 over 0,1", "B 0:2 mb1", "ALL_REDUCE 1,0 over 0,1", "STEP 0:4",
+    ]  # fmt: skip
+    after = compiled("dp=2 microbatches=2 bucket=5 overlap=none", LARGE)
+    assert listing(after) == [
+        "B 0:4 mb0", "B 0:4 mb1", "ALL_REDUCE 3,2 over 0,1", "ALL_REDUCE 1,0 over 0,1", "STEP 0:4",
+    ]  # fmt: skip
+
+
+def test_a_collective_follows_the_last_backward_of_all_rounds():
+    program = compiled("dp=2 microbatches=2 accumulate=2 bucket=none", 1)
+    assert listing(program) == ["B 0 mb0", "B 0 mb1", "B 0 mb2", "B 0 mb3", "ALL_REDUCE 0 over 0,1", "STEP 0"]
+
+
+def test_groups_of_a_pipeline_are_its_stages():
+    program = compiled("pp=2 dp=3 bucket=none", 4)
+    assert [[ins.group for ins in collectives(program, rank)] for rank in range(6)] == [
+        [(0, 2, 4)] * 2, [(1, 3, 5)] * 2,
+    ] * 3  # fmt: skip
+    assert [ins.layers for ins in collectives(program, 3)] == [(3,), (2,)]
+
+
+def test_frozen_layers_are_not_sent():
+    program = compiled("dp=2 bucket=none", shape(4, frozen=[1, 3]))
+    assert [ins.layers for ins in collectives(program)] == [(2,), (0,)]
+
+
+def test_a_tied_set_is_summed_over_its_stages_and_replicas_at_the_end():
+    program = compiled("pp=2 dp=2 bucket=none", shape(4, tied=[(0, 3)], size=5))
+    for rank, own, first, second in ((0, (0, 2), 1, 0), (1, (1, 3), 3, 2), (2, (0, 2), 1, 0), (3, (1, 3), 3, 2)):
+        found = collectives(program, rank)
+        assert [(ins.layers, ins.group) for ins in found] == [
+            ((first,), own), ((second,), own), ((4,), (0, 1, 2, 3)),
+        ]  # fmt: skip
+        assert found[-1].parts == (Part(Op.ALL_REDUCE, 4, 5),)
+        assert judge(program) == ""
+
+
+def test_a_tied_set_is_summed_over_stages_without_replicas_too():
+    program = compiled("pp=3", shape(3, tied=[(0, 2)]))
+    assert [[(ins.layers, ins.group) for ins in collectives(program, rank)] for rank in range(3)] == [
+        [((3,), (0, 2))], [], [((3,), (0, 2))],
+    ]  # fmt: skip
+
+
+def test_a_set_tied_within_a_stage_is_complete_after_its_first_layer():
+    program = compiled("dp=2 bucket=none", shape(3, tied=[(1, 2)]))
+    assert [ins.layers for ins in collectives(program)] == [(2,), (3,), (1,), (0,)]
+    assert listing(program)[:5] == [
+        "B 2 mb0", "ALL_REDUCE 2 over 0,1", "B 1 mb0", "ALL_REDUCE 3 over 0,1", "ALL_REDUCE 1 over 0,1",
+    ]  # fmt: skip
+
+
+def test_several_tied_sets_of_the_same_ranks_share_a_collective():
+    program = compiled("pp=2 bucket=flat", shape(4, tied=[(0, 3), (1, 2)]))
+    for rank in (0, 1):
+        assert [(ins.layers, ins.group, ins.parts[0].bytes) for ins in collectives(program, rank)] == [
+            ((4, 5), (0, 1), 8),
+        ]  # fmt: skip
+
+
+def test_buffers_stay_from_step_to_step_where_buckets_are_used():
+    flat, single = compiled("dp=2 bucket=flat", 2), compiled("dp=2 bucket=none", 2)
+    assert grad(0) in flat.state[0]
+    assert grad(0) not in single.state[0]
+    assert flat.ranks[0][-1].frees == ()
+    assert set(single.ranks[0][-1].frees) == {grad(0), grad(1)}
+
+
+@given(programs())
+@settings(max_examples=80, deadline=None, derandomize=True)
+def test_all_ranks_of_a_group_call_the_same_collectives_in_the_same_order(program):
+    for rank in range(len(program.ranks)):
+        for ins in collectives(program, rank):
+            assert rank in ins.group
+            calls = [
+                [(one.layers, one.parts, one.step) for one in collectives(program, r) if one.group == ins.group]
+                for r in ins.group
+            ]
+            assert all(call == calls[0] for call in calls)
+            sizes = sum(size for g in ins.layers for size in program.groups[g].tensors)
+            assert sum(part.bytes for part in ins.parts) == sizes
+    for step in range(program.steps):
+        for rank, held in enumerate(program.state):
+            reduced = [g for ins in collectives(program, rank) if ins.step == step for g in ins.layers]
+            assert len(reduced) == len(set(reduced))
+            if program.replicas > 1:
+                trainable = {v.index for v in held if v.kind == "param" and program.groups[v.index].trainable}
+                assert set(reduced) == trainable

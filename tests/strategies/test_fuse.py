@@ -1,0 +1,134 @@
+"""Fusion: the same effect in fewer instructions, and the parts are kept."""
+
+from itertools import groupby, pairwise
+
+import pytest
+from hypothesis import given, settings
+
+from minipar import Plan, simulate, verify
+from minipar.costs.shapes import Shape
+from minipar.program import Instruction, Op, Part, grad, grad_output, output, param, saved
+from minipar.strategies.fuse import fuse
+from tests.interpreters import compiled, judge, programs, shape
+
+
+@pytest.fixture
+def unfused(monkeypatch):
+    """Plans compile without the last pass."""
+    monkeypatch.setattr("minipar.plan.fuse", list)
+
+
+def single(op, layer, i=0, step=0):
+    return Instruction(op, (layer,), i, step)
+
+
+def test_neighbouring_layers_of_one_microbatch_become_one():
+    program = compiled("pp=1 microbatches=2", 3)
+    assert [str(ins) for ins in program.ranks[0]] == ["F 0:3 mb0", "B 0:3 mb0", "F 0:3 mb1", "B 0:3 mb1", "STEP 0:3"]
+    forward, backward = program.ranks[0][:2]
+    assert forward.parts == tuple(Part(Op.FORWARD, k) for k in (0, 1, 2))
+    assert backward.parts == tuple(Part(Op.BACKWARD, k) for k in (2, 1, 0))
+    assert backward.layers == (0, 1, 2)
+
+
+def test_inner_values_disappear_and_outer_ones_stay():
+    program = compiled("pp=1", 3)
+    forward, backward = program.ranks[0][:2]
+    assert set(forward.reads) == {param(0), param(1), param(2)}
+    assert set(forward.writes) == {v for k in range(3) for v in (output(k, 0), saved(k, 0))}  # backward needs them all
+    gone = {value for value in (*backward.reads, *backward.writes, *backward.frees) if value.kind == "grad_output"}
+    assert gone == set()
+    assert set(backward.writes) == {grad(0), grad(1), grad(2)}
+
+
+def test_what_comes_from_outside_is_read_and_what_goes_out_is_written():
+    program = compiled("pp=3 microbatches=1", 6)
+    back = next(ins for ins in program.ranks[1] if ins.op is Op.BACKWARD)
+    assert back.layers == (2, 3)
+    assert grad_output(3, 0) in back.reads
+    assert grad_output(3, 0) in back.frees
+    assert grad_output(1, 0) in back.writes
+    assert grad_output(2, 0) not in back.reads + back.writes + back.frees
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        [single(Op.FORWARD, 0), single(Op.FORWARD, 2)],  # a gap
+        [single(Op.FORWARD, 1), single(Op.FORWARD, 0)],  # downwards
+        [single(Op.BACKWARD, 0), single(Op.BACKWARD, 1)],  # upwards
+        [single(Op.FORWARD, 0), single(Op.FORWARD, 1, i=1)],  # another micro-batch
+        [single(Op.FORWARD, 0), single(Op.FORWARD, 1, step=1)],  # another step
+        [single(Op.FORWARD, 1), single(Op.BACKWARD, 1)],  # another direction
+        [single(Op.FORWARD, 0), single(Op.SEND, 0), single(Op.FORWARD, 1)],  # something between
+        [single(Op.STEP, 0), single(Op.STEP, 1)],
+    ],
+)
+def test_what_is_not_fused(row):
+    assert fuse(row) == row
+
+
+def test_an_all_reduce_between_two_backwards_keeps_them_apart():
+    program = compiled("dp=2 bucket=none", 2)
+    assert [str(ins) for ins in program.ranks[0][1:5]] == [
+        "B 1 mb0", "ALL_REDUCE 1 over 0,1", "B 0 mb0", "ALL_REDUCE 0 over 0,1",
+    ]  # fmt: skip
+
+
+def test_a_single_layer_has_no_parts():
+    program = compiled("pp=2", 2)
+    assert all(ins.parts == () for row in program.ranks for ins in row)
+
+
+def effect(instructions):
+    """What a sequence needs from outside, leaves behind, and takes away, one instruction after the other."""
+    needs, made, gone = set(), set(), set()
+    for ins in instructions:
+        needs |= set(ins.reads) - made
+        made |= set(ins.writes)
+        gone |= set(ins.frees) - made
+        made -= set(ins.frees)
+    return needs, made, gone
+
+
+@given(programs(most_microbatches=3))
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_a_fused_instruction_has_the_net_effect_of_its_parts(program):
+    plan = Plan.parse(program.name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("minipar.plan.fuse", list)
+        long = plan.compile(Shape(program.layers, program.groups), steps=program.steps, check=False)
+    for before, after in zip(long.ranks, program.ranks, strict=True):
+        assert all(len(ins.layers) == 1 for ins in before if ins.op in (Op.FORWARD, Op.BACKWARD))
+        rest = iter(before)
+        for ins in after:
+            count = max(1, len(ins.parts)) if ins.op in (Op.FORWARD, Op.BACKWARD) else 1
+            run = [next(rest) for _ in range(count)]
+            if count > 1:
+                assert [(one.op, one.layers[0]) for one in run] == [(part.op, part.layer) for part in ins.parts]
+            else:
+                assert run == [ins]
+            assert effect(run) == effect([ins])
+        assert next(rest, None) is None
+        # nothing that could be fused is left: two neighbours of the same kind and micro-batch do not touch
+        for (op, _, _), same in groupby(after, key=lambda ins: (ins.op, ins.microbatch, ins.step)):
+            edges = [ins.layers for ins in same]
+            if op is Op.FORWARD:
+                assert all(b[0] != a[-1] + 1 for a, b in pairwise(edges))
+
+
+@pytest.mark.usefixtures("unfused")
+@pytest.mark.parametrize("plan", ["pp=2 microbatches=4", "pp=2 dp=2 microbatches=3 schedule=gpipe", "pp=1 dp=3"])
+def test_fusing_changes_neither_time_nor_memory_nor_gradients(plan, monkeypatch):
+    model = shape(6, tied=[(0, 5)], frozen=[2])
+    long = compiled(plan, model)
+    monkeypatch.undo()
+    short = compiled(plan, model)
+    assert len(long) > len(short)
+    verify(long)
+    assert judge(long) == judge(short) == ""
+    for latency in (0.0, 0.5):
+        a, b = simulate(long, latency=latency), simulate(short, latency=latency)
+        assert a.time == pytest.approx(b.time, abs=1e-9)
+        assert a.busy == pytest.approx(b.busy, abs=1e-9)
+        assert a.in_flight() == b.in_flight()

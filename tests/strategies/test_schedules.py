@@ -1,0 +1,99 @@
+"""The built-in schedules: the order of every rank, as their papers draw it."""
+
+import pytest
+
+from minipar import Backward, Forward, Plan, PlanError
+from minipar.strategies import find, registry, schedule
+from tests.interpreters import BUILT_IN, compiled
+
+
+def order(name, rank, stages, microbatches):
+    names = {Forward: "F", Backward: "B"}
+    return " ".join(f"{names[type(a)]}{a.microbatch}" for a in find(name).generate(rank, stages, microbatches))
+
+
+def test_gpipe_runs_all_forwards_then_all_backwards():
+    for rank in range(3):
+        assert order("gpipe", rank, 3, 4) == "F0 F1 F2 F3 B0 B1 B2 B3"
+
+
+def test_naive_runs_one_microbatch_at_a_time():
+    for rank in range(3):
+        assert order("naive", rank, 3, 3) == "F0 B0 F1 B1 F2 B2"
+
+
+def test_1f1b_warms_up_less_the_later_the_stage():
+    assert [order("1f1b", rank, 3, 4) for rank in range(3)] == [
+        "F0 F1 F2 B0 F3 B1 B2 B3",
+        "F0 F1 B0 F2 B1 F3 B2 B3",
+        "F0 B0 F1 B1 F2 B2 F3 B3",
+    ]
+
+
+def test_eager_1f1b_warms_up_twice_as_long():
+    assert [order("eager-1f1b", rank, 3, 6) for rank in range(3)] == [
+        "F0 F1 F2 F3 F4 B0 F5 B1 B2 B3 B4 B5",
+        "F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5",
+        "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5",
+    ]
+
+
+def test_with_fewer_microbatches_than_stages_1f1b_is_gpipe_at_the_start():
+    assert order("1f1b", 0, 5, 2) == order("gpipe", 0, 5, 2) == "F0 F1 B0 B1"
+    assert order("1f1b", 3, 5, 2) == "F0 F1 B0 B1"
+    assert order("1f1b", 4, 5, 2) == "F0 B0 F1 B1"
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_schedule_runs_every_microbatch_once_backward_after_forward(name):
+    for stages in (1, 2, 5):
+        for m in (1, 2, 3, 7, 12):
+            for rank in range(stages):
+                actions = list(find(name).generate(rank, stages, m))
+                assert len(actions) == 2 * m
+                for i in range(m):
+                    assert actions.index(Forward(i)) < actions.index(Backward(i))
+
+
+def test_actions_of_different_kinds_differ():
+    assert Forward(0) != Backward(0)
+    assert Forward(1) == Forward(1, chunk=0)
+    assert len({Forward(0), Backward(0), Forward(0)}) == 2
+    assert repr(Backward(3)) == "Backward(microbatch=3, chunk=0)"
+
+
+def test_the_table_of_schedules():
+    assert {"gpipe", "naive", "1f1b", "eager-1f1b"} <= set(BUILT_IN)
+    for s in (find(name) for name in BUILT_IN):
+        assert s.summary
+        assert "\n" not in s.summary
+        assert s.time
+        assert s.peak
+        assert s.paper
+
+
+def test_registering_again_replaces(monkeypatch):
+    monkeypatch.setattr(registry, "_schedules", dict(registry._schedules))
+    for count in (1, 2):
+
+        @schedule("cell")
+        def cell(rank, stages, microbatches, count=count):
+            """Run again in a notebook."""
+            yield from (Forward(i) for i in range(count))
+
+    assert len(list(find("cell").generate(0, 1, 5))) == 2
+    assert find("cell").summary == "Run again in a notebook."
+    assert find("cell").time == ""
+    assert Plan(schedule="cell").schedule == "cell"
+
+
+def test_an_unknown_schedule():
+    with pytest.raises(PlanError, match=r"^schedule=1f1: unknown; possible are gpipe, "):
+        find("1f1")
+
+
+def test_ranks_of_a_program_follow_the_schedule():
+    program = compiled("pp=3 microbatches=4 schedule=1f1b", 6)
+    for stage, row in enumerate(program.ranks):
+        ran = " ".join(f"{ins.op.value}{ins.microbatch}" for ins in row if ins.op.value in "FB")
+        assert ran == order("1f1b", stage, 3, 4)

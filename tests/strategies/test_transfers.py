@@ -1,0 +1,88 @@
+"""Sends and receives, derived: where they stand, what they free, and their order on each link."""
+
+from hypothesis import given, settings
+
+from minipar.program import Instruction, Op, output, param
+from minipar.strategies.transfers import insert_transfers
+from tests.interpreters import compiled, programs
+
+
+def work(reads=(), writes=(), frees=(), microbatch=0):
+    return Instruction(Op.FORWARD, (0,), microbatch, 0, tuple(reads), tuple(writes), tuple(frees))
+
+
+def texts(row):
+    return [str(ins) for ins in row]
+
+
+X, Y = output(0, 0), output(0, 1)
+
+
+def test_a_value_read_elsewhere_is_sent_and_received():
+    make, use = work(writes=[X]), work(reads=[X], frees=[X])
+    moved = insert_transfers({0: [make], 1: [use]})
+    assert texts(moved[0]) == ["F 0 mb0", "SEND output(0) mb0 -> 1"]
+    assert texts(moved[1]) == ["RECV output(0) mb0 <- 0", "F 0 mb0"]
+    send, receive = moved[0][1], moved[1][0]
+    assert (send.reads, send.writes, send.frees, send.stream) == ((X,), (), (X,), "send 1")
+    assert (receive.reads, receive.writes, receive.frees, receive.stream) == ((), (X,), (), "recv 0")
+    assert (send.microbatch, send.step, send.layers) == (0, 0, (0,))
+
+
+def test_a_value_read_at_home_too_is_not_freed_by_its_send():
+    moved = insert_transfers({0: [work(writes=[X]), work(reads=[X], frees=[X])], 1: [work(reads=[X], frees=[X])]})
+    assert moved[0][1].op is Op.SEND
+    assert moved[0][1].frees == ()
+
+
+def test_a_value_read_twice_elsewhere_is_sent_once():
+    moved = insert_transfers({0: [work(writes=[X])], 1: [work(reads=[X]), work(reads=[X], frees=[X])]})
+    assert texts(moved[1]) == ["RECV output(0) mb0 <- 0", "F 0 mb0", "F 0 mb0"]
+    assert len(moved[0]) == 2
+
+
+def test_a_value_read_on_two_ranks_is_sent_to_each():
+    moved = insert_transfers({0: [work(writes=[X])], 1: [work(reads=[X])], 2: [work(reads=[X])]})
+    assert texts(moved[0]) == ["F 0 mb0", "SEND output(0) mb0 -> 1", "SEND output(0) mb0 -> 2"]
+    assert [ins.frees for ins in moved[0][1:]] == [(), (X,)]
+
+
+def test_parameters_never_travel():
+    moved = insert_transfers({0: [work(writes=[param(0)])], 1: [work(reads=[param(0)])]})
+    assert [len(row) for row in moved.values()] == [1, 1]
+
+
+def test_a_late_reader_does_not_change_the_order_of_the_link():
+    makes = [work(writes=[X]), work(writes=[Y], microbatch=1)]
+    uses = [work(reads=[Y], microbatch=1), work(reads=[X])]  # the other way round
+    moved = insert_transfers({0: makes, 1: uses})
+    assert texts(moved[0]) == ["F 0 mb0", "SEND output(0) mb0 -> 1", "F 0 mb1", "SEND output(0) mb1 -> 1"]
+    assert texts(moved[1]) == ["RECV output(0) mb0 <- 0", "RECV output(0) mb1 <- 0", "F 0 mb1", "F 0 mb0"]
+
+
+def test_sends_stand_after_their_producer_and_receives_before_their_reader():
+    program = compiled("pp=3 microbatches=3 schedule=1f1b", 6)
+    for row in program.ranks:
+        for k, ins in enumerate(row):
+            if ins.op is Op.SEND:
+                assert ins.reads[0] in row[k - 1].writes
+            elif ins.op is Op.RECV:
+                assert ins.writes[0] in row[k + 1].reads
+
+
+@given(programs())
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_receive_order_is_send_order_on_every_link(program):
+    sent, received = {}, {}
+    for rank, row in enumerate(program.ranks):
+        for ins in row:
+            if ins.op is Op.SEND:
+                sent.setdefault((rank, ins.peer), []).append(ins.reads[0])
+                assert ins.stream == f"send {ins.peer}"
+            elif ins.op is Op.RECV:
+                received.setdefault((ins.peer, rank), []).append(ins.writes[0])
+                assert ins.stream == f"recv {ins.peer}"
+    assert sent == received
+    for source, target in sent:
+        assert abs(source - target) == 1  # neighbours of one pipeline
+        assert program.replica(source) == program.replica(target)
