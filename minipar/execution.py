@@ -190,7 +190,7 @@ def _passes(job: Job, program: Program, passes: int, keep_gradients: bool) -> Pa
 
 def profile_job(job: Job, rows: tuple[int, ...]) -> tuple[Shape, Profile]:
     """In one rank: the model's shape, and a profile of its layers for these numbers of rows."""
-    layers = list(job.build().children())
+    layers = list(job.build().to(worker.context().device).children())
     x, y = job.batches(0)
     return shape_of(layers), profile(layers, x, y, job.loss, rows, optimizer=job.optimizer)
 

@@ -289,7 +289,7 @@ class Executor:
         if self.keep_gradients:
             kept = self.gradients[ins.step]
             for p in (p for g in ins.layers for p in self.groups[g]):
-                kept[self.names[id(p)]] = torch.zeros_like(p) if p.grad is None else p.grad.clone()
+                kept[self.names[id(p)]] = (torch.zeros_like(p) if p.grad is None else p.grad).to("cpu", copy=True)
         self.optimizers[ins.layers].step()
         self.buckets.clear(ins.layers)
 

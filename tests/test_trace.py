@@ -136,8 +136,7 @@ def test_a_copy_with_other_times_or_data_has_its_own_memory():
 def test_bytes_on_the_wire():
     plan = Plan(pp=2, dp=2, microbatches=4, bucket="flat")
     trace = simulate(plan.compile(layers=4), Bytes())
-    reduced = sum(part.bytes for ins in trace.program.ranks[0] if ins.group for part in ins.parts)
-    assert reduced == 2 * 4  # two layers of 4 bytes on each rank; a ring of 2 sends 2 * 1/2 of it
+    reduced = 2 * 7 * MiB  # the gradients of two layers; a ring of 2 sends 2 * 1/2 of them
     assert trace.bytes_sent() == [4 * 3 * MiB + reduced, 4 * 2 * MiB + reduced] * 2
     assert trace.bytes_per_link() == {(0, 1): 12 * MiB, (1, 0): 8 * MiB, (2, 3): 12 * MiB, (3, 2): 8 * MiB}
     assert sum(event.bytes for event in trace.events) == sum(trace.bytes_sent())
@@ -149,7 +148,7 @@ def test_a_ring_of_four_sends_three_halves():
     ins = Instruction(
         Op.ALL_REDUCE, (0,), -1, 0, (grad,), (grad,), (), "group 0,1,2,3", -1, group, (Part(Op.ALL_REDUCE, 0, 80),)
     )
-    trace = by_hand([[ins]], [(0, 1)])
+    trace = by_hand([[ins]], [(0, 1)], {"grad": 80})
     assert trace.sent(0, ins) == 120
     assert trace.busy == [0]
 

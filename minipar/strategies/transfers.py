@@ -4,9 +4,9 @@
                                           becomes
     rank 1   F 1 mb0 <- output(0)                    rank 1   RECV output(0) mb0 <- 0 | F 1 mb0
 
-SEND stands right after the producer; the last one frees the copy of the sender when it is done. RECV stands right before
-its reader.
-Receive order equals send order on each link (NCCL has no tags), so a RECV whose reader comes late may move up.
+SEND stands right after the producer, and the last one frees the sender's copy when it is done; RECV stands right before
+its reader. Receive order equals send order on each link (NCCL has no tags), so a RECV whose reader comes late may move
+up.
 """
 
 from __future__ import annotations
