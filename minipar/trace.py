@@ -19,6 +19,8 @@ from minipar.program import COLLECTIVES, COMPUTE, Instruction, Op, Program, Valu
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from minipar.comparison import Comparison
+
 KINDS = {
     "param": "parameters",
     "grad": "gradients",
@@ -289,6 +291,8 @@ class Trace:
 
     def compare(self, other: Trace) -> Comparison:
         """This trace beside another one of the same program, instruction by instruction."""
+        from minipar.comparison import Comparison
+
         return Comparison(self, other)
 
     # pictures --------------------------------------------------------------------------------------------------------
@@ -368,70 +372,3 @@ class Trace:
         return Trace(
             program, data["starts"], data["ends"], size, data["kind"], data["unit"], data["data"], data["note"]
         )
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Two traces of one program: `trace` (usually measured) under `other` (usually predicted)."""
-
-    trace: Trace
-    other: Trace
-
-    def __post_init__(self) -> None:
-        if [[i[:4] for i in row] for row in self.trace.program.ranks] != [
-            [i[:4] for i in row] for row in self.other.program.ranks
-        ]:
-            raise MiniparError(
-                f"compare: the traces are of different programs ({self.trace.program.name!r}, "
-                f"{self.other.program.name!r}); only the same instructions can be compared"
-            )
-
-    def rows(self) -> list[tuple[Event, Event]]:
-        """Each instruction as it ran in both, rank by rank."""
-        return list(zip(self.trace.events, self.other.events, strict=True))
-
-    def table(self, limit: int = 20) -> str:
-        """The instructions whose durations differ most, as text. (A receive has none: it is an arrival.)"""
-        from minipar import captions
-
-        clock = captions.clock([self.trace])
-        rows = [pair for pair in self.rows() if pair[0].instruction.op is not Op.RECV]
-        rows.sort(key=lambda pair: -abs(pair[0].duration - pair[1].duration))
-        unit = clock.unit if clock.unit == "ms" else "  "
-        lines = [f"{'rank':>4} {'instruction':<28} {self.trace.kind:>12} {self.other.kind:>12} {'difference':>12}"]
-        for a, b in rows[:limit]:
-            x, y = a.duration * clock.scale, b.duration * clock.scale
-            lines.append(f"{a.rank:>4} {a.instruction!s:<28} {x:>9.3f} {unit} {y:>9.3f} {unit} {x - y:>+9.3f} {unit}")
-        return "\n".join(line.rstrip() for line in lines)
-
-    def summary(self) -> str:
-        """One line on how well the two agree."""
-        from minipar import captions
-
-        ratio = self.trace.time / self.other.time if self.other.time else float("nan")
-        times = [f"{captions.duration(trace, trace.time)} {trace.kind}" for trace in (self.trace, self.other)]
-        return (
-            f"time {', '.join(times)} "
-            f"({ratio:.2f}x); bubble of total {self.trace.bubble_of_total():.1%} and {self.other.bubble_of_total():.1%}"
-        )
-
-    def __repr__(self) -> str:
-        return f"<{self.summary()}>"
-
-    def plot(self, **options: Any) -> Figure:
-        """Both timelines on one time axis, the prediction outlined above, the measurement filled below."""
-        from minipar import drawing
-
-        return drawing.draw([self.other, self.trace], **options)
-
-    def to_svg(self, **options: Any) -> str:
-        """The picture of both as SVG text."""
-        from minipar import drawing
-
-        return drawing.svg([self.other, self.trace], **options)
-
-    def to_html(self, path: str | os.PathLike[str] | None = None, **options: Any) -> str:
-        """One self-contained page with both timelines, memory and numbers; written to `path` if given."""
-        from minipar import drawing
-
-        return drawing.page([self.other, self.trace], path, **options)
