@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from minipar.errors import MiniparError
+from minipar.program import Op
 from minipar.trace import Event, Trace
 
 if TYPE_CHECKING:

@@ -199,7 +199,7 @@ def _draw_numbers(axes: Axes, bars: np.ndarray, y: np.ndarray, points: float, he
         if fits.mean() >= 0.7 and size * 1.25 <= height:
             break
     rank = bars[:, 0].astype(int)
-    fits &= (np.bincount(rank, fits) / np.maximum(1, np.bincount(rank)))[rank] >= 0.7  # not here and there in a lane
+    fits &= (np.bincount(rank, fits) / np.maximum(1, np.bincount(rank)))[rank] >= 0.4  # not here and there in a lane
     if size * 1.25 > height or fits.sum() > MANY_NUMBERS:
         return
     for x, middle, number in zip((bars[:, 1] + bars[:, 2])[fits] / 2, y[fits], bars[fits, 3], strict=True):
@@ -265,9 +265,9 @@ def _draw_memory(axes: Axes, sheet: Sheet, scale: float) -> None:
     mib = sheet.traces[0].unit == "bytes"
     highest = 0.0
     for line in range(len(sheet.key)):
-        colour = RANK_COLOURS[line] if sheet.single_curves else INK
+        colour = RANK_COLOURS[line] if sheet.curves else INK
         for t, trace in enumerate(sheet.traces):
-            times, values = _curve(trace, line if sheet.single_curves else -1, scale)
+            times, values = _curve(trace, sheet.curves[line][0] if sheet.curves else -1, scale)
             values = values / 2**20 if mib else values
             dashed = sheet.count == 2 and t == 0
             axes.step(
@@ -287,7 +287,7 @@ def _draw_memory(axes: Axes, sheet: Sheet, scale: float) -> None:
         axes.text(1 + 0.1 * inch, 1 - k * line_height, words, transform=axes.transAxes, size=7.5, color=MUTED, va="top")
     for k, (label, words) in enumerate(sheet.key):
         y = 1 - (k + len(sheet.key_head) + 0.5) * line_height
-        colour = RANK_COLOURS[k] if sheet.single_curves else INK
+        colour = RANK_COLOURS[k] if sheet.curves else INK
         axes.plot(
             1 + 0.15 * inch, y, RANK_MARKERS[k], color=colour, markersize=4.5, transform=axes.transAxes, clip_on=False
         )

@@ -69,7 +69,7 @@ class Sheet:
         self.traces, self.width = traces, width
         self.ranks, self.count = len(traces[0].program.ranks), len(traces)
         self.names = captions.names(traces)
-        self.single_curves = self.ranks * self.count <= LINES
+        self.curves = _alike(traces)
         self.key = self._peaks()
         self.key_head = ["peak in MiB" if traces[0].unit == "bytes" else "peak", " / ".join(self.names)][: self.count]
         self.right = 0.35 + 0.066 * max(len(words) for words in [*(f"{a}  {b}" for a, b in self.key), *self.key_head])
@@ -136,9 +136,9 @@ class Sheet:
         mib = self.traces[0].unit == "bytes"
         words = [[captions.mebibytes(p) if mib else f"{p:.4g}" for p in (*found, max(found))] for found in peaks]
         both = [" / ".join(pair) for pair in zip(*words, strict=True)]
-        if not self.single_curves:
+        if not self.curves:
             return [("highest", both[-1])]
-        return [(f"rank {rank}", both[rank]) for rank in range(self.ranks)]
+        return [(_ranks(ranks), both[ranks[0]]) for ranks in self.curves]
 
     def _write(self) -> None:
         top = 0.12
@@ -171,6 +171,21 @@ class Sheet:
         if kind == self.names[0]:
             return Patch(facecolor="none", edgecolor=MUTED, linewidth=1.2, label=f"{kind} (outlined)")
         return Patch(facecolor=MUTED, edgecolor=MUTED, linewidth=1.2, label=f"{kind} (filled)")
+
+
+def _alike(traces: Sequence[Trace]) -> list[list[int]]:
+    """The ranks of each memory curve: in one trace, ranks with the same curve share it. Empty if there are too many."""
+    groups: dict[object, list[int]] = {}
+    for rank in range(len(traces[0].program.ranks)):
+        curve = traces[0].memory(rank)
+        groups.setdefault((*curve.times, *curve.total) if len(traces) == 1 else rank, []).append(rank)
+    return list(groups.values()) if len(groups) * len(traces) <= LINES else []
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) < 4:
+        return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+    return f"rank {ranks[0]} and {len(ranks) - 1} alike"
 
 
 def _lines(sentence: str, letters: int) -> list[str]:

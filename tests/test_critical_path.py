@@ -98,6 +98,29 @@ def test_a_full_link_is_on_the_path():
     assert sends == [f"SEND output(0) mb{i} -> 1" for i in range(4)]
 
 
+def test_a_rank_that_only_passes_messages_on():
+    """Rank 1 computes early, then relays: its SEND waits for its RECV, not for its own work."""
+    value, own = Value("output", 0, 0, 0), Value("output", 1, 1, 0)
+    program = Program((
+        (Instruction(Op.FORWARD, (0,), 0, 0, (), (value,)),
+         Instruction(Op.SEND, (0,), 0, 0, (value,), (), (value,), "send 1", 1)),
+        (Instruction(Op.FORWARD, (1,), 1, 0, (), (own,)),
+         Instruction(Op.RECV, (0,), 0, 0, (), (value,), (), "recv 0", 0),
+         Instruction(Op.SEND, (0,), 0, 0, (value,), (), (value,), "send 2", 2)),
+        (Instruction(Op.RECV, (0,), 0, 0, (), (value,), (), "recv 1", 1),
+         Instruction(Op.FORWARD, (2,), 0, 0, (value,))),
+    ), 3, 2, ())  # fmt: skip
+
+    class Late(Costs):
+        def compute(self, rank, ins):
+            return 5.0 if rank == 0 else 1.0
+
+    trace = simulate(program, Late())
+    assert is_chain(trace) == pytest.approx(trace.time)
+    path = [f"{e.rank} {e.instruction.op.name}" for e in trace.critical_path()]
+    assert path == ["0 FORWARD", "0 SEND", "1 RECV", "1 SEND", "2 RECV", "2 FORWARD"]
+
+
 def test_a_collective_is_shown_on_the_rank_that_joined_last():
     trace = simulate(Plan(dp=3).compile(layers=1), Costs())
     path = [f"{e.rank} {e.instruction.op.name}" for e in trace.critical_path()]

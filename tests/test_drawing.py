@@ -315,6 +315,13 @@ def test_memory_curves_are_the_traces():
     assert len({line.get_marker() for line in peaks}) == 4
 
 
+def test_replicas_with_the_same_curve_share_it():
+    for dp, label in ((2, "ranks 0, 2"), (16, "rank 0 and 15 alike")):
+        axes = drawing.draw([unit(pp=2, dp=dp, microbatches=4)]).axes[1]
+        assert [t.get_text() for t in axes.texts][1] == f"{label}  2"
+        assert sum(not line.get_label().startswith("_") for line in axes.lines) == 2
+
+
 def test_memory_of_two_traces_is_dashed_and_solid():
     predicted, measured = pair(pp=2, microbatches=4)
     axes = drawing.draw([predicted, measured]).axes[1]

@@ -15,6 +15,7 @@ from minipar.errors import ProgramError
 from minipar.execution import Job, run_plainly
 from minipar.program import Op
 from minipar.reference import gradient_error
+from tests.interpreters import mutations
 from tests.toys import rows, toy
 
 MODEL = partial(toy, ("linear", "tuples", "dropout"), tied=True)
@@ -131,3 +132,30 @@ def test_refusals(clusters):
         Job(MODEL, 3)
     with pytest.raises(PlanError, match="batch=0"):
         Job(MODEL, data.stdlib_text(), batch=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "seed"),
+    [("pp=4 microbatches=3", 1), ("pp=2 dp=2 microbatches=2 bucket=0.0001", 2), ("dp=2 microbatches=3 bucket=none", 3)],
+)
+def test_mutants_that_verify_accepts_still_give_the_right_gradients(clusters, text, seed):
+    """Whatever random change verify lets pass is a program that runs, and runs right."""
+    program = compiled(text)
+    cluster = clusters(len(program.ranks))
+    plain, _ = cluster.run(run_plainly, job(), 1)[0]
+    tried = 0
+    for what, mutant in mutations(program, seed, 400):
+        if tried == 12 or mutant.ranks == program.ranks or refused(mutant):
+            continue
+        found = execute(mutant, job(), cluster=cluster)
+        assert gradient_error(found.gradients[0], plain.gradients[0]) < 1e-12, what
+        tried += 1
+    assert tried == 12
+
+
+def refused(program) -> bool:
+    try:
+        verify(program)
+    except ProgramError:
+        return True
+    return False

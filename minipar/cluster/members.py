@@ -23,7 +23,10 @@ from minipar.cluster.output import Printer
 from minipar.cluster.worker import Setup
 from minipar.errors import PlanError, RankDied, RankError
 
-GRACE = 0.3  # seconds that ranks get to answer after the first failure, before they are stopped
+# Seconds that the other ranks get to answer, before they are stopped: after the first failure, and after a death,
+# which is the root cause whatever the others say.
+GRACE = 0.3
+GRACE_AFTER_DEATH = 0.08
 
 Callback = Callable[[int, Any], None]
 
@@ -141,13 +144,14 @@ class Members:
             wire.send(self.ranks[rank].control, message)
 
     def collect(self, ranks: Iterable[int], run: int, callback: Callback | None = None) -> Round:
-        """Pump output and reports until each of `ranks` has answered, or until `GRACE` after the first failure.
+        """Pump output and reports until each of `ranks` has answered, or a grace after a failure is over.
 
         The grace also lets the root cause arrive: a rank that only lost its peer often reports first.
         """
         heard = Round(run, frozenset(ranks), callback)
         heard.waiting.update(heard.ranks)
         deadline: float | None = None
+        told = 0
         while heard.waiting:
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
@@ -160,8 +164,10 @@ class Members:
                     printer.pump()
                     if not printer.open:
                         self.selector.unregister(printer.descriptor)
-            if heard.failures and deadline is None:
-                deadline = time.monotonic() + GRACE
+            for failure in heard.failures[told:]:
+                until = time.monotonic() + (GRACE if failure.remote else GRACE_AFTER_DEATH)
+                deadline = until if deadline is None else min(deadline, until)
+            told = len(heard.failures)
         for member in self.ranks.values():
             for printer in member.printers:
                 printer.finish()
