@@ -94,7 +94,8 @@ class Plan:
         words = [f"dp={self.dp}", f"pp={self.pp}"]
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name not in ("dp", "pp") and value != field.default:
+            telling = field.name == "schedule" and self.pp > 1
+            if field.name not in ("dp", "pp") and (telling or value != field.default):
                 words.append(f"{field.name}={','.join(map(str, value)) if isinstance(value, tuple) else value}")
         return " ".join(words)
 
