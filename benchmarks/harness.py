@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from minipar.comm.communicator import Communicator
+from minipar.cluster import Cluster
+from minipar.comm import communicator
 
 
 @dataclass(frozen=True)
@@ -47,31 +48,23 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-Times = dict[str, list[tuple[float, float]]]
+contestants: dict[str, Callable[[], object]] = {}  # of this rank, from one call of the cluster to the next
 
 
-def in_turn(
-    comm: Communicator, contestants: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 3
-) -> Times:
-    """Run every contestant once a round, all ranks together: (start, end) clock readings of each run, on this rank."""
-    times: Times = {name: [] for name in contestants}
+def once(name: str) -> tuple[float, float]:
+    """In a rank: run a contestant, all ranks together; the clock at its start and end."""
+    communicator.create().barrier()
+    start = time.perf_counter()
+    contestants[name]()
+    return start, time.perf_counter()
+
+
+def in_turn(entries: Mapping[str, Cluster], rounds: int, warm_up: int = 3) -> dict[str, float]:
+    """Run every contestant once a round, each on its cluster: medians of the seconds from first start to last end."""
+    times: dict[str, list[float]] = {name: [] for name in entries}
     for k in range(warm_up + rounds):
-        for name, run in contestants.items():
-            comm.barrier()
-            start = time.perf_counter()
-            run()
-            end = time.perf_counter()
+        for name, cluster in entries.items():
+            runs = cluster.run(once, name)
             if k >= warm_up:
-                times[name].append((start, end))
-    return times
-
-
-def medians(per_rank: Sequence[Times]) -> dict[str, float]:
-    """Median over the rounds of the time from the first rank's start to the last rank's end, in seconds."""
-    return {
-        name: median(
-            max(end for _, end in runs) - min(start for start, _ in runs)
-            for runs in zip(*(times[name] for times in per_rank), strict=True)
-        )
-        for name in per_rank[0]
-    }
+                times[name].append(max(end for _, end in runs) - min(start for start, _ in runs))
+    return {name: median(found) for name, found in times.items()}

@@ -25,7 +25,7 @@ from minipar.walk import Walk
 def verify(program: Program) -> None:
     """Silent if the program can run; otherwise ProgramError (or its sub-class for deadlocks) says why not.
 
-    Takes about 5 microseconds an instruction.
+    Takes about 6 microseconds an instruction.
     """
     _check_instructions(program)
     for replica in range(program.replicas):
@@ -158,13 +158,14 @@ def _check_microbatches(program: Program, replica: int) -> None:
 def _check_links(program: Program) -> None:
     sends: dict[tuple[int, int], list[tuple[Value, int]]] = {}
     receives: dict[tuple[int, int], list[tuple[Value, int]]] = {}
+    replica = [program.replica(rank) for rank in range(len(program.ranks))]
     for rank, instructions in enumerate(program.ranks):
         for index, ins in enumerate(instructions):
             if ins.op is not Op.SEND and ins.op is not Op.RECV:
                 continue
             if not 0 <= ins.peer < len(program.ranks) or ins.peer == rank:
                 raise refuse(program, rank, index, f"{at(program, rank, index)}: there is no other rank {ins.peer}")
-            if program.replica(ins.peer) != program.replica(rank):
+            if replica[ins.peer] != replica[rank]:
                 reason = f"{at(program, rank, index)}: rank {ins.peer} works on the rows of another replica"
                 raise refuse(program, rank, index, reason)
             if ins.op is Op.SEND:

@@ -445,6 +445,8 @@ def mutations(program: Program, seed: int, n: int, most: int = 3) -> Iterator[tu
 
 
 def _mutate(program: Program, random: Random) -> tuple[str, Program]:
+    if not len(program):
+        return "nothing left", program
     rank = random.choice([r for r, row in enumerate(program.ranks) if row])
     size = len(program.ranks[rank])
     a = random.randrange(size)

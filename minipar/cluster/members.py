@@ -68,6 +68,7 @@ class Members:
     device: str
     start: str  # "fork" or "spawn"
     threads: int
+    keep_freed_memory: bool
     owner: int = field(default_factory=os.getpid)
     generation: int = 0
     ranks: dict[int, Member] = field(default_factory=dict)
@@ -125,7 +126,10 @@ class Members:
         for printer in printers:
             self.selector.register(printer.descriptor, selectors.EVENT_READ, (member, printer))
         path, folder = tuple(sys.path), os.getcwd()
-        self.send(rank, Setup(rank, self.size, self.device, self.threads, path, folder, dict(os.environ)))
+        self.send(
+            rank,
+            Setup(rank, self.size, self.device, self.threads, self.keep_freed_memory, path, folder, dict(os.environ)),
+        )
 
     def _await_ready(self, ranks: list[int]) -> None:
         heard = self.collect(ranks, 0)

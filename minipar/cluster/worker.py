@@ -21,7 +21,7 @@ from typing import Any
 import cloudpickle
 
 from minipar.cluster import failures, wire
-from minipar.cluster.processes import flush_native, kill_group, tie_grandchildren
+from minipar.cluster.processes import flush_native, keep_freed_memory, kill_group, tie_grandchildren
 from minipar.errors import PlanError, RankError
 
 
@@ -33,6 +33,7 @@ class Setup:
     size: int
     device: str  # "auto", "cpu" or "cuda"
     threads: int
+    keep_freed_memory: bool
     path: tuple[str, ...]
     folder: str
     environment: dict[str, str]
@@ -163,6 +164,8 @@ def _send(control: socket.socket, message: tuple[Any, ...]) -> None:
 def _take_over(setup: Setup, control: socket.socket) -> None:
     """Look like a fresh process of the driver: its folder, module path and environment, an own `__main__`."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if setup.keep_freed_memory:
+        keep_freed_memory()
     # A grandchild must not hold this socket: the driver takes its end for the end of the rank.
     tie_grandchildren(control.close)
     # New streams: those of the zygote were made for other files than the pipes that 1 and 2 are now.
