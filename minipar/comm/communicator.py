@@ -18,6 +18,7 @@ import torch.distributed as dist
 from minipar.cluster import worker
 from minipar.comm import groups, values
 from minipar.comm.handles import Handle, StagedHandle
+from minipar.comm.sockets import Sockets
 from minipar.errors import RankError
 
 
@@ -29,7 +30,14 @@ class Communicator:
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, device: torch.device, backend: str, loopback: bool
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        device: torch.device,
+        backend: str,
+        loopback: bool,
+        path: str | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -39,10 +47,16 @@ class Communicator:
         self._store = store
         self._everyone = tuple(range(size))
         self._network = groups.gloo_device(loopback)
+        # Made before the first group, whose making waits for all ranks: from then on they can all be reached.
+        self._messages: Sockets | groups.GlooMessages | _Closed
+        if path is not None:
+            self._messages = Sockets(rank, path)
         self._groups: dict[tuple[int, ...], Any] = {}  # gloo, by members
         self._nccl: dict[tuple[int, ...], Any] = {}
         self._pending: set[Handle] = set()
         self._world = self._gloo(self._everyone)
+        if path is None:
+            self._messages = groups.GlooMessages(self._world)
         self._up: Any = None
         self._down: Any = None
         if backend == "nccl" and size > 1:
@@ -60,23 +74,23 @@ class Communicator:
         """
         self._check(tensor, peer)
         if not tensor.is_cuda:
-            return Handle(self._world.send([tensor], peer, tag), tensor, self._pending)
+            return Handle(self._messages.send(tensor, peer, tag), tensor, self._pending)
         if self.backend == "nccl":
             group = self._up if peer > self.rank else self._down
             return Handle(group.send([tensor], peer, tag), tensor, self._pending)
         host = _to_host(tensor)
-        return StagedHandle(self._world.send([host], peer, tag), host, None, self._pending)
+        return StagedHandle(self._messages.send(host, peer, tag), host, None, self._pending)
 
     def irecv(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Handle:
         """Start receiving into a contiguous tensor of the sent shape and dtype; its contents count after `wait`."""
         self._check(tensor, peer)
         if not tensor.is_cuda:
-            return Handle(self._world.recv([tensor], peer, tag), tensor, self._pending)
+            return Handle(self._messages.receive(tensor, peer, tag), tensor, self._pending)
         if self.backend == "nccl":
             group = self._up if peer < self.rank else self._down
             return Handle(group.recv([tensor], peer, tag), tensor, self._pending)
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return StagedHandle(self._world.recv([host], peer, tag), host, tensor, self._pending)
+        return StagedHandle(self._messages.receive(host, peer, tag), host, tensor, self._pending)
 
     def _check(self, tensor: torch.Tensor, peer: int) -> None:
         if peer == self.rank or not 0 <= peer < self.size:
@@ -192,7 +206,9 @@ class Communicator:
     def _take(self) -> tuple[Any, ...]:
         taken = (self._groups, self._nccl, self._up, self._down, self._pending)
         self._groups, self._nccl, self._pending = {}, {}, set()
-        self._world = self._up = self._down = _Closed()
+        if isinstance(self._messages, Sockets):
+            self._messages.close()
+        self._world = self._up = self._down = self._messages = _Closed()
         return taken
 
 
@@ -237,7 +253,8 @@ def create() -> Communicator:
             _count += 1
             store = dist.PrefixStore(str(_count), dist.FileStore(context.store, context.size))
             device = torch.device(context.device)
-            _current = Communicator(store, context.rank, context.size, device, context.backend, loopback=True)
+            path = f"{context.store}-{_count}"
+            _current = Communicator(store, context.rank, context.size, device, context.backend, True, path)
     elif _current is None or _current.closed:
         _count += 1
         _current = _under_torchrun(_count)

@@ -32,6 +32,21 @@ def gloo_group(store: dist.Store, rank: int, size: int, device: Any) -> Any:
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
+class GlooMessages:
+    """Point-to-point messages through gloo, for ranks that are not all on one machine."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
+        """Start sending; complete when the peer has received."""
+        return self.group.send([tensor], peer, tag)
+
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
+        """Start receiving into a tensor of the sent size and dtype."""
+        return self.group.recv([tensor], peer, tag)
+
+
 def nccl_group(store: dist.Store, rank: int, size: int, members: tuple[int, ...]) -> Any:
     """An NCCL group; its communicators are made at the first use."""
     options = dist.ProcessGroupNCCL.Options()
