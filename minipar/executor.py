@@ -104,6 +104,7 @@ class Executor:
         program, instructions = self.program, self.instructions
         self.base, self.batches = base, batches
         self.batch: dict[int, tuple[Any, Any, list[range], int]] = {}
+        self.counts: dict[int, list[int]] = {}
         self.gradients: list[dict[str, Tensor]] = [{} for _ in range(program.steps)]
         self.keep_gradients = keep_gradients
         self.losses: list[Tensor | float] = [0.0] * program.steps
@@ -186,7 +187,10 @@ class Executor:
         return self.batch[step]
 
     def _rows(self, value: Value | Instruction) -> int:
-        return len(self._batch(value.step)[2][value.microbatch])
+        counts = self.counts.get(value.step)
+        if counts is None:
+            counts = self.counts[value.step] = [len(rows) for rows in self._batch(value.step)[2]]
+        return counts[value.microbatch]
 
     def _forward(self, ins: Instruction) -> None:
         x, y, slices, weight = self._batch(ins.step)

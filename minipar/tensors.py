@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ def storages(values: Iterable[Tensor]) -> dict[int, int]:
 def spec(value: Any) -> Any:
     """A value's structure, shapes and dtypes as plain JSON data; `allocate` makes an empty value of it."""
     if isinstance(value, Tensor):
-        return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+        return {"dtype": _name(value.dtype), "shape": list(value.shape)}
     if isinstance(value, (tuple, list)):
         return [type(value).__name__, [spec(part) for part in value]]
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -75,12 +76,24 @@ def spec(value: Any) -> Any:
     raise TypeError(f"layers can hand on tensors, and tuples and lists of them; not {type(value).__name__}")
 
 
+@cache
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@cache
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
 def allocate(form: Any, device: torch.device) -> Any:
     """An uninitialised value of the structure, shapes and dtypes that `spec` wrote down."""
     if isinstance(form, dict):
         if "is" in form:
             return form["is"]
-        return torch.empty(form["shape"], dtype=getattr(torch, form["dtype"]), device=device)
+        return torch.empty(form["shape"], dtype=_dtype(form["dtype"]), device=device)
     name, parts = form
     made = [allocate(part, device) for part in parts]
     return made if name == "list" else tuple(made)

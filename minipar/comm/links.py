@@ -205,11 +205,13 @@ class _Inbox:
         rows = self.links.rows(value)
         if value.kind == "output":
             return self.links.forms.get(("in", self.peer, value.index, rows))
+        key = ("grad", self.peer, value.index, rows)
         sent = self.links.forms.get(("out", self.peer, value.index, rows))
-        if sent is None:
-            return None
-        # The gradient of an output: one tensor for each floating-point tensor in it.
-        return ["list", [spec(t) for t in differentiable(allocate(sent, torch.device("meta")))]]
+        if key not in self.links.forms and sent is not None:
+            # The gradient of an output: one tensor for each floating-point tensor in it.
+            like = differentiable(allocate(sent, torch.device("meta")))
+            self.links.forms[key] = spec(like)
+        return self.links.forms.get(key)
 
 
 def _encode(form: Any, value: Value) -> Tensor:
