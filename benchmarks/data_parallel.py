@@ -64,5 +64,14 @@ def measure(quick: bool = False) -> list[Row]:
                 for name in VARIANTS:
                     targets = (MUST, AIM) if name == "buckets of 25 MiB" and not kind else (None, None)
                     text = f"data parallel, {ranks} ranks, {name}: time / DDP{kind}"
-                    rows.append(Row(text, found[name] / found["DDP"], "", targets[0], targets[1], f"DDP {found['DDP'] * 1e3:.0f} ms"))
+                    rows.append(
+                        Row(
+                            text,
+                            found[name] / found["DDP"],
+                            "",
+                            targets[0],
+                            targets[1],
+                            f"DDP {found['DDP'] * 1e3:.0f} ms",
+                        )
+                    )
     return rows

@@ -70,6 +70,19 @@ def _enter_minipar() -> None:
         executor = Executor(program, comm, model, nn.functional.mse_loss, update)
         contestants[name] = partial(executor.run, lambda step: batch)
 
+    share = LAYERS // RANKS
+    module = nn.Sequential(*list(_build())[:share])
+    update_alone = torch.optim.SGD(module.parameters(), lr=0.01)
+    gradient = torch.randn(ROWS, WIDTH)
+
+    def compute_alone() -> None:
+        for x in batch[0].split(ROWS):
+            module(x.detach().requires_grad_()).backward(gradient)
+        update_alone.step()
+        update_alone.zero_grad()
+
+    contestants["compute alone"] = compute_alone
+
 
 def measure(quick: bool = False) -> list[Row]:
     with Cluster(RANKS) as ours, Cluster(RANKS, keep_freed_memory=False) as plain, Cluster(RANKS) as like_ours:
@@ -79,11 +92,18 @@ def measure(quick: bool = False) -> list[Row]:
         rows = []
         for name, must in MUST.items():
             # One schedule at a time. The same contestant has two names, so that the table can have both.
-            first = in_turn({name: ours, f"torch {name}": plain}, 20 if quick else 80)
+            first = in_turn({name: ours, f"torch {name}": plain, "compute alone": ours}, 20 if quick else 80)
             second = in_turn({name: ours, f"torch {name}": like_ours}, 20 if quick else 80)
             for found, kind in ((first, ""), (second, " in ranks like ours")):
                 mine, torchs = found[name], found[f"torch {name}"]
                 targets = (must, AIM) if not kind else (None, None)
                 text = f"{name}, {RANKS} ranks, {MICROBATCHES} x {ROWS} rows: time / torch{kind}"
-                rows.append(Row(text, mine / torchs, "", targets[0], targets[1], f"{mine * 1e3:.0f} and {torchs * 1e3:.0f} ms"))
+                rows.append(
+                    Row(text, mine / torchs, "", targets[0], targets[1], f"{mine * 1e3:.0f} and {torchs * 1e3:.0f} ms")
+                )
+            alone = first["compute alone"]
+            text = f"  {name}'s layers alone on {RANKS} ranks, no pipeline at all: time / torch"
+            rows.append(
+                Row(text, alone / first[f"torch {name}"], "", note=f"{alone * 1e3:.0f} ms: no executor is below")
+            )
     return rows
