@@ -40,7 +40,7 @@ def walk_shared(program: Program, costs: Costs, cores: int) -> tuple[list[list[f
                 arrivals, k, writer = pending[rank][value]
                 if len(arrivals) <= k:
                     return None
-                ends[rank][writer] = arrivals[k]
+                ends[rank][writer] = max(arrivals[k], starts[rank][writer])
                 latest = max(latest, arrivals[k])
         return latest
 
@@ -99,5 +99,5 @@ def walk_shared(program: Program, costs: Costs, cores: int) -> tuple[list[list[f
     for rank in range(count):
         for arrivals, k, writer in pending[rank].values():
             if len(arrivals) > k:
-                ends[rank][writer] = arrivals[k]
+                ends[rank][writer] = max(arrivals[k], starts[rank][writer])
     return starts, ends

@@ -87,7 +87,7 @@ def _walk(program: Program, costs: Costs) -> tuple[list[list[float]], list[list[
                             blocked = True
                             break
                         arrival = arrivals[k]
-                        end[writer] = arrival
+                        end[writer] = arrival if arrival > begin[writer] else begin[writer]
                         if arrival > now:
                             now = arrival
                         del waiting[value]
@@ -127,5 +127,5 @@ def _walk(program: Program, costs: Costs) -> tuple[list[list[float]], list[list[
                 "verify(program) says why"
             )
         for arrivals, k, writer in pending[rank].values():  # received or reduced, but read by nothing
-            ends[rank][writer] = arrivals[k]
+            ends[rank][writer] = max(arrivals[k], starts[rank][writer])
     return starts, ends

@@ -167,9 +167,9 @@ def brute_force(program: Program, costs) -> tuple[list[list[float]], list[list[f
                 starts[rank][k] = max(free[rank][k], busy)
                 busy = ends[rank][k] = starts[rank][k] + occupied
                 target, place = receives[link][n]
-                ends[target][place] = busy + delay
                 posted = n - program.receives_ahead
                 starts[target][place] = reached[target][receives[link][posted][1]] if posted >= 0 else 0.0
+                ends[target][place] = max(busy + delay, starts[target][place])
         for turns in calls.values():
             busy = 0.0
             for turn in turns:
