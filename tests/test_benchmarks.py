@@ -1,0 +1,45 @@
+"""The benchmarks' table, and one benchmark for real."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks import NAMES, table
+from benchmarks.harness import Row
+from minipar.cli import main
+
+
+@pytest.mark.parametrize(
+    ("value", "must", "aim", "missed"),
+    [
+        (0.5, 1.0, 0.9, ""),
+        (0.95, 1.0, 0.9, "aim"),
+        (1.1, 1.0, 0.9, "must"),
+        (9.0, None, None, ""),
+        (1.0, 1.0, None, ""),
+    ],
+)
+def test_misses_are_named(value, must, aim, missed):
+    row = Row("thing", value, "s", must, aim)
+    assert row.missed == missed
+    text = table([row.as_dict()])
+    assert ("MISSED" in text) == (missed == "must")
+    assert ("aim missed" in text) == (missed == "aim")
+
+
+def test_bench_prints_rows_with_targets(capsys):
+    assert main(["bench", "simulator", "--quick", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    names = [row["name"] for row in found["rows"]]
+    assert any("simulate" in name for name in names)
+    assert all(row["value"] > 0 for row in found["rows"])
+    assert found["missed"] == sum(row["missed"] == "must" for row in found["rows"])
+
+
+def test_every_benchmark_can_be_imported():
+    import importlib
+
+    for name in NAMES:
+        assert callable(importlib.import_module(f"benchmarks.{name}").measure)
