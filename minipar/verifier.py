@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from minipar.collector import paused
 from minipar.errors import ProgramError
 from minipar.program import COLLECTIVES, Instruction, Op, Program, Value, span
 from minipar.refusal import at, refuse
@@ -27,15 +28,16 @@ def verify(program: Program) -> None:
 
     Takes about 6 microseconds an instruction.
     """
-    _check_instructions(program)
-    for replica in range(program.replicas):
-        _check_microbatches(program, replica)
-    _check_links(program)
-    _check_groups(program)
-    left = [_check_rank(program, rank) for rank in range(len(program.ranks))]
-    Walk(program).run()
-    for rank, live in enumerate(left):
-        _check_end(program, rank, live)
+    with paused():
+        _check_instructions(program)
+        for replica in range(program.replicas):
+            _check_microbatches(program, replica)
+        _check_links(program)
+        _check_groups(program)
+        left = [_check_rank(program, rank) for rank in range(len(program.ranks))]
+        Walk(program).run()
+        for rank, live in enumerate(left):
+            _check_end(program, rank, live)
 
 
 # 1. each instruction ------------------------------------------------------------------------------------------------

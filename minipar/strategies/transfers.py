@@ -27,43 +27,41 @@ def insert_transfers(ranks: Mapping[int, Sequence[Instruction]]) -> dict[int, li
                 if value.kind in MOVES:
                     producer[value] = (rank, k)
 
-    # (value, position of its producer, position of its first reader) per link
-    links: dict[tuple[int, int], list[tuple[int, int, Value]]] = {}
-    local: set[tuple[int, Value]] = set()
-    seen: set[tuple[int, Value]] = set()
+    # per link: value -> (position of its producer, position of its first reader)
+    links: dict[tuple[int, int], dict[Value, tuple[int, int]]] = {}
+    read_here: set[Value] = set()  # also by the rank that produces them
     last_target: dict[Value, int] = {}
     for rank, instructions in ranks.items():
+        arriving: dict[int, dict[Value, tuple[int, int]]] = {}
         for k, ins in enumerate(instructions):
             for value in ins.reads:
                 if value.kind not in MOVES or value not in producer:
                     continue
                 source, position = producer[value]
                 if source == rank:
-                    local.add((rank, value))
-                elif (rank, value) not in seen:
-                    seen.add((rank, value))
+                    read_here.add(value)
+                elif value not in arriving.setdefault(source, {}):
+                    arriving[source][value] = (position, k)
                     last_target[value] = rank
-                    links.setdefault((source, rank), []).append((position, k, value))
+        links.update({(source, rank): moves for source, moves in arriving.items()})
 
     after: dict[int, dict[int, list[Instruction]]] = {rank: {} for rank in ranks}
     before: dict[int, dict[int, list[Instruction]]] = {rank: {} for rank in ranks}
     for (source, target), moves in links.items():
-        moves.sort()
+        sends = sorted(moves, key=moves.__getitem__)
         reader = len(ranks[target])
-        placed = []
-        for _, k, value in reversed(moves):
-            reader = min(reader, k)  # not later than any receive after it
-            placed.append((reader, value))
-        for reader, value in reversed(placed):
-            recv = Instruction(
-                Op.RECV, (value.index,), value.microbatch, value.step, (), (value,), (), f"recv {source}", source
-            )
+        readers = []
+        for value in reversed(sends):
+            reader = min(reader, moves[value][1])  # not later than any receive after it
+            readers.append(reader)
+        to, origin = f"send {target}", f"recv {source}"
+        for value, reader in zip(sends, reversed(readers), strict=True):
+            position = moves[value][0]
+            _, index, i, step = value
+            recv = Instruction(Op.RECV, (index,), i, step, (), (value,), (), origin, source)
             before[target].setdefault(reader, []).append(recv)
-        for position, _, value in moves:
-            frees = () if (source, value) in local or last_target[value] != target else (value,)
-            send = Instruction(
-                Op.SEND, (value.index,), value.microbatch, value.step, (value,), (), frees, f"send {target}", target
-            )
+            frees = () if value in read_here or last_target[value] != target else (value,)
+            send = Instruction(Op.SEND, (index,), i, step, (value,), (), frees, to, target)
             after[source].setdefault(position, []).append(send)
 
     result = {}
