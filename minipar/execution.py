@@ -24,7 +24,7 @@ from minipar.errors import PlanError
 from minipar.executor import Executor
 from minipar.program import Program, Value
 from minipar.reference import Reference, train_plainly
-from minipar.tensors import count_rows, map_tensors
+from minipar.tensors import count_bytes, count_rows, map_tensors
 from minipar.trace import Trace
 
 Model = nn.Module | Sequence[nn.Module] | Callable[[], nn.Module | Sequence[nn.Module]]
@@ -188,11 +188,12 @@ def _passes(job: Job, program: Program, passes: int, keep_gradients: bool) -> Pa
     )
 
 
-def profile_job(job: Job, rows: tuple[int, ...]) -> tuple[Shape, Profile]:
-    """In one rank: the model's shape, and a profile of its layers for these numbers of rows."""
+def profile_job(job: Job, rows: tuple[int, ...]) -> tuple[Shape, Profile, tuple[int, int]]:
+    """In one rank: the model's shape, a profile of its layers for these numbers of rows, bytes of a batch's x and y."""
     layers = list(job.build().to(worker.context().device).children())
     x, y = job.batches(0)
-    return shape_of(layers), profile(layers, x, y, job.loss, rows, optimizer=job.optimizer)
+    measured = profile(layers, x, y, job.loss, rows, optimizer=job.optimizer)
+    return shape_of(layers), measured, (count_bytes(x), count_bytes(y))
 
 
 def run_plainly(job: Job, steps: int) -> tuple[Reference, float] | None:

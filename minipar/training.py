@@ -105,10 +105,11 @@ def train(
         bar = partial(tqdm, disable=not progress, leave=False)
         with bar(total=1, desc="profile, one layer at a time") as meter:
             rows = microbatch_rows(job.batch, plan.dp, plan.total_microbatches)
-            ((shape, measured),) = ranks.run_on([0], profile_job, job, rows)
+            ((shape, measured, data_bytes),) = ranks.run_on([0], profile_job, job, rows)
             meter.update()
         program = plan.compile(shape)
-        predicted = predict(program, measured, job.batch, available_cores() if ranks.device == "cpu" else None)
+        cores = available_cores() if ranks.device == "cpu" else None
+        predicted = predict(program, measured, job.batch, cores, data_bytes)
         with bar(total=steps, desc=str(plan)) as meter:
             done = execute(
                 program, job, cluster=ranks, passes=steps, keep_gradients=check, report=lambda k: meter.update()
@@ -120,11 +121,24 @@ def train(
     return Run(plan, program, done.losses, done.trace, predicted, done.times, done.gradients, reference, plain_time)
 
 
-def predict(program: Program, measured: Profile, batch: int, cores: int | None = None) -> Trace:
-    """The predicted trace of a program, from a profile of its model's layers; `cores` are shared by all ranks."""
-    trace = simulate(program, ProfiledCosts(program, measured, batch), cores=cores)
+def predict(
+    program: Program, measured: Profile, batch: int, cores: int | None = None, data_bytes: tuple[int, int] = (0, 0)
+) -> Trace:
+    """The predicted trace of a program, from a profile of its model's layers.
+
+    cores        shared by all ranks; None: every rank computes on its own
+    data_bytes   of a whole batch's x and y; the ranks with the first and the last layer hold their rows of them
+    """
+    costs = ProfiledCosts(program, measured, batch)
+    trace = simulate(program, costs, cores=cores)
     count = len(program.ranks)
+    data = [
+        round(
+            costs.rows_of(rank) / batch * ((0 in held) * data_bytes[0] + (program.layers - 1 in held) * data_bytes[1])
+        )
+        for rank, held in enumerate(program.placement)
+    ]
     note = "predicted from a profile of one layer at a time on one device"
     if cores is not None and cores < count:
         note += f"; {count} ranks share {cores} core" + "s" * (cores > 1)
-    return replace(trace, note=note)
+    return replace(trace, note=note, data=data)

@@ -45,6 +45,10 @@ class ProfiledCosts:
         """Rows of a micro-batch of the rank's replica."""
         return len(self._rows[self.program.replica(rank) * self.program.microbatches + microbatch])
 
+    def rows_of(self, rank: int) -> int:
+        """Rows of a step that the rank's replica works on."""
+        return sum(self.rows(rank, i) for i in range(self.program.microbatches))
+
     def compute(self, rank: int, ins: Instruction) -> float:
         if ins.op is Op.STEP:
             whole = sum(self.profile.gradient_bytes)
