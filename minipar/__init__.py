@@ -42,5 +42,12 @@ def __getattr__(name: str) -> Any:
     return value
 
 
+def load_ipython_extension(ipython: Any) -> None:
+    """What `%load_ext minipar` calls: cells can begin with `%%ranks`."""
+    from minipar.cluster import magic
+
+    magic.load(ipython)
+
+
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])

@@ -166,7 +166,8 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
         optimizer=partial(torch.optim.SGD, lr=options.lr),
         seed=options.seed,
         dtype=getattr(torch, options.dtype),
-        check=True,
+        reference=True,
+        check=options.check,
         progress=not options.json and sys.stderr.isatty(),
     )
     assert run.reference is not None

@@ -196,11 +196,11 @@ def profile_job(job: Job, rows: tuple[int, ...]) -> tuple[Shape, Profile, tuple[
     return shape_of(layers), measured, (count_bytes(x), count_bytes(y))
 
 
-def run_plainly(job: Job, steps: int) -> tuple[Reference, float] | None:
+def run_plainly(job: Job, steps: int, keep_gradients: bool = True) -> tuple[Reference, float] | None:
     """In the ranks, of which only the first works: the job in plain torch, and its seconds per step."""
     if worker.context().rank:
         return None
     model = job.build()
     start = time.perf_counter()
-    result = train_plainly(model, job.batches, job.loss, job.optimizer, steps, job.seed, worker.report)
+    result = train_plainly(model, job.batches, job.loss, job.optimizer, steps, job.seed, keep_gradients, worker.report)
     return result, (time.perf_counter() - start) / steps

@@ -31,6 +31,8 @@ class Op(str, Enum):
     SEND = "SEND"
     RECV = "RECV"
     ALL_REDUCE = "ALL_REDUCE"
+    OFFLOAD = "OFFLOAD"  # a copy from the device to the host; so far only in imported traces, as is FETCH
+    FETCH = "FETCH"
 
 
 COMPUTE = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.RECOMPUTE, Op.STEP)
@@ -95,7 +97,8 @@ class Instruction(NamedTuple):
     """One line of a rank's program. Immutable, and printable on one line (`F 3:5 mb2`).
 
     `layers` are the layers computed, or the parameter groups that a collective or STEP works on. `reads`, `writes`
-    and `frees` are local values; a value written before is updated in place. `parts` keeps what was fused.
+    and `frees` are local values; a value written before is updated in place. `parts` keeps what was fused. `name`, if
+    given, is the text: what a trace that was imported calls it.
     """
 
     op: Op
@@ -109,8 +112,11 @@ class Instruction(NamedTuple):
     peer: int = -1
     group: tuple[int, ...] = ()
     parts: tuple[Part, ...] = ()
+    name: str = ""
 
     def __str__(self) -> str:
+        if self.name:
+            return self.name
         if self.op is Op.SEND and self.reads:
             return f"SEND {self.reads[0]} -> {self.peer}"
         if self.op is Op.RECV and self.writes:
@@ -281,7 +287,8 @@ class Program:
         ranks = [
             [
                 [i.op.name, list(i.layers), i.microbatch, i.step, refs(i.reads), refs(i.writes), refs(i.frees),
-                 i.stream, i.peer, list(i.group), [[p.op.name, p.layer, p.bytes] for p in i.parts]]
+                 i.stream, i.peer, list(i.group), [[p.op.name, p.layer, p.bytes] for p in i.parts],
+                 *([i.name] if i.name else [])]
                 for i in instructions
             ]
             for instructions in self.ranks
@@ -310,8 +317,8 @@ class Program:
         ranks = tuple(
             tuple(
                 Instruction(Op[op], tuple(layers), mb, step, named(reads), named(writes), named(frees), stream, peer,
-                            tuple(group), tuple(Part(Op[name], *rest) for name, *rest in parts))
-                for op, layers, mb, step, reads, writes, frees, stream, peer, group, parts in instructions
+                            tuple(group), tuple(Part(Op[part], *rest) for part, *rest in parts), *name)
+                for op, layers, mb, step, reads, writes, frees, stream, peer, group, parts, *name in instructions
             )
             for instructions in data["ranks"]
         )  # fmt: skip

@@ -12,7 +12,7 @@ from minipar import randomness
 
 
 class Reference(NamedTuple):
-    """Per step the loss, and the gradient of every trainable parameter by name."""
+    """Per step the loss, and the gradient of every trainable parameter by name (empty if not kept)."""
 
     losses: list[float]
     gradients: list[dict[str, Tensor]]
@@ -25,6 +25,7 @@ def train_plainly(
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
     steps: int,
     seed: int = 0,
+    keep_gradients: bool = True,
     report: Callable[[int], None] = lambda step: None,
 ) -> Reference:
     """Train `model` for `steps` steps, as anyone would without minipar. The model is changed in place."""
@@ -40,9 +41,10 @@ def train_plainly(
         if names:
             value.backward()
         result.losses.append(value.item())
-        result.gradients.append(
-            {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in names.items()}
-        )
+        if keep_gradients:
+            result.gradients.append(
+                {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in names.items()}
+            )
         if update:
             update.step()
             update.zero_grad()

@@ -17,9 +17,12 @@ from minipar.errors import MiniparError
 from minipar.program import COLLECTIVES, COMPUTE, Instruction, Op, Program, Value
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from matplotlib.figure import Figure
 
     from minipar.comparison import Comparison
+    from minipar.kineto import Source
 
 KINDS = {
     "param": "parameters",
@@ -257,7 +260,7 @@ class Trace:
         if self.unit != "bytes":
             return 0
         if ins.op is Op.SEND:
-            return round(self.size(rank, ins.reads[0]))
+            return round(sum(self.size(rank, value) for value in ins.reads))
         if ins.op in COLLECTIVES:
             n = len(ins.group)
             return round(sum(self.size(rank, value) for value in ins.writes) * 2 * (n - 1) / n)
@@ -372,3 +375,22 @@ class Trace:
         return Trace(
             program, data["starts"], data["ends"], size, data["kind"], data["unit"], data["data"], data["note"]
         )
+
+    def to_perfetto(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Chrome Trace Event JSON, for ui.perfetto.dev and chrome://tracing. See `interchange.to_perfetto`."""
+        from minipar import interchange
+
+        return interchange.to_perfetto(self, path)
+
+    def to_hta(self, folder: str | os.PathLike[str]) -> list[Path]:
+        """One file per rank, for Holistic Trace Analysis. See `interchange.to_hta`."""
+        from minipar import interchange
+
+        return interchange.to_hta(self, folder)
+
+    @staticmethod
+    def from_kineto(sources: Source | Sequence[Source]) -> Trace:
+        """A trace from files of torch's profiler, one per rank, or of `to_perfetto`. See `kineto.from_kineto`."""
+        from minipar import kineto
+
+        return kineto.from_kineto(sources)

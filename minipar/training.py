@@ -32,7 +32,7 @@ class Run:
     trace         the measured trace of one typical step (the one of median duration, the first left out)
     predicted     the trace that was predicted before the run
     step_times    seconds of every step
-    reference     losses and gradients of plain torch on one process, if `check` was asked for
+    reference     losses of plain torch on one process, and its gradients if `check` was asked for
     """
 
     plan: Plan
@@ -81,6 +81,7 @@ def train(
     optimizer: Optimizer = partial(torch.optim.SGD, lr=0.1),
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
+    reference: bool = False,
     check: bool = False,
     progress: bool = True,
 ) -> Run:
@@ -92,7 +93,8 @@ def train(
     batch       rows of a step, over all replicas and micro-batches
     loss        loss(output, y) -> scalar mean over rows (or target elements)
     optimizer   makes an optimizer of a list of parameters
-    check       keep every gradient, and train plain torch on one process beside it, to compare
+    reference   train plain torch on one process beside it, to compare the losses
+    check       that, and keep every gradient of both, to compare them too (memory: twice the model per step)
 
     Raises PlanError where plan, model, batch and cluster do not fit together; what a rank raises; RankDied.
     """
@@ -114,11 +116,11 @@ def train(
             done = execute(
                 program, job, cluster=ranks, passes=steps, keep_gradients=check, report=lambda k: meter.update()
             )
-        reference, plain_time = None, None
-        if check:
+        plain, plain_time = None, None
+        if reference or check:
             with bar(total=steps, desc="plain torch, one process") as meter:
-                reference, plain_time = ranks.run_with(lambda rank, k: meter.update(), run_plainly, job, steps)[0]
-    return Run(plan, program, done.losses, done.trace, predicted, done.times, done.gradients, reference, plain_time)
+                plain, plain_time = ranks.run_with(lambda rank, k: meter.update(), run_plainly, job, steps, check)[0]
+    return Run(plan, program, done.losses, done.trace, predicted, done.times, done.gradients, plain, plain_time)
 
 
 def predict(

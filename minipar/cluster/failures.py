@@ -66,7 +66,8 @@ class Failure:
 
 
 def capture(error: BaseException, hide: str) -> Remote:
-    """In the rank: turn an exception into data. Frames of the file `hide` (the rank's own loop) are left out."""
+    """In the rank: turn an exception into data. Frames of the file `hide` (the rank's own loop) are left out,
+    and those of functions with a variable `__tracebackhide__`, as in pytest and IPython."""
     message = (str(error).strip() or "(no message)").splitlines()[0]
     pickled: bytes | None = None
     if isinstance(error, SystemExit):
@@ -104,7 +105,7 @@ def _frames(tb: TracebackType | None, hide: str) -> tuple[tuple[str, int, str, s
     found = []
     for frame, line_number in traceback.walk_tb(tb):
         code = frame.f_code
-        if code.co_filename != hide:
+        if code.co_filename != hide and "__tracebackhide__" not in frame.f_locals:
             source = linecache.getline(code.co_filename, line_number, frame.f_globals).strip()
             found.append((code.co_filename, line_number, code.co_name, source))
     return tuple(found)
@@ -162,6 +163,20 @@ def as_exception(failures: list[Failure], late: list[int]) -> Exception:
     else:
         error.__cause__ = RankError(root.line, note)
     return error
+
+
+def note_of(error: BaseException) -> str | None:
+    """The note of an exception that `as_exception` made, without the ranks that only lost a peer; else None."""
+    notes = [
+        *getattr(error, "__notes__", ())[-1:],
+        getattr(error, "details", ""),
+        getattr(error.__cause__, "details", ""),
+    ]
+    for note in notes:
+        if isinstance(note, str) and note.startswith("raised on rank "):
+            lines = note.splitlines()
+            return "\n".join(line for line in lines if not (line.startswith("also: ") and _LOST_PEER.search(line)))
+    return None
 
 
 def _name(ranks: list[int]) -> str:

@@ -1,0 +1,385 @@
+"""`%%ranks`: a notebook cell that runs on every rank.
+
+    %load_ext minipar
+
+    %%ranks 4
+    x = torch.full((2,), float(rank))
+    comm.allreduce(x)
+
+`%%ranks [n] [--only 0,2] [--out name] [--quiet]`: see `Ranks.cell`; `%ranks` tells which ranks there are, and
+`%ranks close` ends them.
+
+The driver checks the cell and sends its text; each rank runs it in its own `__main__`, where variables live on. What a
+rank prints goes to a file of its own while the cell runs: the driver shows it afterwards in rank order, and has it
+also when the rank was killed. Nothing here needs torch or IPython to be imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import itertools
+import keyword
+import linecache
+import os
+import shlex
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+from minipar.cluster import failures, launch, worker
+from minipar.cluster.local import Cluster
+from minipar.cluster.members import unpack
+from minipar.cluster.processes import flush_native
+from minipar.errors import MiniparError, PlanError, RankError
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+_DEFAULT_RANKS = 4
+_SHOWN_BYTES = 1 << 20  # of what one rank prints in one cell; a notebook with more can hardly be opened
+_OPTIONS = "n, --only 0,2, --out name, --quiet"
+
+
+def load(shell: InteractiveShell) -> None:
+    """Give this shell the magics `%%ranks` and `%ranks`."""
+    ranks = Ranks(shell)
+    register: Callable[..., None] = shell.register_magic_function
+    register(ranks.cell, "cell", "ranks")
+    register(ranks.line, "line", "ranks")
+
+
+class Ranks:
+    """The cluster behind one notebook's `%%ranks` cells."""
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        self._shell = shell
+        self._cluster: Cluster | None = None
+        self._communicates = False  # whether a cell has used `comm` since this cluster began
+
+    def cell(self, line: str, cell: str) -> None:
+        """%%ranks [n] [--only 0,2] [--out name] [--quiet]: run this cell on every rank.
+
+        Each rank has its own variables, which live on between cells; `rank`, `world_size`, `comm` (a Communicator)
+        and `torch` are there from the start. What the ranks print is shown in rank order, the same text of several
+        ranks once; so is the value of the last expression (not after a `;`).
+
+        n: the number of ranks (default: those that are running, or else 4); another number starts new ones.
+        --only 0,2: run on these ranks only.
+        --out name: the values of the last expression, in rank order, as a list in the notebook's variable `name`.
+        --quiet: show errors only.
+
+        An exception on a rank is this cell's exception, with the traceback of that rank.
+        """
+        try:
+            self._run(line, cell)
+        except BaseException as error:
+            raise _as_shown(error, self._cluster) from None
+
+    def line(self, line: str) -> None:
+        """%ranks: which ranks there are. %ranks close: end them."""
+        word = line.strip()
+        if word not in ("", "close"):
+            error = PlanError(
+                f"%ranks {word}: possible are %ranks (what is running) and %ranks close; %%ranks runs cells"
+            )
+            raise _as_shown(error, None)
+        if word == "close":
+            self._close()
+        elif self._cluster is None:
+            print(f"no ranks; a %%ranks cell starts {_DEFAULT_RANKS}, or as many as it says")
+        else:
+            print(f"{self._cluster.size} ranks on {self._cluster.device}: {self._cluster.state}")
+
+    def _run(self, line: str, cell: str) -> None:
+        running = _DEFAULT_RANKS if self._cluster is None else self._cluster.size
+        request = _parse(line, running)
+        # Counted here: IPython's own number is one ahead or not, depending on its version.
+        name = f"<%%ranks In[{len(self._shell.user_ns['In']) - 1}]>"
+        _remember_source(name, f"%%ranks {line}\n{cell}")
+        _, last = _compile(cell, name)
+        if request.out and last is None:
+            raise PlanError(f"--out {request.out}: the cell must end with an expression, whose values it then gets")
+        self._communicates = self._communicates or _mentions_comm(cell)
+        cluster = self._ranks(request)
+        if self._communicates and len(request.ranks) < cluster.size:
+            cluster.run(_make_comm)  # which takes all ranks
+        with tempfile.TemporaryDirectory(prefix="cell-", dir=launch.scratch_folder()) as folder:
+            task = Task(cell, line, name, folder, self._communicates, bool(request.out))
+            try:
+                answers = cluster.run_on(request.ranks, run_cell, task)
+            finally:
+                if not request.quiet:
+                    printed = [_read(os.path.join(folder, str(rank))) for rank in request.ranks]
+                    _show(request.ranks, printed, lambda ranks, text: f"{_name(ranks)}:\n{_indent(text)}")
+        pairs = list(zip(request.ranks, answers, strict=True))
+        if not request.quiet and not cell.rstrip().endswith(";"):
+            _show(request.ranks, [text for text, _ in answers], _value)
+        if request.out:
+            values = [unpack(blob, f"--out {request.out}: the value of rank {rank}") for rank, (_, blob) in pairs]
+            self._shell.push({request.out: values})
+
+    def _ranks(self, request: Request) -> Cluster:
+        """The running cluster, or a new one of the size that is asked for."""
+        if self._cluster is not None and self._cluster.size != request.size:
+            if not request.quiet:
+                print(
+                    f"{request.size} new ranks replace the {self._cluster.size} that were running, and their variables"
+                )
+            uses = self._communicates
+            self._close()
+            self._communicates = uses
+        if self._cluster is None:
+            self._cluster = Cluster(request.size)
+        return self._cluster
+
+    def _close(self) -> None:
+        if self._cluster is not None:
+            self._cluster.close()
+        self._cluster = None
+        self._communicates = False
+
+
+# The line after %%ranks
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the line of a cell asks for. `ranks` are those that run it."""
+
+    size: int
+    ranks: tuple[int, ...]
+    out: str
+    quiet: bool
+
+
+def _parse(line: str, running: int) -> Request:
+    """Read the line; PlanError, naming the value, for what cannot be."""
+    size, only, out, quiet = running, None, "", False
+    counted = False
+    try:
+        words = iter(shlex.split(line, comments=True))
+    except ValueError as error:
+        raise PlanError(f"%%ranks {line.strip()}: {error}; possible are {_OPTIONS}") from None
+    for word in words:
+        option, equals, value = word.partition("=")
+        if option in ("--only", "--out") and not equals:
+            value = next(words, "")
+        if option == "--only":
+            only = value
+        elif option == "--out":
+            out = _variable(value)
+        elif word == "--quiet":
+            quiet = True
+        elif counted or word.startswith("--"):
+            raise PlanError(f"%%ranks: unknown argument {word!r}; possible are {_OPTIONS}")
+        else:
+            size, counted = _count(word), True
+    ranks = tuple(range(size)) if only is None else _chosen(only, size)
+    return Request(size, ranks, out, quiet)
+
+
+def _count(word: str) -> int:
+    if not word.isdecimal() or int(word) < 1:
+        raise PlanError(f"n={word}: must be a whole number of at least 1; possible are {_OPTIONS}")
+    return int(word)
+
+
+def _variable(word: str) -> str:
+    if not word.isidentifier() or keyword.iskeyword(word):
+        raise PlanError(f"--out {word!r}: must be the name of a variable")
+    return word
+
+
+def _chosen(text: str, size: int) -> tuple[int, ...]:
+    words = [word.strip() for word in text.split(",")]
+    for word in words:
+        if not word.isdecimal() or int(word) >= size:
+            there = "rank 0 is" if size == 1 else f"ranks 0 to {size - 1} are"
+            raise PlanError(f"--only {text}: there is no rank {word!r}; {there} there")
+    ranks = sorted(map(int, words))
+    if len(set(ranks)) != len(ranks):
+        raise PlanError(f"--only {text}: each rank can be named once")
+    return tuple(ranks)
+
+
+# The cell's text, in the driver and in the ranks
+
+
+def _compile(cell: str, name: str) -> tuple[Any, Any]:
+    """The code of the cell and of its last expression (None where it ends otherwise). SyntaxError."""
+    tree = ast.parse("\n" + cell, name)  # one line more, so that lines are numbered as in the notebook
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    with warnings.catch_warnings():
+        if not worker.in_rank():  # each rank says it
+            warnings.simplefilter("ignore")
+        body = compile(tree, name, "exec", dont_inherit=True)
+        if not isinstance(last, ast.Expr):
+            return body, None
+        return body, compile(ast.Expression(last.value), name, "eval", dont_inherit=True)
+
+
+def _mentions_comm(cell: str) -> bool:
+    return any(isinstance(node, ast.Name) and node.id == "comm" for node in ast.walk(ast.parse(cell)))
+
+
+def _remember_source(name: str, text: str) -> None:
+    """Let tracebacks show the lines of this cell."""
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+
+
+# In a rank
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a rank gets to run. It prints into `folder`; its last value is sent back if `wanted`."""
+
+    cell: str
+    line: str
+    name: str
+    folder: str
+    communicates: bool
+    wanted: bool
+
+
+def run_cell(task: Task) -> tuple[str, bytes]:
+    """Run the cell in this rank's `__main__`. The text of its last value ("" for None); the value, pickled, if wanted.
+
+    RankError when it is wanted and cannot be pickled.
+    """
+    __tracebackhide__ = True
+    _remember_source(task.name, f"%%ranks {task.line}\n{task.cell}")
+    with _printing_to(os.path.join(task.folder, str(worker.context().rank))):
+        namespace = _namespace()
+        if task.communicates:
+            _make_comm()
+        body, last = _compile(task.cell, task.name)
+        exec(body, namespace)
+        value = None if last is None else eval(last, namespace)
+        return "" if value is None else repr(value), _packed(value) if task.wanted else b""
+
+
+def _packed(value: object) -> bytes:
+    __tracebackhide__ = True
+    try:
+        return bytes(cloudpickle.dumps(value))
+    except Exception as error:
+        kind = type(value).__name__
+        reason = f"the value of rank {worker.context().rank}, a {kind}, cannot be sent: {error}"
+        raise RankError(f"--out: {reason}; let the cell end with tensors, numbers or text") from None
+
+
+def _namespace() -> dict[str, Any]:
+    """The variables of this rank: its `__main__`, so that classes of a cell can be pickled there too."""
+    import torch
+
+    namespace = sys.modules["__main__"].__dict__
+    context = worker.context()
+    for name, value in {"rank": context.rank, "world_size": context.size, "torch": torch}.items():
+        namespace.setdefault(name, value)
+    return namespace
+
+
+def _make_comm() -> None:
+    """Set `comm`, also anew after a failure. All ranks do this together, however the cell uses it, and only then."""
+    from minipar.comm import communicator
+
+    namespace = _namespace()
+    if isinstance(namespace.get("comm"), communicator.Communicator | None):
+        namespace["comm"] = communicator.create()
+
+
+@contextlib.contextmanager
+def _printing_to(path: str) -> Iterator[None]:
+    """Send what this process, its libraries and its children print to a file, both streams in one order."""
+    _flush()
+    kept = os.dup(1), os.dup(2)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        os.close(file)
+        yield
+    finally:
+        _flush()
+        for descriptor, stream in zip(kept, (1, 2), strict=True):
+            os.dup2(descriptor, stream)
+            os.close(descriptor)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # the cell closed or replaced it
+            stream.flush()
+    flush_native()
+
+
+# What the notebook shows
+
+
+def _read(path: str) -> str:
+    """What a rank printed, each line as a terminal would leave it (a progress bar overwrites itself)."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(_SHOWN_BYTES)
+            left = os.fstat(file.fileno()).st_size - len(data)
+    except FileNotFoundError:  # the rank did not get that far
+        return ""
+    lines = data.decode("utf-8", "replace").split("\n")
+    text = "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)
+    return text + (f"\n... and {left} bytes more" if left > 0 else "")
+
+
+def _show(ranks: Sequence[int], texts: Sequence[str], block: Callable[[list[int], str], str]) -> None:
+    """Print the texts in rank order, the same text of neighbouring ranks once, nothing for an empty one."""
+    blocks = []
+    pairs = zip(ranks, texts, strict=True)
+    for text, group in itertools.groupby(pairs, key=lambda pair: pair[1].rstrip("\n")):
+        if text:
+            blocks.append(block([rank for rank, _ in group], text) + "\n")
+    if blocks:
+        sys.stdout.write("".join(blocks))
+        sys.stdout.flush()
+
+
+def _value(ranks: list[int], text: str) -> str:
+    if "\n" in text:  # the lines of a tensor stay below each other
+        return f"{_name(ranks)} =>\n{_indent(text)}"
+    return f"{_name(ranks)} => {text}"
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"  {line}" if line else "" for line in text.split("\n"))
+
+
+def _name(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks))}"
+
+
+def _as_shown(error: BaseException, cluster: Cluster | None) -> BaseException:
+    """The exception, made to show in the notebook what happened in the rank and not how the driver heard of it."""
+    note = failures.note_of(error)
+    if note is not None:
+        text = f"{error.reason}\n{note}" if isinstance(error, RankError) else note
+        if isinstance(error, SyntaxError):  # IPython would show it as one of this cell
+            error = RankError("a rank met a SyntaxError", note)
+    elif isinstance(error, SyntaxError):  # of the cell: IPython shows it well, but not from how deep it came
+        return error.with_traceback(None)
+    elif isinstance(error, MiniparError | KeyboardInterrupt):
+        text = f"{type(error).__name__}: {error}".removesuffix(": ")
+    else:
+        return error  # a fault of minipar itself: with all there is to see
+    if cluster is not None and "alive" in cluster.state:
+        text += f"\n{cluster.state}; the others start anew at the next cell, without their variables"
+    error._render_traceback_ = text.splitlines  # type: ignore[attr-defined]
+    return error
