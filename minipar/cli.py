@@ -35,6 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except BrokenPipeError:
         return 1
+    except KeyboardInterrupt:
+        print("minipar: interrupted", file=sys.stderr)
+        return 1
     except MiniparError as error:
         print(f"minipar: {error}", file=sys.stderr)
         return 1
@@ -66,7 +69,7 @@ def _parser() -> _Parser:
     one.add_argument("--steps", type=_count, required=True, help="number of training steps")
     one.add_argument("--batch", type=_count, default=16, help="rows of a step (default 16)")
     one.add_argument("--ranks", type=_count, default=None, help="ranks to start; must be what the plan needs")
-    one.add_argument("--seed", type=int, default=0, help="seed of parameters, data and dropout")
+    one.add_argument("--seed", type=_seed, default=0, help="seed of parameters, data and dropout")
     one.add_argument("--dtype", choices=("float32", "float64"), default="float32", help="of parameters and rows")
     one.add_argument("--lr", type=_time, default=0.1, help="learning rate of SGD")
     one.add_argument("--check", action="store_true", help="compare every gradient with plain torch's")
@@ -99,6 +102,16 @@ def _time(text: str) -> float:
     return number
 
 
+def _seed(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = -1
+    if not 0 <= number < 2**63:
+        raise argparse.ArgumentTypeError(f"{text}: must be a whole number from 0 to 2^63 - 1")
+    return number
+
+
 def _times(text: str) -> tuple[float, ...]:
     return tuple(_time(part) for part in text.split(","))
 
@@ -123,6 +136,8 @@ def _simulate(options: argparse.Namespace) -> dict[str, Any]:
         latency=options.latency,
         stage_factors=options.stage_factors,
     )
+    if not math.isfinite(trace.time):
+        raise PlanError("the times given add up to more than a number can hold; use smaller ones")
     return {
         "time": trace.time,
         "bubble_of_total": trace.bubble_of_total(),

@@ -5,12 +5,13 @@ The driver ships a `Job` to every rank; each builds the model, keeps its own lay
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +23,13 @@ from minipar.costs.profiler import profile, shape_of
 from minipar.costs.shapes import Shape
 from minipar.errors import PlanError
 from minipar.executor import Executor
+from minipar.losses import check_loss
 from minipar.program import Program, Value
+from minipar.randomness import split_sensitive
 from minipar.reference import Reference, train_plainly
-from minipar.tensors import count_bytes, count_rows, map_tensors
+from minipar.tensors import count_bytes, count_rows, layers_of, map_tensors
 from minipar.trace import Trace
+from minipar.verifier import verify
 
 Model = nn.Module | Sequence[nn.Module] | Callable[[], nn.Module | Sequence[nn.Module]]
 Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -52,7 +56,8 @@ class Job:
     def __post_init__(self) -> None:
         if isinstance(self.data, tuple):
             object.__setattr__(self, "batch", count_rows(self.data[0]))
-        elif not hasattr(self.data, "batch"):
+        check_loss(self.loss)
+        if not isinstance(self.data, tuple) and not hasattr(self.data, "batch"):
             raise PlanError(
                 f"data={type(self.data).__name__}: must have batch(step, size) -> (x, y), or be a pair (x, y)"
             )
@@ -64,9 +69,14 @@ class Job:
             torch.manual_seed(self.seed)
             given = isinstance(self.model, (nn.Module, list, tuple))
             made = self.model if given else cast(Callable[[], Any], self.model)()
-        model = made if isinstance(made, nn.Module) else nn.Sequential(*cast(Sequence[nn.Module], made))
-        if not list(model.children()):
-            raise PlanError(f"model: a {type(model).__name__} without layers; possible is an nn.Sequential or a list")
+        chain = isinstance(made, (list, tuple, nn.ModuleList))
+        model = nn.Sequential(*cast(Sequence[nn.Module], made)) if chain else made
+        if not isinstance(model, nn.Module) or not layers_of(model):
+            kind = type(model).__name__
+            raise PlanError(f"model: a {kind} without layers; possible is an nn.Sequential or a list of layers")
+        if type(model).forward is not nn.Sequential.forward:
+            kind = type(model).__name__
+            raise PlanError(f"model: a {kind} with a forward of its own; possible is an nn.Sequential or a list")
         return model.to(self.dtype)
 
     def batches(self, step: int) -> tuple[Any, Any]:
@@ -115,13 +125,18 @@ def execute(
     passes: int = 1,
     keep_gradients: bool = True,
     report: Callable[[int], None] = lambda done: None,
+    check: bool = True,
 ) -> Execution:
     """Run a program on real processes, `passes` times in a row (each is `program.steps` training steps).
 
     report(k)   called when all ranks have finished pass k
-    Raises PlanError if the cluster has another number of ranks; what a rank raises; RankDied.
+    check       verify the program first: one that cannot run would wait for ever
+    Raises ProgramError if verify refuses it; PlanError if the cluster has another number of ranks; what a rank
+    raises; RankDied.
     """
     count = len(program.ranks)
+    if check:
+        verify(program)
     if cluster is not None and cluster.size != count:
         raise PlanError(f"program {program.name!r} needs {count} ranks, but the cluster has {cluster.size}")
     told = [0] * at_least_1("passes", passes)
@@ -160,9 +175,13 @@ def _measured(program: Program, passed: Sequence[Passed], k: int) -> Trace:
 
 def at_least_1(name: str, value: int) -> int:
     """`value`, or a PlanError that names it."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    try:
+        number = 0 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = 0
+    if number < 1:
         raise PlanError(f"{name}={value!r}: must be a whole number of at least 1")
-    return value
+    return number
 
 
 # in the ranks ---------------------------------------------------------------------------------------------------------
@@ -188,12 +207,22 @@ def _passes(job: Job, program: Program, passes: int, keep_gradients: bool) -> Pa
     )
 
 
-def profile_job(job: Job, rows: tuple[int, ...]) -> tuple[Shape, Profile, tuple[int, int]]:
-    """In one rank: the model's shape, a profile of its layers for these numbers of rows, bytes of a batch's x and y."""
-    layers = list(job.build().to(worker.context().device).children())
+class Facts(NamedTuple):
+    """What is known of a job before it runs: shape, profile, bytes of a batch's x and y, layers that feel the split."""
+
+    shape: Shape
+    profile: Profile
+    data_bytes: tuple[int, int]
+    split_sensitive: list[str]
+
+
+def profile_job(job: Job, rows: tuple[int, ...]) -> Facts:
+    """In one rank: the facts of a job, its layers profiled for these numbers of rows."""
+    model = job.build().to(worker.context().device)
+    layers = layers_of(model)
     x, y = job.batches(0)
     measured = profile(layers, x, y, job.loss, rows, optimizer=job.optimizer)
-    return shape_of(layers), measured, (count_bytes(x), count_bytes(y))
+    return Facts(shape_of(layers), measured, (count_bytes(x), count_bytes(y)), split_sensitive(model))
 
 
 def run_plainly(job: Job, steps: int, keep_gradients: bool = True) -> tuple[Reference, float] | None:

@@ -26,12 +26,21 @@ from minipar.comm.links import Links
 from minipar.costs.profiled import split_rows
 from minipar.costs.profiler import parameters_of, shape_of, weigh
 from minipar.errors import RankError
+from minipar.losses import counted
 from minipar.program import Instruction, Op, Program, Value, grad_output, output
-from minipar.tensors import count_bytes, count_rows, detach, differentiable, map_tensors, overwrites, take_rows, tensors
+from minipar.tensors import (
+    count_bytes,
+    count_rows,
+    detach,
+    differentiable,
+    layers_of,
+    map_tensors,
+    overwrites,
+    take_rows,
+)
 
 Loss = Callable[[Any, Any], Tensor]
 Batch = tuple[Any, Any]
-IGNORED = -100  # the target that torch's losses leave out of their mean
 
 
 @dataclass
@@ -42,14 +51,6 @@ class Record:
     starts: list[float]
     ends: list[float]
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
-
-
-def counted(y: Any) -> int:
-    """How much a batch weighs in a mean loss: its target elements that count, or its rows where y is not integer."""
-    first = next(tensors(y), None)
-    if first is None or first.is_floating_point():
-        return count_rows(y)
-    return int((first != IGNORED).sum())
 
 
 class Executor:
@@ -71,7 +72,7 @@ class Executor:
     ) -> None:
         container = model if isinstance(model, nn.Module) else nn.Sequential(*model)
         randomness.replace_dropout(container, seed)
-        layers: list[nn.Module] = list(container.children())
+        layers: list[nn.Module] = layers_of(container)
         _check_fit(program, layers)
         self.program, self.comm, self.loss = program, comm, loss
         self.instructions = program.ranks[comm.rank]
@@ -181,9 +182,11 @@ class Executor:
         if step not in self.batch:
             x, y = self.batches(self.base + step)
             count = self.program.microbatches
+            if count_rows(x) != count_rows(y):
+                raise RankError(f"x has {count_rows(x)} rows, but y has {count_rows(y)}; each row needs its target")
             rows = split_rows(count_rows(x), self.program.replicas * count)
             mine = self.program.replica(self.comm.rank) * count
-            self.batch[step] = (x, y, rows[mine : mine + count], counted(y))
+            self.batch[step] = (x, y, rows[mine : mine + count], counted(y, self.loss))
         return self.batch[step]
 
     def _rows(self, value: Value | Instruction) -> int:
@@ -245,7 +248,7 @@ class Executor:
 
     def _scaled_loss(self, y: Any, weight: int) -> Callable[[Any], Tensor]:
         """The micro-batch's share of the step's mean loss: its own mean, times its part of what counts."""
-        mine = counted(y)
+        mine = counted(y, self.loss)
 
         def loss(result: Any) -> Tensor:
             if mine == 0:  # every target is ignored: torch's mean would be 0/0

@@ -8,6 +8,7 @@ A plan is keywords in Python, `key=value` words in a string, or a table in TOML;
 from __future__ import annotations
 
 import difflib
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -24,6 +25,7 @@ from minipar.strategies.transfers import insert_transfers
 from minipar.verifier import verify
 
 OVERLAPS = ("none", "backward")
+MOST = 10_000_000  # forwards of a layer in one program: beyond, building it would fill the memory
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,10 @@ class Plan:
     bucket: float | str = 25
     overlap: str = "backward"
 
+    def __new__(cls, *_: object, **keys: object) -> Plan:
+        _check_keys(keys)  # so that a wrong keyword gets the same answer as a wrong word
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         for key in ("dp", "pp", "microbatches", "accumulate"):
             object.__setattr__(self, key, _whole_number(key, getattr(self, key)))
@@ -59,8 +65,10 @@ class Plan:
             raise PlanError(f"overlap={self.overlap}: unknown; possible are {', '.join(OVERLAPS)}")
 
     @staticmethod
-    def parse(text: str | Mapping[str, Any]) -> Plan:
-        """A plan from `"pp=2 dp=2 schedule=1f1b"`, or from a table (TOML, JSON) of the same keys."""
+    def parse(text: str | Mapping[str, Any] | Plan) -> Plan:
+        """A plan from `"pp=2 dp=2 schedule=1f1b"`, or from a table (TOML, JSON) of the same keys; a plan is kept."""
+        if isinstance(text, Plan):
+            return text
         if isinstance(text, str):
             table: dict[str, Any] = {}
             for word in text.split():
@@ -70,14 +78,11 @@ class Plan:
                 if key in table:
                     raise PlanError(f"plan key {key!r}: given twice")
                 table[key] = value
-        else:
+        elif isinstance(text, Mapping):
             table = dict(text)
-        keys = [f.name for f in fields(Plan)]
-        for key in table:
-            if key not in keys:
-                close = difflib.get_close_matches(str(key), keys, 1)
-                hint = f"; did you mean {close[0]}?" if close else ""
-                raise PlanError(f"plan key {key!r}: unknown; possible are {', '.join(keys)}{hint}")
+        else:
+            raise PlanError(f"plan {text!r}: must be a Plan, words such as 'pp=2 dp=2', or a table of these keys")
+        _check_keys(table)
         return Plan(**table)
 
     @property
@@ -122,15 +127,19 @@ class Plan:
         Raises PlanError when the plan does not fit the model, ProgramError when the program cannot run (a schedule
         of your own may be wrong); `check=False` leaves the latter to the caller.
         """
-        if isinstance(shape, int):
-            shape, layers = None, shape
         if (shape is None) == (layers is None):
             raise PlanError("compile: give either a shape (models.shape(name)) or layers=N")
-        if shape is None:
-            assert layers is not None
+        if layers is not None:
             shape = uniform(layers)
+        elif not isinstance(shape, Shape):
+            if not hasattr(shape, "__index__"):
+                raise PlanError(f"compile({shape!r}): give a shape (models.shape(name)) or layers=N")
+            shape = uniform(operator.index(shape))  # type: ignore[arg-type]
         layout = self.layout(shape)
         steps = _whole_number("steps", steps)
+        size = shape.layers * self.total_microbatches * self.dp * steps
+        if size > MOST:
+            raise PlanError(f"plan {self}: {size} forwards of a layer in {steps} steps; possible are up to {MOST}")
         with paused():
             program = self._program(shape, layout, steps)
             if check:
@@ -176,7 +185,7 @@ class Plan:
                 raise PlanError(
                     f"schedule={self.schedule}: yielded {action!r}; possible are Forward(i) and Backward(i)"
                 )
-            if not isinstance(action.microbatch, int) or not 0 <= action.microbatch < self.microbatches:
+            if not hasattr(action.microbatch, "__index__") or not 0 <= action.microbatch < self.microbatches:
                 raise PlanError(
                     f"schedule={self.schedule}: {action} on stage {stage}; "
                     f"micro-batches count from 0 to {self.microbatches - 1}"
@@ -202,6 +211,15 @@ def _moved(instructions: list[Instruction], offset: int) -> list[Instruction]:
     ]
 
 
+def _check_keys(keys: Iterable[object]) -> None:
+    known = [field.name for field in fields(Plan)]
+    for key in keys:
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, 1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise PlanError(f"plan key {key!r}: unknown; possible are {', '.join(known)}{hint}")
+
+
 def _whole_number(key: str, value: object) -> int:
     try:
         if isinstance(value, bool) or (isinstance(value, float) and value != int(value)):
@@ -215,11 +233,11 @@ def _whole_number(key: str, value: object) -> int:
 
 
 def _split(value: object, stages: int) -> tuple[int, ...] | None:
-    if value is None or value == "even":
+    if value is None or (isinstance(value, str) and value == "even"):
         return None
     parts = value.split(",") if isinstance(value, str) else value
     try:
-        if not isinstance(parts, (list, tuple)):
+        if not isinstance(parts, Iterable):
             raise PlanError("not a list")
         counts = tuple(_whole_number("split", part) for part in parts)
     except PlanError:

@@ -74,6 +74,20 @@ def replace_dropout(model: nn.Module, seed: int) -> None:
                 setattr(module, child_name, replacement)
 
 
+def split_sensitive(model: nn.Module) -> list[str]:
+    """Modules, by name, whose result depends on how the batch is split, so that it cannot equal one device's."""
+    found = []
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            found.append(f"{name} ({kind}: statistics of a micro-batch)")
+        elif isinstance(module, nn.modules.dropout._DropoutNd) and type(module) is not nn.Dropout and module.p:
+            found.append(f"{name} ({kind}: only nn.Dropout draws by row)")
+        elif isinstance(module, nn.MultiheadAttention) and module.dropout:
+            found.append(f"{name} ({kind}: its inner dropout does not draw by row)")
+    return found
+
+
 def row_dropouts(layer: nn.Module) -> list[RowDropout]:
     """The row-wise dropouts of a layer."""
     return [module for module in layer.modules() if isinstance(module, RowDropout)]

@@ -10,6 +10,11 @@ import torch
 from torch import Tensor, nn
 
 
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The layers of a sequential model, in order; one that is used twice stands here twice (`children` drops it)."""
+    return [layer for layer in model._modules.values() if layer is not None]
+
+
 def tensors(value: Any) -> Iterator[Tensor]:
     """The tensors inside a value, in order."""
     if isinstance(value, Tensor):
@@ -46,7 +51,7 @@ def count_bytes(value: Any) -> int:
 
 def detach(value: Any, requires_grad: bool = False) -> Any:
     """The value cut off from its graph (same memory); floating-point tensors become leaves if `requires_grad`."""
-    return map_tensors(value, lambda t: t.detach().requires_grad_(requires_grad and t.is_floating_point()))
+    return map_tensors(value, lambda t: t.detach().requires_grad_(requires_grad and _smooth(t)))
 
 
 def overwrites(layer: nn.Module) -> bool:
@@ -55,8 +60,12 @@ def overwrites(layer: nn.Module) -> bool:
 
 
 def differentiable(value: Any) -> list[Tensor]:
-    """The tensors of a value that can have a gradient: those of floating point."""
-    return [t for t in tensors(value) if t.is_floating_point()]
+    """The tensors of a value that can have a gradient: those of floating point, real or complex."""
+    return [t for t in tensors(value) if _smooth(t)]
+
+
+def _smooth(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def storages(values: Iterable[Tensor]) -> dict[int, int]:
@@ -69,11 +78,13 @@ def spec(value: Any) -> Any:
     """A value's structure, shapes and dtypes as plain JSON data; `allocate` makes an empty value of it."""
     if isinstance(value, Tensor):
         return {"dtype": _name(value.dtype), "shape": list(value.shape)}
-    if isinstance(value, (tuple, list)):
+    if type(value) in (tuple, list):
         return [type(value).__name__, [spec(part) for part in value]]
     if value is None or isinstance(value, (bool, int, float, str)):
         return {"is": value}
-    raise TypeError(f"layers can hand on tensors, and tuples and lists of them; not {type(value).__name__}")
+    raise TypeError(
+        f"layers can hand on tensors, and tuples and lists of them, to another rank; not {type(value).__name__}"
+    )
 
 
 @cache

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from minipar.collector import paused
 from minipar.errors import ProgramError
-from minipar.program import COLLECTIVES, Instruction, Op, Program, Value, span
+from minipar.program import COLLECTIVES, Instruction, Op, Program, Value
 from minipar.refusal import at, refuse
 from minipar.walk import Walk
 
@@ -297,9 +297,3 @@ def _check_end(program: Program, rank: int, live: set[Value]) -> None:
         freer = max(k for k, ins in enumerate(program.ranks[rank]) if value in ins.frees)
         reason = f"{value} must outlive the program, but {at(program, rank, freer)} frees it"
         raise refuse(program, rank, freer, reason)
-
-
-def describe(program: Program) -> str:
-    """One line that a notebook can print after a successful verify."""
-    held = ", ".join(span(layers) for layers in program.placement)
-    return f"{program.name}: {len(program.ranks)} ranks, {len(program)} instructions, layers {held}: verified"

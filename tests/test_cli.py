@@ -136,3 +136,21 @@ def test_simulate_needs_no_torch():
     code = "from minipar.cli import main; main(['simulate', 'pp=2', '--layers', '2'])"
     code = f"import sys; {code}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_too_large_for_a_number_or_for_the_memory(capsys):
+    for words, said in (
+        (["simulate", "pp=2", "--layers", "2", "--forward", "1e308", "--backward", "1e308"], "smaller"),
+        (["simulate", "microbatches=100000000", "--layers", "2"], "possible are up to"),
+        (["simulate", "pp=2", "--layers", "1000000000"], "1000000"),
+        (["run", "dp=1", "--model", "mlp-tiny", "--steps", "1", "--seed", "9" * 30], "--seed"),
+    ):
+        code, _, err = call(capsys, *words, "--json")
+        assert code == 2
+        assert said in err
+        assert len(err.splitlines()) == 1
+
+
+def test_python_dash_m():
+    done = subprocess.run([sys.executable, "-m", "minipar", "schedules"], capture_output=True, text=True, check=True)
+    assert "1f1b" in done.stdout

@@ -159,3 +159,32 @@ def refused(program) -> bool:
     except ProgramError:
         return True
     return False
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.b(x + self.a(x))
+
+
+def test_what_would_train_something_else_is_refused(clusters):
+    program = compiled("pp=2 microbatches=2")
+    with pytest.raises(PlanError, match="Residual with a forward of its own"):
+        execute(program, job(Residual), cluster=clusters(2))
+    with pytest.raises(PlanError, match="class weights"):
+        job(loss=nn.CrossEntropyLoss(weight=torch.ones(6)))
+    with pytest.raises(PlanError, match="reduction='sum'"):
+        job(loss=partial(nn.functional.mse_loss, reduction="sum"))
+    x, y = rows(12)
+    with pytest.raises(Exception, match="x has 12 rows, but y has 9"):
+        execute(program, Job(MODEL, (x, y[:9]), loss=nn.functional.mse_loss), cluster=clusters(2))
+
+
+def test_a_program_that_would_wait_for_ever_is_refused_before_it_is_run(clusters):
+    program = compiled("pp=2 microbatches=2")
+    silent = program.with_rank(1, [ins for ins in program.ranks[1] if ins.op is not Op.SEND])
+    with pytest.raises(ProgramError, match="rank 1"):
+        execute(silent, job(), cluster=clusters(2))

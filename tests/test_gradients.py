@@ -137,3 +137,40 @@ def test_random_plans_of_random_models(clusters, case):
     plan, model, data = case
     note(f"{plan} {model} {len(data[0])} rows")
     check(clusters, plan, model, data)
+
+
+def reused() -> torch.nn.Sequential:
+    """One ReLU and one Linear, each used twice."""
+    act, same = torch.nn.ReLU(), torch.nn.Linear(6, 6)
+    return torch.nn.Sequential(torch.nn.Linear(6, 6), act, same, act, same, torch.nn.Linear(6, 6))
+
+
+@pytest.mark.parametrize("text", ["microbatches=2", "pp=2 microbatches=3", "pp=4 microbatches=2", "dp=2"])
+def test_a_layer_that_is_used_twice(clusters, text):
+    check(clusters, Plan.parse(text), reused, rows(8))
+
+
+def complex_parts() -> torch.nn.Sequential:
+    return torch.nn.Sequential(torch.nn.Linear(6, 6), FFT(), Abs(), torch.nn.Linear(6, 6))
+
+
+class FFT(torch.nn.Module):
+    def forward(self, x):
+        return torch.fft.fft(x)
+
+
+class Abs(torch.nn.Module):
+    def forward(self, x):
+        return x.real**2 + x.imag**2
+
+
+def test_complex_values_between_ranks(clusters):
+    check(clusters, Plan.parse("pp=4 microbatches=3"), complex_parts, rows(8))
+
+
+def test_another_target_that_does_not_count(clusters):
+    x, y = rows(16, classes=True)
+    loss = partial(cross_entropy, ignore_index=2)
+    check(clusters, Plan.parse("pp=2 dp=2 microbatches=3"), partial(toy, ("linear",)), (x, y), loss=loss)
+    module = torch.nn.CrossEntropyLoss(ignore_index=2)
+    check(clusters, Plan.parse("pp=2 microbatches=5"), partial(toy, ("linear",)), (x, y), loss=module)

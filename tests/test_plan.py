@@ -308,3 +308,22 @@ def test_planning_and_simulating_never_import_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False False\n"
+
+
+def test_every_way_to_give_a_plan_is_judged_alike():
+    import numpy as np
+
+    with pytest.raises(PlanError, match="'micro': unknown; possible are dp, pp"):
+        Plan(micro=4)
+    plan = Plan(pp=2, split=np.array([3, 1]), microbatches=np.int64(2))
+    assert plan == Plan.parse("pp=2 split=3,1 microbatches=2")
+    assert Plan.parse(plan) is plan
+    assert plan.compile(np.int64(4)).layers == 4
+    for wrong in (None, ["pp=2"], 3):
+        with pytest.raises(PlanError, match="must be a Plan"):
+            Plan.parse(wrong)
+    for wrong in ("gpt-tiny", 3.0):
+        with pytest.raises(PlanError, match="give a shape"):
+            plan.compile(wrong)
+    with pytest.raises(PlanError, match="either a shape"):
+        plan.compile(4, layers=4)

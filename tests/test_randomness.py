@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from minipar.randomness import RowDropout, at, replace_dropout, row_dropouts
+from minipar.randomness import RowDropout, at, replace_dropout, row_dropouts, split_sensitive
 
 
 def mask(seed=0, name="a", step=0, first_row=0, rows=8, width=64, p=0.5):
@@ -55,3 +55,10 @@ def test_replaces_every_dropout_of_a_model_and_names_it():
     found = row_dropouts(model)
     assert [(d.p, d.name, d.seed) for d in found] == [(0.3, "1.0", 7), (0.2, "1.1.0", 7)]
     assert not any(type(module) is nn.Dropout for module in model.modules())
+
+
+def test_modules_that_feel_the_split_are_named():
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.1), nn.Dropout1d(0.1), nn.Dropout2d(0.0))
+    found = split_sensitive(model)
+    assert [text.split()[0] for text in found] == ["0", "2"]
+    assert "BatchNorm1d" in found[0]

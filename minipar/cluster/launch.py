@@ -104,6 +104,8 @@ class Zygote:
 
     def _read(self, seconds: float | None) -> tuple[Any, ...] | None:
         """The next message; None at the end. Exits are noted on the way. TimeoutError after `seconds`."""
+        if self._socket.fileno() < 0:  # closed: the driver is about to end
+            return None
         try:
             self._socket.settimeout(seconds)
             data = self._socket.recv(4096)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 from minipar.errors import PlanError
@@ -31,6 +32,9 @@ class Shape:
 
 def uniform(layers: int, bytes_per_layer: int = 4) -> Shape:
     """`layers` equal layers, each with one trainable parameter tensor."""
-    if not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
+    if isinstance(layers, bool) or not hasattr(layers, "__index__") or operator.index(layers) < 1:
         raise PlanError(f"layers={layers!r}: must be a whole number of at least 1")
+    layers = operator.index(layers)
+    if layers > 1_000_000:
+        raise PlanError(f"layers={layers}: too many; possible are up to 1000000")
     return Shape(layers, tuple(Group((layer,), (bytes_per_layer,)) for layer in range(layers)), f"{layers} layers")

@@ -848,3 +848,10 @@ def test_ranks_get_a_gpu_each_or_share() -> None:
             assert one.run(f) == [(f"cuda:{rank % count}", backend, rank % count, total) for rank in range(size)]
     with Cluster(count + 1, device="auto") as one:
         assert one.device == "cpu"
+
+
+def test_a_script_that_leaves_its_cluster_open_ends_quietly() -> None:
+    code = "import torch; from minipar import Cluster; c = Cluster(2); print(c.run(lambda: 1))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[1, 1]\n"
+    assert done.stderr == ""

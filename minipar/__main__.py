@@ -1,0 +1,7 @@
+"""`python -m minipar`: the command line."""
+
+import sys
+
+from minipar.cli import main
+
+sys.exit(main())
