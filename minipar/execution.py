@@ -54,14 +54,14 @@ class Job:
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
+        check_loss(self.loss)
         if isinstance(self.data, tuple):
             object.__setattr__(self, "batch", count_rows(self.data[0]))
-        check_loss(self.loss)
-        if not isinstance(self.data, tuple) and not hasattr(self.data, "batch"):
+        elif not hasattr(self.data, "batch"):
             raise PlanError(
                 f"data={type(self.data).__name__}: must have batch(step, size) -> (x, y), or be a pair (x, y)"
             )
-        at_least_1("batch", self.batch)
+        object.__setattr__(self, "batch", at_least_1("batch", self.batch))
 
     def build(self) -> nn.Module:
         """The whole model, the same in every process: parameters come from (seed, name) or the order of creation."""

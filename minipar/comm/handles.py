@@ -31,8 +31,8 @@ class Handle:
             self._release()
 
     def done(self) -> bool:
-        """Whether it is complete, without blocking. gloo tells this of collectives only: there a send or a receive
-        counts as not done until `wait` has returned."""
+        """Whether it is complete, without blocking. A receive, and on gloo a send, counts as not done
+        until `wait` has returned."""
         return self._work is None or bool(self._work.is_completed())
 
     def when_done(self, call: Callable[[], None]) -> None:
