@@ -9,7 +9,7 @@ import operator
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -18,9 +18,13 @@ from torch import Tensor, nn
 
 from minipar.cluster import Cluster, worker
 from minipar.comm import communicator
+from minipar.costs.device import DeviceSpec
+from minipar.costs.emulated import EmulatedCosts
 from minipar.costs.measured import Profile
+from minipar.costs.profiled import ProfiledCosts, microbatch_rows
 from minipar.costs.profiler import profile, shape_of
 from minipar.costs.shapes import Shape
+from minipar.emulation import Delays, delays
 from minipar.errors import PlanError
 from minipar.executor import Executor
 from minipar.losses import check_loss
@@ -98,6 +102,7 @@ class Passed:
     gradients: list[list[dict[str, Tensor]]]
     sizes: dict[Value, int]
     data: int
+    overruns: list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -126,11 +131,13 @@ def execute(
     keep_gradients: bool = True,
     report: Callable[[int], None] = lambda done: None,
     check: bool = True,
+    costs: EmulatedCosts | None = None,
 ) -> Execution:
     """Run a program on real processes, `passes` times in a row (each is `program.steps` training steps).
 
     report(k)   called when all ranks have finished pass k
     check       verify the program first: one that cannot run would wait for ever
+    costs       of the emulated devices, if the cluster has such; default: from the cluster's DeviceSpec
     Raises ProgramError if verify refuses it; PlanError if the cluster has another number of ranks; what a rank
     raises; RankDied.
     """
@@ -147,7 +154,10 @@ def execute(
             report(done)
 
     with nullcontext(cluster) if cluster is not None else Cluster(count) as ranks:
-        passed = ranks.run_with(tell, _passes, job, program, passes, keep_gradients)
+        if costs is None and ranks.emulates is not None:
+            costs = emulated_costs(program, ranks.emulates, job, ranks)
+        slow = [delays(costs, rank) for rank in range(count)] if costs is not None else None
+        passed = ranks.run_with(tell, _passes, job, program, passes, keep_gradients, slow)
 
     steps = program.steps
     losses = [sum(p.losses[k][s] for p in passed) for k in range(passes) for s in range(steps)]
@@ -157,7 +167,27 @@ def execute(
     for p in passed:
         for k, found in enumerate(gradients):
             found.update(p.gradients[k // steps][k % steps])
-    return Execution(program, losses, times, _measured(program, passed, typical), gradients)
+    trace = _measured(program, passed, typical)
+    if costs is not None:
+        trace = replace(trace, overruns=[p.overruns[typical] for p in passed])
+        trace = replace(trace, note=emulated_note(costs.spec, trace.overruns))
+    return Execution(program, losses, times, trace, gradients)
+
+
+def emulated_costs(program: Program, spec: DeviceSpec, job: Job, cluster: Cluster) -> EmulatedCosts:
+    """The costs of a program on emulated devices; where they depend on the model, rank 0 profiles it."""
+    if spec.flops is None:
+        return EmulatedCosts(program, spec)
+    rows = microbatch_rows(job.batch, program.replicas, program.microbatches)
+    (facts,) = cluster.run_on([0], profile_job, job, rows)
+    return EmulatedCosts(program, spec, ProfiledCosts(program, facts.profile, job.batch))
+
+
+def emulated_note(spec: DeviceSpec, overruns: Sequence[Sequence[int]]) -> str:
+    """What every picture of a run on emulated devices says."""
+    count = sum(map(len, overruns))
+    late = f"; {count} overrun{'s' * (count > 1)}: real work took longer than the device would have" if count else ""
+    return f"emulated device {spec}: real work and real clock readings, delayed to its speed{late}"
 
 
 def _measured(program: Program, passed: Sequence[Passed], k: int) -> Trace:
@@ -187,9 +217,10 @@ def at_least_1(name: str, value: int) -> int:
 # in the ranks ---------------------------------------------------------------------------------------------------------
 
 
-def _passes(job: Job, program: Program, passes: int, keep_gradients: bool) -> Passed:
+def _passes(job: Job, program: Program, passes: int, keep_gradients: bool, slow: list[Delays] | None) -> Passed:
     comm = communicator.create()
-    executor = Executor(program, comm, job.build(), job.loss, job.optimizer, job.seed)
+    mine = slow[comm.rank] if slow is not None else None
+    executor = Executor(program, comm, job.build(), job.loss, job.optimizer, job.seed, mine)
     records = []
     for k in range(passes):
         given = {s: job.batches(s) for s in range(k * program.steps, (k + 1) * program.steps)}
@@ -203,7 +234,8 @@ def _passes(job: Job, program: Program, passes: int, keep_gradients: bool) -> Pa
         [record.ends for record in records],
         [record.gradients for record in records],
         {value: executor.size(value) for value in values | program.state[comm.rank]},
-        executor.data_bytes(),
+        executor.compute.data_bytes(),
+        [record.overruns for record in records],
     )
 
 

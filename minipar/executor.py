@@ -2,11 +2,10 @@
 
     for each instruction, in order:
         wait for what it reads (messages and collectives that are on their way)
-        FORWARD, BACKWARD, STEP     compute now
-        SEND, RECV, ALL_REDUCE      start, and go on
+        FORWARD, RECOMPUTE, BACKWARD, STEP    compute now
+        SEND, RECV, ALL_REDUCE                start, and go on
 
-It is an interpreter: it knows no strategy. Autograd's graph of a forward is cut wherever some instruction begins or
-ends, so that the backward of each piece is an instruction of its own and can be followed by a message.
+It is an interpreter: it knows no strategy.
 """
 
 from __future__ import annotations
@@ -23,24 +22,13 @@ from minipar import randomness
 from minipar.comm.buckets import Buckets
 from minipar.comm.communicator import Communicator
 from minipar.comm.links import Links
-from minipar.costs.profiled import split_rows
-from minipar.costs.profiler import parameters_of, shape_of, weigh
+from minipar.compute import Batch, Compute, Loss
+from minipar.costs.profiler import parameters_of
+from minipar.emulation import Clock, Delays, stamp_later
 from minipar.errors import RankError
-from minipar.losses import counted
-from minipar.program import Instruction, Op, Program, Value, grad_output, output
-from minipar.tensors import (
-    count_bytes,
-    count_rows,
-    detach,
-    differentiable,
-    layers_of,
-    map_tensors,
-    overwrites,
-    take_rows,
-)
-
-Loss = Callable[[Any, Any], Tensor]
-Batch = tuple[Any, Any]
+from minipar.pieces import check_fit
+from minipar.program import COMPUTE, Instruction, Op, Program, Value
+from minipar.tensors import count_bytes, layers_of
 
 
 @dataclass
@@ -51,6 +39,7 @@ class Record:
     starts: list[float]
     ends: list[float]
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    overruns: list[int] = field(default_factory=list)  # instructions that took longer than the emulated device
 
 
 class Executor:
@@ -59,6 +48,7 @@ class Executor:
     layers      all layers of the model; those that this rank does not hold may be of any kind, and are let go
     loss        loss(output, y) -> scalar mean over the rows (or target elements) of a micro-batch
     optimizer   makes an optimizer of a list of parameters
+    delays      of the emulated device that this rank is, if it is one
     """
 
     def __init__(
@@ -69,17 +59,16 @@ class Executor:
         loss: Loss,
         optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
         seed: int = 0,
+        delays: Delays | None = None,
     ) -> None:
         container = model if isinstance(model, nn.Module) else nn.Sequential(*model)
         randomness.replace_dropout(container, seed)
         layers: list[nn.Module] = layers_of(container)
-        _check_fit(program, layers)
-        self.program, self.comm, self.loss = program, comm, loss
+        check_fit(program, layers)
+        self.program, self.comm = program, comm
         self.instructions = program.ranks[comm.rank]
-        held = program.placement[comm.rank]
-        self.layers = {layer: layers[layer].to(comm.device).train() for layer in held}
-        self.dropouts = {layer: randomness.row_dropouts(layers[layer]) for layer in held}
-        own = {id(p) for layer in self.layers.values() for p in layer.parameters()}
+        self.compute = Compute(program, comm.rank, comm.device, layers, loss)
+        own = {id(p) for layer in self.compute.layers.values() for p in layer.parameters()}
         self.groups = [[p for p in params if id(p) in own] for params in parameters_of(layers)]
         self.names = {id(p): name for name, p in container.named_parameters() if id(p) in own}
         self.buckets = Buckets(self.instructions, self.groups, comm.device)
@@ -89,13 +78,9 @@ class Executor:
             for ins in self.instructions
             if ins.op is Op.STEP
         }
-        self.overwriting = {layer for layer in held if overwrites(self.layers[layer])}
-        self.pieces = _pieces(program, comm.rank)
-        self.links = Links(program, comm, self._rows)
-        self.sizes: dict[tuple[str, int, int], int] = {}  # (kind, layer, rows) -> bytes
+        self.device = Clock(delays) if delays is not None else None
+        self.links = Links(program, comm, self.compute.rows, delays is not None and delays.links)
         self.live: dict[Value, Any] = {}
-        self.graphs: dict[tuple[int, int, int], tuple[Any, list[tuple[int, Any]]]] = {}
-        self.base = 0
 
     def run(self, batches: Callable[[int], Batch], base: int = 0, keep_gradients: bool = False) -> Record:
         """One pass through the program; its step s trains on `batches(base + s)`, the whole batch of all replicas.
@@ -103,12 +88,10 @@ class Executor:
         keep_gradients   copy every gradient as it is when its STEP begins
         """
         program, instructions = self.program, self.instructions
-        self.base, self.batches = base, batches
-        self.batch: dict[int, tuple[Any, Any, list[range], int]] = {}
-        self.counts: dict[int, list[int]] = {}
+        compute, live = self.compute, self.live
+        compute.begin(batches, base)
         self.gradients: list[dict[str, Tensor]] = [{} for _ in range(program.steps)]
         self.keep_gradients = keep_gradients
-        self.losses: list[Tensor | float] = [0.0] * program.steps
         size = len(instructions)
         starts, self.ends = [0.0] * size, [0.0] * size
         ends, clock = self.ends, time.perf_counter
@@ -117,8 +100,11 @@ class Executor:
         pending = self.pending
         posted: dict[int, list[float]] = {}
         cuda = self.comm.device.type == "cuda"
+        device = self.device
         links.start()
         begin = clock()
+        if device is not None:
+            device.begin()
         for index, ins in enumerate(instructions):
             op = ins.op
             if op is Op.RECV:
@@ -135,13 +121,18 @@ class Executor:
                     if value in pending:
                         self._await(value)
             starts[index] = clock()
-            if op is Op.FORWARD:
-                self._forward(ins)
+            if op is Op.FORWARD or op is Op.RECOMPUTE:
+                compute.forward(ins, live)
             elif op is Op.BACKWARD:
-                self._backward(ins)
+                compute.backward(ins, live)
+                for value in ins.writes:
+                    if value.kind == "grad":
+                        self.buckets.fill(value.index)
             elif op is Op.SEND:
                 value = ins.reads[0]
-                links.send(value, self.live.get(value), ins.peer)
+                content = live.get(value)
+                arrival = device.sent(index, ins.peer, count_bytes(content)) if device is not None else 0.0
+                links.send(value, content, ins.peer, arrival)
             elif op is Op.ALL_REDUCE:
                 self._all_reduce(index, ins)
             elif op is Op.STEP:
@@ -150,13 +141,16 @@ class Executor:
                 raise RankError(f"{ins}: no executor for {op.name}")
             if cuda and ins.stream == "compute":
                 torch.cuda.synchronize(self.comm.device)  # the clock must see the device's work
+            if device is not None and op in COMPUTE:
+                device.computed(index)
             ends[index] = clock()
             for value in ins.frees:
-                self.live.pop(value, None)
+                live.pop(value, None)
         for value in list(pending):
             self._await(value)
         links.finish()
-        return Record([float(loss) for loss in self.losses], starts, ends, self.gradients)
+        overruns = [] if device is None else device.overruns
+        return Record([float(loss) for loss in compute.losses], starts, ends, self.gradients, overruns)
 
     # waiting ---------------------------------------------------------------------------------------------------------
 
@@ -164,133 +158,43 @@ class Executor:
         """Wait for a message, or for the collective that writes a value."""
         index, what = self.pending.pop(value)
         if isinstance(what, int):
-            if self._rows(value):
-                self.live[value] = self.links.receive(value, what)
-                self._weigh(value)
+            if self.compute.rows(value):
+                self.live[value], arrival = self.links.receive(value, what)
+                self.compute.weigh(value, self.live[value])
+                if self.links.emulated and self.device is not None:
+                    self.device.wait(arrival, index)
             self.ends[index] = time.perf_counter()
             return
-        for handle in what:
+        handles, joined = what
+        for handle in handles:
             handle.wait()
+        if joined is not None and self.device is not None:
+            self.device.wait_for(joined, self.instructions[index].group)
         for other in self.instructions[index].writes:
             self.pending.pop(other, None)
         self.ends[index] = self.ends[index] or time.perf_counter()
 
     # instructions ----------------------------------------------------------------------------------------------------
 
-    def _batch(self, step: int) -> tuple[Any, Any, list[range], int]:
-        """x and y of a step, the rows of each micro-batch of this rank's replica, and what all rows weigh."""
-        if step not in self.batch:
-            x, y = self.batches(self.base + step)
-            count = self.program.microbatches
-            if count_rows(x) != count_rows(y):
-                raise RankError(f"x has {count_rows(x)} rows, but y has {count_rows(y)}; each row needs its target")
-            rows = split_rows(count_rows(x), self.program.replicas * count)
-            mine = self.program.replica(self.comm.rank) * count
-            self.batch[step] = (x, y, rows[mine : mine + count], counted(y, self.loss))
-        return self.batch[step]
-
-    def _rows(self, value: Value | Instruction) -> int:
-        counts = self.counts.get(value.step)
-        if counts is None:
-            counts = self.counts[value.step] = [len(rows) for rows in self._batch(value.step)[2]]
-        return counts[value.microbatch]
-
-    def _forward(self, ins: Instruction) -> None:
-        x, y, slices, weight = self._batch(ins.step)
-        rows = slices[ins.microbatch]
-        if not rows:
-            return
-        device = self.comm.device
-        if ins.layers[0] == 0:
-            value = map_tensors(take_rows(x, rows), lambda t: t.to(device))
-        else:
-            value = self.live[output(ins.layers[0] - 1, ins.microbatch, ins.step)]
-        for piece in self.pieces[ins.layers, ins.microbatch]:
-            trains = piece[0] >= self.program.first_trainable
-            given = detach(value, requires_grad=piece[0] > self.program.first_trainable)
-            final = None
-            if piece[-1] == self.program.layers - 1:
-                final = map_tensors(take_rows(y, rows), lambda t: t.to(device)), weight
-            with torch.set_grad_enabled(trains):
-                result, ends = self._run_piece(piece, given, final, ins, rows)
-            if trains:
-                edges = [
-                    (k, torch.autograd.graph.get_gradient_edge(end)) for k, end in enumerate(ends) if end.requires_grad
-                ]
-                self.graphs[piece[-1], ins.microbatch, ins.step] = (given, edges)
-            value = result
-        self.live[output(ins.layers[-1], ins.microbatch, ins.step)] = value
-
-    def _run_piece(
-        self, piece: tuple[int, ...], given: Any, final: tuple[Any, int] | None, ins: Instruction, rows: range
-    ) -> tuple[Any, list[Tensor]]:
-        """Layers of one piece of the graph: what they hand on (cut off), and the tensors that backward starts from."""
-        size = len(rows)
-        value = map_tensors(given, torch.clone) if piece[0] in self.overwriting else given
-        ends: list[Tensor] = []
-        for layer in piece:
-            if self.dropouts[layer]:
-                randomness.at(self.dropouts[layer], self.base + ins.step, rows.start)
-            loss = self._scaled_loss(*final) if final and layer == piece[-1] else None
-            if ("output", layer, size) in self.sizes:
-                value = self.layers[layer](value)
-                ends = [loss(value)] if loss else []
-            else:
-                value, ends, weights = weigh(self.layers[layer], value, loss, final[0] if final else ())
-                self.sizes["output", layer, size] = weights.output
-                self.sizes["grad_output", layer, size] = weights.grad_output
-                self.sizes["saved", layer, size] = weights.saved
-        if final:
-            self.losses[ins.step] = self.losses[ins.step] + ends[0].detach()
-        else:
-            ends = differentiable(value)
-        return detach(value), ends
-
-    def _scaled_loss(self, y: Any, weight: int) -> Callable[[Any], Tensor]:
-        """The micro-batch's share of the step's mean loss: its own mean, times its part of what counts."""
-        mine = counted(y, self.loss)
-
-        def loss(result: Any) -> Tensor:
-            if mine == 0:  # every target is ignored: torch's mean would be 0/0
-                return torch.stack([t.sum() for t in differentiable(result)]).sum() * 0.0
-            value = self.loss(result, y)
-            if value.dim():
-                raise RankError(f"the loss has shape {tuple(value.shape)}; it must be a scalar, the mean over the rows")
-            return value * (mine / weight)
-
-        return loss
-
-    def _backward(self, ins: Instruction) -> None:
-        i, step = ins.microbatch, ins.step
-        if not self._rows(ins):
-            return
-        first, final = self.program.first_trainable, self.program.layers - 1
-        received = None if ins.layers[-1] == final else self.live[grad_output(ins.layers[-1], i, step)]
-        for piece in reversed(self.pieces[ins.layers, i]):
-            given, edges = self.graphs.pop((piece[-1], i, step))
-            grads = [None if received is None else received[k] for k, _ in edges]
-            if edges:
-                torch.autograd.backward([edge for _, edge in edges], grads)
-            received = [torch.zeros_like(t) if t.grad is None else t.grad for t in differentiable(given)]
-        if ins.layers[0] > first:
-            value = grad_output(ins.layers[0] - 1, i, step)
-            self.live[value] = received
-            self._weigh(value)
-        for value in ins.writes:
-            if value.kind == "grad":
-                self.buckets.fill(value.index)
-
     def _all_reduce(self, index: int, ins: Instruction) -> None:
         handles = self.buckets.all_reduce(ins, self.comm)
+        ends, device, group = self.ends, self.device, ins.group
+        joined = device.join(index, group, self.comm) if device is not None and device.delays.links else None
+
+        def stamp() -> None:
+            ends[index] = time.perf_counter()
+
+        def done() -> None:
+            if device is None or joined is None:
+                return stamp()
+            joined.arrived = True
+            end = device.end_of(joined, group)
+            return None if end is None else stamp_later(end, stamp)
+
         for value in ins.writes:
-            self.pending[value] = (index, handles)
-        if handles:
-            ends, clock = self.ends, time.perf_counter
-
-            def stamp() -> None:
-                ends[index] = clock()
-
-            handles[-1].when_done(stamp)
+            self.pending[value] = (index, (handles, joined))
+        if joined is not None or handles:
+            (handles[-1] if joined is None else joined.handle).when_done(done)
 
     def _step(self, ins: Instruction) -> None:
         if self.keep_gradients:
@@ -300,16 +204,10 @@ class Executor:
         self.optimizers[ins.layers].step()
         self.buckets.clear(ins.layers)
 
-    def _weigh(self, value: Value) -> None:
-        """Note the size of a value that this rank got or made at the border of its layers."""
-        key = (value.kind, value.index, self._rows(value))
-        if key not in self.sizes:
-            self.sizes[key] = count_bytes(self.live[value])
-
     def size(self, value: Value) -> int:
         """Bytes of a value on this rank, as measured when it was there."""
         if value.microbatch >= 0:
-            return self.sizes.get((value.kind, value.index, self._rows(value)), 0)
+            return self.compute.sizes.get((value.kind, value.index, self.compute.rows(value)), 0)
         params = self.groups[value.index]
         if value.kind == "param":
             group = self.program.groups[value.index]
@@ -318,48 +216,3 @@ class Executor:
             return count_bytes(params)
         states = [o.state[p] for o in self.optimizers.values() for p in params if p in o.state]
         return sum(count_bytes(list(state.values())) for state in states)
-
-    def data_bytes(self) -> int:
-        """Bytes of input rows and targets that this rank keeps for its part of the batch."""
-        total = 0
-        for x, y, slices, _ in self.batch.values():
-            mine = range(slices[0].start, slices[-1].stop)
-            if 0 in self.layers:
-                total += count_bytes(take_rows(x, mine))
-            if self.program.layers - 1 in self.layers:
-                total += count_bytes(take_rows(y, mine))
-        return total
-
-
-def _check_fit(program: Program, layers: Sequence[nn.Module]) -> None:
-    """Refuse a model with other layers, other ties, or more to train than the program was compiled for."""
-    groups = shape_of(layers).groups
-    planned = {group.layers: group.trainable for group in program.groups}
-    same = len(layers) == program.layers and planned.keys() == {group.layers for group in groups}
-    if not same or any(group.trainable and not planned[group.layers] for group in groups):
-        raise RankError(
-            f"program {program.name!r} was compiled for another model: {program.layers} layers with ties "
-            f"{[g.layers for g in program.groups if len(g.layers) > 1]}, not {len(layers)} with "
-            f"{[g.layers for g in groups if len(g.layers) > 1]}; compile it for minipar.costs.profiler.shape_of(model)"
-        )
-
-
-def _pieces(program: Program, rank: int) -> dict[tuple[tuple[int, ...], int], list[tuple[int, ...]]]:
-    """For each compute instruction the runs of layers between which the graph must be cut.
-
-    A cut is where some forward or backward of the same micro-batch begins, and before the first trainable layer.
-    """
-    cuts: dict[int, set[int]] = {}
-    for ins in program.ranks[rank]:
-        if ins.op in (Op.FORWARD, Op.BACKWARD):
-            cuts.setdefault(ins.microbatch, {program.first_trainable}).add(ins.layers[0])
-    pieces: dict[tuple[tuple[int, ...], int], list[tuple[int, ...]]] = {}
-    for ins in program.ranks[rank]:
-        if ins.op in (Op.FORWARD, Op.BACKWARD):
-            runs: list[list[int]] = []
-            for layer in ins.layers:
-                if not runs or layer in cuts[ins.microbatch]:
-                    runs.append([])
-                runs[-1].append(layer)
-            pieces[ins.layers, ins.microbatch] = [tuple(run) for run in runs]
-    return pieces

@@ -73,6 +73,7 @@ class Trace:
     kind     "predicted" or "measured"
     data     bytes of input rows that each rank holds throughout
     note     a line that every picture shows (such as how the prediction was made)
+    overruns per rank the indices of instructions whose real work took longer than the emulated device
     """
 
     program: Program
@@ -83,6 +84,7 @@ class Trace:
     unit: str = "bytes"
     data: Sequence[int] = ()
     note: str = ""
+    overruns: Sequence[Sequence[int]] = ()
     _cache: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __repr__(self) -> str:
@@ -339,6 +341,7 @@ class Trace:
                 "kind": self.kind,
                 "unit": self.unit,
                 "note": self.note,
+                "overruns": [list(row) for row in self.overruns],
                 "data": list(self.data),
                 "program": program,
                 "starts": [list(row) for row in self.starts],
@@ -372,9 +375,9 @@ class Trace:
             return sizes[rank].get(value, 0)
 
         program = Program.from_json(data["program"])
-        return Trace(
-            program, data["starts"], data["ends"], size, data["kind"], data["unit"], data["data"], data["note"]
-        )
+        kind, unit, held, note = (data[key] for key in ("kind", "unit", "data", "note"))
+        overruns = data.get("overruns", ())
+        return Trace(program, data["starts"], data["ends"], size, kind, unit, held, note, overruns)
 
     def to_perfetto(self, path: str | os.PathLike[str] | None = None) -> str:
         """Chrome Trace Event JSON, for ui.perfetto.dev and chrome://tracing. See `interchange.to_perfetto`."""

@@ -18,6 +18,7 @@ import cloudpickle
 from minipar.cluster import launch, worker
 from minipar.cluster.failures import as_exception
 from minipar.cluster.members import Callback, Members, unpack
+from minipar.costs.device import DeviceSpec
 from minipar.errors import PlanError, RankError
 
 _DEVICES = ("auto", "cpu", "cuda")
@@ -28,7 +29,8 @@ class Cluster:
     """`n` processes on this machine, one for each rank, that run functions for the driver.
 
     `device`: "cpu", "cuda" (rank r uses GPU r modulo the number of GPUs), or "auto" (cuda where each rank can have
-    a GPU of its own, else cpu). `start`: "fork" (from a helper process that imported torch; milliseconds), "spawn"
+    a GPU of its own, else cpu); or a `DeviceSpec`, or text such as "pcie" that `DeviceSpec.parse` reads: ranks on the
+    cpu that emulate this device. `start`: "fork" (from a helper process that imported torch; milliseconds), "spawn"
     (fresh interpreters; seconds), or "auto" (fork on Linux). `threads`: torch's threads in each rank.
     `keep_freed_memory`: let the C library keep what tensors free for the next ones (faster; the rank shrinks less).
 
@@ -41,14 +43,14 @@ class Cluster:
     def __init__(
         self,
         n: int,
-        device: str = "auto",
+        device: str | DeviceSpec = "auto",
         start: str = "auto",
         threads: int = 1,
         keep_freed_memory: bool = True,
     ) -> None:
         _check_count("n", n)
         _check_count("threads", threads)
-        _check_choice("device", device, _DEVICES)
+        spec = None if device in _DEVICES else _spec(device)
         _check_choice("start", start, _STARTS)
         if worker.in_rank():
             raise RankError("a Cluster cannot be made inside a rank; make it in the driver")
@@ -60,7 +62,8 @@ class Cluster:
             raise PlanError("start='fork' needs Linux; use start='spawn'")
         folder = tempfile.mkdtemp(prefix="cluster-", dir=launch.scratch_folder())
         self._folder = folder  # where the ranks of a generation meet
-        self._members = Members(n, device, start, threads, keep_freed_memory)
+        where = device if isinstance(device, str) and spec is None else "cpu"
+        self._members = Members(n, where, start, threads, keep_freed_memory)
         self._close = weakref.finalize(self, _end, self._members, folder)  # also at the end of the session
         self._busy = threading.Lock()
         self._run = 0
@@ -70,6 +73,7 @@ class Cluster:
             self.close()
             raise
         self._device = self._members.ranks[0].device.partition(":")[0]
+        self._emulates = spec
 
     @property
     def size(self) -> int:
@@ -82,6 +86,11 @@ class Cluster:
         return self._device
 
     @property
+    def emulates(self) -> DeviceSpec | None:
+        """The device that every rank emulates, if they do."""
+        return self._emulates
+
+    @property
     def state(self) -> str:
         """One of "ready", "busy", "closed", or how many ranks are alive (the others start at the next call)."""
         if not self._close.alive:
@@ -91,8 +100,12 @@ class Cluster:
         alive = sum(member.alive for member in self._members.ranks.values())
         return "ready" if alive == self.size else f"{alive} of {self.size} ranks alive"
 
+    @property
+    def _what(self) -> str:
+        return self.device if self._emulates is None else f"{self.device} emulating {self._emulates}"
+
     def __repr__(self) -> str:
-        return f"Cluster({self.size} {'rank' if self.size == 1 else 'ranks'}, {self.device}, {self.state})"
+        return f"Cluster({self.size} {'rank' if self.size == 1 else 'ranks'}, {self._what}, {self.state})"
 
     def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
         """Call `function(*args, **kwargs)` on every rank; the results in rank order.
@@ -213,3 +226,12 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def _spec(device: object) -> DeviceSpec:
+    if isinstance(device, (str, DeviceSpec)):
+        try:
+            return DeviceSpec.parse(device)
+        except PlanError as error:
+            raise PlanError(f"{error.reason}; or {', '.join(map(repr, _DEVICES))}") from None
+    raise PlanError(f"device={device!r}: must be a DeviceSpec, or text: {', '.join(map(repr, _DEVICES))} or a device")

@@ -7,6 +7,8 @@ shorter. So a receiver must know shape and dtype beforehand:
     afterwards                                               data, if the sender finds it still fits; else an error
     gradients                                                like the output that was sent, no header ever
 
+On emulated devices each message is followed by another one: the time of its emulated arrival.
+
 Sends are never waited for in the walk. A send is known to be done when something arrives that its receiver could only
 have sent after it had used the message; `acknowledgements` reads that off the program.
 """
@@ -28,7 +30,8 @@ from minipar.program import Op, Program, Value
 from minipar.tensors import allocate, differentiable, spec, tensors
 
 HEADER_BYTES = 4096
-TENSORS = 64  # most tensors in one value: tags of one message are this far apart
+TENSORS = 64  # tags of two values are this far apart: one for each tensor, and these two
+_HEADER, _ARRIVAL = TENSORS - 1, TENSORS - 2
 
 
 @dataclass
@@ -37,6 +40,7 @@ class Received:
 
     value: Any
     handles: list[Handle]
+    arrival: Tensor | None
 
 
 def acknowledgements(program: Program, rank: int) -> dict[tuple[int, int], int]:
@@ -66,16 +70,20 @@ class Links:
     """All links of a rank, kept from one pass through its program to the next.
 
     rows(value) gives the number of rows of a value's micro-batch; nothing is sent for a micro-batch without rows.
+    emulated: whether messages carry the time of their arrival.
     """
 
-    def __init__(self, program: Program, comm: Communicator, rows: Callable[[Value], int]) -> None:
+    def __init__(
+        self, program: Program, comm: Communicator, rows: Callable[[Value], int], emulated: bool = False
+    ) -> None:
         self.program = program
         self.comm = comm
         self.rows = rows
+        self.emulated = emulated
         self.forms: dict[Any, Any] = {}  # (direction, peer, layer, rows) -> form of the value
         self.done = acknowledgements(program, comm.rank)
         self.inboxes: dict[int, _Inbox] = {}
-        self.outgoing: dict[int, deque[tuple[Any, list[Handle]]]] = {}
+        self.outgoing: dict[int, deque[list[Handle]]] = {}
         self.completed: dict[int, int] = {}
         for ins in program.ranks[comm.rank]:
             if ins.op is Op.RECV:
@@ -103,41 +111,46 @@ class Links:
         inbox.reached += 1
         inbox.post(inbox.reached + self.program.receives_ahead)
 
-    def send(self, value: Value, content: Any, peer: int) -> None:
+    def send(self, value: Value, content: Any, peer: int, arrival: float = 0.0) -> None:
         """Start sending; never blocks. Raises RankError if the message is not what the receiver expects."""
         queue = self.outgoing[peer]
-        if self.rows(value) == 0:
-            queue.append((None, []))
+        rows = self.rows(value)
+        if rows == 0:
+            queue.append([])
             return
-        parts = [t if t.is_contiguous() else t.contiguous() for t in tensors(content)]
+        tag, isend = self.tag(value), self.comm.isend
         handles = []
         if value.kind == "output":
-            key = ("out", peer, value.index, self.rows(value))
-            form = spec(content)
-            if key not in self.forms:
-                self.forms[key] = form
-                header = _encode(form, value)
-                handles.append(self.comm.isend(header, peer, self.tag(value) + TENSORS - 1))
-            elif form != self.forms[key]:
+            form, known = spec(content), self.forms.get(("out", peer, value.index, rows))
+            if known is None:
+                self.forms["out", peer, value.index, rows] = form
+                handles.append(isend(_encode(form, value), peer, tag + _HEADER))
+            elif form != known:
                 raise RankError(
                     f"{value} has another form than before, which rank {peer} does not expect: "
-                    f"{json.dumps(form)} instead of {json.dumps(self.forms[key])}",
+                    f"{json.dumps(form)} instead of {json.dumps(known)}",
                     "A layer's output may depend on the number of rows only.",
                 )
-        handles += [self.comm.isend(t, peer, self.tag(value) + k) for k, t in enumerate(parts)]
-        queue.append((parts, handles))
+        for k, tensor in enumerate(tensors(content)):
+            handles.append(isend(tensor if tensor.is_contiguous() else tensor.contiguous(), peer, tag + k))
+        if self.emulated:
+            handles.append(isend(torch.tensor([arrival], dtype=torch.float64), peer, tag + _ARRIVAL))
+        queue.append(handles)
 
-    def receive(self, value: Value, peer: int) -> Any:
-        """Wait for a message that was posted before, and return its content; forget the sends that it acknowledges."""
+    def receive(self, value: Value, peer: int) -> tuple[Any, float]:
+        """Wait for a message that was posted before: its content and the time of its emulated arrival (0 without).
+
+        Forgets the sends that it acknowledges.
+        """
         inbox = self.inboxes[peer]
-        content = inbox.wait(value)
+        received = inbox.wait(value)
         self._forget(peer, self.done.get((peer, inbox.positions[value]), 0))
-        return content
+        return received.value, 0.0 if received.arrival is None else received.arrival.item()
 
     def _forget(self, peer: int, count: int) -> None:
         queue = self.outgoing.get(peer)
         while queue and self.completed.get(peer, 0) < count:
-            for handle in queue.popleft()[1]:
+            for handle in queue.popleft():
                 handle.wait()
             self.completed[peer] = self.completed.get(peer, 0) + 1
 
@@ -145,7 +158,7 @@ class Links:
         """Wait until every send is done."""
         for queue in self.outgoing.values():
             while queue:
-                for handle in queue.popleft()[1]:
+                for handle in queue.popleft():
                     handle.wait()
 
 
@@ -176,17 +189,22 @@ class _Inbox:
             if form is None:
                 if value.kind == "output":
                     buffer = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-                    handle = comm.irecv(buffer, self.peer, links.tag(value) + TENSORS - 1)
+                    handle = comm.irecv(buffer, self.peer, links.tag(value) + _HEADER)
                     self.header = (buffer, handle)
                 return
             content = allocate(form, comm.device)
             tag = links.tag(value)
             handles = [comm.irecv(t, self.peer, tag + k) for k, t in enumerate(tensors(content))]
-            self.open[value] = Received(content, handles)
+            arrival = None
+            if links.emulated:
+                arrival = torch.empty(1, dtype=torch.float64)
+                handles.append(comm.irecv(arrival, self.peer, tag + _ARRIVAL))
+            self.open[value] = Received(content, handles, arrival)
             self.posted += 1
 
-    def wait(self, value: Value) -> Any:
-        self.post(self.positions[value] + 1)
+    def wait(self, value: Value) -> Received:
+        if value not in self.open:
+            self.post(self.positions[value] + 1)
         while value not in self.open:
             if self.header is None:
                 raise RankError(f"{value} from rank {self.peer} is expected before its form is known")
@@ -199,7 +217,7 @@ class _Inbox:
         received = self.open.pop(value)
         for handle in received.handles:
             handle.wait()
-        return received.value
+        return received
 
     def _form(self, value: Value) -> Any:
         rows = self.links.rows(value)
@@ -218,8 +236,8 @@ def _encode(form: Any, value: Value) -> Tensor:
     text = json.dumps(form).encode()
     if len(text) > HEADER_BYTES - 4:
         raise RankError(f"{value} has too many tensors to announce in {HEADER_BYTES} bytes: {text[:80].decode()}...")
-    if text.count(b"dtype") >= TENSORS:
-        raise RankError(f"{value} has {text.count(b'dtype')} tensors; possible are up to {TENSORS - 1}")
+    if text.count(b"dtype") > _ARRIVAL:
+        raise RankError(f"{value} has {text.count(b'dtype')} tensors; possible are up to {_ARRIVAL}")
     buffer = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
     buffer[:4] = torch.frombuffer(bytearray(len(text).to_bytes(4, "little")), dtype=torch.uint8)
     buffer[4 : 4 + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)

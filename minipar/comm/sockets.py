@@ -245,10 +245,10 @@ def _take(table: dict[int, deque[_T]], tag: int) -> _T:
 
 def _exactly(connection: socket.socket, into: memoryview, peer: int) -> memoryview:
     """Read as many bytes as `into` has."""
-    have = 0
-    while have < len(into):
+    have, size = 0, len(into)
+    while have < size:
         try:
-            got = connection.recv_into(into[have:], 0, socket.MSG_WAITALL)
+            got = connection.recv_into(into[have:] if have else into, 0, socket.MSG_WAITALL)
         except ConnectionResetError as error:
             raise ConnectionError(f"rank {peer} is gone") from error
         if got == 0:

@@ -1,0 +1,175 @@
+"""Forwards, recomputations and backwards of one rank: autograd's graph, cut where the program cuts it.
+
+    F 0:4     given --layers 0,1--> detach --layers 2,3--> handed on      two pieces, if B 2:4 and B 0:2 are two
+    B 2:4           the gradient of the second piece's input goes to the end of the first one
+    B 0:2
+
+Of a piece only the graph's edges are kept, not its output. A forward whose `saved` values are not written keeps no
+graph at all: a recomputation makes it later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minipar import randomness
+from minipar.costs.profiled import split_rows
+from minipar.costs.profiler import weigh
+from minipar.errors import RankError
+from minipar.losses import counted
+from minipar.pieces import pieces_of
+from minipar.program import Instruction, Op, Program, Value, grad_output, output
+from minipar.tensors import count_bytes, count_rows, detach, differentiable, map_tensors, overwrites, take_rows
+
+Loss = Callable[[Any, Any], Tensor]
+Batch = tuple[Any, Any]
+
+
+class Compute:
+    """The layers that a rank holds, the rows that it works on, and the graphs between their forward and backward.
+
+    Losses are this rank's shares of the step's mean, per step of the program. `sizes` are bytes of values as they
+    were first met: (kind, layer, rows) -> bytes.
+    """
+
+    def __init__(self, program: Program, rank: int, device: torch.device, layers: Sequence[nn.Module], loss: Loss):
+        held = program.placement[rank]
+        self.program, self.rank, self.device, self.loss = program, rank, device, loss
+        self.layers = {layer: layers[layer].to(device).train() for layer in held}
+        self.dropouts = {layer: randomness.row_dropouts(layers[layer]) for layer in held}
+        self.overwriting = {layer for layer in held if overwrites(self.layers[layer])}
+        self.pieces = pieces_of(program, rank)
+        self.sizes: dict[tuple[str, int, int], int] = {}
+        self.graphs: dict[tuple[int, int, int], tuple[Any, list[tuple[int, Any]]]] = {}
+
+    def begin(self, batches: Callable[[int], Batch], base: int) -> None:
+        """A new pass: its step s trains on `batches(base + s)`, the whole batch of all replicas."""
+        self.base, self.batches = base, batches
+        self.batch: dict[int, tuple[Any, Any, list[range], int]] = {}
+        self.counts: dict[int, list[int]] = {}
+        self.losses: list[Tensor | float] = [0.0] * self.program.steps
+
+    def batch_of(self, step: int) -> tuple[Any, Any, list[range], int]:
+        """x and y of a step, the rows of each micro-batch of this rank's replica, and what all rows weigh."""
+        if step not in self.batch:
+            x, y = self.batches(self.base + step)
+            count = self.program.microbatches
+            if count_rows(x) != count_rows(y):
+                raise RankError(f"x has {count_rows(x)} rows, but y has {count_rows(y)}; each row needs its target")
+            rows = split_rows(count_rows(x), self.program.replicas * count)
+            mine = self.program.replica(self.rank) * count
+            self.batch[step] = (x, y, rows[mine : mine + count], counted(y, self.loss))
+        return self.batch[step]
+
+    def rows(self, value: Value | Instruction) -> int:
+        counts = self.counts.get(value.step)
+        if counts is None:
+            counts = self.counts[value.step] = [len(rows) for rows in self.batch_of(value.step)[2]]
+        return counts[value.microbatch]
+
+    def forward(self, ins: Instruction, live: dict[Value, Any]) -> None:
+        x, y, slices, weight = self.batch_of(ins.step)
+        rows = slices[ins.microbatch]
+        if not rows:
+            return
+        if ins.layers[0] == 0:
+            value = map_tensors(take_rows(x, rows), lambda t: t.to(self.device))
+        else:
+            value = live[output(ins.layers[0] - 1, ins.microbatch, ins.step)]
+        kept = {value.index for value in ins.writes if value.kind == "saved"}
+        for piece in self.pieces[ins.layers, ins.microbatch]:
+            trains = piece[0] in kept
+            given = detach(value, requires_grad=piece[0] > self.program.first_trainable)
+            final = None
+            if piece[-1] == self.program.layers - 1:
+                final = map_tensors(take_rows(y, rows), lambda t: t.to(self.device)), weight
+            with torch.set_grad_enabled(trains):
+                result, ends = self._run_piece(piece, given, final, ins, rows)
+            if trains:
+                edges = [
+                    (k, torch.autograd.graph.get_gradient_edge(end)) for k, end in enumerate(ends) if end.requires_grad
+                ]
+                self.graphs[piece[-1], ins.microbatch, ins.step] = (given, edges)
+            value = result
+            handed_on = output(piece[-1], ins.microbatch, ins.step)
+            if handed_on in ins.writes:
+                live[handed_on] = value
+
+    def _run_piece(
+        self, piece: tuple[int, ...], given: Any, final: tuple[Any, int] | None, ins: Instruction, rows: range
+    ) -> tuple[Any, list[Tensor]]:
+        """Layers of one piece of the graph: what they hand on (cut off), and the tensors that backward starts from."""
+        size = len(rows)
+        value = map_tensors(given, torch.clone) if piece[0] in self.overwriting else given
+        ends: list[Tensor] = []
+        for layer in piece:
+            if self.dropouts[layer]:
+                randomness.at(self.dropouts[layer], self.base + ins.step, rows.start)
+            loss = self._scaled_loss(*final) if final and layer == piece[-1] else None
+            if ("saved", layer, size) in self.sizes or not torch.is_grad_enabled():
+                value = self.layers[layer](value)
+                ends = [loss(value)] if loss else []
+                if ("output", layer, size) not in self.sizes:
+                    self.sizes["output", layer, size] = count_bytes(value)
+            else:
+                value, ends, weights = weigh(self.layers[layer], value, loss, final[0] if final else ())
+                self.sizes["output", layer, size] = weights.output
+                self.sizes["grad_output", layer, size] = weights.grad_output
+                self.sizes["saved", layer, size] = weights.saved
+        if not final:
+            ends = differentiable(value)
+        elif ins.op is Op.FORWARD:
+            self.losses[ins.step] = self.losses[ins.step] + ends[0].detach()
+        return detach(value), ends
+
+    def _scaled_loss(self, y: Any, weight: int) -> Callable[[Any], Tensor]:
+        """The micro-batch's share of the step's mean loss: its own mean, times its part of what counts."""
+        mine = counted(y, self.loss)
+
+        def loss(result: Any) -> Tensor:
+            if mine == 0:  # every target is ignored: torch's mean would be 0/0
+                return torch.stack([t.sum() for t in differentiable(result)]).sum() * 0.0
+            value = self.loss(result, y)
+            if value.dim():
+                raise RankError(f"the loss has shape {tuple(value.shape)}; it must be a scalar, the mean over the rows")
+            return value * (mine / weight)
+
+        return loss
+
+    def backward(self, ins: Instruction, live: dict[Value, Any]) -> None:
+        i, step = ins.microbatch, ins.step
+        if not self.rows(ins):
+            return
+        first, final = self.program.first_trainable, self.program.layers - 1
+        received = None if ins.layers[-1] == final else live[grad_output(ins.layers[-1], i, step)]
+        for piece in reversed(self.pieces[ins.layers, i]):
+            given, edges = self.graphs.pop((piece[-1], i, step))
+            grads = [None if received is None else received[k] for k, _ in edges]
+            if edges:
+                torch.autograd.backward([edge for _, edge in edges], grads)
+            received = [torch.zeros_like(t) if t.grad is None else t.grad for t in differentiable(given)]
+        if ins.layers[0] > first:
+            value = grad_output(ins.layers[0] - 1, i, step)
+            live[value] = received
+            self.weigh(value, live[value])
+
+    def weigh(self, value: Value, content: Any) -> None:
+        """Note the size of a value that this rank got or made at the border of its layers."""
+        key = (value.kind, value.index, self.rows(value))
+        if key not in self.sizes:
+            self.sizes[key] = count_bytes(content)
+
+    def data_bytes(self) -> int:
+        """Bytes of input rows and targets that this rank keeps for its part of the batch."""
+        total = 0
+        for x, y, slices, _ in self.batch.values():
+            mine = range(slices[0].start, slices[-1].stop)
+            if 0 in self.layers:
+                total += count_bytes(take_rows(x, mine))
+            if self.program.layers - 1 in self.layers:
+                total += count_bytes(take_rows(y, mine))
+        return total

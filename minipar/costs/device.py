@@ -1,0 +1,129 @@
+"""What a device and the links between devices can do: to emulate one, to bound its memory, to cost a plan on paper.
+
+    DeviceSpec(flops="1TFLOP/s", bandwidth="1GB/s", latency="50us", memory="64MiB")     by rates
+    DeviceSpec(costs={"forward": 0.020, "backward": 0.040})                             by times, as in UnitCosts
+    DeviceSpec.parse("pcie"), DeviceSpec.parse("forward=20ms backward=40ms latency=1ms")
+
+Rates that are not given are those of the machine itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from minipar.errors import PlanError
+from minipar.program import Program
+from minipar.streams import Costs
+
+_UNITS = {
+    "": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9,
+    "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+    "flop": 1.0, "flops": 1.0, "mflop": 1e6, "gflop": 1e9, "tflop": 1e12, "mflops": 1e6, "gflops": 1e9, "tflops": 1e12,
+}  # fmt: skip
+_TIMES = ("forward", "backward", "input_gradient", "weight_gradient")
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """One device, and its links to the others. All ranks have the same.
+
+    flops           floating-point operations a second
+    memory          bytes it can hold
+    bandwidth       bytes a second of every link between two devices, and of the collectives over them
+    latency         seconds that a message needs, however short
+    host_bandwidth  bytes a second between the device and its host
+    disk_bandwidth  bytes a second between the host and its disk
+    costs           times instead of rates: keywords of `UnitCosts` (seconds of one micro-batch on one rank's whole
+                    share), or a function from a program to its `Costs`
+    name            what pictures call it
+
+    Numbers may be written with units: "64MiB", "1GB/s", "20ms". Errors: PlanError for what cannot be read, is
+    negative or zero.
+    """
+
+    flops: float | None = None
+    memory: int | None = None
+    bandwidth: float | None = None
+    latency: float | None = None
+    host_bandwidth: float | None = None
+    disk_bandwidth: float | None = None
+    costs: Mapping[str, float] | Callable[[Program], Costs] | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        for key in ("flops", "memory", "bandwidth", "latency", "host_bandwidth", "disk_bandwidth"):
+            given = getattr(self, key)
+            if given is not None:
+                number = quantity(key, given, zero=key == "latency")
+                object.__setattr__(self, key, int(number) if key == "memory" else number)
+        if isinstance(self.costs, Mapping):
+            unknown = [key for key in self.costs if key not in _TIMES]
+            if unknown:
+                raise PlanError(f"costs: {unknown[0]!r} is not a time; possible are {', '.join(_TIMES)}")
+            object.__setattr__(self, "costs", {k: quantity(k, v, zero=True) for k, v in self.costs.items()})
+            if self.flops is not None:
+                raise PlanError("costs: times per instruction and flops exclude each other; give one of them")
+
+    def __str__(self) -> str:
+        """Its name, or what it was given."""
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("costs", "name")}
+        times = dict(self.costs) if isinstance(self.costs, Mapping) else {"costs": self.costs}
+        words = [f"{k}={v:g}" if isinstance(v, (int, float)) else f"{k}={v}" for k, v in {**times, **given}.items() if v]
+        return self.name or " ".join(words) or "without limits"
+
+    @property
+    def emulates(self) -> bool:
+        """Whether it has a speed of its own: times, or rates of computing or of links."""
+        return any(x is not None for x in (self.flops, self.bandwidth, self.latency, self.costs))
+
+    @staticmethod
+    def parse(text: str | DeviceSpec) -> DeviceSpec:
+        """A preset's name, and `key=value` words with units; words after a preset's name change it."""
+        if isinstance(text, DeviceSpec):
+            return text
+        spec = DeviceSpec()
+        times: dict[str, float] = {}
+        known = [f.name for f in fields(DeviceSpec) if f.name not in ("costs", "name")]
+        for word in text.replace(",", " ").split():
+            key, equals, value = word.partition("=")
+            if not equals and key in PRESETS:
+                spec = PRESETS[key]
+            elif equals and key in known:
+                rate: dict[str, Any] = {key: quantity(key, value, zero=key == "latency")}
+                spec = replace(spec, **rate)
+            elif equals and key in _TIMES:
+                times[key] = quantity(key, value, zero=True)
+            else:
+                raise PlanError(
+                    f"device {text!r}: {word!r} is neither a preset ({', '.join(PRESETS)}) "
+                    f"nor one of {', '.join(f'{k}=' for k in (*_TIMES, *known))}"
+                )
+        return replace(spec, costs=times or None, name=spec.name or text)
+
+
+def quantity(key: str, given: Any, zero: bool = False) -> float:
+    """A number of seconds, bytes or operations a second, which may be text with a unit: "20ms", "64MiB", "1GB/s"."""
+    number = None
+    if isinstance(given, str):
+        found = re.fullmatch(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)(?:/s)?\s*", given)
+        if found and found[2].lower() in _UNITS:
+            try:
+                number = float(found[1]) * _UNITS[found[2].lower()]
+            except ValueError:
+                number = None
+    elif isinstance(given, (int, float)) and not isinstance(given, bool):
+        number = float(given)
+    if number is None or not (0 <= number < float("inf")) or (number == 0 and not zero):
+        raise PlanError(f"{key}={given!r}: must be a positive number, such as 1e9, '64MiB', '1GB/s' or '20ms'")
+    return number
+
+
+# Rounded, of the order of what such links give in practice; edit them with dataclasses.replace.
+PRESETS: dict[str, DeviceSpec] = {
+    "laptop-link": DeviceSpec(bandwidth=100e6, latency=1e-3, name="laptop-link"),  # gigabit network between laptops
+    "pcie": DeviceSpec(bandwidth=12e9, latency=20e-6, host_bandwidth=12e9, name="pcie"),
+    "nvlink-like": DeviceSpec(bandwidth=200e9, latency=5e-6, host_bandwidth=25e9, name="nvlink-like"),
+}

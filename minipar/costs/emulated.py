@@ -1,0 +1,108 @@
+"""Costs of a program on emulated devices: what the device's spec says, and the machine's own figures for the rest.
+
+    compute     spec.costs, else operations / spec.flops, else as measured on this machine
+    messages    bytes / spec.bandwidth after spec.latency; links of infinite speed where times are given and no rates
+    memory      as profiled
+
+The executor delays real instructions and messages by the same table (`emulation.py`), so that a measured timeline has
+the shape that this predicts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from minipar.costs.device import DeviceSpec
+from minipar.costs.profiled import ProfiledCosts
+from minipar.costs.unit import UnitCosts
+from minipar.errors import PlanError
+from minipar.program import Instruction, Op, Program, Value
+from minipar.streams import Costs
+
+
+@dataclass(frozen=True)
+class EmulatedCosts:
+    """Seconds and bytes of a program's instructions on devices of one kind.
+
+    own     costs on this machine, for whatever the spec leaves open; needed for flops, and for sizes of activations
+    """
+
+    program: Program
+    spec: DeviceSpec
+    own: ProfiledCosts | None = None
+    _table: list[Costs] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        costs = self.spec.costs
+        if costs is not None:
+            times: dict[str, Any] = {} if callable(costs) else dict(costs)
+            self._table.append(costs(self.program) if callable(costs) else UnitCosts(self.program, **times))
+
+    @property
+    def computes(self) -> bool:
+        """Whether the device has a speed of its own; otherwise instructions take what they take on this machine."""
+        return bool(self._table) or self.spec.flops is not None
+
+    @property
+    def links(self) -> bool:
+        """Whether messages have a speed of their own."""
+        return bool(self._table) or self.spec.bandwidth is not None or self.spec.latency is not None
+
+    def delays(self, ins: Instruction) -> bool:
+        """Whether a compute instruction takes the device's time rather than this machine's."""
+        return bool(self._table) or (self.spec.flops is not None and ins.op is not Op.STEP)
+
+    def compute(self, rank: int, ins: Instruction) -> float:
+        if self._table:
+            return self._table[0].compute(rank, ins)
+        own = self._own("the time of an instruction")
+        if self.spec.flops is None or not self.delays(ins):
+            return own.compute(rank, ins)
+        return self._operations(own, rank, ins) / self.spec.flops
+
+    def transfer(self, rank: int, ins: Instruction) -> tuple[float, float]:
+        if not self.links:
+            return self._own("the time of a message").transfer(rank, ins)
+        if self.spec.bandwidth is None:
+            by_function = self.transfers_by_function
+            return self._table[0].transfer(rank, ins) if by_function else (0.0, self.spec.latency or 0.0)
+        size = self._own("the size of a message").size(rank, ins.reads[0])
+        return (size / self.spec.bandwidth, self.spec.latency or 0.0) if size else (0.0, 0.0)
+
+    def collective(self, ins: Instruction) -> float:
+        if not self.links:
+            return self._own("the time of a collective").collective(ins)
+        if self.transfers_by_function:
+            return self._table[0].collective(ins)
+        # A ring: each rank sends 2 (n - 1) messages, 2 (n - 1) / n of the bytes together.
+        n = len(ins.group)
+        size = sum(sum(self.program.groups[value.index].tensors) for value in ins.writes)
+        occupied = 2 * (n - 1) / n * size / self.spec.bandwidth if self.spec.bandwidth else 0.0
+        return len(ins.parts) * 2 * (n - 1) * (self.spec.latency or 0.0) + occupied
+
+    def size(self, rank: int, value: Value) -> float:
+        if self.own is not None:
+            return self.own.size(rank, value)
+        return self._table[0].size(rank, value) if self._table else 0
+
+    def _operations(self, own: ProfiledCosts, rank: int, ins: Instruction) -> float:
+        rows = own.rows(rank, ins.microbatch)
+        if rows == 0:
+            return 0.0
+        forward = ins.op in (Op.FORWARD, Op.RECOMPUTE)
+        table = own.profile.forward_flops if forward else own.profile.backward_flops
+        whole = sum(table[rows][layer] for layer in ins.layers)
+        return whole / 2 if ins.op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT) else whole
+
+    @property
+    def transfers_by_function(self) -> bool:
+        """Whether the spec has a function for messages, too."""
+        return callable(self.spec.costs) and self.spec.bandwidth is None and self.spec.latency is None
+
+    def _own(self, what: str) -> ProfiledCosts:
+        if self.own is None:
+            raise PlanError(
+                f"device {self.spec.name or self.spec}: {what} needs a profile of the model; use train(...)"
+            )
+        return self.own

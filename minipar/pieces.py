@@ -1,0 +1,48 @@
+"""Where a rank's autograd graph is cut, and whether a model is the one that a program was made for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from minipar.costs.profiler import shape_of
+from minipar.errors import RankError
+from minipar.program import Op, Program
+
+_GRAPH = (Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD)
+
+
+def check_fit(program: Program, layers: Sequence[nn.Module]) -> None:
+    """Refuse a model with other layers, other ties, or more to train than the program was compiled for."""
+    groups = shape_of(layers).groups
+    planned = {group.layers: group.trainable for group in program.groups}
+    same = len(layers) == program.layers and planned.keys() == {group.layers for group in groups}
+    if not same or any(group.trainable and not planned[group.layers] for group in groups):
+        raise RankError(
+            f"program {program.name!r} was compiled for another model: {program.layers} layers with ties "
+            f"{[g.layers for g in program.groups if len(g.layers) > 1]}, not {len(layers)} with "
+            f"{[g.layers for g in groups if len(g.layers) > 1]}; compile it for minipar.costs.profiler.shape_of(model)"
+        )
+
+
+def pieces_of(program: Program, rank: int) -> dict[tuple[tuple[int, ...], int], list[tuple[int, ...]]]:
+    """For each compute instruction the runs of layers between which the graph must be cut.
+
+    A cut is where some forward, recomputation or backward of the same micro-batch begins, and before the first
+    trainable layer.
+    """
+    cuts: dict[int, set[int]] = {}
+    for ins in program.ranks[rank]:
+        if ins.op in _GRAPH:
+            cuts.setdefault(ins.microbatch, {program.first_trainable}).add(ins.layers[0])
+    pieces: dict[tuple[tuple[int, ...], int], list[tuple[int, ...]]] = {}
+    for ins in program.ranks[rank]:
+        if ins.op in _GRAPH:
+            runs: list[list[int]] = []
+            for layer in ins.layers:
+                if not runs or layer in cuts[ins.microbatch]:
+                    runs.append([])
+                runs[-1].append(layer)
+            pieces[ins.layers, ins.microbatch] = [tuple(run) for run in runs]
+    return pieces

@@ -1,0 +1,172 @@
+"""Emulated devices: real work and messages, delayed to a device's speed; the prediction is met."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch import nn
+
+from minipar import Cluster, Plan, simulate, terminal
+from minipar.costs.device import DeviceSpec
+from minipar.costs.emulated import EmulatedCosts
+from minipar.costs.profiled import ProfiledCosts, microbatch_rows
+from minipar.costs.profiler import shape_of
+from minipar.emulation import LATE, Clock, Delays
+from minipar.errors import PlanError
+from minipar.execution import Execution, Job, execute, profile_job
+from minipar.program import COMPUTE, Op
+from minipar.trace import Trace
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+FORWARD, BACKWARD = 0.020, 0.040
+TIMES = DeviceSpec(costs={"forward": FORWARD, "backward": BACKWARD})
+SLOW_LINK = DeviceSpec(costs={"forward": FORWARD, "backward": BACKWARD}, bandwidth=1e5, latency=0.003)
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(8)))
+
+
+def job() -> Job:
+    torch.manual_seed(1)
+    return Job(build, (torch.randn(64, 16), torch.randn(64, 16)), loss=nn.functional.mse_loss)
+
+
+@pytest.fixture(scope="module")
+def clusters() -> Iterator[dict[str, Cluster]]:
+    with Cluster(4, device=TIMES) as a, Cluster(4, device=SLOW_LINK) as b, Cluster(4) as plain:
+        yield {"times": a, "slow link": b, "plain": plain}
+
+
+def run(plan: str, cluster: Cluster, passes: int = 2) -> tuple[Execution, Trace]:
+    program = Plan.parse(plan).compile(shape_of(list(build())))
+    spec = cluster.emulates
+    assert spec is not None
+    rows = microbatch_rows(64, program.replicas, program.microbatches)
+    (facts,) = cluster.run_on([0], profile_job, job(), rows)
+    predicted = simulate(program, EmulatedCosts(program, spec, ProfiledCosts(program, facts.profile, 64)))
+    return execute(program, job(), cluster=cluster, passes=passes), predicted
+
+
+@pytest.mark.parametrize("device", ["times", "slow link"])
+@pytest.mark.parametrize(
+    "plan", ["pp=4 schedule=gpipe microbatches=8", "pp=4 schedule=1f1b microbatches=8", "dp=4 microbatches=8"]
+)
+def test_the_measured_step_is_the_predicted_one(clusters: dict[str, Cluster], plan: str, device: str) -> None:
+    done, predicted = run(plan, clusters[device])
+    assert predicted.time * 0.99 <= done.trace.time <= predicted.time * 1.5  # never faster than the device
+
+
+def test_it_computes_the_same(clusters: dict[str, Cluster]) -> None:
+    program = Plan.parse("pp=2 dp=2 schedule=1f1b microbatches=4").compile(shape_of(list(build())))
+    there = execute(program, job(), cluster=clusters["slow link"], passes=2)
+    here = execute(program, job(), cluster=clusters["plain"], passes=2)
+    assert there.losses == here.losses
+    for mine, others in zip(there.gradients, here.gradients, strict=True):
+        assert mine.keys() == others.keys()
+        assert all(torch.equal(mine[name], others[name]) for name in mine)
+
+
+def test_nothing_ends_before_the_device_would_end_it(clusters: dict[str, Cluster]) -> None:
+    done, _ = run("pp=4 schedule=1f1b microbatches=4", clusters["slow link"])
+    trace, program = done.trace, done.program
+    for rank, row in enumerate(program.ranks):
+        computed = [k for k, ins in enumerate(row) if ins.op in COMPUTE and ins.op is not Op.STEP]
+        total = sum(FORWARD if row[k].op is Op.FORWARD else BACKWARD for k in computed)
+        first = min(trace.starts[rank][k] for k in computed)
+        assert max(trace.ends[rank][k] for k in computed) - first >= total - LATE
+    sends = {
+        (rank, ins.peer, ins.reads[0]): trace.starts[rank][k]
+        for rank, row in enumerate(program.ranks)
+        for k, ins in enumerate(row)
+        if ins.op is Op.SEND
+    }
+    for rank, row in enumerate(program.ranks):
+        for k, ins in enumerate(row):
+            if ins.op is Op.RECV:
+                size = 16 * 16 * 4  # 16 rows of 16 numbers
+                assert trace.ends[rank][k] >= sends[ins.peer, rank, ins.writes[0]] + 0.003 + size / 1e5 - LATE
+
+
+def test_pictures_say_that_the_device_is_emulated(clusters: dict[str, Cluster]) -> None:
+    done, _ = run("dp=4", clusters["times"])
+    assert done.trace.note.startswith("emulated device forward=0.02 backward=0.04")
+    assert "emulated" in terminal.text(done.trace)
+    assert "emulating forward=0.02" in repr(clusters["times"])
+    again = Trace.from_json(done.trace.to_json())
+    assert [list(row) for row in again.overruns] == [list(row) for row in done.trace.overruns]
+
+
+def test_work_that_takes_longer_than_the_device_is_an_overrun() -> None:
+    with Cluster(2, device=DeviceSpec(costs={"forward": 1e-6, "backward": 1e-6})) as cluster:
+        torch.manual_seed(0)
+        wide = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(2)))
+        data = torch.randn(512, 1024), torch.randn(512, 1024)
+        program = Plan.parse("dp=2").compile(shape_of(list(wide)))
+        done = execute(program, Job(wide, data, loss=nn.functional.mse_loss), cluster=cluster)
+    assert all(0 in found for found in done.trace.overruns)  # its forward
+    assert "overrun" in done.trace.note
+
+
+def test_operations_need_a_rate_and_take_time_by_it(clusters: dict[str, Cluster]) -> None:
+    with Cluster(2, device="flops=10MFLOP/s") as cluster:
+        done, predicted = run("pp=2 schedule=gpipe microbatches=2", cluster)
+    forward = 8 * 2 * 64 * 16 * 16 / 10e6  # two operations a weight and row
+    assert predicted.time >= forward
+    assert predicted.time * 0.99 <= done.trace.time <= predicted.time * 1.5
+
+
+def test_a_clock_counts_delays_once() -> None:
+    clock = Clock(Delays({0: 0.01, 1: 0.01}, {}, {}, True, 1000.0, 0.5))
+    clock.begin()
+    start = clock.now
+    clock.computed(0)
+    clock.computed(1)
+    assert clock.now == pytest.approx(start + 0.02) or clock.overruns  # the machine was held up
+    sent = clock.now
+    assert clock.sent(2, 1, 1000) == pytest.approx(sent + 1.0 + 0.5)
+    assert clock.sent(3, 1, 1000) == pytest.approx(sent + 2.0 + 0.5)  # the link was occupied
+    assert clock.sent(4, 2, 1000) == pytest.approx(sent + 1.0 + 0.5)  # another link
+
+
+def test_costs_by_a_function_of_the_program() -> None:
+    class Slow:
+        def __init__(self, program: Any) -> None:
+            self.program = program
+
+        def compute(self, rank: int, ins: Any) -> float:
+            return 1.0 + rank
+
+        def transfer(self, rank: int, ins: Any) -> tuple[float, float]:
+            return 0.5, 0.25
+
+        def collective(self, ins: Any) -> float:
+            return 2.0
+
+        def size(self, rank: int, value: Any) -> float:
+            return 0.0
+
+    program = Plan.parse("pp=2 schedule=gpipe microbatches=1").compile(layers=2)
+    costs = EmulatedCosts(program, DeviceSpec(costs=Slow))
+    forward, backward, step = 1.0, 1.0, 1.0
+    assert simulate(program, costs).time == pytest.approx(forward + 0.75 + 2 + 2 + 0.75 + backward + step)
+
+
+def test_what_depends_on_the_model_needs_a_profile() -> None:
+    program = Plan.parse("dp=2").compile(layers=2)
+    with pytest.raises(PlanError, match="needs a profile"):
+        simulate(program, EmulatedCosts(program, DeviceSpec(bandwidth=1e9)))
+
+
+def test_a_cluster_refuses_what_is_no_device() -> None:
+    with pytest.raises(PlanError, match="'gpu' is neither a preset"):
+        Cluster(2, device="gpu")
+    with pytest.raises(PlanError, match="must be a DeviceSpec"):
+        Cluster(2, device=3)  # type: ignore[arg-type]
