@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.harness import Row, table
 from minipar.errors import PlanError
 
-NAMES = ("simulator", "executor", "data_parallel", "pipelines")
+NAMES = ("simulator", "executor", "data_parallel", "pipelines", "emulation")
 
 __all__ = ["NAMES", "Row", "run", "table"]
 

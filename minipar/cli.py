@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from minipar.costs.device import DeviceSpec
 from minipar.errors import MiniparError, PlanError, ProgramError
 from minipar.plan import Plan
 from minipar.strategies import schedules
@@ -21,6 +22,9 @@ from minipar.strategies import schedules
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise PlanError(f"{self.prog}: {message}")
+
+
+_EMULATE = "emulate a device: a preset such as 'pcie', and words such as 'forward=20ms bandwidth=1GB/s memory=64MiB'"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,6 +77,7 @@ def _parser() -> _Parser:
     one.add_argument("--dtype", choices=("float32", "float64"), default="float32", help="of parameters and rows")
     one.add_argument("--lr", type=_time, default=0.1, help="learning rate of SGD")
     one.add_argument("--check", action="store_true", help="compare every gradient with plain torch's")
+    one.add_argument("--emulate", type=_device, metavar="SPEC", help=_EMULATE)
 
     command("schedules", _schedules, _show_schedules, "list the schedules")
     command("doctor", _doctor, _show_doctor, "what works on this machine")
@@ -100,6 +105,13 @@ def _time(text: str) -> float:
     if not math.isfinite(number) or number < 0:
         raise argparse.ArgumentTypeError(f"{text}: must be a finite number of at least 0")
     return number
+
+
+def _device(text: str) -> DeviceSpec:
+    try:
+        return DeviceSpec.parse(text)
+    except PlanError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _seed(text: str) -> int:
@@ -170,21 +182,24 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
 
     import torch
 
+    from minipar.cluster import Cluster
     from minipar.training import train
 
-    run = train(
-        partial(models.build, options.model),
-        data.for_model(options.model, seed=options.seed),
-        plan,
-        steps=options.steps,
-        batch=options.batch,
-        optimizer=partial(torch.optim.SGD, lr=options.lr),
-        seed=options.seed,
-        dtype=getattr(torch, options.dtype),
-        reference=True,
-        check=options.check,
-        progress=not options.json and sys.stderr.isatty(),
-    )
+    with Cluster(plan.ranks, device=options.emulate or "auto") as cluster:
+        run = train(
+            partial(models.build, options.model),
+            data.for_model(options.model, seed=options.seed),
+            plan,
+            cluster=cluster,
+            steps=options.steps,
+            batch=options.batch,
+            optimizer=partial(torch.optim.SGD, lr=options.lr),
+            seed=options.seed,
+            dtype=getattr(torch, options.dtype),
+            reference=True,
+            check=options.check,
+            progress=not options.json and sys.stderr.isatty(),
+        )
     assert run.reference is not None
     predicted, measured = run.predicted, run.trace
     result: dict[str, Any] = {
