@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from minipar import randomness
+from minipar.affinity import on_own_core
 from minipar.comm.buckets import Buckets
 from minipar.comm.communicator import Communicator
 from minipar.comm.links import Links
@@ -87,6 +89,10 @@ class Executor:
 
         keep_gradients   copy every gradient as it is when its STEP begins
         """
+        with on_own_core() if self.comm.device.type == "cpu" else nullcontext():
+            return self._walk(batches, base, keep_gradients)
+
+    def _walk(self, batches: Callable[[int], Batch], base: int, keep_gradients: bool) -> Record:
         program, instructions = self.program, self.instructions
         compute, live = self.compute, self.live
         compute.begin(batches, base)
