@@ -15,6 +15,7 @@ _homes = {
     "minipar.plan": ("Plan",),
     "minipar.verifier": ("verify",),
     "minipar.simulator": ("simulate",),
+    "minipar.costs.device": ("DeviceSpec",),
     "minipar.trace": ("Trace",),
     "minipar.training": ("train", "Run"),
     "minipar.execution": ("execute",),
