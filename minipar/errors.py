@@ -31,8 +31,37 @@ class RankError(MiniparError):
     """A rank misused something, or its exception could not be brought to the driver as it was."""
 
 
+class CollectiveMismatch(RankError):
+    """Ranks of a group started different collectives; nothing was sent. Names what each rank has."""
+
+
 class RankDied(MiniparError):
     """A rank's process ended without an answer (killed, crashed, out of memory)."""
+
+
+class DeviceOutOfMemory(MiniparError, MemoryError):
+    """A rank needed more than its device holds.
+
+    rank, instruction   who, and during what
+    capacity, needed    bytes that the device has, and that would have been live
+    by_kind             bytes in use by kind, the allocation that crossed the limit included
+    ways_out            what would make it fit
+    """
+
+    rank: int = -1
+    instruction: str = ""
+    capacity: int = 0
+    needed: int = 0
+    by_kind: dict[str, int] = {}  # noqa: RUF012
+    ways_out: tuple[str, ...] = ()
+
+
+class StoreError(MiniparError):
+    """A slower tier (host memory, disk) has no room, cannot be written, or gave back something else."""
+
+
+class SaveError(MiniparError):
+    """A run could not be saved, or what was saved is not there, is damaged, or is of another model."""
 
 
 class Deadlock(MiniparError):

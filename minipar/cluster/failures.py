@@ -10,13 +10,15 @@ import contextlib
 import linecache
 import re
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
 
 import cloudpickle
 
+from minipar.cluster import stacks
 from minipar.cluster.processes import describe_status
-from minipar.errors import RankDied, RankError
+from minipar.errors import Deadlock, RankDied, RankError
 
 _CAUSE = "The above exception was the direct cause of the following exception:"
 _CONTEXT = "During handling of the above exception, another exception occurred:"
@@ -46,17 +48,18 @@ class Remote:
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank failed: an exception, or (remote None) its death with this exit status."""
+    """How one rank failed: an exception, or (remote None) its death with this exit status. `last`: what it did then."""
 
     rank: int
     remote: Remote | None
     status: int | None = None
+    last: str = ""
 
     @property
     def reason(self) -> str:
         """What happened, to follow the rank's name."""
         if self.remote is None:
-            return describe_status(self.status)
+            return describe_status(self.status) + (f"; last seen {self.last}" if self.last else "")
         return f"raised {self.remote.name}: {self.remote.message}"
 
     @property
@@ -141,17 +144,27 @@ def root_cause(failures: list[Failure]) -> Failure:
     return min(failures, key=weight)
 
 
-def as_exception(failures: list[Failure], late: list[int]) -> Exception:
+def as_exception(failures: list[Failure], doing: dict[int, str], lost: Iterable[int]) -> Exception:
     """The exception to raise in the driver: the root cause's own where it can be rebuilt, with a note that says
-    which rank raised it, its traceback there, and what became of the other ranks."""
+    which rank raised it, its traceback there, and what became of the other ranks.
+
+    `doing`: what ranks did that had not failed by then; `lost`: those of them that had to be killed. What a rank
+    says that only lost its peer is left out, but not where that was.
+    """
     root = root_cause(failures)
-    by_reason: dict[str, list[int]] = {}
+    also: dict[int, str] = {}
+    doing = dict(doing)
     for failure in failures:
-        if failure is not root:
-            by_reason.setdefault(failure.reason, []).append(failure.rank)
-    if late:
-        by_reason["did not end in time: stopped, and started anew at the next call"] = late
-    others = [f"also: {_name(ranks)} {reason}" for reason, ranks in by_reason.items()]
+        remote = failure.remote
+        if failure is root:
+            continue
+        if remote is not None and remote.lost_peer and not (root.remote is not None and root.remote.lost_peer):
+            doing[failure.rank] = f"waiting for a peer, in vain:\n{_place(remote)}"
+        else:
+            also[failure.rank] = failure.reason
+    others = [f"also: {_name(ranks)} {reason}" for reason, ranks in _folded(also)]
+    others += [f"meanwhile {_name(ranks)} {_was(ranks)} {what}" for what, ranks in _folded(doing)]
+    others += lost_state(lost)
     if root.remote is None:
         return RankDied(root.line, "\n".join(others))
     note = "\n".join([f"raised on rank {root.rank}:", traceback_text(root.remote), *others])
@@ -163,6 +176,17 @@ def as_exception(failures: list[Failure], late: list[int]) -> Exception:
     else:
         error.__cause__ = RankError(root.line, note)
     return error
+
+
+def as_deadlock(stuck: dict[int, str], ranks: Iterable[int], patience: float, lost: Iterable[int]) -> Deadlock:
+    """The error for ranks that wait for each other; `stuck`: what each waits in, of the `ranks` of this run."""
+    lines = []
+    for rank in sorted(ranks):
+        lines.append(f"rank {rank}: {stuck.get(rank, 'finished')}")
+    names = list(stuck)
+    wait = "waits" if len(names) == 1 else "wait"
+    reason = f"{_name(names)} {wait} for what does not come: no progress for {patience:g} s (cluster.patience)"
+    return Deadlock(reason, "\n".join([*lines, *lost_state(lost)]))
 
 
 def note_of(error: BaseException) -> str | None:
@@ -177,6 +201,30 @@ def note_of(error: BaseException) -> str | None:
             lines = note.splitlines()
             return "\n".join(line for line in lines if not (line.startswith("also: ") and _LOST_PEER.search(line)))
     return None
+
+
+def lost_state(ranks: Iterable[int]) -> list[str]:
+    """The line that says which ranks had to be killed; none for none."""
+    names = sorted(ranks)
+    if not names:
+        return []
+    return [f"{_name(names)} did not come back in time and {_was(names)} killed: the state there is lost"]
+
+
+def _folded(texts: dict[int, str]) -> list[tuple[str, list[int]]]:
+    """Each text once, with its ranks."""
+    found: dict[str, list[int]] = {}
+    for rank in sorted(texts):
+        found.setdefault(texts[rank], []).append(rank)
+    return list(found.items())
+
+
+def _place(remote: Remote) -> str:
+    return stacks.text([frame[:3] for frame in remote.segments[-1].frames]) if remote.segments else ""
+
+
+def _was(ranks: list[int]) -> str:
+    return "was" if len(ranks) == 1 else "were"
 
 
 def _name(ranks: list[int]) -> str:

@@ -13,11 +13,11 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import cloudpickle
-
 from minipar.cluster import launch, worker
-from minipar.cluster.failures import as_exception
-from minipar.cluster.members import Callback, Members, unpack
+from minipar.cluster.failures import as_deadlock, as_exception, lost_state
+from minipar.cluster.members import GRACE, GRACE_AFTER_FAILURE, Callback, Members, Round, unpack
+from minipar.cluster.parcel import Parcel, pack
+from minipar.cluster.patience import Watch
 from minipar.costs.device import DeviceSpec
 from minipar.errors import PlanError, RankError
 
@@ -34,8 +34,12 @@ class Cluster:
     (fresh interpreters; seconds), or "auto" (fork on Linux). `threads`: torch's threads in each rank.
     `keep_freed_memory`: let the C library keep what tensors free for the next ones (faster; the rank shrinks less).
 
-    Ranks keep their state between runs, start anew by themselves when one was lost, and end with the driver, however
-    it ends. Use it in a `with` block, or let it live on and `close()` it, or leave that to the end of the session.
+    `patience`: seconds after which ranks that all wait for each other are a `Deadlock` (None: never). A rank that
+    computes, sleeps or reads is never one, however long it takes. It can be changed between runs.
+
+    Ranks keep their state between runs, also when one fails or a run is interrupted. They start anew by themselves
+    when one was lost, and end with the driver, however it ends. Use it in a `with` block, or let it live on and
+    `close()` it, or leave that to the end of the session.
 
     Raises PlanError for values that cannot be, RankError inside a rank.
     """
@@ -47,9 +51,11 @@ class Cluster:
         start: str = "auto",
         threads: int = 1,
         keep_freed_memory: bool = True,
+        patience: float | None = 30.0,
     ) -> None:
         _check_count("n", n)
         _check_count("threads", threads)
+        self.patience = patience
         spec = None if device in _DEVICES else _spec(device)
         _check_choice("start", start, _STARTS)
         if worker.in_rank():
@@ -86,6 +92,20 @@ class Cluster:
         return self._device
 
     @property
+    def patience(self) -> float | None:
+        """Seconds without any progress, while all ranks wait for each other, until `Deadlock`; None: for ever."""
+        return self._patience
+
+    @patience.setter
+    def patience(self, seconds: float | None) -> None:
+        possible = seconds is None or (
+            isinstance(seconds, int | float) and not isinstance(seconds, bool) and seconds > 0
+        )
+        if not possible:
+            raise PlanError(f"patience={seconds!r}: must be seconds above 0, or None for no limit")
+        self._patience = None if seconds is None else float(seconds)
+
+    @property
     def emulates(self) -> DeviceSpec | None:
         """The device that every rank emulates, if they do."""
         return self._emulates
@@ -112,7 +132,8 @@ class Cluster:
 
         Functions and classes may come from a notebook cell. What ranks print appears here, line by line.
         When a rank fails, its own exception is raised, with its traceback there as a note; RankDied when its process
-        ended; RankError when an argument or a result cannot be sent.
+        ended; Deadlock when all wait for each other (see `patience`); RankError when an argument or a result cannot
+        be sent. After an interrupt the ranks are back with their state, except those that the message names.
         """
         return self._call(range(self.size), None, function, args, kwargs)
 
@@ -135,18 +156,19 @@ class Cluster:
         if os.getpid() != self._members.owner:
             raise RankError("this Cluster belongs to another process; make one here")
         active = _check_ranks(ranks, self.size)
-        blob = _pack(function, args, kwargs)
+        parcel = _pack(function, args, kwargs)
         if not self._busy.acquire(blocking=False):
             raise RankError("this Cluster is busy with another run")
         try:
             if not self._close.alive:
                 raise RankError("this Cluster is closed; make a new one")
-            answers = self._exchange(active, callback, blob)
+            answers = self._exchange(active, callback, parcel)
         finally:
+            parcel.close()
             self._busy.release()
         return [unpack(answers[rank], f"the result of rank {rank}") for rank in active]
 
-    def _exchange(self, active: tuple[int, ...], callback: Callback | None, blob: bytes) -> dict[int, bytes]:
+    def _exchange(self, active: tuple[int, ...], callback: Callback | None, parcel: Parcel) -> dict[int, Parcel]:
         members = self._members
         for death in members.heal():
             warnings.warn(f"{death.line}; it starts anew, without its state", RuntimeWarning, stacklevel=4)
@@ -154,20 +176,43 @@ class Cluster:
         os.makedirs(self._folder, exist_ok=True)  # the end of a helper process takes it away
         store = os.path.join(self._folder, f"generation-{members.generation}")
         situation = worker.Situation(members.generation, active, store, _free_port())
-        message = (self._run, situation, tuple(sys.path), blob)
+        message = (self._run, situation, tuple(sys.path), parcel)
+        heard = Round(self._run, frozenset(active), callback)
+        watch = None if self._patience is None else Watch(self._patience)
         try:
             for rank in active:
+                heard.waiting.add(rank)
                 members.send(rank, message)
-            heard = members.collect(active, self._run, callback)
-        except BaseException:  # an interrupt, or an error in the callback: there is no telling how far each rank is
+            with members.button:
+                members.collect(heard, watch)
+            if heard.waiting:
+                members.call_back(heard, GRACE_AFTER_FAILURE if heard.failures else GRACE)
+        except BaseException as error:  # the stop button, or an error in the callback
             members.generation += 1
-            members.stop(active)
+            self._give_up(heard, error)
             raise
-        if heard.failures:
+        if heard.failures or heard.stuck is not None:
             members.generation += 1
-            members.stop(heard.waiting)
-            raise as_exception(heard.failures, sorted(heard.waiting))
-        return {rank: blob for rank, (_, blob) in heard.answers.items()}
+            heard.answers.clear()  # with their memory files, which a traceback would keep
+        if heard.failures:
+            raise as_exception(heard.failures, heard.doing, heard.lost)
+        if heard.stuck is not None:
+            raise as_deadlock(heard.stuck, heard.ranks, watch.patience if watch else 0.0, heard.lost)
+        return {rank: answer for rank, (_, answer) in heard.answers.items()}
+
+    def _give_up(self, heard: Round, error: BaseException) -> None:
+        """Call the ranks of a run back, with their state where that is possible."""
+        try:
+            if heard.called_back or not isinstance(error, Exception | KeyboardInterrupt):
+                self._members.stop(heard.waiting)  # the second press of the button, or the end of the driver
+                heard.lost |= heard.waiting
+            else:
+                self._members.call_back(heard, GRACE)
+        except BaseException:
+            self._members.stop(heard.waiting)
+            raise
+        if isinstance(error, KeyboardInterrupt):
+            error.args = ("\n".join(["the ranks were interrupted", *lost_state(heard.lost)]),)
 
     def close(self) -> None:
         """End all ranks. A second call does nothing; RankError while a run is going on."""
@@ -211,11 +256,11 @@ def _check_ranks(ranks: Iterable[int], size: int) -> tuple[int, ...]:
     return chosen
 
 
-def _pack(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+def _pack(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Parcel:
     if not callable(function):
         raise RankError(f"cluster.run needs a function to call, not a {type(function).__name__}")
     try:
-        return bytes(cloudpickle.dumps((function, args, kwargs)))
+        return pack((function, args, kwargs))
     except Exception as error:
         kind = type(error).__name__
         raise RankError(f"the function or an argument cannot be sent to the ranks: {kind}: {error}") from error
@@ -229,9 +274,10 @@ def _free_port() -> int:
 
 
 def _spec(device: object) -> DeviceSpec:
-    if isinstance(device, (str, DeviceSpec)):
-        try:
-            return DeviceSpec.parse(device)
-        except PlanError as error:
-            raise PlanError(f"{error.reason}; or {', '.join(map(repr, _DEVICES))}") from None
-    raise PlanError(f"device={device!r}: must be a DeviceSpec, or text: {', '.join(map(repr, _DEVICES))} or a device")
+    possible = f"must be {', '.join(map(repr, _DEVICES))}, or a DeviceSpec or its text"
+    if not isinstance(device, (str, DeviceSpec)):
+        raise PlanError(f"device={device!r}: {possible}")
+    try:
+        return DeviceSpec.parse(device)
+    except PlanError as error:
+        raise PlanError(f"device={device!r}: {possible} ({error.reason})") from None

@@ -35,6 +35,7 @@ import cloudpickle
 from minipar.cluster import failures, launch, worker
 from minipar.cluster.local import Cluster
 from minipar.cluster.members import unpack
+from minipar.cluster.parcel import Parcel
 from minipar.cluster.processes import flush_native
 from minipar.errors import MiniparError, PlanError, RankError
 
@@ -121,7 +122,8 @@ class Ranks:
         if not request.quiet and not cell.rstrip().endswith(";"):
             _show(request.ranks, [text for text, _ in answers], _value)
         if request.out:
-            values = [unpack(blob, f"--out {request.out}: the value of rank {rank}") for rank, (_, blob) in pairs]
+            what = f"--out {request.out}: the value of rank"
+            values = [unpack(Parcel(blob), f"{what} {rank}") for rank, (_, blob) in pairs]
             self._shell.push({request.out: values})
 
     def _ranks(self, request: Request) -> Cluster:

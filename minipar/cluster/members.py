@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import signal
 import socket
 import sys
 import time
@@ -15,18 +16,24 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import cloudpickle
-
-from minipar.cluster import launch, wire
+from minipar.cluster import launch, stacks, wire
+from minipar.cluster.button import Button
 from minipar.cluster.failures import Failure
-from minipar.cluster.output import Printer
+from minipar.cluster.notes import Page
+from minipar.cluster.output import Output, Printer
+from minipar.cluster.parcel import Parcel
+from minipar.cluster.parcel import unpack as _unpack
+from minipar.cluster.patience import Watch
 from minipar.cluster.worker import Setup
 from minipar.errors import PlanError, RankDied, RankError
 
-# Seconds that the other ranks get to answer, before they are stopped: after the first failure, and after a death,
-# which is the root cause whatever the others say.
-GRACE = 0.3
-GRACE_AFTER_DEATH = 0.08
+# Seconds in which other failures may arrive after the first one: a rank that only lost its peer often reports before
+# the peer does.
+SETTLE = 0.05
+SETTLE_AFTER_LOST_PEER = 0.18
+# Seconds that ranks which are called back get to answer, before they are killed: after a failure, else.
+GRACE_AFTER_FAILURE = 0.25
+GRACE = 0.5
 
 Callback = Callable[[int, Any], None]
 
@@ -40,6 +47,7 @@ class Member:
     control: socket.socket
     inbox: wire.Inbox
     printers: tuple[Printer, Printer]
+    page: Page
     device: str = ""
     alive: bool = True
 
@@ -48,8 +56,9 @@ class Member:
 class Round:
     """What is heard in one run: answers by rank, and failures in order of arrival.
 
-    An answer is ("ready", device), ("refused", reason) or ("result", blob). A rank that is still in `waiting` at the
-    end did not answer in time.
+    An answer is ("ready", device), ("refused", reason) or ("result", parcel). `waiting` are the ranks that were asked
+    and have not answered; `doing` says what they were at when they were called back, `lost` which of them had to be
+    killed. `stuck`: what each rank waits in, if that is a deadlock.
     """
 
     run: int
@@ -58,6 +67,10 @@ class Round:
     answers: dict[int, tuple[str, Any]] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
     waiting: set[int] = field(default_factory=set)
+    stuck: dict[int, str] | None = None
+    called_back: bool = False
+    doing: dict[int, str] = field(default_factory=dict)
+    lost: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -73,6 +86,8 @@ class Members:
     generation: int = 0
     ranks: dict[int, Member] = field(default_factory=dict)
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    button: Button = field(default_factory=Button)
+    output: Output = field(default_factory=Output)
 
     # Starting
 
@@ -82,7 +97,7 @@ class Members:
         deaths = []
         for member in list(self.ranks.values()):
             if member.alive and self._ended(member):
-                deaths.append(Failure(member.rank, None, member.process.wait(0)))
+                deaths.append(_death(member))
         self.stop([member.rank for member in self.ranks.values() if not member.alive])
         missing = [rank for rank in range(self.size) if rank not in self.ranks]
         if missing:
@@ -120,19 +135,33 @@ class Members:
             theirs.close()
             os.close(out[1])
             os.close(err[1])
-        printers = (Printer(rank, out[0]), Printer(rank, err[0]))
-        member = self.ranks[rank] = Member(rank, process, ours, wire.Inbox(ours), printers)
+        printers = (Printer(rank, out[0], self.output), Printer(rank, err[0], self.output))
+        page = Page(launch.scratch_folder())
+        member = self.ranks[rank] = Member(rank, process, ours, wire.Inbox(ours), printers, page)
         self.selector.register(ours, selectors.EVENT_READ, (member, None))
         for printer in printers:
             self.selector.register(printer.descriptor, selectors.EVENT_READ, (member, printer))
         path, folder = tuple(sys.path), os.getcwd()
         self.send(
             rank,
-            Setup(rank, self.size, self.device, self.threads, self.keep_freed_memory, path, folder, dict(os.environ)),
+            Setup(
+                rank,
+                self.size,
+                self.device,
+                self.threads,
+                self.keep_freed_memory,
+                path,
+                folder,
+                dict(os.environ),
+                page.path,
+            ),
         )
 
     def _await_ready(self, ranks: list[int]) -> None:
-        heard = self.collect(ranks, 0)
+        heard = Round(0, frozenset(ranks), waiting=set(ranks))
+        self.collect(heard)
+        for rank in ranks:
+            self.ranks[rank].page.unlink()  # the rank has it by now
         if heard.failures:
             raise RankDied(f"could not start: {heard.failures[0].line}; what it printed is above")
         for rank, (kind, value) in heard.answers.items():
@@ -147,46 +176,89 @@ class Members:
         with contextlib.suppress(OSError):
             wire.send(self.ranks[rank].control, message)
 
-    def collect(self, ranks: Iterable[int], run: int, callback: Callback | None = None) -> Round:
-        """Pump output and reports until each of `ranks` has answered, or a grace after a failure is over.
-
-        The grace also lets the root cause arrive: a rank that only lost its peer often reports first.
-        """
-        heard = Round(run, frozenset(ranks), callback)
-        heard.waiting.update(heard.ranks)
-        deadline: float | None = None
-        told = 0
-        while heard.waiting:
+    def collect(self, heard: Round, watch: Watch | None = None, seconds: float | None = None) -> None:
+        """Pump output and reports until nobody is left in `heard.waiting`, until failures have settled, until `watch`
+        finds a deadlock, or for so many seconds."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        told = len(heard.failures)
+        self.output.begin(heard.ranks)
+        while heard.waiting and (heard.stuck is None or heard.called_back):
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 break
+            if watch is not None and not heard.failures:
+                if watch.due():
+                    heard.stuck = watch.look(self._pages(heard.waiting))
+                left = watch.interval
+            due = self.output.wait()
+            if due is not None:
+                left = due if left is None else min(left, due)
             for key, _ in self.selector.select(left):
                 member, printer = key.data
                 if printer is None:
                     self._listen(member, heard)
                 else:
-                    printer.pump()
+                    with self.button.held():
+                        printer.pump()
                     if not printer.open:
                         self.selector.unregister(printer.descriptor)
+            self.output.show()
             for failure in heard.failures[told:]:
-                until = time.monotonic() + (GRACE if failure.remote else GRACE_AFTER_DEATH)
+                lost_peer = failure.remote is not None and failure.remote.lost_peer
+                until = time.monotonic() + (SETTLE_AFTER_LOST_PEER if lost_peer else SETTLE)
                 deadline = until if deadline is None else min(deadline, until)
             told = len(heard.failures)
         for member in self.ranks.values():
             for printer in member.printers:
                 printer.finish()
-        return heard
+        self.output.flush()
+
+    def call_back(self, heard: Round, seconds: float) -> None:
+        """Interrupt the ranks that have not answered, so that they come back with their state; kill those that do not
+        within so many seconds. What they were doing is noted before."""
+        heard.callback = None
+        heard.called_back = True
+        heard.doing = self.look(heard.waiting)
+        for rank in heard.waiting:
+            if self.ranks[rank].alive:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(self.ranks[rank].process.pid, signal.SIGINT)
+        with self.button:
+            self.collect(heard, seconds=seconds)
+        heard.lost |= heard.waiting
+        self.stop(heard.waiting)
+
+    def look(self, ranks: Iterable[int]) -> dict[int, str]:
+        """What these ranks are doing at this moment, and where."""
+        found = {}
+        pages = self._pages(ranks)
+        frames = stacks.ask(pages)
+        for rank, _, page in pages:
+            doing = page.read()
+            what = f"waiting in {doing.operation}" if doing.since else "at work"
+            what += f" ({doing.instruction})" if doing.instruction else ""
+            place = stacks.text(frames[rank]) if frames.get(rank) else ""
+            found[rank] = f"{what}:\n{place}" if place else what
+        return found
+
+    def _pages(self, ranks: Iterable[int]) -> list[tuple[int, int, Page]]:
+        members = [self.ranks[rank] for rank in sorted(ranks)]
+        return [(member.rank, member.process.pid, member.page) for member in members if member.alive]
 
     def _listen(self, member: Member, heard: Round) -> None:
         """Take in everything that a rank has sent."""
         rank = member.rank
         while True:
             try:
-                message = member.inbox.read()
+                with self.button.held():
+                    message = member.inbox.read()
             except EOFError:
                 self._lost(member)
                 if rank in heard.ranks:
-                    heard.failures.append(Failure(rank, None, member.process.wait(0)))
+                    if heard.called_back:
+                        heard.lost.add(rank)
+                    else:
+                        heard.failures.append(_death(member))
                     heard.waiting.discard(rank)
                 return
             if message is None:
@@ -199,7 +271,8 @@ class Members:
                     heard.callback(rank, unpack(value, f"a report of rank {rank}"))
                 continue
             if kind == "error":
-                heard.failures.append(Failure(rank, value))
+                if not heard.called_back:  # else it is the answer to that
+                    heard.failures.append(Failure(rank, value))
             else:
                 heard.answers[rank] = (kind, value)
             heard.waiting.discard(rank)
@@ -229,9 +302,11 @@ class Members:
                 with contextlib.suppress(KeyError, ValueError):  # it had ended already
                     self.selector.unregister(descriptor)
             member.control.close()
+            member.page.close()
             for descriptor in descriptors:
                 os.close(descriptor)
             del self.ranks[member.rank]
+        self.output.flush()
 
     def close(self) -> None:
         """End all ranks. Does nothing in a process that was forked from the owner."""
@@ -240,9 +315,13 @@ class Members:
             self.selector.close()
 
 
-def unpack(blob: bytes, what: str) -> Any:
+def _death(member: Member) -> Failure:
+    return Failure(member.rank, None, member.process.wait(0), member.page.read().last)
+
+
+def unpack(parcel: Parcel, what: str) -> Any:
     """What a rank pickled; RankError, naming `what`, when the driver cannot load it."""
     try:
-        return cloudpickle.loads(blob)
+        return _unpack(parcel)
     except Exception as error:
         raise RankError(f"{what} cannot be loaded in the driver: {type(error).__name__}: {error}") from error

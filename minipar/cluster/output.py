@@ -1,26 +1,166 @@
-"""What ranks print, line by line, with the rank's name."""
+"""What ranks print, line by line, with the rank's name; the same line of several ranks once; progress of one rank.
+
+A line is held for `HOLD` seconds, or until all ranks of the run have printed it, and then shown for all that have:
+`[ranks 0-3] loaded`. The lines of a rank stay in order. Progress bars, which rewrite their line by carriage returns,
+are shown as they go for the first rank of the run only; of the others a finished bar is shown where it tells
+something else than the first rank's, times and rates (what stands in brackets at its end) aside.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
 
+HOLD = 0.05  # seconds
+_REDRAW = 0.1  # seconds between two states of a progress bar
+_AHEAD = 50  # lines of another rank in which the same one is looked for
 _CHUNK = 1 << 16
 _DRAIN = 1 << 26  # bytes read at most at the end of a run; a process that a rank started may print for ever
+_TIMES = re.compile(r"\s*\[[^\]]*\]\s*$")
+_CURSOR = re.compile(r"\x1b\[[0-9;]*[A-HJKf]")  # moves that mean nothing where lines of several ranks meet
+
+
+@dataclass(frozen=True)
+class _Line:
+    text: str
+    when: float
+    bar: str | None = None  # what a finished progress bar tells without its times
+
+
+class Output:
+    """What the ranks of one cluster have printed and is not shown yet."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, deque[_Line]] = {}
+        self._active: tuple[int, ...] = ()
+        self._finished: set[str] = set()  # bars of the first rank
+        self._aside: list[tuple[int, _Line]] = []  # bars of others, finished while the first rank's goes on
+        self._bar = ""  # of the first rank, now
+        self._drawn = ""  # what stands in the last line of the screen
+        self._drawn_at = 0.0
+
+    def begin(self, ranks: Iterable[int]) -> None:
+        """A new run of these ranks: lines are folded among them, and the first one shows its progress."""
+        self.flush()
+        self._active = tuple(sorted(ranks))
+        self._finished.clear()
+
+    def line(self, rank: int, text: str) -> None:
+        """A line without its end, which `rank` has completed."""
+        self._held.setdefault(rank, deque()).append(_Line(text, time.monotonic()))
+
+    def bar(self, rank: int, text: str) -> None:
+        """The present state of a progress bar; empty where it has been wiped away."""
+        if rank in self._active[:1]:
+            self._bar = text
+
+    def bar_ended(self, rank: int, text: str) -> None:
+        """The last state of a progress bar."""
+        line = _Line(text, time.monotonic(), _TIMES.sub("", text).strip())
+        assert line.bar is not None
+        if rank in self._active[:1]:
+            self._bar = ""
+            self._finished.add(line.bar)
+            self._aside = [(other, kept) for other, kept in self._aside if kept.bar != line.bar]
+            for other, held in self._held.items():
+                self._held[other] = deque(kept for kept in held if kept.bar != line.bar)
+        elif line.bar in self._finished:
+            return
+        elif self._bar:
+            self._aside.append((rank, line))
+            return
+        self._held.setdefault(rank, deque()).append(line)
+
+    def wait(self) -> float | None:
+        """Seconds until `show` has something to do; None when it has not."""
+        due = [held[0].when + self._hold for held in self._held.values() if held]
+        if self._wanted != self._drawn:
+            due.append(self._drawn_at + _REDRAW)
+        return max(0.0, min(due) - time.monotonic()) if due else None
+
+    def show(self) -> None:
+        """Print what is due, all at once."""
+        self._write(self._fold(time.monotonic()))
+
+    def flush(self) -> None:
+        """Print all that is there."""
+        for rank, line in self._aside:
+            self._held.setdefault(rank, deque()).append(line)
+        self._aside.clear()
+        if self._bar:  # of a rank that ended in the middle
+            self._held.setdefault(self._active[0], deque()).append(_Line(self._bar, time.monotonic()))
+            self._bar = ""
+        self._write(self._fold(float("inf")))
+
+    @property
+    def _hold(self) -> float:
+        return HOLD if len(self._active) > 1 else 0.0
+
+    @property
+    def _wanted(self) -> str:
+        return f"[rank {self._active[0]}] {self._bar}" if self._bar else ""
+
+    def _fold(self, now: float) -> list[str]:
+        shown: list[str] = []
+        while True:
+            waiting = {rank: held for rank, held in self._held.items() if held}
+            if not waiting:
+                return shown
+            due = [rank for rank, held in waiting.items() if held[0].when + self._hold <= now]
+            text = waiting[min(due or waiting)][0].text  # by rank, so that short runs always look the same
+            heads = [rank for rank, held in waiting.items() if held[0].text == text]
+            if not due and len(heads) < len(self._active):
+                return shown
+            group = []
+            for rank, held in sorted(waiting.items()):
+                depth = next((k for k, line in enumerate(held) if k > _AHEAD or line.text == text), len(held))
+                if depth < len(held) and held[depth].text == text:
+                    shown += [f"[rank {rank}] {held.popleft().text}" for _ in range(depth)]
+                    held.popleft()
+                    group.append(rank)
+            shown.append(f"[{_name(group)}] {text}")
+
+    def _write(self, lines: list[str]) -> None:
+        bar = self._wanted
+        redraw = bar != self._drawn and (not bar or time.monotonic() >= self._drawn_at + _REDRAW)
+        if not lines and not redraw:
+            return
+        parts = []
+        if self._drawn:
+            parts.append("\r" + " " * len(self._drawn) + "\r")
+        parts += [f"{line}\n" for line in lines]
+        parts.append(bar)
+        self._drawn, self._drawn_at = bar, time.monotonic()
+        sys.stdout.write("".join(parts))
+        sys.stdout.flush()
+
+
+def _name(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks))}"
 
 
 class Printer:
-    """Prints what comes out of one rank's pipe, whole lines only."""
+    """Reads one pipe of one rank and hands on whole lines, and the states of progress bars."""
 
-    def __init__(self, rank: int, descriptor: int) -> None:
+    def __init__(self, rank: int, descriptor: int, output: Output) -> None:
         self.descriptor = descriptor
         self.open = True
-        self._prefix = f"[rank {rank}] "
+        self._rank = rank
+        self._output = output
         self._rest = b""
         os.set_blocking(descriptor, False)
 
     def pump(self, limit: int = _CHUNK) -> None:
-        """Print the lines that are complete, reading at most about `limit` bytes; never blocks."""
+        """Take in what is there, at most about `limit` bytes; never blocks."""
         total = 0
         while self.open and total < limit:
             try:
@@ -30,17 +170,31 @@ class Printer:
             self.open = bool(data)
             total += len(data)
             *lines, self._rest = (self._rest + data).split(b"\n")
-            self._print(lines)
+            for line in lines:
+                self._complete(line)
+            before, back, state = self._rest.rpartition(b"\r")
+            if back and (state or before):
+                self._rest = back + state  # earlier states are of no use any more
+                self._output.bar(self._rank, _text(state).rstrip())
 
     def finish(self) -> None:
-        """Print all that is there, also a last line that has no end."""
+        """Take in all that is there, also a last line that has no end."""
         self.pump(_DRAIN)
-        if self._rest:
-            rest, self._rest = self._rest, b""
-            self._print([rest])
+        rest, self._rest = self._rest, b""
+        if rest.strip():
+            self._complete(rest)
 
-    def _print(self, lines: list[bytes]) -> None:
-        if lines:
-            text = [self._prefix + line.decode("utf-8", "replace").rstrip("\r") + "\n" for line in lines]
-            sys.stdout.write("".join(text))
-            sys.stdout.flush()
+    def _complete(self, line: bytes) -> None:
+        _, back, state = line.rstrip(b"\r").rpartition(b"\r")
+        text = _text(state)
+        if not back:
+            if text or b"\x1b" not in line:  # a line of cursor moves alone says nothing
+                self._output.line(self._rank, text)
+        elif text.strip():
+            self._output.bar_ended(self._rank, text.rstrip())
+        else:
+            self._output.bar(self._rank, "")
+
+
+def _text(data: bytes) -> str:
+    return _CURSOR.sub("", data.decode("utf-8", "replace"))

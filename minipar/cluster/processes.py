@@ -55,6 +55,18 @@ def kill_group(leader: int) -> None:
             kill(leader, signal.SIGKILL)
 
 
+def yield_to_others() -> None:
+    """Let Linux schedule this process, and what it starts, as a batch job, where it may choose.
+
+    Ranks compute for long stretches. One that a message has woken would otherwise take the core from another in the
+    middle of a layer, and both lose their caches; now it waits for the end of the other's time slice, or for a free
+    core. With more ranks than cores pipelines run 3 to 4 % faster.
+    """
+    if _LINUX:
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
 def keep_freed_memory() -> None:
     """Let glibc keep what is freed, up to 32 MiB a piece, for the next tensor of that size.
 

@@ -15,7 +15,8 @@ import socket
 import sys
 
 from minipar.cluster import worker
-from minipar.cluster.processes import die_with_parent
+from minipar.cluster.light_torch import postpone_compiler
+from minipar.cluster.processes import die_with_parent, yield_to_others
 
 
 def main(arguments: list[str]) -> None:
@@ -26,6 +27,8 @@ def main(arguments: list[str]) -> None:
     fcntl.fcntl(life, fcntl.F_SETFL, fcntl.fcntl(life, fcntl.F_GETFL) | os.O_ASYNC)
     if os.getppid() != driver:
         return  # the driver ended before the pipe was armed
+    yield_to_others()
+    postpone_compiler()
     worker.serve(socket.socket(fileno=control))
 
 

@@ -1,24 +1,55 @@
-"""Messages over a stream socket: an 8-byte length, then a pickle.
+"""Messages over a Unix stream socket: an 8-byte length, then a pickle.
 
 The envelope of every message is a tuple of plain values. What users made (functions, results, exceptions) travels
-inside it as bytes that cloudpickle wrote, so that an envelope can always be read even where its contents cannot.
+inside it as bytes or as a parcel, so that an envelope can always be read even where its contents cannot. The memory
+file of a parcel (at most one in a message) travels as a descriptor beside the length.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
 import socket
 import struct
 from typing import Any
 
+from minipar.cluster.parcel import Segment
+
 _LENGTH = struct.Struct("!Q")
 _SMALL = 1 << 16  # below this one copy is cheaper than a second system call
+_DESCRIPTOR = struct.Struct("@i")
+_CLOSED_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+
+
+class _Pickler(pickle.Pickler):
+    segment: Segment | None = None
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, Segment):
+            return None
+        assert self.segment is None
+        self.segment = obj
+        return "segment"
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, segment: Segment) -> None:
+        super().__init__(file)
+        self._segment = segment
+
+    def persistent_load(self, name: Any) -> Segment:
+        return self._segment
 
 
 def send(sock: socket.socket, message: Any) -> None:
     """Write one message; blocks until the kernel has taken all of it. OSError when the other end is gone."""
-    data = pickle.dumps(message, protocol=5)
+    with io.BytesIO() as file:
+        pickler = _Pickler(file, protocol=5)
+        pickler.dump(message)
+        data = file.getvalue()
     header = _LENGTH.pack(len(data))
+    if pickler.segment is not None:
+        header = header[socket.send_fds(sock, [header], [pickler.segment.descriptor]) :]
     if len(data) < _SMALL:
         sock.sendall(header + data)
     else:
@@ -40,6 +71,7 @@ class Inbox:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        self._segment: Segment | None = None  # of the message it is on; closes itself when that is never completed
         self._start(_LENGTH.size, header=True)
 
     def _start(self, size: int, header: bool) -> None:
@@ -53,7 +85,7 @@ class Inbox:
         while True:
             while self._filled < len(self._buffer):
                 try:
-                    count = self._sock.recv_into(memoryview(self._buffer)[self._filled :], 0, flags)
+                    count = self._read_into(memoryview(self._buffer)[self._filled :], flags)
                 except (BlockingIOError, InterruptedError):
                     return None
                 except ConnectionError as error:
@@ -64,6 +96,22 @@ class Inbox:
             if self._header:
                 self._start(_LENGTH.unpack(self._buffer)[0], header=False)
             else:
-                message = pickle.loads(self._buffer)
-                self._start(_LENGTH.size, header=True)
-                return message
+                return self._complete()
+
+    def _read_into(self, rest: memoryview, flags: int) -> int:
+        if not self._header:
+            return self._sock.recv_into(rest, 0, flags)
+        count, beside, _, _ = self._sock.recvmsg_into(
+            [rest], socket.CMSG_SPACE(_DESCRIPTOR.size), flags | _CLOSED_ON_EXEC
+        )
+        for level, kind, data in beside:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                self._segment = Segment(*_DESCRIPTOR.unpack(data))
+        return count
+
+    def _complete(self) -> Any:
+        buffer, segment, self._segment = self._buffer, self._segment, None
+        self._start(_LENGTH.size, header=True)
+        if segment is None:
+            return pickle.loads(buffer)
+        return _Unpickler(io.BytesIO(buffer), segment).load()

@@ -15,12 +15,12 @@ import sys
 import threading
 import traceback
 import types
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import cloudpickle
-
-from minipar.cluster import failures, wire
+from minipar.cluster import failures, notes, stacks, wire
+from minipar.cluster.parcel import Parcel, pack, unpack
 from minipar.cluster.processes import flush_native, keep_freed_memory, kill_group, tie_grandchildren
 from minipar.errors import PlanError, RankError
 
@@ -37,6 +37,7 @@ class Setup:
     path: tuple[str, ...]
     folder: str
     environment: dict[str, str]
+    page: str  # the file of its notes
 
 
 @dataclass(frozen=True)
@@ -74,13 +75,43 @@ class _Rank:
         self.run = 0
         self.context: Context | None = None
         self.lock = threading.Lock()  # user threads may report while the loop answers
+        self.outdated: Callable[[], None] | None = None
+        # When the driver's SIGINT may raise KeyboardInterrupt: at most once in each run, and only while it runs.
+        self.interruptible = False
+        self.holding = False
+        self.missed = False
 
     def send(self, message: tuple[Any, ...]) -> None:
-        with self.lock:
-            _send(self.control, message)
+        """One message to the driver. An interrupt waits until it is whole: what comes after half of one is lost."""
+        if threading.get_ident() != threading.main_thread().ident:
+            with self.lock:
+                _send(self.control, message)
+            return
+        self.holding = True
+        try:
+            with self.lock:
+                _send(self.control, message)
+        finally:
+            self.holding = False
+            if self.missed:
+                self.missed = False
+                self.interrupt()
+
+    def interrupt(self) -> None:
+        """What SIGINT does."""
+        if self.holding:
+            self.missed = True
+        elif self.interruptible:
+            self.interruptible = False
+            raise KeyboardInterrupt
 
 
 _rank: _Rank | None = None
+
+
+def _on_interrupt(*_: object) -> None:
+    if _rank is not None:
+        _rank.interrupt()
 
 
 def in_rank() -> bool:
@@ -95,6 +126,14 @@ def context() -> Context:
     return _rank.context
 
 
+def when_outdated(call: Callable[[], None]) -> None:
+    """Call back once, before the first run of the next generation: process groups end there. RankError outside a
+    rank."""
+    context()
+    assert _rank is not None
+    _rank.outdated = call
+
+
 def report(value: Any) -> None:
     """Send `value` to the driver now; it goes to the callback of `cluster.run_with` (and nowhere without one).
 
@@ -103,10 +142,10 @@ def report(value: Any) -> None:
     context()
     assert _rank is not None
     try:
-        blob = cloudpickle.dumps(value)
+        parcel = pack(value)
     except Exception as error:
         raise RankError(f"report: a {type(value).__name__} cannot be sent to the driver: {error}") from error
-    _rank.send(("report", _rank.run, blob))
+    _rank.send(("report", _rank.run, parcel))
 
 
 class _DriverGone(Exception):
@@ -138,10 +177,10 @@ def _serve(control: socket.socket) -> None:
     _rank = _Rank(control, setup, device, backend)
     _rank.send(("ready", 0, device))
     while True:
-        run, situation, path, blob = _receive(control)
+        run, situation, path, parcel = _receive(control)
         _begin(_rank, run, situation, path)
-        kind, answer = _run(setup.rank, blob)
-        del blob
+        kind, answer = _run_interruptibly(_rank, parcel)
+        del parcel
         _flush()
         _rank.send((kind, run, answer))
         del answer
@@ -163,7 +202,7 @@ def _send(control: socket.socket, message: tuple[Any, ...]) -> None:
 
 def _take_over(setup: Setup, control: socket.socket) -> None:
     """Look like a fresh process of the driver: its folder, module path and environment, an own `__main__`."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, _on_interrupt)
     if setup.keep_freed_memory:
         keep_freed_memory()
     # A grandchild must not hold this socket: the driver takes its end for the end of the rank.
@@ -172,6 +211,7 @@ def _take_over(setup: Setup, control: socket.socket) -> None:
     sys.stdout = open(1, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115
     faulthandler.enable()
+    stacks.answer(notes.attach(setup.page))
     sys.path[:] = setup.path
     os.chdir(setup.folder)
     os.environ.clear()
@@ -207,6 +247,9 @@ def _choose_device(setup: Setup) -> tuple[str, str]:
 
 def _begin(rank: _Rank, run: int, situation: Situation, path: tuple[str, ...]) -> None:
     if rank.context is not None and situation.generation != rank.context.generation:
+        if rank.outdated is not None:
+            rank.outdated()
+            rank.outdated = None
         _forget_default_group()
     rank.run = run
     rank.context = Context(
@@ -232,15 +275,31 @@ def _forget_default_group() -> None:
             dist.destroy_process_group()
 
 
-def _run(rank: int, blob: bytes) -> tuple[str, Any]:
+def _run_interruptibly(rank: _Rank, parcel: Parcel) -> tuple[str, Any]:
+    """`_run`, which an interrupt ends as an exception of the function would, whenever it comes."""
+    notes.clear()
+    rank.missed = False
+    try:
+        rank.interruptible = True
+        answer = _run(rank.setup.rank, parcel)
+        rank.interruptible = False
+    except KeyboardInterrupt as error:  # it came while the answer was made; there is no second one
+        answer = "error", failures.capture(error, hide=__file__)
+    finally:
+        rank.interruptible = False
+        notes.clear()
+    return answer
+
+
+def _run(rank: int, parcel: Parcel) -> tuple[str, Any]:
     try:
         try:
-            function, args, kwargs = cloudpickle.loads(blob)
+            function, args, kwargs = unpack(parcel)
         except Exception as error:
             raise RankError(f"the function or its arguments cannot be loaded in a rank: {_one_line(error)}") from error
         result = function(*args, **kwargs)
         try:
-            return "result", cloudpickle.dumps(result)
+            return "result", pack(result)
         except Exception as error:
             kind = type(result).__name__
             raise RankError(f"the result of rank {rank}, a {kind}, cannot be pickled: {_one_line(error)}") from error

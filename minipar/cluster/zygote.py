@@ -24,10 +24,10 @@ import sys
 import warnings
 
 from minipar.cluster import worker
-from minipar.cluster.processes import die_with_parent, kill_group
+from minipar.cluster.light_torch import postpone_compiler
+from minipar.cluster.processes import die_with_parent, kill_group, yield_to_others
 
-# torch._dynamo: every torch optimizer imports it when it is made, at about two seconds in each rank.
-PRELOAD = ("torch", "torch.distributed", "torch._dynamo")
+PRELOAD = ("torch", "torch.distributed")
 
 
 def main(arguments: list[str]) -> None:
@@ -39,6 +39,7 @@ def main(arguments: list[str]) -> None:
     try:
         for module in PRELOAD:
             importlib.import_module(module)
+        postpone_compiler()
     except ImportError as error:
         _send(control, ("failed", f"{type(error).__name__}: {error}"))
         return
@@ -122,6 +123,7 @@ def _fork(descriptors: list[int], closing: list[int]) -> int:
         die_with_parent(zygote)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        yield_to_others()
         control, out, err = descriptors
         os.dup2(out, 1)
         os.dup2(err, 2)

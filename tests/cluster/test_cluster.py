@@ -87,6 +87,17 @@ def start_program(cluster: Cluster) -> int:
     return pid
 
 
+def printed_by(rank: int, lines: list[str]) -> list[str]:
+    """The lines of one rank, those included that it shares with others."""
+    found = []
+    for line in lines:
+        ranks, _, text = line.partition("] ")
+        first, _, last = ranks.removeprefix("[ranks ").removeprefix("[rank ").partition("-")
+        if rank in map(int, first.split(", ")) or (last and int(first) <= rank <= int(last)):
+            found.append(text)
+    return found
+
+
 def run_script(text: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", textwrap.dedent(text)]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
@@ -265,13 +276,11 @@ def test_output_is_whole_lines_with_the_rank(cluster: Cluster, capsys: pytest.Ca
     cluster.run(f)
     lines = capsys.readouterr().out.splitlines()
     for rank in range(3):
-        mine = [line for line in lines if line.startswith(f"[rank {rank}] ")]
-        texts = [line.removeprefix(f"[rank {rank}] ") for line in mine]
+        texts = printed_by(rank, lines)
         assert texts.count(f"begin end {rank}") == 20
         assert {"native", "error é", "child"} <= set(texts)
         assert texts.count("last without an end") == 1
         assert len(texts) == 24
-    assert len(lines) == 3 * 24
 
 
 def test_output_appears_while_the_function_runs(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,8 +305,8 @@ def test_much_output_is_not_lost(cluster: Cluster, capsys: pytest.CaptureFixture
 
     cluster.run(f)
     lines = capsys.readouterr().out.splitlines()
-    mine = [line for line in lines if line.startswith("[rank 1]")]
-    assert mine == [f"[rank 1] line {i} {'x' * 100}" for i in range(5000)]
+    for rank in range(3):
+        assert printed_by(rank, lines) == [f"line {i} {'x' * 100}" for i in range(5000)]
 
 
 # Failures
@@ -368,7 +377,7 @@ def test_all_ranks_answered_so_all_keep_their_state(cluster: Cluster) -> None:
     assert cluster.run(os.getpid) == pids
 
 
-def test_the_rank_that_raised_is_named_and_the_waiting_ones_are_replaced(cluster: Cluster) -> None:
+def test_the_rank_that_raised_is_named_and_the_waiting_ones_come_back(cluster: Cluster) -> None:
     def f() -> None:
         if worker.context().rank == 2:
             raise ZeroDivisionError("rank two's own")
@@ -380,12 +389,12 @@ def test_the_rank_that_raised_is_named_and_the_waiting_ones_are_replaced(cluster
         cluster.run(f)
     assert time.monotonic() - started < 3
     assert "raised on rank 2:" in notes(caught.value)
-    assert "ranks 0, 1 did not end in time" in notes(caught.value)
-    assert gone(pids[:2]) == []
+    assert "meanwhile ranks 0, 1 were waiting in the making of a group over 0,1,2:" in notes(caught.value)
+    assert "communicator.create().allreduce([1.0])" in notes(caught.value)
     started = time.monotonic()
     cluster.run(wait_for_all)
     assert time.monotonic() - started < 2
-    assert cluster.run(os.getpid)[2] == pids[2]
+    assert cluster.run(os.getpid) == pids
 
 
 def killed_in_a_collective() -> None:
@@ -403,7 +412,9 @@ def test_a_killed_rank_is_noticed_at_once(cluster: Cluster) -> None:
     with pytest.raises(RankDied, match=r"^rank 1 was killed by signal 9 \(SIGKILL") as caught:
         cluster.run_with(lambda rank, moment: when.append(moment), killed_in_a_collective)
     assert time.monotonic() - when[0] < 1
-    assert re.search(r"also: ranks? (0|2|0, 2) (raised RuntimeError|did not end in time)", str(caught.value))
+    assert "SIGKILL; kill -9, or the system was out of memory); last seen after barrier over 0,1,2" in str(caught.value)
+    assert re.search(r"meanwhile ranks? (0|2|0, 2) (was|were) waiting", str(caught.value))
+    assert "raised RuntimeError" not in str(caught.value)
     cluster.run(wait_for_all)
 
 
@@ -486,7 +497,7 @@ def test_a_lost_connection_is_not_the_root_cause(cluster: Cluster) -> None:
 
     with pytest.raises(ValueError, match="the cause") as caught:
         cluster.run(f)
-    assert "raised RuntimeError" in notes(caught.value)
+    assert "raised RuntimeError" not in notes(caught.value)
 
 
 def test_interrupt_returns_at_once_and_the_next_call_works(cluster: Cluster) -> None:
@@ -510,7 +521,7 @@ def test_interrupt_returns_at_once_and_the_next_call_works(cluster: Cluster) -> 
         assert time.monotonic() - sent[0] < 1
     finally:
         timer.join()
-    assert cluster.state == "0 of 3 ranks alive"
+    assert cluster.state == "ready"
     cluster.run(wait_for_all)
 
 
@@ -582,7 +593,9 @@ def test_later_clusters_and_healing_are_fast(cluster: Cluster) -> None:
 
         def f() -> None:
             if worker.context().rank == 0:
+                time.sleep(0.1)
                 raise ValueError
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # does not come back when it is called
             time.sleep(60)
 
         with pytest.raises(ValueError):
@@ -810,7 +823,8 @@ def test_spawned_ranks_do_the_same(capsys: pytest.CaptureFixture[str]) -> None:
             return worker.context().rank, communicator.create().allreduce([1, 2]), torch.get_num_threads()
 
         assert one.run(f) == [(0, [2, 4], 2), (1, [2, 4], 2)]
-        assert sorted(capsys.readouterr().out.splitlines()) == ["[rank 0] hello", "[rank 1] hello"]
+        lines = capsys.readouterr().out.splitlines()
+        assert printed_by(0, lines) == printed_by(1, lines) == ["hello"]
         pids = one.run(os.getpid)
         first = start_program(one)
         with pytest.raises(RankDied, match="rank 0 exited with status 7"):

@@ -1,0 +1,56 @@
+"""The stop button while the driver listens to its ranks."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class Button:
+    """`with button:` an interrupt raises KeyboardInterrupt as ever, but `with button.held():` only afterwards: what
+    was half read of a rank's message would be lost, and the next message with it. Does nothing in other threads than
+    the main one, which are not interrupted."""
+
+    def __init__(self) -> None:
+        self._before: Any = None
+        self._holding = False
+        self._missed = False
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            before = signal.getsignal(signal.SIGINT)
+            if callable(before):
+                self._before = before
+                signal.signal(signal.SIGINT, self._pressed)
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            before, self._before = self._before, None
+            signal.signal(signal.SIGINT, before)
+
+    def _pressed(self, number: int, frame: FrameType | None) -> None:
+        if self._holding:
+            self._missed = True
+        elif self._before is not None:
+            self._before(number, frame)
+
+    def held(self) -> _Held:
+        """Hold the button back for a moment."""
+        return _Held(self)
+
+
+class _Held:
+    def __init__(self, button: Button) -> None:
+        self._button = button
+
+    def __enter__(self) -> None:
+        self._button._holding = True
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        button = self._button
+        button._holding = False
+        if button._missed:
+            button._missed = False
+            button._pressed(signal.SIGINT, None)

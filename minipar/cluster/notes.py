@@ -1,0 +1,126 @@
+"""What a rank is doing, written where the driver can read it at any time, also after the rank's death.
+
+One page of a file that both have mapped. A note is a store to memory: no message, no thread, no lock, some 60 ns.
+
+    bytes 0 ...          the instruction that the rank last began (`note`)
+    byte _SINCE          since when it waits in an operation, on the clock of time.monotonic; 0.0 when it does not
+    bytes _OPERATION ... that operation (`waiting`)
+
+After the page the same file holds the Python stack that faulthandler appends when the driver asks for it; see
+stacks.py. A reader may meet half a note: the driver looks again, and a dead rank writes no more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import struct
+import tempfile
+from dataclasses import dataclass
+
+SIZE = 1024
+LABEL_BYTES = 256
+_SINCE, _OPERATION = 512, 520
+_OPERATION_BYTES = 256
+_TIME = struct.Struct("<d")
+_NEVER = bytes(8)
+
+# A process that is no rank writes to a page that nobody reads: so that nobody has to ask whether it is one.
+_page = mmap.mmap(-1, SIZE)
+
+
+# In a rank
+
+
+def attach(path: str) -> int:
+    """Write to this file from now on; a descriptor that appends to it, which stays open."""
+    global _page
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND)
+    _page = mmap.mmap(descriptor, SIZE)
+    return descriptor
+
+
+def label(text: str) -> bytes:
+    """A text as `note` takes it; made once, for an instruction that is run many times."""
+    return text.encode()[:LABEL_BYTES].ljust(LABEL_BYTES, b"\0")
+
+
+def note(what: bytes) -> None:
+    """Say what this rank begins now: a `label`."""
+    _page[:LABEL_BYTES] = what
+
+
+def waiting(what: str, since: float) -> None:
+    """Say that this rank waits in an operation from `since` (time.monotonic) on, until `going_on`."""
+    data = what.encode()[:_OPERATION_BYTES]
+    _page[_OPERATION : _OPERATION + _OPERATION_BYTES] = data.ljust(_OPERATION_BYTES, b"\0")
+    _TIME.pack_into(_page, _SINCE, since)
+
+
+def going_on() -> None:
+    """Say that the wait is over."""
+    _page[_SINCE:_OPERATION] = _NEVER
+
+
+def clear() -> None:
+    """Forget what was said: a run begins or has ended."""
+    _page[:SIZE] = bytes(SIZE)
+
+
+# In the driver
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What a rank said last. `since`: when the wait in `operation` began, or 0.0 when that is over."""
+
+    instruction: str
+    operation: str
+    since: float
+
+    @property
+    def last(self) -> str:
+        """In words, for a rank that is no more; "" when it said nothing."""
+        if self.since:
+            return f"in {self.operation}" + (f" ({self.instruction})" if self.instruction else "")
+        if self.instruction:
+            return f"in {self.instruction}"
+        return f"after {self.operation}" if self.operation else ""
+
+
+class Page:
+    """The driver's view of one rank's page. The rank finds it at `path`."""
+
+    def __init__(self, folder: str) -> None:
+        self._file, self.path = tempfile.mkstemp(prefix="rank-", dir=folder)
+        os.ftruncate(self._file, SIZE)
+        self._page = mmap.mmap(self._file, SIZE)
+
+    def read(self) -> Doing:
+        """What the rank says at this moment."""
+        (since,) = _TIME.unpack_from(self._page, _SINCE)
+        return Doing(self._text(0, LABEL_BYTES), self._text(_OPERATION, _OPERATION_BYTES), since)
+
+    def _text(self, start: int, length: int) -> str:
+        return self._page[start : start + length].split(b"\0", 1)[0].decode(errors="replace")
+
+    def appended(self) -> str:
+        """The text behind the page."""
+        size = os.fstat(self._file).st_size - SIZE
+        return os.pread(self._file, size, SIZE).decode("ascii", "replace") if size > 0 else ""
+
+    def cut(self) -> None:
+        """Forget the text behind the page."""
+        os.ftruncate(self._file, SIZE)
+
+    def unlink(self) -> None:
+        """Take the file's name away: nothing of it is left when rank and driver are gone."""
+        with contextlib.suppress(OSError):
+            os.unlink(self.path)
+
+    def close(self) -> None:
+        """Nothing is read any more."""
+        self.unlink()
+        self._page.close()
+        os.close(self._file)

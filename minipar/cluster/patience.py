@@ -1,0 +1,92 @@
+"""Is anything still going on? The driver's watch over ranks that may wait for each other for ever.
+
+A rank makes progress when it computes, begins another wait, or ends. While all that have not ended wait in an
+operation of the communicator, or are stopped, and none has made progress for as long as the driver's patience, nobody
+will: that is a deadlock. A rank that computes is never one, however long it takes, and neither is one that sleeps,
+reads or asks for input. A rank in torch's own communication is found by its stack, which is looked at only when it
+has used no CPU time for as long as that.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from minipar.cluster import stacks
+from minipar.cluster.notes import Page
+from minipar.cluster.stacks import Frame
+
+_STOPPED = "T"
+_SHORTEST, _LONGEST = 0.02, 0.5  # seconds between two looks
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One rank at one look. `since`: of its wait, on the clock of time.monotonic; 0.0 when it waits in none."""
+
+    operation: str
+    since: float
+    ticks: int  # of CPU time
+    stopped: bool
+
+
+class Watch:
+    """Looks at the ranks of one run from time to time. The driver's own pauses do not count: it may have been
+    stopped, and the ranks with it."""
+
+    def __init__(self, patience: float) -> None:
+        self.patience = patience
+        self.interval = min(max(patience / 5, _SHORTEST), _LONGEST)
+        self._seen: dict[int, Seen] = {}
+        self._same = 0.0  # seconds for which nothing has changed
+        self._looked = time.monotonic()
+
+    def due(self) -> bool:
+        """Whether it is time to look again."""
+        return time.monotonic() - self._looked >= self.interval
+
+    def look(self, ranks: list[tuple[int, int, Page]]) -> dict[int, str] | None:
+        """What each of these (rank, pid, page), all that have not ended, waits in, if it is a deadlock; else None."""
+        now = time.monotonic()
+        passed, self._looked = now - self._looked, now
+        seen = {rank: _see(pid, page) for rank, pid, page in ranks}
+        if seen != self._seen:
+            self._seen, self._same = seen, 0.0
+            return None
+        self._same += min(passed, 2 * self.interval)
+        if self._same < self.patience:
+            return None
+        frames = stacks.ask(entry for entry in ranks if not seen[entry[0]].stopped)
+        texts = {rank: _describe(seen[rank], frames.get(rank, []), now, self._same) for rank in seen}
+        if all(texts.values()):
+            return {rank: text or "" for rank, text in texts.items()}
+        self._same = 0.0  # one is busy without CPU time of its own: a sleep, a file, a device
+        return None
+
+
+def _see(pid: int, page: Page) -> Seen:
+    doing = page.read()
+    ticks, state = stacks.cpu_and_state(pid)
+    if state == _STOPPED:
+        return Seen(doing.last, doing.since, 0, True)
+    # A wait may use CPU time (it looks whether something has come); what is computed does not.
+    return Seen(doing.operation, doing.since, 0 if doing.since else ticks, False)
+
+
+def _describe(seen: Seen, frames: list[Frame], now: float, same: float) -> str | None:
+    """The wait of a rank; None where it does not wait in communication."""
+    place = stacks.where(frames)
+    below = f"\n{place}" if place else ""
+    if seen.stopped:
+        last = f", last seen {seen.operation}" if seen.operation else ""
+        return f"stopped (SIGSTOP) for at least {same:.1f} s{last}"
+    if seen.since:
+        return f"{seen.operation}, {_since(now - seen.since)}{below}"
+    if stacks.waits_in_torch(frames):
+        return f"torch's own {frames[-1][2]}, for at least {same:.1f} s{below}"
+    return None
+
+
+def _since(seconds: float) -> str:
+    moment = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
+    return f"since {moment} ({seconds:.1f} s)"

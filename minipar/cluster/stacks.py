@@ -1,0 +1,122 @@
+"""The Python stacks of ranks that are at work, waiting, or stuck in native code.
+
+The driver sends a signal; faulthandler, in the rank, writes the stack of the main thread behind the rank's page
+(notes.py). That needs neither the interpreter of the rank to run nor its lock to be free. What a rank writes has file
+names and line numbers only: the source lines come from the driver, which holds the cells of the notebook.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import linecache
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from minipar.cluster.notes import Page
+
+SECONDS = 0.06  # that ranks get to answer; a rank that is stopped, or gone, never does
+_SHOWN = 8  # frames, the innermost ones
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+_ESCAPED = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
+_ENTRY = f'"{Path(__file__).with_name("worker.py")}"'
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_COMM = os.path.join(_PACKAGE, "comm", "")
+_LIBRARIES = (_PACKAGE, os.path.dirname(os.__file__) + os.sep)
+_TORCH = os.path.join("torch", "distributed", "")
+
+Frame = tuple[str, int, str]  # file name, line number, function
+
+
+# In a rank
+
+
+def answer(descriptor: int) -> None:
+    """Write the main thread's stack to `descriptor` whenever the driver asks."""
+    faulthandler.register(signal.SIGUSR1, os.fdopen(descriptor, "w", closefd=False), all_threads=False)
+
+
+# In the driver
+
+
+def ask(ranks: Iterable[tuple[int, int, Page]]) -> dict[int, list[Frame]]:
+    """The stacks of these (rank, pid, page), the outermost frame first; no entry for those that do not answer."""
+    left = {}
+    for rank, pid, page in ranks:
+        page.cut()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGUSR1)
+            left[rank] = page
+    found: dict[int, list[Frame]] = {}
+    deadline = time.monotonic() + SECONDS
+    while left and time.monotonic() < deadline:
+        for rank, page in list(left.items()):
+            text = page.appended()
+            if _complete(text):
+                found[rank] = _parse(text)
+                del left[rank]
+        if left:
+            time.sleep(0.001)
+    return found
+
+
+def _complete(text: str) -> bool:
+    """Whether all frames above the rank's own loop are there (faulthandler writes 100 at most)."""
+    return text.endswith("\n") and (_ENTRY in text or text.endswith("  ...\n"))
+
+
+def _parse(text: str) -> list[Frame]:
+    """What faulthandler wrote, without the rank's own loop."""
+    frames = []
+    for line in text.splitlines():
+        match = _FRAME.fullmatch(line)
+        if match is None:
+            continue
+        if f'"{match[1]}"' == _ENTRY:
+            break
+        name = _ESCAPED.sub(lambda escaped: chr(int(escaped[0][2:], 16)), match[1])
+        frames.append((name, int(match[2]), match[3]))
+    return frames[::-1]
+
+
+def waits_in_torch(frames: list[Frame]) -> bool:
+    """Whether a stack ends in torch's own communication."""
+    return bool(frames) and _TORCH in frames[-1][0]
+
+
+def where(frames: list[Frame]) -> str:
+    """The line of the user's own code that a stack is in; "" for none."""
+    installed = f"{os.sep}site-packages{os.sep}"
+    own = [frame for frame in frames if not frame[0].startswith(_LIBRARIES) and installed not in frame[0]]
+    return text(own[-1:] or frames[-1:])
+
+
+def text(frames: list[Frame], indent: str = "  ") -> str:
+    """A stack as Python would print it, without the inside of the communicator."""
+    inside = next((k for k, frame in enumerate(frames) if frame[0].startswith(_COMM)), len(frames))
+    shown = frames[:inside] or frames
+    own = [frame for frame in shown if not frame[0].startswith(_PACKAGE)]
+    lines = []
+    for name, number, function in (own or shown)[-_SHOWN:]:
+        lines.append(f'{indent}File "{name}", line {number}, in {function}')
+        source = linecache.getline(name, number).strip()
+        if source:
+            lines.append(f"{indent}  {source}")
+    return "\n".join(lines)
+
+
+def cpu_and_state(pid: int) -> tuple[int, str]:
+    """Ticks of CPU time that a process has used, and its state as Linux names it ("T": stopped); (0, "") where
+    that is not known."""
+    if sys.platform != "linux":
+        return 0, ""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0, ""
+    return int(fields[11]) + int(fields[12]), fields[0]

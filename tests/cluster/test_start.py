@@ -1,0 +1,181 @@
+"""What a rank starts from, and that nothing of it stays: busy drivers, data loaders, several clusters at once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import cloudpickle
+import pytest
+import torch
+
+from minipar.cluster import Cluster, worker
+from minipar.comm import communicator
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+ROOT = Path(__file__).parents[2]
+
+
+def left(pids: list[int], seconds: float) -> list[int]:
+    """Which of these processes are still there after at most so many seconds."""
+
+    def there(pid: int) -> bool:
+        try:
+            return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+
+    deadline = time.monotonic() + seconds
+    while (found := [pid for pid in pids if there(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return found
+
+
+def test_threads_that_compute_in_the_driver_disturb_no_rank() -> None:
+    stop = threading.Event()
+
+    def work() -> None:
+        x = torch.randn(200, 200)
+        while not stop.is_set():
+            x = (x @ x).clamp(-1, 1)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for start in ("fork", "spawn"):
+            with Cluster(2, device="cpu", start=start) as one:
+                # A fork of a process with a pool of threads would hang in the first large operation.
+                assert one.run(lambda: float(torch.ones(300, 300).matmul(torch.ones(300, 300))[0, 0])) == [300.0] * 2
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_several_clusters_run_at_once_from_threads() -> None:
+    def f(k: int) -> list[float]:
+        total: list[float] = []
+        for _ in range(20):
+            total = communicator.create().allreduce([float(k)])
+        return total
+
+    found: dict[int, list[list[float]]] = {}
+
+    def drive(k: int) -> None:
+        with Cluster(2, device="cpu", start="fork") as one:
+            for _ in range(5):
+                found[k] = one.run(f, k)
+
+    threads = [threading.Thread(target=drive, args=(k,)) for k in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {k: [[2.0 * k]] * 2 for k in range(3)}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a scheduling policy of Linux")
+def test_ranks_are_batch_jobs_and_the_driver_is_not() -> None:
+    for start in ("fork", "spawn"):
+        with Cluster(1, device="cpu", start=start) as one:
+            child = "import os; print(os.sched_getscheduler(0))"
+            policy = one.run(
+                lambda: (
+                    os.sched_getscheduler(0),
+                    int(subprocess.run([sys.executable, "-c", child], capture_output=True, check=True).stdout),  # noqa: B023
+                )
+            )
+            assert policy == [(os.SCHED_BATCH, os.SCHED_BATCH)]
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+def test_the_driver_is_killed_while_a_rank_loads_data() -> None:
+    script = """
+        import os, torch
+        from minipar.cluster import Cluster, launch, worker
+
+        class Rows(torch.utils.data.Dataset):
+            def __len__(self): return 100000
+            def __getitem__(self, k): return torch.full((100000,), float(k)), os.getpid()
+
+        def load():
+            loader = torch.utils.data.DataLoader(Rows(), batch_size=2, num_workers=1)
+            for rows, pids in loader:
+                worker.report([os.getpid(), os.getppid(), int(pids[0])])
+
+        heard = {}
+        def callback(rank, pids):
+            heard.setdefault(rank, 0)
+            heard[rank] += 1
+            if heard[rank] == 3:
+                print(*pids, flush=True)
+            if min(heard.get(0, 0), heard.get(1, 0)) == 5:
+                print(launch.scratch_folder(), flush=True)
+
+        cluster = Cluster(2, device="cpu", start="fork")
+        cluster.run(lambda x: x, torch.zeros(1000000))  # memory files are open
+        cluster.run_with(callback, load)
+    """
+    shared = set(os.listdir("/dev/shm"))
+    driver = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert driver.stdout is not None
+    pids: list[int] = []
+    try:
+        with driver.stdout:
+            lines = [driver.stdout.readline() for _ in range(3)]
+            pids = sorted({int(word) for line in lines[:2] for word in line.split()})
+            folder = lines[2].strip()
+            assert len(pids) == 5  # two ranks, their parent, and one loader each
+            driver.kill()
+            driver.wait(30)
+        assert left(pids, 2) == []
+        deadline = time.monotonic() + 2
+        while os.path.exists(folder) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not os.path.exists(folder)  # the ranks' sockets were there
+        assert set(os.listdir("/dev/shm")) <= shared
+    finally:
+        for pid in [driver.pid, *pids]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        driver.wait(30)
+
+
+def test_the_loaders_of_a_rank_end_with_it() -> None:
+    def load() -> int:
+        loader = torch.utils.data.DataLoader(list(range(1000)), num_workers=1, persistent_workers=True)
+        sys.modules["__main__"].__dict__["kept"] = iter(loader)
+        next(sys.modules["__main__"].__dict__["kept"])
+        children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+        return int(children[0])
+
+    with Cluster(2, device="cpu", start="fork") as one:
+        loaders = one.run(load)
+        with pytest.raises(Exception, match="signal 9"):
+            one.run_on([0], lambda: os.kill(os.getpid(), signal.SIGKILL))
+        assert left(loaders[:1], 2) == []
+        assert left(loaders[1:], 0) == loaders[1:]
+    assert left(loaders, 2) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_that_the_driver_has_used() -> None:
+    assert float(torch.ones(3, device="cuda").sum()) == 3
+    for start in ("fork", "spawn"):
+        with Cluster(2, device="cuda", start=start) as one:
+            total = one.run(lambda: float(torch.ones(5, device=worker.context().device).sum()))
+            assert total == [5.0, 5.0]
+            moved = one.run(lambda x: x + 1, torch.zeros(4, device="cuda"))
+            assert [x.cpu().tolist() for x in moved] == [[1.0] * 4] * 2

@@ -1,0 +1,534 @@
+"""What ranks were doing when something went wrong: failures, deaths, the stop button, and deadlocks.
+
+Time bounds are generous: the machine may be busy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import linecache
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+
+from minipar.cluster import Cluster, notes, worker
+from minipar.comm import communicator
+from minipar.errors import Deadlock, PlanError, RankDied
+
+# Ranks cannot import this file by name; its functions travel as those of a notebook do.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+ROOT = Path(__file__).parents[2]
+PATIENCE = 0.6
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(3, device="cpu", patience=PATIENCE) as made:
+        yield made
+
+
+@pytest.fixture
+def state(cluster: Cluster) -> Callable[[], list[Any]]:
+    """Leave something in every rank; gives what is there later, None where it is lost."""
+
+    def leave() -> None:
+        communicator.create().barrier()
+        sys.modules["__main__"].kept = worker.context().rank  # type: ignore[attr-defined]
+
+    cluster.run(leave)
+    return lambda: cluster.run(lambda: getattr(sys.modules["__main__"], "kept", None))
+
+
+def rank() -> int:
+    return worker.context().rank
+
+
+def sums() -> Any:
+    return communicator.create().allreduce([1.0])
+
+
+def cell(source: str) -> Callable[[], Any]:
+    """A function `f` of a notebook cell: only the driver knows its text."""
+    name = f"<cell {abs(hash(source))}>"
+    source = textwrap.dedent(source)
+    linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+    namespace: dict[str, Any] = {"communicator": communicator, "torch": torch, "time": time, "rank": rank}
+    exec(compile(source, name, "exec"), namespace)
+    function: Callable[[], Any] = namespace["f"]
+    return function
+
+
+def interrupted(cluster: Cluster, function: Callable[[], Any], after: float = 0.4) -> tuple[KeyboardInterrupt, float]:
+    """Press the stop button while a function runs; the exception, and the seconds until it came."""
+    sent: list[float] = []
+
+    def press() -> None:
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    timer = threading.Timer(after, press)
+    timer.start()
+    try:
+        cluster.run(function)
+    except KeyboardInterrupt as error:
+        return error, time.monotonic() - sent[0]
+    finally:
+        timer.cancel()
+    raise AssertionError("it ended by itself")
+
+
+# A rank raises
+
+
+def test_the_note_shows_where_the_others_waited(cluster: Cluster, state: Callable[[], list[Any]]) -> None:
+    f = cell("""
+        def f():
+            comm = communicator.create()
+            if comm.rank == 1:
+                comm.irecv(torch.empty(4), 0, 7).wait()  # for nothing
+            if comm.rank == 0:
+                time.sleep(30)  # busy
+            time.sleep(0.2)
+            raise ValueError('of rank two')
+    """)
+    started = time.monotonic()
+    with pytest.raises(ValueError, match="of rank two") as caught:
+        cluster.run(f)
+    assert time.monotonic() - started < 3
+    (note,) = caught.value.__notes__
+    assert note.startswith("raised on rank 2:\n")
+    assert re.search(r'meanwhile rank 0 was at work:\n  File "<cell \d+>", line 7, in f\n    time.sleep\(30\)', note)
+    assert "meanwhile rank 1 was waiting in recv from rank 0 tag 7:\n" in note
+    assert "comm.irecv(torch.empty(4), 0, 7).wait()  # for nothing" in note
+    assert "lost" not in note
+    assert state() == [0, 1, 2]
+    assert cluster.run(sums) == [[3.0]] * 3
+
+
+def test_a_lost_peer_is_shown_as_a_wait_and_not_as_an_error(cluster: Cluster) -> None:
+    def f() -> None:
+        comm = communicator.create()
+        comm.barrier()
+        if comm.rank == 0:
+            comm.irecv(torch.empty(1), 1, 5).wait()
+        if comm.rank == 1:
+            comm.isend(torch.empty(1), 0, 4).wait()
+            comm.close()  # rank 0 loses its peer, and says so first
+            time.sleep(0.1)
+            raise KeyError("the cause")
+
+    with pytest.raises(KeyError, match="the cause") as caught:
+        cluster.run(f)
+    (note,) = caught.value.__notes__
+    assert "raised on rank 1:" in note
+    assert "meanwhile rank 0 was waiting for a peer, in vain:" in note
+    assert "comm.irecv(torch.empty(1), 1, 5).wait()" in note
+    assert "ConnectionError" not in note
+
+
+# A rank dies
+
+
+def test_a_death_names_rank_signal_and_operation(cluster: Cluster) -> None:
+    def f() -> None:
+        comm = communicator.create()
+        comm.barrier()
+        if comm.rank == 1:
+            pid = os.getpid()
+            threading.Timer(0.2, lambda: (worker.report(time.monotonic()), os.kill(pid, signal.SIGKILL))).start()
+        if comm.rank != 0:
+            comm.allreduce([1.0, 2.0])
+        else:
+            time.sleep(30)
+
+    when: list[float] = []
+    with pytest.raises(RankDied) as caught:
+        cluster.run_with(lambda _, moment: when.append(moment), f)
+    assert time.monotonic() - when[0] < 1
+    first = str(caught.value).splitlines()[0]
+    assert first.startswith("rank 1 was killed by signal 9 (SIGKILL")
+    assert first.endswith("last seen in allreduce of a list of 2 float64 for sum over 0,1,2")
+    assert "meanwhile rank 0 was at work:" in str(caught.value)
+    assert "meanwhile rank 2 was waiting in allreduce of a list of 2 float64 for sum over 0,1,2:" in str(caught.value)
+    assert cluster.run(sums) == [[3.0]] * 3
+
+
+def test_a_death_names_the_instruction(cluster: Cluster) -> None:
+    def f(end: bool) -> None:
+        notes.note(notes.label("B 2:4 mb3"))
+        if rank() == 2 and end:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    cluster.run(f, False)
+    with pytest.raises(RankDied, match=r"rank 2 was killed by signal 9 .*; last seen in B 2:4 mb3$"):
+        cluster.run(f, True)
+    os.kill(cluster.run(os.getpid)[2], signal.SIGKILL)
+    time.sleep(0.2)
+    with pytest.warns(RuntimeWarning) as told:  # nothing was going on, and an old note is not told as new
+        cluster.run(f, False)
+    assert "last seen" not in str(told[0].message)
+
+
+# The stop button
+
+
+def waits(comm: Any, where: str) -> None:
+    if where == "allreduce":
+        comm.allreduce([1.0])
+    elif where == "iallreduce":
+        comm.iallreduce(torch.ones(3), (0, 1, 2)).wait()
+    elif where == "barrier":
+        comm.barrier()
+    elif where == "recv":
+        comm.irecv(torch.empty(3), (comm.rank + 1) % 3, 1).wait()
+    elif where == "send":  # more than a socket holds
+        comm.isend(torch.empty(20_000_000), (comm.rank + 1) % 3, 1).wait()
+    elif where == "group":
+        comm.prepare([(0, 1), (0, 2), (1, 2)])
+
+
+@pytest.mark.parametrize("where", ["allreduce", "iallreduce", "barrier", "recv", "send", "group"])
+def test_stop_reaches_a_waiting_rank_and_keeps_its_state(
+    cluster: Cluster, state: Callable[[], list[Any]], where: str
+) -> None:
+    def f() -> None:
+        comm = communicator.create()
+        if comm.rank == 0:
+            time.sleep(60)
+        waits(comm, where)
+        time.sleep(60)
+
+    pids = cluster.run(os.getpid)
+    error, seconds = interrupted(cluster, f)
+    assert seconds < 1
+    assert str(error) == "the ranks were interrupted"
+    assert cluster.state == "ready"
+    assert cluster.run(sums) == [[3.0]] * 3
+    assert state() == [0, 1, 2]
+    assert cluster.run(os.getpid) == pids
+
+
+def test_stop_reaches_ranks_inside_gloo(cluster: Cluster, state: Callable[[], list[Any]]) -> None:
+    # All have announced the collective; one does not get to start it.
+    def f() -> None:
+        comm = communicator.create()
+        if comm.rank == 0:
+            comm._matchers["gloo", (0, 1, 2)].submit("barrier", lambda _: None)
+            time.sleep(60)
+        comm.barrier()
+
+    error, seconds = interrupted(cluster, f)
+    assert seconds < 1
+    assert str(error) == "the ranks were interrupted"
+    assert state() == [0, 1, 2]
+    assert cluster.run(sums) == [[3.0]] * 3
+
+
+def test_stop_kills_what_waits_in_native_code_and_says_so(cluster: Cluster, state: Callable[[], list[Any]]) -> None:
+    def f() -> None:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        if dist.get_rank() == 1:
+            time.sleep(60)
+        dist.all_reduce(torch.ones(1))
+
+    error, seconds = interrupted(cluster, f)
+    assert seconds < 1.5
+    assert str(error).endswith("\nranks 0, 2 did not come back in time and were killed: the state there is lost")
+    assert state() == [None, 1, None]
+    assert cluster.run(sums) == [[3.0]] * 3
+
+
+def test_an_interrupt_between_runs_or_within_a_report_does_no_harm(cluster: Cluster) -> None:
+    pids = cluster.run(os.getpid)
+    for pid in pids:
+        os.kill(pid, signal.SIGINT)  # an idle rank does not mind
+    time.sleep(0.1)
+    assert cluster.run(os.getpid) == pids
+
+    def f() -> None:
+        while True:
+            worker.report("x" * 100_000)  # most of the time a message is half written
+
+    for _ in range(3):
+        error, seconds = interrupted(cluster, f, 0.2)
+        assert seconds < 1.5
+        assert str(error) == "the ranks were interrupted"
+        assert cluster.run(os.getpid) == pids
+
+
+def test_a_communicator_of_before_an_interrupt_is_closed(cluster: Cluster) -> None:
+    def keep() -> None:
+        sys.modules["__main__"].comm = communicator.create()  # type: ignore[attr-defined]
+
+    def f() -> None:
+        keep()
+        if rank():
+            sums()
+        time.sleep(60)
+
+    def use_old() -> str:
+        try:
+            sys.modules["__main__"].comm.barrier()  # type: ignore[attr-defined]
+        except Exception as error:
+            return str(error)
+        return "nothing"
+
+    interrupted(cluster, f)
+    assert cluster.run(use_old) == ["this Communicator is closed; communicator.create() makes a new one"] * 3
+
+
+# Deadlocks
+
+
+def test_a_deadlock_lists_every_rank(cluster: Cluster, state: Callable[[], list[Any]]) -> None:
+    f = cell("""
+        def f():
+            comm = communicator.create()
+            if comm.rank == 0:
+                comm.irecv(torch.empty(1), 1, 4).wait()  # never sent
+            if comm.rank == 1:
+                comm.iallreduce(torch.ones(2), (0, 1)).wait()
+    """)
+    started = time.monotonic()
+    with pytest.raises(Deadlock) as caught:
+        cluster.run(f)
+    assert PATIENCE < time.monotonic() - started < PATIENCE + 5
+    reason, *lines = str(caught.value).splitlines()
+    assert reason == "ranks 0, 1 wait for what does not come: no progress for 0.6 s (cluster.patience)"
+    assert re.fullmatch(r"rank 0: recv from rank 1 tag 4, since \d\d:\d\d:\d\d \(\d+\.\d s\)", lines[0])
+    assert re.fullmatch(r'  File "<cell \d+>", line 5, in f', lines[1])
+    assert lines[2] == "    comm.irecv(torch.empty(1), 1, 4).wait()  # never sent"
+    assert lines[3].startswith("rank 1: the making of a group over 0,1, since ")
+    assert lines[5].strip() == "comm.iallreduce(torch.ones(2), (0, 1)).wait()"
+    assert lines[6:] == ["rank 2: finished"]
+    assert state() == [0, 1, 2]
+    assert cluster.run(sums) == [[3.0]] * 3
+
+
+def test_computing_and_sleeping_are_no_deadlock(cluster: Cluster) -> None:
+    def f() -> float:
+        comm = communicator.create()
+        end = time.monotonic() + 3 * PATIENCE
+        if comm.rank == 0:
+            while time.monotonic() < end:
+                torch.ones(100).sum()
+        if comm.rank == 1:
+            time.sleep(3 * PATIENCE)
+        total: float = comm.allreduce(1.0)
+        return total
+
+    assert cluster.run(f) == [3.0] * 3
+
+
+def test_a_stopped_rank_is_a_deadlock(cluster: Cluster) -> None:
+    pids = cluster.run(os.getpid)
+
+    def f() -> None:
+        comm = communicator.create()
+        comm.barrier()
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        comm.barrier()
+
+    started = time.monotonic()
+    with pytest.raises(
+        Deadlock, match=r"\nrank 1: stopped \(SIGSTOP\) for at least .* s, last seen after barrier"
+    ) as caught:
+        cluster.run(f)
+    assert time.monotonic() - started < PATIENCE + 5
+    assert "rank 0: barrier over 0,1,2, since " in str(caught.value)
+    assert "rank 1 did not come back in time and was killed: the state there is lost" in str(caught.value)
+    after = cluster.run(os.getpid)
+    assert [a == b for a, b in zip(after, pids, strict=True)] == [True, False, True]
+    assert cluster.run(sums) == [[3.0]] * 3
+
+
+def test_torchs_own_collectives_are_found_by_their_stack(cluster: Cluster) -> None:
+    f = cell("""
+        def f():
+            import torch.distributed as dist
+            dist.init_process_group("gloo")
+            if dist.get_rank() != 2:
+                dist.all_reduce(torch.ones(1))  # rank 2 does not come
+    """)
+    with pytest.raises(Deadlock) as caught:
+        cluster.run(f)
+    assert "rank 0: torch's own all_reduce, for at least " in str(caught.value)
+    assert str(caught.value).count("dist.all_reduce(torch.ones(1))  # rank 2 does not come") == 2
+    assert "rank 2: finished" in str(caught.value)
+    assert cluster.run(sums) == [[3.0]] * 3
+
+
+def test_patience_can_be_changed_and_must_be_seconds(cluster: Cluster) -> None:
+    assert cluster.patience == PATIENCE
+    cluster.patience = None
+    try:
+        error, _ = interrupted(cluster, lambda: sums() if rank() else None, after=3 * PATIENCE)
+        assert str(error) == "the ranks were interrupted"
+        with pytest.raises(PlanError, match="patience=0: must be seconds above 0, or None"):
+            cluster.patience = 0
+        for value in (-1, True, "long"):
+            with pytest.raises(PlanError, match="patience="):
+                Cluster(2, patience=value)  # type: ignore[arg-type]
+    finally:
+        cluster.patience = PATIENCE
+    assert cluster.run(sums) == [[3.0]] * 3
+
+
+# Without fork
+
+
+def test_spawned_ranks_do_the_same() -> None:
+    with Cluster(2, device="cpu", start="spawn", patience=PATIENCE) as one:
+        pids = one.run(os.getpid)
+        with pytest.raises(Deadlock, match="rank 0: the making of a group over 0,1") as caught:
+            one.run(lambda: None if rank() else sums())
+        assert "in sums" in str(caught.value)
+        error, seconds = interrupted(one, lambda: time.sleep(60) if rank() else sums())
+        assert seconds < 1
+        assert str(error) == "the ranks were interrupted"
+        assert one.run(os.getpid) == pids
+        assert one.run(sums) == [[2.0]] * 2
+
+
+# The driver as a process of its own
+
+
+def test_sigint_to_a_driver_process() -> None:
+    script = """
+        import os, time
+        from minipar import Cluster
+        from minipar.comm import communicator
+
+        def stuck():
+            comm = communicator.create()
+            comm.barrier()
+            global kept
+            kept = comm.rank
+            if comm.rank == 0:
+                print("waiting", flush=True)
+                time.sleep(60)
+            comm.allreduce([1.0])
+
+        cluster = Cluster(2, device="cpu")
+        pids = cluster.run(os.getpid)
+        try:
+            cluster.run(stuck)
+        except KeyboardInterrupt as error:
+            print("stopped:", error, flush=True)
+        print(cluster.run(os.getpid) == pids, cluster.run(lambda: communicator.create().allreduce([1])), flush=True)
+    """
+    driver = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert driver.stdout is not None
+    with contextlib.closing(driver.stdout):
+        assert "waiting" in driver.stdout.readline()
+        time.sleep(0.3)
+        sent = time.monotonic()
+        os.killpg(driver.pid, signal.SIGINT)  # the whole group, as Jupyter does
+        assert driver.stdout.readline() == "stopped: the ranks were interrupted\n"
+        assert time.monotonic() - sent < 1
+        assert driver.stdout.readline() == "True [[2], [2]]\n"
+        assert driver.wait(20) == 0
+
+
+def test_notes_cost_little_and_cut_what_is_long() -> None:
+    assert len(notes.label("x" * 1000)) == notes.LABEL_BYTES
+    assert notes.label("F 0:2 mb0").rstrip(b"\0") == b"F 0:2 mb0"
+
+
+def test_native_code_that_holds_the_interpreter_is_seen(cluster: Cluster) -> None:
+    def f() -> None:
+        if rank() == 2:
+            time.sleep(0.3)
+            raise ValueError("now")
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            ctypes.PyDLL(None).sleep(60)
+
+    with pytest.raises(ValueError, match="now") as caught:
+        cluster.run(f)
+    assert "meanwhile ranks 0, 1 were at work:" in caught.value.__notes__[0]
+    assert "ctypes.PyDLL(None).sleep(60)" in caught.value.__notes__[0]
+
+
+# A notebook's kernel
+
+
+@pytest.mark.slow
+def test_the_stop_button_of_a_notebook() -> None:
+    manager = pytest.importorskip("jupyter_client.manager")
+    kernel, client = manager.start_new_kernel(kernel_name="python3", cwd=str(ROOT))
+    printed: list[str] = []
+    waiting = threading.Event()
+
+    def heard(message: dict[str, Any]) -> None:
+        text = message["content"].get("text", "")
+        printed.append(text)
+        if "waiting" in text:
+            waiting.set()
+
+    def run(source: str) -> dict[str, Any]:
+        reply: dict[str, Any] = client.execute_interactive(
+            textwrap.dedent(source), timeout=60, output_hook=heard, stop_on_error=False
+        )["content"]
+        return reply
+
+    try:
+        run("""
+            import os, time
+            from minipar import Cluster, communicator
+            cluster = Cluster(2, device="cpu")
+            pids = cluster.run(os.getpid)
+            def stuck():
+                comm = communicator.create()
+                global kept
+                kept = comm.rank
+                if comm.rank == 0:
+                    print("waiting", flush=True)
+                    time.sleep(60)
+                comm.allreduce([1.0])
+        """)
+        pressed: list[float] = []
+
+        def press() -> None:
+            waiting.wait(30)
+            time.sleep(0.3)
+            pressed.append(time.monotonic())
+            kernel.interrupt_kernel()
+
+        thread = threading.Thread(target=press)
+        thread.start()
+        reply = run("cluster.run(stuck)")
+        seconds = time.monotonic() - pressed[0]
+        thread.join()
+        assert (reply["ename"], reply["evalue"]) == ("KeyboardInterrupt", "the ranks were interrupted")
+        assert seconds < 1.5
+        printed.clear()
+        run("print(cluster.run(os.getpid) == pids, cluster.run(lambda: communicator.create().allreduce([1])))")
+        assert "".join(printed) == "True [[2], [2]]\n"
+    finally:
+        client.stop_channels()
+        kernel.shutdown_kernel(now=True)
