@@ -71,7 +71,7 @@ class Buckets:
         for g in ins.layers:
             self.fill(g)  # a rank whose micro-batches had no rows contributes zeros
         if ins.layers in self.buffers:
-            return [comm.iallreduce(buffer, ins.group) for buffer in self.buffers[ins.layers]]
+            return [comm.iallreduce(buffer, ins.group, str(ins)) for buffer in self.buffers[ins.layers]]
         handles = []
         for g in ins.layers:
             for p in self.groups[g]:
@@ -79,7 +79,7 @@ class Buckets:
                     p.grad = torch.zeros_like(p)
                 elif not p.grad.is_contiguous():
                     p.grad = p.grad.contiguous()
-                handles.append(comm.iallreduce(p.grad, ins.group))
+                handles.append(comm.iallreduce(p.grad, ins.group, str(ins)))
         return handles
 
     def clear(self, groups: Iterable[int]) -> None:

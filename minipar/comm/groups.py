@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import os
+import secrets
+import tempfile
 from datetime import timedelta
 from typing import Any
 
@@ -59,3 +61,25 @@ def warm_up(group: Any, device: torch.device) -> None:
     """Make the NCCL communicators of a group now, in the order in which all ranks make their groups."""
     group.allreduce([torch.zeros(1, device=device)]).wait()
     torch.cuda.synchronize(device)
+
+
+def broadcast(tensor: torch.Tensor, root: int, group: Any) -> Any:
+    """Start sending the tensor of the rank at place `root` of a group to all of it."""
+    options = dist.BroadcastOptions()
+    options.rootRank = root
+    return group.broadcast([tensor], options)
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor on a GPU in pinned memory; complete when this returns."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream(tensor.device).synchronize()
+    return host
+
+
+def agree_on_boards(store: dist.Store, rank: int) -> str:
+    """How the files of one machine's boards begin; they have names only while groups are made."""
+    if rank == 0:
+        store.set("boards", os.path.join(tempfile.gettempdir(), f"minipar-{secrets.token_hex(16)}"))
+    return str(store.get("boards").decode())

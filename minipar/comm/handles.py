@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
+
+from minipar.cluster import notes
+from minipar.comm.matching import Collective
 
 
 class Handle:
-    """One operation under way. Its communicator keeps it (and so its tensor) alive until it was waited for."""
+    """One operation under way. Its communicator keeps it (and so its tensor) alive until it was waited for.
 
-    __slots__ = ("_pending", "_tensor", "_work")
+    `what`: of a message, "send to rank" or "recv from rank" with the peer and the tag, for whoever asks what a rank
+    waits in.
+    """
 
-    def __init__(self, work: Any, tensor: torch.Tensor | None, pending: set[Handle]) -> None:
+    __slots__ = ("_pending", "_tensor", "_what", "_work")
+
+    def __init__(
+        self, work: Any, tensor: torch.Tensor | None, pending: set[Handle], what: tuple[str, int, int] | None = None
+    ) -> None:
         self._work = work
+        self._what = what
         self._tensor = tensor
         self._pending = pending
         if work is not None:
@@ -24,11 +34,24 @@ class Handle:
     def wait(self) -> None:
         """Return when the operation is complete; on NCCL, when the current stream is set to wait for it.
 
-        RuntimeError when a peer is gone. A second call returns at once.
+        RuntimeError when a peer is gone; RankError when ranks started different collectives. A second call returns
+        at once.
         """
         if self._work is not None:
-            self._work.wait()
+            self._await()
             self._release()
+
+    def _await(self) -> None:
+        work, what = self._work, self._what
+        if what is not None and work.is_completed():
+            work.wait()
+            return
+        text = f"{what[0]} {what[1]} tag {what[2]}" if what is not None else getattr(work, "label", "")
+        notes.waiting(text, time.monotonic())
+        try:
+            work.wait()
+        finally:
+            notes.going_on()
 
     def done(self) -> bool:
         """Whether it is complete, without blocking. A receive, and on gloo a send, counts as not done
@@ -37,11 +60,8 @@ class Handle:
 
     def when_done(self, call: Callable[[], None]) -> None:
         """Call back when a collective is complete, from another thread; where the backend cannot, never."""
-        if self._work is not None and isinstance(self._work, dist.Work):
-            try:
-                self._work.get_future().add_done_callback(lambda _: call())
-            except RuntimeError:
-                return
+        if isinstance(self._work, Collective):
+            self._work.when_done(call)
 
     def _release(self) -> None:
         self._work = self._tensor = None
@@ -53,16 +73,58 @@ class StagedHandle(Handle):
 
     __slots__ = ("_host",)
 
-    def __init__(self, work: Any, host: torch.Tensor, into: torch.Tensor | None, pending: set[Handle]) -> None:
-        super().__init__(work, into, pending)
+    def __init__(
+        self,
+        work: Any,
+        host: torch.Tensor,
+        into: torch.Tensor | None,
+        pending: set[Handle],
+        what: tuple[str, int, int] | None = None,
+    ) -> None:
+        super().__init__(work, into, pending, what)
         self._host: torch.Tensor | None = host
 
     def wait(self) -> None:
         if self._work is None:
             return
-        self._work.wait()
+        self._await()
         if self._tensor is not None and self._host is not None:
             # On the current stream, as a kernel would be; pinned memory is not reused before the copy is through.
             self._tensor.copy_(self._host, non_blocking=True)
         self._host = None
         self._release()
+
+
+class SumHandle(Handle):
+    """An exchange of parts, one from each rank; `wait` sums them into their place."""
+
+    __slots__ = ("_add", "_into", "_parts")
+
+    def __init__(
+        self,
+        work: Any,
+        tensor: torch.Tensor,
+        parts: torch.Tensor,
+        into: torch.Tensor,
+        add: bool,
+        pending: set[Handle],
+    ) -> None:
+        super().__init__(work, tensor, pending)
+        self._parts: torch.Tensor | None = parts
+        self._into, self._add = into, add
+
+    def wait(self) -> None:
+        super().wait()
+        if self._parts is None:
+            return
+        parts, into = self._parts, self._into
+        first = 0
+        if not self._add and len(parts) > 1 and parts.dtype == into.dtype and parts.device == into.device:
+            torch.add(parts[0], parts[1], out=into)
+            first = 2
+        elif not self._add:
+            into.copy_(parts[0])
+            first = 1
+        for part in parts[first:]:  # in the order of ranks, and in the precision of `into`
+            into.add_(part.to(into.device))
+        self._parts = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -74,6 +75,31 @@ def _numbers(x: Any) -> Iterator[int | float]:
         raise RankError(f"allreduce: a list with {_article(type(x).__name__)} in it is not possible; {_POSSIBLE}")
 
 
+def describe(kind: str, tensor: torch.Tensor, op: str) -> tuple[str, str]:
+    """A reduction in words, and what of it must agree on all ranks: of Python's numbers not whether they are whole or
+    real. RankError for too many dimensions."""
+    _check_dimensions(tensor)
+    sizes = "x".join(map(str, tensor.shape)) or "1"
+    form = f"{_article(kind)} of {sizes}"
+    text = f"allreduce of {form} {_name(tensor.dtype)} for {op}"
+    return text, f"allreduce of {form} for {op}" if kind in ("number", "list") else text
+
+
+def form(tensor: torch.Tensor) -> str:
+    """Shape and dtype in words."""
+    return _form(tensor.shape, tensor.dtype)
+
+
+@functools.lru_cache(4096)
+def _form(shape: torch.Size, dtype: torch.dtype) -> str:
+    return f"a tensor of {'x'.join(map(str, shape)) or '1'} {_name(dtype)}"
+
+
+def _check_dimensions(tensor: torch.Tensor) -> None:
+    if tensor.dim() > _DIMENSIONS:
+        raise RankError(f"allreduce: {tensor.dim()} dimensions are too many; possible are {_DIMENSIONS}")
+
+
 def agree(
     kind: str, tensor: torch.Tensor, op: str, gather: Callable[[torch.Tensor], list[torch.Tensor]]
 ) -> tuple[str, torch.Tensor]:
@@ -82,8 +108,7 @@ def agree(
     Backends do not check this: they abort the process, hang, or hand back garbage. Python's numbers need not agree on
     whole or real: where one rank has reals, all compute with them.
     """
-    if tensor.dim() > _DIMENSIONS:
-        raise RankError(f"allreduce: {tensor.dim()} dimensions are too many; possible are {_DIMENSIONS}")
+    _check_dimensions(tensor)
     shape = [*tensor.shape, *([0] * (_DIMENSIONS - tensor.dim()))]
     head = [_KINDS.index(kind), OPERATIONS.index(op), _DTYPES.index(tensor.dtype), tensor.dim()]
     rows = [row.tolist() for row in gather(torch.tensor([*head, *shape]))]
@@ -102,6 +127,17 @@ def _describe(row: list[int]) -> str:
     kind, op, dtype, dimensions, *shape = row
     sizes = "x".join(map(str, shape[:dimensions])) or "1"
     return f"{_article(_KINDS[kind])} of {sizes} {_name(_DTYPES[dtype])} for {OPERATIONS[op]}"
+
+
+def combine(parts: list[torch.Tensor], op: str, out: torch.Tensor) -> None:
+    """Reduce tensors of one form into `out`, in their order: the same bits wherever it is done."""
+    result = parts[0]
+    for part in parts[1:]:
+        if op in ("max", "min"):
+            result = torch.maximum(result, part) if op == "max" else torch.minimum(result, part)
+        else:
+            result = result + part
+    out.copy_(result)
 
 
 def divide(tensor: torch.Tensor, size: int) -> torch.Tensor:

@@ -1,0 +1,149 @@
+"""Where the ranks of a group that share a machine announce their collectives: a file that all have mapped.
+
+Each rank has a ring of entries and writes one for each collective of the group, in order. An entry is one aligned
+word of 8 bytes,
+
+    | 16 bits: number of the collective | 1 bit: flag | 47 bits: hash of what it is |
+
+so that it is there as a whole or not at all. Beside it are a text, for error messages, and room for a small tensor. A
+word behind the ring says how many collectives the rank has settled; its entry for collective n is written over by
+n + DEPTH, and that only when all ranks have settled n. The others sleep on one more word, the gong: whoever finds
+that its announcement was the last one of a collective writes the number there, and wakes all at once.
+
+Processors other than x86 may show two stores in another order to other cores. So a `fence` stands between a small
+tensor and the word that announces it, on both sides, and between the last look at others' entries and the word that
+lets them go.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import threading
+
+import torch
+
+from minipar.comm import futex
+
+DEPTH = 64
+SMALL = 4096  # bytes of a tensor that travels on the board itself
+_TEXT = 128
+_SETTLED, _RING = DEPTH, DEPTH + 1  # words of a rank
+_HASH_BITS = 47
+_NUMBERS = 1 << 16
+
+_lock = threading.Lock()
+_lock.acquire()
+
+
+def fence() -> None:
+    """No store or load moves past this: a release and an acquire, in this order, of a lock that no one else has."""
+    _lock.release()
+    _lock.acquire()
+
+
+def fingerprint(key: str) -> int:
+    """A hash of a text, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> (64 - _HASH_BITS)
+
+
+class Board:
+    """The board of one group, in one of its ranks. `path` is the same for all and new for each group; `members` are
+    their numbers among all ranks, `index` is this one's place there. OSError when there can be no such file."""
+
+    def __init__(self, path: str, members: tuple[int, ...], index: int) -> None:
+        self.path = path
+        self.members = members
+        self.index = index
+        count = len(members)
+        self._gong = count * _RING
+        self._texts = (self._gong + 1) * 8
+        self._tensors = -(-(self._texts + count * DEPTH * _TEXT) // SMALL) * SMALL
+        size = self._tensors + count * DEPTH * SMALL
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.ftruncate(file, size)  # to the same size, whoever comes first
+            self._map = mmap.mmap(file, size)
+        finally:
+            os.close(file)
+        self._words = memoryview(self._map)[: self._texts].cast("Q")
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._rings = [k * _RING for k in range(count)]
+        self._address = self._bytes.data_ptr() + 8 * self._gong
+        self._others = [ring for k, ring in enumerate(self._rings) if k != index]
+
+    def unlink(self) -> None:
+        """Take the name away, once all have the file."""
+        if self.index == 0:
+            os.unlink(self.path)
+
+    def room(self, number: int) -> bool:
+        """Whether entry `number` (from 1 on) of this rank may be written."""
+        words = self._words
+        return number <= DEPTH or all(words[ring + _SETTLED] >= number - DEPTH for ring in self._rings)
+
+    def announce(self, number: int, hashed: int, flag: bool, text: str, small: torch.Tensor | None) -> int:
+        """Write entry `number` of this rank; the entry."""
+        start = self._texts + (self.index * DEPTH + number % DEPTH) * _TEXT
+        self._map[start : start + _TEXT] = text.encode()[:_TEXT].ljust(_TEXT, b"\0")
+        fence()
+        if small is not None:
+            self.small(number, self.index, small).copy_(small)
+            fence()
+        word = (number % _NUMBERS) << 48 | flag << _HASH_BITS | hashed
+        self._words[self._rings[self.index] + number % DEPTH] = word
+        fence()
+        if self._complete(number):
+            self._words[self._gong] = number
+            futex.wake(self._address)
+        return word
+
+    def _complete(self, number: int) -> bool:
+        words, place, low = self._words, number % DEPTH, number % _NUMBERS
+        return all(words[ring + place] >> 48 == low for ring in self._others)
+
+    def sleep(self, number: int) -> None:
+        """Until the last one announces a collective, if entry `number` of any is missing; or not as long."""
+        value = self._words[self._gong]
+        fence()
+        if not self._complete(number):
+            futex.wait(self._address, value & 0xFFFFFFFF)
+
+    def compare(self, number: int, word: int) -> bool | None:
+        """None while entries are missing, else whether all agree with `word`, this rank's own. As soon as one
+        differs: False."""
+        words, place, flag = self._words, number % DEPTH, 1 << _HASH_BITS
+        complete = True
+        for ring in self._others:
+            other = words[ring + place]
+            if other | flag != word | flag:
+                if other >> 48 == word >> 48:
+                    return False
+                complete = False
+        return True if complete else None
+
+    def settle(self, number: int) -> None:
+        """Entry `number` of all ranks was read for the last time."""
+        fence()
+        self._words[self._rings[self.index] + _SETTLED] = number
+
+    def flags(self, number: int) -> list[bool]:
+        """The flag of each member's entry, when all are there."""
+        return [bool(self._words[ring + number % DEPTH] >> _HASH_BITS & 1) for ring in self._rings]
+
+    def small(self, number: int, k: int, like: torch.Tensor) -> torch.Tensor:
+        """The small tensor of the k-th member's entry, which has this form."""
+        start = self._tensors + (k * DEPTH + number % DEPTH) * SMALL
+        size = like.numel() * like.element_size()
+        return self._bytes[start : start + size].view(like.dtype).view(like.shape)
+
+    def texts(self, number: int) -> list[str]:
+        """What each member announced under this number; "" for those that have not."""
+        found = []
+        for k, ring in enumerate(self._rings):
+            start = self._texts + (k * DEPTH + number % DEPTH) * _TEXT
+            there = self._words[ring + number % DEPTH] >> 48 == number % _NUMBERS
+            fence()
+            found.append(self._map[start : start + _TEXT].split(b"\0", 1)[0].decode(errors="replace") if there else "")
+        return found

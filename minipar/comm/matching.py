@@ -1,0 +1,266 @@
+"""Collectives that start only when all ranks of the group have announced the same one.
+
+gloo aborts the process when sizes differ, and mixes up bytes when dtypes or the order differ; NCCL hangs. So:
+
+    iallreduce(x) on rank 0     announce | not all there: queued          | all there and equal: into gloo
+    iallreduce(x) on rank 1                        announce | all there and equal: into gloo at once
+
+A tensor of up to board.SMALL bytes is summed on the board itself, by every rank in the same order: for it the
+announcement is all the communication there is.
+
+No rank enters the backend before it has seen that everyone's announcement (board.py) equals its own, so no timing can
+lead a mismatch into it. The caller never waits for that: a queued collective is started by whoever looks first, its
+own rank's `wait` or next collective, or a helper thread that looks while there are any. All three run `progress`,
+which starts what it can, in order. Where the last rank to come finds everyone there, it starts at once.
+
+A mismatch is an error on every rank of the group, and counts as done: the group goes on with the next collective.
+Without a board (ranks on several machines) collectives start at once and unchecked.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from minipar.comm.board import Board, fence, fingerprint
+from minipar.errors import CollectiveMismatch
+
+# Both get the flags of all members, in their order ([] without a board).
+Start = Callable[[list[bool]], Any]  # gives a torch Work, or None where nothing has to be waited for
+Reduce = Callable[[list[torch.Tensor], list[bool]], None]  # gets the small tensors of all
+_SLICE = timedelta(milliseconds=50)  # a wait in native code: how late an interrupt can be
+_LOOKS = 8  # before it sleeps: what comes at once need not wake it
+_NAP = 5e-4
+_ALL_THERE = 0.1  # seconds that the others have to announce theirs, so that a mismatch names every rank's
+_names: dict[str, int] = {}
+
+
+class Collective:
+    """One collective: announced, then started, then complete. What `Handle` calls a work."""
+
+    def __init__(self, matcher: Matcher, text: str, number: int, hashed: int, flag: bool, start: Start) -> None:
+        self.matcher = matcher
+        self.text = text
+        self.number = number
+        self.hashed = hashed
+        self.flag = flag
+        self.word = 0  # its entry on the board, once it is there
+        self.start: Start | None = start
+        self.small: tuple[torch.Tensor, Reduce] | None = None
+        self.work: Any = None
+        self.error: BaseException | None = None
+        self.calls: list[Callable[[Any], None]] = []
+
+    @property
+    def label(self) -> str:
+        """What it is, and among which ranks."""
+        return f"{self.text} over {','.join(map(str, self.matcher.members))}"
+
+    def begin(self) -> None:
+        """Hand it to the backend. Called once, by `Matcher.progress`."""
+        start, board = self.start, self.matcher.board
+        assert start is not None
+        flags = [] if board is None else board.flags(self.number)
+        try:
+            if board is not None and self.small is not None:
+                fence()
+                like, reduce = self.small
+                reduce([board.small(self.number, k, like) for k in range(len(flags))], flags)
+            else:
+                self.work = start(flags)
+        except Exception as error:
+            self.error = error
+        self.start = None
+        for call in self.calls:
+            self._call_when_done(call)
+
+    def wait(self) -> None:
+        """Return when it is complete, in steps that an interrupt can come between. RankError for a mismatch;
+        RuntimeError when a peer is gone."""
+        if self.start is not None:
+            self.matcher.wait_until_started(self)
+        if self.error is not None:
+            raise self.error
+        if self.work is None:
+            return
+        if not self.matcher.sliced:
+            self.work.wait()
+            return
+        while True:
+            try:
+                self.work.wait(_SLICE)
+                return
+            except RuntimeError:
+                # Of the time limit, which for a collective has no effect but this, or of the collective itself.
+                if self.work.is_completed():
+                    self.work.wait()
+                    return
+
+    def is_completed(self) -> bool:
+        """Whether it is complete or has failed, without blocking."""
+        if self.start is not None:
+            self.matcher.progress()
+        return self.start is None and (self.work is None or bool(self.work.is_completed()))
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Call back when it is complete, from another thread; where the backend cannot, never."""
+        with self.matcher.lock:
+            if self.start is not None:
+                self.calls.append(lambda _: call())
+                return
+        self._call_when_done(lambda _: call())
+
+    def _call_when_done(self, call: Callable[[Any], None]) -> None:
+        if self.work is None:
+            call(None)
+            return
+        try:
+            self.work.get_future().add_done_callback(call)
+        except RuntimeError:
+            return
+
+
+class Matcher:
+    """The collectives of one group, in order. `sliced`: whether its works are waited for on this thread (gloo)."""
+
+    def __init__(self, members: tuple[int, ...], board: Board | None, sliced: bool, starter: Starter) -> None:
+        self.members = members
+        self.board = board
+        self.sliced = sliced
+        self.lock = threading.RLock()
+        self._number = self._announced = 0
+        self._queue: deque[Collective] = deque()
+        self._starter = starter
+
+    def submit(
+        self,
+        text: str,
+        start: Start,
+        key: str | None = None,
+        flag: bool = False,
+        small: tuple[torch.Tensor, Reduce] | None = None,
+    ) -> Collective:
+        """Announce a collective: `text` in an error message, and (without `key`) what has to agree. It starts now
+        or later: `start`, or what is to be done with the `small` tensors of all. What the backend refuses at once is
+        raised here."""
+        if self.board is None:
+            one = Collective(self, text, 0, 0, flag, start)
+            one.begin()
+        else:
+            hashed = _names.get(key or text)
+            if hashed is None:
+                if len(_names) > 4096:
+                    _names.clear()
+                hashed = _names[key or text] = fingerprint(key or text)
+            with self.lock:
+                self._number += 1
+                one = Collective(self, text, self._number, hashed, flag, start)
+                one.small = small
+                self._queue.append(one)
+                self.progress()
+                if self._queue and self.sliced:
+                    self._starter.watch(self)
+            if not self.sliced and one.start is not None:  # NCCL orders its work by the calling thread's stream
+                self.wait_until_started(one)
+        if one.error is not None and not isinstance(one.error, CollectiveMismatch):
+            raise one.error
+        return one
+
+    def progress(self) -> bool:
+        """Start what can be started; whether anything is left."""
+        board = self.board
+        assert board is not None
+        with self.lock:
+            while self._queue:
+                first = self._queue[0]
+                while self._announced < self._number and board.room(self._announced + 1):
+                    self._announce(board, self._queue[self._announced + 1 - first.number])
+                same = board.compare(first.number, first.word) if first.word else None
+                if same is None:
+                    return True
+                self._queue.popleft()
+                if same:
+                    first.begin()
+                else:
+                    first.error = self._mismatch(board, first.number)
+                    first.start = None
+                board.settle(first.number)
+            return False
+
+    def _announce(self, board: Board, one: Collective) -> None:
+        self._announced += 1
+        small = None if one.small is None else one.small[0]
+        one.word = board.announce(one.number, one.hashed, one.flag, one.text, small)
+
+    def wait_until_started(self, one: Collective) -> None:
+        """Return when everyone is there (or is known to have come with something else)."""
+        looks = 0
+        while one.start is not None:
+            self.progress()
+            looks += 1
+            if one.start is None or looks < _LOOKS:
+                continue
+            if one.word and self.board is not None:
+                self.board.sleep(one.number)
+            else:
+                time.sleep(_NAP)  # there was no room for it yet
+
+    def _mismatch(self, board: Board, number: int) -> CollectiveMismatch:
+        deadline = time.monotonic() + _ALL_THERE
+        while not all(texts := board.texts(number)) and time.monotonic() < deadline:
+            time.sleep(1e-3)
+        return CollectiveMismatch(_difference(board.members, texts))
+
+
+def _difference(members: tuple[int, ...], texts: list[str]) -> str:
+    """What differs: "allreduce of a list of 2 int64 for sum" and the like, by rank."""
+    known = {rank: text for rank, text in zip(members, texts, strict=True) if text}
+    first = members[0] if members[0] in known else next(iter(known))
+    others = [rank for rank in known if known[rank] != known[first]] or [rank for rank in known if rank != first]
+    shown = [first, *others[:1], *others[1:]]
+    names = {text.partition(" of ")[0] for text in known.values()}
+    if len(names) == 1:
+        said = ", ".join(f"rank {rank} has {known[rank].partition(' of ')[2]}" for rank in shown)
+        return f"{names.pop()}: ranks differ: {said}"
+    said = ", ".join(f"rank {rank} calls {known[rank]}" for rank in shown)
+    return f"ranks differ in their collectives (all must call the same ones, in one order): {said}"
+
+
+class Starter:
+    """The thread that starts queued collectives of a rank while its main thread computes; there when needed."""
+
+    def __init__(self) -> None:
+        self._waiting: set[Matcher] = set()
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def watch(self, matcher: Matcher) -> None:
+        """Look after this matcher until nothing is queued there."""
+        self._waiting.add(matcher)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="starts collectives", daemon=True)
+            self._thread.start()
+        self._wake.set()
+
+    def close(self) -> None:
+        """Start nothing more."""
+        self._closed = True
+        self._wake.set()
+
+    def _run(self) -> None:
+        while not self._closed:
+            self._wake.wait()
+            self._wake.clear()
+            while self._waiting and not self._closed:
+                for matcher in list(self._waiting):
+                    with matcher.lock:  # so that none is queued between the look and this
+                        if not matcher.progress():
+                            self._waiting.discard(matcher)
+                time.sleep(_NAP)

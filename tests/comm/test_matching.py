@@ -1,0 +1,268 @@
+"""Collectives are announced before they start: mismatches are named, and never reach gloo."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+
+from minipar.cluster import Cluster, worker
+from minipar.comm import communicator
+from minipar.comm.board import DEPTH, SMALL, Board, fingerprint
+from minipar.errors import CollectiveMismatch, RankError
+
+# Ranks cannot import this file by name; its functions travel as those of a notebook do.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+ALL = (0, 1, 2)
+LARGE = SMALL  # elements: four times what fits the board
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(3, device="cpu") as made:
+        yield made
+
+
+def sizes(comm: Any) -> Any:
+    return comm.iallreduce(torch.ones(LARGE + (comm.rank == 1)), ALL)
+
+
+def small_sizes(comm: Any) -> Any:
+    return comm.iallreduce(torch.ones(2 + (comm.rank == 1)), ALL)
+
+
+def dtypes(comm: Any) -> Any:
+    return comm.iallreduce(torch.ones(LARGE, dtype=torch.int32 if comm.rank == 1 else torch.float32), ALL)
+
+
+def order(comm: Any) -> Any:
+    a, b = torch.ones(LARGE), torch.ones(LARGE)  # of one form: only their names tell
+    first = [(a, "weights"), (b, "biases")]
+    handles = [comm.iallreduce(x, ALL, name) for x, name in (first[::-1] if comm.rank == 1 else first)]
+    handles[1].wait()
+    return handles[0]
+
+
+def operations(comm: Any) -> Any:
+    if comm.rank == 1:
+        comm.barrier()
+    return comm.iallreduce(torch.ones(LARGE), ALL)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (sizes, "iallreduce: ranks differ: rank 0 has a tensor of 4096 float32, rank 1 has a tensor of 4097 float32"),
+        (small_sizes, "iallreduce: ranks differ: rank 0 has a tensor of 2 float32, rank 1 has a tensor of 3 float32"),
+        (dtypes, "iallreduce: ranks differ: rank 0 has a tensor of 4096 float32, rank 1 has a tensor of 4096 int32"),
+        (order, "rank 0 has a tensor of 4096 float32 (biases), rank 1 has a tensor of 4096 float32 (weights)"),
+        (
+            operations,
+            "in one order): rank 0 calls iallreduce of a tensor of 4096 float32, rank 1 calls barrier",
+        ),
+    ],
+)
+def test_mismatches_are_named_on_every_rank(cluster: Cluster, call: Callable[[Any], Any], text: str) -> None:
+    pids = cluster.run(os.getpid)
+
+    def f() -> str:
+        try:
+            call(communicator.create()).wait()
+        except CollectiveMismatch as error:
+            return str(error)
+        return "nothing"
+
+    assert all(text in said for said in cluster.run(f))
+    with pytest.raises(RankError, match="ranks differ"):
+        cluster.run(lambda: call(communicator.create()).wait())
+    assert cluster.run(lambda: communicator.create().allreduce([1])) == [[3]] * 3
+    assert cluster.run(os.getpid) == pids  # nobody was aborted
+
+
+def test_after_a_mismatch_the_group_goes_on(cluster: Cluster) -> None:
+    def f() -> list[float]:
+        comm = communicator.create()
+        x = torch.full((LARGE,), float(comm.rank))
+        bad, good = comm.iallreduce(torch.ones(2 + comm.rank), ALL), comm.iallreduce(x, ALL)
+        try:
+            bad.wait()
+        except CollectiveMismatch:
+            good.wait()
+            return [float(x.min()), float(x.max())]
+        return []
+
+    assert cluster.run(f) == [[3.0, 3.0]] * 3
+
+
+@pytest.mark.parametrize("elements", [2, LARGE])
+def test_the_caller_does_not_wait_and_others_need_not_wait_for_it(cluster: Cluster, elements: int) -> None:
+    """Rank 0 starts first, then computes and looks after nothing: the helper thread takes part for it."""
+
+    def f() -> tuple[float, float, float]:
+        comm = communicator.create()
+        comm.barrier()
+        began = time.monotonic()
+        if comm.rank:
+            time.sleep(0.3)
+        x = torch.ones(elements)
+        handle = comm.iallreduce(x, ALL)
+        called = time.monotonic() - began
+        told: list[float] = []
+        handle.when_done(lambda: told.append(time.monotonic()))
+        if comm.rank == 0:
+            end = time.monotonic() + 2
+            while time.monotonic() < end:
+                pass
+        handle.wait()
+        waited = time.monotonic() - began
+        return called, waited, told[0] - began
+
+    first, *others = cluster.run(f)
+    assert first[0] < 0.25
+    assert 0.25 < first[2] < 1.8
+    assert all(waited < 1.8 for _, waited, _ in others)
+
+
+def test_any_number_can_be_under_way(cluster: Cluster) -> None:
+    count = 5 * DEPTH
+
+    def f() -> bool:
+        comm = communicator.create()
+        xs = [torch.full((LARGE if k % 7 == 0 else 3,), float(k)) for k in range(count)]
+        if comm.rank == 2:
+            time.sleep(0.3)
+        began = time.monotonic()
+        handles = [comm.iallreduce(x, ALL) for x in xs]
+        if comm.rank != 2 and time.monotonic() - began > 5:
+            return False
+        for handle in reversed(handles):
+            handle.wait()
+        return all(bool((x == 3 * k).all()) for k, x in enumerate(xs))
+
+    assert cluster.run(f) == [True] * 3
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_sequences_sum_right_or_name_the_first_difference(cluster: Cluster, seed: int) -> None:
+    """One rank deviates at a random place. Sleeps of random length change who comes last."""
+    plan = random.Random(seed)
+    lengths = [plan.choice([1, 5, 300, LARGE, 3 * LARGE]) for _ in range(60)]
+    wrong, at = plan.randrange(3), plan.randrange(60)
+
+    def f() -> tuple[int, str]:
+        comm = communicator.create()
+        own = random.Random(100 * seed + comm.rank)
+        under_way: list[tuple[int, torch.Tensor, Any]] = []
+        said, right = "", 0
+        for k, length in enumerate(lengths):
+            x = torch.ones(length + (k == at and comm.rank == wrong))
+            under_way.append((k, x, comm.iallreduce(x, ALL)))
+            if own.random() < 0.2:
+                time.sleep(own.random() * 0.01)
+            while under_way and (own.random() < 0.4 or k == len(lengths) - 1):
+                j, y, handle = under_way.pop(own.randrange(len(under_way)))
+                try:
+                    handle.wait()
+                    right += bool((y == 3).all())
+                except CollectiveMismatch as error:
+                    said += f"{j}: {error}"
+        return right, said
+
+    results = cluster.run(f)
+    assert [right for right, _ in results] == [59] * 3
+    assert len({said for _, said in results}) == 1
+    assert results[0][1].startswith(f"{at}: iallreduce: ranks differ")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8])
+@pytest.mark.parametrize("elements", [0, 1, 7, SMALL])
+def test_sums_on_the_board_are_those_of_gloo(cluster: Cluster, dtype: torch.dtype, elements: int) -> None:
+    def f() -> list[bool]:
+        comm = communicator.create()
+        mine = (torch.arange(elements) % 5 + comm.rank).to(dtype)
+        everything = torch.stack([(torch.arange(elements) % 5 + k).to(dtype) for k in ALL])
+        x = mine.clone()
+        comm.iallreduce(x, ALL).wait()
+        largest = comm.allreduce(mine, max)
+        return [bool((x == everything.sum(0)).all()), bool((largest == everything.amax(0)).all())]
+
+    assert cluster.run(f) == [[True, True]] * 3
+
+
+def test_boards_leave_no_files(cluster: Cluster) -> None:
+    def f() -> list[str]:
+        comm = communicator.create()
+        comm.prepare([(0, 1), (1, 2), ALL])
+        comm.barrier()
+        return [name for name in os.listdir(Path(worker.context().store).parent) if "gloo" in name]
+
+    assert cluster.run(f) == [[]] * 3
+
+
+# The board itself, two of its ranks in one process
+
+
+def pair(folder: Path) -> tuple[Board, Board]:
+    return Board(str(folder / "board"), (3, 5), 0), Board(str(folder / "board"), (3, 5), 1)
+
+
+def test_entries_match_whatever_their_number(tmp_path: Path) -> None:
+    one, two = pair(tmp_path)
+    for board in (one, two):
+        board.settle(65_400)  # so that the numbers that follow have room
+    for number in range(65_401, 65_700):  # past 16 bits
+        assert one.room(number)
+        word = one.announce(number, fingerprint("a"), False, "a", None)
+        assert one.compare(number, word) is None
+        assert one.texts(number) == ["a", ""]
+        other = two.announce(number, fingerprint("a" if number % 3 else "b"), True, "x", None)
+        assert one.compare(number, word) is two.compare(number, other) is bool(number % 3)
+        assert one.flags(number) == two.flags(number) == [False, True]
+        for board in (one, two):
+            board.settle(number)
+
+
+def test_no_entry_is_written_over_before_all_have_settled_it(tmp_path: Path) -> None:
+    one, two = pair(tmp_path)
+    for number in range(1, DEPTH + 1):
+        assert one.room(number)
+        one.announce(number, 1, False, "", None)
+        one.settle(number)
+    assert not one.room(DEPTH + 1)
+    two.announce(1, 1, False, "", None)
+    two.settle(1)
+    assert one.room(DEPTH + 1)
+    assert not one.room(DEPTH + 2)
+
+
+def test_who_sleeps_is_woken_by_the_last(tmp_path: Path) -> None:
+    one, two = pair(tmp_path)
+    one.announce(1, 1, False, "", None)
+    timer = threading.Timer(0.02, two.announce, (1, 1, False, "", None))
+    timer.start()
+    deadline = time.monotonic() + 5
+    while one.compare(1, 1 << 48 | 1) is None and time.monotonic() < deadline:
+        one.sleep(1)
+    assert one.compare(1, 1 << 48 | 1) is True
+    started = time.monotonic()
+    one.sleep(1)  # all are there
+    assert time.monotonic() - started < 0.04
+    timer.join()
+
+
+def test_names_of_a_board_go_when_it_is_made(tmp_path: Path) -> None:
+    one, two = pair(tmp_path)
+    two.unlink()
+    assert os.listdir(tmp_path) == ["board"]
+    one.unlink()
+    assert os.listdir(tmp_path) == []
