@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from minipar.errors import PlanError
-from minipar.program import Program
+from minipar.program import Instruction, Program, tier
 from minipar.streams import Costs
 
 _UNITS = {
@@ -77,7 +77,13 @@ class DeviceSpec:
     @property
     def emulates(self) -> bool:
         """Whether it has a speed of its own: times, or rates of computing or of links."""
-        return any(x is not None for x in (self.flops, self.bandwidth, self.latency, self.costs))
+        rates = (self.flops, self.bandwidth, self.latency, self.host_bandwidth, self.disk_bandwidth, self.costs)
+        return any(x is not None for x in rates)
+
+    def copy_bandwidth(self, ins: Instruction) -> float | None:
+        """Bytes a second of an OFFLOAD or FETCH; None: what the machine itself gives."""
+        to_disk = any(tier(value) == "disk" for value in (ins.reads[0], ins.writes[0]))
+        return self.disk_bandwidth if to_disk else self.host_bandwidth
 
     @staticmethod
     def parse(text: str | DeviceSpec) -> DeviceSpec:

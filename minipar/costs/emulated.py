@@ -17,7 +17,7 @@ from minipar.costs.device import DeviceSpec
 from minipar.costs.profiled import ProfiledCosts
 from minipar.costs.unit import UnitCosts
 from minipar.errors import PlanError
-from minipar.program import Instruction, Op, Program, Value
+from minipar.program import COPIES, Instruction, Op, Program, Value, hops
 from minipar.streams import Costs
 
 
@@ -51,7 +51,7 @@ class EmulatedCosts:
 
     def delays(self, ins: Instruction) -> bool:
         """Whether a compute instruction takes the device's time rather than this machine's."""
-        return bool(self._table) or (self.spec.flops is not None and ins.op is not Op.STEP)
+        return bool(self._table) or (self.spec.flops is not None and ins.op is not Op.STEP and ins.stream != "host")
 
     def compute(self, rank: int, ins: Instruction) -> float:
         if self._table:
@@ -62,6 +62,8 @@ class EmulatedCosts:
         return self._operations(own, rank, ins) / self.spec.flops
 
     def transfer(self, rank: int, ins: Instruction) -> tuple[float, float]:
+        if ins.op in COPIES:
+            return self._copy(rank, ins)
         if not self.links:
             return self._own("the time of a message").transfer(rank, ins)
         if self.spec.bandwidth is None:
@@ -70,16 +72,24 @@ class EmulatedCosts:
         size = self._own("the size of a message").size(rank, ins.reads[0])
         return (size / self.spec.bandwidth, self.spec.latency or 0.0) if size else (0.0, 0.0)
 
+    def _copy(self, rank: int, ins: Instruction) -> tuple[float, float]:
+        rate = self.spec.copy_bandwidth(ins)
+        if rate is not None:
+            return self._own("the size of a copy").size(rank, ins.reads[0]) / rate, 0.0
+        return (0.0, 0.0) if self._table else self._own("the time of a copy").transfer(rank, ins)
+
     def collective(self, ins: Instruction) -> float:
         if not self.links:
             return self._own("the time of a collective").collective(ins)
         if self.transfers_by_function:
             return self._table[0].collective(ins)
-        # A ring: each rank sends 2 (n - 1) messages, 2 (n - 1) / n of the bytes together.
+        # A ring: each rank sends n - 1 messages for each hop, (n - 1) / n of the bytes together.
         n = len(ins.group)
-        size = sum(sum(self.program.groups[value.index].tensors) for value in ins.writes)
-        occupied = 2 * (n - 1) / n * size / self.spec.bandwidth if self.spec.bandwidth else 0.0
-        return len(ins.parts) * 2 * (n - 1) * (self.spec.latency or 0.0) + occupied
+        size = sum(part.bytes for part in ins.parts)
+        if ins.op is Op.ALL_REDUCE:
+            size = sum(sum(self.program.groups[value.index].tensors) for value in ins.writes)
+        occupied = hops(ins) * (n - 1) / n * size / self.spec.bandwidth if self.spec.bandwidth else 0.0
+        return len(ins.parts) * hops(ins) * (n - 1) * (self.spec.latency or 0.0) + occupied
 
     def size(self, rank: int, value: Value) -> float:
         if self.own is not None:

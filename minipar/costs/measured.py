@@ -1,16 +1,27 @@
 """What a profile found, as plain numbers: picklable, JSON-able, readable without torch.
 
-`minipar.costs.profiler.profile` fills it.
+`minipar.profile` (in `costs/profiler.py`) fills it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from html import escape
+from typing import Any
+
+from minipar.errors import PlanError
+
+_HEADER = (
+    "layer", "forward ms", "backward ms", "input half", "weight half", "forward MFLOP", "backward MFLOP",
+    "parameters MiB", "output MiB", "saved MiB",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Seconds and bytes of a model, one layer at a time, on one device.
+    """Seconds, operations and bytes of a model, one layer at a time, on one device.
 
     The dicts are keyed by rows (the micro-batch sizes that were tried); each entry is in layer order. The last layer
     includes the loss, in its times and in what it saves; its output is what it hands to the loss.
@@ -27,6 +38,12 @@ class Profile:
     gradient_bytes     per parameter group, trainable only: the size of its gradient
     optimizer_bytes    per parameter group, what the optimizer keeps after a step
     step_seconds       one optimizer step over all trainable parameters
+    backward_input     median seconds of the input half: the gradient of the layer's input alone, by the whole chain
+                       of operations inside the layer. 0.0 where no input gradient is wanted
+    backward_weight    median seconds of the weight half: the gradients of the layer's parameters, from what the input
+                       half found inside the layer, which it does not compute again
+    forward_flops      floating-point operations of the forward: products of matrices, convolutions, attention
+    backward_flops     and of the whole backward
     """
 
     forward: dict[int, tuple[float, ...]]
@@ -39,3 +56,71 @@ class Profile:
     gradient_bytes: tuple[int, ...]
     optimizer_bytes: tuple[int, ...]
     step_seconds: float
+    backward_input: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    backward_weight: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    forward_flops: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    backward_flops: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """One JSON object; `from_json` reads it."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Profile:
+        """The profile that `to_json` wrote. Errors: PlanError for text that is none."""
+        try:
+            given = json.loads(text)
+            return Profile(**{f.name: _restore(given[f.name]) for f in fields(Profile)})
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            kind = type(error).__name__
+            raise PlanError(f"profile: not what Profile.to_json wrote ({kind}: {error}); measure it anew") from None
+
+    def table(self, rows: int) -> list[tuple[str, ...]]:
+        """Per layer, as text: times, operations and bytes for this many rows, and last their sums."""
+        layers = range(len(self.forward[rows]))
+        nothing = {rows: (0.0,) * len(layers)}
+        columns: list[Sequence[float]] = [
+            *(
+                [t * 1e3 for t in (table or nothing)[rows]]
+                for table in (self.forward, self.backward, self.backward_input, self.backward_weight)
+            ),
+            *([n / 1e6 for n in (table or nothing)[rows]] for table in (self.forward_flops, self.backward_flops)),
+            [self.parameter_bytes[l] / 2**20 for l in layers],
+            *([n / 2**20 for n in table[rows]] for table in (self.output_bytes, self.saved_bytes)),
+        ]
+        lines = [(str(l), *(f"{column[l]:.2f}" for column in columns)) for l in layers]
+        return [*lines, ("all", *(f"{sum(column):.2f}" for column in columns))]
+
+    def __str__(self) -> str:
+        """A table of layers for each number of rows that was measured."""
+        text = []
+        for rows in self.forward:
+            lines = [_HEADER, *self.table(rows)]
+            widths = [max(len(line[k]) for line in lines) for k in range(len(_HEADER))]
+            text.append(f"{rows} row{'s' * (rows > 1)}")
+            text += ["  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in lines]
+        return "\n".join([*text, self._rest()])
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        parts = []
+        for rows in self.forward:
+            head = "".join(f"<th>{escape(name)}</th>" for name in _HEADER)
+            body = "".join(
+                "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>" for line in self.table(rows)
+            )
+            caption = f"<caption>{rows} row{'s' * (rows > 1)}</caption>"
+            parts.append(f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
+        return "".join([*parts, f"<p>{escape(self._rest())}</p>"])
+
+    def _rest(self) -> str:
+        tied = sum(self.parameter_bytes[len(next(iter(self.forward.values()), ())) :])
+        shared = f"; parameters that layers share: {tied / 2**20:.2f} MiB" if tied else ""
+        return f"optimizer step over all parameters: {self.step_seconds * 1e3:.2f} ms{shared}"
+
+
+def _restore(value: Any) -> Any:
+    """Tuples for JSON's lists, and numbers of rows for its keys."""
+    if isinstance(value, dict):
+        return {int(key): tuple(entry) for key, entry in value.items()}
+    return tuple(value) if isinstance(value, list) else value

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from minipar.costs.measured import Profile
-from minipar.program import Instruction, Op, Program, Value
+from minipar.costs.rates import Calibration
+from minipar.program import COMPUTE, COPIES, Instruction, Op, Program, Value, home, hops, tier
 
 
 def split_rows(total: int, parts: int) -> list[range]:
@@ -25,8 +26,12 @@ def microbatch_rows(batch: int, replicas: int, microbatches: int) -> tuple[int, 
 class ProfiledCosts:
     """Seconds and bytes of a program's instructions and values, for a step of `batch` rows.
 
-    latency     seconds that a message needs, however short
-    bandwidth   bytes a second of every link
+    latency      seconds that a message needs, however short
+    bandwidth    bytes a second of every link
+    host_bandwidth, disk_bandwidth   bytes a second of a copy to the host or the disk, and back
+    calibration  of the cluster: messages and collectives cost what it measured, and latency and bandwidth do not
+                 matter. The sending and the receiving rank's own work on a message is part of the compute instruction
+                 before the SEND, and of the first one that reads what was received
 
     The defaults are what gloo reaches over the loopback of an ordinary machine.
     """
@@ -36,10 +41,16 @@ class ProfiledCosts:
     batch: int
     latency: float = 2e-4
     bandwidth: float = 1.5e9
+    host_bandwidth: float = 4e9
+    disk_bandwidth: float = 4e8
+    calibration: Calibration | None = None
     _rows: list[range] = field(default_factory=list, init=False, repr=False, compare=False)
+    _messages: list[dict[Instruction, float]] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._rows.extend(split_rows(self.batch, self.program.replicas * self.program.microbatches))
+        if self.calibration is not None:
+            self._messages.extend(self._work_on_messages(rank) for rank in range(len(self.program.ranks)))
 
     def rows(self, rank: int, microbatch: int) -> int:
         """Rows of a micro-batch of the rank's replica."""
@@ -50,26 +61,63 @@ class ProfiledCosts:
         return sum(self.rows(rank, i) for i in range(self.program.microbatches))
 
     def compute(self, rank: int, ins: Instruction) -> float:
+        alone = self._alone(rank, ins)
+        return alone + self._messages[rank].get(ins, 0.0) if self._messages else alone
+
+    def _work_on_messages(self, rank: int) -> dict[Instruction, float]:
+        """Seconds that a rank works on sending and receiving, by the compute instruction that has to wait for it."""
+        assert self.calibration is not None
+        found: dict[Instruction, float] = {}
+        received: set[Value] = set()
+        before: Instruction | None = None
+        for ins in self.program.ranks[rank]:
+            if ins.op is Op.RECV:
+                received.update(ins.writes)
+            elif ins.op is Op.SEND and before is not None:
+                size = self.size(rank, ins.reads[0])
+                found[before] = found.get(before, 0.0) + (self.calibration.send.at(size) if size else 0.0)
+            elif ins.op in COMPUTE:
+                for value in received.intersection(ins.reads):
+                    size = self.size(rank, value)
+                    found[ins] = found.get(ins, 0.0) + (self.calibration.receive.at(size) if size else 0.0)
+                    received.discard(value)
+                before = ins
+        return found
+
+    def _alone(self, rank: int, ins: Instruction) -> float:
+        """Seconds of a compute instruction, without messages."""
         if ins.op is Op.STEP:
             whole = sum(self.profile.gradient_bytes)
-            part = sum(self.profile.gradient_bytes[g] for g in ins.layers)
+            part = sum(self.size(rank, v) for v in ins.reads if home(v).kind in ("grad", "grad_shard"))
             return self.profile.step_seconds * part / whole if whole else 0.0
         rows = self.rows(rank, ins.microbatch)
         if rows == 0:
             return 0.0
-        table = self.profile.forward if ins.op in (Op.FORWARD, Op.RECOMPUTE) else self.profile.backward
+        tables = {Op.BACKWARD: self.profile.backward, Op.BACKWARD_INPUT: self.profile.backward_input}
+        tables[Op.BACKWARD_WEIGHT] = self.profile.backward_weight
+        table = tables.get(ins.op, self.profile.forward)
         return sum(table[rows][layer] for layer in ins.layers)
 
     def transfer(self, rank: int, ins: Instruction) -> tuple[float, float]:
+        if ins.op in COPIES:
+            to_disk = any(tier(value) == "disk" for value in (ins.reads[0], ins.writes[0]))
+            return self.size(rank, ins.reads[0]) / (self.disk_bandwidth if to_disk else self.host_bandwidth), 0.0
         size = self.size(rank, ins.reads[0])
+        if size and self.calibration is not None:
+            return self.calibration.transfer(rank, ins.peer, size)
         return (size / self.bandwidth, self.latency) if size else (0.0, 0.0)
 
     def collective(self, ins: Instruction) -> float:
         n = len(ins.group)
-        size = sum(self.size(ins.group[0], value) for value in ins.writes)
-        return len(ins.parts) * 2 * (n - 1) * self.latency + 2 * (n - 1) / n * size / self.bandwidth
+        size = sum(part.bytes for part in ins.parts)
+        if ins.op is Op.ALL_REDUCE:
+            size = sum(self.size(ins.group[0], value) for value in ins.writes)
+        if self.calibration is not None:  # of sums, in which the bytes travel twice
+            return hops(ins) / 2 * len(ins.parts) * self.calibration.sum_over(n, size / max(1, len(ins.parts)))
+        return hops(ins) * (len(ins.parts) * (n - 1) * self.latency + (n - 1) / n * size / self.bandwidth)
 
     def size(self, rank: int, value: Value) -> int:
+        value = home(value)
         if value.microbatch >= 0:
             rows = self.rows(rank, value.microbatch)
             tables = {
@@ -83,4 +131,31 @@ class ProfiledCosts:
             "grad": self.profile.gradient_bytes,
             "optimizer_state": self.profile.optimizer_bytes,
         }
-        return sizes[value.kind][value.index]
+        if value.kind in sizes and value.index not in self.program.sharded:
+            if value.kind == "optimizer_state" and self.program.precision == "bf16":
+                return 2 * (sizes[value.kind][value.index] + self.profile.gradient_bytes[value.index])
+            return sizes[value.kind][value.index]
+        return self._size_of_slice(value)
+
+    def _size_of_slice(self, value: Value) -> int:
+        """Bytes of what belongs to a sharded group (its slices filled up to equal size), or to no group.
+
+        With precision=bf16 the profile is of bfloat16 parameters, while slices are of float32 ones, twice as large.
+        """
+        if value.kind == "norm":
+            return 8
+        n, g = self.program.replicas, value.index
+        whole = self.profile.gradient_bytes[g]
+        frozen = self.profile.parameter_bytes[g] - whole
+        part = -(-whole // (4 * n)) * 4
+        wide = 2 if self.program.precision == "bf16" else 1
+        master = part * wide if wide > 1 and g not in self.program.scattered else 0
+        sizes = {
+            "param": part * n + (0 if g in self.program.scattered else frozen),
+            "param_shard": part * wide + frozen,
+            "grad": whole,
+            "grad_shard": part * wide,
+            "buffer": part * n,
+            "optimizer_shard": -(-self.profile.optimizer_bytes[g] // n) * wide + master,
+        }
+        return sizes[value.kind]

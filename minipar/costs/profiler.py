@@ -1,27 +1,32 @@
 """Measure a model: its shape, and what each of its layers costs, one layer at a time on one device.
 
-layer l:   detached output of l-1 --forward--> output --backward--> gradients      (timed, and what autograd saved)
+layer l:   detached output of l-1 --forward--> output --backward--> gradients      (timed, counted, weighed)
 """
 
 from __future__ import annotations
 
 import copy
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from minipar.costs.halves import input_half, weight_half
 from minipar.costs.measured import Profile
 from minipar.costs.shapes import Shape
 from minipar.errors import PlanError
 from minipar.program import Group
-from minipar.tensors import count_bytes, detach, differentiable, map_tensors, overwrites, storages, tensors
+from minipar.tensors import count_bytes, count_rows, detach, differentiable, map_tensors, overwrites, storages, tensors
 
+Loss = Callable[[Any], Tensor]
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -73,50 +78,66 @@ def _bytes(tensor: Tensor) -> int:
 
 def profile(
     model: Iterable[nn.Module],
-    x: Any,
-    y: Any,
-    loss: Callable[[Any, Any], Tensor],
-    rows: Sequence[int],
+    batch: tuple[Any, Any],
+    loss: Callable[[Any, Any], Tensor] = nn.functional.cross_entropy,
+    rows: Sequence[int] | None = None,
     repeats: int = 3,
     threads: int = 1,
     optimizer: OptimizerFactory = torch.optim.SGD,
 ) -> Profile:
     """Time and weigh each layer of `model` for every number of rows in `rows`, and one step of `optimizer`.
 
-    `x` and `y` are tensors, or tuples of tensors, with at least max(rows) rows; micro-batches of n rows are their
-    first n. `loss(output, y)` gives a scalar. Times are medians of `repeats` after one run to warm up, on `threads`
-    CPU threads, on the device where the model is. The model is left as it was, with its buffers and gradients, and
-    so is the state of the random generators: every layer is measured on a copy.
+    batch     (x, y): tensors, or tuples of tensors, with at least max(rows) rows; micro-batches of n rows are their
+              first n
+    loss      loss(output, y) -> a scalar
+    rows      sizes of micro-batches; default: all rows of the batch
+    repeats   times are medians of so many, after one run to warm up
+    threads   CPU threads that a layer may use. With one, times are of that thread's own work, so that other programs
+              on the machine do not disturb them; with more, and on a GPU, they are by the clock
 
-    Errors: `PlanError` for rows that x or y cannot give, or less than 1 repeat.
+    Layers are timed one at a time, in the order of a training step: forwards first, backwards last, so that the caches
+    hold what they would hold in one. The model is left as it was, with its buffers and gradients, on the device where
+    it is, and so is the state of the random generators: every layer is measured on a copy.
+
+    Errors: `PlanError` for rows that the batch cannot give, or less than 1 repeat.
     """
     layers = list(model)
     if repeats < 1:
         raise PlanError(f"repeats={repeats}: must be at least 1")
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise PlanError(f"batch: must be a pair (x, y) of rows and targets, not a {type(batch).__name__}")
+    x, y = batch
     held = _groups(layers)
     trainable_from = min((min(h.layers) for h in held if h.trainable), default=len(layers))
     device = next((p.device for h in held for p in (*h.trainable, *h.frozen)), torch.device("cpu"))
+    clock = _Clock(device, threads)
     costs: dict[int, list[_LayerCost]] = {}
     with _undisturbed(device, threads):
-        for n in sorted(set(rows)):
+        for n in sorted(set(rows if rows is not None else [count_rows(x)])):
             value, target = _rows(x, n, device), _rows(y, n, device)
             costs[n] = []
-            for l, layer in enumerate(layers):
-                final = (loss, target) if l == len(layers) - 1 else None
-                value, cost = _measure(copy.deepcopy(layer), value, final, l > trainable_from, repeats, device)
-                costs[n].append(cost)
-        step_seconds, optimizer_bytes = _measure_step([h.trainable for h in held], optimizer, repeats, device)
+            for run in _runs(layers, value, (loss, target), trainable_from):
+                costs[n] += _time_run(run, repeats, clock)
+        step_seconds, optimizer_bytes = _measure_step([h.trainable for h in held], optimizer, repeats, clock)
+
+    def table(column: Callable[[_LayerCost], Any]) -> dict[int, tuple[Any, ...]]:
+        return {n: tuple(map(column, found)) for n, found in costs.items()}
+
     return Profile(
-        forward={n: tuple(c.forward for c in found) for n, found in costs.items()},
-        backward={n: tuple(c.backward for c in found) for n, found in costs.items()},
-        output_bytes={n: tuple(c.weights.output for c in found) for n, found in costs.items()},
-        grad_output_bytes={n: tuple(c.weights.grad_output for c in found) for n, found in costs.items()},
-        saved_bytes={n: tuple(c.weights.saved for c in found) for n, found in costs.items()},
+        forward=table(lambda c: c.forward),
+        backward=table(lambda c: c.backward),
+        output_bytes=table(lambda c: c.weights.output),
+        grad_output_bytes=table(lambda c: c.weights.grad_output),
+        saved_bytes=table(lambda c: c.weights.saved),
         saves_output=tuple(any(found[l].weights.saves_output for found in costs.values()) for l in range(len(layers))),
         parameter_bytes=tuple(sum(map(_bytes, (*h.trainable, *h.frozen))) for h in held),
         gradient_bytes=tuple(sum(map(_bytes, h.trainable)) for h in held),
         optimizer_bytes=optimizer_bytes,
         step_seconds=step_seconds,
+        backward_input=table(lambda c: c.input_half),
+        backward_weight=table(lambda c: c.weight_half),
+        forward_flops=table(lambda c: c.forward_flops),
+        backward_flops=table(lambda c: c.backward_flops),
     )
 
 
@@ -132,41 +153,139 @@ class Weights(NamedTuple):
 class _LayerCost(NamedTuple):
     forward: float
     backward: float
+    input_half: float
+    weight_half: float
     weights: Weights
+    forward_flops: int
+    backward_flops: int
 
 
-def _measure(
-    layer: nn.Module, value: Any, final: Final | None, input_gradient: bool, repeats: int, device: torch.device
-) -> tuple[Any, _LayerCost]:
-    """One layer on one micro-batch: its detached output, and what it cost. `final`: the loss and its targets."""
-    loss = partial(_of_output, *final) if final else None
-    known = final[1] if final else ()
-    output, ends, weights = weigh(layer, detach(value, input_gradient), loss, known)  # warms up the forward, too
-    result = detach(output)
-    # Gradients of the same size would arrive from the next layer. The first backward allocates the weights' gradients,
-    # which the timed ones add to, as all micro-batches but one do.
-    ends = [end for end in ends if end.requires_grad]
-    gradients = [torch.ones_like(end) for end in ends]
-    if ends:
-        torch.autograd.backward(ends, gradients)
+@dataclass
+class _Measured:
+    """One layer under measurement: a copy of it, its input, the loss if it is the last, and what was found so far."""
 
-    forwards, backwards = [], []
+    layer: nn.Module
+    value: Any
+    loss: Loss | None
+    input_gradient: bool
+    weights: Weights
+    flops: tuple[int, int]
+    seconds: dict[str, list[float]]
+
+    def forward(self, clock: _Clock) -> tuple[Any, list[Tensor]]:
+        """A timed forward: the input as a leaf, and the tensors that a backward starts from."""
+        given = detach(self.value, self.input_gradient)
+        start = clock()
+        output = self.layer(map_tensors(given, torch.clone) if overwrites(self.layer) else given)
+        ends = [end for end in ([self.loss(output)] if self.loss else differentiable(output)) if end.requires_grad]
+        self.seconds["forward"].append(clock() - start)
+        return given, ends
+
+
+def _runs(
+    layers: list[nn.Module], value: Any, final: tuple[Callable[[Any, Any], Tensor], Any], trainable_from: int
+) -> Iterator[list[_Measured]]:
+    """Neighbouring layers that are timed together, each weighed and warmed up: as many as keep `_KEPT` bytes."""
+    run: list[_Measured] = []
+    kept = 0
+    for l, layer in enumerate(layers):
+        layer, last = copy.deepcopy(layer), l == len(layers) - 1
+        loss = partial(_of_output, *final) if last else None
+        given = detach(value, l > trainable_from)
+        with FlopCounterMode(display=False, custom_mapping=_FLOPS) as forward:
+            output, ends, weights = weigh(layer, given, loss, final[1] if last else ())
+        # Gradients of the same size would arrive from the next layer. This backward allocates the weights' gradients,
+        # which the timed ones add to, as all micro-batches but one do.
+        ends = [end for end in ends if end.requires_grad]
+        with FlopCounterMode(display=False, custom_mapping=_FLOPS) as backward:
+            if ends:
+                torch.autograd.backward(ends, _ones(ends))
+        flops = forward.get_total_flops(), backward.get_total_flops()
+        run.append(_Measured(layer, value, loss, l > trainable_from, weights, flops, defaultdict(list)))
+        value = detach(output)
+        del output, ends, given
+        kept += weights.saved + weights.output
+        if kept >= _KEPT:
+            yield run
+            run, kept = [], 0
+    if run:
+        yield run
+
+
+def _time_run(run: list[_Measured], repeats: int, clock: _Clock) -> list[_LayerCost]:
+    """The layers of a run, forwards in order and backwards in reverse; then again with backwards in halves."""
     for _ in range(repeats):
-        given = detach(value, input_gradient)
-        start = _now(device)
-        output = layer(map_tensors(given, torch.clone) if overwrites(layer) else given)
-        ends = [end for end in ([loss(output)] if loss else differentiable(output)) if end.requires_grad]
-        middle = _now(device)
-        if ends:
-            torch.autograd.backward(ends, gradients)
-        backwards.append(_now(device) - middle if ends else 0.0)
-        forwards.append(middle - start)
-        del output, ends  # freed here, not inside the next forward's time
-    return result, _LayerCost(median(forwards), median(backwards), weights)
+        graphs = [each.forward(clock) for each in run]
+        for each in reversed(run):
+            _, ends = graphs.pop()
+            gradients = _ones(ends)
+            start = clock()
+            if ends:
+                torch.autograd.backward(ends, gradients)
+            each.seconds["backward"].append(clock() - start if ends else 0.0)
+            del ends
+    for _ in range((repeats + 1) // 2):
+        graphs = [each.forward(clock) for each in run]
+        for each in reversed(run):
+            given, ends = graphs.pop()
+            gradients = _ones(ends)
+            inputs = [t for t in differentiable(given) if t.requires_grad]
+            parameters = [p for p in each.layer.parameters() if p.requires_grad]
+            start = clock()
+            arrived = input_half(ends, gradients, inputs, parameters)[1] if ends else []
+            middle = clock()
+            weight_half(arrived)
+            each.seconds["weight half"].append(clock() - middle if arrived else 0.0)
+            each.seconds["input half"].append(middle - start if inputs and ends else 0.0)
+            del given, ends, inputs, arrived
+    return [
+        _LayerCost(
+            median(each.seconds["forward"]),
+            median(each.seconds["backward"]),
+            median(each.seconds["input half"]),
+            median(each.seconds["weight half"]),
+            each.weights,
+            *each.flops,
+        )
+        for each in run
+    ]
 
 
-Loss = Callable[[Any], Tensor]
-Final = tuple[Callable[[Any, Any], Tensor], Any]
+def _ones(ends: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.ones_like(end) for end in ends]
+
+
+# What autograd keeps of the layers that are timed together: more than the caches next to a core hold, and little
+# beside a device's memory.
+_KEPT = 64 * 2**20
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))
+
+
+def _attention_backward_flops(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_backward_flop_count(gradient, query, key, value))
+
+
+# Attention on the CPU has operators of its own, which torch's counter does not know.
+_FLOPS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+}
+
+
+class _Clock:
+    """Seconds: of the thread's own work where one thread of the CPU does it all, of the clock elsewhere."""
+
+    def __init__(self, device: torch.device, threads: int) -> None:
+        self.device = device
+        self.read = time.thread_time if device.type == "cpu" and threads == 1 else time.perf_counter
+
+    def __call__(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return self.read()
 
 
 def weigh(layer: nn.Module, given: Any, loss: Loss | None = None, known: Any = ()) -> tuple[Any, list[Tensor], Weights]:
@@ -197,7 +316,7 @@ def weigh(layer: nn.Module, given: Any, loss: Loss | None = None, known: Any = (
 
 
 def _measure_step(
-    groups: list[list[nn.Parameter]], factory: OptimizerFactory, repeats: int, device: torch.device
+    groups: list[list[nn.Parameter]], factory: OptimizerFactory, repeats: int, clock: _Clock
 ) -> tuple[float, tuple[int, ...]]:
     """Seconds of an optimizer step over copies of all parameters, and the bytes it keeps for each group."""
     copies = [[nn.Parameter(p.detach().clone()) for p in group] for group in groups]
@@ -210,9 +329,9 @@ def _measure_step(
     optimizer.step()  # creates the state
     seconds = []
     for _ in range(repeats):
-        start = _now(device)
+        start = clock()
         optimizer.step()
-        seconds.append(_now(device) - start)
+        seconds.append(clock() - start)
     state = [
         sum(_bytes(t) for p in group for t in optimizer.state.get(p, {}).values() if isinstance(t, Tensor))
         for group in copies
@@ -237,9 +356,3 @@ def _rows(value: Any, n: int, device: torch.device) -> Any:
     if not 1 <= n <= have:
         raise PlanError(f"rows={n}: must be from 1 to {have}, the rows of the data given")
     return map_tensors(value, lambda t: t[:n].to(device))
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

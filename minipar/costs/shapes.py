@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from minipar.errors import PlanError
 from minipar.program import Group
@@ -19,11 +19,13 @@ class Shape:
 
     groups   first one `Group` per layer (its own, untied parameters), then one per tied set
     name     for messages and pictures
+    names    of the layers, where they are known
     """
 
     layers: int
     groups: tuple[Group, ...]
     name: str = ""
+    names: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         if self.layers < 1:
@@ -38,3 +40,9 @@ def uniform(layers: int, bytes_per_layer: int = 4) -> Shape:
     if layers > 1_000_000:
         raise PlanError(f"layers={layers}: too many; possible are up to 1000000")
     return Shape(layers, tuple(Group((layer,), (bytes_per_layer,)) for layer in range(layers)), f"{layers} layers")
+
+
+def frozen(shape: Shape) -> Shape:
+    """The same model with nothing to train: its programs run forward only, and keep nothing."""
+    groups = tuple(Group(group.layers, (), sum(group.tensors) + group.frozen) for group in shape.groups)
+    return Shape(shape.layers, groups, shape.name, shape.names)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from minipar.errors import PlanError
-from minipar.program import Instruction, Op, Program, Value
+from minipar.program import COPIES, Instruction, Op, Program, Value
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class UnitCosts:
         return self._unit[ins.op] * len(ins.layers) * self._scale[rank]
 
     def transfer(self, rank: int, ins: Instruction) -> tuple[float, float]:
-        """(time that a message occupies its link, latency before it arrives)."""
-        return 0.0, self.latency
+        """(time that a message occupies its link, latency before it arrives). Copies take no time."""
+        return 0.0, 0.0 if ins.op in COPIES else self.latency
 
     def collective(self, ins: Instruction) -> float:
         """Duration of a collective after its last rank has arrived."""

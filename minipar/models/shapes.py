@@ -9,16 +9,17 @@ from itertools import pairwise
 from typing import Any
 
 from minipar.costs.shapes import Shape
-from minipar.models.table import GPT, MLP, check_gpt, check_mlp, preset, title
+from minipar.models import table
+from minipar.models.table import GPT, MLP, check_gpt, check_mlp, title
 from minipar.program import Group
 
 
 def shape(name: str, *, element_size: int = 4, **overrides: Any) -> Shape:
-    """Layers and parameter groups of a preset; `element_size` is bytes per number (float32: 4, float64: 8).
+    """Layers and parameter groups of a preset or a published model; `element_size` is bytes per number (float32: 4).
 
     Errors: `PlanError` for an unknown preset or number.
     """
-    chosen = preset(name, **overrides)
+    chosen = table.numbers(name, **overrides)
     groups = _gpt(chosen, element_size) if isinstance(chosen, GPT) else _mlp(chosen, element_size)
     layers = chosen.layers + 2 if isinstance(chosen, GPT) else len(chosen.widths) - 1
     return Shape(layers, groups, title(name, chosen, overrides))

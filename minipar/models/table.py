@@ -57,6 +57,33 @@ PRESETS: dict[str, Preset] = {
     "mlp-wide": MLP(widths=(512,) * 17),
 }
 
+# Published models, for plans and formulas: too large to be built here. Numbers of GPT-2 (Radford et al. 2019), GPT-3
+# (Brown et al. 2020), Megatron-LM (Narayanan et al. 2021, table 1), and Korthikanti et al. 2022 (table 3).
+PUBLISHED: dict[str, GPT] = {
+    name: GPT(layers, width, heads, context, vocab, tied=True, dropout=0.1)
+    for name, layers, width, heads, context, vocab in (
+        ("gpt2-small", 12, 768, 12, 1024, 50257),
+        ("gpt2-medium", 24, 1024, 16, 1024, 50257),
+        ("gpt2-large", 36, 1280, 20, 1024, 50257),
+        ("gpt2-xl", 48, 1600, 25, 1024, 50257),
+        ("gpt3-175b", 96, 12288, 96, 2048, 50257),
+        ("megatron-1.7b", 24, 2304, 24, 2048, 51200),
+        ("megatron-3.6b", 30, 3072, 32, 2048, 51200),
+        ("megatron-7.5b", 36, 4096, 32, 2048, 51200),
+        ("megatron-18b", 40, 6144, 48, 2048, 51200),
+        ("megatron-39b", 48, 8192, 64, 2048, 51200),
+        ("megatron-76b", 60, 10240, 80, 2048, 51200),
+        ("megatron-145b", 80, 12288, 96, 2048, 51200),
+        ("megatron-310b", 96, 16384, 128, 2048, 51200),
+        ("megatron-530b", 105, 20480, 128, 2048, 51200),
+        ("megatron-1t", 128, 25600, 160, 2048, 51200),
+        ("korthikanti-22b", 48, 6144, 64, 2048, 51200),
+        ("korthikanti-175b", 96, 12288, 96, 2048, 51200),
+        ("korthikanti-530b", 105, 20480, 128, 2048, 51200),
+        ("korthikanti-1t", 128, 25600, 160, 2048, 51200),
+    )
+}
+
 
 def presets() -> tuple[str, ...]:
     """The names that `build`, `shape` and `data.for_model` know."""
@@ -68,9 +95,23 @@ def preset(name: str, **overrides: Any) -> Preset:
 
     Errors: `PlanError` for a name that is no preset, or a number that this kind of model does not have.
     """
+    if name in PUBLISHED:
+        raise PlanError(f"model {name!r}: only its numbers are known here; models to build are {', '.join(PRESETS)}")
     if name not in PRESETS:
         raise PlanError(f"model {name!r}: no such preset; there are {', '.join(PRESETS)}")
-    chosen = PRESETS[name]
+    return _replaced(name, PRESETS[name], overrides)
+
+
+def numbers(name: str, **overrides: Any) -> Preset:
+    """As `preset`, of the published models too: for shapes and formulas, which need nothing built."""
+    if name in PUBLISHED:
+        return _replaced(name, PUBLISHED[name], overrides)
+    if name not in PRESETS:
+        raise PlanError(f"model {name!r}: no such preset; there are {', '.join((*PRESETS, *PUBLISHED))}")
+    return preset(name, **overrides)
+
+
+def _replaced(name: str, chosen: Preset, overrides: dict[str, Any]) -> Preset:
     possible = [field.name for field in fields(chosen)]
     for key in overrides:
         if key not in possible:

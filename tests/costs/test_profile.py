@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from minipar import models
+from minipar.costs.measured import Profile
 from minipar.costs.profiler import parameters_of, profile, shape_of
 from minipar.errors import PlanError
 from minipar.program import Group
@@ -102,7 +103,7 @@ def test_no_layers_is_an_error():
 
 def test_bytes_of_a_plain_stack():
     model = nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 2))
-    found = profile(model, torch.randn(6, 4), torch.randn(6, 2), mse_loss, rows=[6, 3, 3], repeats=1)
+    found = profile(model, (torch.randn(6, 4), torch.randn(6, 2)), mse_loss, rows=[6, 3, 3], repeats=1)
     assert set(found.forward) == set(found.saved_bytes) == {3, 6}
     assert found.output_bytes[6] == (6 * 8 * 4, 6 * 8 * 4, 6 * 2 * 4)
     assert found.grad_output_bytes == found.output_bytes
@@ -116,13 +117,13 @@ def test_bytes_of_a_plain_stack():
 
 def test_saved_bytes_are_what_lies_between_input_and_output():
     layer = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))  # saves GELU's input and its output
-    found = profile([layer], torch.randn(6, 4), torch.randn(6, 2), mse_loss, rows=[6], repeats=1)
+    found = profile([layer], (torch.randn(6, 4), torch.randn(6, 2)), mse_loss, rows=[6], repeats=1)
     assert found.saved_bytes[6] == (2 * 6 * 8 * 4,)
 
 
 def test_times_grow_with_the_work():
     model = nn.Sequential(nn.Linear(64, 512), nn.Linear(512, 512), nn.Linear(512, 8))
-    found = profile(model, torch.randn(512, 64), torch.randn(512, 8), mse_loss, rows=[8, 512], repeats=3)
+    found = profile(model, (torch.randn(512, 64), torch.randn(512, 8)), mse_loss, rows=[8, 512], repeats=3)
     assert all(0 < t < 1 for n in (8, 512) for t in (*found.forward[n], *found.backward[n]))
     assert found.forward[512][1] > found.forward[8][1]
     assert found.backward[512][1] > found.forward[512][2]
@@ -136,14 +137,16 @@ def test_the_loss_belongs_to_the_last_layer():
         calls.append(output.requires_grad)
         return mse_loss(output, target)
 
-    profile(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.randn(3, 2), torch.randn(3, 2), loss, [3], repeats=2)
-    assert calls == [True] * 3  # once to weigh and warm up, twice timed
+    profile(
+        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), (torch.randn(3, 2), torch.randn(3, 2)), loss, [3], repeats=2
+    )
+    assert calls == [True] * 4  # once to weigh and warm up, twice timed, and once for the halves of the backward
 
 
 def test_layers_before_the_first_trainable_one_have_no_backward():
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.GELU(), nn.Linear(4, 4)), nn.Linear(4, 4))
     model[0].requires_grad_(False)
-    found = profile(model, torch.randn(6, 4), torch.randn(6, 4), mse_loss, rows=[6], repeats=1)
+    found = profile(model, (torch.randn(6, 4), torch.randn(6, 4)), mse_loss, rows=[6], repeats=1)
     assert found.backward[6][0] == 0.0
     assert found.saved_bytes[6][0] == found.grad_output_bytes[6][0] == 0
     assert found.backward[6][1] > 0
@@ -153,12 +156,12 @@ def test_layers_before_the_first_trainable_one_have_no_backward():
 
 def test_layers_that_take_and_return_tuples():
     model = nn.Sequential(nn.Linear(4, 4), Split(), Both(), Join())
-    found = profile(model, torch.randn(6, 4), torch.randn(6, 4), mse_loss, rows=[6], repeats=1)
+    found = profile(model, (torch.randn(6, 4), torch.randn(6, 4)), mse_loss, rows=[6], repeats=1)
     assert found.output_bytes[6] == (96, 96 + 48, 96 + 48, 96)
     assert found.grad_output_bytes[6] == (96, 96, 96, 96)
     assert found.saves_output[2], "tanh saves its output"
     pair = (torch.randn(6, 4), torch.ones(6, dtype=torch.long))
-    found = profile(nn.Sequential(Both(), Join()), pair, torch.randn(6, 4), mse_loss, rows=[2], repeats=1)
+    found = profile(nn.Sequential(Both(), Join()), (pair, torch.randn(6, 4)), mse_loss, rows=[2], repeats=1)
     assert found.output_bytes[2] == (32 + 16, 32)
 
 
@@ -169,13 +172,13 @@ def test_layers_that_take_and_return_tuples():
 def test_optimizer_bytes(optimizer, per_number, per_tensor):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].bias.requires_grad_(False)
-    found = profile(model, torch.randn(2, 4), torch.randn(2, 4), mse_loss, [2], repeats=1, optimizer=optimizer)
+    found = profile(model, (torch.randn(2, 4), torch.randn(2, 4)), mse_loss, [2], repeats=1, optimizer=optimizer)
     assert found.optimizer_bytes == (20 * per_number + 2 * per_tensor, 16 * per_number + per_tensor)
 
 
 def test_nothing_to_train():
     model = nn.Sequential(nn.Linear(4, 4)).requires_grad_(False)
-    found = profile(model, torch.randn(2, 4), torch.randn(2, 4), mse_loss, [2], repeats=1)
+    found = profile(model, (torch.randn(2, 4), torch.randn(2, 4)), mse_loss, [2], repeats=1)
     assert found.backward[2] == (0.0,)
     assert found.step_seconds == 0.0
 
@@ -190,7 +193,7 @@ def test_leaves_everything_as_it_was():
     x, y = torch.randn(6, 4), torch.randn(6, 4)
     data = x.clone()
     rng, threads = torch.get_rng_state(), torch.get_num_threads()
-    profile(model, x, y, mse_loss, rows=[2, 6], repeats=2, threads=threads + 1, optimizer=torch.optim.AdamW)
+    profile(model, (x, y), mse_loss, rows=[2, 6], repeats=2, threads=threads + 1, optimizer=torch.optim.AdamW)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert all(a is b for a, b in zip(gradients, [p.grad for p in model.parameters()], strict=True))
     assert torch.equal(model[0].weight.grad, torch.full((4, 4), 5.0))
@@ -203,7 +206,7 @@ def test_leaves_everything_as_it_was():
 def test_profiles_a_gpt_and_pickles_without_tensors():
     model = models.build("gpt-tiny-tied", layers=2)
     x = torch.randint(256, (4, 16))
-    found = profile(model, x, x, cross_entropy, rows=[1, 4], repeats=1, optimizer=torch.optim.AdamW)
+    found = profile(model, (x, x), cross_entropy, rows=[1, 4], repeats=1, optimizer=torch.optim.AdamW)
     assert len(found.parameter_bytes) == len(model) + 1
     assert found.parameter_bytes[-1] == 256 * 64 * 4
     assert found.output_bytes[4] == (4 * 16 * 64 * 4,) * 3 + (4 * 16 * 256 * 4,)
@@ -225,4 +228,54 @@ def test_a_profile_is_read_without_torch():
 )
 def test_refusals(rows, repeats, message):
     with pytest.raises(PlanError, match=message):
-        profile([nn.Linear(4, 4)], torch.randn(6, 4), torch.randn(6, 4), mse_loss, rows, repeats)
+        profile([nn.Linear(4, 4)], (torch.randn(6, 4), torch.randn(6, 4)), mse_loss, rows, repeats)
+
+
+def test_halves_are_about_the_whole():
+    model = nn.Sequential(nn.Linear(256, 256), nn.Sequential(nn.Linear(256, 256), nn.GELU()), nn.Linear(256, 256))
+    found = profile(model, (torch.randn(256, 256), torch.randn(256, 256)), mse_loss, repeats=5)
+    assert set(found.backward_input) == set(found.backward_weight) == {256}
+    assert found.backward_input[256][0] == 0.0, "the first layer's input is data"
+    for l in range(3):
+        halves = found.backward_input[256][l] + found.backward_weight[256][l]
+        assert found.backward[256][l] / 4 < halves < found.backward[256][l] * 4
+        assert found.backward_weight[256][l] > 0
+    assert found.backward_input[256][1] > 0
+
+
+def test_operations_of_linear_layers_are_exact():
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
+    found = profile(model, (torch.randn(6, 4), torch.randn(6, 2)), mse_loss, rows=[3, 6], repeats=1)
+    assert found.forward_flops == {n: (2 * n * 4 * 8, 0, 2 * n * 8 * 2) for n in (3, 6)}
+    # the first layer has no input gradient, the last one both halves
+    assert found.backward_flops == {n: (2 * n * 4 * 8, 0, 2 * 2 * n * 8 * 2) for n in (3, 6)}
+
+
+def test_operations_of_attention_are_counted():
+    block = models.build("gpt-tiny")[1]
+    found = profile([nn.Identity(), block], (torch.randn(2, 16, 64), torch.randn(2, 16, 64)), mse_loss, repeats=1)
+    products, attention = 2 * (2 * 16) * 12 * 64 * 64, 2 * 2 * (2 * 16) * 16 * 64
+    assert found.forward_flops[2][1] == products + attention
+
+
+def test_a_profile_prints_as_a_table():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    model[1].bias = None
+    found = profile(model, (torch.randn(6, 4), torch.randn(6, 2)), mse_loss, rows=[1, 6], repeats=1)
+    lines = str(found).splitlines()
+    assert [line for line in lines if "row" in line] == ["1 row", "6 rows"]
+    assert sum(line.split()[:1] == ["all"] for line in lines) == 2
+    assert "weight half" in str(found)
+    assert "optimizer step" in lines[-1]
+    assert found._repr_html_().count("<tr>") == 2 * 4
+    assert Profile.from_json(found.to_json()) == found
+
+
+def test_all_rows_of_the_batch_are_one_micro_batch():
+    found = profile([nn.Linear(4, 3)], (torch.randn(6, 4), torch.randint(3, (6,))), repeats=1)
+    assert list(found.forward) == [6]
+
+
+def test_a_batch_is_a_pair():
+    with pytest.raises(PlanError, match="pair"):
+        profile([nn.Linear(4, 4)], torch.randn(6, 4), mse_loss)

@@ -1,0 +1,60 @@
+"""Predicted beside measured step times of ten plans, on this machine's cores and links: no plan sees its own run.
+
+What a prediction knows: a profile of one layer at a time, a calibration of the cluster, the number of cores. The
+measured time is the median of the steps after the first. Other programs on the machine make it longer.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from statistics import median
+
+from benchmarks.harness import Row
+from minipar import Cluster, Plan, calibrate, data, models
+from minipar.costs.profiled import microbatch_rows
+from minipar.execution import Job, execute, profile_job
+from minipar.shared_cores import available_cores
+from minipar.training import predict
+
+PLANS = (
+    "dp=2",
+    "dp=4",
+    "dp=2 accumulate=2",
+    "dp=4 bucket=flat",
+    "pp=2 schedule=gpipe microbatches=4",
+    "pp=4 schedule=gpipe microbatches=8",
+    "pp=4 schedule=1f1b microbatches=8",
+    "pp=2 dp=2 schedule=1f1b microbatches=8",
+    "pp=4 schedule=naive",
+    "pp=4 schedule=eager-1f1b microbatches=8",
+)
+BATCHES = {"gpt-demo": 16, "mlp-wide": 256}
+AIM = 15.0  # percent
+
+
+def measure(quick: bool = False) -> list[Row]:
+    rows = []
+    with Cluster(2, device="cpu") as two, Cluster(4, device="cpu") as four:
+        clusters = {2: two, 4: four}
+        calibrations = {n: calibrate(cluster, seconds=1.0, progress=False) for n, cluster in clusters.items()}
+        for model in list(BATCHES)[: 1 if quick else None]:
+            batch, errors = BATCHES[model], []
+            job = Job(partial(models.build, model), data.for_model(model), batch)
+            plans = [Plan.parse(text) for text in PLANS]
+            sizes = {n for plan in plans for n in microbatch_rows(batch, plan.dp, plan.total_microbatches)}
+            (facts,) = two.run_on([0], profile_job, job, tuple(sorted(sizes)))
+            for plan in plans:
+                program = plan.compile(facts.shape)
+                calibration = calibrations[plan.ranks]
+                predicted = predict(program, facts.profile, batch, available_cores(), facts.data_bytes, calibration)
+                done = execute(
+                    program, job, cluster=clusters[plan.ranks], passes=4 if quick else 12, keep_gradients=False
+                )
+                measured = median(done.times[1:])
+                errors.append(100 * (predicted.time / measured - 1))
+                note = f"{predicted.time * 1e3:.1f} ms predicted, {measured * 1e3:.1f} ms measured"
+                rows.append(Row(f"prediction, {model}, {plan}: error", errors[-1], "%", note=note))
+            sizes_of_errors = sorted(map(abs, errors))
+            rows.append(Row(f"prediction, {model}: median error of {len(PLANS)} plans", median(sizes_of_errors), "%"))
+            rows.append(Row(f"prediction, {model}: worst error", sizes_of_errors[-1], "%", aim=AIM))
+    return rows

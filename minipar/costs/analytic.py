@@ -1,0 +1,137 @@
+"""Bytes and operations of a model's layers from formulas: nothing is built, nothing is run. No torch here.
+
+A transformer block of width h, a heads, s tokens a row, b rows keeps for its backward, in 16-bit numbers,
+
+    s b h (34 + 5 a s / h)    everything, its input included
+    s b h  34                 without the attention core, which is computed again ("selective")
+    s b h   2                 only its input ("full" recomputation)
+
+With e bytes a number this is s b h (16 e + 2) for all but the core, where 2 are the masks of dropout, one byte each,
+and s b h (2 e + 1) a s / h for the core: softmax, its mask, and what that leaves.
+
+Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, section 4.
+These count a block as the paper's authors ran it. minipar's own layers differ, which `fused=True` takes into account:
+attention is one kernel that keeps no s x s matrix but a number per row of it, masks are as wide as the numbers they
+mask, norms keep two numbers a token, and the loss keeps probabilities beside the logits. Then every byte is counted.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from minipar.costs.recomputation import LayerCosts
+from minipar.models.table import GPT, MLP, Preset
+
+FLOAT, INTEGER = 4, 8  # bytes: of statistics, and of logits in the paper; of positions
+
+
+# parameters ----------------------------------------------------------------------------------------------------------
+
+
+def block_parameters(gpt: GPT) -> int:
+    """Numbers in one transformer block: 12 h^2 of matrices, 13 h of biases and norms."""
+    return 12 * gpt.width**2 + 13 * gpt.width
+
+
+def parameters(model: Preset) -> int:
+    """Numbers in the whole model."""
+    if isinstance(model, MLP):
+        return sum(a * b + b for a, b in pairwise(model.widths))
+    tokens = (1 if model.tied else 2) * model.vocab
+    return model.layers * block_parameters(model) + (tokens + model.context + 2) * model.width
+
+
+# activations ---------------------------------------------------------------------------------------------------------
+
+
+def block_bytes(
+    gpt: GPT, rows: int, element: int = 2, *, selective: bool = False, tp: int = 1, sequence_parallel: bool = False
+) -> float:
+    """Bytes that one block keeps for one micro-batch on each of `tp` tensor-parallel ranks (the paper's table 2).
+
+    element             bytes a number
+    selective           the attention core is computed again
+    sequence_parallel   norms, dropout and inputs are divided too: everything is
+    """
+    size = gpt.context * rows * gpt.width
+    alone = 4 * element + 2  # inputs of the norms and of the first matrix behind each; the masks behind both halves
+    core = 0 if selective else core_bytes(gpt, rows, element)
+    return size * (alone / (tp if sequence_parallel else 1) + 12 * element / tp) + core / tp
+
+
+def core_bytes(gpt: GPT, rows: int, element: int = 2) -> int:
+    """Bytes that the attention core keeps besides queries, keys and values: matrices of a x s x s for every row."""
+    return (2 * element + 1) * gpt.heads * gpt.context**2 * rows
+
+
+def input_bytes(gpt: GPT, rows: int, element: int = 2) -> int:
+    """Bytes of a block's input, or output, for one micro-batch."""
+    return element * gpt.context * rows * gpt.width
+
+
+def interleaved(stages: int, chunks: int) -> float:
+    """How many times the activations of an ordinary 1F1B the first stage of an interleaved one holds."""
+    return 1 + (stages - 1) / (stages * chunks) if chunks > 1 else 1.0
+
+
+def layer_costs(
+    model: Preset, rows: int, element: int = 4, *, fused: bool = True, selective: bool = False
+) -> LayerCosts:
+    """Every layer of a model for a micro-batch of `rows` rows; times are operations (divide them by FLOP/s).
+
+    fused        as minipar's own layers keep what they keep; otherwise as in the papers
+    selective    blocks without what their attention core keeps
+    """
+    if isinstance(model, MLP):
+        return _mlp(model, rows, element)
+    size, tokens = model.context * rows * model.width, model.context * rows
+    masks = bool(model.dropout) * (element if fused else 1) * size  # of one dropout
+    if fused:
+        core = 0 if selective else FLOAT * model.heads * tokens
+        block = 15 * element * size + 2 * masks + core + 4 * FLOAT * tokens
+        logits = element * tokens * model.vocab
+        head = element * size + logits + 2 * FLOAT * tokens + FLOAT
+        embed = masks + INTEGER * model.context
+    else:
+        core = 0 if selective else core_bytes(model, rows, element)
+        block = 15 * element * size + 2 * masks + core
+        logits = FLOAT * tokens * model.vocab
+        head, embed = element * size, masks
+    output = (*(element * size,) * (model.layers + 1), logits)
+    saved = (embed, *(block,) * model.layers, head)
+    forward = (0.0, *(float(block_flops(model, rows)),) * model.layers, float(head_flops(model, rows)))
+    return LayerCosts(forward, tuple(2 * x for x in forward), output, saved, output)
+
+
+def _mlp(mlp: MLP, rows: int, element: int) -> LayerCosts:
+    # Linear and GELU keep what is between them; the last layer has no GELU, and the loss keeps probabilities.
+    output = tuple(element * rows * width for width in mlp.widths[1:])
+    forward = tuple(2.0 * rows * a * b for a, b in pairwise(mlp.widths))
+    saved = (*output[:-1], output[-1] + FLOAT)
+    return LayerCosts(forward, tuple(2 * x for x in forward), output, saved, output)
+
+
+# operations ----------------------------------------------------------------------------------------------------------
+
+
+def block_flops(gpt: GPT, rows: int) -> int:
+    """Operations of one block's forward: 24 b s h^2 in its matrices, 4 b s^2 h in its attention core."""
+    return 24 * rows * gpt.context * gpt.width**2 + core_flops(gpt, rows)
+
+
+def core_flops(gpt: GPT, rows: int) -> int:
+    """Operations of the attention core's forward, which selective recomputation adds to each block."""
+    return 4 * rows * gpt.context**2 * gpt.width
+
+
+def head_flops(gpt: GPT, rows: int) -> int:
+    """Operations of the logits' forward."""
+    return 2 * rows * gpt.context * gpt.width * gpt.vocab
+
+
+def step_flops(gpt: GPT, batch: int, again: float = 0.0) -> float:
+    """Operations of a training step over `batch` rows; a backward costs two forwards.
+
+    again   forwards of the blocks that recomputation adds: 1 for full, core_flops / block_flops for selective
+    """
+    return (3 + again) * gpt.layers * block_flops(gpt, batch) + 3 * head_flops(gpt, batch)

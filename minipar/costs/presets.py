@@ -1,0 +1,37 @@
+"""Models by name for costs on paper: the toys that minipar builds, and published ones of which only numbers exist.
+
+    numbers = presets.model("gpt3-175b")                  a plain dataclass: dataclasses.replace(numbers, layers=48)
+    program = Plan(pp=8).compile(presets.shape("gpt3-175b"))
+
+The tables are in `minipar.models.table`; formulas on these numbers in `analytic.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from minipar.costs import analytic
+from minipar.costs.recomputation import LayerCosts
+from minipar.costs.shapes import Shape
+from minipar.models import shapes, table
+
+
+def names() -> tuple[str, ...]:
+    """All names, the toys first."""
+    return (*table.PRESETS, *table.PUBLISHED)
+
+
+def model(name: str, **overrides: Any) -> table.Preset:
+    """The numbers of a model, some of them replaced. Errors: `PlanError` for an unknown name or number."""
+    return table.numbers(name, **overrides)
+
+
+def shape(name: str, *, element_size: int = 4, **overrides: Any) -> Shape:
+    """What a plan must know of a model; as `models.shape`."""
+    return shapes.shape(name, element_size=element_size, **overrides)
+
+
+def layer_costs(name: str, rows: int, element: int = 4, *, selective: bool = False, **overrides: Any) -> LayerCosts:
+    """Every layer for `rows` rows: a toy's as minipar runs it, a published model's as in the papers."""
+    fused = name not in table.PUBLISHED
+    return analytic.layer_costs(model(name, **overrides), rows, element, fused=fused, selective=selective)

@@ -1,0 +1,259 @@
+"""Recomputation on one chain of layers: what a schedule of it costs in time and memory, and simple ways to choose one.
+
+A schedule is a list of `Move`s for one micro-batch. Layers in segments of 2, of which the last keeps what it saves:
+
+    F0 F1      F2 F3      F4* F5*   B5 B4     R2* R3*   B3 B2     R0* R1*   B1 B0           * saves for backward
+       output(1)  output(3)   stay: the checkpoints         (each segment runs forward again, from its checkpoint)
+
+With segments of s layers out of N, N/s checkpoints of a_in bytes stay, and one segment at a time holds s a_saved:
+
+    peak(s) = N/s a_in + s a_saved,   least at   s = sqrt(N a_in / a_saved),   which is 2 sqrt(N a_in a_saved)
+
+which is sqrt(N) only for layers that save as much as they hand on. One forward more is the price.
+
+Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016. Optimal schedules are in `reversal.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+from minipar.costs.measured import Profile
+from minipar.errors import PlanError
+from minipar.program import Op
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """One micro-batch on every layer of a model: seconds, and bytes.
+
+    forward, backward   time of each layer
+    output              what it hands on
+    saved               what autograd keeps of it besides its input and its output
+    gradient            the gradient of its output
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    output: tuple[int, ...]
+    saved: tuple[int, ...]
+    gradient: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        tables = (self.forward, self.backward, self.output, self.saved, self.gradient)
+        if len({len(table) for table in tables}) != 1 or not self.forward:
+            raise PlanError(f"layer costs: {', '.join(str(len(t)) for t in tables)} entries; tables need one a layer")
+        if not all(0 <= x < math.inf for table in tables for x in table):
+            raise PlanError("layer costs: times and bytes must be finite numbers of at least 0")
+
+    @staticmethod
+    def of(profile: Profile, rows: int | None = None) -> LayerCosts:
+        """From a profile, for micro-batches of `rows` rows; default the largest measured, which needs most memory."""
+        measured = sorted(profile.forward)
+        rows = measured[-1] if rows is None else rows
+        if rows not in measured:
+            raise PlanError(f"rows={rows}: not in the profile, which has {', '.join(map(str, measured))}")
+        return LayerCosts(
+            profile.forward[rows],
+            profile.backward[rows],
+            profile.output_bytes[rows],
+            profile.saved_bytes[rows],
+            profile.grad_output_bytes[rows],
+        )
+
+    @staticmethod
+    def equal(layers: int, output: int = 1, saved: int = 0, forward: float = 1.0, backward: float = 2.0) -> LayerCosts:
+        """Equal layers. The defaults are those of a layer that saves its own output, such as tanh(Wx)."""
+        times, sizes = ((forward,) * layers, (backward,) * layers), ((output,) * layers, (saved,) * layers)
+        return LayerCosts(*times, *sizes, sizes[0])
+
+    def chain(self, start: int, stop: int, first: int = 0) -> Chain:
+        """Layers `start` to `stop` of the model as a chain; the gradient goes back to layer `first` at most."""
+        part = slice(start, stop)
+        sizes = self.output[part], self.saved[part], self.gradient[part]
+        given = self.gradient[start - 1] if start > first else 0
+        return Chain(self.forward[part], self.backward[part], *sizes, given, stop == len(self.forward))
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Neighbouring layers that go forward and backward on one device; counted from 0. As `LayerCosts`, and:
+
+    given   bytes of the gradient of the chain's input, which its last backward hands on
+    ends    whether the model ends here: the loss stays until backward, and no gradient comes from outside
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    output: tuple[int, ...]
+    saved: tuple[int, ...]
+    gradient: tuple[int, ...]
+    given: int = 0
+    ends: bool = True
+
+    def __len__(self) -> int:
+        return len(self.forward)
+
+
+class Move(NamedTuple):
+    """One layer's part of a schedule.
+
+    saves   it keeps what backward needs
+    hands   (recompute) it keeps its output; the last layer of a segment is recomputed only for what it saves
+    drops   its input is needed no more, or will be recomputed
+    """
+
+    op: Op
+    layer: int
+    saves: bool = False
+    hands: bool = True
+    drops: bool = False
+
+
+Draft = Sequence[tuple[Op, int, bool]]  # op, layer, saves
+
+
+def moves(draft: Draft) -> tuple[Move, ...]:
+    """A schedule, given which layers run in which order and which of these runs save.
+
+    The rest follows: an output stays until it is last read before it is computed anew, and is kept at all only if
+    somebody reads it.
+    """
+    last = max((layer for _, layer, _ in draft), default=-1)
+    read_next: set[int] = set()  # outputs whose next use, seen from here, is a read
+    backwards = []
+    for op, layer, saves in reversed(draft):
+        if op is Op.BACKWARD:
+            backwards.append(Move(op, layer, drops=True))
+        else:
+            hands = op is Op.FORWARD or (layer != last and layer in read_next)
+            backwards.append(Move(op, layer, saves, hands, layer > 0 and layer - 1 not in read_next))
+            read_next.discard(layer)
+        read_next.add(layer - 1)
+    return tuple(reversed(backwards))
+
+
+def keep_everything(layers: int) -> tuple[Move, ...]:
+    """The schedule without recomputation."""
+    return in_segments(layers, ())
+
+
+def in_segments(layers: int, segments: Iterable[range]) -> tuple[Move, ...]:
+    """Each segment is recomputed before its backward; layers in none of them keep what they save."""
+    segments = list(segments)
+    again = {layer for segment in segments for layer in segment}
+    draft = [(Op.FORWARD, layer, layer not in again) for layer in range(layers)]
+    ends = {segment[-1]: segment for segment in segments}
+    for layer in reversed(range(layers)):
+        draft += [(Op.RECOMPUTE, l, True) for l in ends.get(layer, ())]
+        draft.append((Op.BACKWARD, layer, False))
+    return moves(draft)
+
+
+def at_once(schedule: Sequence[Move]) -> tuple[Move, ...]:
+    """The schedule when backward follows forward immediately: what it would recompute first, forward keeps instead.
+
+    The peak is the same, since forward ends with what this recomputation would end with.
+    """
+    forward, backward = halves(schedule)
+    count = next((k for k, move in enumerate(backward) if move.op is Op.BACKWARD), len(backward))
+    kept = {move.layer: move.saves for move in backward[:count]}
+    draft = [(m.op, m.layer, kept.get(m.layer, m.saves)) for m in forward]
+    return moves(draft + [(m.op, m.layer, m.saves) for m in backward[count:]])
+
+
+def halves(schedule: Sequence[Move]) -> tuple[Sequence[Move], Sequence[Move]]:
+    """The forwards, and all that comes after them."""
+    count = next((k for k, move in enumerate(schedule) if move.op is not Op.FORWARD), len(schedule))
+    return schedule[:count], schedule[count:]
+
+
+def memory(chain: Chain, schedule: Sequence[Move]) -> tuple[int, int]:
+    """(bytes held between forward and backward, highest bytes of all), counted layer by layer.
+
+    Counted are outputs, gradients of outputs and what is saved; not the chain's input, which stays throughout.
+    """
+    last = len(chain) - 1
+    now = held = peak = 0
+    for k, (op, layer, saves, hands, drops) in enumerate(schedule):
+        before = chain.output[layer - 1] if layer else 0
+        if op is Op.BACKWARD:
+            now += chain.gradient[layer - 1] if layer else chain.given
+            peak = max(peak, now)
+            now -= chain.saved[layer] + before
+            now -= chain.output[last] if layer == last and chain.ends else chain.gradient[layer]
+            continue
+        now += chain.output[layer] * hands + chain.saved[layer] * saves
+        peak = max(peak, now)
+        now -= before * drops
+        if op is Op.FORWARD and schedule[k + 1 : k + 2] and schedule[k + 1].op is not Op.FORWARD:
+            held = now - (0 if chain.ends else chain.output[last])
+            now = held + (0 if chain.ends else chain.gradient[last])
+            peak = max(peak, now)
+    return held, peak
+
+
+def time(chain: Chain, schedule: Iterable[Move]) -> float:
+    """Time of all moves, one after the other."""
+    return sum((chain.backward if m.op is Op.BACKWARD else chain.forward)[m.layer] for m in schedule)
+
+
+def recomputed(schedule: Iterable[Move]) -> int:
+    """How many layers run forward again."""
+    return sum(move.op is Op.RECOMPUTE for move in schedule)
+
+
+# which segments ------------------------------------------------------------------------------------------------------
+
+
+def every(layers: int, length: int) -> tuple[range, ...]:
+    """Segments of `length` layers; the last one takes what is left."""
+    return tuple(range(a, min(a + length, layers)) for a in range(0, layers, length))
+
+
+def square_root(layers: int, chain: Chain | None = None, in_flight: int = 1) -> int:
+    """The segment length of least memory, sqrt(N f a_in / a_saved), with f micro-batches waiting for their backward.
+
+    Every one of these holds its checkpoints, but only one at a time a whole segment. Without sizes (no chain) a layer
+    is taken to save as much as it hands on, which gives the sqrt(N) of folklore.
+    """
+    ratio = 1.0
+    if chain is not None:
+        ratio = sum(chain.output) / max(1, sum(chain.output) + sum(chain.saved))
+    return min(layers, max(1, round(math.sqrt(layers * in_flight * ratio))))
+
+
+def greedy(chain: Chain, limit: int) -> tuple[range, ...]:
+    """Chen's algorithm 3: a segment ends as soon as what its layers save comes to more than `limit` bytes."""
+    segments, start, total = [], 0, 0
+    for layer in range(len(chain)):
+        total += chain.saved[layer] + chain.output[layer]
+        if total > limit or layer == len(chain) - 1:
+            segments.append(range(start, layer + 1))
+            start, total = layer + 1, 0
+    return tuple(segments)
+
+
+def chen(chain: Chain, budget: int) -> tuple[Move, ...]:
+    """The fastest of Chen's greedy segmentations that fit into `budget` bytes; PlanError if none does.
+
+    Every limit that makes a difference is tried, O(N^2) of them, each in O(N). Not optimal: see `reversal.rotor`.
+    """
+    ends = [0, *accumulate(map(sum, zip(chain.saved, chain.output, strict=True)))]
+    limits = {ends[b] - ends[a] for b in range(len(ends)) for a in range(b)} | {0}
+    best: tuple[float, int, tuple[Move, ...]] | None = None
+    least = math.inf
+    for limit in sorted(limits):
+        schedule = at_once(in_segments(len(chain), greedy(chain, limit)))
+        peak = memory(chain, schedule)[1]
+        least = min(least, peak)
+        found = (time(chain, schedule), peak, schedule)
+        if peak <= budget and (best is None or found[:2] < best[:2]):
+            best = found
+    if best is None:
+        raise PlanError(f"budget of {budget} bytes: below {least}, the least that greedy segments can do")
+    return best[2]

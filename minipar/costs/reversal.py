@@ -1,0 +1,324 @@
+"""Optimal recomputation of a chain: revolve for equal layers, rotor for unequal ones.
+
+Both answer: where do I leave a checkpoint on the way forward, so that going back costs the least? Both recurse on
+the first checkpoint, at layer k: advance to it, solve what lies behind it with one checkpoint less, then what lies
+before it with all of them (and going there again).
+
+    s ......... k ......... t         cost(s, t, c) = min over k of  (k - s)  +  cost(k, t, c - 1)  +  cost(s, k, c)
+      advance     c - 1 left          then again from s: all c
+
+revolve counts checkpoints, and saves for one layer at a time. rotor counts bytes, and may also keep what a layer
+saves, so that it never needs to run again: with enough memory it recomputes nothing.
+
+Sources: Griewank and Walther, "Algorithm 799: revolve", ACM TOMS 2000; Beaumont et al., "Optimal checkpointing for
+heterogeneous chains", 2019 (rotor; "persistent": a checkpoint stays until the backward that ends its use).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from minipar.costs.recomputation import Chain, Move, keep_everything, memory, moves
+from minipar.errors import PlanError
+from minipar.program import Op
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Row = np.ndarray[tuple[int], np.dtype[np.float64]]
+
+Run = tuple[Op, int, bool]  # op, layer, saves
+SLOTS = 500  # into so many parts a budget is divided, as rotor does; sizes are rounded up to whole slots
+
+
+# equal layers --------------------------------------------------------------------------------------------------------
+
+
+def repetitions(layers: int, checkpoints: int) -> int:
+    """The least r with C(c + r, c) >= N: how often a layer of the chain runs at most before its backward."""
+    r = 0
+    while math.comb(checkpoints + r, checkpoints) < layers:
+        r += 1
+    return r
+
+
+def advances(layers: int, checkpoints: int) -> int:
+    """The least number of forwards without saving that reverse N equal layers: r N - C(c + r, c + 1).
+
+    The chain's input is one of the c checkpoints. Each layer's one forward with saving comes on top.
+    """
+    if layers < 1 or checkpoints < 1:
+        raise PlanError(f"revolve: {layers} layers, {checkpoints} checkpoints; both are at least 1, the input is one")
+    r = repetitions(layers, checkpoints)
+    return r * layers - math.comb(checkpoints + r, checkpoints + 1)
+
+
+def revolve(layers: int, checkpoints: int) -> tuple[Move, ...]:
+    """The schedule of `advances(layers, checkpoints)` forwards without saving: saves for one layer at a time.
+
+    O(N) work for each checkpoint placed; recursion as deep as the number of checkpoints.
+    """
+    advances(layers, checkpoints)  # (refuses what cannot be)
+    draft: list[Run] = []
+    front = -1  # the last layer that has run
+
+    def run(start: int, stop: int, saves: bool) -> None:
+        nonlocal front
+        for layer in range(start, stop):
+            draft.append((Op.FORWARD if layer > front else Op.RECOMPUTE, layer, saves))
+            front = max(front, layer)
+
+    def reverse(start: int, stop: int, free: int) -> None:
+        while stop - start > 1:
+            k = stop - 1 if free == 1 else start + _first_checkpoint(stop - start, free)
+            run(start, k, False)
+            reverse(k, stop, max(1, free - 1))
+            stop = k
+        run(start, stop, True)
+        draft.append((Op.BACKWARD, start, False))
+
+    reverse(0, layers, checkpoints)
+    return moves(draft)
+
+
+def _first_checkpoint(layers: int, checkpoints: int) -> int:
+    """How far to advance before the first checkpoint: any k with both parts within their binomial bounds."""
+    return min(range(1, layers), key=lambda k: k + advances(layers - k, checkpoints - 1) + advances(k, checkpoints))
+
+
+# unequal layers ------------------------------------------------------------------------------------------------------
+
+
+def rotor(chain: Chain, budget: int, in_flight: int = 1, slots: int = SLOTS) -> tuple[Move, ...]:
+    """The fastest persistent schedule of a chain in `budget` bytes; PlanError names a budget that will do.
+
+    in_flight   micro-batches that hold what they keep between forward and backward while one of them goes backward;
+                with 1, backward follows immediately
+    slots       resolution: sizes are rounded up to budget / slots, unless a common divisor makes them exact
+
+    Memory is counted as in `recomputation.memory`. Optimal up to rounding; for several micro-batches in flight, the
+    total of what each holds is tried in at most 64 steps. O(N^3 slots) for the table, O(N^2 slots) for each such step.
+    """
+    plain = keep_everything(len(chain))
+    if needed(chain, plain, in_flight) <= budget:
+        return plain
+    found = _solve(chain, budget, in_flight, slots)
+    if found is None:
+        raise PlanError(
+            f"budget of {budget} bytes: too small; with all recomputation it takes {minimum(chain, in_flight, slots)}"
+        )
+    return found
+
+
+def minimum(chain: Chain, in_flight: int = 1, slots: int = SLOTS) -> int:
+    """The least budget with which `rotor` finds a schedule, up to rounding; for several in flight to about a tenth."""
+    found, before = needed(chain, keep_everything(len(chain)), in_flight), math.inf
+    while found < 0.9 * before:  # a table of a smaller budget has finer slots
+        table, unit = _table(chain, found, in_flight, slots)
+        low, high = -1, table.room
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if _draft(table, middle, in_flight, 16) is None else (low, middle)
+        before, found = found, min(found, high * unit)
+    while _solve(chain, found, in_flight, slots) is None:
+        found += max(1, found // slots)
+    return found
+
+
+def needed(chain: Chain, schedule: tuple[Move, ...], in_flight: int = 1) -> int:
+    """Bytes with one micro-batch at its peak and the others between forward and backward."""
+    held, peak = memory(chain, schedule)
+    return (in_flight - 1) * held + peak
+
+
+def _solve(chain: Chain, budget: int, in_flight: int, slots: int) -> tuple[Move, ...] | None:
+    table, _ = _table(chain, budget, in_flight, slots)
+    draft = _draft(table, table.room, in_flight, 64)
+    if draft is None:
+        return None
+    seen: set[int] = set()
+    named = []
+    for op, layer, saves in draft:
+        named.append((Op.RECOMPUTE if op is Op.FORWARD and layer in seen else op, layer, saves))
+        seen.add(layer)
+    return moves(named)
+
+
+def _table(chain: Chain, budget: int, in_flight: int, slots: int) -> tuple[_Table, int]:
+    """The table up to a budget, and the bytes of a slot."""
+    divisor = math.gcd(*chain.output, *chain.saved, *chain.gradient, chain.given) or 1
+    unit = divisor if budget // divisor <= slots else -(-budget // slots)
+
+    def slots_of(sizes: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(-(-size // unit) for size in sizes)
+
+    tables = slots_of(chain.output), slots_of(chain.saved), slots_of(chain.gradient)
+    small = Chain(chain.forward, chain.backward, *tables, -(-chain.given // unit), chain.ends)
+    return _Table(small, budget // unit, in_flight > 1), unit
+
+
+def _draft(table: _Table, room: int, in_flight: int, steps: int) -> list[Run] | None:
+    """The moves in so many slots (every run of a layer as FORWARD), or None."""
+    if in_flight == 1:
+        return _unrolled(table, 0, table.last, room)
+    return _several(table, room, in_flight, steps)
+
+
+class _Table:
+    """time[s, t][m]: least time of layers s to t, both directions, in m slots; first[s, t][m]: what to begin with.
+
+    first = s: keep what layer s saves. first = k > s: advance to a checkpoint before layer k. The input of layer s is
+    not counted (who asks has it), the gradient that layer t gets is: from the start when t is inside the chain, from
+    the end of its forward when t is the chain's last. t = N stands for the last layer when it is not the first time
+    that it runs, so that its gradient (or the loss) is there from the start, too.
+    """
+
+    def __init__(self, chain: Chain, room: int, again: bool) -> None:
+        self.chain, self.room, self.last = chain, room, len(chain) - 1
+        self.time: dict[tuple[int, int], Row] = {}
+        self.first: dict[tuple[int, int], Row] = {}
+        for s in reversed(range(len(chain))):
+            for t in range(s, len(chain) + again):
+                self.time[s, t], self.first[s, t] = self._fill(s, t)
+
+    def incoming(self, t: int) -> int:
+        """Slots of what layer t's backward begins with."""
+        chain, last = self.chain, self.last
+        return chain.output[last] if t >= last and chain.ends else chain.gradient[min(t, last)]
+
+    def outgoing(self, s: int) -> int:
+        return self.chain.gradient[s - 1] if s else self.chain.given
+
+    def alone(self, s: int, t: int) -> int:
+        """Slots that it takes to keep what layer s saves and to go back through it at once, where s ends the part."""
+        forward = self.chain.output[s] if t == self.last else 0
+        return self.chain.saved[s] + max(forward, self.incoming(t) + self.outgoing(s))
+
+    def kept(self, s: int, waits: int = 0) -> int:
+        """Slots that the two moves of layer s take, of which saved and output stay in between."""
+        output, saved, gradient = self.chain.output[s], self.chain.saved[s], self.chain.gradient[s]
+        return saved + max(output + waits, gradient + self.outgoing(s))
+
+    def advance(self, s: int, k: int) -> int:
+        """Slots that it takes to run from layer s to the checkpoint before layer k."""
+        output = self.chain.output
+        return max(output[layer] + (output[layer - 1] if layer > s else 0) for layer in range(s, k))
+
+    def _fill(self, s: int, t: int) -> tuple[Row, Row]:
+        import numpy as np
+
+        chain, size = self.chain, self.room + 1
+        both = chain.forward[s] + chain.backward[s]
+        first = np.full(size, s)
+        if s == min(t, self.last):
+            best = np.full(size, float(both))
+            best[: self.alone(s, t)] = math.inf
+            return best, first
+        waits = self.incoming(t) if t != self.last else 0
+        best = _after(self.time[s + 1, t], chain.output[s] + chain.saved[s]) + both
+        best[: self.kept(s, waits)] = math.inf
+        spent, widest = 0.0, 0
+        for k in range(s + 1, min(t, self.last) + 1):
+            spent += chain.forward[k - 1]
+            widest = max(widest, chain.output[k - 1] + (chain.output[k - 2] if k - 1 > s else 0))
+            found = _after(self.time[k, t], chain.output[k - 1]) + self.time[s, k - 1] + spent
+            found[: widest + waits] = math.inf
+            better = found < best
+            best[better], first[better] = found[better], k
+        return best, first
+
+
+def _after(row: Row, taken: int) -> Row:
+    """The times when so many slots are taken: row[m - taken]."""
+    import numpy as np
+
+    moved = np.full(len(row), math.inf)
+    if taken < len(row):
+        moved[taken:] = row[: len(row) - taken]
+    return moved
+
+
+def _unrolled(table: _Table, s: int, t: int, room: int) -> list[Run] | None:
+    """The moves of layers s to t in so many slots, or None."""
+    chain = table.chain
+    if room < 0 or not math.isfinite(table.time[s, t][room]):
+        return None
+    first = int(table.first[s, t][room])
+    if first == s:
+        inner = [] if s == min(t, table.last) else _unrolled(table, s + 1, t, room - chain.output[s] - chain.saved[s])
+        return [(Op.FORWARD, s, True), *(inner or []), (Op.BACKWARD, s, False)]
+    right = _unrolled(table, first, t, room - chain.output[first - 1])
+    left = _unrolled(table, s, first - 1, room)
+    return [*((Op.FORWARD, layer, False) for layer in range(s, first)), *(right or []), *(left or [])]
+
+
+def _several(table: _Table, room: int, in_flight: int, steps: int) -> list[Run] | None:
+    """The moves of the whole chain when others like it wait between their forward and backward, or None.
+
+    If each of these may hold H slots, one has room - (in_flight - 1) H for itself. Every H is tried, in so many steps.
+    """
+    most = room // (in_flight - 1)
+    best: tuple[float, list[Run]] | None = None
+    for held in range(0, most + 1, max(1, -(-most // steps))):
+        found = _first_pass(table, held, room - (in_flight - 1) * held)
+        if found is not None and (best is None or found[0] < best[0]):
+            best = found
+    return best and best[1]
+
+
+def _first_pass(table: _Table, most: int, room: int) -> tuple[float, list[Run]] | None:
+    """The best way through the chain that leaves at most `most` slots behind and never takes more than `room`.
+
+    best[s][h]: the least time of layers s to the end, both directions, when h slots have been left behind before s.
+    """
+    import numpy as np
+
+    chain, n, last = table.chain, len(table.chain), table.last
+    loss = chain.output[last] if chain.ends else 0
+    best: list[Row] = [np.full(most + 1, math.inf) for _ in range(n)] + [np.zeros(most + 1)]
+    choice: list[Row] = [np.full(most + 1, -1) for _ in range(n)]
+    left_behind = np.arange(most + 1)
+
+    def inside(row: Row) -> Row:
+        """A row of the table by what was left behind: row[room - h]."""
+        found = np.full(most + 1, math.inf)
+        fits = left_behind <= room
+        found[fits] = row[room - left_behind[fits]]
+        return found
+
+    def offer(s: int, name: int, times: Row, stays: int, takes: int) -> None:
+        """Times of a way to begin at s, if there is room for it and for what stays."""
+        times = np.where(left_behind <= min(room - takes, most - stays), times, math.inf)
+        better = times < best[s]
+        best[s][better], choice[s][better] = times[better], name
+
+    def before(row: Row, stays: int) -> Row:
+        """row[h + stays]"""
+        return np.concatenate([row[stays:], np.full(min(stays, most + 1), math.inf)])
+
+    for s in reversed(range(n)):
+        stays = chain.saved[s] + (chain.output[s] if s < last else loss)
+        takes = table.kept(s) if s < last else table.alone(s, last)
+        offer(s, s, before(best[s + 1], stays) + chain.forward[s] + chain.backward[s], stays, takes)
+        for k in range(s + 1, n):
+            times = before(best[k], chain.output[k - 1]) + inside(table.time[s, k - 1]) + sum(chain.forward[s:k])
+            offer(s, k, times, chain.output[k - 1], table.advance(s, k))
+        offer(s, n, inside(table.time[s, n]) + sum(chain.forward[s:]), loss, table.advance(s, n))
+    if not math.isfinite(best[0][0]):
+        return None
+
+    forward: list[Run] = []
+    backward: list[list[Run]] = []
+    s = h = 0
+    while s < n:
+        k = int(choice[s][h])
+        if k == s:
+            forward.append((Op.FORWARD, s, True))
+            backward.append([(Op.BACKWARD, s, False)])
+            h, s = h + chain.saved[s] + (chain.output[s] if s < last else loss), s + 1
+        else:
+            forward += [(Op.FORWARD, layer, False) for layer in range(s, k)]
+            backward.append(_unrolled(table, s, k - 1 if k < n else n, room - h) or [])
+            h, s = h + (chain.output[k - 1] if k < n else loss), k
+    return float(best[0][0]), [*forward, *(move for part in reversed(backward) for move in part)]

@@ -1,0 +1,146 @@
+"""Formulas for activations and operations, held against the papers' tables and against minipar's own layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from minipar import models
+from minipar.costs import analytic, presets
+from minipar.costs.analytic import block_bytes, input_bytes
+from minipar.costs.profiler import profile
+from minipar.models import GPT
+
+GiB = 2**30
+
+
+def gpt(name: str) -> GPT:
+    found = presets.model(name)
+    assert isinstance(found, GPT)
+    return found
+
+
+# Korthikanti et al. 2022: name, tensor-parallel, stages, chunks, rows of a micro-batch, GPUs, rows of a step
+RUNS = {
+    "22b": (8, 1, 1, 4, 8, 4),
+    "175b": (8, 8, 3, 1, 64, 64),
+    "530b": (8, 35, 3, 1, 280, 280),
+    "1t": (8, 64, 1, 1, 512, 512),
+}
+# table 2 times the layers of the model, in GiB: nothing / TP / TP+SP / TP+selective / TP+SP+selective
+BLOCKS = {
+    "22b": ("316.5", "59.3", "39.6", "29.2", "9.6"),
+    "175b": ("256.5", "51.8", "32.1", "29.2", "9.6"),
+    "530b": ("402.0", "86.1", "50.2", "53.3", "17.4"),
+    "1t": ("612.5", "131.2", "76.6", "81.2", "26.6"),
+}
+# figures 1 and 7: GiB on the first stage, TP only and SP + selective; percent of TP only: SP, selective, both, full
+FIRST_STAGE = {
+    "22b": (59.25, 9.5625, 66.77, 49.37, 16.14, 7.59),
+    "175b": (66.84375, 12.3515625, 61.96, 56.52, 18.48, 8.70),
+    "530b": (114.0234375, 23.076171875, 58.33, 61.90, 20.24, 9.52),
+    "1t": (131.25, 26.5625, 58.33, 61.90, 20.24, 9.52),
+}
+UTILISATION = {"22b": (1.10, 41.7), "175b": (13.75, 51.4), "530b": (37.83, 56.0), "1t": (71.49, 56.3)}
+
+
+@pytest.mark.parametrize("size", RUNS)
+def test_korthikanti_table_2(size: str) -> None:
+    model, (tp, _, _, rows, _, _) = gpt(f"korthikanti-{size}"), RUNS[size]
+    found = (
+        block_bytes(model, rows),
+        block_bytes(model, rows, tp=tp),
+        block_bytes(model, rows, tp=tp, sequence_parallel=True),
+        block_bytes(model, rows, selective=True, tp=tp),
+        block_bytes(model, rows, selective=True, tp=tp, sequence_parallel=True),
+    )
+    for value, printed in zip(found, BLOCKS[size], strict=True):
+        assert model.layers * value / GiB == pytest.approx(float(printed), abs=0.0501)
+
+
+@pytest.mark.parametrize("size", RUNS)
+def test_korthikanti_memory_of_the_first_stage(size: str) -> None:
+    model, (tp, pp, chunks, rows, _, _) = gpt(f"korthikanti-{size}"), RUNS[size]
+    factor = model.layers * analytic.interleaved(pp, chunks) / GiB
+    base = block_bytes(model, rows, tp=tp)
+    both = block_bytes(model, rows, selective=True, tp=tp, sequence_parallel=True)
+    only_tp, reduced, *percents = FIRST_STAGE[size]
+    assert factor * base == only_tp
+    assert factor * both == reduced
+    found = (
+        block_bytes(model, rows, tp=tp, sequence_parallel=True),
+        block_bytes(model, rows, selective=True, tp=tp),
+        both,
+        input_bytes(model, rows),
+    )
+    assert [round(100 * value / base, 2) for value in found] == percents
+
+
+def test_the_paper_s_single_formulas() -> None:
+    model = gpt("gpt3-175b")
+    size = 2048 * 3 * 12288  # s b h
+    assert block_bytes(model, 3) == size * (34 + 5 * 96 * 2048 // 12288) == size * 114
+    assert block_bytes(model, 3, selective=True) == 34 * size
+    assert input_bytes(model, 3) == 2 * size
+    assert block_bytes(model, 3, element=4) == size * (66 + 9 * 16)
+    costs = presets.layer_costs("gpt3-175b", 3, element=2)
+    assert costs.saved[1] + costs.output[0] == 114 * size  # the layers' table says the same
+    selective = presets.layer_costs("gpt3-175b", 3, element=2, selective=True)
+    assert selective.saved[1] + selective.output[0] == 34 * size
+    # embedding's mask, last norm's and logits' inputs, logits: section 4.3 with one stage
+    extra = sum(costs.saved) + sum(costs.output) - 96 * 114 * size
+    assert extra == size + 4 * size + 4 * 2048 * 3 * 50257
+
+
+@pytest.mark.parametrize("name", models.presets())
+@pytest.mark.parametrize("rows", [1, 3])
+def test_every_byte_of_minipar_s_own_layers(name: str, rows: int) -> None:
+    numbers = models.preset(name)
+    if isinstance(numbers, GPT):
+        x = y = torch.randint(numbers.vocab, (rows, numbers.context))
+    else:
+        x, y = torch.randn(rows, numbers.widths[0]), torch.randint(numbers.widths[-1], (rows,))
+    measured = profile(models.build(name), (x, y), cross_entropy, [rows], repeats=1)
+    costs = presets.layer_costs(name, rows)
+    assert costs.output == measured.output_bytes[rows]
+    assert costs.gradient == measured.grad_output_bytes[rows]
+    assert costs.saved == measured.saved_bytes[rows]
+
+
+# Narayanan et al. 2021, table 1: GPUs, rows of a step, TFLOP/s of each GPU, seconds
+MEGATRON: dict[str, Any] = {
+    "1.7b": (32, 512, 137, 3.53), "3.6b": (64, 512, 138, 3.70), "7.5b": (128, 512, 142, 3.70),
+    "18b": (256, 1024, 135, 9.40), "39b": (512, 1536, 138, 14.45), "76b": (1024, 1792, 140, 16.06),
+    "145b": (1536, 2304, 148, 24.82), "310b": (1920, 2160, 155, 37.61), "530b": (2520, 2520, 163, 54.08),
+    "1t": (3072, 3072, 163, 102.63),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", MEGATRON)
+def test_megatron_s_operations(size: str) -> None:
+    model, (gpus, batch, rate, seconds) = gpt(f"megatron-{size}"), MEGATRON[size]
+    found = analytic.step_flops(model, batch, again=1)
+    s, l, h, v = model.context, model.layers, model.width, model.vocab
+    assert found == pytest.approx(96 * batch * s * l * h**2 * (1 + s / (6 * h) + v / (16 * l * h)), rel=1e-12)
+    assert found / (gpus * rate * 1e12) == pytest.approx(seconds, abs=0.0051)
+
+
+@pytest.mark.parametrize("size", RUNS)
+def test_korthikanti_s_utilisation(size: str) -> None:
+    model, (*_, gpus, batch) = gpt(f"korthikanti-{size}"), RUNS[size]
+    seconds, percent = UTILISATION[size]
+    found = analytic.step_flops(model, batch) / (seconds * gpus * 312e12)
+    assert 100 * found == pytest.approx(percent, abs=0.051)
+
+
+def test_layer_costs_count_operations() -> None:
+    model = gpt("gpt2-small")
+    costs = presets.layer_costs("gpt2-small", 5)
+    assert sum(costs.forward) + sum(costs.backward) == analytic.step_flops(model, 5)
+    core, block = analytic.core_flops(model, 5), analytic.block_flops(model, 5)
+    assert (core, block - core) == (4 * 5 * 1024**2 * 768, 24 * 5 * 1024 * 768**2)
+    assert analytic.step_flops(model, 5, again=core / block) == sum(costs.forward) * 3 + 12 * core
+    assert presets.layer_costs("mlp-tiny", 7).forward == (2 * 7 * 32 * 64, 2 * 7 * 64 * 64, 2 * 7 * 64 * 256)

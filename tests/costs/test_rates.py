@@ -1,0 +1,142 @@
+"""Calibration as numbers: fitted lines, what messages and sums cost, JSON, text; without torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minipar import Plan, PlanError, simulate
+from minipar.costs.measured import Profile
+from minipar.costs.profiled import ProfiledCosts
+from minipar.costs.rates import Calibration, Line, fit
+from minipar.program import Op
+
+FOUND = Calibration(
+    device="cpu",
+    ranks=4,
+    cores=2,
+    flops_alone=2e11,
+    flops_together=1e11,
+    concurrency=1.8,
+    links=((0, 1, Line(10e-6, 1e-9)), (1, 2, Line(30e-6, 3e-9)), (2, 3, Line(20e-6, 2e-9))),
+    send=Line(2e-6, 1e-10),
+    receive=Line(5e-6, 2e-10),
+    allreduce=((2, Line(1e-4, 1e-9)), (4, Line(3e-4, 2e-9))),
+)
+SECONDS = (1e-3,) * 4
+PROFILE = Profile(
+    forward={2: SECONDS}, backward={2: (2e-3,) * 4}, output_bytes={2: (1000,) * 4}, grad_output_bytes={2: (500,) * 4},
+    saved_bytes={2: (0,) * 4}, saves_output=(False,) * 4, parameter_bytes=(4000,) * 4, gradient_bytes=(4000,) * 4,
+    optimizer_bytes=(0,) * 4, step_seconds=4e-4, backward_input={2: (1.5e-3,) * 4}, backward_weight={2: (7e-4,) * 4},
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.floats(1e-7, 1e-2), st.floats(0, 1e-7), st.lists(st.integers(1, 2**24), min_size=2, max_size=6, unique=True))
+def test_a_line_is_found_again(fixed, per_byte, sizes):
+    line = fit([(n, Line(fixed, per_byte).at(n)) for n in sizes])
+    for n in sizes:
+        assert line.at(n) == pytest.approx(Line(fixed, per_byte).at(n), rel=1e-3)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.integers(0, 2**24), st.floats(1e-7, 1e3)), min_size=1, max_size=6))
+def test_a_line_never_costs_less_than_nothing(points):
+    line = fit(points)
+    assert line.fixed >= 0
+    assert line.per_byte >= 0
+    assert line.at(2**20) >= line.at(2**10)
+
+
+def test_short_messages_count_as_much_as_long_ones():
+    assert fit([(1, 1e-5), (10**7, 1e-2)]).at(1) == pytest.approx(1e-5, rel=0.01)
+
+
+def test_a_fit_needs_times():
+    for points in ([], [(1, 0.0)], [(1, float("nan"))], [(1, float("inf"))]):
+        with pytest.raises(PlanError, match="positive finite seconds"):
+            fit(points)
+
+
+def test_json_round_trips():
+    assert Calibration.from_json(FOUND.to_json()) == FOUND
+    assert Profile.from_json(PROFILE.to_json()) == PROFILE
+    for kind in (Calibration, Profile):
+        for text in ("", "[]", "{}", '{"links": 1}', '{"forward": {"x": [1]}}'):
+            with pytest.raises(PlanError, match="measure it anew"):
+                kind.from_json(text)
+
+
+def test_text_names_every_rate():
+    text = str(FOUND)
+    for part in (
+        "4 on cpu, 2 cores",
+        "200.0 GFLOP/s alone",
+        "1.80 ranks",
+        "message 1 - 2",
+        "allreduce over 4",
+    ):
+        assert part in text
+        assert part in FOUND._repr_html_()
+    assert "a device each" in str(replace(FOUND, cores=None))
+
+
+def test_links_that_were_not_measured_cost_the_median():
+    assert FOUND.message(1, 0) == Line(10e-6, 1e-9)
+    assert FOUND.message(0, 3) == Line(20e-6, 2e-9)
+    alone = replace(FOUND, ranks=1, links=(), allreduce=())
+    with pytest.raises(PlanError, match="knows no links"):
+        alone.message(0, 1)
+    with pytest.raises(PlanError, match="knows no collectives"):
+        alone.sum_over(2, 1)
+    assert alone.sum_over(1, 1000) == 0
+
+
+def test_sums_over_groups_that_were_not_measured_scale_as_a_ring():
+    assert FOUND.sum_over(2, 1000) == pytest.approx(1e-4 + 1e-6)
+    assert FOUND.sum_over(8, 0) == pytest.approx(3e-4 * 7 / 3)
+    assert FOUND.sum_over(8, 1e9) == pytest.approx(2.0 * (7 / 8) / (3 / 4) + 3e-4 * 7 / 3)
+
+
+def test_a_message_costs_its_line_in_all():
+    """One micro-batch through two ranks: the times of both, and nothing of the message is counted twice."""
+    program = Plan(pp=2, microbatches=1).compile(layers=4)
+    costs = ProfiledCosts(program, PROFILE, 2, calibration=FOUND)
+    line = FOUND.message(0, 1)
+    expected = 4 * 3e-3 + line.at(1000) + line.at(500)
+    steps = [ins for ins in program.ranks[0] if ins.op is Op.STEP]
+    assert simulate(program, costs).time == pytest.approx(expected + costs.compute(0, steps[0]))
+    without = ProfiledCosts(program, PROFILE, 2)
+    forward = program.ranks[0][0]
+    assert costs.compute(0, forward) == pytest.approx(without.compute(0, forward) + FOUND.send.at(1000))
+
+
+def test_sums_of_gradients_cost_what_was_measured():
+    program = Plan(dp=4, bucket="flat").compile(layers=4)
+    (ins,) = [ins for ins in program.ranks[0] if ins.op is Op.ALL_REDUCE]
+    assert ProfiledCosts(program, PROFILE, 8, calibration=FOUND).collective(ins) == pytest.approx(
+        len(ins.parts) * 3e-4 + 16000 * 2e-9
+    )
+
+
+def test_slower_links_make_slower_steps():
+    program = Plan(pp=2, dp=2, microbatches=1).compile(layers=4)
+    times = []
+    for factor in (1, 10, 100):
+        slower = replace(
+            FOUND,
+            links=tuple((a, b, Line(line.fixed, line.per_byte * factor)) for a, b, line in FOUND.links),
+            allreduce=tuple((n, Line(line.fixed, line.per_byte * factor)) for n, line in FOUND.allreduce),
+        )
+        times.append(simulate(program, ProfiledCosts(program, PROFILE, 4, calibration=slower)).time)
+    assert times[0] < times[1] < times[2]
+
+
+def test_read_without_torch():
+    code = "import sys, minipar.costs.rates, minipar.costs.measured; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

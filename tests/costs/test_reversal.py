@@ -1,0 +1,192 @@
+"""Revolve and rotor, against all schedules there are."""
+
+from functools import cache
+from itertools import product
+from math import comb, inf
+from random import Random
+
+import pytest
+
+from minipar import PlanError, verify
+from minipar.costs.recomputation import Chain, LayerCosts, halves, keep_everything, memory, moves, recomputed, time
+from minipar.costs.reversal import advances, minimum, needed, repetitions, revolve, rotor
+from minipar.program import Op
+from tests.interpreters import judge
+from tests.recomputing import single_device, words
+
+# revolve -------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def fewest(layers, checkpoints):
+    """The recursion itself: the first checkpoint is tried everywhere."""
+    if layers == 1:
+        return 0
+    if checkpoints == 1:
+        return layers * (layers - 1) // 2
+    return min(k + fewest(layers - k, checkpoints - 1) + fewest(k, checkpoints) for k in range(1, layers))
+
+
+def test_the_closed_formula_is_the_least_of_the_recursion():
+    for layers, checkpoints in product(range(1, 41), range(1, 9)):
+        assert advances(layers, checkpoints) == fewest(layers, checkpoints)
+
+
+def test_the_longest_chain_is_a_binomial_coefficient():
+    for checkpoints, r in product(range(1, 6), range(1, 6)):
+        longest = comb(checkpoints + r, checkpoints)
+        assert repetitions(longest, checkpoints) == r
+        assert repetitions(longest + 1, checkpoints) == r + 1
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 10, 33, 64])
+@pytest.mark.parametrize("checkpoints", [1, 2, 3, 5, 64])
+def test_revolve_runs_as_often_and_keeps_as_much_as_it_says(layers, checkpoints):
+    schedule = revolve(layers, checkpoints)
+    assert sum(m.op is not Op.BACKWARD and not m.saves for m in schedule) == advances(layers, checkpoints)
+    assert [m.layer for m in schedule if m.op is Op.BACKWARD] == list(reversed(range(layers)))
+    assert [m.layer for m in schedule if m.op is not Op.BACKWARD and m.saves] == list(reversed(range(layers)))
+    # what is kept between moves: the checkpoints besides the input, and the output that is being handed on
+    outputs = Chain(*((0.0,) * layers,) * 2, (1,) * layers, *((0,) * layers,) * 2)
+    assert memory(outputs, schedule)[1] <= min(checkpoints - 1, layers) + 2
+
+
+def test_revolve_on_ten_layers_with_three_checkpoints():
+    schedule = revolve(10, 3)
+    assert words(schedule).startswith("F0 F1 F2 F3 F4 F5 F6 F7 F8 F9* B9 ")
+    assert advances(10, 3) == 15  # 10 = C(3 + 2, 3): two repetitions, 2 * 10 - C(5, 4)
+    program = single_device(10, schedule)
+    verify(program)
+    assert judge(program) == ""
+
+
+@pytest.mark.parametrize(("layers", "checkpoints"), [(0, 1), (3, 0)])
+def test_revolve_refuses_what_cannot_be(layers, checkpoints):
+    with pytest.raises(PlanError, match=f"^revolve: {layers} layers, {checkpoints} checkpoints; both are at least 1"):
+        revolve(layers, checkpoints)
+
+
+# rotor ---------------------------------------------------------------------------------------------------------------
+
+
+def every_draft(layers):
+    """Every order of forwards, recomputations and backwards in which no layer is saved twice at a time."""
+
+    def back(layer, draft, there):
+        if layer < 0:
+            yield draft
+            return
+        if layer in there:
+            yield from back(layer - 1, [*draft, (Op.BACKWARD, layer, False)], there - {layer})
+            return
+        for start in range(layer + 1):
+            if there.isdisjoint(range(start, layer + 1)):
+                for flags in product([False, True], repeat=layer - start):
+                    again = [(Op.RECOMPUTE, start + k, saves) for k, saves in enumerate((*flags, True))]
+                    yield from back(layer, draft + again, there | {l for _, l, saves in again if saves})
+
+    for flags in product([False, True], repeat=layers):
+        first = [(Op.FORWARD, layer, saves) for layer, saves in enumerate(flags)]
+        yield from back(layers - 1, first, {layer for layer, saves in enumerate(flags) if saves})
+
+
+def persistent(schedule):
+    """Whether an output that was left behind stays until the backward that needs it."""
+    return all(
+        not move.drops or move.op is Op.BACKWARD or (k and schedule[k - 1][:2] != (Op.BACKWARD, move.layer - 1)
+                                                     and schedule[k - 1].layer == move.layer - 1)
+        for k, move in enumerate(schedule)
+    )  # fmt: skip
+
+
+def best_times(costs, in_flight):
+    """For each budget from 0 the least time of the schedules (time, held, peak) that fit."""
+    sizes = [((in_flight - 1) * held + peak, spent) for spent, held, peak in costs]
+    return [min((t for size, t in sizes if size <= b), default=inf) for b in range(max(s for s, _ in sizes) + 2)]
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 4])
+@pytest.mark.parametrize("in_flight", [1, 2, 3])
+def test_rotor_is_as_fast_as_the_best_of_all_schedules_in_every_budget(layers, in_flight):
+    schedules = [moves(draft) for draft in every_draft(layers)]
+    assert len(schedules) == [0, 2, 6, 24, 120][layers]
+    if in_flight == 1:  # backward follows at once: nothing is recomputed first
+        schedules = [s for s in schedules if halves(s)[1][0].op is Op.BACKWARD]
+    else:
+        schedules = [s for s in schedules if persistent(s)]
+    random = Random(layers)
+    tight = 0
+    for _ in range(8 if layers < 4 else 4):
+        times, sizes = [[tuple(random.randint(*r) for _ in range(layers)) for _ in range(3)] for r in ((1, 5), (0, 4))]
+        chain = Chain(times[0], times[1], *sizes, random.randint(0, 3), random.random() < 0.6)
+        best = best_times([(time(chain, s), *memory(chain, s)) for s in schedules], in_flight)
+        for budget, least in enumerate(best):
+            try:
+                found = rotor(chain, budget, in_flight)
+            except PlanError:
+                assert least == inf
+                continue
+            assert time(chain, found) == least
+            assert needed(chain, found, in_flight) <= budget
+            tight += recomputed(found) > 0
+        smallest = next(budget for budget, least in enumerate(best) if least < inf)
+        assert minimum(chain, in_flight) == smallest
+    assert tight or layers == 1
+
+
+def test_with_enough_memory_nothing_is_recomputed():
+    chain = LayerCosts.equal(20, saved=3).chain(0, 20)
+    plain = keep_everything(20)
+    assert rotor(chain, memory(chain, plain)[1]) == plain
+    assert recomputed(rotor(chain, memory(chain, plain)[1] - 1)) == 1
+
+
+def test_the_less_memory_the_more_recomputation():
+    chain = LayerCosts.equal(64).chain(0, 64)
+    counts = [recomputed(rotor(chain, budget)) for budget in (10, 11, 13, 16, 32, 65)]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[3] == 53  # at 16 + 1 units, which segments of 8 need, these run 56 layers again
+    assert counts[-1] == 0
+
+
+def unequal(layers, seed=0):
+    """Layers with odd sizes of megabytes, which have no common divisor."""
+    random = Random(seed)
+    times = [tuple(random.uniform(0.5, 1.5) for _ in range(layers)) for _ in range(2)]
+    sizes = [tuple(random.randrange(10**6, 4 * 10**6) for _ in range(layers)) for _ in range(3)]
+    return Chain(*times, sizes[0], tuple(4 * x for x in sizes[1]), sizes[0])
+
+
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_real_sizes_are_rounded_to_the_safe_side(in_flight):
+    chain = unequal(24)
+    plain = needed(chain, keep_everything(24), in_flight)
+    before = -1
+    for part in (0.9, 0.6, 0.3, 0.15):
+        found = rotor(chain, int(part * plain), in_flight)
+        assert needed(chain, found, in_flight) <= part * plain
+        assert recomputed(found) > before
+        before = recomputed(found)
+
+
+@pytest.mark.parametrize("in_flight", [1, 4])
+def test_a_budget_that_is_too_small_is_refused_with_one_that_will_do(in_flight):
+    chain = unequal(10)
+    with pytest.raises(PlanError) as error:
+        rotor(chain, 1000, in_flight)
+    assert str(error.value).startswith("budget of 1000 bytes: too small; with all recomputation it takes ")
+    least = int(str(error.value).split()[-1])
+    assert least == minimum(chain, in_flight)
+    assert needed(chain, rotor(chain, least, in_flight), in_flight) <= least
+    with pytest.raises(PlanError):
+        rotor(chain, int((0.99 if in_flight == 1 else 0.9) * least), in_flight)
+
+
+def test_a_schedule_in_which_layers_run_three_times_is_a_program():
+    chain = LayerCosts.equal(16).chain(0, 16)
+    schedule = rotor(chain, minimum(chain))
+    runs = [sum(m.layer == 0 and m.op is not Op.BACKWARD for m in schedule)]
+    assert runs[0] >= 3
+    program = single_device(16, schedule, microbatches=2)
+    verify(program)
+    assert judge(program) == ""
