@@ -1,0 +1,66 @@
+"""Memory of a rank as its program states it: values live from the instruction that writes to the one that frees."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from minipar.memory.series import ALL_KINDS, Curve
+from minipar.program import tier
+
+if TYPE_CHECKING:
+    from minipar.trace import Trace
+
+KINDS = {
+    "param": "parameters",
+    "grad": "gradients",
+    "optimizer_state": "optimizer",
+    "param_shard": "parameters",
+    "grad_shard": "gradients",
+    "optimizer_shard": "optimizer",
+    "buffer": "buffers",
+    "norm": "temporary",
+    "output": "activations",
+    "grad_output": "activations",
+    "saved": "activations",
+}
+
+
+def lifetimes(trace: Trace, rank: int) -> Curve:
+    """Memory of a rank over time: live from the start of a value's writer to the end of what frees it."""
+    row, starts, ends = trace.program.ranks[rank], trace.starts[rank], trace.ends[rank]
+    first = trace.span[0]
+    changes: list[tuple[float, int, str, float]] = []  # frees come before allocations of the same moment
+    live = set(trace.program.state[rank]) if trace.program.state else set()
+    for value in live:
+        if tier(value) != "device":
+            continue
+        changes.append((first, 0, KINDS[value.kind], trace.size(rank, value)))
+    for k, ins in enumerate(row):
+        for value in ins.writes:
+            if value not in live and tier(value) == "device":
+                live.add(value)
+                changes.append((max(first, starts[k]), 1, KINDS[value.kind], trace.size(rank, value)))
+        for value in ins.frees:
+            if tier(value) != "device":
+                continue
+            live.discard(value)
+            changes.append((ends[k], 0, KINDS[value.kind], -trace.size(rank, value)))
+    if trace.data:
+        changes.append((first, 0, "data", trace.data[rank]))
+    changes.sort(key=lambda change: change[:2])
+    now = dict.fromkeys(ALL_KINDS, 0.0)
+    times: list[float] = []
+    total: list[float] = []
+    kinds: dict[str, list[float]] = {name: [] for name in now}
+    for time, order, name, size in changes:
+        now[name] += size
+        if times and times[-1] == time and order == 0:
+            for other in kinds:
+                kinds[other][-1] = now[other]
+            total[-1] = sum(now.values())
+        else:
+            times.append(time)
+            total.append(sum(now.values()))
+            for other in kinds:
+                kinds[other].append(now[other])
+    return Curve(times, total, kinds)

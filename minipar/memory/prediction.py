@@ -1,0 +1,410 @@
+"""Predict a rank's memory: tapes of one layer at a time, laid along the instructions of its program.
+
+    F 0:2 mb0      tape of layer 0's forward | tape of layer 1's forward
+    SEND           the output is gone
+    B 0:2 mb0      tape of layer 1's backward | tape of layer 0's backward, gradients appear
+    STEP           the optimizer's workspace comes and goes
+
+What a tape cannot know is who else holds a storage: an output lives until the executor, the layer that made it and
+the layer that read it have all let go of it. That is followed here, as the executor does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+from minipar.memory.lifetimes import KINDS
+from minipar.memory.series import Series
+from minipar.program import (
+    COLLECTIVES,
+    COMPUTE,
+    COPIES,
+    Instruction,
+    Op,
+    Program,
+    Value,
+    grad_output,
+    home,
+    output,
+    tier,
+)
+
+# Bytes, and what they are: "saved" for the backward, "output", "input" (only its free), "grad_output" (its free),
+# "grad_input", "gradient" of a parameter, "temporary".
+Tape = tuple[tuple[int, str], ...]
+Piece = tuple[int, ...]
+
+
+class LayerTape(NamedTuple):
+    """One layer, for one number of rows.
+
+    plain      its forward without a graph
+    forward    with one, and (last layer) the loss
+    backward   the first of a step, which makes the gradients
+    later      one that adds to them
+    """
+
+    plain: Tape
+    forward: Tape = ()
+    backward: Tape = ()
+    later: Tape = ()
+
+
+class Workspace(NamedTuple):
+    """Most bytes that an optimizer step needs for itself: per parameter group, for pairs of groups that may follow one
+    another in one step, and for all of them together.
+    """
+
+    groups: tuple[int, ...]
+    pairs: dict[tuple[int, int], int]
+    together: int
+
+    def of(self, groups: Sequence[int]) -> int:
+        """Of a step over some groups.
+
+        An optimizer that goes from parameter to parameter still names what it made for the one before, so that two
+        neighbours tell everything; one that takes all of them at once needs the sum.
+        """
+        mine = [self.groups[g] for g in groups]
+        whole, largest = sum(self.groups), max((*self.groups, *self.pairs.values()), default=0)
+        if self.together > largest:
+            return round(self.together * sum(mine) / whole) if whole else 0
+        return max((*mine, *(self.pairs.get(pair, 0) for pair in pairwise(groups))), default=0)
+
+
+@dataclass(frozen=True)
+class Tapes:
+    """Of a whole model: by rows, then layer; bytes of each layer's buffers (no parameters, but held); the optimizer."""
+
+    layers: dict[int, tuple[LayerTape, ...]]
+    buffers: tuple[int, ...]
+    workspace: Workspace
+    flat_workspace: Workspace  # the same with the parameters of each group laid end to end, as ZeRO's are
+
+
+class Sizes(Protocol):
+    """What must be known of a program's values; `ProfiledCosts` does."""
+
+    def rows(self, rank: int, microbatch: int) -> int: ...
+    def size(self, rank: int, value: Value) -> int: ...
+
+
+@dataclass(eq=False)
+class _Storage:
+    """Something that is free when all its holders have let go of it."""
+
+    size: int
+    layer: int
+    kind: str = "activations"
+    holders: set[str] = field(default_factory=set)
+
+
+def predict_memory(
+    program: Program,
+    rank: int,
+    pieces: dict[tuple[Piece, int], list[Piece]],
+    tapes: Tapes,
+    sizes: Sizes,
+    data: int,
+    starts: Sequence[float],
+    ends: Sequence[float],
+) -> Series:
+    """The series of one rank in one pass through its program, at the times of a predicted trace.
+
+    pieces   as `minipar.pieces.pieces_of` gives them: where the executor cuts autograd's graph
+    data     bytes of the rows that the rank works on
+    """
+    walk = _Walk(program, rank, pieces, tapes, sizes, data)
+    now = min(starts, default=0.0)
+    walk.post(program.receives_ahead)
+    walk.spread(-1, now, now)
+    for index, ins in enumerate(program.ranks[rank]):
+        walk.instruction(ins)
+        begin, now = (starts[index], ends[index]) if ins.op in COMPUTE else (now, now)  # others run beside the walk
+        walk.spread(index, begin, now)
+    return walk.series
+
+
+class _Walk:
+    """One rank's walk through its list."""
+
+    def __init__(
+        self,
+        program: Program,
+        rank: int,
+        pieces: dict[tuple[Piece, int], list[Piece]],
+        tapes: Tapes,
+        sizes: Sizes,
+        data: int,
+    ) -> None:
+        self.program, self.rank, self.pieces, self.tapes, self.sizes = program, rank, pieces, tapes, sizes
+        self.series = Series()
+        self.changes: list[tuple[int, str, int]] = []
+        self.live: dict[Value, _Storage] = {}
+        self.read: dict[tuple[int, int, int], _Storage] = {}  # layer, micro-batch, step: what its graph holds as input
+        self.made: dict[tuple[int, int, int], _Storage] = {}  # and as its own output
+        self.saved: dict[tuple[int, int, int], int] = {}
+        self.messages: dict[Value, list[_Storage]] = {}  # buffers of a collective, held until what it writes is read
+        self.filled: set[int] = set()  # groups that have a gradient now
+        self.state = program.state[rank] if program.state else frozenset()
+        self.kept = {value.index for value in self.state if value.kind == "grad"}
+        row = program.ranks[rank]
+        self.receives: dict[int, list[Value]] = {}
+        for ins in row:
+            if ins.op is Op.RECV:
+                self.receives.setdefault(ins.peer, []).append(ins.writes[0])
+        self.posted = dict.fromkeys(self.receives, 0)
+        self.reached = dict.fromkeys(self.receives, 0)
+        before = self.series.before
+        for value in (value for value in self.state if tier(value) == "device"):
+            owner = KINDS[value.kind], -1 if value.kind == "grad" else self._layer_of(value.index)
+            before[owner] = before.get(owner, 0) + sizes.size(rank, value)
+        for layer in program.placement[rank]:
+            before["parameters", layer] = before.get(("parameters", layer), 0) + tapes.buffers[layer]
+        if data:
+            before["data", -1] = data
+
+    def _layer_of(self, group: int) -> int:
+        held = self.program.placement[self.rank]
+        return next((layer for layer in self.program.groups[group].layers if layer in held), -1)
+
+    # changes ---------------------------------------------------------------------------------------------------------
+
+    def change(self, delta: int, kind: str, layer: int) -> None:
+        if delta:
+            self.changes.append((delta, kind, layer))
+
+    def spread(self, index: int, start: float, end: float) -> None:
+        """The changes of an instruction, evenly over its time."""
+        count = len(self.changes)
+        for k, (delta, kind, layer) in enumerate(self.changes):
+            self.series.add(start + (end - start) * (k + 1) / (count + 1), index, delta, kind, layer)
+        self.changes.clear()
+
+    def hold(self, storage: _Storage, holder: str) -> None:
+        storage.holders.add(holder)
+
+    def release(self, storage: _Storage | None, holder: str) -> None:
+        if storage is not None and holder in storage.holders:
+            storage.holders.discard(holder)
+            if not storage.holders:
+                self.change(-storage.size, storage.kind, storage.layer)
+
+    def make(self, size: int, layer: int, holder: str, kind: str = "activations") -> _Storage:
+        self.change(size, kind, layer)
+        return _Storage(size, layer, kind, {holder})
+
+    # instructions ----------------------------------------------------------------------------------------------------
+
+    def instruction(self, ins: Instruction) -> None:
+        for value in ins.reads:
+            for message in self.messages.pop(value, ()):
+                self.release(message, "message")
+            storage = self.live.get(value)
+            if storage is not None and storage.kind == "buffers":  # a message that is received now
+                self.change(-storage.size, "buffers", storage.layer)
+                self.change(storage.size, "activations", storage.layer)
+                storage.kind = "activations"
+        if ins.writes and all(tier(value) != "device" for value in ins.writes) and home(ins.reads[0]).kind != "saved":
+            pass  # the host's memory
+        elif ins.op in (Op.FORWARD, Op.RECOMPUTE):
+            if self.sizes.rows(self.rank, ins.microbatch):
+                self.forward(ins)
+        elif ins.op is Op.BACKWARD:
+            if self.sizes.rows(self.rank, ins.microbatch):
+                self.backward(ins)
+        elif ins.op is Op.RECV:
+            self.reached[ins.peer] += 1
+            self.post(self.program.receives_ahead, ins.peer)
+        elif ins.op in COPIES and home(ins.reads[0]).kind == "saved":
+            size = self.saved.get(home(ins.reads[0])[1:], 0)
+            self.change(-size if ins.op is Op.OFFLOAD else size, "activations", ins.layers[0])
+        elif ins.op is Op.STEP:
+            need = self._workspace(ins.layers)
+            self.change(need, "temporary", -1)
+            self.change(-need, "temporary", -1)
+        elif ins.op is Op.REDUCE_SCATTER:
+            self.reduce_scatter(ins)
+        else:
+            self.other(ins)
+        self.free(ins)
+        if ins.op is Op.STEP:
+            self.filled -= set(ins.layers)
+
+    def free(self, ins: Instruction) -> None:
+        for value in ins.frees:
+            if value.kind == "grad":
+                if value.index in self.filled - self.kept:
+                    self.change(-self.sizes.size(self.rank, value), "gradients", self._layer_of(value.index))
+                self.filled.discard(value.index)
+            else:
+                self.release(self.live.pop(value, None), "live")
+
+    def reduce_scatter(self, ins: Instruction) -> None:
+        """Gradients are packed into a message, and go; parts of the others' arrive, and stay until they are summed."""
+        buffers = [value for value in ins.writes if value.kind == "buffer"]
+        size = sum(self.sizes.size(self.rank, value) for value in buffers)
+        message = self.make(size, -1, "message", "buffers")
+        self.free(ins)
+        self.other(ins._replace(writes=tuple(value for value in ins.writes if value.kind != "buffer")))
+        arriving = self.make(size, -1, "message", "buffers")
+        for value in ins.writes:
+            if value.kind != "buffer":
+                self.messages[value] = [message, arriving]
+
+    def _workspace(self, groups: Sequence[int]) -> int:
+        """Of a STEP over some groups; the slices of sharded ones are parameters of their own."""
+        shards = [g for g in groups if Value("optimizer_shard", g) in self.state]
+        whole = self.tapes.workspace.of([g for g in groups if g not in shards])
+        return max(whole, self.tapes.flat_workspace.of(shards) // max(1, self.program.replicas))
+
+    def other(self, ins: Instruction) -> None:
+        """An instruction that nothing special is known of: what it writes appears; what it frees goes."""
+        for value in ins.writes:
+            if value.kind == "grad":
+                if value.index not in self.filled and ins.op in COLLECTIVES:  # no backward had rows: zeros
+                    self.filled.add(value.index)
+                    if value.index not in self.kept:
+                        self.change(self.sizes.size(self.rank, value), "gradients", self._layer_of(value.index))
+            elif value not in self.live and value not in self.state:
+                kind = KINDS.get(value.kind, "buffers")
+                self.live[value] = self.make(self.sizes.size(self.rank, value), value.index, "live", kind)
+
+    def post(self, ahead: int, *peers: int) -> None:
+        """Receive buffers of the messages that are due."""
+        for peer in peers or self.receives:
+            due = min(self.reached[peer] + ahead, len(self.receives[peer]))
+            while self.posted[peer] < due:
+                value = self.receives[peer][self.posted[peer]]
+                self.posted[peer] += 1
+                size = self.sizes.size(self.rank, value)
+                self.live[value] = self.make(size, value.index, "live", "buffers")
+
+    # computing -------------------------------------------------------------------------------------------------------
+
+    def tape(self, layer: int, microbatch: int) -> LayerTape:
+        return self.tapes.layers[self.sizes.rows(self.rank, microbatch)][layer]
+
+    def forward(self, ins: Instruction) -> None:
+        i, step = ins.microbatch, ins.step
+        keeps = {value.index for value in ins.writes if value.kind == "saved"}
+        value = self.live.get(output(ins.layers[0] - 1, i, step))
+        borrowed: list[_Storage] = []  # inputs of pieces: the executor names them until it goes on
+        for piece in self.pieces[ins.layers, i]:
+            trains = piece[0] in keeps
+            for layer in piece:
+                key = layer, i, step
+                tape = self.tape(layer, i)
+                if value is not None:
+                    self.hold(value, "walk")
+                    if trains and (layer == piece[0] or _keeps(tape.backward, "input")):
+                        self.hold(value, f"read by {key}")
+                        self.read[key] = value
+                made = self._play_forward(tape.forward if trains else tape.plain, layer)
+                if trains:
+                    self.saved[key] = sum(size for size, what in tape.forward if what == "saved")
+                    if _keeps(tape.backward, "output"):
+                        self.hold(made, f"made by {key}")
+                        self.made[key] = made
+                if value is not None and layer == piece[0]:
+                    borrowed.append(value)
+                else:
+                    self.release(value, "walk")
+                value = made
+            handed_on = output(piece[-1], i, step)
+            if handed_on in ins.writes and value is not None:
+                self.release(self.live.pop(handed_on, None), "live")
+                self.hold(value, "live")
+                self.live[handed_on] = value
+        for storage in (*borrowed, value):
+            self.release(storage, "walk")
+
+    def _play_forward(self, tape: Tape, layer: int) -> _Storage:
+        size = 0
+        for delta, what in tape:
+            if what == "output":
+                size += delta
+            if what != "input":
+                self.change(delta, "temporary" if what == "temporary" else "activations", layer)
+        return _Storage(size, layer, holders={"walk"})
+
+    def backward(self, ins: Instruction) -> None:
+        i, step = ins.microbatch, ins.step
+        first = self.program.first_trainable
+        above = self.live.get(grad_output(ins.layers[-1], i, step))  # the instruction's frees let it go
+        copied: list[int] = []
+        pieces = self.pieces[ins.layers, i]
+        for piece in reversed(pieces):
+            given: _Storage | None = None  # the gradient that this piece got from the one before
+            if piece is not pieces[-1]:
+                given, above = above, None
+            inner: _Storage | None = None  # the gradient between two layers of the piece
+            for layer in reversed(piece):
+                inner = self._play_backward(layer, i, step, inner, copied, layer == piece[0])
+            key = piece[0], i, step
+            self.release(self.read.pop(key, None), f"read by {key}")
+            self.release(given, "walk")
+            above = inner
+        if ins.layers[0] > first and above is not None:
+            self.hold(above, "live")
+            self.live[grad_output(ins.layers[0] - 1, i, step)] = above
+        self.release(above, "walk")
+        for g in copied:  # into their buckets
+            self.change(-self.sizes.size(self.rank, Value("grad", g)), "temporary", self._layer_of(g))
+
+    def _play_backward(
+        self, layer: int, i: int, step: int, received: _Storage | None, copied: list[int], last: bool
+    ) -> _Storage | None:
+        """One layer; the gradient of its input. `last`: the executor holds its input until the piece is done."""
+        key = layer, i, step
+        tape = self.tape(layer, i)
+        groups = [g for g in self.program.groups_of_layer[layer] if self.program.groups[g].trainable]
+        fresh = [g for g in groups if g not in self.filled]
+        left = self.saved.pop(key, 0)
+        made = 0
+        for delta, what in tape.backward if fresh else tape.later:
+            if what == "saved":
+                left += delta
+                self.change(delta, "activations", layer)
+            elif what == "output":
+                self.release(self.made.pop(key, None), f"made by {key}")
+            elif what == "input":
+                if not last:
+                    self.release(self.read.pop(key, None), f"read by {key}")
+            elif what == "grad_output":
+                if delta < 0:
+                    self.release(received, "walk")
+            elif what == "grad_input":
+                made += delta
+                self.change(delta, "activations", layer - 1)
+            elif what == "gradient":
+                # (what goes into a bucket is a temporary: the bucket is the gradient)
+                self.change(delta, "temporary" if self.kept.intersection(groups) else "gradients", layer)
+            else:
+                self.change(delta, "temporary", layer)
+        self.change(-left, "activations", layer)
+        self.release(self.made.pop(key, None), f"made by {key}")
+        if fresh:
+            for g in groups:
+                if g not in fresh:  # tied to a layer whose backward has made it already
+                    kind = "temporary" if g in self.kept else "gradients"
+                    self.change(-self.sizes.size(self.rank, Value("grad", g)), kind, layer)
+                else:
+                    self.filled.add(g)
+                    if g in self.kept:
+                        copied.append(g)
+        if not made and received is not None and layer > self.program.first_trainable:
+            return received  # what comes in goes out
+        self.release(received, "walk")
+        return _Storage(made, layer - 1, holders={"walk"}) if made else None
+
+
+def _keeps(tape: Tape, what: str) -> bool:
+    """Whether the graph holds a layer's input or output: then its backward frees it, but not at once."""
+    for k, (delta, kind) in enumerate(tape):
+        if delta < 0 and kind == what:
+            return any(before > 0 or other not in ("input", "output") for before, other in tape[:k])
+    return False

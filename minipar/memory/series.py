@@ -1,0 +1,147 @@
+"""Memory of one rank during one pass through its program: every allocation and every free, in order.
+
+    time    instruction   bytes    kind          layer
+    0.0012            3   +65536   activations       2
+    0.0013            3   +16384   temporary         2
+    0.0013            3   -16384   temporary         2
+
+The tracker writes such a series, and so does the prediction; curves, peaks and owners are read off either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+ALL_KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers", "data", "temporary")
+CODES = {kind: code for code, kind in enumerate(ALL_KINDS)}
+
+
+class Curve(NamedTuple):
+    """Memory of one rank over time: from `times[k]` on, `total[k]` is live, of which `kinds[name][k]` of each kind."""
+
+    times: list[float]
+    total: list[float]
+    kinds: dict[str, list[float]]
+
+    @property
+    def peak(self) -> float:
+        return max(self.total, default=0)
+
+
+class Peak(NamedTuple):
+    """The highest moment of a rank.
+
+    index      the instruction during which it was reached; -1 before the first one
+    by_kind    its bytes for each of `ALL_KINDS`
+    owners     (kind, layer) and bytes, the largest first; layer -1 is what belongs to no layer
+    """
+
+    bytes: int
+    index: int  # type: ignore[assignment]
+    by_kind: dict[str, int]
+    owners: list[tuple[str, int, int]]
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{kind} {mib(size)}" for kind, size in self.by_kind.items() if size)
+        return f"{mib(self.bytes)} at instruction {self.index}: {parts}"
+
+
+@dataclass(frozen=True)
+class Series:
+    """Changes of a rank's memory in the order in which they happened, as columns; see the top of the module.
+
+    before     bytes for each (kind, layer) when the pass began
+    highest    of the whole run, if it is known: other passes may have needed more than this one
+    device     what the device's own allocator said, if it has one: bytes by name
+    """
+
+    times: list[float] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
+    deltas: list[int] = field(default_factory=list)
+    kinds: list[int] = field(default_factory=list)  # positions in ALL_KINDS
+    layers: list[int] = field(default_factory=list)
+    before: dict[tuple[str, int], int] = field(default_factory=dict)
+    highest: int = 0
+    device: dict[str, int] = field(default_factory=dict)
+
+    def add(self, time: float, index: int, delta: int, kind: str, layer: int) -> None:
+        """One more change. (The columns grow while a pass runs; then they stay.)"""
+        self.times.append(time)
+        self.indices.append(index)
+        self.deltas.append(delta)
+        self.kinds.append(CODES[kind])
+        self.layers.append(layer)
+
+    def __len__(self) -> int:
+        return len(self.times)
+
+    @property
+    def at_start(self) -> int:
+        return sum(self.before.values())
+
+    def curve(self, zero: float = 0.0) -> Curve:
+        """Bytes over time, by kind, beginning at `zero`; times that are earlier count as `zero`."""
+        now = dict.fromkeys(ALL_KINDS, 0.0)
+        for (kind, _), size in self.before.items():
+            now[kind] += size
+        times, total = [zero], [sum(now.values())]
+        kinds = {name: [size] for name, size in now.items()}
+        for time, delta, code in zip(self.times, self.deltas, self.kinds, strict=True):
+            now[ALL_KINDS[code]] += delta
+            times.append(max(time, times[-1]))
+            total.append(total[-1] + delta)
+            for name, column in kinds.items():
+                column.append(now[name])
+        return Curve(times, total, kinds)
+
+    def totals(self) -> list[int]:
+        """Live bytes at the beginning, and after every change."""
+        return list(accumulate(self.deltas, initial=self.at_start))
+
+    def peak(self) -> Peak:
+        """The highest moment, and who held how much of it then."""
+        totals = self.totals()
+        k = max(range(len(totals)), key=totals.__getitem__)
+        held = dict(self.before)
+        for delta, code, layer in zip(self.deltas[:k], self.kinds[:k], self.layers[:k], strict=True):
+            owner = ALL_KINDS[code], layer
+            held[owner] = held.get(owner, 0) + delta
+        return Peak(totals[k], self.indices[k - 1] if k else -1, by_kind(held), owners(held))
+
+    def peaks_by_instruction(self) -> dict[int, int]:
+        """The highest live bytes during each instruction that changed anything."""
+        found: dict[int, int] = {}
+        for index, total in zip(self.indices, self.totals()[1:], strict=True):
+            found[index] = max(found.get(index, 0), total)
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain lists and numbers, for `json.dump`."""
+        plain = {name: list(getattr(self, name)) for name in ("times", "indices", "deltas", "kinds", "layers")}
+        before = [[kind, layer, size] for (kind, layer), size in self.before.items()]
+        return plain | {"before": before, "highest": self.highest, "device": dict(self.device)}
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Series:
+        before = {(kind, layer): size for kind, layer, size in data["before"]}
+        return Series(**{**data, "before": before})
+
+
+def by_kind(held: dict[tuple[str, int], int]) -> dict[str, int]:
+    """Bytes of each kind, from bytes of each (kind, layer)."""
+    found = dict.fromkeys(ALL_KINDS, 0)
+    for (kind, _), size in held.items():
+        found[kind] += size
+    return found
+
+
+def owners(held: dict[tuple[str, int], int]) -> list[tuple[str, int, int]]:
+    """(kind, layer, bytes), the largest first."""
+    return sorted(((kind, layer, size) for (kind, layer), size in held.items() if size > 0), key=lambda o: -o[2])
+
+
+def mib(size: float) -> str:
+    """A size as people read it."""
+    return f"{size / 2**20:.2f} MiB"

@@ -1,0 +1,224 @@
+"""Record what one layer allocates and frees, in order, alone on one device: its forward, and its backward.
+
+    root --Source--> input --layer--> output --Sink-->        Source and Sink stand for the neighbours: they hand over
+         <--------- input gradient <-------- gradient         and take what the neighbours would, and keep nothing
+
+So everything that is still there is there because this layer keeps it. `prediction.py` lays the tapes of all layers
+along a program.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minipar import randomness
+from minipar.costs.profiler import OptimizerFactory, parameters_of
+from minipar.memory.prediction import LayerTape, Tape, Tapes, Workspace
+from minipar.memory.storages import Held, Storages
+from minipar.tensors import differentiable, map_tensors, overwrites, take_rows, tensors
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+class _Recorder(Storages):
+    """Every change in order; `roles` say what the storages that matter are, those that do not are temporary."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__(device)
+        self.log: list[tuple[int, Held]] = []
+
+    def changed(self, held: Held, delta: int) -> None:
+        self.log.append((delta, held))
+
+    def role(self, value: Any, kind: str) -> None:
+        """Say what a value's storages are, unless they are something already (an output may be the input itself)."""
+        for tensor in tensors(value):
+            held = self.held_by(tensor)
+            if held is not None and not held.kind:
+                held.kind = kind
+
+    def name_the_rest(self) -> None:
+        """What is left of a forward is saved for the backward; what is gone was temporary."""
+        self.settle()
+        for _, held in self.log:
+            held.kind = held.kind or ("temporary" if held() is None else "saved")
+
+    def take(self) -> Tape:
+        """What happened since the last call."""
+        self.settle()
+        log, self.log = self.log, []
+        return tuple((delta, held.kind or "temporary") for delta, held in log)
+
+
+class _Source(torch.autograd.Function):
+    """Hands on a tensor that somebody else holds, and takes its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, root: Tensor, tensor: Tensor, take: Callable[[Tensor], None]) -> Tensor:
+        ctx.take = take
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.take(gradients[0])
+        return None, None, None
+
+
+class _Sink(torch.autograd.Function):
+    """A scalar behind some tensors, of which it keeps nothing; makes a gradient for each of them."""
+
+    @staticmethod
+    def forward(ctx: Any, give: Callable[[Any], None], *ends: Tensor) -> Tensor:
+        ctx.give = give
+        ctx.forms = [(end.shape, end.dtype, end.device) for end in ends]
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        made = [torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.forms]
+        ctx.give(made)
+        return None, *made
+
+
+def record(
+    model: Iterable[nn.Module], x: Any, y: Any, loss: Loss, rows: Sequence[int], optimizer: OptimizerFactory
+) -> Tapes:
+    """The tapes of every layer for every number of rows in `rows`, and the workspace of an optimizer step.
+
+    Arguments as for `minipar.profile`. Every layer runs on a copy.
+    """
+    layers = list(model)
+    copies = copy.deepcopy(nn.Sequential(*layers)).train()
+    randomness.replace_dropout(copies, 0)
+    chain = [layer for layer in copies._modules.values() if layer is not None]
+    trainable = [l for l, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters())]
+    first = min(trainable, default=len(layers))
+    device = next((p.device for p in copies.parameters()), torch.device("cpu"))
+    found: dict[int, tuple[LayerTape, ...]] = {}
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
+        for n in sorted(set(rows)):
+            value, y_n = (map_tensors(take_rows(v, range(n)), lambda t: t.to(device)) for v in (x, y))
+            tapes = []
+            for l, layer in enumerate(chain):
+                final = (loss, y_n) if l == len(chain) - 1 else None
+                value, tape = _one_layer(layer, value, final, l, first)
+                tapes.append(tape)
+            found[n] = tuple(tapes)
+    buffers = tuple(sum(b.numel() * b.element_size() for b in layer.buffers()) for layer in layers)
+    groups = parameters_of(layers)
+    flat = [[_flat(group)] if group else [] for group in groups]
+    spaces = (_workspace(some, len(layers), optimizer, device.type) for some in (groups, flat))
+    return Tapes(found, buffers, *spaces)
+
+
+def _one_layer(
+    layer: nn.Module, value: Any, final: tuple[Loss, Any] | None, l: int, first: int
+) -> tuple[Any, LayerTape]:
+    """What a layer hands on, and its tapes: without a graph; forward and first backward; a later backward."""
+    with torch.no_grad():
+        recorder, given = _given(layer, value, l, None)
+        with recorder:
+            output = layer(_own(layer, given))
+            recorder.role(output, "output")
+            del given
+        plain = recorder.take()
+        result = map_tensors(output, torch.clone)
+        del output
+    if l < first:
+        return result, LayerTape(plain)
+    forward, backward = _with_graph(layer, value, final, l, first)
+    again, later = _with_graph(layer, value, final, l, first)
+    for p in layer.parameters():
+        p.grad = None
+    del again
+    return result, LayerTape(plain, forward, backward, later)
+
+
+def _with_graph(layer: nn.Module, value: Any, final: tuple[Loss, Any] | None, l: int, first: int) -> tuple[Tape, Tape]:
+    root = torch.zeros((), requires_grad=True)
+    arrived: list[Tensor] = []
+    fresh = [p for p in layer.parameters() if p.grad is None]
+    recorder, given = _given(layer, value, l, (root, arrived.append) if l > first else None)
+    with recorder:
+        output = layer(_own(layer, given))
+        end = final[0](output, final[1]) if final else None
+        recorder.role(output, "output")
+        recorder.name_the_rest()
+        forward = recorder.take()
+        ends = [t for t in differentiable(output) if t.requires_grad] if end is None else []
+        last = end if end is not None else _Sink.apply(lambda made: recorder.role(made, "grad_output"), *ends)
+        recorder.take()
+        del output, ends, given, end
+        before = recorder.take()  # what goes now is not held by the graph
+        if last.requires_grad:
+            torch.autograd.backward(last)
+        recorder.role(arrived, "grad_input")
+        recorder.role([p.grad for p in fresh if p.grad is not None], "gradient")
+        del last
+        backward = recorder.take()
+    return forward, before + backward
+
+
+def _given(layer: nn.Module, value: Any, l: int, source: Any) -> tuple[_Recorder, Any]:
+    """The layer's input, held by nobody else, and a recorder that knows it."""
+    device = next((t.device.type for t in tensors(value)), "cpu")
+    recorder = _Recorder(device)
+    own = map_tensors(value, lambda t: t.detach().clone())
+    for tensor in tensors(own):
+        recorder.register(tensor, "input")
+    smooth = {id(t) for t in differentiable(own)}
+
+    def hand_on(tensor: Tensor) -> Tensor:
+        return _Source.apply(source[0], tensor, source[1]) if source and id(tensor) in smooth else tensor
+
+    recorder.take()
+    return recorder, map_tensors(own, hand_on)
+
+
+def _own(layer: nn.Module, given: Any) -> Any:
+    return map_tensors(given, torch.clone) if overwrites(layer) else given
+
+
+def _flat(group: list[nn.Parameter]) -> nn.Parameter:
+    """The parameters of a group laid end to end, in the type of the first one."""
+    return nn.Parameter(torch.cat([p.detach().reshape(-1).to(group[0].dtype) for p in group]))
+
+
+def _workspace(groups: list[list[nn.Parameter]], layers: int, factory: OptimizerFactory, device: str) -> Workspace:
+    """What an optimizer step needs while it runs. The first `layers` groups are those of one layer each."""
+    known: dict[tuple[Any, ...], int] = {}
+
+    def most(parameters: list[nn.Parameter]) -> int:
+        form = tuple((tuple(p.shape), p.dtype) for p in parameters)
+        if form in known or not parameters:
+            return known.get(form, 0)
+        copies = [nn.Parameter(p.detach().clone()) for p in parameters]
+        for p in copies:
+            p.grad = torch.full_like(p, 1e-3)
+        optimizer = factory(copies)
+        optimizer.step()  # makes the state
+        recorder = _Recorder(device)
+        highest = 0
+        with recorder:
+            optimizer.step()
+        level = 0
+        recorder.settle()
+        for delta, _ in recorder.log:
+            level += delta
+            highest = max(highest, level)
+        known[form] = highest
+        return highest
+
+    tied = [g for g in range(layers, len(groups)) if groups[g]]
+    pairs = {
+        (g, h): most(groups[g] + groups[h])
+        for g in range(len(groups))
+        for h in {g + 1, *tied}
+        if g < h < len(groups) and groups[g] and groups[h]
+    }
+    return Workspace(tuple(map(most, groups)), pairs, most([p for group in groups for p in group]))
