@@ -1,6 +1,7 @@
 # make demo    train a small GPT on 4 local ranks beside plain torch, and write demo.html
-# make test    ruff, mypy and all tests
+# make test    ruff, mypy and all tests, every cell of the lessons included
 # make lab     JupyterLab, in lessons/
+# make lessons run the lessons again and save their outputs, after an edit
 # make bench   measured values beside their targets
 # make lint    ruff and mypy alone
 # make clean   remove what tests, builds and the demo left behind (not .venv)
@@ -12,7 +13,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test lab bench lint clean
+.PHONY: demo test lab lessons bench lint clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -23,6 +24,9 @@ test: lint
 
 lab: $(READY)
 	$(BIN)/python -m jupyterlab --ServerApp.root_dir="$(CURDIR)/lessons"
+
+lessons: $(READY)
+	$(BIN)/python tests/notebooks/refresh.py lessons/*.ipynb
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
