@@ -13,7 +13,19 @@ from typing import Any
 from benchmarks.harness import Row, table
 from minipar.errors import PlanError
 
-NAMES = ("simulator", "executor", "data_parallel", "pipelines", "emulation")
+NAMES = (
+    "simulator",
+    "cluster",
+    "communicator",
+    "executor",
+    "data_parallel",
+    "pipelines",
+    "emulation",
+    "predictions",
+    "zero",
+    "recompute",
+    "memory",
+)
 
 __all__ = ["NAMES", "Row", "run", "table"]
 

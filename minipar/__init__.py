@@ -17,16 +17,39 @@ _homes = {
     "minipar.simulator": ("simulate",),
     "minipar.costs.device": ("DeviceSpec",),
     "minipar.trace": ("Trace",),
-    "minipar.training": ("train", "Run"),
+    "minipar.training": ("train", "resume", "Run"),
     "minipar.execution": ("execute",),
     "minipar.cluster": ("Cluster",),
     "minipar.costs.profiler": ("profile",),
+    "minipar.costs.calibration": ("calibrate",),
     "minipar.strategies": ("schedule",),
-    "minipar.errors": ("MiniparError", "PlanError", "ProgramError", "RankError", "RankDied", "Deadlock"),
+    "minipar.errors": (
+        "MiniparError",
+        "PlanError",
+        "ProgramError",
+        "RankError",
+        "RankDied",
+        "Deadlock",
+        "CollectiveMismatch",
+        "DeviceOutOfMemory",
+        "SaveError",
+    ),
 }
 _home_of = {name: home for home, names in _homes.items() for name in names}
 _home_of["communicator"] = "minipar.comm.communicator"
-_packages = ("cluster", "comm", "costs", "data", "errors", "models", "program", "strategies")
+_packages = (
+    "cluster",
+    "comm",
+    "costs",
+    "data",
+    "errors",
+    "exercise",
+    "memory",
+    "models",
+    "program",
+    "saving",
+    "strategies",
+)
 _modules_as_names = ("communicator",)
 
 __all__ = [*sorted(_home_of), *_packages]

@@ -1,4 +1,4 @@
-"""The command line: `minipar run | simulate | schedules | doctor | bench`, for people and, with --json, for scripts.
+"""The command line: `minipar run | simulate | memory | schedules | doctor | bench`, for people and scripts (--json).
 
 Exit status: 0 done; 2 the request cannot be (one line says why and what is possible); 1 anything else.
 """
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from minipar.costs.device import DeviceSpec
-from minipar.errors import MiniparError, PlanError, ProgramError
+from minipar.errors import DeviceOutOfMemory, MiniparError, PlanError, ProgramError
 from minipar.plan import Plan
 from minipar.strategies import schedules
 
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result = options.command(options)
         print(json.dumps(result, allow_nan=False) if options.json else options.show(result))
         return 0
-    except (PlanError, ProgramError) as error:
+    except (PlanError, ProgramError, DeviceOutOfMemory) as error:
         print(f"minipar: {error.reason}", file=sys.stderr)
         return 2
     except BrokenPipeError:
@@ -77,7 +77,13 @@ def _parser() -> _Parser:
     one.add_argument("--dtype", choices=("float32", "float64"), default="float32", help="of parameters and rows")
     one.add_argument("--lr", type=_time, default=0.1, help="learning rate of SGD")
     one.add_argument("--check", action="store_true", help="compare every gradient with plain torch's")
+    one.add_argument("--memory", action="store_true", help="follow every allocation: peaks with all that is in them")
     one.add_argument("--emulate", type=_device, metavar="SPEC", help=_EMULATE)
+
+    one = command("memory", _memory, _show_memory, "bytes on every rank of a plan, from formulas")
+    one.add_argument("plan", metavar="PLAN", help="key=value words, such as 'zero=3 dp=8 checkpoint=sqrt'")
+    one.add_argument("--model", required=True, help="name of a preset or a published model, such as gpt3-175b")
+    one.add_argument("--batch", type=_count, default=None, help="rows of a step (default: one for each micro-batch)")
 
     command("schedules", _schedules, _show_schedules, "list the schedules")
     command("doctor", _doctor, _show_doctor, "what works on this machine")
@@ -198,6 +204,7 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
             dtype=getattr(torch, options.dtype),
             reference=True,
             check=options.check,
+            memory=options.memory,
             progress=not options.json and sys.stderr.isatty(),
         )
     assert run.reference is not None
@@ -224,7 +231,8 @@ def _show_run(result: dict[str, Any]) -> str:
     lines += [f"{step:>4}  {loss:>12.6f}  {plain:>12.6f}" for step, (loss, plain) in enumerate(pairs)]
     time, bubble = result["time"], result["bubble_of_total"]
     predicted, measured = (time[kind] * 1e3 for kind in ("predicted", "measured"))
-    lines.append(f"step time        {predicted:.2f} ms predicted, {measured:.2f} ms measured")
+    error = f" ({predicted / measured - 1:+.0%})" if measured else ""
+    lines.append(f"step time        {predicted:.2f} ms predicted{error}, {measured:.2f} ms measured")
     lines.append(f"bubble of total  {bubble['predicted']:.1%} predicted, {bubble['measured']:.1%} measured")
     for rank, peak in enumerate(result["peak_memory"]):
         sent = result["bytes_sent"][rank]
@@ -232,9 +240,26 @@ def _show_run(result: dict[str, Any]) -> str:
             f"rank {rank}  peak memory {peak['predicted'] / 2**20:.2f} MiB predicted, "
             f"{peak['measured'] / 2**20:.2f} MiB measured; sent {sent / 2**20:.2f} MiB a step"
         )
+        parts = [f"{kind} {size / 2**20:.2f}" for kind, size in peak["by_kind"].items() if size]
+        lines.append(f"        of which {', '.join(parts)}")
     if "max_gradient_error" in result:
         lines.append(f"max gradient error against plain torch  {result['max_gradient_error']:.2e}")
     return "\n".join(lines)
+
+
+# memory ---------------------------------------------------------------------------------------------------------------
+
+
+def _memory(options: argparse.Namespace) -> dict[str, Any]:
+    from minipar import reports
+
+    return reports.memory(options.plan, options.model, options.batch)
+
+
+def _show_memory(result: dict[str, Any]) -> str:
+    from minipar import reports
+
+    return reports.show_memory(result)
 
 
 # lists ----------------------------------------------------------------------------------------------------------------

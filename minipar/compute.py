@@ -20,10 +20,22 @@ from minipar import randomness
 from minipar.costs.profiled import split_rows
 from minipar.costs.profiler import weigh
 from minipar.errors import RankError
+from minipar.kept import Kept
 from minipar.losses import counted
 from minipar.pieces import pieces_of
 from minipar.program import Instruction, Op, Program, Value, grad_output, output
-from minipar.tensors import count_bytes, count_rows, detach, differentiable, map_tensors, overwrites, take_rows
+from minipar.strategies import host_layers, offload
+from minipar.tensors import (
+    count_bytes,
+    count_rows,
+    detach,
+    differentiable,
+    map_tensors,
+    overwrites,
+    single,
+    take_rows,
+    tensors,
+)
 
 Loss = Callable[[Any, Any], Tensor]
 Batch = tuple[Any, Any]
@@ -39,12 +51,30 @@ class Compute:
     def __init__(self, program: Program, rank: int, device: torch.device, layers: Sequence[nn.Module], loss: Loss):
         held = program.placement[rank]
         self.program, self.rank, self.device, self.loss = program, rank, device, loss
-        self.layers = {layer: layers[layer].to(device).train() for layer in held}
+        self.on_host, _ = host_layers.computed(program.ranks[rank])
+        self.layers = {layer: layers[layer].to(self.place_of(layer)).train() for layer in held}
         self.dropouts = {layer: randomness.row_dropouts(layers[layer]) for layer in held}
         self.overwriting = {layer for layer in held if overwrites(self.layers[layer])}
         self.pieces = pieces_of(program, rank)
         self.sizes: dict[tuple[str, int, int], int] = {}
+        self.offloaded = {
+            (v.index, v.microbatch, v.step) for v in offload.offloaded(program.ranks[rank])
+        }  # of what autograd keeps, what will be copied away
+        self.kept: dict[tuple[int, int, int], Kept] = {}
         self.graphs: dict[tuple[int, int, int], tuple[Any, list[tuple[int, Any]]]] = {}
+
+    def _given(self, tensor: Tensor) -> Tensor:
+        """An input tensor where and as the layers want it."""
+        narrow = self.program.precision == "bf16" and tensor.is_floating_point()
+        return tensor.to(self.place_of(0), torch.bfloat16 if narrow else tensor.dtype)
+
+    def place_of(self, layer: int) -> torch.device:
+        """Where a layer is computed."""
+        return torch.device("cpu") if layer in self.on_host else self.device
+
+    def _to_end(self, tensor: Tensor) -> Tensor:
+        """A target, where the last layer is."""
+        return tensor.to(self.place_of(self.program.layers - 1))
 
     def begin(self, batches: Callable[[int], Batch], base: int) -> None:
         """A new pass: its step s trains on `batches(base + s)`, the whole batch of all replicas."""
@@ -77,7 +107,7 @@ class Compute:
         if not rows:
             return
         if ins.layers[0] == 0:
-            value = map_tensors(take_rows(x, rows), lambda t: t.to(self.device))
+            value = map_tensors(take_rows(x, rows), self._given)
         else:
             value = live[output(ins.layers[0] - 1, ins.microbatch, ins.step)]
         kept = {value.index for value in ins.writes if value.kind == "saved"}
@@ -86,7 +116,7 @@ class Compute:
             given = detach(value, requires_grad=piece[0] > self.program.first_trainable)
             final = None
             if piece[-1] == self.program.layers - 1:
-                final = map_tensors(take_rows(y, rows), lambda t: t.to(self.device)), weight
+                final = map_tensors(take_rows(y, rows), self._to_end), weight
             with torch.set_grad_enabled(trains):
                 result, ends = self._run_piece(piece, given, final, ins, rows)
             if trains:
@@ -110,7 +140,19 @@ class Compute:
             if self.dropouts[layer]:
                 randomness.at(self.dropouts[layer], self.base + ins.step, rows.start)
             loss = self._scaled_loss(*final) if final and layer == piece[-1] else None
-            if ("saved", layer, size) in self.sizes or not torch.is_grad_enabled():
+            key = layer, ins.microbatch, ins.step
+            if key in self.offloaded and torch.is_grad_enabled():
+                given_here = [*tensors(value), *(tensors(final[0]) if final else ())]
+                kept = Kept([*given_here, *self.layers[layer].parameters(), *self.layers[layer].buffers()])
+                with kept.saving():
+                    value = self.layers[layer](value)
+                    ends = [loss(value)] if loss else []
+                kept.settle(tensors(value))
+                self.kept[key] = kept
+                self.sizes["output", layer, size] = count_bytes(value)
+                self.sizes["grad_output", layer, size] = count_bytes([t for t in tensors(value) if t.requires_grad])
+                self.sizes["saved", layer, size] = kept.nbytes
+            elif ("saved", layer, size) in self.sizes or not torch.is_grad_enabled():
                 value = self.layers[layer](value)
                 ends = [loss(value)] if loss else []
                 if ("output", layer, size) not in self.sizes:
@@ -133,7 +175,7 @@ class Compute:
         def loss(result: Any) -> Tensor:
             if mine == 0:  # every target is ignored: torch's mean would be 0/0
                 return torch.stack([t.sum() for t in differentiable(result)]).sum() * 0.0
-            value = self.loss(result, y)
+            value = self.loss(map_tensors(result, single) if self.program.precision == "bf16" else result, y)
             if value.dim():
                 raise RankError(f"the loss has shape {tuple(value.shape)}; it must be a scalar, the mean over the rows")
             return value * (mine / weight)
@@ -152,6 +194,8 @@ class Compute:
             if edges:
                 torch.autograd.backward([edge for _, edge in edges], grads)
             received = [torch.zeros_like(t) if t.grad is None else t.grad for t in differentiable(given)]
+        for layer in ins.layers:
+            self.kept.pop((layer, i, step), None)
         if ins.layers[0] > first:
             value = grad_output(ins.layers[0] - 1, i, step)
             live[value] = received

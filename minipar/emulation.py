@@ -21,7 +21,7 @@ from torch import Tensor
 from minipar.comm.communicator import Communicator
 from minipar.comm.handles import Handle
 from minipar.costs.emulated import EmulatedCosts
-from minipar.program import COLLECTIVES, COMPUTE, Op
+from minipar.program import COLLECTIVES, COMPUTE, Instruction, Op, tier
 
 # How far the clock may be past the emulated end of an event before the device is put back to the clock: a thread that
 # sleeps is woken some tenths of a millisecond late, more where ranks outnumber cores.
@@ -38,6 +38,8 @@ class Delays:
     links: bool  # whether messages and collectives are delayed at all
     bandwidth: float | None
     latency: float
+    host_bandwidth: float | None = None
+    disk_bandwidth: float | None = None
 
 
 def delays(costs: EmulatedCosts, rank: int) -> Delays:
@@ -50,6 +52,8 @@ def delays(costs: EmulatedCosts, rank: int) -> Delays:
         costs.links,
         costs.spec.bandwidth,
         costs.spec.latency or 0.0,
+        costs.spec.host_bandwidth,
+        costs.spec.disk_bandwidth,
     )
 
 
@@ -71,6 +75,7 @@ class Clock:
     delays: Delays
     now: float = 0.0
     link_free: dict[int, float] = field(default_factory=dict)
+    lane_free: dict[str, float] = field(default_factory=dict)  # of copies, by direction
     collectives: dict[tuple[int, ...], list[Joined]] = field(default_factory=dict)
     overruns: list[int] = field(default_factory=list)
 
@@ -78,6 +83,7 @@ class Clock:
         """A new pass through the program."""
         self.now = time.perf_counter()
         self.link_free.clear()
+        self.lane_free.clear()
         self.collectives.clear()
         self.overruns = []
 
@@ -95,6 +101,16 @@ class Clock:
         occupied, latency = d.transfer.get(index, (size / d.bandwidth if d.bandwidth else 0.0, d.latency))
         self.link_free[peer] = max(self.now, self.link_free.get(peer, 0.0)) + occupied
         return self.link_free[peer] + latency
+
+    def copied(self, ins: Instruction, size: int) -> float | None:
+        """An OFFLOAD or FETCH of `size` bytes begins now: when it ends; None: when the real one does."""
+        to_disk = any(tier(value) == "disk" for value in (ins.reads[0], ins.writes[0]))
+        rate = self.delays.disk_bandwidth if to_disk else self.delays.host_bandwidth
+        if rate is None:
+            return None
+        free = self.lane_free.get(ins.stream, 0.0)
+        self.lane_free[ins.stream] = end = max(self.now, free) + size / rate
+        return end
 
     def join(self, index: int, group: tuple[int, ...], comm: Communicator) -> Joined:
         """This rank starts its next collective in a group, and tells the others when."""
@@ -128,8 +144,18 @@ class Clock:
             self.overruns.append(index)
             self.now = time.perf_counter()
 
-    def wait_for(self, joined: Joined, group: tuple[int, ...]) -> None:
-        """Go on when a collective has ended."""
+    def arrived(self, moment: float, index: int) -> None:
+        """A message is there: go on when it has arrived on the emulated link, or now where links are not emulated."""
+        if self.delays.links:
+            self.wait(moment, index)
+        else:
+            self.now = max(self.now, time.perf_counter())
+
+    def ended(self, joined: Joined | None, group: tuple[int, ...], index: int) -> None:
+        """A collective is done: go on when it has ended on the emulated links, or now where they are not emulated."""
+        if joined is None:
+            self.now = max(self.now, time.perf_counter())
+            return
         for each in self.collectives[group]:
             each.handle.wait()
             each.arrived = True
@@ -137,7 +163,7 @@ class Clock:
                 break
         end = self.end_of(joined, group)
         assert end is not None
-        self.wait(end, joined.index)
+        self.wait(end, index)
 
 
 def stamp_later(moment: float, stamp: Callable[[], None]) -> None:

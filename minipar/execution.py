@@ -24,13 +24,22 @@ from minipar.costs.measured import Profile
 from minipar.costs.profiled import ProfiledCosts, microbatch_rows
 from minipar.costs.profiler import profile, shape_of
 from minipar.costs.shapes import Shape
+from minipar.elementwise import check_elementwise
 from minipar.emulation import Delays, delays
 from minipar.errors import PlanError
 from minipar.executor import Executor
 from minipar.losses import check_loss
+from minipar.memory.prediction import Tapes
+from minipar.memory.series import Series
+from minipar.memory.tape import record
+from minipar.memory.watching import SERIES, Watching
 from minipar.program import Program, Value
 from minipar.randomness import split_sensitive
 from minipar.reference import Reference, train_plainly
+from minipar.saving.contents import dtype_name, outline_of
+from minipar.saving.folder import Header
+from minipar.saving.keeping import NOTHING, Share, Storing
+from minipar.state import Slice, assemble
 from minipar.tensors import count_bytes, count_rows, layers_of, map_tensors
 from minipar.trace import Trace
 from minipar.verifier import verify
@@ -99,10 +108,12 @@ class Passed:
     losses: list[list[float]]
     starts: list[list[float]]
     ends: list[list[float]]
-    gradients: list[list[dict[str, Tensor]]]
+    gradients: list[list[dict[str, Tensor | Slice]]]
     sizes: dict[Value, int]
     data: int
     overruns: list[list[int]]
+    series: dict[int, Series]  # of the last passes, if memory was tracked
+    share: Share  # of the state, if it was to come back
 
 
 @dataclass(frozen=True)
@@ -120,6 +131,7 @@ class Execution:
     times: list[float]
     trace: Trace
     gradients: list[dict[str, Tensor]] = field(default_factory=list, repr=False)
+    shares: list[Share] = field(default_factory=list, repr=False)
 
 
 def execute(
@@ -132,20 +144,26 @@ def execute(
     report: Callable[[int], None] = lambda done: None,
     check: bool = True,
     costs: EmulatedCosts | None = None,
+    memory: bool = False,
+    storing: Storing = NOTHING,
 ) -> Execution:
     """Run a program on real processes, `passes` times in a row (each is `program.steps` training steps).
 
     report(k)   called when all ranks have finished pass k
     check       verify the program first: one that cannot run would wait for ever
     costs       of the emulated devices, if the cluster has such; default: from the cluster's DeviceSpec
+    memory      follow every storage of every rank: the trace then has `series` (it takes time: not for timing)
+    storing     go on from a saved run; save this one; bring its state back in `Execution.shares`
     Raises ProgramError if verify refuses it; PlanError if the cluster has another number of ranks; what a rank
-    raises; RankDied.
+    raises, such as DeviceOutOfMemory on emulated devices of limited memory; RankDied.
     """
     count = len(program.ranks)
     if check:
         verify(program)
     if cluster is not None and cluster.size != count:
         raise PlanError(f"program {program.name!r} needs {count} ranks, but the cluster has {cluster.size}")
+    if program.sharded:
+        check_elementwise(job.optimizer, f"program {program.name!r} shards optimizer states")
     told = [0] * at_least_1("passes", passes)
 
     def tell(rank: int, done: int) -> None:
@@ -154,24 +172,39 @@ def execute(
             report(done)
 
     with nullcontext(cluster) if cluster is not None else Cluster(count) as ranks:
-        if costs is None and ranks.emulates is not None:
+        if costs is None and ranks.emulates is not None and ranks.emulates.emulates:
             costs = emulated_costs(program, ranks.emulates, job, ranks)
         slow = [delays(costs, rank) for rank in range(count)] if costs is not None else None
-        passed = ranks.run_with(tell, _passes, job, program, passes, keep_gradients, slow)
+        watching = Watching(memory, None if ranks.emulates is None else ranks.emulates.memory)
+        with storing.around():
+            passed = ranks.run_with(tell, _passes, job, program, passes, keep_gradients, slow, watching, storing)
 
     steps = program.steps
     losses = [sum(p.losses[k][s] for p in passed) for k in range(passes) for s in range(steps)]
     times = [max(max(p.ends[k]) for p in passed) - min(min(p.starts[k]) for p in passed) for k in range(passes)]
-    typical = sorted(range(1, passes) or [0], key=times.__getitem__)[(passes - 1) // 2 if passes > 2 else 0]
+    tracked = range(max(1, passes - SERIES), passes) if memory else range(1, passes)
+    typical = sorted(tracked or [0], key=times.__getitem__)[(len(tracked) - 1) // 2 if tracked else 0]
     gradients: list[dict[str, Tensor]] = [{} for _ in losses] if keep_gradients else []
-    for p in passed:
-        for k, found in enumerate(gradients):
-            found.update(p.gradients[k // steps][k % steps])
+    for k, found in enumerate(gradients):
+        found.update(_whole([p.gradients[k // steps][k % steps] for p in passed]))
     trace = _measured(program, passed, typical)
     if costs is not None:
         trace = replace(trace, overruns=[p.overruns[typical] for p in passed])
         trace = replace(trace, note=emulated_note(costs.spec, trace.overruns))
-    return Execution(program, losses, times, trace, gradients)
+    return Execution(program, losses, times, trace, gradients, [p.share for p in passed])
+
+
+def _whole(found: Sequence[dict[str, Tensor | Slice]]) -> dict[str, Tensor]:
+    """Gradients by name, from what each rank has of them: all, or a slice."""
+    slices: dict[str, list[Slice]] = {}
+    whole: dict[str, Tensor] = {}
+    for of_rank in found:
+        for name, gradient in of_rank.items():
+            if isinstance(gradient, Slice):
+                slices.setdefault(name, []).append(gradient)
+            else:
+                whole[name] = gradient
+    return whole | {name: assemble(parts) for name, parts in slices.items()}
 
 
 def emulated_costs(program: Program, spec: DeviceSpec, job: Job, cluster: Cluster) -> EmulatedCosts:
@@ -200,7 +233,8 @@ def _measured(program: Program, passed: Sequence[Passed], k: int) -> Trace:
     def size(rank: int, value: Value) -> int:
         return sizes[rank].get(value, 0)
 
-    return Trace(program, starts, ends, size, "measured", "bytes", [p.data for p in passed])
+    series = [replace(p.series[k], times=[t - zero for t in p.series[k].times]) for p in passed if p.series]
+    return Trace(program, starts, ends, size, "measured", "bytes", [p.data for p in passed], series=series)
 
 
 def at_least_1(name: str, value: int) -> int:
@@ -217,16 +251,35 @@ def at_least_1(name: str, value: int) -> int:
 # in the ranks ---------------------------------------------------------------------------------------------------------
 
 
-def _passes(job: Job, program: Program, passes: int, keep_gradients: bool, slow: list[Delays] | None) -> Passed:
+def _passes(
+    job: Job,
+    program: Program,
+    passes: int,
+    keep_gradients: bool,
+    slow: list[Delays] | None,
+    watching: Watching,
+    storing: Storing,
+) -> Passed:
     comm = communicator.create()
     mine = slow[comm.rank] if slow is not None else None
-    executor = Executor(program, comm, job.build(), job.loss, job.optimizer, job.seed, mine)
+    model = job.build()
+    outline = outline_of(model)
+    executor = Executor(program, comm, model, job.loss, job.optimizer, job.seed, mine)
+    del model  # with the layers of other ranks
+    storing.begin(executor, outline)
+    header = Header(storing.first, job.seed, job.batch, dtype_name(job.dtype), program.name, "", outline.rows)
     records = []
+    tracker = watching.start(executor)
     for k in range(passes):
-        given = {s: job.batches(s) for s in range(k * program.steps, (k + 1) * program.steps)}
+        base = storing.first + k * program.steps
+        given = {s: job.batches(s) for s in range(base, base + program.steps)}
         comm.barrier()  # so that a pass begins on all ranks at once, as the prediction assumes
-        records.append(executor.run(given.__getitem__, k * program.steps, keep_gradients))
+        with tracker:
+            records.append(executor.run(given.__getitem__, base, keep_gradients))
+        header = replace(header, step=base + program.steps)
+        storing.after(executor, outline, header, k == passes - 1)
         worker.report(k)
+    executor.offloading.close()
     values = {value for ins in program.ranks[comm.rank] for value in (*ins.reads, *ins.writes)}
     return Passed(
         [record.losses for record in records],
@@ -236,32 +289,56 @@ def _passes(job: Job, program: Program, passes: int, keep_gradients: bool, slow:
         {value: executor.size(value) for value in values | program.state[comm.rank]},
         executor.compute.data_bytes(),
         [record.overruns for record in records],
+        tracker.series_of_passes() if watching.series else {},
+        storing.share(executor, outline, header),
     )
 
 
 class Facts(NamedTuple):
-    """What is known of a job before it runs: shape, profile, bytes of a batch's x and y, layers that feel the split."""
+    """What is known of a job before it runs: shape, profile, bytes of a batch's x and y, layers that feel the split,
+    and what each layer allocates in order, if that was asked for."""
 
     shape: Shape
     profile: Profile
     data_bytes: tuple[int, int]
     split_sensitive: list[str]
+    tapes: Tapes | None = None
 
 
-def profile_job(job: Job, rows: tuple[int, ...]) -> Facts:
+def profile_job(job: Job, rows: tuple[int, ...], memory: bool = False, precision: str = "float32") -> Facts:
     """In one rank: the facts of a job, its layers profiled for these numbers of rows."""
     model = job.build().to(worker.context().device)
-    layers = layers_of(model)
     x, y = job.batches(0)
-    measured = profile(layers, x, y, job.loss, rows, optimizer=job.optimizer)
-    return Facts(shape_of(layers), measured, (count_bytes(x), count_bytes(y)), split_sensitive(model))
+    if precision == "bf16":
+        model = model.to(torch.bfloat16)
+        x = map_tensors(x, lambda t: t.to(torch.bfloat16) if t.is_floating_point() else t)
+    layers = layers_of(model)
+    measured = profile(layers, (x, y), job.loss, rows, threads=torch.get_num_threads(), optimizer=job.optimizer)
+    tapes = record(layers, x, y, job.loss, rows, job.optimizer) if memory else None
+    shape = replace(shape_of(layers), names=tuple(model._modules))
+    return Facts(shape, measured, (count_bytes(x), count_bytes(y)), split_sensitive(model), tapes)
 
 
-def run_plainly(job: Job, steps: int, keep_gradients: bool = True) -> tuple[Reference, float] | None:
+def run_plainly(
+    job: Job, steps: int, keep_gradients: bool = True, clip: float | None = None, storing: Storing = NOTHING
+) -> tuple[Reference, float] | None:
     """In the ranks, of which only the first works: the job in plain torch, and its seconds per step."""
     if worker.context().rank:
         return None
     model = job.build()
+    begin = partial(storing.begin_plainly, outline_of(model))
     start = time.perf_counter()
-    result = train_plainly(model, job.batches, job.loss, job.optimizer, steps, job.seed, keep_gradients, worker.report)
+    result = train_plainly(
+        model,
+        job.batches,
+        job.loss,
+        job.optimizer,
+        steps,
+        job.seed,
+        keep_gradients,
+        worker.report,
+        clip,
+        storing.first,
+        begin,
+    )
     return result, (time.perf_counter() - start) / steps

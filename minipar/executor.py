@@ -3,7 +3,7 @@
     for each instruction, in order:
         wait for what it reads (messages and collectives that are on their way)
         FORWARD, RECOMPUTE, BACKWARD, STEP    compute now
-        SEND, RECV, ALL_REDUCE                start, and go on
+        SEND, RECV, collectives               start, and go on
 
 It is an interpreter: it knows no strategy.
 """
@@ -12,24 +12,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from minipar import randomness
 from minipar.affinity import on_own_core
-from minipar.comm.buckets import Buckets
+from minipar.cluster import notes
 from minipar.comm.communicator import Communicator
 from minipar.comm.links import Links
 from minipar.compute import Batch, Compute, Loss
 from minipar.costs.profiler import parameters_of
 from minipar.emulation import Clock, Delays, stamp_later
 from minipar.errors import RankError
+from minipar.offloading import Copy, Offloading, frozen_parameters
 from minipar.pieces import check_fit
-from minipar.program import COMPUTE, Instruction, Op, Program, Value
+from minipar.program import COLLECTIVES, COMPUTE, COPIES, Instruction, Op, Program, Value, home, tier
+from minipar.state import Slice, State
 from minipar.tensors import count_bytes, layers_of
 
 
@@ -40,8 +43,21 @@ class Record:
     losses: list[float]  # per step of the program: this rank's share of the mean (0 where it does not hold the end)
     starts: list[float]
     ends: list[float]
-    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    gradients: list[dict[str, Tensor | Slice]] = field(default_factory=list)  # whole, or this rank's slices
     overruns: list[int] = field(default_factory=list)  # instructions that took longer than the emulated device
+
+
+class Watch(Protocol):
+    """What looks on while a rank runs, such as a memory tracker."""
+
+    def at(self, index: int) -> None:
+        """The walk has come to an instruction; it ends where the next one begins."""
+
+    def received(self, content: Any) -> None:
+        """A message was received."""
+
+    def aside(self) -> AbstractContextManager[None]:
+        """While entered: what is done for the record only, and not by the rank's device."""
 
 
 class Executor:
@@ -71,23 +87,28 @@ class Executor:
         self.instructions = program.ranks[comm.rank]
         self.compute = Compute(program, comm.rank, comm.device, layers, loss)
         own = {id(p) for layer in self.compute.layers.values() for p in layer.parameters()}
-        self.groups = [[p for p in params if id(p) in own] for params in parameters_of(layers)]
+        groups = [[p for p in params if id(p) in own] for params in parameters_of(layers)]
         self.names = {id(p): name for name, p in container.named_parameters() if id(p) in own}
-        self.buckets = Buckets(self.instructions, self.groups, comm.device)
+        self.state = State(program, comm, groups, optimizer)
+        self.groups, self.buckets = groups, self.state.buckets
+        on_host = {ins.layers for ins in self.instructions if ins.op is Op.STEP and ins.stream == "host"}
+        self.optimizers = {k: o for k, o in self.state.optimizers.items() if k not in on_host}  # those of the device
+        frozen = frozen_parameters(program, layers, self.compute.layers.values())
+        self.offloading = Offloading(program, comm.rank, self.state, self.compute.kept, frozen)
+        if program.precision == "bf16":
+            for layer in self.compute.layers.values():
+                layer.to(torch.bfloat16)  # what is not trained: frozen parameters, buffers
         comm.prepare({ins.group for ins in self.instructions if ins.group})
-        self.optimizers = {
-            ins.layers: optimizer([p for g in ins.layers for p in self.groups[g]])
-            for ins in self.instructions
-            if ins.op is Op.STEP
-        }
         self.device = Clock(delays) if delays is not None else None
         self.links = Links(program, comm, self.compute.rows, delays is not None and delays.links)
         self.live: dict[Value, Any] = {}
+        self.watch: Watch | None = None
+        self.labels = [notes.label(str(ins)) for ins in self.instructions]  # what this rank was doing, should it die
 
     def run(self, batches: Callable[[int], Batch], base: int = 0, keep_gradients: bool = False) -> Record:
         """One pass through the program; its step s trains on `batches(base + s)`, the whole batch of all replicas.
 
-        keep_gradients   copy every gradient as it is when its STEP begins
+        keep_gradients   copy every gradient as its STEP uses it
         """
         with on_own_core() if self.comm.device.type == "cpu" else nullcontext():
             return self._walk(batches, base, keep_gradients)
@@ -96,7 +117,7 @@ class Executor:
         program, instructions = self.program, self.instructions
         compute, live = self.compute, self.live
         compute.begin(batches, base)
-        self.gradients: list[dict[str, Tensor]] = [{} for _ in range(program.steps)]
+        self.gradients: list[dict[str, Tensor | Slice]] = [{} for _ in range(program.steps)]
         self.keep_gradients = keep_gradients
         size = len(instructions)
         starts, self.ends = [0.0] * size, [0.0] * size
@@ -111,8 +132,15 @@ class Executor:
         begin = clock()
         if device is not None:
             device.begin()
+        watch = self.watch
+        copying = self.offloading.under_way
         for index, ins in enumerate(instructions):
             op = ins.op
+            notes.note(self.labels[index])
+            if watch is not None:
+                watch.at(index)
+            if copying:
+                self.offloading.settle()
             if op is Op.RECV:
                 times = posted.setdefault(ins.peer, [])
                 times.append(clock())
@@ -127,7 +155,9 @@ class Executor:
                     if value in pending:
                         self._await(value)
             starts[index] = clock()
-            if op is Op.FORWARD or op is Op.RECOMPUTE:
+            if ins.stream == "host" and op is not Op.STEP:
+                self._on_host(ins)
+            elif op is Op.FORWARD or op is Op.RECOMPUTE:
                 compute.forward(ins, live)
             elif op is Op.BACKWARD:
                 compute.backward(ins, live)
@@ -139,8 +169,12 @@ class Executor:
                 content = live.get(value)
                 arrival = device.sent(index, ins.peer, count_bytes(content)) if device is not None else 0.0
                 links.send(value, content, ins.peer, arrival)
-            elif op is Op.ALL_REDUCE:
-                self._all_reduce(index, ins)
+                del content  # or this name would keep it until the next SEND
+            elif op in COPIES:
+                self._copy(index, ins)
+                continue
+            elif op in COLLECTIVES:
+                self._collective(index, ins)
             elif op is Op.STEP:
                 self._step(ins)
             else:
@@ -152,9 +186,13 @@ class Executor:
             ends[index] = clock()
             for value in ins.frees:
                 live.pop(value, None)
-        for value in list(pending):
-            self._await(value)
+                if value.kind in ("param", "param_shard"):
+                    self.state.release(value)
+                    self.offloading.release(value)
+        while pending:
+            self._await(next(iter(pending)))
         links.finish()
+        self.offloading.finish()
         overruns = [] if device is None else device.overruns
         return Record([float(loss) for loss in compute.losses], starts, ends, self.gradients, overruns)
 
@@ -167,23 +205,33 @@ class Executor:
             if self.compute.rows(value):
                 self.live[value], arrival = self.links.receive(value, what)
                 self.compute.weigh(value, self.live[value])
-                if self.links.emulated and self.device is not None:
-                    self.device.wait(arrival, index)
+                if self.watch is not None:
+                    self.watch.received(self.live[value])
+                if self.device is not None:
+                    self.device.arrived(arrival, index)
             self.ends[index] = time.perf_counter()
+            return
+        if isinstance(what, Copy):
+            what.wait()
+            self.offloading.settle()
+            if what.end is not None and self.device is not None:
+                self.device.wait(what.end, index)
+            if self.watch is not None:
+                self.watch.received(self.live[value] if value in self.live else self.offloading.brought(value))
             return
         handles, joined = what
         for handle in handles:
             handle.wait()
-        if joined is not None and self.device is not None:
-            self.device.wait_for(joined, self.instructions[index].group)
+        if self.device is not None:
+            self.device.ended(joined, self.instructions[index].group, index)
         for other in self.instructions[index].writes:
             self.pending.pop(other, None)
         self.ends[index] = self.ends[index] or time.perf_counter()
 
     # instructions ----------------------------------------------------------------------------------------------------
 
-    def _all_reduce(self, index: int, ins: Instruction) -> None:
-        handles = self.buckets.all_reduce(ins, self.comm)
+    def _collective(self, index: int, ins: Instruction) -> None:
+        handles = self.state.start(ins)
         ends, device, group = self.ends, self.device, ins.group
         joined = device.join(index, group, self.comm) if device is not None and device.delays.links else None
 
@@ -198,27 +246,53 @@ class Executor:
             return None if end is None else stamp_later(end, stamp)
 
         for value in ins.writes:
-            self.pending[value] = (index, (handles, joined))
+            if value not in ins.frees:
+                self.pending[value] = (index, (handles, joined))
         if joined is not None or handles:
             (handles[-1] if joined is None else joined.handle).when_done(done)
 
+    def _on_host(self, ins: Instruction) -> None:
+        """Compute layers on the host: with the host's values, as if they were the device's."""
+        here = {home(value): self.live[value] for value in ins.reads if value in self.live}
+        reads, writes, frees = (tuple(map(home, values)) for values in (ins.reads, ins.writes, ins.frees))
+        plain = ins._replace(reads=reads, writes=writes, frees=frees)
+        with self._aside():
+            (self.compute.backward if ins.op is Op.BACKWARD else self.compute.forward)(plain, here)
+        self.live.update({value: here[home(value)] for value in ins.writes if home(value) in here})
+
+    def _copy(self, index: int, ins: Instruction) -> None:
+        with self._aside() if tier(ins.writes[0]) == "host" else nullcontext():
+            copy = self.offloading.start(ins, self.live)
+        copy.end = self.device.copied(ins, copy.nbytes) if self.device is not None else None
+        self.pending[ins.writes[0]] = (index, copy)
+
+        def done() -> None:
+            self.ends[index] = time.perf_counter()
+            copy.arrive()
+
+        copy.when_copied(done if copy.end is None else partial(stamp_later, copy.end, done))
+
+    def _aside(self) -> AbstractContextManager[None]:
+        """While entered, what is made belongs to the host and not to the device."""
+        return nullcontext() if self.watch is None else self.watch.aside()
+
     def _step(self, ins: Instruction) -> None:
+        if ins.stream == "host":
+            with self._aside():
+                return self._update(ins)
+        return self._update(ins)
+
+    def _update(self, ins: Instruction) -> None:
+        self.state.scale(ins)
         if self.keep_gradients:
             kept = self.gradients[ins.step]
-            for p in (p for g in ins.layers for p in self.groups[g]):
-                kept[self.names[id(p)]] = (torch.zeros_like(p) if p.grad is None else p.grad).to("cpu", copy=True)
-        self.optimizers[ins.layers].step()
-        self.buckets.clear(ins.layers)
+            with self._aside():
+                kept.update((self.names[id(p)], grad) for p, grad in self.state.gradients(ins.layers))
+        self.state.step(ins)
 
     def size(self, value: Value) -> int:
         """Bytes of a value on this rank, as measured when it was there."""
+        value = home(value)
         if value.microbatch >= 0:
             return self.compute.sizes.get((value.kind, value.index, self.compute.rows(value)), 0)
-        params = self.groups[value.index]
-        if value.kind == "param":
-            group = self.program.groups[value.index]
-            return sum(group.tensors) + group.frozen
-        if value.kind == "grad":
-            return count_bytes(params)
-        states = [o.state[p] for o in self.optimizers.values() for p in params if p in o.state]
-        return sum(count_bytes(list(state.values())) for state in states)
+        return self.state.size(value)

@@ -14,11 +14,15 @@ _GRAPH = (Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD)
 
 
 def check_fit(program: Program, layers: Sequence[nn.Module]) -> None:
-    """Refuse a model with other layers, other ties, or more to train than the program was compiled for."""
+    """Refuse a model with other layers, other ties, or more to train than the program was compiled for.
+
+    A program that trains nothing (inference) takes any model of its layers.
+    """
     groups = shape_of(layers).groups
     planned = {group.layers: group.trainable for group in program.groups}
     same = len(layers) == program.layers and planned.keys() == {group.layers for group in groups}
-    if not same or any(group.trainable and not planned[group.layers] for group in groups):
+    trains = any(planned.values())
+    if not same or any(trains and group.trainable and not planned[group.layers] for group in groups):
         raise RankError(
             f"program {program.name!r} was compiled for another model: {program.layers} layers with ties "
             f"{[g.layers for g in program.groups if len(g.layers) > 1]}, not {len(layers)} with "

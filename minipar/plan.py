@@ -1,6 +1,7 @@
 """Plan: what the user chooses. `compile` turns it into a Program by passes, in this order:
 
-    schedule (order per rank) -> layers -> data parallel -> transfers -> fuse -> verify
+    schedule (order per rank) -> layers -> checkpoint -> ZeRO -> data parallel -> offload -> transfers -> fuse -> clip
+    -> verify
 
 A plan is keywords in Python, `key=value` words in a string, or a table in TOML; all three go through one validation.
 """
@@ -15,9 +16,15 @@ from typing import Any
 
 from minipar import strategies
 from minipar.collector import paused
-from minipar.costs.shapes import Shape, uniform
+from minipar.costs.device import quantity
+from minipar.costs.measured import Profile
+from minipar.costs.recomputation import LayerCosts
+from minipar.costs.shapes import Shape, frozen, uniform
 from minipar.errors import PlanError
 from minipar.program import Action, Instruction, Program
+from minipar.strategies import host_layers, offload, segments, zero
+from minipar.strategies.checkpoint import recompute
+from minipar.strategies.clip import clip
 from minipar.strategies.data_parallel import all_reduce_gradients, kept_gradients
 from minipar.strategies.fuse import fuse
 from minipar.strategies.layers import Layout, expand, state_of, step_of
@@ -25,6 +32,9 @@ from minipar.strategies.transfers import insert_transfers
 from minipar.verifier import verify
 
 OVERLAPS = ("none", "backward")
+REDUCES = ("microbatch", "step")
+PRECISIONS = ("float32", "bf16")
+OFFLOADS = ("activations", "optimizer", "parameters")
 MOST = 10_000_000  # forwards of a layer in one program: beyond, building it would fill the memory
 
 
@@ -40,6 +50,22 @@ class Plan:
     split         layers per stage, such as "3,3,4,2"; default even, the first stages larger
     bucket        gradient messages: MiB per bucket, "none" (one per parameter) or "flat" (one buffer)
     overlap       "backward": a bucket is sent while backward goes on; "none": after it
+    checkpoint    layers that run forward again before their backward, to save memory: "none"; K, in segments of K;
+                  "sqrt", of the length that needs least memory; a budget for activations on each rank, such as
+                  "64MiB"; or the layers at which segments begin, such as "3,7,11"
+    zero          what the replicas share out: 1 the optimizer state, 2 also gradients, 3 also parameters; 0 nothing
+    reduce        when zero=2 or 3 sums gradients over the replicas: after each "microbatch", or once a "step", for
+                  fewer messages and the memory of whole gradients
+    prefetch      with zero=3: parameters are gathered so many layers ahead
+    inference     forward only: nothing is kept for a backward, and a layer's input is freed when its output is there
+    offload       what waits away from the device: "none", or a list of "activations", "optimizer" (its state and its
+                  step) and "parameters", such as "optimizer,activations"
+    offload_to    where: "host" or "disk"
+    offload_folder  where on the disk; default the system's temporary folder
+    offload_limit   bytes that each rank may keep there, such as "64MiB"; "none": what there is
+    host_layers   layers, by name or number, that are computed on the host, such as "0"; only outputs cross
+    clip          gradients are scaled down to this norm, that of all of them together; "none": they are not
+    precision     "bf16": layers compute in bfloat16, and the optimizer keeps float32 parameters of its own
     """
 
     dp: int = 1
@@ -50,6 +76,18 @@ class Plan:
     split: tuple[int, ...] | str | None = None
     bucket: float | str = 25
     overlap: str = "backward"
+    checkpoint: segments.Checkpoint = "none"
+    zero: int = 0
+    reduce: str = "microbatch"
+    prefetch: int = 1
+    inference: bool = False
+    clip: float | None = None
+    precision: str = "float32"
+    offload: tuple[str, ...] | str = ()
+    offload_to: str = "host"
+    offload_folder: str = ""
+    offload_limit: int | str | None = None
+    host_layers: tuple[str, ...] | str = ()
 
     def __new__(cls, *_: object, **keys: object) -> Plan:
         _check_keys(keys)  # so that a wrong keyword gets the same answer as a wrong word
@@ -63,6 +101,29 @@ class Plan:
         object.__setattr__(self, "bucket", _bucket(self.bucket))
         if self.overlap not in OVERLAPS:
             raise PlanError(f"overlap={self.overlap}: unknown; possible are {', '.join(OVERLAPS)}")
+        object.__setattr__(self, "checkpoint", segments.parse(self.checkpoint))
+        object.__setattr__(self, "zero", _whole_number("zero", self.zero, 0, 3))
+        object.__setattr__(self, "prefetch", _whole_number("prefetch", self.prefetch, 0))
+        object.__setattr__(self, "clip", _clip(self.clip))
+        object.__setattr__(self, "inference", _truth("inference", self.inference))
+        object.__setattr__(self, "offload", _offload(self.offload))
+        if self.offload_to not in ("host", "disk"):
+            raise PlanError(f"offload_to={self.offload_to}: unknown; possible are host, disk")
+        object.__setattr__(self, "offload_limit", _limit(self.offload_limit))
+        words = self.host_layers.split(",") if isinstance(self.host_layers, str) else self.host_layers
+        object.__setattr__(self, "host_layers", tuple(str(word) for word in words if str(word) not in ("", "none")))
+        if self.host_layers and self.zero:
+            raise PlanError(f"host_layers={','.join(self.host_layers)}: are not sharded; possible is zero=0")
+        if "parameters" in self.offload and self.zero in (1, 2):
+            raise PlanError(
+                f"offload=parameters: zero={self.zero} keeps whole ones on the device; possible are zero=0, zero=3"
+            )
+        if self.reduce not in REDUCES:
+            raise PlanError(f"reduce={self.reduce}: unknown; possible are {', '.join(REDUCES)}")
+        if self.precision not in PRECISIONS:
+            raise PlanError(f"precision={self.precision}: unknown; possible are {', '.join(PRECISIONS)}")
+        if self.precision == "bf16" and self.offload:
+            raise PlanError("precision=bf16: not together with offload; possible is precision=float32")
 
     @staticmethod
     def parse(text: str | Mapping[str, Any] | Plan) -> Plan:
@@ -99,6 +160,8 @@ class Plan:
         words = [f"dp={self.dp}", f"pp={self.pp}"]
         for field in fields(self):
             value = getattr(self, field.name)
+            if field.name == "checkpoint":
+                value = segments.text(value)
             telling = field.name == "schedule" and self.pp > 1
             if field.name not in ("dp", "pp") and (telling or value != field.default):
                 words.append(f"{field.name}={','.join(map(str, value)) if isinstance(value, tuple) else value}")
@@ -120,9 +183,17 @@ class Plan:
         return Layout(shape, self.dp, self.pp, split, self.total_microbatches)
 
     def compile(
-        self, shape: Shape | int | None = None, *, layers: int | None = None, steps: int = 1, check: bool = True
+        self,
+        shape: Shape | int | None = None,
+        *,
+        layers: int | None = None,
+        steps: int = 1,
+        check: bool = True,
+        costs: LayerCosts | Profile | None = None,
     ) -> Program:
         """The program of `steps` training steps for a model of `shape`, or of `layers` equal layers.
+
+        costs   what the layers cost for one micro-batch; a checkpoint budget needs them, checkpoint="sqrt" uses them
 
         Raises PlanError when the plan does not fit the model, ProgramError when the program cannot run (a schedule
         of your own may be wrong); `check=False` leaves the latter to the caller.
@@ -135,30 +206,51 @@ class Plan:
             if not hasattr(shape, "__index__"):
                 raise PlanError(f"compile({shape!r}): give a shape (models.shape(name)) or layers=N")
             shape = uniform(operator.index(shape))  # type: ignore[arg-type]
+        if self.inference:
+            shape = frozen(shape)
         layout = self.layout(shape)
         steps = _whole_number("steps", steps)
         size = shape.layers * self.total_microbatches * self.dp * steps
         if size > MOST:
             raise PlanError(f"plan {self}: {size} forwards of a layer in {steps} steps; possible are up to {MOST}")
         with paused():
-            program = self._program(shape, layout, steps)
+            program = self._program(shape, layout, steps, costs)
             if check:
                 verify(program)
         return program
 
-    def _program(self, shape: Shape, layout: Layout, steps: int) -> Program:
+    def _program(self, shape: Shape, layout: Layout, steps: int, costs: LayerCosts | Profile | None) -> Program:
         actions = [self._actions(stage) for stage in range(self.pp)]
-        keep = [kept_gradients(layout, stage, self.bucket) for stage in range(self.pp)]
+        again = segments.schedules(self.checkpoint, layout, actions, costs)
+        rule = zero.Zero(self.zero, self.reduce, self.prefetch, self.bucket, self.overlap == "backward")
+        sharded = [zero.sharded_groups(layout, stage, rule) for stage in range(self.pp)]
+        away = [
+            offload.Offload(
+                tuple(self.offload), self.offload_to, mine, mine if self.zero == 3 else frozenset(), self.prefetch
+            )
+            for mine in sharded
+        ]
+        placed = host_layers.find(self.host_layers, layout)
+        on_host = host_layers.groups_of(placed, layout)
+        keep = [kept_gradients(layout, stage, self.bucket, sharded[stage] | on_host) for stage in range(self.pp)]
         ranks: list[list[Instruction]] = [[] for _ in range(self.ranks)]
         for step in range(steps):
             stages = expand(actions, layout, step)
             for stage in range(self.pp):
+                stages[stage] = recompute(stages[stage], again[stage])
+                stages[stage] = zero.shard(stages[stage], layout, stage, step, rule)
                 stages[stage] = all_reduce_gradients(
-                    stages[stage], layout, stage, step, self.bucket, self.overlap == "backward"
-                )
+                    stages[stage], layout, stage, step, self.bucket, self.overlap == "backward",
+                    sharded[stage] | on_host,
+                )  # fmt: skip
+                stages[stage] = host_layers.place(stages[stage], placed, layout, stage)
+                stages[stage] = offload.offload(stages[stage], away[stage], step, keep[stage])
             stages = list(insert_transfers(dict(enumerate(stages))).values())
             for stage in range(self.pp):
-                stages[stage] = fuse(stages[stage]) + step_of(layout, stage, step, keep[stage])
+                update = zero.finish(step_of(layout, stage, step, keep[stage]), layout, stage, rule)
+                update = host_layers.finish(update, on_host)
+                update = offload.finish(update, away[stage])
+                stages[stage] = fuse(stages[stage]) + (update if self.clip is None else clip(update, layout))
             for replica in range(self.dp):
                 for stage in range(self.pp):
                     ranks[layout.rank(replica, stage)] += _moved(stages[stage], replica * self.pp)
@@ -168,9 +260,22 @@ class Plan:
             self.total_microbatches,
             shape.groups,
             (("dp", self.dp), ("pp", self.pp)),
-            tuple(state_of(layout, stage, keep[stage]) for _ in range(self.dp) for stage in range(self.pp)),
+            tuple(
+                offload.state_of(
+                    host_layers.state_of(
+                        zero.state_of(state_of(layout, stage, keep[stage]), sharded[stage], rule), on_host
+                    ),
+                    away[stage],
+                )
+                for _ in range(self.dp)
+                for stage in range(self.pp)
+            ),
             steps,
             name=str(self),
+            clip=self.clip,
+            precision=self.precision,
+            folder=self.offload_folder,
+            room=self.offload_limit,  # type: ignore[arg-type]
         )
 
     def _actions(self, stage: int) -> list[Action]:
@@ -220,16 +325,49 @@ def _check_keys(keys: Iterable[object]) -> None:
             raise PlanError(f"plan key {key!r}: unknown; possible are {', '.join(known)}{hint}")
 
 
-def _whole_number(key: str, value: object) -> int:
+def _whole_number(key: str, value: object, least: int = 1, most: int | None = None) -> int:
     try:
         if isinstance(value, bool) or (isinstance(value, float) and value != int(value)):
             raise ValueError
         number = int(value)  # type: ignore[call-overload]
     except (TypeError, ValueError, OverflowError):
-        number = 0
-    if number < 1:
-        raise PlanError(f"{key}={value}: must be a whole number of at least 1")
+        number = least - 1
+    if number < least or (most is not None and number > most):
+        possible = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise PlanError(f"{key}={value}: must be a whole number {possible}")
     return number
+
+
+def _truth(key: str, value: object) -> bool:
+    known = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+    if str(value).lower() not in known:
+        raise PlanError(f"{key}={value}: must be true or false")
+    return known[str(value).lower()]
+
+
+def _clip(value: object) -> float | None:
+    if value is None or value == "none":
+        return None
+    try:
+        number = float(str(value))
+    except ValueError:
+        number = -1.0
+    if not 0 < number < float("inf"):
+        raise PlanError(f"clip={value}: must be a number above 0, the norm that gradients may have, or none")
+    return number
+
+
+def _offload(value: object) -> tuple[str, ...]:
+    found = tuple(value.split(",") if isinstance(value, str) else value) if isinstance(value, Iterable) else ()
+    if value is None or found == ("none",):
+        return ()
+    if not isinstance(value, Iterable) or not all(what in OFFLOADS for what in found):
+        raise PlanError(f"offload={value}: must be none, or a list of {', '.join(OFFLOADS)}")
+    return tuple(what for what in OFFLOADS if what in found)
+
+
+def _limit(value: object) -> int | None:
+    return None if value is None or value == "none" else int(quantity("offload_limit", value))
 
 
 def _split(value: object, stages: int) -> tuple[int, ...] | None:

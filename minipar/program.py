@@ -31,13 +31,18 @@ class Op(str, Enum):
     SEND = "SEND"
     RECV = "RECV"
     ALL_REDUCE = "ALL_REDUCE"
-    OFFLOAD = "OFFLOAD"  # a copy from the device to the host; so far only in imported traces, as is FETCH
-    FETCH = "FETCH"
+    REDUCE_SCATTER = "REDUCE_SCATTER"
+    ALL_GATHER = "ALL_GATHER"
+    NORM = "NORM"  # an all-reduce of one number: the length of all gradients together
+    OFFLOAD = "OFFLOAD"  # a copy of a value to a slower tier
+    FETCH = "FETCH"  # and back
 
 
 COMPUTE = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.RECOMPUTE, Op.STEP)
 TRANSFERS = (Op.SEND, Op.RECV)
-COLLECTIVES = (Op.ALL_REDUCE,)
+COLLECTIVES = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.NORM)
+COPIES = (Op.OFFLOAD, Op.FETCH)
+TIERS = ("device", "host", "disk")  # from the fastest to the largest
 
 
 class Value(NamedTuple):
@@ -85,6 +90,52 @@ def optimizer_state(group: int) -> Value:
     return Value("optimizer_state", group)
 
 
+def param_shard(group: int) -> Value:
+    """This rank's slice of a group's trainable parameters, laid end to end; and the group's frozen ones, whole."""
+    return Value("param_shard", group)
+
+
+def grad_shard(group: int) -> Value:
+    """This rank's slice of the gradient of one parameter group, summed over the replicas."""
+    return Value("grad_shard", group)
+
+
+def optimizer_shard(group: int) -> Value:
+    """What the optimizer keeps for this rank's slice of one parameter group."""
+    return Value("optimizer_shard", group)
+
+
+def buffer(group: int) -> Value:
+    """Room for what other ranks send of a group's gradient while a REDUCE_SCATTER is under way."""
+    return Value("buffer", group)
+
+
+def norm() -> Value:
+    """The length of the gradient of all parameters, over all ranks."""
+    return Value("norm", 0)
+
+
+def host(value: Value) -> Value:
+    """The copy of a value in the host's memory."""
+    return value._replace(kind=f"host {value.kind}")
+
+
+def disk(value: Value) -> Value:
+    """The copy of a value on the disk."""
+    return value._replace(kind=f"disk {value.kind}")
+
+
+def tier(value: Value) -> str:
+    """Where a value is: one of TIERS."""
+    first, _, rest = value.kind.partition(" ")
+    return first if rest else "device"
+
+
+def home(value: Value) -> Value:
+    """The value on the device of which this one is a copy; a value on the device is its own."""
+    return value._replace(kind=value.kind.rpartition(" ")[2]) if " " in value.kind else value
+
+
 class Part(NamedTuple):
     """One piece of a fused instruction: a layer's compute, or one message of a collective."""
 
@@ -121,12 +172,21 @@ class Instruction(NamedTuple):
             return f"SEND {self.reads[0]} -> {self.peer}"
         if self.op is Op.RECV and self.writes:
             return f"RECV {self.writes[0]} <- {self.peer}"
+        if self.op is Op.OFFLOAD and self.writes:
+            return f"OFFLOAD {self.reads[0]} -> {tier(self.writes[0])}"
+        if self.op is Op.FETCH and self.writes:
+            return f"FETCH {self.writes[0]} <- {tier(self.reads[0])}"
         text = f"{self.op.value} {span(self.layers)}"
         if self.microbatch >= 0:
             text += f" mb{self.microbatch}"
         if self.group:
             text += " over " + ",".join(map(str, self.group))
         return text
+
+
+def hops(ins: Instruction) -> int:
+    """How often the bytes of a collective travel: twice where every rank gets the whole sum, otherwise once."""
+    return 2 if ins.op is Op.ALL_REDUCE or ins.op is Op.NORM else 1
 
 
 def span(layers: Sequence[int]) -> str:
@@ -207,6 +267,10 @@ class Program:
     mesh             axis sizes, slowest first: rank = dp index * pp + pp index
     state            per rank the values held before the first instruction and after the last one
     receives_ahead   how many receives per link are posted before the walk reaches them
+    clip             what STEP scales gradients down to where their norm is larger; None: nothing
+    precision        "bf16": layers compute in bfloat16, STEP in float32; "float32": everything as the model is
+    folder           where values on the disk are kept; "": the system's temporary folder
+    room             bytes that a rank may keep in the slower tier; None: what there is
     """
 
     ranks: tuple[tuple[Instruction, ...], ...]
@@ -219,6 +283,10 @@ class Program:
     contract: Synchronous = field(default_factory=Synchronous)
     receives_ahead: int = 2
     name: str = ""
+    clip: float | None = None
+    precision: str = "float32"
+    folder: str = ""
+    room: int | None = None
 
     def __len__(self) -> int:
         return sum(len(instructions) for instructions in self.ranks)
@@ -231,6 +299,25 @@ class Program:
     @property
     def replicas(self) -> int:
         return dict(self.mesh).get("dp", 1)
+
+    @cached_property
+    def sharded(self) -> frozenset[int]:
+        """The parameter groups whose optimizer state is sharded over the replicas."""
+        return frozenset(v.index for held in self.state for v in held if home(v).kind == "optimizer_shard")
+
+    @cached_property
+    def scattered(self) -> frozenset[int]:
+        """Those of them whose parameters are sharded between steps, too."""
+        whole = {v.index for held in self.state for v in held if home(v).kind == "param"}
+        slices = {v.index for held in self.state for v in held if home(v).kind == "param_shard"}
+        return frozenset(slices - whole)  # (a slice on the host may be the optimizer's copy of a whole one)
+
+    @cached_property
+    def holders(self) -> tuple[int, ...]:
+        """For each parameter group how many ranks hold it, whole or a slice of it."""
+        kinds = ("param", "param_shard")
+        held = [{v.index for v in values if home(v).kind in kinds} for values in self.state]
+        return tuple(sum(g in found for found in held) for g in range(len(self.groups)))
 
     @cached_property
     def first_trainable(self) -> int:
@@ -302,6 +389,10 @@ class Program:
             "mesh": [list(axis) for axis in self.mesh],
             "groups": [[list(g.layers), list(g.tensors), g.frozen] for g in self.groups],
             "receives_ahead": self.receives_ahead,
+            **({} if self.clip is None else {"clip": self.clip}),
+            **({} if self.precision == "float32" else {"precision": self.precision}),
+            **({"folder": self.folder} if self.folder else {}),
+            **({} if self.room is None else {"room": self.room}),
             "state": [refs(sorted(values)) for values in self.state],
             "ranks": ranks,
             "values": [list(value) for value in names],
@@ -332,4 +423,8 @@ class Program:
             data["steps"],
             receives_ahead=data["receives_ahead"],
             name=data["name"],
+            clip=data.get("clip"),
+            precision=data.get("precision", "float32"),
+            folder=data.get("folder", ""),
+            room=data.get("room"),
         )

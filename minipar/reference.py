@@ -27,19 +27,29 @@ def train_plainly(
     seed: int = 0,
     keep_gradients: bool = True,
     report: Callable[[int], None] = lambda step: None,
+    clip: float | None = None,
+    first: int = 0,
+    begin: Callable[[nn.Module, torch.optim.Optimizer | None], None] = lambda model, optimizer: None,
 ) -> Reference:
-    """Train `model` for `steps` steps, as anyone would without minipar. The model is changed in place."""
+    """Train `model` for `steps` steps, as anyone would without minipar. The model is changed in place.
+
+    clip    scale gradients down to this norm; those that are kept are scaled
+    first   the first step, after what `begin(model, optimizer)` put into both
+    """
     randomness.replace_dropout(model, seed)
     model.train()
     names = {name: p for name, p in model.named_parameters() if p.requires_grad}
     update = optimizer(list(names.values())) if names else None
+    begin(model, update)
     result = Reference([], [])
-    for step in range(steps):
+    for step in range(first, first + steps):
         x, y = batches(step)
         randomness.at(randomness.row_dropouts(model), step, 0)
         value = loss(model(x), y)
         if names:
             value.backward()
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(names.values(), clip)
         result.losses.append(value.item())
         if keep_gradients:
             result.gradients.append(
@@ -48,7 +58,7 @@ def train_plainly(
         if update:
             update.step()
             update.zero_grad()
-        report(step)
+        report(step - first)
     return result
 
 

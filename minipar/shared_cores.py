@@ -1,6 +1,8 @@
-"""The simulator's rule on a machine with fewer cores than ranks: computing ranks share the cores equally.
+"""The simulator's rule on a machine with fewer cores than ranks: ranks that compute at once share the cores.
 
-    4 ranks, 2 cores     while k ranks compute, each of them runs at the speed min(1, 2/k)
+    4 ranks, 2 cores     each rank keeps to one core (affinity.py); k that compute on one run at the speed 1/k
+    3 ranks, 2 cores     the system moves them; while k compute, each of them runs at the speed min(1, 2/k)
+    1.9 cores            as 2, but whenever ranks compute at once they get 5 % less done: they are in each other's way
 
 Speeds now depend on what all ranks do at the same moment, so time has to go forward for all of them together: from
 one event (a compute instruction ends, a message arrives) to the next. Slower than `simulate` without `cores`, and
@@ -9,9 +11,12 @@ equal to it when there are cores enough.
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Collection
 
-from minipar.program import Op, Program, Value
+from minipar.affinity import core_of
+from minipar.program import COPIES, Op, Program, Value
 from minipar.streams import Costs, GroupStream, Link, Slot
 
 
@@ -20,9 +25,19 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def walk_shared(program: Program, costs: Costs, cores: int) -> tuple[list[list[float]], list[list[float]]]:
+def _speeds(working: Collection[int], homes: list[int | None], cores: float) -> dict[int, float]:
+    """How fast each of the ranks that compute goes on, of 1 for a rank alone. `homes`: the core that each keeps to."""
+    if None in homes:
+        return dict.fromkeys(working, min(1.0, cores / len(working)) if working else 1.0)
+    share = cores / math.ceil(cores) if len(working) > 1 else 1.0
+    busy = [homes[rank] for rank in working]
+    return {rank: share / busy.count(homes[rank]) for rank in working}
+
+
+def walk_shared(program: Program, costs: Costs, cores: float) -> tuple[list[list[float]], list[list[float]]]:
     """Start and end of every instruction, as far as the ranks get (all the way, in a program that verifies)."""
     count = len(program.ranks)
+    homes = [core_of(rank, count, list(range(math.ceil(cores)))) for rank in range(count)]
     starts = [[0.0] * len(row) for row in program.ranks]
     ends = [[0.0] * len(row) for row in program.ranks]
     place = [0] * count
@@ -30,6 +45,7 @@ def walk_shared(program: Program, costs: Costs, cores: int) -> tuple[list[list[f
     pending: list[dict[Value, Slot]] = [{} for _ in range(count)]
     links: dict[tuple[int, int], Link] = {}
     groups: dict[tuple[int, ...], GroupStream] = {}
+    lanes: dict[tuple[int, str], Link] = {}
     now = 0.0
 
     def wait_until(rank: int) -> float | None:
@@ -63,11 +79,17 @@ def walk_shared(program: Program, costs: Costs, cores: int) -> tuple[list[list[f
                 link = links.setdefault((ins.peer, rank), Link())
                 k, starts[rank][index] = link.reach(now, program.receives_ahead)
                 pending[rank][ins.writes[0]] = (link, k, index)
-            elif ins.op is Op.ALL_REDUCE:
+            elif ins.op in COPIES:
+                lane = lanes.setdefault((rank, ins.stream), Link())
+                starts[rank][index], ends[rank][index] = lane.send(now, *costs.transfer(rank, ins))
+                for value in ins.writes:
+                    pending[rank][value] = (lane, len(lane) - 1, index)
+            elif ins.group:  # a collective
                 stream = groups.setdefault(ins.group, GroupStream(ins.group))
                 k = stream.join(rank, index, now, ins, costs, starts)
                 for value in ins.writes:
-                    pending[rank][value] = (stream, k, index)
+                    if value not in ins.frees:
+                        pending[rank][value] = (stream, k, index)
             else:
                 working[rank] = costs.compute(rank, ins)
                 break
@@ -77,8 +99,8 @@ def walk_shared(program: Program, costs: Costs, cores: int) -> tuple[list[list[f
     while True:
         while sum(advance(rank) for rank in range(count)):
             pass
-        speed = min(1.0, cores / len(working)) if working else 1.0
-        moments = [now + left / speed for left in working.values()]
+        speed = _speeds(working, homes, cores)
+        moments = [now + left / speed[rank] for rank, left in working.items()]
         for rank in range(count):
             if rank not in working and place[rank] < len(program.ranks[rank]):
                 due = wait_until(rank)
@@ -87,9 +109,9 @@ def walk_shared(program: Program, costs: Costs, cores: int) -> tuple[list[list[f
         if not moments:
             break
         then = min(moments)
-        done = [rank for rank, left in working.items() if now + left / speed <= then]
+        done = [rank for rank, left in working.items() if now + left / speed[rank] <= then]
         for rank in working:
-            working[rank] -= (then - now) * speed
+            working[rank] -= (then - now) * speed[rank]
         now = then
         for rank in done:
             del working[rank]

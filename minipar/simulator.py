@@ -3,8 +3,10 @@
 The rule is the executor's, word for word (ARCHITECTURE.md, "How a program runs"):
 
   * a rank walks its list in order; a compute instruction starts when what it reads is there and the rank is free
-  * transfers and collectives are started when the walk reaches them and awaited at the first read of what they write
+  * transfers, copies and collectives are started when the walk reaches them and awaited at the first read of what they
+    write
   * a message occupies its link for bytes/bandwidth and arrives a latency later; messages of a link go in order
+  * a copy occupies its direction of its rank's link to the slower tier; copies of one direction go in order
   * a collective ends at the latest arrival of its ranks plus its cost; collectives of a group go in order
 
 With a core for every rank, nothing is shared but links and groups, so no global clock is needed: each rank is walked
@@ -18,7 +20,7 @@ from collections.abc import Sequence
 from minipar.collector import paused
 from minipar.costs.unit import UnitCosts
 from minipar.errors import PlanError, ProgramError
-from minipar.program import Op, Program, Value
+from minipar.program import COPIES, Op, Program, Value
 from minipar.shared_cores import walk_shared
 from minipar.streams import Costs, GroupStream, Link, Slot
 from minipar.trace import Trace
@@ -34,13 +36,14 @@ def simulate(
     weight_gradient: float | None = None,
     latency: float = 0.0,
     stage_factors: Sequence[float] = (),
-    cores: int | None = None,
+    cores: float | None = None,
 ) -> Trace:
     """The predicted trace of a program.
 
     costs     what things cost, such as a profile's; default `UnitCosts` of the keywords that follow: times of one
               micro-batch on one rank's whole share of the layers, the delay of a message, factors per stage
-    cores     how many ranks can compute at once; default all of them (every rank is a device of its own)
+    cores     how many ranks can compute at once; default all of them (every rank is a device of its own). A part of a
+              core is what they lose by being in each other's way, as `Calibration.concurrency` says
     Raises ProgramError if the program cannot run to its end (`verify` says why).
     """
     if costs is None:
@@ -68,7 +71,8 @@ def _walk(program: Program, costs: Costs) -> tuple[list[list[float]], list[list[
     links: dict[tuple[int, int], Link] = {}
     groups: dict[tuple[int, ...], GroupStream] = {}
     ahead = program.receives_ahead
-    SEND, RECV, ALL_REDUCE = Op.SEND, Op.RECV, Op.ALL_REDUCE
+    lanes: dict[tuple[int, str], Link] = {}  # of copies, one per rank and direction
+    SEND, RECV = Op.SEND, Op.RECV
 
     ready = list(range(count - 1, -1, -1))
     while ready:
@@ -104,12 +108,18 @@ def _walk(program: Program, costs: Costs) -> tuple[list[list[float]], list[list[
                 link = links.get((ins.peer, rank)) or links.setdefault((ins.peer, rank), Link())
                 k, begin[index] = link.reach(now, ahead)
                 waiting[ins.writes[0]] = (link, k, index)
-            elif op is ALL_REDUCE:
+            elif op in COPIES:
+                lane = lanes.get((rank, ins.stream)) or lanes.setdefault((rank, ins.stream), Link())
+                begin[index], end[index] = lane.send(now, *costs.transfer(rank, ins))
+                for value in ins.writes:
+                    waiting[value] = (lane, len(lane) - 1, index)
+            elif ins.group:  # a collective
                 stream = groups.get(ins.group) or groups.setdefault(ins.group, GroupStream(ins.group))
                 begin[index] = now
                 k = stream.join(rank, index, now, ins, costs, starts)
                 for value in ins.writes:
-                    waiting[value] = (stream, k, index)
+                    if value not in ins.frees:
+                        waiting[value] = (stream, k, index)
                 if stream.waiters and len(stream) > k:
                     ready += stream.waiters
                     stream.waiters = []

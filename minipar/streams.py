@@ -14,7 +14,7 @@ class Costs(Protocol):
         """How long a compute instruction takes."""
 
     def transfer(self, rank: int, ins: Instruction) -> tuple[float, float]:
-        """How long a SEND occupies its link, and how much later it arrives."""
+        """How long a SEND or a copy occupies its link, and how much later it arrives."""
 
     def collective(self, ins: Instruction) -> float:
         """How long a collective takes after its last rank has joined."""

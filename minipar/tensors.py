@@ -34,6 +34,11 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     return value
 
 
+def single(tensor: Tensor) -> Tensor:
+    """A bfloat16 tensor in float32, in which losses are computed; any other as it is."""
+    return tensor.float() if tensor.dtype is torch.bfloat16 else tensor
+
+
 def take_rows(value: Any, rows: range) -> Any:
     """Neighbouring rows (positions of dimension 0) of every tensor inside a value."""
     return map_tensors(value, lambda t: t[rows.start : rows.stop])

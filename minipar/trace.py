@@ -14,7 +14,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minipar.errors import MiniparError
-from minipar.program import COLLECTIVES, COMPUTE, Instruction, Op, Program, Value
+from minipar.memory.lifetimes import lifetimes
+from minipar.memory.series import Curve, Series
+from minipar.program import COLLECTIVES, COMPUTE, Instruction, Op, Program, Value, hops
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,16 +25,6 @@ if TYPE_CHECKING:
 
     from minipar.comparison import Comparison
     from minipar.kineto import Source
-
-KINDS = {
-    "param": "parameters",
-    "grad": "gradients",
-    "optimizer_state": "optimizer",
-    "output": "activations",
-    "grad_output": "activations",
-    "saved": "activations",
-}
-ALL_KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers", "data", "temporary")
 
 
 class Event(NamedTuple):
@@ -53,18 +45,6 @@ class Event(NamedTuple):
         return self.end - self.start
 
 
-class Curve(NamedTuple):
-    """Memory of one rank over time: from `times[k]` on, `total[k]` is live, of which `kinds[name][k]` of each kind."""
-
-    times: list[float]
-    total: list[float]
-    kinds: dict[str, list[float]]
-
-    @property
-    def peak(self) -> float:
-        return max(self.total, default=0)
-
-
 @dataclass(frozen=True)
 class Trace:
     """Start and end of every instruction of `program`; `starts[r][k]` belongs to `program.ranks[r][k]`.
@@ -74,6 +54,8 @@ class Trace:
     data     bytes of input rows that each rank holds throughout
     note     a line that every picture shows (such as how the prediction was made)
     overruns per rank the indices of instructions whose real work took longer than the emulated device
+    series   per rank every change of its memory, temporaries included: tracked, or predicted from profiles of layers;
+             without it memory is derived from the values' lifetimes
     """
 
     program: Program
@@ -85,6 +67,7 @@ class Trace:
     data: Sequence[int] = ()
     note: str = ""
     overruns: Sequence[Sequence[int]] = ()
+    series: Sequence[Series] = ()
     _cache: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __repr__(self) -> str:
@@ -170,43 +153,11 @@ class Trace:
     # memory and bytes ------------------------------------------------------------------------------------------------
 
     def memory(self, rank: int) -> Curve:
-        """Memory of a rank over time: live from the start of a value's writer to the end of what frees it."""
+        """Memory of a rank over time: from `series`, or else as the values' lifetimes say."""
         key = f"memory {rank}"
         if key in self._cache:
             return self._cache[key]
-        row, starts, ends = self.program.ranks[rank], self.starts[rank], self.ends[rank]
-        first = self.span[0]
-        changes: list[tuple[float, int, str, float]] = []  # frees come before allocations of the same moment
-        live = set(self.program.state[rank]) if self.program.state else set()
-        for value in live:
-            changes.append((first, 0, KINDS[value.kind], self.size(rank, value)))
-        for k, ins in enumerate(row):
-            for value in ins.writes:
-                if value not in live:
-                    live.add(value)
-                    changes.append((max(first, starts[k]), 1, KINDS[value.kind], self.size(rank, value)))
-            for value in ins.frees:
-                live.discard(value)
-                changes.append((ends[k], 0, KINDS[value.kind], -self.size(rank, value)))
-        if self.data:
-            changes.append((first, 0, "data", self.data[rank]))
-        changes.sort(key=lambda change: change[:2])
-        now = dict.fromkeys(ALL_KINDS, 0.0)
-        times: list[float] = []
-        total: list[float] = []
-        kinds: dict[str, list[float]] = {name: [] for name in now}
-        for time, order, name, size in changes:
-            now[name] += size
-            if times and times[-1] == time and order == 0:
-                for other in kinds:
-                    kinds[other][-1] = now[other]
-                total[-1] = sum(now.values())
-            else:
-                times.append(time)
-                total.append(sum(now.values()))
-                for other in kinds:
-                    kinds[other].append(now[other])
-        curve = Curve(times, total, kinds)
+        curve = self.series[rank].curve(self.span[0]) if self.series else lifetimes(self, rank)
         self._cache[key] = curve
         return curve
 
@@ -258,14 +209,18 @@ class Trace:
         return worst
 
     def sent(self, rank: int, ins: Instruction) -> int:
-        """Bytes that a rank puts on the wire for one instruction (an all-reduce as a ring: 2(n-1)/n of its size)."""
+        """Bytes that a rank puts on the wire for one instruction: of a collective `hops` (n-1)/n of its size."""
         if self.unit != "bytes":
             return 0
         if ins.op is Op.SEND:
             return round(sum(self.size(rank, value) for value in ins.reads))
         if ins.op in COLLECTIVES:
             n = len(ins.group)
-            return round(sum(self.size(rank, value) for value in ins.writes) * 2 * (n - 1) / n)
+            if ins.op is Op.ALL_REDUCE:
+                size = sum(self.size(rank, value) for value in ins.writes)
+            else:
+                size = sum(part.bytes for part in ins.parts)
+            return round(size * hops(ins) * (n - 1) / n)
         return 0
 
     def bytes_sent(self) -> list[int]:
@@ -343,6 +298,7 @@ class Trace:
                 "note": self.note,
                 "overruns": [list(row) for row in self.overruns],
                 "data": list(self.data),
+                "series": [series.to_json() for series in self.series],
                 "program": program,
                 "starts": [list(row) for row in self.starts],
                 "ends": [list(row) for row in self.ends],
@@ -376,8 +332,9 @@ class Trace:
 
         program = Program.from_json(data["program"])
         kind, unit, held, note = (data[key] for key in ("kind", "unit", "data", "note"))
+        series = [Series.from_json(one) for one in data.get("series", ())]
         overruns = data.get("overruns", ())
-        return Trace(program, data["starts"], data["ends"], size, kind, unit, held, note, overruns)
+        return Trace(program, data["starts"], data["ends"], size, kind, unit, held, note, overruns, series)
 
     def to_perfetto(self, path: str | os.PathLike[str] | None = None) -> str:
         """Chrome Trace Event JSON, for ui.perfetto.dev and chrome://tracing. See `interchange.to_perfetto`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -13,16 +14,28 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from minipar.cluster import Cluster
+from minipar.costs.calibration import calibrate
+from minipar.costs.device import DeviceSpec
+from minipar.costs.emulated import EmulatedCosts
 from minipar.costs.measured import Profile
 from minipar.costs.profiled import ProfiledCosts, microbatch_rows
+from minipar.costs.rates import Calibration
+from minipar.elementwise import check_elementwise
 from minipar.errors import MiniparError, PlanError
 from minipar.execution import Job, Loss, Model, Optimizer, at_least_1, execute, profile_job, run_plainly
+from minipar.memory.advice import Measured, advising
+from minipar.memory.forecast import with_memory
+from minipar.memory.series import Peak
 from minipar.plan import Plan
 from minipar.program import Program
 from minipar.reference import Reference, gradient_error
+from minipar.saving import keeping
+from minipar.saving.folder import open_folder
 from minipar.shared_cores import available_cores
 from minipar.simulator import simulate
 from minipar.trace import Trace
+
+_QUICK = 0.5  # seconds of a calibration that nobody asked for
 
 
 @dataclass(frozen=True)
@@ -34,6 +47,7 @@ class Run:
     predicted     the trace that was predicted before the run
     step_times    seconds of every step
     reference     losses of plain torch on one process, and its gradients if `check` was asked for
+    first_step    0, or the steps that were done before, where the run went on from a saved one
     """
 
     plan: Plan
@@ -45,6 +59,13 @@ class Run:
     gradients: list[dict[str, Tensor]] = field(default_factory=list, repr=False)
     reference: Reference | None = field(default=None, repr=False)
     plain_time: float | None = None
+    first_step: int = 0
+    shares: list[keeping.Share] = field(default_factory=list, repr=False, compare=False)
+
+    @property
+    def prediction_error(self) -> float:
+        """By how much the predicted step time was off, relative to the measured one; negative: predicted too short."""
+        return self.predicted.time / self.trace.time - 1 if self.trace.time else 0.0
 
     @property
     def bytes_sent(self) -> list[int]:
@@ -52,9 +73,29 @@ class Run:
         return self.trace.bytes_sent()
 
     @property
+    def memory(self) -> list[Peak]:
+        """Per rank the measured peak of the traced step: bytes, the instruction, and who held how much of it."""
+        if not self.trace.series:
+            raise MiniparError("memory: needs train(..., memory=True), which follows every allocation of the ranks")
+        return [series.peak() for series in self.trace.series]
+
+    @property
     def peak_memory(self) -> list[int]:
-        """Per rank the measured peak of the executor's own values, in bytes."""
+        """Per rank the measured peak in bytes: of everything with `train(..., memory=True)`, else of the values that
+        the program names, without what an instruction needs only while it runs."""
         return [int(peak) for peak in self.trace.peak_memory()]
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Save parameters, optimizer states and step to a folder, for `minipar.resume`; what it had before is replaced.
+
+        At every moment the folder has one whole saved run, the old one or the new one. SaveError if it cannot be
+        written, or if the ranks did not bring their state back: see `keep` of `train`.
+        """
+        keeping.save(self.shares, folder)
+
+    def export(self, path: str | os.PathLike[str]) -> None:
+        """Write the model's parameters, each whole and under its name, to one safetensors file; like `save`."""
+        keeping.export(self.shares, path)
 
     def max_gradient_error(self) -> float:
         """Largest deviation from plain torch over all steps and elements, relative to the largest gradient."""
@@ -66,7 +107,8 @@ class Run:
     def __repr__(self) -> str:
         return (
             f"<Run of {self.plan}: {len(self.losses)} steps, loss {self.losses[0]:.4f} -> {self.losses[-1]:.4f}, "
-            f"step {self.trace.time * 1e3:.1f} ms measured, {self.predicted.time * 1e3:.1f} ms predicted>"
+            f"step {self.trace.time * 1e3:.1f} ms measured, {self.predicted.time * 1e3:.1f} ms predicted "
+            f"({self.prediction_error:+.0%})>"
         )
 
 
@@ -85,6 +127,12 @@ def train(
     reference: bool = False,
     check: bool = False,
     progress: bool = True,
+    memory: bool = False,
+    calibration: Calibration | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    save: str | os.PathLike[str] | None = None,
+    save_every: int | None = None,
+    keep: bool | None = None,
 ) -> Run:
     """Train a model by a plan, on real processes.
 
@@ -96,27 +144,51 @@ def train(
     optimizer   makes an optimizer of a list of parameters
     reference   train plain torch on one process beside it, to compare the losses
     check       that, and keep every gradient of both, to compare them too (memory: twice the model per step)
+    memory      follow every allocation of the ranks, and predict every one: then both traces have `series`, and
+                `Run.memory` says who held the peak (takes time: not for timing)
+    calibration of the cluster, from `calibrate(cluster)`, for the prediction; default: a quick one before the run
+    resume      a folder with a saved run, of any plan: go on after its last step, with what is given here
+    save        a folder that the ranks save the run to, at its end and after every `save_every` steps of it
+    keep        bring parameters and optimizer states back, for `Run.save`; default: if all are at most 64 MiB
 
-    Raises PlanError where plan, model, batch and cluster do not fit together; what a rank raises; RankDied.
+    Raises PlanError where plan, model, batch and cluster do not fit together; DeviceOutOfMemory, with plans that would
+    fit, on emulated devices of limited memory; SaveError where `resume` has no saved run of this model, or where
+    nothing can be written to `save`; what a rank raises; RankDied.
     """
     plan = Plan.parse(plan)
     steps = at_least_1("steps", steps)
     job = Job(model, data, batch, loss, optimizer, seed, dtype)
+    every = 0 if save_every is None else at_least_1("save_every", save_every)
+    if every and save is None:
+        raise PlanError(f"save_every={every}: needs save=folder")
+    if plan.zero and plan.dp > 1:
+        check_elementwise(optimizer, f"plan {str(plan)!r} shards optimizer states")
     if cluster is not None and cluster.size != plan.ranks:
         raise PlanError(f"plan {plan} needs {plan.ranks} ranks, but the cluster has {cluster.size}")
+    storing = keeping.storing(resume, save, every, keep)
     with nullcontext(cluster) if cluster is not None else Cluster(plan.ranks) as ranks:
         bar = partial(tqdm, disable=not progress, leave=False)
         with bar(total=1, desc="profile, one layer at a time") as meter:
             rows = microbatch_rows(job.batch, plan.dp, plan.total_microbatches)
-            (facts,) = ranks.run_on([0], profile_job, job, rows)
+            (facts,) = ranks.run_on([0], profile_job, job, rows, memory, plan.precision)
             meter.update()
         if facts.split_sensitive:
             names = ", ".join(facts.split_sensitive)
             warnings.warn(f"not equal to one device's, however it is split: {names}", stacklevel=2)
-        program = plan.compile(facts.shape)
+        program = plan.compile(facts.shape, costs=facts.profile)
         cores = available_cores() if ranks.device == "cpu" else None
-        predicted = predict(program, facts.profile, job.batch, cores, facts.data_bytes)
-        with bar(total=steps, desc=str(plan)) as meter:
+        if calibration is None and plan.ranks > 1 and (ranks.emulates is None or not ranks.emulates.emulates):
+            calibration = calibrate(ranks, seconds=_QUICK, progress=progress)
+        predicted = predict(program, facts.profile, job.batch, cores, facts.data_bytes, calibration, ranks.emulates)
+        if facts.tapes is not None:
+            predicted = with_memory(predicted, facts.tapes, ProfiledCosts(program, facts.profile, job.batch))
+
+        def measure(rows: tuple[int, ...]) -> Measured:
+            (known,) = ranks.run_on([0], profile_job, job, rows, True)
+            assert known.tapes is not None
+            return known.shape, known.profile, known.tapes, known.data_bytes
+
+        with bar(total=steps, desc=str(plan)) as meter, advising(plan, job.batch, measure):
             done = execute(
                 program,
                 job,
@@ -124,25 +196,78 @@ def train(
                 passes=steps,
                 keep_gradients=check,
                 check=False,
+                memory=memory,
+                storing=storing,
                 report=lambda k: meter.update(),
             )
         plain, plain_time = None, None
         if reference or check:
             with bar(total=steps, desc="plain torch, one process") as meter:
-                plain, plain_time = ranks.run_with(lambda rank, k: meter.update(), run_plainly, job, steps, check)[0]
-    return Run(plan, program, done.losses, done.trace, predicted, done.times, done.gradients, plain, plain_time)
+                plain, plain_time = ranks.run_with(
+                    lambda rank, k: meter.update(), run_plainly, job, steps, check, plan.clip, storing
+                )[0]
+    return Run(
+        plan,
+        program,
+        done.losses,
+        done.trace,
+        predicted,
+        done.times,
+        done.gradients,
+        plain,
+        plain_time,
+        storing.first,
+        done.shares,
+    )
+
+
+def resume(
+    folder: str | os.PathLike[str],
+    model: Model,
+    data: Any,
+    plan: Plan | str | None = None,
+    *,
+    steps: int = 10,
+    **options: Any,
+) -> Run:
+    """Go on with a saved run after its last step, under the plan it had or any other.
+
+    plan      default: the one it was saved under
+    steps     how many more
+    options   as for `train`; batch, seed and dtype are those of the saved run unless given, while loss and optimizer
+              are code, which is never saved: give them again
+
+    Raises SaveError if there is no saved run, if it is damaged, or of another model or optimizer; what `train` raises.
+    """
+    header = open_folder(folder).header
+    dtype = getattr(torch, header.dtype)
+    known = {"batch": header.batch, "seed": header.seed, "dtype": dtype, "resume": folder}
+    return train(model, data, header.plan if plan is None else plan, steps=steps, **(known | options))
 
 
 def predict(
-    program: Program, measured: Profile, batch: int, cores: int | None = None, data_bytes: tuple[int, int] = (0, 0)
+    program: Program,
+    measured: Profile,
+    batch: int,
+    cores: int | None = None,
+    data_bytes: tuple[int, int] = (0, 0),
+    calibration: Calibration | None = None,
+    device: DeviceSpec | None = None,
 ) -> Trace:
     """The predicted trace of a program, from a profile of its model's layers.
 
     cores        shared by all ranks; None: every rank computes on its own
     data_bytes   of a whole batch's x and y; the ranks with the first and the last layer hold their rows of them
+    calibration  of the cluster: what messages and collectives cost, and how much the ranks get done that share the
+                 cores (which is less than the cores could: they are in each other's way)
+    device       that every rank emulates; emulated devices share no cores
     """
-    costs = ProfiledCosts(program, measured, batch)
-    trace = simulate(program, costs, cores=cores)
+    costs = ProfiledCosts(program, measured, batch, calibration=calibration)
+    emulated = EmulatedCosts(program, device, costs) if device is not None and device.emulates else None
+    sharing = cores if calibration is None or calibration.ranks != len(program.ranks) else calibration.concurrency
+    if emulated is not None and emulated.computes:
+        cores = sharing = None
+    trace = simulate(program, emulated or costs, cores=sharing)
     count = len(program.ranks)
     data = [
         round(
@@ -151,6 +276,10 @@ def predict(
         for rank, held in enumerate(program.placement)
     ]
     note = "predicted from a profile of one layer at a time on one device"
+    if emulated is not None:
+        note = f"predicted for the emulated device {device}"
     if cores is not None and cores < count:
         note += f"; {count} ranks share {cores} core" + "s" * (cores > 1)
+    if calibration is not None:
+        note += "; messages and collectives as calibrated on the cluster"
     return replace(trace, note=note, data=data)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from minipar.collector import paused
 from minipar.errors import ProgramError
-from minipar.program import COLLECTIVES, Instruction, Op, Program, Value
+from minipar.program import COLLECTIVES, COPIES, TIERS, Instruction, Op, Program, Value, home, norm, param, tier
 from minipar.refusal import at, refuse
 from minipar.walk import Walk
 
@@ -55,6 +55,9 @@ def _check_instructions(program: Program) -> None:
                 if moved[0][2] != i or moved[0][3] != step:
                     raise _mislabelled(program, rank, index, moved[0])
                 continue
+            if op in COPIES:
+                _check_copy(program, rank, index)
+                continue
             if (op, layers) not in known:
                 count = len(program.groups) if op is Op.STEP or op in COLLECTIVES else program.layers
                 if not layers or min(layers) < 0 or max(layers) >= count:
@@ -62,6 +65,8 @@ def _check_instructions(program: Program) -> None:
                     raise refuse(program, rank, index, reason)
                 known[op, layers] = _needs(program, op, layers)
             needed, made = known[op, layers]
+            if ins.stream == "host" or op is Op.NORM or (op is Op.ALL_REDUCE and reads and " " in reads[0].kind):
+                reads, writes = _on_host(program, rank, index)
             missing = needed.difference([value[:2] for value in reads])
             if missing:
                 kind, k = min(missing)
@@ -81,17 +86,45 @@ def _mislabelled(program: Program, rank: int, index: int, value: Value) -> Progr
     return refuse(program, rank, index, f"{at(program, rank, index)} is of {what}")
 
 
+def _check_copy(program: Program, rank: int, index: int) -> None:
+    """A copy moves one value, OFFLOAD to a slower tier and FETCH to a faster one."""
+    ins = program.ranks[rank][index]
+    where = at(program, rank, index)
+    if len(ins.writes) != 1 or not ins.reads:
+        raise refuse(program, rank, index, f"{where}: {ins.op.value} copies one value")
+    source, target = ins.reads[0], ins.writes[0]
+    down = TIERS.index(tier(target)) - TIERS.index(tier(source))
+    slice_of_it = home(source).kind == "param_shard" and target == param(source.index)
+    if not (home(source) == home(target) or slice_of_it) or (down <= 0 if ins.op is Op.OFFLOAD else down >= 0):
+        raise refuse(program, rank, index, f"{where} cannot make {target} of {source}")
+    if source.microbatch >= 0 and (source.microbatch, source.step) != (ins.microbatch, ins.step):
+        raise _mislabelled(program, rank, index, source)
+
+
+def _on_host(program: Program, rank: int, index: int) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
+    """What an instruction of the host reads and writes, as if it was on the device."""
+    ins = program.ranks[rank][index]
+    here = [value for value in ins.reads + ins.writes if tier(value) != "host" and value != norm()]
+    if here and ins.op not in COLLECTIVES:
+        reason = f"{at(program, rank, index)} works on the host, where {here[0]} is not"
+        raise refuse(program, rank, index, reason)
+    whole = ins.op is Op.STEP  # which works on a slice, in zero=1 and 2, of what the device holds whole
+
+    def plain(value: Value) -> Value:
+        own = home(value)
+        return param(own.index) if whole and own.kind == "param_shard" and own.index not in program.scattered else own
+
+    return tuple(map(plain, ins.reads)), tuple(map(plain, ins.writes))
+
+
 def _needs(
     program: Program, op: Op, layers: tuple[int, ...]
 ) -> tuple[frozenset[tuple[str, int]], frozenset[tuple[str, int]]]:
     """(kind, index) of what an instruction must read to do its work, and of all that it can write (none: no matter)."""
-    if op is Op.STEP:
-        state = {(kind, g) for g in layers for kind in ("param", "optimizer_state")}
-        return frozenset(state | {("grad", g) for g in layers}), frozenset(state)
-    if op in COLLECTIVES:
-        return (frozenset(("grad", g) for g in layers),) * 2
+    if op is Op.STEP or op in COLLECTIVES:
+        return _needs_of_state(program, op, layers)
     params = {("param", g) for layer in layers for g in program.groups_of_layer[layer]}
-    if op is Op.FORWARD:
+    if op is Op.FORWARD or op is Op.RECOMPUTE:
         first = min(layers)
         reads = params | ({("output", first - 1)} if first else set())
         return frozenset(reads), frozenset((kind, layer) for layer in layers for kind in ("output", "saved"))
@@ -102,6 +135,28 @@ def _needs(
         made = {("grad", g) for _, g in params} | {("grad_output", layer - 1) for layer in layers}
         return frozenset(params | kept | {given}), frozenset(made)
     return frozenset(), frozenset()
+
+
+def _needs_of_state(
+    program: Program, op: Op, groups: tuple[int, ...]
+) -> tuple[frozenset[tuple[str, int]], frozenset[tuple[str, int]]]:
+    """The same of what works on parameter groups, whole or sharded."""
+    sharded = [g in program.sharded for g in groups]
+    whole = {("grad", g) for g in groups}
+    grads = {("grad_shard" if part else "grad", g) for g, part in zip(groups, sharded, strict=True)}
+    params = {("param_shard" if g in program.scattered else "param", g) for g in groups}
+    if op is Op.STEP:
+        kinds = ("optimizer_shard" if part else "optimizer_state" for part in sharded)
+        state = params | set(zip(kinds, groups, strict=True))
+        length = {norm()[:2]} if program.clip is not None else set()
+        return frozenset(state | grads | length), frozenset(state)
+    if op is Op.ALL_GATHER:
+        return frozenset(params), frozenset(("param", g) for g in groups)
+    if op is Op.REDUCE_SCATTER:
+        return frozenset(whole), frozenset((kind, g) for g in groups for kind in ("grad_shard", "buffer"))
+    if op is Op.NORM:
+        return frozenset(grads), frozenset({norm()[:2]})
+    return frozenset(whole), frozenset(whole)
 
 
 # 2. each replica ----------------------------------------------------------------------------------------------------
@@ -120,6 +175,11 @@ def _check_microbatches(program: Program, replica: int) -> None:
         if program.replica(rank) != replica:
             continue
         for index, ins in enumerate(instructions):
+            if ins.op is Op.RECOMPUTE and not (
+                0 <= ins.microbatch < program.microbatches and 0 <= ins.step < program.steps
+            ):
+                reason = f"{at(program, rank, index)} works on a micro-batch or step that is not there"
+                raise refuse(program, rank, index, reason)
             for half in _HALVES.get(ins.op, ()):
                 for layer in ins.layers:
                     key = (half, layer, ins.microbatch, ins.step)
@@ -228,7 +288,8 @@ def _check_groups(program: Program) -> None:
 
 def _call(ins: Instruction) -> tuple[object, ...]:
     """What all ranks of a collective must agree on."""
-    return ins.op, ins.layers, ins.parts, ins.step
+    # (a norm is taken over all ranks, each with its own groups)
+    return ins.op, () if ins.op is Op.NORM else ins.layers, ins.microbatch, ins.parts, ins.step
 
 
 # 4. each rank alone -------------------------------------------------------------------------------------------------

@@ -20,21 +20,27 @@ from hypothesis import strategies as st
 from minipar import Plan, Program
 from minipar.costs.shapes import Shape
 from minipar.program import (
+    COPIES,
     Group,
     Instruction,
     Op,
     Value,
     grad,
     grad_output,
+    grad_shard,
+    norm,
+    optimizer_shard,
     optimizer_state,
     output,
     param,
+    param_shard,
     saved,
 )
 from minipar.strategies import schedules
 
 # programs ------------------------------------------------------------------------------------------------------------
 
+JOINED = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.NORM)
 BUILT_IN = [schedule.name for schedule in schedules() if schedule.generate.__module__.startswith("minipar.")]
 
 
@@ -83,6 +89,10 @@ def programs(draw: st.DrawFn, most_microbatches: int = 5, most_steps: int = 2) -
         split=split,
         bucket=draw(st.sampled_from(["none", "flat", 25, 12 / 2**20])),  # (12 bytes: two layers a bucket)
         overlap=draw(st.sampled_from(["none", "backward"])),
+        zero=draw(st.sampled_from([0, 0, 1, 2, 3])),
+        reduce=draw(st.sampled_from(["microbatch", "step"])),
+        prefetch=draw(st.integers(0, 2)),
+        clip=draw(st.sampled_from([None, None, 1.0])),
     )
     return plan.compile(draw(shapes(sum(split))), steps=draw(st.integers(1, most_steps)), check=False)
 
@@ -110,7 +120,8 @@ class RandomCosts:
         return self.draw("bandwidth", rank, str(ins), ins.step), self.draw("latency", rank, ins.peer)
 
     def collective(self, ins: Instruction) -> float:
-        return self.draw("collective", str(ins), ins.step)
+        name = f"NORM over {ins.group}" if ins.op is Op.NORM else str(ins)  # (each rank has other groups in a norm)
+        return self.draw("collective", name, ins.step)
 
     def size(self, rank: int, value: Value) -> float:
         return 1.0
@@ -126,19 +137,22 @@ def brute_force(program: Program, costs) -> tuple[list[list[float]], list[list[f
     sends: dict[tuple[int, int], list[tuple[int, int]]] = {}
     receives: dict[tuple[int, int], list[tuple[int, int]]] = {}
     calls: dict[tuple[int, ...], list[dict[int, int]]] = {}
+    lanes: dict[tuple[int, str], list[int]] = {}  # copies, per rank and direction
     awaits: list[list[list[int]]] = []  # per rank and instruction: the communications whose results it reads
     for rank, row in enumerate(rows):
         writer: dict[Value, int] = {}
         awaits.append([])
         for k, ins in enumerate(row):
             sources = [writer[v] for v in ins.reads if v in writer]
-            awaits[rank].append([w for w in sources if row[w].op in (Op.RECV, Op.ALL_REDUCE)])
+            awaits[rank].append([w for w in sources if row[w].op in (Op.RECV, *JOINED, *COPIES)])
             writer |= dict.fromkeys(ins.writes, k)
             if ins.op is Op.SEND:
                 sends.setdefault((rank, ins.peer), []).append((rank, k))
             elif ins.op is Op.RECV:
                 receives.setdefault((ins.peer, rank), []).append((rank, k))
-            elif ins.op is Op.ALL_REDUCE:
+            elif ins.op in COPIES:
+                lanes.setdefault((rank, ins.stream), []).append(k)
+            elif ins.op in JOINED:
                 turns = calls.setdefault(ins.group, [])
                 mine = sum(rank in turn for turn in turns)
                 if mine == len(turns):
@@ -157,9 +171,16 @@ def brute_force(program: Program, costs) -> tuple[list[list[float]], list[list[f
             for k, ins in enumerate(row):
                 reached[rank][k] = clock
                 clock = free[rank][k] = max([clock, *(ends[rank][w] for w in awaits[rank][k])])
-                if ins.op not in (Op.SEND, Op.RECV, Op.ALL_REDUCE):
+                if ins.op not in (Op.SEND, Op.RECV, *JOINED, *COPIES):
                     starts[rank][k] = clock
                     clock = ends[rank][k] = clock + costs.compute(rank, ins)
+        for (rank, _), copies in lanes.items():
+            busy = 0.0
+            for k in copies:
+                occupied, delay = costs.transfer(rank, rows[rank][k])
+                starts[rank][k] = max(free[rank][k], busy)
+                busy = starts[rank][k] + occupied
+                ends[rank][k] = busy + delay
         for link, messages in sends.items():
             busy = 0.0
             for n, (rank, k) in enumerate(messages):
@@ -204,7 +225,11 @@ def judge(program: Program) -> str:
 
 
 def _initial(value: Value) -> object:
-    return Counter() if value.kind == "grad" else (value.kind, value.index, 0)
+    return Counter() if value.kind in ("grad", "grad_shard") else (value.kind, value.index, 0)
+
+
+def _frozen(contributions: Counter) -> frozenset:
+    return frozenset(contributions.items())
 
 
 class _Machine:
@@ -221,7 +246,9 @@ class _Machine:
         self.underway: list[dict[Value, tuple[tuple, int]]] = [{} for _ in program.ranks]
         self.sent: dict[tuple[int, int], list[object]] = {}
         self.received: Counter = Counter()
-        self.joined: dict[tuple[int, ...], list[dict[int, tuple[tuple[int, ...], list[Counter]]]]] = {}
+        self.before: dict[tuple, Counter] = {}  # what a slice of a gradient held when more of it was on its way
+        # per group and turn, per rank: what it is, and what the rank brings for each parameter group
+        self.joined: dict[tuple[int, ...], list[dict[int, tuple[tuple, dict[int, object]]]]] = {}
 
     def term(self, *parts: object) -> int:
         """A number for a term: equal terms get equal numbers."""
@@ -283,29 +310,33 @@ class _Machine:
         if any(len(turn) < len(group) for group, turns in self.joined.items() for turn in turns):
             raise Wrong("a collective was never joined by all its ranks")
         for rank, memory in enumerate(self.memory):
+            for value, source in list(self.underway[rank].items()):
+                if value.kind == "param" and value in program.state[rank]:  # the end waits for it
+                    memory[value] = self.arrival(rank, value, *source)
+                    del self.underway[rank][value]
             if self.underway[rank]:
                 raise Wrong(f"rank {rank} ends before {next(iter(self.underway[rank]))} was awaited")
             if memory.keys() != program.state[rank]:
                 raise Wrong(f"rank {rank} ends with other values than it began with")
             for value, term in memory.items():
-                if value.kind == "grad" and term:
+                if value.kind in ("grad", "grad_shard") and term:
                     raise Wrong(f"{value} of rank {rank} holds contributions that no update used")
                 updates = program.steps if program.groups[value.index].trainable else 0
-                if value.kind == "param" and term != ("param", value.index, updates):
+                if value.kind in ("param", "param_shard") and term != (value.kind, value.index, updates):
                     raise Wrong(f"{value} of rank {rank} has seen the wrong number of updates")
 
     def await_reads(self, rank: int, ins: Instruction) -> bool:
         """Whether all that the instruction reads has arrived. What has is put into memory."""
         for value in ins.reads:
             if value in self.underway[rank]:
-                found = self.arrival(value, *self.underway[rank][value])
+                found = self.arrival(rank, value, *self.underway[rank][value])
                 if found is None:
                     return False
                 self.memory[rank][value] = found
                 del self.underway[rank][value]
         return True
 
-    def arrival(self, value: Value, source: tuple, turn: int) -> object:
+    def arrival(self, rank: int, value: Value, source: tuple, turn: int) -> object:
         """The term that the n-th message of a link or the n-th sum of a group brings, or None if it is not there."""
         if source[0] == "link":
             messages = self.sent.get(source[1], [])
@@ -313,12 +344,19 @@ class _Machine:
         joined = self.joined[source[1]][turn]
         if len(joined) < len(source[1]):
             return None
-        groups = next(iter(joined.values()))[0]
-        if any(other != groups for other, _ in joined.values()):
+        what = next(iter(joined.values()))[0]
+        if any(other != what for other, _ in joined.values()):
             raise Wrong(f"ranks {source[1]} sum gradients of different parameters")
-        total: Counter = Counter()
-        for _, gradients in joined.values():
-            total += gradients[groups.index(value.index)]
+        if value.kind == "norm":
+            return ("norm", [found for _, brought in joined.values() for found in brought.items()])
+        if value.kind == "param":
+            versions = {brought[value.index][2] for _, brought in joined.values()}
+            if len(versions) > 1:
+                raise Wrong(f"ranks {source[1]} gather slices of {value} of different versions")
+            return ("param", value.index, versions.pop())
+        total = Counter(self.before.get((rank, value, *source, turn), ()))
+        for _, brought in joined.values():
+            total += brought[value.index]
         return total
 
     def execute(self, rank: int, ins: Instruction) -> None:
@@ -329,7 +367,7 @@ class _Machine:
         for value in (*ins.writes, *ins.frees):
             if value in underway:
                 raise Wrong(f"rank {rank} `{ins}` touches {value} while it is underway")
-        if ins.op is Op.FORWARD:
+        if ins.op in (Op.FORWARD, Op.RECOMPUTE):
             self.forward(rank, ins)
         elif ins.op is Op.BACKWARD:
             self.backward(rank, ins)
@@ -341,8 +379,10 @@ class _Machine:
             link = (ins.peer, rank)
             underway[ins.writes[0]] = (("link", link), self.received[link])
             self.received[link] += 1
-        else:
+        elif ins.op is Op.ALL_REDUCE:
             self.reduce(rank, ins)
+        else:
+            self.join(rank, ins)
         for value in ins.frees:
             if value not in memory:
                 raise Wrong(f"rank {rank} `{ins}` frees {value}, which is not there")
@@ -357,7 +397,7 @@ class _Machine:
             result = self.forward_term(layer, source, params, rows)
             inside[output(layer, i, step)] = result
             inside[saved(layer, i, step)] = self.term("saved", layer, source, params)
-            if layer == self.program.layers - 1:
+            if layer == self.program.layers - 1 and ins.op is Op.FORWARD:
                 self.losses[result] += 1
         self.put(rank, ins, inside)
 
@@ -387,26 +427,69 @@ class _Machine:
     def update(self, rank: int, ins: Instruction) -> None:
         inside: dict[Value, object] = {}
         for g in ins.layers:
-            name, _, version = self.take(rank, ins, param(g), {})
-            if self.take(rank, ins, optimizer_state(g), {})[2] != version:
+            whole = optimizer_shard(g) not in self.program.state[rank]
+            held = param_shard(g) if param_shard(g) in self.program.state[rank] else param(g)
+            state, gradient = (optimizer_state(g), grad(g)) if whole else (optimizer_shard(g), grad_shard(g))
+            name, _, version = self.take(rank, ins, held, {})
+            if self.take(rank, ins, state, {})[2] != version:
                 raise Wrong(f"rank {rank} `{ins}` has an optimizer state of another version")
             right = self.right[version][g] if version < len(self.right) else None
-            if self.take(rank, ins, grad(g), {}) != right:
+            if self.take(rank, ins, gradient, {}) != right:
                 raise Wrong(f"rank {rank} `{ins}` applies a wrong gradient of group {g} at version {version}")
-            inside[param(g)] = (name, g, version + 1)
-            inside[optimizer_state(g)] = ("optimizer_state", g, version + 1)
+            if self.program.clip is not None:
+                self.check_norm(rank, ins, version)
+            inside[held] = (name if whole or held == param_shard(g) else "param, my slice", g, version + 1)
+            inside[state] = (state.kind, g, version + 1)
+            self.memory[rank][gradient] = Counter()
         self.put(rank, ins, inside)
-        self.memory[rank].update({grad(g): Counter() for g in ins.layers})
+
+    def check_norm(self, rank: int, ins: Instruction, version: int) -> None:
+        """The norm counts every gradient, right and complete, on each rank that holds it or a slice of it."""
+        program = self.program
+        wanted: Counter = Counter()
+        for held in program.state:
+            groups = [v.index for v in held if v.kind in ("optimizer_state", "optimizer_shard")]
+            wanted += Counter((g, _frozen(self.right[version][g])) for g in groups)
+        _, found = self.take(rank, ins, norm(), {})
+        if Counter((g, _frozen(gradient)) for g, gradient in found) != wanted:
+            raise Wrong(f"rank {rank} `{ins}` scales gradients by a wrong norm")
 
     def reduce(self, rank: int, ins: Instruction) -> None:
         if rank not in ins.group or {*ins.reads} != {*ins.writes} or {*ins.reads} != {grad(g) for g in ins.layers}:
             raise Wrong(f"rank {rank} `{ins}` is malformed")
+        turn = self.turn(rank, ins, {g: self.memory[rank].pop(grad(g)) for g in ins.layers})
+        self.underway[rank] |= dict.fromkeys(ins.writes, (("group", ins.group), turn))
+
+    def turn(self, rank: int, ins: Instruction, brought: dict[int, object]) -> int:
+        """Which of its group's collectives this rank joins."""
         turns = self.joined.setdefault(ins.group, [])
         turn = sum(rank in joined for joined in turns)
         if turn == len(turns):
             turns.append({})
-        turns[turn][rank] = (ins.layers, [self.memory[rank].pop(grad(g)) for g in ins.layers])
-        self.underway[rank] |= dict.fromkeys(ins.writes, (("group", ins.group), turn))
+        turns[turn][rank] = ((ins.op, () if ins.op is Op.NORM else ins.layers), brought)
+        return turn
+
+    def join(self, rank: int, ins: Instruction) -> None:
+        """The collectives of which a rank brings one thing and gets another."""
+        memory, program = self.memory[rank], self.program
+        if ins.op is Op.REDUCE_SCATTER:
+            sources, made = [grad(g) for g in ins.layers], [grad_shard(g) for g in ins.layers]
+        elif ins.op is Op.NORM:
+            sharded = {g for g in ins.layers if optimizer_shard(g) in program.state[rank]}
+            sources, made = [grad_shard(g) if g in sharded else grad(g) for g in ins.layers], [norm()]
+        else:
+            sources = [param_shard(g) if param_shard(g) in program.state[rank] else param(g) for g in ins.layers]
+            made = [param(g) for g in ins.layers]
+        if rank not in ins.group or not {*sources} <= {*ins.reads} or not {*made} <= {*ins.writes}:
+            raise Wrong(f"rank {rank} `{ins}` is malformed")
+        where = ("group", ins.group)
+        turn = self.turn(rank, ins, {g: memory[v] for g, v in zip(ins.layers, sources, strict=True)})
+        for value in made:
+            if value.kind == "grad_shard" and value in ins.reads:
+                self.before[(rank, value, *where, turn)] = memory[value]
+            memory.pop(value, None)
+            self.underway[rank][value] = (where, turn)
+        memory.update({v: None for v in ins.writes if v.kind == "buffer"})
 
     def take(self, rank: int, ins: Instruction, value: Value, inside: dict[Value, object]):
         if value in inside:

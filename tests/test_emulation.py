@@ -26,7 +26,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 FORWARD, BACKWARD = 0.020, 0.040
 TIMES = DeviceSpec(costs={"forward": FORWARD, "backward": BACKWARD})
-SLOW_LINK = DeviceSpec(costs={"forward": FORWARD, "backward": BACKWARD}, bandwidth=1e5, latency=0.003)
+SLOW_LINK = DeviceSpec(costs={"forward": FORWARD, "backward": BACKWARD}, bandwidth=1e5, latency=0.03)
 
 
 def build() -> nn.Sequential:
@@ -92,7 +92,8 @@ def test_nothing_ends_before_the_device_would_end_it(clusters: dict[str, Cluster
         for k, ins in enumerate(row):
             if ins.op is Op.RECV:
                 size = 16 * 16 * 4  # 16 rows of 16 numbers
-                assert trace.ends[rank][k] >= sends[ins.peer, rank, ins.writes[0]] + 0.003 + size / 1e5 - LATE
+                # The sender's clock may be late on its device: it was woken late.
+                assert trace.ends[rank][k] >= sends[ins.peer, rank, ins.writes[0]] + 0.03 + size / 1e5 - 5 * LATE
 
 
 def test_pictures_say_that_the_device_is_emulated(clusters: dict[str, Cluster]) -> None:
@@ -118,9 +119,9 @@ def test_work_that_takes_longer_than_the_device_is_an_overrun() -> None:
 def test_operations_need_a_rate_and_take_time_by_it(clusters: dict[str, Cluster]) -> None:
     with Cluster(2, device="flops=10MFLOP/s") as cluster:
         done, predicted = run("pp=2 schedule=gpipe microbatches=2", cluster)
-    forward = 8 * 2 * 64 * 16 * 16 / 10e6  # two operations a weight and row
-    assert predicted.time >= forward
-    assert predicted.time * 0.99 <= done.trace.time <= predicted.time * 1.5
+    share = 4 * 2 * 32 * 16 * 16 / 10e6  # of one micro-batch's forward on one rank: two operations a weight and row
+    for trace in (predicted, done.trace):  # three shares in turn, and as many backwards of nearly twice the time
+        assert 3 * 2.5 * share <= trace.time <= 3 * 3 * share + 0.5
 
 
 def test_a_clock_counts_delays_once() -> None:
@@ -166,7 +167,7 @@ def test_what_depends_on_the_model_needs_a_profile() -> None:
 
 
 def test_a_cluster_refuses_what_is_no_device() -> None:
-    with pytest.raises(PlanError, match="'gpu' is neither a preset"):
+    with pytest.raises(PlanError, match="device='gpu': must be 'auto', .* 'gpu' is neither a preset"):
         Cluster(2, device="gpu")
-    with pytest.raises(PlanError, match="must be a DeviceSpec"):
+    with pytest.raises(PlanError, match="device=3: must be 'auto', .* or a DeviceSpec"):
         Cluster(2, device=3)  # type: ignore[arg-type]

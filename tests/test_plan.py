@@ -102,7 +102,7 @@ def test_a_key_that_is_nearly_one_gets_a_suggestion():
     with pytest.raises(PlanError, match=r"; did you mean microbatches\?$"):
         Plan.parse("microbatch=4")
     with pytest.raises(PlanError, match=r"^(?!.*did you mean)"):
-        Plan.parse("zebra=4")
+        Plan.parse("quagga=4")
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def test_versions_agree():
 
 def test_what_plans_and_draws_needs_no_torch():
     light = ["program", "plan", "verifier", "simulator", "trace", "strategies", "models", "data"]
-    light += ["costs.shapes", "costs.measured", "errors", "cli"]
+    light += ["costs.shapes", "costs.measured", "errors", "exercise", "cli"]
     code = (
         f"import sys, minipar_widgets, {', '.join('minipar.' + name for name in light)}\nprint('torch' in sys.modules)"
     )

@@ -46,3 +46,22 @@ def test_two_ranks_on_one_core_run_at_half_speed():
 def test_no_core_is_refused():
     with pytest.raises(PlanError, match="cores=0"):
         simulate(Plan(dp=2).compile(layers=1), cores=0)
+
+
+def test_ranks_that_outnumber_the_cores_keep_to_one_each():
+    """Ranks 0 and 3 share a core, and so do 1 and 2; where one core is done, its ranks do not help the other."""
+    program = Plan(pp=4, microbatches=1).compile(layers=4)
+    _, ends = walk_shared(program, UnitCosts(program, stage_factors=(1, 1, 1, 1)), 2)
+    assert max(max(row) for row in ends) == pytest.approx(12), "one after another: nobody shares"
+    program = Plan(dp=4, microbatches=1).compile(layers=1)
+    slow = UnitCosts(program, stage_factors=(1, 3, 3, 1))
+    _, ends = walk_shared(program, slow, 2)
+    assert [row[0] for row in ends] == pytest.approx([2, 6, 6, 2])
+
+
+def test_ranks_in_each_others_way_get_less_done():
+    program = Plan(dp=4, microbatches=1).compile(layers=1)
+    _, ends = walk_shared(program, UnitCosts(program), 1.6)
+    assert [row[0] for row in ends] == pytest.approx([2 / 0.8] * 4)
+    program = Plan(pp=4, microbatches=1).compile(layers=4)
+    assert simulate(program, cores=1.6).time == pytest.approx(12), "one at a time is in nobody's way"

@@ -13,7 +13,7 @@ each micro-batch was scaled by its share of the rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from minipar.program import Group, Instruction, Op, Part, grad
 from minipar.strategies.layers import Layout
@@ -22,26 +22,33 @@ MiB = 1 << 20
 Bucket = float | str  # size in MiB, or "none" or "flat"
 
 
-def reduced_groups(layout: Layout, stage: int) -> dict[int, tuple[int, ...]]:
-    """The parameter groups of a stage whose gradients other ranks share, with those ranks."""
-    holders = {k: layout.holders(k) for k in layout.trainable(stage)}
+def reduced_groups(layout: Layout, stage: int, sharded: Container[int] = ()) -> dict[int, tuple[int, ...]]:
+    """The parameter groups of a stage whose gradients other ranks share whole, with those ranks."""
+    holders = {k: layout.holders(k) for k in layout.trainable(stage) if k not in sharded}
     return {k: ranks for k, ranks in holders.items() if len(ranks) > 1}
 
 
-def kept_gradients(layout: Layout, stage: int, bucket: Bucket) -> frozenset[int]:
+def kept_gradients(layout: Layout, stage: int, bucket: Bucket, sharded: Container[int] = ()) -> frozenset[int]:
     """Groups whose gradients live in a communication buffer that stays from step to step."""
-    return frozenset() if bucket == "none" else frozenset(reduced_groups(layout, stage))
+    return frozenset() if bucket == "none" else frozenset(reduced_groups(layout, stage, sharded))
 
 
 def all_reduce_gradients(
-    instructions: Sequence[Instruction], layout: Layout, stage: int, step: int, bucket: Bucket, overlap: bool
+    instructions: Sequence[Instruction],
+    layout: Layout,
+    stage: int,
+    step: int,
+    bucket: Bucket,
+    overlap: bool,
+    sharded: Container[int] = (),
 ) -> list[Instruction]:
     """One stage's instructions with the collectives that sum its gradients, each after the last backward it needs.
 
     bucket    "none": one message per parameter tensor; "flat": one buffer; a number: buckets of about that many MiB
     overlap   start a bucket as soon as it is full; otherwise all of them after the last backward
+    sharded   groups that another pass takes care of
     """
-    sharing = reduced_groups(layout, stage)
+    sharing = reduced_groups(layout, stage, sharded)
     if not sharing:
         return list(instructions)
     end = len(instructions) - 1
@@ -54,7 +61,7 @@ def all_reduce_gradients(
     across = [g for g in ready if not own.issuperset(sharing[g])]
     within = [g for g in ready if own.issuperset(sharing[g])]
 
-    buckets = _split_buckets(within, layout.shape.groups, bucket)
+    buckets = split_buckets(within, layout.shape.groups, bucket)
     by_ranks: dict[tuple[int, ...], list[int]] = {}
     for g in sorted(across):
         by_ranks.setdefault(sharing[g], []).append(g)
@@ -72,7 +79,8 @@ def all_reduce_gradients(
     return result
 
 
-def _split_buckets(groups: Sequence[int], table: Sequence[Group], bucket: Bucket) -> list[list[int]]:
+def split_buckets(groups: Sequence[int], table: Sequence[Group], bucket: Bucket) -> list[list[int]]:
+    """Groups in runs of about `bucket` MiB; "none": one each, "flat": all in one."""
     limit = {"none": 0.0, "flat": float("inf")}[bucket] if isinstance(bucket, str) else bucket * MiB
     buckets: list[list[int]] = []
     size = float("inf")

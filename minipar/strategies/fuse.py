@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from minipar.program import Instruction, Op, Part
 
-FUSIBLE = (Op.FORWARD, Op.BACKWARD)
+FUSIBLE = (Op.FORWARD, Op.BACKWARD, Op.RECOMPUTE)
 
 
 def fuse(instructions: Iterable[Instruction]) -> list[Instruction]:
@@ -37,9 +37,9 @@ def fuse(instructions: Iterable[Instruction]) -> list[Instruction]:
 
 
 def _continues(a: Instruction, b: Instruction) -> bool:
-    if a.op is not b.op or a.microbatch != b.microbatch or a.step != b.step:
+    if a.op is not b.op or a.microbatch != b.microbatch or a.step != b.step or a.stream != b.stream:
         return False
-    return b.layers[0] == a.layers[-1] + 1 if a.op is Op.FORWARD else b.layers[-1] == a.layers[0] - 1
+    return b.layers[-1] == a.layers[0] - 1 if a.op is Op.BACKWARD else b.layers[0] == a.layers[-1] + 1
 
 
 def _merge(run: list[Instruction]) -> Instruction:

@@ -24,7 +24,8 @@ def insert_transfers(ranks: Mapping[int, Sequence[Instruction]]) -> dict[int, li
     for rank, instructions in ranks.items():
         for k, ins in enumerate(instructions):
             for value in ins.writes:
-                if value.kind in MOVES:
+                # (what comes back from another tier was made before, unless by a layer on the host)
+                if value.kind in MOVES and (ins.op is not Op.FETCH or value not in producer):
                     producer[value] = (rank, k)
 
     # per link: value -> (position of its producer, position of its first reader)

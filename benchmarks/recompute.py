@@ -1,0 +1,125 @@
+"""Recomputation beside torch.utils.checkpoint: peak bytes above the model, and time, on one rank.
+
+`tanh` layers keep one tensor each, `mlp` blocks four: there the best segment is shorter than sqrt(N).
+checkpoint_sequential is torch's own tool, which does not checkpoint its last segment; `checkpoint` with even segments
+is the best that torch can do.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from benchmarks.harness import Row, contestants, in_turn
+from minipar import Cluster, Plan
+from minipar.comm import communicator
+from minipar.costs.profiler import profile, shape_of
+from minipar.executor import Executor
+from minipar.memory.storages import Storages
+
+LAYERS = 64
+SIZES = {"tanh": (8192, 64), "mlp": (4096, 64)}  # rows, width: outputs much larger than weights
+SEGMENTS = {"tanh": 8, "mlp": 4}  # layers in the segment that theory says is best
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return y
+
+
+def _build(kind: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    width = SIZES[kind][1]
+    one = (lambda: nn.Sequential(nn.Linear(width, width), nn.Tanh())) if kind == "tanh" else partial(Block, width)
+    return nn.Sequential(*(one() for _ in range(LAYERS)))
+
+
+def _of_mean_square(result: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.mse_loss(result, y)
+
+
+def _enter(kind: str) -> None:
+    """In a rank: every contestant, ready to run."""
+    rows, width = SIZES[kind]
+    batch = torch.randn(rows, width), torch.randn(rows, width)
+    comm = communicator.create()
+    costs = profile(list(_build(kind)), batch, _of_mean_square, [rows], repeats=1)
+    for choice in ("none", str(SEGMENTS[kind]), "8", "sqrt"):
+        model = _build(kind)
+        program = Plan(checkpoint=choice).compile(shape_of(list(model)), costs=costs)
+        executor = Executor(program, comm, model, _of_mean_square, partial(torch.optim.SGD, lr=1e-3))
+        contestants[f"{kind} minipar {choice}"] = partial(executor.run, lambda step: batch)
+
+    def torchs(run: Any) -> Any:
+        model = _build(kind)
+        update = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+        def step() -> None:
+            _of_mean_square(run(model, batch[0]), batch[1]).backward()
+            update.step()
+            update.zero_grad()
+
+        return step
+
+    def even(model: nn.Sequential, x: Tensor, length: int) -> Tensor:
+        layers = list(model)
+        for start in range(0, LAYERS, length):
+            x = checkpoint(nn.Sequential(*layers[start : start + length]), x, use_reentrant=False)
+        return x
+
+    contestants[f"{kind} torch none"] = torchs(lambda model, x: model(x))
+    for length in {8, SEGMENTS[kind]}:
+        contestants[f"{kind} torch {length}"] = torchs(partial(even, length=length))
+        contestants[f"{kind} torch sequential {length}"] = torchs(
+            lambda model, x, k=LAYERS // length: checkpoint_sequential(model, k, x, use_reentrant=False)
+        )
+
+
+class _Peak(Storages):
+    top = 0
+
+    def changed(self, held: Any, delta: int) -> None:
+        self.top = max(self.top, self.live)
+
+
+def _peak(name: str) -> int:
+    """In a rank: the most bytes that a contestant has live at once, above what it keeps between steps."""
+    contestants[name]()
+    with _Peak() as peak:
+        contestants[name]()
+    return peak.top
+
+
+def measure(quick: bool = False) -> list[Row]:
+    rows: list[Row] = []
+    with Cluster(1) as cluster:
+        for kind, (count, width) in SIZES.items():
+            cluster.run(_enter, kind)
+            best = str(SEGMENTS[kind])
+            names = ["minipar none", "torch none", *(f"minipar {k}" for k in dict.fromkeys((best, "sqrt")))]
+            names += [f"torch {best}", f"torch sequential {best}"]
+            unit = count * width * 4
+            peaks = {name: cluster.run(_peak, f"{kind} {name}")[0] for name in names}
+            times = in_turn({f"{kind} {name}": cluster for name in names}, 3 if quick else 15, 1)
+            for name in names:
+                text = f"{kind} x {LAYERS}, {name}: peak, in outputs of a layer"
+                rows.append(Row(text, peaks[name] / unit, "", note=f"{times[f'{kind} {name}'] * 1e3:.0f} ms a step"))
+            mine, even, torchs = (f"minipar {best}", f"torch {best}", f"torch sequential {best}")
+            for other, what in ((torchs, "checkpoint_sequential"), (even, "checkpoint, even segments")):
+                rows += [
+                    Row(f"{kind}, segments of {best}: peak / {what}", round(peaks[mine] / peaks[other], 3), "", 1.0),
+                    Row(f"{kind}, segments of {best}: time / {what}",
+                        times[f"{kind} {mine}"] / times[f"{kind} {other}"], "", 1.05),
+                ]  # fmt: skip
+            longer = times[f"{kind} {mine}"] / times[f"{kind} minipar none"]
+            rows.append(Row(f"{kind}: time / without recomputation", longer, "", None, 1.33))
+    return rows

@@ -1,0 +1,264 @@
+"""A folder with a saved run. One file of it, the index, says what counts; it is replaced by one rename.
+
+    folder/
+      minipar.json                   the index: step, seed, plan, model, and where every element of every tensor is
+      step-00000020-1f2e3d4c/        the files it names, one for each rank that wrote
+        part-0.safetensors  part-0.json
+        part-1.safetensors  part-1.json
+
+A save writes a new step folder, flushes it to the disk, and then renames a new index over the old one. Whoever stops
+before that leaves a folder that no index names, and the saved run of before; the next save takes such folders away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import secrets
+import shutil
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from minipar.errors import SaveError
+
+INDEX = "minipar.json"
+FORMAT = 1
+_STEP = re.compile(r"step-\d{8,}-[0-9a-f]{8}")
+_ASIDE = re.compile(r"\.minipar-[0-9a-f]{8}")
+_FILE = re.compile(r"part-\d+\.safetensors")
+
+
+class Row(NamedTuple):
+    """One parameter of a model, as the model itself has it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool
+
+
+class Chunk(NamedTuple):
+    """Neighbouring elements of a tensor: which, in which file, and their checksum."""
+
+    start: int
+    size: int
+    file: str
+    checksum: int
+
+
+class Entry(NamedTuple):
+    """A saved tensor. `number`: it was a plain number."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    number: bool
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class Header:
+    """What was run. `step`: steps done; `optimizer`: its class, "" if nothing was trainable."""
+
+    step: int
+    seed: int
+    batch: int
+    dtype: str
+    plan: str
+    optimizer: str
+    model: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A saved run: what its index says. `files`: the folder of its step."""
+
+    folder: str
+    files: str
+    header: Header
+    entries: dict[str, Entry]
+
+    def check_fits(self, model: tuple[Row, ...], optimizer: str) -> None:
+        """SaveError, naming the first parameter that differs, if this was saved of another model or optimizer."""
+        for k in range(max(len(model), len(self.header.model))):
+            saved = self.header.model[k] if k < len(self.header.model) else None
+            mine = model[k] if k < len(model) else None
+            if saved != mine:
+                raise SaveError(
+                    f"{self.folder}: saved of another model: parameter {k} is {_text(saved)} there, and {_text(mine)} "
+                    "here; go on with the model it was saved of"
+                )
+        before = self.header.optimizer
+        if optimizer and before and optimizer != before:
+            raise SaveError(
+                f"{self.folder}: saved with the optimizer {before}, not {optimizer}; go on with optimizer= as it was"
+            )
+
+
+def _text(row: Row | None) -> str:
+    if row is None:
+        return "none"
+    shape = "×".join(map(str, row.shape)) or "one number"
+    return f"{row.name} ({shape}, {row.dtype}{'' if row.trainable else ', frozen'})"
+
+
+# writing --------------------------------------------------------------------------------------------------------------
+
+
+def new_token() -> str:
+    """What tells the step folders of one run from those of others."""
+    return secrets.token_hex(4)
+
+
+def step_folder(folder: str, step: int, token: str) -> str:
+    return os.path.join(folder, f"step-{step:08d}-{token}")
+
+
+def prepare(folder: str | os.PathLike[str]) -> str:
+    """Make a folder ready to be saved to; its full path. SaveError if nothing can be written there."""
+    path = os.path.abspath(folder)
+    with writing(path):
+        os.makedirs(path, exist_ok=True)
+        probe = _aside(path, new_token())
+        _write(probe, b"")
+        os.unlink(probe)
+    return path
+
+
+@contextlib.contextmanager
+def writing(folder: str) -> Iterator[None]:
+    """Around what writes to a folder: the system's refusals as one line."""
+    try:
+        yield
+    except SaveError:
+        raise
+    except Exception as error:
+        if not isinstance(error, OSError) and not type(error).__module__.startswith("safetensors"):
+            raise
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise SaveError(
+            f"{folder}: cannot save there: {reason or error}; what was saved there before still counts; possible: "
+            "free some room, or another folder"
+        ) from error
+
+
+def write_fragment(path: str, part: int, optimizer: str, entries: dict[str, Entry]) -> None:
+    """Note what one writer has written to a step folder, and see that it is on the disk."""
+    text = json.dumps({"optimizer": optimizer, "entries": entries})
+    _write(os.path.join(path, f"part-{part}.json"), text.encode())
+    flush(path)
+
+
+def commit(folder: str, step: int, token: str, parts: int, header: Header) -> None:
+    """Make a step folder the one that counts, once all its parts are written. Then take away the others."""
+    path = step_folder(folder, step, token)
+    entries: dict[str, dict[str, Any]] = {}
+    optimizer = ""
+    for part in range(parts):
+        with open(os.path.join(path, f"part-{part}.json"), encoding="utf-8") as file:
+            fragment = json.load(file)
+        optimizer = optimizer or fragment["optimizer"]
+        for key, (shape, dtype, number, chunks) in fragment["entries"].items():
+            entry = entries.setdefault(key, {"shape": shape, "dtype": dtype, "number": number, "chunks": []})
+            entry["chunks"] += chunks
+    for key, entry in entries.items():
+        entry["chunks"].sort()
+        if not _complete(entry["shape"], entry["chunks"]):
+            raise SaveError(f"{folder}: the ranks did not bring all elements of {key} once each; nothing was saved")
+    index = {"format": FORMAT, "files": os.path.basename(path), **asdict(header), "optimizer": optimizer}
+    index |= {"model": [list(row) for row in header.model], "tensors": entries}
+    text = json.dumps({"index": index, "checksum": _checksum(index)})
+    flush(folder)
+    _write(_aside(folder, token), text.encode())
+    os.replace(_aside(folder, token), os.path.join(folder, INDEX))
+    flush(folder)
+    _clean(folder, os.path.basename(path))
+
+
+def _aside(folder: str, token: str) -> str:
+    """Where an index is written before it counts."""
+    return os.path.join(folder, f".minipar-{token}")
+
+
+def _clean(folder: str, counts: str, token: str = "") -> None:
+    """Take away the step folder of a token, or all of them, and what was written aside; not the one that counts."""
+    for name in os.listdir(folder):
+        path = os.path.join(folder, name)
+        if _STEP.fullmatch(name) and name.endswith(token) and name != counts:
+            shutil.rmtree(path, ignore_errors=True)
+        elif _ASIDE.fullmatch(name) and name.endswith(token):
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
+
+def discard(folder: str, token: str) -> None:
+    """Take away what a save that failed has left behind."""
+    with contextlib.suppress(OSError, SaveError):
+        counts = os.path.basename(open_folder(folder).files) if os.path.exists(os.path.join(folder, INDEX)) else ""
+        _clean(folder, counts, token)
+
+
+def _complete(shape: list[int], chunks: list[Any]) -> bool:
+    end = 0
+    for start, size, *_ in chunks:
+        if start != end:
+            return False
+        end += size
+    return end == math.prod(shape)
+
+
+def _checksum(index: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(index, sort_keys=True).encode())
+
+
+def _write(path: str, data: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def flush(path: str) -> None:
+    """See that a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# reading --------------------------------------------------------------------------------------------------------------
+
+
+def open_folder(folder: str | os.PathLike[str]) -> Saved:
+    """What is saved in a folder. SaveError if there is nothing, or its index is damaged."""
+    path = os.path.abspath(folder)
+    index = os.path.join(path, INDEX)
+    try:
+        with open(index, encoding="utf-8") as file:
+            found = json.load(file)
+        body = found["index"]
+        sound = found["checksum"] == _checksum(body)
+    except OSError as error:
+        raise SaveError(f"{path}: no saved run there ({INDEX}: {error.strerror}); run.save(folder) makes one") from None
+    except (ValueError, KeyError, TypeError):
+        sound = False
+    if not sound:
+        raise SaveError(f"{index}: damaged: its checksum is another one; go on from another folder")
+    if body["format"] != FORMAT:
+        raise SaveError(f"{index}: of format {body['format']}, but this version of minipar reads format {FORMAT}")
+    model = tuple(Row(name, tuple(shape), dtype, trainable) for name, shape, dtype, trainable in body["model"])
+    entries = {}
+    for key, entry in body["tensors"].items():
+        chunks = tuple(Chunk(*chunk) for chunk in entry["chunks"])
+        entries[key] = Entry(tuple(entry["shape"]), entry["dtype"], entry["number"], chunks)
+        if not all(_FILE.fullmatch(chunk.file) for chunk in chunks):
+            raise SaveError(f"{index}: damaged: {key} lies in a file outside of the folder")
+    if not _STEP.fullmatch(body["files"]):
+        raise SaveError(f"{index}: damaged: its files lie in {body['files']!r}")
+    known = {key: body[key] for key in ("step", "seed", "batch", "dtype", "plan", "optimizer")}
+    return Saved(path, os.path.join(path, body["files"]), Header(**known, model=model), entries)

@@ -1,0 +1,78 @@
+"""Checkpointing: forward keeps only some outputs; backward runs the layers between them forward again first.
+
+    without                                       checkpoint=2 (segments of two layers)
+
+    F0 saved(0)                                   F0
+    F1 saved(1), output(0)                        F1            frees output(0); output(1) stays: a checkpoint
+    F2 saved(2), output(1)                        F2 saved(2)   the last segment keeps what it saves,
+    F3 saved(3), output(2)                        F3 saved(3)   since its backward comes next
+    B3, B2, B1, B0                                B3, B2
+                                                  R0 saved(0)   writes output(0), too
+                                                  R1 saved(1)   not its output: B2, which needed it, is done
+                                                  B1, B0
+
+A pass from instructions to instructions: it takes what FORWARD saves, and puts RECOMPUTE before BACKWARD. What both
+read, write and free follows from a schedule of `Move`s, which also expresses plans in which a layer runs three times
+or more (R without saving). A segment whose backward follows its forward at once, on its rank, is not recomputed.
+
+RECOMPUTE needs no message: it reads a checkpoint of its own rank, and stands before the backward that waits for a
+gradient, so that it runs while the gradient is on its way.
+
+Sources: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; for budgets Griewank and Walther 2000
+(revolve) and Beaumont et al. 2019 (rotor), see `minipar.costs.reversal`. `segments.py` turns `checkpoint=` into moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from minipar.costs.recomputation import Move, at_once, halves
+from minipar.program import Instruction, Op, output, saved
+
+Place = tuple[int, int]  # layer, micro-batch
+
+
+def recompute(instructions: Sequence[Instruction], schedule: Sequence[Move]) -> list[Instruction]:
+    """One stage's instructions, layer by layer, in which every micro-batch follows the schedule.
+
+    instructions   as `layers.expand` gives them
+    schedule       of the stage's trainable layers, counted from the first of them (`segments.schedules`)
+    """
+    if not any(move.op is Op.RECOMPUTE for move in schedule):
+        return list(instructions)
+    count = 1 + max(move.layer for move in schedule)
+    stop = 1 + max((layer for ins in instructions for layer in ins.layers), default=0)
+    start = stop - count
+    forwards = {(ins.layers[0], ins.microbatch): ins for ins in instructions if ins.op is Op.FORWARD}
+    backwards = {(ins.layers[0], ins.microbatch): ins for ins in instructions if ins.op is Op.BACKWARD}
+    runs = [(key, list(run)) for key, run in groupby(instructions, key=lambda ins: (ins.op, ins.microbatch))]
+    later, immediate = halves(schedule), halves(at_once(schedule))
+    result: list[Instruction] = []
+    kept: set[int] = set()  # micro-batches that go backward at once
+    for k, ((op, i), run) in enumerate(runs):
+        if op is Op.FORWARD and [key for key, _ in runs[k + 1 : k + 2]] == [(Op.BACKWARD, i)]:
+            kept.add(i)
+        forward, backward = immediate if i in kept else later
+        for ins in run:
+            layer = ins.layers[0]
+            if layer < start:
+                result.append(ins)
+            elif layer == (start if op is Op.FORWARD else stop - 1):  # (once for each action of the schedule)
+                part = forward if op is Op.FORWARD else backward
+                result += [_moved(move, start + move.layer, i, forwards, backwards) for move in part]
+    return result
+
+
+def _moved(
+    move: Move, layer: int, i: int, forwards: dict[Place, Instruction], backwards: dict[Place, Instruction]
+) -> Instruction:
+    """The instruction of a layer and micro-batch, as a move of the schedule."""
+    if move.op is Op.BACKWARD:
+        return backwards[layer, i]
+    # (a schedule of the user's own may have forgotten the forward; the verifier says so, not this pass)
+    ins = forwards.get((layer, i)) or backwards[layer, i]
+    step = ins.step
+    writes = (output(layer, i, step),) * move.hands + (saved(layer, i, step),) * move.saves
+    frees = (output(layer - 1, i, step),) * move.drops
+    return ins._replace(op=move.op, writes=writes, frees=frees)

@@ -1,0 +1,257 @@
+"""Offload: values that are not needed for a while wait in the host's memory or on the disk, and come back in time.
+
+    offload=activations     what autograd keeps; with checkpoint= also the checkpoints
+                            F0 | OFFLOAD saved(0) | F1 | OFFLOAD saved(1) | F2 | F3 | B3 | FETCH saved(1) | B2 |
+                            FETCH saved(0) | B1 | B0       each copy beside the computation, one backward ahead
+    offload=parameters      FETCH param(0) | FETCH param(1) | F0 | FETCH param(2) | F1 ...      freed after each use
+    offload=optimizer       B1 | OFFLOAD grad(1) | B0 | OFFLOAD grad(0)
+                            STEP 0 on the host | FETCH param(0) | STEP 1 on the host | FETCH param(1)
+
+Sources: Ren et al., "ZeRO-Offload", ATC 2021 (gradients go to the host, parameters come back: 2 P bytes each way);
+Rajbhandari et al., "ZeRO-Infinity", SC 2021 (parameters, and the disk); Rhu et al., "vDNN", MICRO 2016 (activations).
+
+With offload_to=disk an optimizer state and its copy of the parameters are fetched to the host for their group's STEP,
+and written back after it. Copies of one direction go in order. An OFFLOAD waits for the last but one before it, so that
+no more than two values are on their way out while the next is being made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from minipar.program import (
+    COLLECTIVES,
+    Instruction,
+    Op,
+    Value,
+    disk,
+    host,
+    optimizer_shard,
+    optimizer_state,
+    param,
+    param_shard,
+    tier,
+)
+
+IN_FLIGHT = 2  # OFFLOADs that are under way at once; a third one waits for the first
+SOON = 3  # a value that is read so many compute instructions after it was made, or fewer, stays
+
+
+@dataclass(frozen=True)
+class Offload:
+    """What goes where (see `Plan`), and of which groups the rank has slices only.
+
+    sharded      groups whose optimizer state is sharded; `scattered`: their parameters, too
+    prefetch     parameters are fetched so many layers ahead
+    """
+
+    what: tuple[str, ...] = ()
+    to: str = "host"
+    sharded: frozenset[int] = frozenset()
+    scattered: frozenset[int] = frozenset()
+    prefetch: int = 1
+
+    @property
+    def far(self) -> Callable[[Value], Value]:
+        """A value's copy where it waits."""
+        return disk if self.to == "disk" else host
+
+    def updated(self, group: int) -> Value:
+        """The parameters that a STEP on the host updates."""
+        return param_shard(group) if group in self.sharded else param(group)
+
+    def held(self, group: int) -> Value:
+        """The parameters that the device has between steps."""
+        return param_shard(group) if group in self.scattered else param(group)
+
+
+def state_of(state: Iterable[Value], rule: Offload) -> frozenset[Value]:
+    """What a rank holds between steps, given what it would hold without offload."""
+    found: set[Value] = set()
+    for value in state:
+        away = value.kind in ("param", "param_shard") and "parameters" in rule.what
+        if value.kind in ("optimizer_state", "optimizer_shard") and "optimizer" in rule.what:
+            away = True
+            found.add(rule.far(rule.updated(value.index)))
+        found.add(rule.far(value) if away else value)
+    return frozenset(found)
+
+
+def offload(
+    instructions: Sequence[Instruction], rule: Offload, step: int, keep: frozenset[int] = frozenset()
+) -> list[Instruction]:
+    """One stage's instructions up to the last backward, layer by layer, with the copies.
+
+    keep   groups whose gradients live in a buffer that stays where it is
+    """
+    result = list(instructions)
+    if "parameters" in rule.what:
+        result = _fetch_parameters(result, rule, step)
+    if "activations" in rule.what:
+        result = _offload_activations(result, rule)
+    if "optimizer" in rule.what:
+        result = _offload_gradients(result, step, keep)
+    return result
+
+
+def finish(update: Sequence[Instruction], rule: Offload) -> list[Instruction]:
+    """A stage's STEP and what follows it: group by group, on the host if the optimizer's state is there."""
+    if not {"optimizer", "parameters"}.intersection(rule.what):
+        return list(update)
+    result: list[Instruction] = []
+    for ins in update:
+        if ins.op is not Op.STEP:
+            result.append(ins)
+            continue
+        if ins.stream == "host":  # of layers that are computed there
+            result.append(ins)
+            continue
+        parts = [_step(ins, g, rule) for g in ins.layers]
+        for k, (before, steps, _) in enumerate(parts):
+            result += before if k == 0 else []
+            result += parts[k + 1][0] if k + 1 < len(parts) else []
+            result += steps
+            result += parts[k - 1][2] if k else []
+        result += parts[-1][2]
+    return result
+
+
+def _step(ins: Instruction, g: int, rule: Offload) -> tuple[list[Instruction], list[Instruction], list[Instruction]]:
+    """Of one group: what is fetched before its STEP; STEP, and the way of what it updated to the device; the rest."""
+    step = ins.step
+    reads, writes, frees = ([v for v in values if v.index == g] for values in (ins.reads, ins.writes, ins.frees))
+    own = ins._replace(layers=(g,), reads=tuple(reads), writes=tuple(writes), frees=tuple(frees))
+    if "optimizer" not in rule.what:
+        here = rule.held(g)
+        there = rule.far(here)
+        before, after = [copy_of(Op.FETCH, there, here, step)], [copy_of(Op.OFFLOAD, here, there, step, (here,))]
+        return before, [own], after
+    state = optimizer_shard(g) if g in rule.sharded else optimizer_state(g)
+    master = [host(rule.updated(g)), host(state)]
+    gradients = tuple(host(v) for v in reads if v.kind in ("grad", "grad_shard"))
+    reads_ = (*gradients, *master)
+    steps = [own._replace(reads=reads_, writes=tuple(master), frees=gradients, stream="host")]
+    if "parameters" not in rule.what:
+        steps.append(copy_of(Op.FETCH, master[0], rule.held(g), step))
+    if rule.to != "disk":
+        return [], steps, []
+    before = [copy_of(Op.FETCH, disk(v), host(v), step) for v in (rule.updated(g), state)]
+    # (what the device is just being given must not be let go)
+    waits = () if "parameters" in rule.what else (rule.held(g),)
+    after = [copy_of(Op.OFFLOAD, host(v), disk(v), step, (host(v),), waits) for v in (rule.updated(g), state)]
+    return before, steps, after
+
+
+def copy_of(
+    op: Op, source: Value, target: Value, step: int, frees: tuple[Value, ...] = (), waits: tuple[Value, ...] = ()
+) -> Instruction:
+    """An OFFLOAD or FETCH, on the stream of its direction; it also waits for the values in `waits`."""
+    slower = tier(target if op is Op.OFFLOAD else source)
+    stream = f"{'to' if op is Op.OFFLOAD else 'from'} {slower}"
+    reads = tuple(dict.fromkeys((source, *waits)))
+    return Instruction(op, (source.index,), source.microbatch, step, reads, (target,), frees, stream)
+
+
+# activations --------------------------------------------------------------------------------------------------------
+
+
+def _offload_activations(instructions: Sequence[Instruction], rule: Offload) -> list[Instruction]:
+    compute = [k for k, ins in enumerate(instructions) if ins.stream == "compute"]
+    idle: dict[Value, int] = {}  # value that nobody needs since this one of the compute instructions
+    after: dict[int, list[Value]] = {}
+    before: dict[int, list[Value]] = {}
+    for n, k in enumerate(compute):
+        ins = instructions[k]
+        for value in ins.reads:
+            if value in idle and n - idle[value] > SOON:
+                after.setdefault(compute[idle[value]], []).append(value)
+                before.setdefault(compute[n - 1], []).append(value)
+        # An output is a checkpoint, and can go, unless the graph of the layer that reads it keeps it, too.
+        graph = any(value.kind == "saved" for value in ins.writes)
+        idle |= {v: n for v in ins.writes if v.kind == "saved"}
+        idle |= {v: n for v in ins.reads if v.kind == "output" and not graph and v not in ins.frees}
+        for value in (v for v in ins.reads if v.kind == "output" and graph):
+            idle.pop(value, None)
+    result: list[Instruction] = []
+    out: list[Value] = []
+    back: set[Value] = set()
+    for k, ins in enumerate(instructions):
+        for value in before.get(k, ()):
+            back.add(rule.far(value))
+            result.append(copy_of(Op.FETCH, rule.far(value), value, value.step, (rule.far(value),)))
+        result.append(ins)
+        for value in after.get(k, ()):
+            waits = tuple(other for other in out[-IN_FLIGHT:][:1] if other not in back and len(out) >= IN_FLIGHT)
+            out.append(rule.far(value))
+            result.append(copy_of(Op.OFFLOAD, value, out[-1], value.step, (value,), waits))
+    return result
+
+
+def offloaded(instructions: Iterable[Instruction]) -> frozenset[Value]:
+    """What autograd keeps and the program copies away."""
+    return frozenset(ins.reads[0] for ins in instructions if ins.op is Op.OFFLOAD and ins.reads[0].kind == "saved")
+
+
+# gradients ----------------------------------------------------------------------------------------------------------
+
+
+def _offload_gradients(instructions: Sequence[Instruction], step: int, keep: frozenset[int]) -> list[Instruction]:
+    last: dict[int, tuple[int, Value]] = {}  # group -> what makes its gradient complete, and where it is then
+    for k, ins in enumerate(instructions):
+        for value in ins.writes:
+            if value.kind in ("grad", "grad_shard"):
+                last[value.index] = (k, value)
+    collectives = [k for k, ins in enumerate(instructions) if ins.op in COLLECTIVES and ins.op is not Op.ALL_GATHER]
+    after: dict[int, list[Value]] = {}
+    for _, (k, value) in sorted(last.items(), key=lambda entry: entry[1]):
+        if k in collectives:  # reading its result waits for it: not before the next ones are under way
+            later = collectives.index(k) + IN_FLIGHT
+            k = collectives[later] if later < len(collectives) else len(instructions) - 1
+        after.setdefault(k, []).append(value)
+    result: list[Instruction] = []
+    out: list[Value] = []
+    for k, ins in enumerate(instructions):
+        result.append(ins)
+        for value in after.get(k, ()):
+            waits = tuple(out[-IN_FLIGHT:][:1]) if len(out) >= IN_FLIGHT else ()
+            frees = () if value.kind == "grad" and value.index in keep else (value,)
+            out.append(host(value))
+            result.append(copy_of(Op.OFFLOAD, value, out[-1], step, frees, waits))
+    return result
+
+
+# parameters ---------------------------------------------------------------------------------------------------------
+
+
+def _fetch_parameters(instructions: Sequence[Instruction], rule: Offload, step: int) -> list[Instruction]:
+    compute = [k for k, ins in enumerate(instructions) if ins.stream == "compute"]
+    order = {k: n for n, k in enumerate(compute)}
+    uses: dict[int, list[int]] = {}  # group -> the instructions that need it
+    for k, ins in enumerate(instructions):
+        for value in ins.reads:
+            if value.kind == ("param_shard" if value.index in rule.scattered else "param"):
+                uses.setdefault(value.index, []).append(k)
+    before: dict[int, list[Value]] = {}
+    after: dict[int, list[Value]] = {}
+    for g, places in uses.items():
+        if g in rule.scattered:  # a slice is gathered: needed until what was gathered goes
+            ends = [k for k, ins in enumerate(instructions) if param(g) in ins.frees]
+            spans = [(k, min(end for end in ends if end >= k)) for k in places]
+        else:
+            first, spans = places[0], []
+            for k, then in pairwise([*places, -1]):
+                between = {instructions[other].layers for other in compute[order[k] + 1 : order.get(then, 0)]}
+                if then < 0 or len(between) > rule.prefetch:
+                    spans.append((first, k))
+                    first = then
+        for start, end in spans:
+            n = sum(other < start for other in compute) - rule.prefetch
+            before.setdefault(min(start, compute[max(0, n)]), []).append(rule.held(g))
+            after.setdefault(end, []).append(rule.held(g))
+    result = []
+    for k, ins in enumerate(instructions):
+        result += [copy_of(Op.FETCH, rule.far(value), value, step) for value in before.get(k, ())]
+        result.append(ins._replace(frees=(*ins.frees, *after[k])) if k in after else ins)
+    return result

@@ -1,0 +1,316 @@
+"""The offload pass: where the copies stand, that all of it verifies, what is refused, and what it costs."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from minipar import Plan, PlanError, Program, ProgramError, simulate, verify
+from minipar.program import COPIES, Op, Value, disk, grad, home, host, optimizer_state, param, saved, tier
+from minipar.strategies.offload import IN_FLIGHT
+from tests.interpreters import RandomCosts, brute_force, compiled, mutations, shape, shapes
+
+
+def text(row):
+    return " | ".join(str(ins) for ins in row).replace(" mb0", "")
+
+
+# where the copies stand ----------------------------------------------------------------------------------------------
+
+
+def test_activations_leave_after_forward_and_come_back_one_backward_ahead():
+    (row,) = compiled("offload=activations", 5).ranks
+    assert text(row) == (
+        "F 0 | OFFLOAD saved(0) -> host | F 1 | OFFLOAD saved(1) -> host | F 2 | OFFLOAD saved(2) -> host | F 3:5 | "
+        "B 4 | FETCH saved(2) <- host | B 3 | FETCH saved(1) <- host | B 2 | FETCH saved(0) <- host | B 0:2 | STEP 0:5"
+    )
+    out = next(ins for ins in row if ins.op is Op.OFFLOAD)
+    assert (out.reads, out.writes, out.frees) == ((saved(0, 0),), (host(saved(0, 0)),), (saved(0, 0),))
+    assert (out.stream, next(ins for ins in row if ins.op is Op.FETCH).stream) == ("to host", "from host")
+
+
+def test_what_is_needed_at_once_stays():
+    """The last stage's backward follows its forward: no copy could be done in time."""
+    first, last = compiled("pp=2 microbatches=4 offload=activations", 4).ranks
+    assert any(ins.op in COPIES for ins in first)
+    assert not any(ins.op in COPIES for ins in last)
+
+
+def test_a_third_offload_waits_for_the_first():
+    (row,) = compiled("offload=activations", 9).ranks
+    out = [ins for ins in row if ins.op is Op.OFFLOAD]
+    assert [ins.reads[1:] for ins in out[:IN_FLIGHT]] == [(), ()]
+    for before, ins in zip(out, out[IN_FLIGHT:], strict=False):
+        assert ins.reads[1:] == before.writes
+
+
+def test_with_checkpoints_it_is_the_checkpoints_that_leave():
+    (row,) = compiled("offload=activations checkpoint=1", 7).ranks
+    moved = {ins.reads[0].kind for ins in row if ins.op is Op.OFFLOAD}
+    assert moved == {"output"}
+    assert "R 4 | FETCH output(2) <- host | B 4 | R 3" in text(row)
+
+
+def test_parameters_are_there_when_they_are_needed_and_not_longer():
+    (row,) = compiled("offload=parameters,optimizer", 4).ranks
+    assert text(row) == (
+        "FETCH param(0) <- host | FETCH param(1) <- host | F 0 | FETCH param(2) <- host | F 1 | FETCH param(3) <- host | "
+        "F 2:4 | B 3 | OFFLOAD grad(3) -> host | FETCH param(1) <- host | B 2 | OFFLOAD grad(2) -> host | "
+        "FETCH param(0) <- host | B 1 | OFFLOAD grad(1) -> host | B 0 | OFFLOAD grad(0) -> host | "
+        "STEP 0 | STEP 1 | STEP 2 | STEP 3"
+    )
+    here, most = 0, 0
+    for ins in row:
+        here += sum(v.kind == "param" for v in ins.writes)
+        most = max(most, here)
+        here -= sum(v.kind == "param" for v in ins.frees)
+    assert (here, most) == (0, 2)
+
+
+def test_steps_on_the_host_and_parameters_on_their_way_back():
+    (row,) = compiled("offload=optimizer", 2).ranks
+    assert text(row).endswith("STEP 0 | FETCH param(0) <- host | STEP 1 | FETCH param(1) <- host")
+    step = next(ins for ins in row if ins.op is Op.STEP)
+    assert set(step.reads) == {host(grad(0)), host(param(0)), host(optimizer_state(0))}
+    assert step.stream == "host"
+
+
+def test_the_disk_is_two_copies_away_from_the_optimizer():
+    program = compiled("offload=optimizer offload_to=disk", 2)
+    assert "FETCH host param(0) <- disk | FETCH host optimizer_state(0) <- disk" in text(program.ranks[0])
+    assert program.state[0] == {
+        param(0), param(1), disk(param(0)), disk(param(1)), disk(optimizer_state(0)), disk(optimizer_state(1)),
+    }  # fmt: skip
+
+
+# everything composes -------------------------------------------------------------------------------------------------
+
+CHOICES = ["activations", "optimizer", "parameters", "optimizer,parameters", "activations,optimizer,parameters"]
+
+
+@st.composite
+def plans(draw):
+    pp, dp = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    what = draw(st.sampled_from(CHOICES))
+    split = draw(st.lists(st.integers(1, 4), min_size=pp, max_size=pp))
+    layers = sum(split)
+    return Plan(
+        dp=dp,
+        pp=pp,
+        split=split,
+        schedule=draw(st.sampled_from(["gpipe", "1f1b", "eager-1f1b"])),
+        microbatches=draw(st.integers(1, 4)),
+        accumulate=draw(st.sampled_from([1, 1, 2])),
+        bucket=draw(st.sampled_from(["none", "flat", 12 / 2**20])),
+        zero=draw(st.sampled_from([0, 3] if "parameters" in what else [0, 1, 2, 3])),
+        reduce=draw(st.sampled_from(["microbatch", "step"])),
+        prefetch=draw(st.integers(0, 2)),
+        checkpoint=draw(st.sampled_from(["none", 1, 2])) if layers > 1 else "none",
+        clip=draw(st.sampled_from([None, 1.0])),
+        offload=what,
+        offload_to=draw(st.sampled_from(["host", "disk"])),
+    ), draw(shapes(layers)), draw(st.integers(1, 2))
+
+
+def copies_are_in_order(program: Program, trace) -> None:
+    """One at a time in each direction, started when the walk gets there, awaited by the first reader."""
+    for row, starts, ends in zip(program.ranks, trace.starts, trace.ends, strict=True):
+        lanes: dict[str, list[int]] = {}
+        written: dict[Value, int] = {}
+        for k, ins in enumerate(row):
+            for value in ins.reads:
+                if value in written:
+                    assert starts[k] >= ends[written.pop(value)]
+            if ins.op in COPIES:
+                lanes.setdefault(ins.stream, []).append(k)
+                written[ins.writes[0]] = k
+        for lane in lanes.values():
+            assert all(starts[a] <= starts[b] for a, b in pairwise(lane))
+
+
+@given(plans())
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+def test_every_plan_verifies_and_is_simulated_by_the_rule(case):
+    plan, model, steps = case
+    program = plan.compile(model, steps=steps, check=False)
+    verify(program)
+    assert Program.from_json(program.to_json()) == program
+    costs = RandomCosts(len(program))
+    trace = simulate(program, costs)
+    assert (trace.starts, trace.ends) == brute_force(program, costs)
+    copies_are_in_order(program, trace)
+    shared = simulate(program, costs, cores=len(program.ranks))
+    assert shared.time == trace.time
+
+
+def test_copies_of_a_direction_follow_one_another_and_the_two_directions_overlap():
+    class Costs(RandomCosts):
+        def compute(self, rank, ins):
+            return 1.0
+
+        def transfer(self, rank, ins):
+            return 3.0, 0.0
+
+    program = compiled("offload=activations", 8)
+    trace = simulate(program, Costs(0))
+    (row,), (starts,), (ends,) = program.ranks, trace.starts, trace.ends
+    out = [k for k, ins in enumerate(row) if ins.op is Op.OFFLOAD]
+    for a, b in pairwise(out):
+        assert starts[b] >= ends[a] == starts[a] + 3
+    forward = [k for k, ins in enumerate(row) if ins.op is Op.FORWARD]
+    assert starts[forward[1]] < ends[out[0]]  # computation goes on beside the copy
+    assert starts[forward[-1]] >= ends[out[-IN_FLIGHT - 1]]  # but not far
+
+
+def test_the_copies_are_on_streams_of_their_own_in_the_predicted_trace():
+    trace = simulate(compiled("offload=activations,optimizer offload_to=disk", 6))
+    streams = {event.stream for event in trace.events}
+    assert {"compute", "host", "to disk", "from disk", "to host", "from host"} == streams
+    assert trace.busy == [18.0 / 6]  # neither copies nor the host's work are the device's
+
+
+# what is refused -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("offload=weights", "offload=weights: must be none, or a list of activations, optimizer, parameters"),
+        ("offload=optimizer offload_to=tape", "offload_to=tape: unknown; possible are host, disk"),
+        ("offload=parameters zero=2 dp=2", "possible are zero=0, zero=3"),
+        ("offload=optimizer offload_limit=lots", "offload_limit"),
+    ],
+)
+def test_bad_choices(words, says):
+    with pytest.raises(PlanError, match=says):
+        Plan.parse(words)
+
+
+def test_the_words_come_back():
+    plan = Plan.parse("offload=activations,optimizer offload_to=disk offload_limit=64MiB offload_folder=/somewhere")
+    assert Plan.parse(str(plan)) == plan
+    assert plan.offload_limit == 64 << 20
+    assert plan.compile(layers=4).room == 64 << 20
+    assert plan.compile(layers=4).folder == "/somewhere"
+    assert Plan(offload="none") == Plan(offload=()) == Plan(offload=None) == Plan()
+
+
+def drop(row, wanted):
+    return [ins for ins in row if not wanted(ins)]
+
+
+CHANGES = {
+    "a fetch is missing": (
+        "offload=activations",
+        lambda row: drop(row, lambda i: i.op is Op.FETCH and i.reads[0].index == 1),
+        "after",
+    ),
+    "an offload is missing": (
+        "offload=optimizer",
+        lambda row: drop(row, lambda i: i.op is Op.OFFLOAD and i.layers == (1,)),
+        "host grad",
+    ),
+    "parameters do not come back": (
+        "offload=optimizer",
+        lambda row: drop(row, lambda i: i.op is Op.FETCH and i.layers == (1,)),
+        "was not copied after the last STEP",
+    ),
+    "the optimizer's state is not written back": (
+        "offload=optimizer offload_to=disk",
+        lambda row: drop(row, lambda i: i.op is Op.OFFLOAD and i.reads[0] == host(optimizer_state(0))),
+        "optimizer_state",
+    ),
+    "the host's optimizer without the host's gradients": (
+        "offload=optimizer",
+        lambda row: [i._replace(stream="compute") if i.op is Op.STEP else i for i in row],
+        "needs",
+    ),
+    "a copy to the wrong place": (
+        "offload=activations",
+        lambda row: [i._replace(writes=(host(saved(3, 0)),)) if i.op is Op.OFFLOAD else i for i in row],
+        "cannot make",
+    ),
+    "a copy up that is called down": (
+        "offload=activations",
+        lambda row: [i._replace(op=Op.OFFLOAD) if i.op is Op.FETCH else i for i in row],
+        "cannot make",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_programs_that_are_wrong(change):
+    words, act, says = CHANGES[change]
+    program = compiled(words, 6)
+    verify(program)
+    with pytest.raises(ProgramError, match=says):
+        verify(program.with_rank(0, act(program.ranks[0])))
+
+
+def test_a_gradient_is_not_changed_while_it_is_copied():
+    """The copy of one in a bucket, which stays: a backward of the next step must not add to it."""
+    program = compiled("dp=2 offload=optimizer microbatches=2", 3, steps=2)
+    verify(program)
+    row = list(program.ranks[0])
+    k = max(k for k, ins in enumerate(row) if ins.op is Op.OFFLOAD and ins.step == 0)
+    b = min(k for k, ins in enumerate(row) if ins.op is Op.BACKWARD)
+    row.insert(b, row.pop(k))
+    with pytest.raises(ProgramError):
+        verify(program.with_rank(0, row))
+
+
+def test_changed_programs_are_refused_or_have_every_copy_in_place():
+    """Dropped, doubled, moved, relabelled: what verify lets through still reads nothing that is elsewhere."""
+    refused = 0
+    for words in ("offload=activations microbatches=2", "offload=optimizer,parameters", "offload=optimizer offload_to=disk"):
+        for _, mutant in mutations(compiled(words, 5), seed=2, n=200):
+            try:
+                verify(mutant)
+            except ProgramError:
+                refused += 1
+                continue
+            live = set(mutant.state[0])
+            for ins in mutant.ranks[0]:
+                assert live.issuperset(ins.reads)
+                live = (live | set(ins.writes)) - set(ins.frees)
+            assert live == mutant.state[0]
+    assert refused > 400
+
+
+# memory --------------------------------------------------------------------------------------------------------------
+
+
+class Sizes(RandomCosts):
+    """Saved values of one byte, parameters of 10; time only for what is computed and copied."""
+
+    def size(self, rank, value):
+        return {"saved": 1, "param": 10, "grad": 10, "optimizer_state": 20}.get(home(value).kind, 0)
+
+    def compute(self, rank, ins):
+        return 1.0
+
+    def transfer(self, rank, ins):
+        return 0.5, 0.0
+
+
+def peak(words: str) -> float:
+    return simulate(compiled(words, 8), Sizes(0)).peak_memory()[0]
+
+
+def test_less_is_on_the_device_at_once():
+    assert peak("bucket=none") == 8 * (10 + 10 + 20 + 1)
+    assert peak("offload=optimizer") < 8 * (10 + 10) + 8
+    assert peak("offload=optimizer,parameters") <= 3 * 10 + 3 * 10 + 8
+    assert peak("offload=optimizer,parameters,activations") < peak("offload=optimizer,parameters")
+    values = {v for ins in compiled("offload=activations,optimizer", 8).ranks[0] for v in ins.writes}
+    assert {tier(v) for v in values} == {"device", "host"}
+
+
+@pytest.mark.parametrize("words", ["microbatches=3", "pp=2 microbatches=4", "dp=2 zero=3"])
+def test_models_with_ties_and_frozen_layers(words):
+    for model in (shape(6, tied=[(0, 5)], frozen=[2]), shape(6, frozen=[0, 1]), shape(6, frozen=range(6))):
+        for what in CHOICES:
+            verify(compiled(f"{words} offload={what}", model, steps=2))
