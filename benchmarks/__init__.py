@@ -24,6 +24,7 @@ NAMES = (
     "predictions",
     "zero",
     "recompute",
+    "offload",
     "memory",
 )
 

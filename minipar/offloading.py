@@ -15,8 +15,9 @@ then parameters and optimizer are those after the step, and the run can go on.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from functools import partial
 from threading import Event
 from typing import Any
@@ -144,6 +145,39 @@ class Offloading:
                 _resize(masters, False)
         for g in self._away:
             _resize(self._device(g), False)
+
+    @contextmanager
+    def all_here(self) -> Iterator[None]:
+        """Between steps: while entered, everything is in memory, to be saved or to be filled anew."""
+        away = [value for value in sorted(self.held) if tier(value) != "device"] if self.stores else []
+        stored = [value for value in away if tier(value) == "disk" or not self._masters(value.index)]
+        for value in stored:
+            found = self._elsewhere(value)
+            if host(home(value)) not in self._stays and home(value) not in self._stays:
+                _resize(found, True)
+                wait([self.stores[tier(value)].fetch((value, k), tensor) for k, tensor in enumerate(found)])
+        for g in self._away:
+            _resize(self._device(g), True)
+            for master, tensor in zip(self._masters(g), self._device(g), strict=False):
+                tensor.copy_(master)
+        yield
+        for g in self._away:
+            for master, tensor in zip(self._masters(g), self._device(g), strict=False):
+                master.copy_(tensor)
+        for value in stored:
+            for k, tensor in enumerate(self._elsewhere(value)):
+                self.stores[tier(value)].put((value, k), tensor).result()
+            _resize(self._elsewhere(value), False)
+        for g in self._away:
+            _resize(self._device(g), False)
+        self._stays.clear()
+
+    def _elsewhere(self, value: Value) -> list[Tensor]:
+        """The tensors whose values a store keeps between steps as `value`."""
+        masters = self._masters(value.index)
+        if "param" not in value.kind:
+            return self.state.optimizer_tensors(value.index)
+        return masters or self._device(value.index)
 
     # the tensors of a value ------------------------------------------------------------------------------------------
 

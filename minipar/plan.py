@@ -110,8 +110,7 @@ class Plan:
         if self.offload_to not in ("host", "disk"):
             raise PlanError(f"offload_to={self.offload_to}: unknown; possible are host, disk")
         object.__setattr__(self, "offload_limit", _limit(self.offload_limit))
-        words = self.host_layers.split(",") if isinstance(self.host_layers, str) else self.host_layers
-        object.__setattr__(self, "host_layers", tuple(str(word) for word in words if str(word) not in ("", "none")))
+        object.__setattr__(self, "host_layers", _names(self.host_layers))
         if self.host_layers and self.zero:
             raise PlanError(f"host_layers={','.join(self.host_layers)}: are not sharded; possible is zero=0")
         if "parameters" in self.offload and self.zero in (1, 2):
@@ -254,22 +253,15 @@ class Plan:
             for replica in range(self.dp):
                 for stage in range(self.pp):
                     ranks[layout.rank(replica, stage)] += _moved(stages[stage], replica * self.pp)
+        held = [zero.state_of(state_of(layout, s, keep[s]), sharded[s], rule) for s in range(self.pp)]
+        held = [offload.state_of(host_layers.state_of(held[s], on_host), away[s]) for s in range(self.pp)]
         return Program(
             tuple(map(tuple, ranks)),
             shape.layers,
             self.total_microbatches,
             shape.groups,
             (("dp", self.dp), ("pp", self.pp)),
-            tuple(
-                offload.state_of(
-                    host_layers.state_of(
-                        zero.state_of(state_of(layout, stage, keep[stage]), sharded[stage], rule), on_host
-                    ),
-                    away[stage],
-                )
-                for _ in range(self.dp)
-                for stage in range(self.pp)
-            ),
+            tuple(held) * self.dp,
             steps,
             name=str(self),
             clip=self.clip,
@@ -364,6 +356,11 @@ def _offload(value: object) -> tuple[str, ...]:
     if not isinstance(value, Iterable) or not all(what in OFFLOADS for what in found):
         raise PlanError(f"offload={value}: must be none, or a list of {', '.join(OFFLOADS)}")
     return tuple(what for what in OFFLOADS if what in found)
+
+
+def _names(value: object) -> tuple[str, ...]:
+    words = value if isinstance(value, Iterable) and not isinstance(value, str) else str(value).split(",")
+    return tuple(str(word) for word in words if str(word) not in ("", "none"))
 
 
 def _limit(value: object) -> int | None:

@@ -126,7 +126,7 @@ class Walk:
         instructions, pending = self.program.ranks[rank], self.pending[rank]
         start = index = self.place[rank]
         replica = self.program.replica(rank)
-        sums = self.sums[rank]
+        sums, version = self.sums[rank], self.version[rank]
         copying = self.copying[rank]
         while index < len(instructions):
             ins = instructions[index]
@@ -159,7 +159,13 @@ class Walk:
                 self._copy(rank, ins)
             else:
                 for value in ins.reads:
-                    if not value.kind.endswith("param") or self._note(rank, value) == ins.step:
+                    if value.kind == "param":
+                        done = version.get(value.index, 0)
+                    elif value.kind == "host param":
+                        done = self.aside[rank].get(value, 0)
+                    else:
+                        continue
+                    if done == ins.step:
                         continue
                     if self.program.groups[value.index].trainable:
                         raise self._wrong_version(rank, index, value.index)

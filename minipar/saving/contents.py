@@ -84,13 +84,13 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def optimizer_name(executor: Executor) -> str:
     """What updates this rank's parameters; "" where nothing does."""
-    return next((_class_name(optimizer) for optimizer in executor.optimizers.values()), "")
+    return next((_class_name(optimizer) for optimizer in executor.state.optimizers.values()), "")
 
 
 def collect(executor: Executor, outline: Outline) -> Iterator[Piece]:
     """This rank's share of what must be saved: all ranks together bring each element once. No copies are made."""
     state, rank = executor.state, executor.comm.rank
-    kept = {id(p): values for o in executor.optimizers.values() for p, values in o.state.items()}
+    kept = {id(p): values for o in state.optimizers.values() for p, values in o.state.items()}
     seen = {id(p) for g in state.parts for p in state.groups[g]}
     trained = _trained(executor)
     for layer in executor.compute.layers.values():
@@ -145,9 +145,16 @@ def _trained(executor: Executor) -> dict[int, nn.Parameter]:
 
 def _here(values: Tensor, name: str) -> Tensor:
     """The values, if they are in memory."""
-    if values.numel() and values.untyped_storage().nbytes() == 0:
-        raise SaveError(f"{name} is offloaded between steps, and cannot be saved or filled; possible: offload=none")
+    if _away(values):
+        raise SaveError(
+            f"{name} is offloaded between steps, and cannot be saved or loaded; possible: offload=none, or "
+            "offload=optimizer offload_to=host"
+        )
     return values.detach()
+
+
+def _away(values: Tensor) -> bool:
+    return values.numel() > 0 and values.untyped_storage().nbytes() == 0
 
 
 def _holders(executor: Executor, layers: Sequence[int]) -> list[int]:
@@ -190,24 +197,26 @@ def restore(executor: Executor, outline: Outline, source: Source) -> None:
     for l, layer in executor.compute.layers.items():
         for p in layer.parameters():
             if id(p) not in seen:
-                _copy(source, f"parameters/{executor.names[id(p)]}", p)
-                if id(p) in trained:
-                    trained[id(p)].data.copy_(p.data)
+                own: Tensor = trained.get(id(p), p)
+                _copy(source, f"parameters/{executor.names[id(p)]}", own)
+                if own is not p and not _away(p):
+                    p.data.copy_(own.data)
             seen.add(id(p))
         for name, values in _buffers(layer, outline.prefixes[l]):
             _copy(source, f"buffers/{name}", values)
     for g, part in state.parts.items():
-        if g in executor.program.scattered:
-            wanted = torch.zeros(part.numel(), dtype=part.dtype)
-            source.fill({
-                (f"parameters/{executor.names[id(p)]}", begin): wanted[place : place + end - begin]
-                for p, begin, end, place in state.places(g)
-            })  # fmt: skip
-            _here(part, f"parameters/{executor.names[id(state.groups[g][0])]}").copy_(wanted)
-        state.trained(g)[0].data.copy_(part.data)
+        (mine,) = state.trained(g)
+        wanted = torch.zeros(part.numel(), dtype=part.dtype)
+        source.fill({
+            (f"parameters/{executor.names[id(p)]}", begin): wanted[place : place + end - begin]
+            for p, begin, end, place in state.places(g)
+        })  # fmt: skip
+        _here(mine, f"parameters/{executor.names[id(state.groups[g][0])]}").copy_(wanted)
+        if mine is not part and not _away(part):
+            part.data.copy_(wanted)
     names = {id(own): executor.names[p] for p, own in trained.items()}
     parts = {id(state.trained(g)[0]): g for g in state.parts}
-    for optimizer in executor.optimizers.values():
+    for optimizer in state.optimizers.values():
         for own, settings in _parameters(optimizer):
             if id(own) in parts:
                 found = _states_of_slice(source, executor, parts[id(own)])
@@ -235,7 +244,9 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, dict
 
 
 def _copy(source: Source, key: str, target: Tensor) -> None:
-    _here(target, key).copy_(_read(source, key))
+    values, here = _read(source, key), _here(target, key)
+    if values.dtype == here.dtype or not torch.equal(here.to("cpu", values.dtype), values):
+        here.copy_(values)  # (else it was rounded for precision=bf16, and the model itself has it as it was)
 
 
 def _read(source: Source, key: str) -> Tensor:

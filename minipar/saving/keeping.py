@@ -36,6 +36,8 @@ from minipar.tensors import count_bytes
 
 KEEP = 64 << 20  # bytes of parameters and optimizer states that come back unasked, so that `run.save` works
 
+_WAYS = "possible: train(..., keep=True), or train(..., save=folder)"
+
 
 @dataclass(frozen=True)
 class Share:
@@ -73,7 +75,8 @@ class Storing:
         from minipar.saving.storage import Reading
 
         self.saved.check_fits(outline.rows, optimizer_name(executor))
-        restore(executor, outline, Reading(self.saved))
+        with executor.offloading.all_here():
+            restore(executor, outline, Reading(self.saved))
 
     def begin_plainly(self, outline: Outline, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """The same for plain torch."""
@@ -91,7 +94,7 @@ class Storing:
         from minipar.saving.storage import write
 
         comm, step = executor.comm, header.step
-        with writing(self.folder):
+        with writing(self.folder), executor.offloading.all_here():
             path = step_folder(self.folder, step, self.token)
             write(path, comm.rank, optimizer_name(executor), collect(executor, outline))
         comm.barrier()
@@ -103,7 +106,7 @@ class Storing:
         """In a rank, at the end: its share for the driver, if that is wanted. All ranks call this."""
         header = replace(header, optimizer=optimizer_name(executor))
         if self.keep == 0:
-            return Share(header, reason="its state was not kept")
+            return Share(header, reason=f"its state was not kept; {_WAYS}")
         pieces: list[Piece] = []
         reason = ""
         try:
@@ -112,7 +115,8 @@ class Storing:
             reason = error.reason
         total = int(executor.comm.allreduce(sum(count_bytes(piece.values) for piece in pieces)))
         if self.keep is not None and total > self.keep:
-            reason = f"its state has {total / 2**20:.1f} MiB, of which up to {self.keep / 2**20:.0f} are kept unasked"
+            kept = self.keep / 2**20
+            reason = f"its state has {total / 2**20:.1f} MiB, of which up to {kept:.0f} are kept unasked; {_WAYS}"
         if reason:
             return Share(header, reason=reason)
         return Share(header, tuple(piece._replace(values=_alone(piece.values)) for piece in pieces))
@@ -210,9 +214,9 @@ def _export(tensors: Mapping[str, Tensor], path: str | os.PathLike[str]) -> None
 
 
 def _together(shares: Sequence[Share], what: str) -> tuple[Header, list[Piece]]:
-    reason = next((share.reason for share in shares if share.reason), "" if shares else "its state was not kept")
+    reason = next((share.reason for share in shares if share.reason), "" if shares else f"no state was kept; {_WAYS}")
     if reason:
-        raise SaveError(f"{what}: {reason}; possible: train(..., keep=True), or train(..., save=folder)")
+        raise SaveError(f"{what}: {reason}")
     optimizer = next((share.header.optimizer for share in shares if share.header.optimizer), "")
     return replace(shares[0].header, optimizer=optimizer), [piece for share in shares for piece in share.pieces]
 

@@ -11,6 +11,7 @@ to other processes as soon as a user has made a process group.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import zlib
@@ -118,6 +119,7 @@ class FolderWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         name = f"part-{self.part}.safetensors"
         tensors: dict[str, Tensor] = {}
+        kept: list[Tensor] = []
         seen: set[int] = set()
         results = []
         for item in plan.items:
@@ -128,6 +130,8 @@ class FolderWriter(StorageWriter):
             if values.data_ptr() in seen:  # states may share their memory; safetensors wants each its own
                 values = values.clone()
             seen.add(values.data_ptr())
+            kept.append(values)  # while its memory is looked at
+            values = _apart(values)
             tensors[_entry(item.index.fqn, start)] = values
             chunk = Chunk(start, values.numel(), name, checksum(values))
             results.append(WriteResult(item.index, values.numel() * values.element_size(), chunk))
@@ -294,6 +298,14 @@ def dtype_of(name: str) -> torch.dtype:
 def checksum(values: Tensor) -> int:
     """The CRC-32 of a line of elements."""
     return zlib.crc32(values.contiguous().view(torch.uint8).numpy().data) if values.numel() else 0
+
+
+def _apart(values: Tensor) -> Tensor:
+    """The same memory as a storage of its own: one that NumPy has seen can never be resized again, as ZeRO must."""
+    size = values.numel() * values.element_size()
+    if size == 0:
+        return values
+    return torch.frombuffer((ctypes.c_char * size).from_address(values.data_ptr()), dtype=values.dtype)
 
 
 def _chunk(start: int, count: int) -> ChunkStorageMetadata:

@@ -47,7 +47,7 @@ from minipar.program import (
 from minipar.strategies.data_parallel import Bucket, split_buckets
 from minipar.strategies.layers import Layout
 
-IN_FLIGHT = 2  # buckets of gradients that are on their way at once; a third one waits for the first
+IN_FLIGHT = 1  # buckets of gradients that are on their way at once, each with its buffer; the next one waits for it
 
 
 @dataclass(frozen=True)

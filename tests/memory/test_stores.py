@@ -194,3 +194,24 @@ def test_the_page_cache_can_be_dropped(tmp_path: Path) -> None:
     drop_page_cache(str(file_of(store)))
     assert same(store.get("x"), torch.ones(5000))
     store.close()
+
+
+def test_into_a_tensor_that_is_there(store: Tier) -> None:
+    tensor = torch.randn(STAGE // 4 + 1)
+    store.put("x", tensor)
+    into = torch.zeros_like(tensor)
+    store.fetch("x", into).result()  # after the put, though on another thread
+    assert torch.equal(into, tensor)
+    with pytest.raises(StoreError, match="nothing was put under 'y'"):
+        store.fetch("y", into)
+
+
+def test_what_others_hold_counts() -> None:
+    store = HostStore(100)
+    store.hold("elsewhere", 90)
+    with pytest.raises(StoreError, match="90 of 100 are taken"):
+        store.put("x", torch.zeros(4))
+    store.drop("elsewhere")
+    store.put("x", torch.zeros(4)).result()
+    assert store.bytes == 16
+    store.close()

@@ -91,7 +91,9 @@ STOPS = textwrap.dedent("""
 
 def test_a_save_that_stops_anywhere_leaves_the_one_before(tmp_path):
     """The process ends at each of the calls that change something on the disk, one after the other."""
-    done = subprocess.run([sys.executable, "-c", STOPS, tmp_path], capture_output=True, text=True, cwd=root())
+    done = subprocess.run(
+        [sys.executable, "-c", STOPS, tmp_path], capture_output=True, text=True, cwd=root(), timeout=120
+    )
     assert done.returncode == 0, done.stderr
     ends = eval(done.stdout)
     assert len(ends) > 12
@@ -105,9 +107,11 @@ def test_a_save_that_stops_anywhere_leaves_the_one_before(tmp_path):
 
 KILLED = textwrap.dedent("""
     import os, signal, sys, time
+    import torch
     from minipar.saving.folder import open_folder
     from tests.saving.test_folder import save, step_of
 
+    torch.set_num_threads(1)  # a forked process has none of its parent's others
     where = sys.argv[1]
     save(where, 1, 300_000)
     for k in range(25):
@@ -118,6 +122,7 @@ KILLED = textwrap.dedent("""
                 save(where, step, 300_000)
             os._exit(0)
         while open_folder(where).header.step == before:
+            assert os.waitpid(child, os.WNOHANG) == (0, 0)
             time.sleep(0.001)
         time.sleep(0.003 * k)
         os.kill(child, signal.SIGKILL)
@@ -128,7 +133,9 @@ KILLED = textwrap.dedent("""
 
 def test_a_save_that_is_killed_leaves_the_one_before(tmp_path):
     """Killed at any time, also while a file of megabytes is written."""
-    done = subprocess.run([sys.executable, "-c", KILLED, tmp_path], capture_output=True, text=True, cwd=root())
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, tmp_path], capture_output=True, text=True, cwd=root(), timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert open_folder(tmp_path).header.step > 25
 

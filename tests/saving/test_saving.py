@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
@@ -270,6 +271,44 @@ def test_states_that_cannot_be_saved_are_named(clusters, tmp_path):
         keeping.save(kept.shares, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("precision=bf16", "dp=2 zero=3 precision=bf16"),
+        ("dp=2 zero=1 precision=bf16", "pp=2 precision=bf16"),
+        ("dp=2 zero=2 precision=bf16", ALONE),
+        ("offload=optimizer", "dp=2 zero=2 offload=optimizer"),
+        ("pp=2 offload=optimizer", "dp=2 zero=3"),
+        ("dp=2 zero=3 offload=optimizer", "pp=2 offload=optimizer"),
+    ],
+)
+def test_what_the_optimizer_works_on_is_saved(clusters, tmp_path, before, after):
+    """Its float32 copies and not the rounded parameters; its copies on the host."""
+    work = job(dtype=torch.float32)
+    saved = saved_by(clusters, before, work, tmp_path)
+    expected = read(saved)
+    assert expected["parameters/0.weight"].dtype == torch.float32
+    program = Plan.parse(after).compile(shape_of(list(work.build())))
+    found = assembled(clusters(len(program.ranks)).run(taken, work, program, saved))
+    frozen = {"parameters/1.0.weight", "parameters/1.0.bias"}  # rounded only where the plan says so
+    assert not torch.equal(expected["parameters/0.weight"], expected["parameters/0.weight"].bfloat16().float())
+    same(*({key: values for key, values in each.items() if key not in frozen} for each in (found, expected)))
+    own = dict(work.build().named_parameters())
+    for key in frozen:
+        assert torch.equal(found[key].bfloat16(), own[key.partition("/")[2]].bfloat16())
+    whole, then = run(clusters, before, work, 4), run(clusters, after, work, 2, saved=saved)
+    assert then.losses == pytest.approx(whole.losses[2:], abs=3e-3)
+
+
+def test_what_waits_in_a_store_is_named(clusters, tmp_path):
+    work = job(dtype=torch.float32)
+    with pytest.raises(SaveError, match=r"is offloaded between steps.*possible: offload=none"):
+        saved_by(clusters, "offload=optimizer offload_to=disk", work, tmp_path)
+    saved = saved_by(clusters, "offload=optimizer", work, tmp_path)
+    with pytest.raises(SaveError, match=r"is offloaded between steps.*possible: offload=none"):
+        run(clusters, "offload=parameters", work, 1, saved=saved)
+
+
 def test_replicas_share_the_writing(clusters, tmp_path):
     wide = partial(toy, (), width=600)
     work = Job(wide, rows(8, 600), loss=mse, optimizer=ADAM)
@@ -361,6 +400,14 @@ def test_saving_while_it_runs(clusters, tmp_path):
     assert run.losses + then.losses == pytest.approx(trained(clusters, ALONE, steps=4).losses, rel=1e-12)
 
 
+@pytest.mark.parametrize("text", [ALONE, "dp=2 bucket=flat", "dp=2 zero=1", "dp=4 zero=2", "dp=2 pp=2 zero=3"])
+def test_a_run_goes_on_after_it_was_saved(clusters, tmp_path, text):
+    work = job()
+    found = run(clusters, text, work, 3, folder=str(tmp_path), every=1, token="0123abcd")
+    assert found.losses == run(clusters, text, work, 3).losses
+    assert open_folder(tmp_path).header.step == 3
+
+
 def test_only_small_states_come_back_unasked(clusters, tmp_path, monkeypatch):
     monkeypatch.setattr(keeping, "KEEP", 5000)
     with pytest.raises(SaveError, match=r"its state has 0.0 MiB, of which up to 0 are kept unasked.*save=folder"):
@@ -425,6 +472,30 @@ def test_a_rank_that_dies_costs_the_steps_since_the_last_save(clusters, tmp_path
     saved = open_folder(tmp_path)
     assert saved.header.step == 4
     assert run(clusters, "dp=2 zero=3", work, 2, saved=saved).losses == pytest.approx(whole[4:], rel=1e-12)
+
+
+@dataclass(frozen=True)
+class Filling(Stream):
+    """Once it gives the rows of step 3, rank 1 can write files of 1000 bytes at most, as on a disk without room."""
+
+    def batch(self, step: int, size: int) -> tuple[Tensor, Tensor]:
+        if step == 3 and worker.in_rank() and worker.context().rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        return super().batch(step, size)
+
+
+def test_a_rank_without_room_on_its_disk(clusters, tmp_path):
+    """Its error is the run's; the save before counts, and nothing of the new one is left."""
+    work = job(data=Filling())
+    program = Plan(pp=2).compile(shape_of(list(work.build())))
+    storing = Storing(folder=str(tmp_path), every=2, token="89abcdef")
+    message = "cannot save there.*File too large.*before still counts.*free some room"
+    with Cluster(2, device="cpu") as own, pytest.raises(SaveError, match=message):
+        execute(program, work, cluster=own, passes=4, keep_gradients=False, storing=storing)
+    assert open_folder(tmp_path).header.step == 2
+    assert len(list(tmp_path.iterdir())) == 2
+    whole = run(clusters, ALONE, job(), 4).losses
+    assert run(clusters, "dp=2", job(), 2, saved=open_folder(tmp_path)).losses == pytest.approx(whole[2:], rel=1e-12)
 
 
 def test_the_optimizer_is_named_also_where_the_first_rank_has_none(clusters, tmp_path):

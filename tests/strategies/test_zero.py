@@ -54,7 +54,7 @@ def test_stage_1_sums_whole_gradients_after_the_last_backward():
     assert scatter.reads == (grad(2),)
     assert set(scatter.writes) == {grad_shard(2), buffer(2)}
     assert set(scatter.frees) == {grad(2), buffer(2)}
-    assert grad_shard(2) in program.ranks[0][6].reads  # two buckets on their way: the third waits for the first
+    assert grad_shard(2) in program.ranks[0][5].reads  # one bucket on its way: the next one waits for it
     step, gather = program.ranks[0][7:9]
     assert set(step.reads) == {f(g) for f in (grad_shard, param, optimizer_shard) for g in range(3)}
     assert set(step.frees) == {grad_shard(g) for g in range(3)}
@@ -213,7 +213,7 @@ def test_memory_is_that_of_the_formula(n):
     assert held[0] == (whole, 2 * whole, whole)
     assert held[1] == (whole, 2 * whole / n, pytest.approx(whole * (1 + 1 / LAYERS / n), rel=0.13))
     assert held[2][:2] == (whole, 2 * whole / n)
-    assert held[2][2] <= whole / n + 2 * SIZE  # the slices, and two buckets on their way
+    assert held[2][2] <= whole / n + 2 * SIZE  # the slices, a bucket on its way, and the next one
     assert held[3][:2] == (whole / n, 2 * whole / n)
 
 

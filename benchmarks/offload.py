@@ -1,0 +1,106 @@
+"""Offload: step time and peak of a rank with and without each kind; how fast the tiers are. A GPT, AdamW, one rank.
+
+Times are medians of steps in turn. Before every step the page cache is asked to forget what the disk store has
+written, so that figures of the disk are the disk's (the store goes past the cache where the file system lets it).
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from benchmarks.harness import Row
+from minipar import Cluster, Plan, models
+from minipar.comm import communicator
+from minipar.costs.profiler import shape_of
+from minipar.executor import Executor
+from minipar.memory.disk import DiskStore, drop_page_cache
+from minipar.memory.stores import HostStore, Tier
+from minipar.memory.tracker import Tracker
+
+LAYERS, WIDTH, VOCAB, LENGTH, ROWS = 8, 256, 1024, 64, 8
+KINDS = ("activations", "optimizer", "parameters", "activations,optimizer,parameters")
+MiB = 1 << 20
+BLOCK = 32 * MiB  # bytes of a copy that is timed
+
+
+def _executor(plan: str) -> Executor:
+    torch.manual_seed(0)
+    model = models.gpt(layers=LAYERS, width=WIDTH, heads=4, context=LENGTH, vocab=VOCAB)
+    program = Plan.parse(plan).compile(shape_of(list(model)))
+    adam = partial(torch.optim.AdamW, lr=1e-4)
+    return Executor(program, communicator.create(), model, torch.nn.functional.cross_entropy, adam)
+
+
+def _steps(plans: dict[str, str], rounds: int) -> dict[str, tuple[float, int]]:
+    """In a rank: of each plan the median seconds of a step, and the peak of its device."""
+    torch.manual_seed(0)
+    tokens = torch.randint(VOCAB, (ROWS, LENGTH + 1))
+    x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    executors = {name: _executor(plan) for name, plan in plans.items()}
+    times: dict[str, list[float]] = {name: [] for name in plans}
+    for k in range(2 + rounds):
+        for name, executor in executors.items():
+            _forget(executor.offloading.stores)
+            start = time.perf_counter()
+            executor.run(lambda step: (x, y))
+            if k >= 2:
+                times[name].append(time.perf_counter() - start)
+    peaks = {}
+    for name, executor in executors.items():
+        tracker = Tracker(executor)
+        with tracker:
+            executor.run(lambda step: (x, y))
+        peaks[name] = tracker.take_series().peak().bytes
+        tracker.close()
+        executor.offloading.close()
+    return {name: (median(times[name]), peaks[name]) for name in plans}
+
+
+def _forget(stores: dict[str, Tier]) -> None:
+    disk = stores.get("disk")
+    if isinstance(disk, DiskStore):
+        for path in Path(disk.folder).iterdir():
+            drop_page_cache(str(path))
+
+
+def _rates(rounds: int) -> dict[str, float]:
+    """In a rank: bytes a second to and from each tier, of one large tensor."""
+    tensor, back = torch.randn(BLOCK // 4), torch.empty(BLOCK // 4)
+    found: dict[str, float] = {}
+    for store in (HostStore(), DiskStore()):
+        out, into = [], []
+        for _ in range(1 + rounds):
+            start = time.perf_counter()
+            store.put("block", tensor).result()
+            out.append(time.perf_counter() - start)
+            _forget({store.tier: store})
+            start = time.perf_counter()
+            store.fetch("block", back).result()
+            into.append(time.perf_counter() - start)
+        store.close()
+        found |= {f"to {store.tier}": BLOCK / median(out[1:]), f"from {store.tier}": BLOCK / median(into[1:])}
+    return found
+
+
+def measure(quick: bool = False) -> list[Row]:
+    """Rows of the table; `quick`: few rounds, host only."""
+    rounds = 3 if quick else 15
+    plans = {"nothing": "microbatches=1"}
+    for to in ("host",) if quick else ("host", "disk"):
+        plans |= {f"{kind} to {to}": f"microbatches=1 offload={kind} offload_to={to}" for kind in KINDS}
+    with Cluster(1, device="cpu") as cluster:
+        steps = cluster.run(_steps, plans, rounds)[0]
+        rates = {} if quick else cluster.run(_rates, rounds)[0]
+    base, whole = steps["nothing"]
+    rows = []
+    for name, (seconds, peak) in steps.items():
+        if name != "nothing":
+            note = f"{seconds * 1e3:.0f} ms, {peak / MiB:.1f} MiB; without {base * 1e3:.0f} ms, {whole / MiB:.1f} MiB"
+            rows.append(Row(f"offload: step time, {name}", seconds / base, "x", note=note))
+            rows.append(Row(f"offload: peak, {name}", peak / whole, "x", 1.0))
+    return rows + [Row(f"offload: bytes a second {way}", rate / 1e9, "GB/s") for way, rate in rates.items()]
