@@ -100,7 +100,8 @@ class Offloading:
         copies = [ins for ins in program.ranks[rank] if ins.op in COPIES]
         self.program, self.state, self.kept, self.frozen = program, state, kept, frozen
         self.device = state.comm.device
-        self.held = program.state[rank] if program.state else frozenset()
+        held = program.state[rank] if program.state else frozenset()
+        self.held = frozenset(value for value in held if value.index not in state.at_home)  # (those never move)
         self.stores: dict[str, Tier] = {}
         self.under_way: list[tuple[Instruction, Copy]] = []
         self.failed: StoreError | None = None

@@ -373,3 +373,22 @@ def test_nothing_is_left_of_a_step(clusters):
     seen, alive, kept = clusters(1).run(leftovers)[0]
     assert seen > 10
     assert alive == kept == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "host_layers=0",
+        "offload=parameters",
+        "offload=optimizer,parameters offload_to=disk",
+        "dp=2 zero=3 offload=optimizer,parameters offload_to=disk",
+    ],
+)
+def test_what_is_away_is_saved_and_comes_back_under_another_plan(clusters, text, tmp_path):
+    plain = [*adam(clusters(1), "microbatches=1", resume=None).losses]
+    ranks = clusters(Plan.parse(text).ranks)
+    saved = adam(ranks, text, save=tmp_path)
+    assert saved.losses == pytest.approx(plain, rel=1e-6)
+    there, here = adam(ranks, text, resume=tmp_path).losses, adam(clusters(1), "microbatches=1", resume=tmp_path).losses
+    assert there == pytest.approx(here, rel=1e-6)
+    assert here[0] < saved.losses[-1]
