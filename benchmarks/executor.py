@@ -59,14 +59,14 @@ def _without_torch(executor: Executor, x: torch.Tensor, y: torch.Tensor) -> None
     cheap = torch.zeros(8, 8)
     edge: tuple[torch.Tensor, list[torch.Tensor]] = (cheap, [])
     with (
-        mock.patch.object(type(executor), "_run_piece", lambda *_: edge),
+        mock.patch.object(type(executor.compute), "_run_piece", lambda *_: edge),
         mock.patch.object(type(executor.comm), "isend", lambda *_: _Done()),
         mock.patch.object(type(executor.comm), "irecv", lambda *_: _Done()),
         mock.patch("minipar.comm.links.allocate", lambda *_: cheap),
         mock.patch.object(torch.autograd, "backward", lambda *_: None),
-        mock.patch("minipar.executor.detach", lambda value, requires_grad=False: value),
+        mock.patch("minipar.compute.detach", lambda value, requires_grad=False: value),
     ):
-        for optimizer in executor.optimizers.values():
+        for optimizer in executor.state.optimizers.values():
             optimizer.step = nothing  # type: ignore[method-assign]
         executor.run(lambda step: (x, y))
 

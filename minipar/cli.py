@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from minipar.costs.device import DeviceSpec
-from minipar.errors import DeviceOutOfMemory, MiniparError, PlanError, ProgramError
+from minipar.errors import DeviceOutOfMemory, MiniparError, PlanError, ProgramError, StoreError
 from minipar.plan import Plan
 from minipar.strategies import schedules
 
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result = options.command(options)
         print(json.dumps(result, allow_nan=False) if options.json else options.show(result))
         return 0
-    except (PlanError, ProgramError, DeviceOutOfMemory) as error:
+    except (PlanError, ProgramError, DeviceOutOfMemory, StoreError) as error:
         print(f"minipar: {error.reason}", file=sys.stderr)
         return 2
     except BrokenPipeError:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from minipar import Cluster, DeviceSpec, Plan, PlanError, train
+from minipar.cli import main
 from minipar.comm import communicator
 from minipar.costs.profiler import shape_of
 from minipar.errors import DeviceOutOfMemory, StoreError
@@ -252,6 +253,14 @@ def test_the_limit_of_a_plan_holds(clusters):
         adam(clusters(1), "offload=optimizer offload_limit=1MiB")
     with pytest.raises(StoreError, match=r"possible is one that can be written"):
         adam(clusters(1), "offload=optimizer offload_to=disk offload_folder=/proc/none")
+
+
+def test_a_folder_that_cannot_be_is_one_line_on_the_command_line(capsys):
+    words = "offload=optimizer offload_to=disk offload_folder=/proc/none"
+    assert main(["run", words, "--model", "mlp-tiny", "--steps", "1"]) == 2
+    assert capsys.readouterr().err == (
+        "minipar: offload folder '/proc/none': No such file or directory; possible is one that can be written\n"
+    )
 
 
 def full_disk(text: str, folder: str) -> tuple[list[str], list[float], list[float], list[str]]:

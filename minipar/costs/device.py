@@ -71,7 +71,9 @@ class DeviceSpec:
         """Its name, or what it was given."""
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("costs", "name")}
         times = dict(self.costs) if isinstance(self.costs, Mapping) else {"costs": self.costs}
-        words = [f"{k}={v:g}" if isinstance(v, (int, float)) else f"{k}={v}" for k, v in {**times, **given}.items() if v]
+        words = [
+            f"{k}={v:g}" if isinstance(v, (int, float)) else f"{k}={v}" for k, v in {**times, **given}.items() if v
+        ]
         return self.name or " ".join(words) or "without limits"
 
     @property

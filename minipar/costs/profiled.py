@@ -28,7 +28,8 @@ class ProfiledCosts:
 
     latency      seconds that a message needs, however short
     bandwidth    bytes a second of every link
-    host_bandwidth, disk_bandwidth   bytes a second of a copy to the host or the disk, and back
+    host_bandwidth, disk_bandwidth   bytes a second of a copy to the host or the disk, and back; each tensor takes
+                 some time of its own, too: to hand it to a thread, or to wait until the disk has it
     calibration  of the cluster: messages and collectives cost what it measured, and latency and bandwidth do not
                  matter. The sending and the receiving rank's own work on a message is part of the compute instruction
                  before the SEND, and of the first one that reads what was received
@@ -101,7 +102,10 @@ class ProfiledCosts:
     def transfer(self, rank: int, ins: Instruction) -> tuple[float, float]:
         if ins.op in COPIES:
             to_disk = any(tier(value) == "disk" for value in (ins.reads[0], ins.writes[0]))
-            return self.size(rank, ins.reads[0]) / (self.disk_bandwidth if to_disk else self.host_bandwidth), 0.0
+            bandwidth, each = (self.disk_bandwidth, 2e-3) if to_disk else (self.host_bandwidth, 1e-4)
+            value = ins.reads[0]
+            count = max(1, len(self.program.groups[value.index].tensors)) if value.microbatch < 0 else 1
+            return self.size(rank, value) / bandwidth + count * each, 0.0
         size = self.size(rank, ins.reads[0])
         if size and self.calibration is not None:
             return self.calibration.transfer(rank, ins.peer, size)

@@ -56,9 +56,7 @@ class Tracker(Storages):
         self._open: list[tuple[float, int, Held | None, str]] = []  # its changes, whose kinds are not all known yet
         self._data = self._batches = 0
         self._hooks: list[Any] = []
-        self._layer_of = {
-            id(p): layer for layer, module in self._layers() for p in module.parameters()
-        }
+        self._layer_of = {id(p): layer for layer, module in self._layers() for p in module.parameters()}
         for g, part in executor.state.parts.items():
             self._layer_of[id(part)] = next((self._layer_of[id(p)] for p in executor.groups[g]), -1)
         for layer, module in self._layers():
