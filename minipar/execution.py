@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -266,20 +266,20 @@ def _passes(
     outline = outline_of(model)
     executor = Executor(program, comm, model, job.loss, job.optimizer, job.seed, mine)
     del model  # with the layers of other ranks
-    storing.begin(executor, outline)
-    header = Header(storing.first, job.seed, job.batch, dtype_name(job.dtype), program.name, "", outline.rows)
-    records = []
-    tracker = watching.start(executor)
-    for k in range(passes):
-        base = storing.first + k * program.steps
-        given = {s: job.batches(s) for s in range(base, base + program.steps)}
-        comm.barrier()  # so that a pass begins on all ranks at once, as the prediction assumes
-        with tracker:
-            records.append(executor.run(given.__getitem__, base, keep_gradients))
-        header = replace(header, step=base + program.steps)
-        storing.after(executor, outline, header, k == passes - 1)
-        worker.report(k)
-    executor.offloading.close()
+    with closing(executor.offloading):
+        storing.begin(executor, outline)
+        header = Header(storing.first, job.seed, job.batch, dtype_name(job.dtype), program.name, "", outline.rows)
+        records = []
+        tracker = watching.start(executor)
+        for k in range(passes):
+            base = storing.first + k * program.steps
+            given = {s: job.batches(s) for s in range(base, base + program.steps)}
+            comm.barrier()  # so that a pass begins on all ranks at once, as the prediction assumes
+            with tracker:
+                records.append(executor.run(given.__getitem__, base, keep_gradients))
+            header = replace(header, step=base + program.steps)
+            storing.after(executor, outline, header, k == passes - 1)
+            worker.report(k)
     values = {value for ins in program.ranks[comm.rank] for value in (*ins.reads, *ins.writes)}
     return Passed(
         [record.losses for record in records],

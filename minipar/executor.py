@@ -110,7 +110,8 @@ class Executor:
 
         keep_gradients   copy every gradient as its STEP uses it
         """
-        with on_own_core() if self.comm.device.type == "cpu" else nullcontext():
+        # An emulated device sleeps most of the time: any core that is free wakes it soonest.
+        with on_own_core() if self.comm.device.type == "cpu" and self.device is None else nullcontext():
             return self._walk(batches, base, keep_gradients)
 
     def _walk(self, batches: Callable[[int], Batch], base: int, keep_gradients: bool) -> Record:

@@ -401,3 +401,12 @@ def test_what_is_away_is_saved_and_comes_back_under_another_plan(clusters, text,
     there, here = adam(ranks, text, resume=tmp_path).losses, adam(clusters(1), "microbatches=1", resume=tmp_path).losses
     assert there == pytest.approx(here, rel=1e-6)
     assert here[0] < saved.losses[-1]
+
+
+def test_no_files_are_left_after_an_error(clusters, tmp_path):
+    words = f"offload=optimizer,activations offload_to=disk offload_folder={tmp_path}"
+    with pytest.raises(StoreError):
+        adam(clusters(1), f"{words} offload_limit=12MiB")
+    with pytest.raises(Exception, match="must be a scalar"):
+        train(blocks, pairs(), words, cluster=clusters(1), loss=partial(mse, reduction="none"), progress=False)
+    assert not list(tmp_path.iterdir())

@@ -300,13 +300,13 @@ def test_what_the_optimizer_works_on_is_saved(clusters, tmp_path, before, after)
     assert then.losses == pytest.approx(whole.losses[2:], abs=3e-3)
 
 
-def test_what_waits_in_a_store_is_named(clusters, tmp_path):
+def test_what_waits_in_a_store_is_brought_back_to_be_saved(clusters, tmp_path):
     work = job(dtype=torch.float32)
-    with pytest.raises(SaveError, match=r"is offloaded between steps.*possible: offload=none"):
-        saved_by(clusters, "offload=optimizer offload_to=disk", work, tmp_path)
-    saved = saved_by(clusters, "offload=optimizer", work, tmp_path)
-    with pytest.raises(SaveError, match=r"is offloaded between steps.*possible: offload=none"):
-        run(clusters, "offload=parameters", work, 1, saved=saved)
+    whole = run(clusters, "microbatches=1", work, 3).losses
+    saved = saved_by(clusters, "offload=optimizer,parameters offload_to=disk", work, tmp_path)
+    for plan in ("offload=parameters", "offload=optimizer offload_to=disk", "microbatches=1"):
+        found = run(clusters, plan, work, 1, saved=saved).losses
+        assert found == pytest.approx(whole[2:], rel=1e-6)
 
 
 def test_replicas_share_the_writing(clusters, tmp_path):
