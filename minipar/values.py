@@ -1,0 +1,103 @@
+"""The named values that a program's instructions read, write and free. Imports nothing of minipar.
+
+output(2) mb0    saved(2) mb0    grad_output(2) mb0         of one layer and one micro-batch
+param(2)         grad(2)         optimizer_state(2)         of one parameter group; *_shard: this rank's slice
+host(saved(2) mb0)               disk(param(2))             a copy in a slower tier
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+TIERS = ("device", "host", "disk")  # from the fastest to the largest
+
+
+class Value(NamedTuple):
+    """A named piece of memory on one rank: `kind` of layer or parameter group `index`, for one micro-batch and step.
+
+    Model state (`param`, `grad`, `optimizer_state`) belongs to no micro-batch and outlives a step: both are -1.
+    """
+
+    kind: str
+    index: int  # type: ignore[assignment]
+    microbatch: int = -1
+    step: int = -1
+
+    def __str__(self) -> str:
+        return f"{self.kind}({self.index})" + (f" mb{self.microbatch}" if self.microbatch >= 0 else "")
+
+
+def output(layer: int, microbatch: int, step: int = 0) -> Value:
+    """What layer `layer` hands on for one micro-batch."""
+    return Value("output", layer, microbatch, step)
+
+
+def grad_output(layer: int, microbatch: int, step: int = 0) -> Value:
+    """The gradient of the loss in `output(layer, microbatch)`."""
+    return Value("grad_output", layer, microbatch, step)
+
+
+def saved(layer: int, microbatch: int, step: int = 0) -> Value:
+    """What autograd keeps of one layer for one micro-batch, besides the layer's input."""
+    return Value("saved", layer, microbatch, step)
+
+
+def param(group: int) -> Value:
+    """The parameters of one group: a layer's own, or a set tied between layers."""
+    return Value("param", group)
+
+
+def grad(group: int) -> Value:
+    """The gradient of one parameter group; every backward adds to it."""
+    return Value("grad", group)
+
+
+def optimizer_state(group: int) -> Value:
+    """What the optimizer keeps for one parameter group (momentum, variance)."""
+    return Value("optimizer_state", group)
+
+
+def param_shard(group: int) -> Value:
+    """This rank's slice of a group's trainable parameters, laid end to end; and the group's frozen ones, whole."""
+    return Value("param_shard", group)
+
+
+def grad_shard(group: int) -> Value:
+    """This rank's slice of the gradient of one parameter group, summed over the replicas."""
+    return Value("grad_shard", group)
+
+
+def optimizer_shard(group: int) -> Value:
+    """What the optimizer keeps for this rank's slice of one parameter group."""
+    return Value("optimizer_shard", group)
+
+
+def buffer(group: int) -> Value:
+    """Room for what other ranks send of a group's gradient while a REDUCE_SCATTER is under way."""
+    return Value("buffer", group)
+
+
+def norm() -> Value:
+    """The length of the gradient of all parameters, over all ranks."""
+    return Value("norm", 0)
+
+
+def host(value: Value) -> Value:
+    """The copy of a value in the host's memory."""
+    return value._replace(kind=f"host {value.kind}")
+
+
+def disk(value: Value) -> Value:
+    """The copy of a value on the disk."""
+    return value._replace(kind=f"disk {value.kind}")
+
+
+def tier(value: Value) -> str:
+    """Where a value is: one of TIERS."""
+    first, _, rest = value.kind.partition(" ")
+    return first if rest else "device"
+
+
+def home(value: Value) -> Value:
+    """The value on the device of which this one is a copy; a value on the device is its own."""
+    return value._replace(kind=value.kind.rpartition(" ")[2]) if " " in value.kind else value
