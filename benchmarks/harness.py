@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+from minipar.affinity import on_own_core
 from minipar.cluster import Cluster
 from minipar.comm import communicator
 
@@ -49,6 +51,14 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 contestants: dict[str, Callable[[], object]] = {}  # of this rank, from one call of the cluster to the next
+
+
+_entered = ExitStack()  # of this rank; it lasts as long as the rank does
+
+
+def as_in_training() -> None:
+    """In a rank: keep to the core that `execute` would hold it on, until the cluster ends."""
+    _entered.enter_context(on_own_core())
 
 
 def once(name: str) -> tuple[float, float]:

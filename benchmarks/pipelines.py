@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from benchmarks.harness import Row, contestants, in_turn
+from benchmarks.harness import Row, as_in_training, contestants, in_turn
 from minipar import Cluster, Plan
 from minipar.comm import communicator
 from minipar.costs.profiler import shape_of
@@ -62,6 +62,7 @@ def _enter_torch() -> None:
 def _enter_minipar() -> None:
     """In a rank: minipar's pipelines, ready to run."""
     comm = communicator.create()
+    as_in_training()
     batch = _rows()
     for name in MUST:
         model = _build()

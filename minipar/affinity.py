@@ -1,4 +1,4 @@
-"""Where ranks outnumber cores, each rank keeps to one core while it walks through its program.
+"""Where ranks outnumber cores, each rank keeps to one core while it trains.
 
     4 ranks, 2 cores      rank 0 1 2 3  ->  core 0 1 1 0        neighbours in a pipeline are on different cores
 

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from minipar import randomness
-from minipar.affinity import on_own_core
 from minipar.cluster import notes
 from minipar.comm.communicator import Communicator
 from minipar.comm.links import Links
@@ -110,11 +109,6 @@ class Executor:
 
         keep_gradients   copy every gradient as its STEP uses it
         """
-        # An emulated device sleeps most of the time: any core that is free wakes it soonest.
-        with on_own_core() if self.comm.device.type == "cpu" and self.device is None else nullcontext():
-            return self._walk(batches, base, keep_gradients)
-
-    def _walk(self, batches: Callable[[int], Batch], base: int, keep_gradients: bool) -> Record:
         program, instructions = self.program, self.instructions
         compute, live = self.compute, self.live
         compute.begin(batches, base)
