@@ -35,6 +35,7 @@ import cloudpickle
 from minipar.cluster import failures, launch, worker
 from minipar.cluster.local import Cluster
 from minipar.cluster.members import unpack
+from minipar.cluster.output import name_ranks
 from minipar.cluster.parcel import Parcel
 from minipar.cluster.processes import flush_native
 from minipar.errors import MiniparError, PlanError, RankError
@@ -117,7 +118,7 @@ class Ranks:
             finally:
                 if not request.quiet:
                     printed = [_read(os.path.join(folder, str(rank))) for rank in request.ranks]
-                    _show(request.ranks, printed, lambda ranks, text: f"{_name(ranks)}:\n{_indent(text)}")
+                    _show(request.ranks, printed, lambda ranks, text: f"{name_ranks(ranks)}:\n{_indent(text)}")
         pairs = list(zip(request.ranks, answers, strict=True))
         if not request.quiet and not cell.rstrip().endswith(";"):
             _show(request.ranks, [text for text, _ in answers], _value)
@@ -352,20 +353,12 @@ def _show(ranks: Sequence[int], texts: Sequence[str], block: Callable[[list[int]
 
 def _value(ranks: list[int], text: str) -> str:
     if "\n" in text:  # the lines of a tensor stay below each other
-        return f"{_name(ranks)} =>\n{_indent(text)}"
-    return f"{_name(ranks)} => {text}"
+        return f"{name_ranks(ranks)} =>\n{_indent(text)}"
+    return f"{name_ranks(ranks)} => {text}"
 
 
 def _indent(text: str) -> str:
     return "\n".join(f"  {line}" if line else "" for line in text.split("\n"))
-
-
-def _name(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if ranks == list(range(ranks[0], ranks[-1] + 1)):
-        return f"ranks {ranks[0]}-{ranks[-1]}"
-    return f"ranks {', '.join(map(str, ranks))}"
 
 
 def _as_shown(error: BaseException, cluster: Cluster | None) -> BaseException:

@@ -123,7 +123,7 @@ class Output:
                     shown += [f"[rank {rank}] {held.popleft().text}" for _ in range(depth)]
                     held.popleft()
                     group.append(rank)
-            shown.append(f"[{_name(group)}] {text}")
+            shown.append(f"[{name_ranks(group)}] {text}")
 
     def _write(self, lines: list[str]) -> None:
         bar = self._wanted
@@ -140,7 +140,8 @@ class Output:
         sys.stdout.flush()
 
 
-def _name(ranks: list[int]) -> str:
+def name_ranks(ranks: list[int]) -> str:
+    """`rank 2`, `ranks 0-3`, `ranks 0, 2`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if ranks == list(range(ranks[0], ranks[-1] + 1)):

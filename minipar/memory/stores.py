@@ -11,6 +11,7 @@ waited for before it is read. A store has a capacity, and counts its bytes.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol
@@ -62,7 +63,7 @@ class Ledger:
             raise StoreError(f"{self.tier}: nothing was put under {key!r}; there are {len(self.sizes)} tensors")
 
 
-class Tier:
+class Tier(ABC):
     """What both tiers share: a thread that copies in order, and what is on its way back."""
 
     tier = ""
@@ -125,17 +126,17 @@ class Tier:
         self._reader.shutdown()
         self._thread.shutdown()
 
-    def _write(self, key: Hashable, tensor: Tensor) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _write(self, key: Hashable, tensor: Tensor) -> None: ...
 
-    def _read(self, key: Hashable) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def _read(self, key: Hashable) -> Tensor: ...
 
-    def _read_into(self, key: Hashable, into: Tensor) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _read_into(self, key: Hashable, into: Tensor) -> None: ...
 
-    def _forget(self, key: Hashable) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _forget(self, key: Hashable) -> None: ...
 
 
 class HostStore(Tier):
