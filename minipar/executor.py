@@ -34,6 +34,8 @@ from minipar.program import COLLECTIVES, COMPUTE, COPIES, Instruction, Op, Progr
 from minipar.state import Slice, State
 from minipar.tensors import count_bytes, layers_of
 
+_WALKED = (Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.SEND, Op.RECV, Op.STEP)
+
 
 @dataclass
 class Record:
@@ -129,14 +131,17 @@ class Executor:
             device.begin()
         watch = self.watch
         copying = self.offloading.under_way
+        note, labels = notes.note, self.labels
+        # Local names: a member of an Enum is slow to look up, many times for each instruction.
+        FORWARD, RECOMPUTE, BACKWARD, SEND, RECV, STEP = _WALKED
         for index, ins in enumerate(instructions):
             op = ins.op
-            notes.note(self.labels[index])
+            note(labels[index])
             if watch is not None:
                 watch.at(index)
             if copying:
                 self.offloading.settle()
-            if op is Op.RECV:
+            if op is RECV:
                 times = posted.setdefault(ins.peer, [])
                 times.append(clock())
                 k = len(times) - 1 - program.receives_ahead
@@ -152,14 +157,14 @@ class Executor:
             starts[index] = clock()
             if ins.stream == "host" and op is not Op.STEP:
                 self._on_host(ins)
-            elif op is Op.FORWARD or op is Op.RECOMPUTE:
+            elif op is FORWARD or op is RECOMPUTE:
                 compute.forward(ins, live)
-            elif op is Op.BACKWARD:
+            elif op is BACKWARD:
                 compute.backward(ins, live)
                 for value in ins.writes:
                     if value.kind == "grad":
                         self.buckets.fill(value.index)
-            elif op is Op.SEND:
+            elif op is SEND:
                 value = ins.reads[0]
                 content = live.get(value)
                 arrival = device.sent(index, ins.peer, count_bytes(content)) if device is not None else 0.0
@@ -170,7 +175,7 @@ class Executor:
                 continue
             elif op in COLLECTIVES:
                 self._collective(index, ins)
-            elif op is Op.STEP:
+            elif op is STEP:
                 self._step(ins)
             else:
                 raise RankError(f"{ins}: no executor for {op.name}")

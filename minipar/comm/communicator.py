@@ -21,7 +21,7 @@ from minipar.comm import groups, values
 from minipar.comm.board import SMALL, Board, fingerprint
 from minipar.comm.handles import Handle, StagedHandle, SumHandle
 from minipar.comm.matching import Collective, Matcher, Starter
-from minipar.comm.sockets import Sockets
+from minipar.comm.sockets import DONE, Sockets
 from minipar.errors import RankError
 
 
@@ -76,14 +76,16 @@ class Communicator:
     def isend(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Handle:
         """Start sending a contiguous tensor. It must not change before `wait` has returned.
 
-        Messages between two ranks that are under way together need different tags (gloo matches by tag) and the
-        same order on both sides (NCCL matches by order). A send completes only when the peer receives.
+        Messages of two ranks that are under way together need different tags, and the same order on both sides.
         """
         self._check(tensor, peer)
         if not tensor.is_cuda:
-            # (a socket keeps what it has not written yet, and no longer: the memory is free when the send is done)
+            work = self._messages.send(tensor, peer, tag)
+            if work is DONE:
+                return Handle(None, None, self._pending)
+            # A socket keeps what it has not written yet, and no longer: the memory is free when the send is done.
             kept = None if isinstance(self._messages, Sockets) else tensor
-            return Handle(self._messages.send(tensor, peer, tag), kept, self._pending, ("send to rank", peer, tag))
+            return Handle(work, kept, self._pending, ("send to rank", peer, tag))
         if self.backend == "nccl":
             group = self._up if peer > self.rank else self._down
             return Handle(group.send([tensor], peer, tag), tensor, self._pending)

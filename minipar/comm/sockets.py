@@ -118,7 +118,7 @@ class _Outgoing:
             except (BrokenPipeError, ConnectionResetError) as error:
                 raise ConnectionError(f"rank {self.peer} is gone") from error
             if done == len(header) + len(data):
-                return _DONE
+                return DONE
         rest = memoryview(header + data)[done:] if done < len(header) else data[done - len(header) :]
         sent = _Sent(tensor)
         with self.lock:
@@ -173,7 +173,7 @@ class _Done:
         return True
 
 
-_DONE = _Done()
+DONE = _Done()  # of a message that the kernel took at once
 
 
 # receiving ------------------------------------------------------------------------------------------------------------

@@ -200,18 +200,18 @@ def test_a_dropped_handle_keeps_its_tensor_until_it_is_sent(cluster: Cluster) ->
         comm = create()
         comm.barrier()
         if comm.rank == 0:
-            comm.isend(torch.arange(1_000_000.0), 1, 9)
+            comm.isend(torch.arange(4_000_000.0), 1, 9)
             gc.collect()
             for _ in range(10):
-                torch.full((1_000_000,), -1.0)  # would take the place of the tensor
+                torch.full((4_000_000,), -1.0)  # would take the place of the tensor
             comm.barrier()
             (handle,) = comm._pending
             handle.wait()
         elif comm.rank == 1:
             comm.barrier()
-            got = torch.empty(1_000_000)
+            got = torch.empty(4_000_000)
             comm.irecv(got, 0, 9).wait()
-            return bool((got == torch.arange(1_000_000.0)).all())
+            return bool((got == torch.arange(4_000_000.0)).all())
         else:
             comm.barrier()
         return True
