@@ -1,7 +1,8 @@
 """GPipe and 1F1B beside torch.distributed.pipelining: 16 x (Linear 512 + GELU), 8 micro-batches of 8 rows, 4 ranks.
 
 torch runs twice: in processes as torch starts them, and in ranks of minipar's own, whose C library keeps freed memory
-(which makes both faster). The targets are for the first; the second is the executors alone.
+(which makes both faster). The targets are for the first; the second is the executors alone. minipar's ranks keep to the
+cores on which `execute` holds them while it trains (`as_in_training`); torch's are left to the system, as torch does.
 """
 
 from __future__ import annotations
