@@ -14,9 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from minipar import strategies
+from minipar import settings, strategies
 from minipar.collector import paused
-from minipar.costs.device import quantity
 from minipar.costs.measured import Profile
 from minipar.costs.recomputation import LayerCosts
 from minipar.costs.shapes import Shape, frozen, uniform
@@ -34,7 +33,6 @@ from minipar.verifier import verify
 OVERLAPS = ("none", "backward")
 REDUCES = ("microbatch", "step")
 PRECISIONS = ("float32", "bf16")
-OFFLOADS = ("activations", "optimizer", "parameters")
 MOST = 10_000_000  # forwards of a layer in one program: beyond, building it would fill the memory
 
 
@@ -95,22 +93,22 @@ class Plan:
 
     def __post_init__(self) -> None:
         for key in ("dp", "pp", "microbatches", "accumulate"):
-            object.__setattr__(self, key, _whole_number(key, getattr(self, key)))
+            object.__setattr__(self, key, settings.whole_number(key, getattr(self, key)))
         strategies.find(self.schedule)
-        object.__setattr__(self, "split", _split(self.split, self.pp))
-        object.__setattr__(self, "bucket", _bucket(self.bucket))
+        object.__setattr__(self, "split", settings.split(self.split, self.pp))
+        object.__setattr__(self, "bucket", settings.bucket(self.bucket))
         if self.overlap not in OVERLAPS:
             raise PlanError(f"overlap={self.overlap}: unknown; possible are {', '.join(OVERLAPS)}")
         object.__setattr__(self, "checkpoint", segments.parse(self.checkpoint))
-        object.__setattr__(self, "zero", _whole_number("zero", self.zero, 0, 3))
-        object.__setattr__(self, "prefetch", _whole_number("prefetch", self.prefetch, 0))
-        object.__setattr__(self, "clip", _clip(self.clip))
-        object.__setattr__(self, "inference", _truth("inference", self.inference))
-        object.__setattr__(self, "offload", _offload(self.offload))
+        object.__setattr__(self, "zero", settings.whole_number("zero", self.zero, 0, 3))
+        object.__setattr__(self, "prefetch", settings.whole_number("prefetch", self.prefetch, 0))
+        object.__setattr__(self, "clip", settings.clip_norm(self.clip))
+        object.__setattr__(self, "inference", settings.truth("inference", self.inference))
+        object.__setattr__(self, "offload", settings.offloaded(self.offload))
         if self.offload_to not in ("host", "disk"):
             raise PlanError(f"offload_to={self.offload_to}: unknown; possible are host, disk")
-        object.__setattr__(self, "offload_limit", _limit(self.offload_limit))
-        object.__setattr__(self, "host_layers", _names(self.host_layers))
+        object.__setattr__(self, "offload_limit", settings.limit(self.offload_limit))
+        object.__setattr__(self, "host_layers", settings.names(self.host_layers))
         if self.host_layers and self.zero:
             raise PlanError(f"host_layers={','.join(self.host_layers)}: are not sharded; possible is zero=0")
         if "parameters" in self.offload and self.zero in (1, 2):
@@ -208,7 +206,7 @@ class Plan:
         if self.inference:
             shape = frozen(shape)
         layout = self.layout(shape)
-        steps = _whole_number("steps", steps)
+        steps = settings.whole_number("steps", steps)
         size = shape.layers * self.total_microbatches * self.dp * steps
         if size > MOST:
             raise PlanError(f"plan {self}: {size} forwards of a layer in {steps} steps; possible are up to {MOST}")
@@ -315,82 +313,3 @@ def _check_keys(keys: Iterable[object]) -> None:
             close = difflib.get_close_matches(str(key), known, 1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise PlanError(f"plan key {key!r}: unknown; possible are {', '.join(known)}{hint}")
-
-
-def _whole_number(key: str, value: object, least: int = 1, most: int | None = None) -> int:
-    try:
-        if isinstance(value, bool) or (isinstance(value, float) and value != int(value)):
-            raise ValueError
-        number = int(value)  # type: ignore[call-overload]
-    except (TypeError, ValueError, OverflowError):
-        number = least - 1
-    if number < least or (most is not None and number > most):
-        possible = f"of at least {least}" if most is None else f"from {least} to {most}"
-        raise PlanError(f"{key}={value}: must be a whole number {possible}")
-    return number
-
-
-def _truth(key: str, value: object) -> bool:
-    known = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-    if str(value).lower() not in known:
-        raise PlanError(f"{key}={value}: must be true or false")
-    return known[str(value).lower()]
-
-
-def _clip(value: object) -> float | None:
-    if value is None or value == "none":
-        return None
-    try:
-        number = float(str(value))
-    except ValueError:
-        number = -1.0
-    if not 0 < number < float("inf"):
-        raise PlanError(f"clip={value}: must be a number above 0, the norm that gradients may have, or none")
-    return number
-
-
-def _offload(value: object) -> tuple[str, ...]:
-    found = tuple(value.split(",") if isinstance(value, str) else value) if isinstance(value, Iterable) else ()
-    if value is None or found == ("none",):
-        return ()
-    if not isinstance(value, Iterable) or not all(what in OFFLOADS for what in found):
-        raise PlanError(f"offload={value}: must be none, or a list of {', '.join(OFFLOADS)}")
-    return tuple(what for what in OFFLOADS if what in found)
-
-
-def _names(value: object) -> tuple[str, ...]:
-    words = value if isinstance(value, Iterable) and not isinstance(value, str) else str(value).split(",")
-    return tuple(str(word) for word in words if str(word) not in ("", "none"))
-
-
-def _limit(value: object) -> int | None:
-    return None if value is None or value == "none" else int(quantity("offload_limit", value))
-
-
-def _split(value: object, stages: int) -> tuple[int, ...] | None:
-    if value is None or (isinstance(value, str) and value == "even"):
-        return None
-    parts = value.split(",") if isinstance(value, str) else value
-    try:
-        if not isinstance(parts, Iterable):
-            raise PlanError("not a list")
-        counts = tuple(_whole_number("split", part) for part in parts)
-    except PlanError:
-        raise PlanError(f"split={value}: must be layer counts per stage, such as 3,3,2, or even") from None
-    if len(counts) != stages:
-        raise PlanError(f"split={','.join(map(str, counts))}: {len(counts)} stages, but pp={stages}")
-    return counts
-
-
-def _bucket(value: object) -> float | str:
-    if value in ("none", "flat"):
-        return str(value)
-    text = str(value)
-    number = text[:-3] if text.lower().endswith("mib") else text
-    try:
-        size = float(number)
-    except ValueError:
-        size = -1.0
-    if not 0 < size < float("inf"):
-        raise PlanError(f"bucket={value}: must be a size in MiB above 0, none (one message per parameter) or flat")
-    return int(size) if size == int(size) else size

@@ -1,0 +1,97 @@
+"""The values of plan keys: read from text or Python, and refused with what is possible."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from minipar.costs.device import quantity
+from minipar.errors import PlanError
+
+OFFLOADS = ("activations", "optimizer", "parameters")
+
+
+def whole_number(key: str, value: object, least: int = 1, most: int | None = None) -> int:
+    """A whole number from `least` on, to `most` if there is one."""
+    try:
+        if isinstance(value, bool) or (isinstance(value, float) and value != int(value)):
+            raise ValueError
+        number = int(value)  # type: ignore[call-overload]
+    except (TypeError, ValueError, OverflowError):
+        number = least - 1
+    if number < least or (most is not None and number > most):
+        possible = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise PlanError(f"{key}={value}: must be a whole number {possible}")
+    return number
+
+
+def truth(key: str, value: object) -> bool:
+    """A yes or no."""
+    known = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+    if str(value).lower() not in known:
+        raise PlanError(f"{key}={value}: must be true or false")
+    return known[str(value).lower()]
+
+
+def clip_norm(value: object) -> float | None:
+    """The norm that gradients may have; None: any."""
+    if value is None or value == "none":
+        return None
+    try:
+        number = float(str(value))
+    except ValueError:
+        number = -1.0
+    if not 0 < number < float("inf"):
+        raise PlanError(f"clip={value}: must be a number above 0, the norm that gradients may have, or none")
+    return number
+
+
+def offloaded(value: object) -> tuple[str, ...]:
+    """What waits away from the device, in the order of OFFLOADS."""
+    found = tuple(value.split(",") if isinstance(value, str) else value) if isinstance(value, Iterable) else ()
+    if value is None or found == ("none",):
+        return ()
+    if not isinstance(value, Iterable) or not all(what in OFFLOADS for what in found):
+        raise PlanError(f"offload={value}: must be none, or a list of {', '.join(OFFLOADS)}")
+    return tuple(what for what in OFFLOADS if what in found)
+
+
+def names(value: object) -> tuple[str, ...]:
+    """Layers, by name or number."""
+    words = value if isinstance(value, Iterable) and not isinstance(value, str) else str(value).split(",")
+    return tuple(str(word) for word in words if str(word) not in ("", "none"))
+
+
+def limit(value: object) -> int | None:
+    """Bytes, or None."""
+    return None if value is None or value == "none" else int(quantity("offload_limit", value))
+
+
+def split(value: object, stages: int) -> tuple[int, ...] | None:
+    """Layers per stage; None: even."""
+    if value is None or (isinstance(value, str) and value == "even"):
+        return None
+    parts = value.split(",") if isinstance(value, str) else value
+    try:
+        if not isinstance(parts, Iterable):
+            raise PlanError("not a list")
+        counts = tuple(whole_number("split", part) for part in parts)
+    except PlanError:
+        raise PlanError(f"split={value}: must be layer counts per stage, such as 3,3,2, or even") from None
+    if len(counts) != stages:
+        raise PlanError(f"split={','.join(map(str, counts))}: {len(counts)} stages, but pp={stages}")
+    return counts
+
+
+def bucket(value: object) -> float | str:
+    """MiB per message, "none" or "flat"."""
+    if value in ("none", "flat"):
+        return str(value)
+    text = str(value)
+    number = text[:-3] if text.lower().endswith("mib") else text
+    try:
+        size = float(number)
+    except ValueError:
+        size = -1.0
+    if not 0 < size < float("inf"):
+        raise PlanError(f"bucket={value}: must be a size in MiB above 0, none (one message per parameter) or flat")
+    return int(size) if size == int(size) else size
