@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from minipar import recomputed
 from minipar.affinity import on_own_core
 from minipar.cluster import Cluster, worker
 from minipar.comm import communicator
@@ -30,7 +31,7 @@ from minipar.emulation import Delays, delays
 from minipar.errors import PlanError
 from minipar.executor import Executor
 from minipar.losses import check_loss
-from minipar.memory.prediction import Tapes
+from minipar.memory.recorded import Tapes
 from minipar.memory.series import Series
 from minipar.memory.tape import record
 from minipar.memory.watching import SERIES, Watching
@@ -41,7 +42,7 @@ from minipar.saving.contents import dtype_name, outline_of
 from minipar.saving.folder import Header
 from minipar.saving.keeping import NOTHING, Share, Storing
 from minipar.state import Slice, assemble
-from minipar.tensors import count_bytes, count_rows, layers_of, map_tensors
+from minipar.tensors import count_bytes, count_rows, layers_of, map_tensors, single
 from minipar.trace import Trace
 from minipar.verifier import verify
 
@@ -213,7 +214,7 @@ def emulated_costs(program: Program, spec: DeviceSpec, job: Job, cluster: Cluste
     if spec.flops is None:
         return EmulatedCosts(program, spec)
     rows = microbatch_rows(job.batch, program.replicas, program.microbatches)
-    (facts,) = cluster.run_on([0], profile_job, job, rows)
+    (facts,) = cluster.run_on([0], profile_job, job, rows, False, program.precision, program.selective)
     return EmulatedCosts(program, spec, ProfiledCosts(program, facts.profile, job.batch))
 
 
@@ -308,18 +309,28 @@ class Facts(NamedTuple):
     tapes: Tapes | None = None
 
 
-def profile_job(job: Job, rows: tuple[int, ...], memory: bool = False, precision: str = "float32") -> Facts:
-    """In one rank: the facts of a job, its layers profiled for these numbers of rows."""
+def profile_job(
+    job: Job, rows: tuple[int, ...], memory: bool = False, precision: str = "float32", selective: bool = False
+) -> Facts:
+    """In one rank: the facts of a job, its layers profiled for these numbers of rows, as the plan will have them."""
     model = job.build().to(worker.context().device)
     x, y = job.batches(0)
     if precision == "bf16":
         model = model.to(torch.bfloat16)
         x = map_tensors(x, lambda t: t.to(torch.bfloat16) if t.is_floating_point() else t)
+    loss = job.loss if precision == "float32" else partial(_single, job.loss)
     layers = layers_of(model)
-    measured = profile(layers, (x, y), job.loss, rows, threads=torch.get_num_threads(), optimizer=job.optimizer)
-    tapes = record(layers, x, y, job.loss, rows, job.optimizer) if memory else None
+    if selective:
+        recomputed.check(layers)
+    recomputed.choose(layers, selective)
+    measured = profile(layers, (x, y), loss, rows, threads=torch.get_num_threads(), optimizer=job.optimizer)
+    tapes = record(layers, x, y, loss, rows, job.optimizer) if memory else None
     shape = replace(shape_of(layers), names=tuple(model._modules))
     return Facts(shape, measured, (count_bytes(x), count_bytes(y)), split_sensitive(model), tapes)
+
+
+def _single(loss: Loss, output: Any, y: Any) -> Tensor:
+    return loss(map_tensors(output, single), y)
 
 
 def run_plainly(

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from minipar import randomness
+from minipar import randomness, recomputed
 from minipar.cluster import notes
 from minipar.comm.communicator import Communicator
 from minipar.comm.links import Links
@@ -84,6 +84,7 @@ class Executor:
         randomness.replace_dropout(container, seed)
         layers: list[nn.Module] = layers_of(container)
         check_fit(program, layers)
+        recomputed.choose(layers, program.selective)
         self.program, self.comm = program, comm
         self.instructions = program.ranks[comm.rank]
         self.compute = Compute(program, comm.rank, comm.device, layers, loss)

@@ -50,7 +50,8 @@ class Plan:
     overlap       "backward": a bucket is sent while backward goes on; "none": after it
     checkpoint    layers that run forward again before their backward, to save memory: "none"; K, in segments of K;
                   "sqrt", of the length that needs least memory; a budget for activations on each rank, such as
-                  "64MiB"; or the layers at which segments begin, such as "3,7,11"
+                  "64MiB"; or the layers at which segments begin, such as "3,7,11". "selective": the core of each
+                  attention, inside its layer, which costs little time and keeps no scores
     zero          what the replicas share out: 1 the optimizer state, 2 also gradients, 3 also parameters; 0 nothing
     reduce        when zero=2 or 3 sums gradients over the replicas: after each "microbatch", or once a "step", for
                   fewer messages and the memory of whole gradients
@@ -119,8 +120,6 @@ class Plan:
             raise PlanError(f"reduce={self.reduce}: unknown; possible are {', '.join(REDUCES)}")
         if self.precision not in PRECISIONS:
             raise PlanError(f"precision={self.precision}: unknown; possible are {', '.join(PRECISIONS)}")
-        if self.precision == "bf16" and self.offload:
-            raise PlanError("precision=bf16: not together with offload; possible is precision=float32")
 
     @staticmethod
     def parse(text: str | Mapping[str, Any] | Plan) -> Plan:
@@ -266,6 +265,7 @@ class Plan:
             precision=self.precision,
             folder=self.offload_folder,
             room=self.offload_limit,  # type: ignore[arg-type]
+            selective=self.checkpoint == "selective",
         )
 
     def _actions(self, stage: int) -> list[Action]:

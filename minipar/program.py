@@ -197,6 +197,7 @@ class Program:
     precision        "bf16": layers compute in bfloat16, STEP in float32; "float32": everything as the model is
     folder           where values on the disk are kept; "": the system's temporary folder
     room             bytes that a rank may keep in the slower tier; None: what there is
+    selective        a BACKWARD first runs the cores of its layers' attention forward again
     """
 
     ranks: tuple[tuple[Instruction, ...], ...]
@@ -213,6 +214,7 @@ class Program:
     precision: str = "float32"
     folder: str = ""
     room: int | None = None
+    selective: bool = False
 
     def __len__(self) -> int:
         return sum(len(instructions) for instructions in self.ranks)
@@ -319,6 +321,7 @@ class Program:
             **({} if self.precision == "float32" else {"precision": self.precision}),
             **({"folder": self.folder} if self.folder else {}),
             **({} if self.room is None else {"room": self.room}),
+            **({"selective": True} if self.selective else {}),
             "state": [refs(sorted(values)) for values in self.state],
             "ranks": ranks,
             "values": [list(value) for value in names],
@@ -353,4 +356,5 @@ class Program:
             precision=data.get("precision", "float32"),
             folder=data.get("folder", ""),
             room=data.get("room"),
+            selective=data.get("selective", False),
         )

@@ -8,14 +8,16 @@ _KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers", "tot
 
 
 def memory(plan: str, model: str, batch: int | None) -> dict[str, Any]:
-    """Bytes of every rank by the formulas of `costs.memory_formula`, and which hardware presets hold the largest.
+    """Bytes of every rank by the formulas of `memory_formula`, and which hardware presets hold the largest.
 
     Errors: `PlanError` for a plan or model that cannot be.
     """
-    from minipar.costs import hardware, memory_formula
+    from minipar import memory_formula
+    from minipar.costs import hardware
+    from minipar.plan import Plan
 
-    chosen, savings = memory_formula.parse(plan)
-    ranks = memory_formula.per_rank(chosen, savings, model, batch)
+    chosen = Plan.parse(plan)
+    ranks = memory_formula.per_rank(chosen, model, batch)
     return {
         "plan": " ".join(plan.split()),
         "model": model,

@@ -60,15 +60,6 @@ class State:
         for g in sorted(program.sharded):
             if optimizer_shard(g) in held:
                 self._slice(g)
-        self.wide: dict[int, list[nn.Parameter]] = {}
-        for g, params in enumerate(groups if self.narrow else ()):
-            if g not in self.parts:
-                self.wide[g] = [nn.Parameter(p.detach().clone()) for p in params]
-                for p in params:
-                    p.data = p.data.to(torch.bfloat16)
-        self.sums: dict[tuple[int, ...], Tensor] = {}  # of the gradients of a bucket, this rank's slices
-        self.squares = torch.zeros(1, dtype=torch.float64, device=comm.device)
-        self.buckets = Buckets(instructions, groups, comm.device)
         _, self.at_home = host_layers.computed(instructions)  # groups of layers that are computed on the host
         self.masters: dict[int, list[nn.Parameter]] = {
             g: [nn.Parameter(p.detach().to("cpu", copy=True)) for p in self.owned(g)]
@@ -77,6 +68,15 @@ class State:
             for g in ins.layers
             if g not in self.at_home
         }
+        self.wide: dict[int, list[nn.Parameter]] = {}
+        for g, params in enumerate(groups if self.narrow else ()):
+            if g not in self.masters and g not in self.parts:
+                self.wide[g] = [nn.Parameter(p.detach().clone()) for p in params]
+            for p in params if g not in self.parts else ():
+                p.data = p.data.to(torch.bfloat16)
+        self.sums: dict[tuple[int, ...], Tensor] = {}  # of the gradients of a bucket, this rank's slices
+        self.squares = torch.zeros(1, dtype=torch.float64, device=comm.device)
+        self.buckets = Buckets(instructions, groups, comm.device)
         self.optimizers = {
             ins.layers: optimizer([p for g in ins.layers for p in self.trained(g)])
             for ins in instructions

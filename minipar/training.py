@@ -170,7 +170,8 @@ def train(
         bar = partial(tqdm, disable=not progress, leave=False)
         with bar(total=1, desc="profile, one layer at a time") as meter:
             rows = microbatch_rows(job.batch, plan.dp, plan.total_microbatches)
-            (facts,) = ranks.run_on([0], profile_job, job, rows, memory, plan.precision)
+            selective = plan.checkpoint == "selective"
+            (facts,) = ranks.run_on([0], profile_job, job, rows, memory, plan.precision, selective)
             meter.update()
         if facts.split_sensitive:
             names = ", ".join(facts.split_sensitive)

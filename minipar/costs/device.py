@@ -89,16 +89,19 @@ class DeviceSpec:
 
     @staticmethod
     def parse(text: str | DeviceSpec) -> DeviceSpec:
-        """A preset's name, and `key=value` words with units; words after a preset's name change it."""
+        """A preset's name (also of `costs.hardware`), and `key=value` words with units, which change it."""
         if isinstance(text, DeviceSpec):
             return text
+        from minipar.costs import hardware  # (made of DeviceSpecs itself)
+
+        presets = {**PRESETS, **hardware.PRESETS}
         spec = DeviceSpec()
         times: dict[str, float] = {}
         known = [f.name for f in fields(DeviceSpec) if f.name not in ("costs", "name")]
         for word in text.replace(",", " ").split():
             key, equals, value = word.partition("=")
-            if not equals and key in PRESETS:
-                spec = PRESETS[key]
+            if not equals and key in presets:
+                spec = presets[key]
             elif equals and key in known:
                 rate: dict[str, Any] = {key: quantity(key, value, zero=key == "latency")}
                 spec = replace(spec, **rate)
@@ -106,7 +109,7 @@ class DeviceSpec:
                 times[key] = quantity(key, value, zero=True)
             else:
                 raise PlanError(
-                    f"device {text!r}: {word!r} is neither a preset ({', '.join(PRESETS)}) "
+                    f"device {text!r}: {word!r} is neither a preset ({', '.join(presets)}) "
                     f"nor one of {', '.join(f'{k}=' for k in (*_TIMES, *known))}"
                 )
         return replace(spec, costs=times or None, name=spec.name or text)

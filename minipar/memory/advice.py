@@ -11,7 +11,8 @@ from minipar.costs.measured import Profile
 from minipar.costs.profiled import ProfiledCosts, microbatch_rows
 from minipar.costs.shapes import Shape
 from minipar.errors import DeviceOutOfMemory, MiniparError, PlanError, ProgramError
-from minipar.memory.prediction import Tapes, predict_memory
+from minipar.memory.prediction import predict_memory
+from minipar.memory.recorded import Tapes
 from minipar.memory.series import mib
 from minipar.pieces import pieces_of
 from minipar.plan import Plan

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from minipar.memory.prediction import Sizes, Tapes, predict_memory
+from minipar.memory.prediction import Sizes, predict_memory
+from minipar.memory.recorded import Tapes
 from minipar.pieces import pieces_of
 from minipar.trace import Trace
 

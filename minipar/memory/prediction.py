@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from minipar.memory.lifetimes import KINDS
+from minipar.memory.recorded import LayerTape, Piece, Tape, Tapes
 from minipar.memory.series import Series
 from minipar.program import (
     COLLECTIVES,
@@ -26,63 +26,14 @@ from minipar.program import (
     Op,
     Program,
     Value,
+    grad,
     grad_output,
     home,
     output,
+    param,
+    param_shard,
     tier,
 )
-
-# Bytes, and what they are: "saved" for the backward, "output", "input" (only its free), "grad_output" (its free),
-# "grad_input", "gradient" of a parameter, "temporary".
-Tape = tuple[tuple[int, str], ...]
-Piece = tuple[int, ...]
-
-
-class LayerTape(NamedTuple):
-    """One layer, for one number of rows.
-
-    plain      its forward without a graph
-    forward    with one, and (last layer) the loss
-    backward   the first of a step, which makes the gradients
-    later      one that adds to them
-    """
-
-    plain: Tape
-    forward: Tape = ()
-    backward: Tape = ()
-    later: Tape = ()
-
-
-class Workspace(NamedTuple):
-    """Most bytes that an optimizer step needs for itself: per parameter group, for pairs of groups that may follow one
-    another in one step, and for all of them together.
-    """
-
-    groups: tuple[int, ...]
-    pairs: dict[tuple[int, int], int]
-    together: int
-
-    def of(self, groups: Sequence[int]) -> int:
-        """Of a step over some groups.
-
-        An optimizer that goes from parameter to parameter still names what it made for the one before, so that two
-        neighbours tell everything; one that takes all of them at once needs the sum.
-        """
-        mine = [self.groups[g] for g in groups]
-        whole, largest = sum(self.groups), max((*self.groups, *self.pairs.values()), default=0)
-        if self.together > largest:
-            return round(self.together * sum(mine) / whole) if whole else 0
-        return max((*mine, *(self.pairs.get(pair, 0) for pair in pairwise(groups))), default=0)
-
-
-@dataclass(frozen=True)
-class Tapes:
-    """Of a whole model: by rows, then layer; bytes of each layer's buffers (no parameters, but held); the optimizer."""
-
-    layers: dict[int, tuple[LayerTape, ...]]
-    buffers: tuple[int, ...]
-    workspace: Workspace
-    flat_workspace: Workspace  # the same with the parameters of each group laid end to end, as ZeRO's are
 
 
 class Sizes(Protocol):
@@ -162,10 +113,20 @@ class _Walk:
         for value in (value for value in self.state if tier(value) == "device"):
             owner = KINDS[value.kind], -1 if value.kind == "grad" else self._layer_of(value.index)
             before[owner] = before.get(owner, 0) + sizes.size(rank, value)
+        for g in self._passed_on():
+            owner = "parameters", self._layer_of(g)
+            before[owner] = before.get(owner, 0) + sizes.size(rank, param_shard(g))
         for layer in program.placement[rank]:
             before["parameters", layer] = before.get(("parameters", layer), 0) + tapes.buffers[layer]
         if data:
             before["data", -1] = data
+
+    def _passed_on(self) -> list[int]:
+        """Groups of bfloat16 parameters whose float32 slice comes from the host, on the way to the whole ones."""
+        if self.program.precision != "bf16":
+            return []
+        away = {v.index for v in self.state if home(v).kind == "param_shard" and tier(v) != "device"}
+        return [g for g in sorted(away) if param(g) in self.state]
 
     def _layer_of(self, group: int) -> int:
         held = self.program.placement[self.rank]
@@ -256,10 +217,17 @@ class _Walk:
                 self.messages[value] = [message, arriving]
 
     def _workspace(self, groups: Sequence[int]) -> int:
-        """Of a STEP over some groups; the slices of sharded ones are parameters of their own."""
+        """Of a STEP over some groups; the slices of sharded ones are parameters of their own.
+
+        With precision=bf16 the tapes are of bfloat16, STEP is in float32, and makes float32 copies of whole gradients.
+        """
         shards = [g for g in groups if Value("optimizer_shard", g) in self.state]
-        whole = self.tapes.workspace.of([g for g in groups if g not in shards])
-        return max(whole, self.tapes.flat_workspace.of(shards) // max(1, self.program.replicas))
+        others = [g for g in groups if g not in shards]
+        whole = self.tapes.workspace.of(others)
+        sliced = self.tapes.flat_workspace.of(shards) // max(1, self.program.replicas)
+        if self.program.precision != "bf16":
+            return max(whole, sliced)
+        return 2 * max(whole + sum(self.sizes.size(self.rank, grad(g)) for g in others), sliced)
 
     def other(self, ins: Instruction) -> None:
         """An instruction that nothing special is known of: what it writes appears; what it frees goes."""

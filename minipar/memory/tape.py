@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from minipar import randomness
 from minipar.costs.profiler import OptimizerFactory, parameters_of
-from minipar.memory.prediction import LayerTape, Tape, Tapes, Workspace
+from minipar.memory.recorded import LayerTape, Tape, Tapes, Workspace
 from minipar.memory.storages import Held, Storages
 from minipar.tensors import differentiable, map_tensors, overwrites, take_rows, tensors
 

@@ -59,6 +59,10 @@ class Tracker(Storages):
         self._layer_of = {id(p): layer for layer, module in self._layers() for p in module.parameters()}
         for g, part in executor.state.parts.items():
             self._layer_of[id(part)] = next((self._layer_of[id(p)] for p in executor.groups[g]), -1)
+        for g, copies in executor.state.wide.items():
+            self._layer_of |= {
+                id(c): self._layer_of.get(id(p), -1) for p, c in zip(executor.groups[g], copies, strict=True)
+            }
         for layer, module in self._layers():
             self._watch_layer(layer, module)
         self.take_in()
@@ -77,6 +81,9 @@ class Tracker(Storages):
                 self.register(tensor, "parameters", layer)
         for part in self.executor.state.parts.values():
             self.register(part, "parameters", self._layer_of[id(part)])
+        for copies in self.executor.state.wide.values():
+            for copy in copies:
+                self.register(copy, "optimizer", self._layer_of[id(copy)])
         for views in self.executor.buckets.buffers.values():
             for buffer in views:
                 self.register(buffer, "gradients")

@@ -12,6 +12,7 @@ from torch.nn import functional
 from minipar.errors import PlanError
 from minipar.models.initial import initialise
 from minipar.models.table import GPT, check_gpt
+from minipar.recomputed import Recomputed
 
 
 def gpt(
@@ -22,6 +23,7 @@ def gpt(
     vocab: int = 256,
     tied: bool = False,
     dropout: float = 0.0,
+    fused: bool = True,
 ) -> nn.Sequential:
     """A GPT of `layers` transformer blocks: an `nn.Sequential` of `layers` + 2 layers (embedding, blocks, head).
 
@@ -31,13 +33,14 @@ def gpt(
 
     `tied`: the head's weight is the same Parameter object as the token embedding. `dropout`: the probability in the
     `nn.Dropout`s behind the embedding, the attention and the MLP of each block; there are none where it is 0.
-    Initial values come from `torch.initial_seed()` and the parameters' names.
+    `fused`: attention by one kernel, which keeps no scores; otherwise as in the paper, so that checkpoint=selective
+    has something to save. Initial values come from `torch.initial_seed()` and the parameters' names.
     Errors: `PlanError` for sizes that make no model, or a text longer than `context`.
     """
     check_gpt(GPT(layers, width, heads, context, vocab, tied, dropout))
     with torch.random.fork_rng(devices=[]):  # torch draws values of its own first; they are not wanted
         embed = Embed(vocab, context, width, dropout)
-        blocks = [Block(width, heads, dropout) for _ in range(layers)]
+        blocks = [Block(width, heads, dropout, fused) for _ in range(layers)]
         head = Head(width, vocab)
     if tied:
         head.logits.weight = embed.token.weight
@@ -66,10 +69,10 @@ class Embed(nn.Module):
 class Block(nn.Module):
     """One transformer block, (B, T, width) to the same: attention, then the MLP, each behind a norm and added on."""
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int, dropout: float, fused: bool) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width)
-        self.attention = Attention(width, heads)
+        self.attention = Attention(width, heads, fused)
         self.dropout1 = _dropout(dropout)
         self.norm2 = nn.LayerNorm(width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
@@ -83,17 +86,40 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention, (B, T, width) to the same: position t sees positions 0 to t."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, fused: bool) -> None:
         super().__init__()
         self.heads = heads
         self.qkv = nn.Linear(width, 3 * width)
+        self.core = Core() if fused else PlainCore()
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         query, key, value = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        seen = self.core(query, key, value)
         return self.out(seen.transpose(1, 2).reshape(batch, length, width))
+
+
+class Core(Recomputed):
+    """Queries, keys and values (B, heads, T, width / heads) to what each position sees, of the same shape.
+
+    One kernel of torch's, which keeps one number for each row of the T x T scores.
+    """
+
+    def compute(self, *inputs: Tensor) -> Tensor:
+        query, key, value = inputs
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+class PlainCore(Recomputed):
+    """The same, as it is written in the paper: scores and their softmax are whole (B, heads, T, T) tensors."""
+
+    def compute(self, *inputs: Tensor) -> Tensor:
+        query, key, value = inputs
+        length, size = query.shape[-2:]
+        later = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+        scores = (query @ key.transpose(-2, -1) / size**0.5).masked_fill(later, float("-inf"))
+        return scores.softmax(-1) @ value
 
 
 class Head(nn.Module):

@@ -3,6 +3,7 @@
 checkpoint=4         0 1 2 3 | 4 5 6 7 | 8 9        segments of 4 layers, counted in each stage
 checkpoint=sqrt      segments of the length that takes the least memory
 checkpoint=3,7       0 1 2 | 3 4 5 6 | 7 8 9        segments begin at these layers
+checkpoint=selective the core of each attention, inside its layer: see `minipar.recomputed`
 checkpoint=64MiB     whatever is fastest and fits: some layers keep what they save, some run again, perhaps twice
 """
 
@@ -19,20 +20,20 @@ from minipar.errors import PlanError
 from minipar.program import Action, Forward
 from minipar.strategies.layers import Layout
 
-Checkpoint = int | str | tuple[int, ...]  # every K layers; "none", "sqrt" or a budget; first layers of segments
+Checkpoint = (
+    int | str | tuple[int, ...]
+)  # every K layers; "none", "sqrt", "selective" or a budget; first layers of segments
 _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-POSSIBLE = "none, sqrt, K (every K layers), a budget such as 64MiB, or first layers of segments such as 3,7,11"
+POSSIBLE = (
+    "none, sqrt, selective (attention core), K (every K layers), a budget such as 64MiB, "
+    "or first layers of segments such as 3,7,11"
+)
 
 
 def parse(value: object) -> Checkpoint:
     """One of the forms of `Checkpoint`, from a word or a Python value; PlanError for anything else."""
-    if value == "selective":
-        raise PlanError(
-            "checkpoint=selective: the smallest unit of a plan is a layer, and the attention core is part of one; "
-            "choose it in the model, or one of " + POSSIBLE
-        )
     if isinstance(value, str):
-        if value in ("none", "sqrt"):
+        if value in ("none", "sqrt", "selective"):
             return value
         if "," in value:
             return _starts(value, value.removesuffix(",").split(","))
@@ -87,7 +88,7 @@ def schedules(
     if isinstance(costs, Profile):
         costs = LayerCosts.of(costs)
     _check(choice, layout.shape.layers, costs)
-    if choice == "none":
+    if choice in ("none", "selective"):
         return [()] * layout.pp
     stages = [_part(layout, stage) for stage in range(layout.pp)]
     flying = [in_flight(chosen) for chosen in actions]

@@ -11,7 +11,7 @@ from minipar import Plan, data, models
 from minipar.costs.profiled import ProfiledCosts, microbatch_rows
 from minipar.execution import Job, execute, profile_job
 from minipar.memory.forecast import with_memory
-from minipar.memory.prediction import Workspace
+from minipar.memory.recorded import Workspace
 from minipar.simulator import simulate
 from minipar.trace import Trace
 

@@ -15,10 +15,10 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from minipar import strategies
+from minipar import settings, strategies
 from minipar.costs import presets
 from minipar.costs.profiled import split_rows
 from minipar.costs.recomputation import LayerCosts, Move, keep_everything, memory
@@ -30,8 +30,6 @@ from minipar.strategies import segments
 from minipar.strategies.data_parallel import split_buckets
 from minipar.strategies.layers import Layout
 from minipar.trace import Trace
-
-OFFLOADS = ("optimizer", "parameters", "activations")
 
 
 @dataclass(frozen=True)
@@ -48,22 +46,6 @@ PRECISIONS = {
     "float32": Precision(4, 4, 8, 4),  # Adam's two moments
     "bf16": Precision(2, 2, 12, 2),  # master parameters and Adam's moments in float32; ZeRO's K = 12
 }
-
-
-@dataclass(frozen=True)
-class Savings:
-    """What a plan does about memory, besides its shape.
-
-    zero         ZeRO's stage, 0 to 3
-    checkpoint   "none", "full" (every layer), "selective" (the attention core), or what `segments.Checkpoint` says
-    precision    a name in `PRECISIONS`
-    offload      of "optimizer", "parameters", "activations" those that live on the host
-    """
-
-    zero: int = 0
-    checkpoint: segments.Checkpoint = "none"
-    precision: str = "float32"
-    offload: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -101,47 +83,6 @@ class RankMemory:
         return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
 
 
-_KEYS = tuple(field.name for field in fields(Savings))
-
-
-def parse(text: str) -> tuple[Plan, Savings]:
-    """A plan's words, those about memory apart. Errors: `PlanError`, with what is possible."""
-    found: dict[str, str] = {}
-    rest = []
-    known = list(dict.fromkeys([*(field.name for field in fields(Plan)), *_KEYS]))
-    for word in text.split():
-        key, equals, value = word.partition("=")
-        if key not in known and equals:
-            raise PlanError(f"plan key {key!r}: unknown; possible are {', '.join(known)}")
-        if key not in _KEYS:
-            rest.append(word)
-        elif not equals or not value:
-            raise PlanError(f"plan word {word!r}: must be key=value, such as zero=3")
-        elif key in found:
-            raise PlanError(f"plan key {key!r}: given twice")
-        else:
-            found[key] = value
-    plan = Plan.parse(" ".join(rest))
-    zero, precision = found.get("zero", "0"), found.get("precision", "float32")
-    checkpoint: segments.Checkpoint = found.get("checkpoint", "none")
-    offload = tuple(found.get("offload", "none").split(","))
-    if zero not in ("0", "1", "2", "3"):
-        raise PlanError(f"zero={zero}: must be 0, 1 (optimizer), 2 (and gradients) or 3 (and parameters)")
-    if precision not in PRECISIONS:
-        raise PlanError(f"precision={precision}: unknown; possible are {', '.join(PRECISIONS)}")
-    if checkpoint not in ("full", "selective"):
-        try:
-            checkpoint = segments.parse(checkpoint)
-        except PlanError as error:
-            raise PlanError(f"{error.reason}; and, as formulas, full or selective") from None
-    if offload == ("none",):
-        offload = ()
-    for kind in offload:
-        if kind not in OFFLOADS:
-            raise PlanError(f"offload={found['offload']}: {kind!r} cannot be; possible are none, {', '.join(OFFLOADS)}")
-    return plan, Savings(int(zero), checkpoint, precision, offload)
-
-
 def states(parameters: int, ranks: int, zero: int, precision: Precision = PRECISIONS["bf16"]) -> States:
     """Model states on each of `ranks` data-parallel ranks, by ZeRO's stage; shards are rounded up."""
     shard = -(-parameters // ranks)
@@ -157,51 +98,53 @@ def in_flight(plan: Plan) -> tuple[list[int], int]:
 
     One layer a stage and one round of accumulation: neither changes the order.
     """
-    small = replace(plan, dp=1, split=None, accumulate=1)
+    small = Plan(pp=plan.pp, schedule=plan.schedule, microbatches=plan.microbatches)
     program = small.compile(layers=small.pp, check=False)
     found = Trace(program, (), (), lambda rank, value: 0).in_flight()
     return [int(count) for count in found], program.receives_ahead
 
 
-def per_rank(plan: Plan, savings: Savings, model: str, batch: int | None = None) -> list[RankMemory]:
+def per_rank(plan: Plan, model: str, batch: int | None = None) -> list[RankMemory]:
     """Bytes of each rank, in rank order, for a step of `batch` rows; default one row for every micro-batch.
 
     Errors: `PlanError` for a model that is not known, and for what does not fit it.
     """
     numbers = presets.model(model)
-    if savings.checkpoint == "selective" and not isinstance(numbers, GPT):
-        raise PlanError(f"checkpoint=selective: {model} has no attention; possible are {segments.POSSIBLE}, full")
+    if plan.checkpoint == "selective" and not isinstance(numbers, GPT):
+        raise PlanError(
+            f"checkpoint=selective: {model} has no attention; possible are the others of {segments.POSSIBLE}"
+        )
     count = plan.total_microbatches
     batch = plan.dp * count if batch is None else batch
     edges = split_rows(batch, plan.dp * count)
     largest = [len(edges[replica * count]) for replica in range(plan.dp)]  # the first ones have more rows
     layout = replace(plan, dp=1, accumulate=1).layout(presets.shape(model, element_size=1))
     flying, ahead = in_flight(plan)
-    own = [_own(plan, savings, layout, stage) for stage in range(plan.pp)]
+    own = [_own(plan, layout, stage) for stage in range(plan.pp)]
     found: dict[int, list[RankMemory]] = {}
     for rows in set(largest):
-        of_step = _activations(plan, savings, model, layout, flying, ahead, rows)
-        found[rows] = [_on_device(savings, *own[stage], *of_step[stage]) for stage in range(plan.pp)]
+        of_step = _activations(plan, model, layout, flying, ahead, rows)
+        found[rows] = [_on_device(plan, *own[stage], *of_step[stage]) for stage in range(plan.pp)]
     return [found[rows][stage] for rows in largest for stage in range(plan.pp)]
 
 
 # model states --------------------------------------------------------------------------------------------------------
 
 
-def _own(plan: Plan, savings: Savings, layout: Layout, stage: int) -> tuple[States, int]:
+def _own(plan: Plan, layout: Layout, stage: int) -> tuple[States, int]:
     """Model states of a stage, and the buffers that sharding or offloading them takes."""
-    precision, groups = PRECISIONS[savings.precision], layout.shape.groups
+    precision, groups = PRECISIONS[plan.precision], layout.shape.groups
     held = layout.groups(stage)
     # What is tied between stages stays whole: its slices would belong to ranks with different work.
     sharded = [g for g in held if len(layout.holders(g)) == 1] if plan.dp > 1 else []
-    parts = [states(_numbers(groups[g]), plan.dp, savings.zero if g in sharded else 0, precision) for g in held]
+    parts = [states(_numbers(groups[g]), plan.dp, plan.zero if g in sharded else 0, precision) for g in held]
     own = States(sum(p.parameters for p in parts), sum(p.gradients for p in parts), sum(p.optimizer for p in parts))
     buffers = 0
-    if "parameters" in savings.offload or (savings.zero == 3 and sharded):
-        moving = held if "parameters" in savings.offload else sharded
+    if "parameters" in plan.offload or (plan.zero == 3 and sharded):
+        moving = held if "parameters" in plan.offload else sharded
         layers = [sum(_numbers(groups[g]) for g in moving if l in groups[g].layers) for l in layout.layers(stage)]
         buffers += precision.parameter * _neighbours(layers)  # one layer computes, the next is on its way
-    if savings.zero >= 2:
+    if plan.zero >= 2:
         sizes = [Group(group.layers, (precision.gradient * _numbers(group),)) for group in groups]
         buckets = split_buckets(sharded[::-1], sizes, plan.bucket)
         buffers += _neighbours([sum(sum(sizes[g].tensors) for g in bucket) for bucket in buckets])
@@ -221,16 +164,16 @@ def _neighbours(sizes: Sequence[int]) -> int:
 
 
 def _activations(
-    plan: Plan, savings: Savings, model: str, layout: Layout, flying: Sequence[int], ahead: int, rows: int
+    plan: Plan, model: str, layout: Layout, flying: Sequence[int], ahead: int, rows: int
 ) -> list[tuple[int, int, int, int]]:
     """Per stage: bytes that wait, bytes more at the peak, buffers for messages, and the most that one layer keeps."""
-    element = PRECISIONS[savings.precision].activation
+    element = PRECISIONS[plan.precision].activation
     if rows == 0:
         return [(0, 0, 0, 0)] * plan.pp
-    selective = savings.checkpoint == "selective"
+    selective = plan.checkpoint == "selective"
     costs = presets.layer_costs(model, rows, element, selective=selective)
     everything = presets.layer_costs(model, rows, element).saved
-    schedules = _schedules(plan, savings, layout, costs)
+    schedules = _schedules(plan, layout, costs)
     found = []
     for stage, (schedule, several) in enumerate(zip(schedules, flying, strict=True)):
         layers = layout.layers(stage)
@@ -248,21 +191,17 @@ def _activations(
     return found
 
 
-def _schedules(plan: Plan, savings: Savings, layout: Layout, costs: LayerCosts) -> list[tuple[Move, ...]]:
+def _schedules(plan: Plan, layout: Layout, costs: LayerCosts) -> list[tuple[Move, ...]]:
     """How a micro-batch goes through each stage: what is kept, and what runs again."""
-    whole_layers: dict[segments.Checkpoint, segments.Checkpoint] = {"full": 1, "selective": "none"}
-    choice = whole_layers.get(savings.checkpoint, savings.checkpoint)
     order = strategies.find(plan.schedule).generate
     actions = [list(order(stage, plan.pp, plan.microbatches)) for stage in range(plan.pp)]
-    found = segments.schedules(choice, layout, actions, costs)
+    found = segments.schedules(plan.checkpoint, layout, actions, costs)
     return [moves or keep_everything(layout.split[stage]) for stage, moves in enumerate(found)]
 
 
-def _on_device(
-    savings: Savings, own: States, gathered: int, held: int, more: int, messages: int, layer: int
-) -> RankMemory:
+def _on_device(plan: Plan, own: States, gathered: int, held: int, more: int, messages: int, layer: int) -> RankMemory:
     """What stays on the device, and what the host has instead."""
-    moved = {name: name in savings.offload for name in OFFLOADS}
+    moved = {name: name in plan.offload for name in settings.OFFLOADS}
     kept = min(held, 2 * layer) if moved["activations"] else held  # one layer in use, one on its way
     host = own.optimizer * moved["optimizer"] + own.parameters * moved["parameters"] + held - kept
     return RankMemory(

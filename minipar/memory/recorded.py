@@ -1,0 +1,60 @@
+"""What is recorded of a model's layers, one at a time, for a prediction: tapes of allocations. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+# Bytes, and what they are: "saved" for the backward, "output", "input" (only its free), "grad_output" (its free),
+# "grad_input", "gradient" of a parameter, "temporary".
+Tape = tuple[tuple[int, str], ...]
+Piece = tuple[int, ...]
+
+
+class LayerTape(NamedTuple):
+    """One layer, for one number of rows.
+
+    plain      its forward without a graph
+    forward    with one, and (last layer) the loss
+    backward   the first of a step, which makes the gradients
+    later      one that adds to them
+    """
+
+    plain: Tape
+    forward: Tape = ()
+    backward: Tape = ()
+    later: Tape = ()
+
+
+class Workspace(NamedTuple):
+    """Most bytes that an optimizer step needs for itself: per parameter group, for pairs of groups that may follow one
+    another in one step, and for all of them together.
+    """
+
+    groups: tuple[int, ...]
+    pairs: dict[tuple[int, int], int]
+    together: int
+
+    def of(self, groups: Sequence[int]) -> int:
+        """Of a step over some groups.
+
+        An optimizer that goes from parameter to parameter still names what it made for the one before, so that two
+        neighbours tell everything; one that takes all of them at once needs the sum.
+        """
+        mine = [self.groups[g] for g in groups]
+        whole, largest = sum(self.groups), max((*self.groups, *self.pairs.values()), default=0)
+        if self.together > largest:
+            return round(self.together * sum(mine) / whole) if whole else 0
+        return max((*mine, *(self.pairs.get(pair, 0) for pair in pairwise(groups))), default=0)
+
+
+@dataclass(frozen=True)
+class Tapes:
+    """Of a whole model: by rows, then layer; bytes of each layer's buffers (no parameters, but held); the optimizer."""
+
+    layers: dict[int, tuple[LayerTape, ...]]
+    buffers: tuple[int, ...]
+    workspace: Workspace
+    flat_workspace: Workspace  # the same with the parameters of each group laid end to end, as ZeRO's are
