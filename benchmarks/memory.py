@@ -38,6 +38,13 @@ PLANS = (
     "dp=4 zero=2 microbatches=2",
     "dp=4 zero=3 microbatches=2",
     "pp=2 dp=2 zero=3 checkpoint=1 microbatches=2",
+    "microbatches=2 offload=activations",
+    "microbatches=2 offload=parameters",
+    "dp=2 zero=1 offload=optimizer",
+    "dp=2 zero=3 offload=optimizer,activations,parameters offload_to=disk",
+    "pp=2 microbatches=4 offload=optimizer,activations",
+    "dp=2 zero=2 precision=bf16",
+    "microbatches=2 precision=bf16 offload=optimizer",
 )
 MODELS = ("gpt-tiny", "gpt-demo", "mlp-digits", "mlp-wide")
 QUICK = ("gpt-tiny", "mlp-digits")
@@ -47,7 +54,7 @@ def _compare(cluster: Cluster, name: str, plan: Plan, batch: int) -> list[tuple[
     """Predicted and measured peak of every rank, in bytes."""
     job = Job(partial(models.build, name), data.for_model(name), batch, optimizer=partial(torch.optim.AdamW, lr=1e-3))
     rows = microbatch_rows(batch, plan.dp, plan.total_microbatches)
-    (facts,) = cluster.run_on([0], profile_job, job, rows, True)
+    (facts,) = cluster.run_on([0], profile_job, job, rows, True, plan.precision)
     assert facts.tapes is not None
     program = plan.compile(facts.shape, costs=facts.profile)
     predicted = predict(program, facts.profile, batch, None, facts.data_bytes)

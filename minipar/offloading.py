@@ -40,6 +40,10 @@ def _nothing() -> None:
     pass
 
 
+def _any_time(ins: Instruction) -> bool:
+    return ins.op is Op.FETCH or ins.reads[0].kind != "saved"
+
+
 class Copy:
     """A copy that is under way: `settle` when `arrived`, on the rank's own thread."""
 
@@ -52,6 +56,7 @@ class Copy:
     ) -> None:
         self.futures, self.nbytes, self.let_go, self.failed = futures, nbytes, let_go, failed
         self.end: float | None = None  # on the emulated device
+        self.awaited = False
         self._arrived = Event()
 
     def when_copied(self, act: Callable[[], None]) -> None:
@@ -70,6 +75,7 @@ class Copy:
         return self._arrived.is_set()
 
     def wait(self) -> None:
+        self.awaited = True
         self._arrived.wait()
 
     def forget(self) -> None:
@@ -224,8 +230,14 @@ class Offloading:
         return copy
 
     def settle(self) -> None:
-        """Let go of what has been copied away, on the rank's own thread."""
-        for entry in [entry for entry in self.under_way if entry[1].arrived]:
+        """Let go of what has been copied away, on the rank's own thread.
+
+        Of what autograd keeps only when the program waits for the copy: how much memory a step needs should not
+        depend on the link's speed.
+        """
+        for entry in [
+            entry for entry in self.under_way if entry[1].arrived and (entry[1].awaited or _any_time(entry[0]))
+        ]:
             self.under_way.remove(entry)
             ins, copy = entry
             error = copy.error()
@@ -242,6 +254,8 @@ class Offloading:
 
     def finish(self) -> None:
         """All copies are done: raise the error of the first one that failed."""
+        for _, copy in self.under_way:
+            copy.wait()
         self.settle()
         failed, self.failed = self.failed, None
         if failed is not None:

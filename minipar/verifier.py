@@ -77,6 +77,8 @@ def _check_instructions(program: Program) -> None:
                     raise refuse(program, rank, index, f"{at(program, rank, index)} cannot make {value}")
             for value in reads + writes:
                 if value[2] >= 0 and (value[2] != i or value[3] != step):
+                    if ins.stream == "compute" and " " in value[0] and value in reads:
+                        continue  # it waits until a copy is done, perhaps of the micro-batch before
                     raise _mislabelled(program, rank, index, value)
 
 

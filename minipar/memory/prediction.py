@@ -100,6 +100,8 @@ class _Walk:
         self.saved: dict[tuple[int, int, int], int] = {}
         self.messages: dict[Value, list[_Storage]] = {}  # buffers of a collective, held until what it writes is read
         self.filled: set[int] = set()  # groups that have a gradient now
+        self.brought: set[tuple[int, int, int]] = set()  # layers whose saved tensors came back: held to the end
+        self.leaving: dict[Value, int] = {}  # bytes that go when the copy of them is waited for
         self.state = program.state[rank] if program.state else frozenset()
         self.kept = {value.index for value in self.state if value.kind == "grad"}
         row = program.ranks[rank]
@@ -162,6 +164,7 @@ class _Walk:
 
     def instruction(self, ins: Instruction) -> None:
         for value in ins.reads:
+            self.change(-self.leaving.pop(value, 0), "activations", value.index)
             for message in self.messages.pop(value, ()):
                 self.release(message, "message")
             storage = self.live.get(value)
@@ -182,7 +185,11 @@ class _Walk:
             self.post(self.program.receives_ahead, ins.peer)
         elif ins.op in COPIES and home(ins.reads[0]).kind == "saved":
             size = self.saved.get(home(ins.reads[0])[1:], 0)
-            self.change(-size if ins.op is Op.OFFLOAD else size, "activations", ins.layers[0])
+            if ins.op is Op.OFFLOAD:
+                self.leaving[ins.writes[0]] = size
+            else:
+                self.change(size, "activations", ins.layers[0])
+                self.brought.add(home(ins.reads[0])[1:])
         elif ins.op is Op.STEP:
             need = self._workspace(ins.layers)
             self.change(need, "temporary", -1)
@@ -335,8 +342,9 @@ class _Walk:
         made = 0
         for delta, what in tape.backward if fresh else tape.later:
             if what == "saved":
-                left += delta
-                self.change(delta, "activations", layer)
+                if key not in self.brought:
+                    left += delta
+                    self.change(delta, "activations", layer)
             elif what == "output":
                 self.release(self.made.pop(key, None), f"made by {key}")
             elif what == "input":

@@ -11,8 +11,9 @@ Sources: Ren et al., "ZeRO-Offload", ATC 2021 (gradients go to the host, paramet
 Rajbhandari et al., "ZeRO-Infinity", SC 2021 (parameters, and the disk); Rhu et al., "vDNN", MICRO 2016 (activations).
 
 With offload_to=disk an optimizer state and its copy of the parameters are fetched to the host for their group's STEP,
-and written back after it. Copies of one direction go in order. An OFFLOAD waits for the last but one before it, so that
-no more than two values are on their way out while the next is being made.
+and written back after it. Copies of one direction go in order. What autograd keeps is copied beside one compute
+instruction; the one after that waits for the copy, and so its memory is free then, neither sooner nor later, however
+fast the link is. Of gradients two are on their way out while the next is being made.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from minipar.program import (
     tier,
 )
 
-IN_FLIGHT = 2  # OFFLOADs that are under way at once; a third one waits for the first
+BESIDE = 1  # compute instructions during which what autograd keeps is copied away
+IN_FLIGHT = 2  # gradients that are copied away at once; a third one waits for the first
 SOON = 3  # a value that is read so many compute instructions after it was made, or fewer, stays
 
 
@@ -174,18 +176,17 @@ def _offload_activations(instructions: Sequence[Instruction], rule: Offload) -> 
         idle |= {v: n for v in ins.reads if v.kind == "output" and not graph and v not in ins.frees}
         for value in (v for v in ins.reads if v.kind == "output" and graph):
             idle.pop(value, None)
+    arrived: dict[int, list[Value]] = {}  # compute instruction that does not begin before these have been copied
+    for n, k in enumerate(compute[: -1 - BESIDE]):
+        if k in after:
+            arrived[compute[n + 1 + BESIDE]] = [rule.far(value) for value in after[k]]
     result: list[Instruction] = []
-    out: list[Value] = []
-    back: set[Value] = set()
     for k, ins in enumerate(instructions):
         for value in before.get(k, ()):
-            back.add(rule.far(value))
             result.append(copy_of(Op.FETCH, rule.far(value), value, value.step, (rule.far(value),)))
-        result.append(ins)
+        result.append(ins._replace(reads=(*ins.reads, *arrived[k])) if k in arrived else ins)
         for value in after.get(k, ()):
-            waits = tuple(other for other in out[-IN_FLIGHT:][:1] if other not in back and len(out) >= IN_FLIGHT)
-            out.append(rule.far(value))
-            result.append(copy_of(Op.OFFLOAD, value, out[-1], value.step, (value,), waits))
+            result.append(copy_of(Op.OFFLOAD, value, rule.far(value), value.step, (value,)))
     return result
 
 
