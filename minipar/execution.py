@@ -20,11 +20,13 @@ from minipar import recomputed
 from minipar.affinity import on_own_core
 from minipar.cluster import Cluster, worker
 from minipar.comm import communicator
+from minipar.costs.copying import measure_copies
 from minipar.costs.device import DeviceSpec
 from minipar.costs.emulated import EmulatedCosts
 from minipar.costs.measured import Profile
 from minipar.costs.profiled import ProfiledCosts, microbatch_rows
 from minipar.costs.profiler import profile, shape_of
+from minipar.costs.rates import Copies
 from minipar.costs.shapes import Shape
 from minipar.elementwise import check_elementwise
 from minipar.emulation import Delays, delays
@@ -35,6 +37,7 @@ from minipar.memory.recorded import Tapes
 from minipar.memory.series import Series
 from minipar.memory.tape import record
 from minipar.memory.watching import SERIES, Watching
+from minipar.plan import Plan
 from minipar.program import Program, Value
 from minipar.randomness import split_sensitive
 from minipar.reference import Reference, train_plainly
@@ -214,7 +217,8 @@ def emulated_costs(program: Program, spec: DeviceSpec, job: Job, cluster: Cluste
     if spec.flops is None:
         return EmulatedCosts(program, spec)
     rows = microbatch_rows(job.batch, program.replicas, program.microbatches)
-    (facts,) = cluster.run_on([0], profile_job, job, rows, False, program.precision, program.selective)
+    computing = Plan(precision=program.precision, checkpoint="selective" if program.selective else "none")
+    (facts,) = cluster.run_on([0], profile_job, job, rows, False, computing)
     return EmulatedCosts(program, spec, ProfiledCosts(program, facts.profile, job.batch))
 
 
@@ -299,34 +303,42 @@ def _passes(
 
 
 class Facts(NamedTuple):
-    """What is known of a job before it runs: shape, profile, bytes of a batch's x and y, layers that feel the split,
-    and what each layer allocates in order, if that was asked for."""
+    """What is known of a job before it runs: shape, profile, bytes of a batch's x and y, layers that feel the split;
+    what each layer allocates in order, and how fast tensors are copied away, if that was asked for."""
 
     shape: Shape
     profile: Profile
     data_bytes: tuple[int, int]
     split_sensitive: list[str]
     tapes: Tapes | None = None
+    copies: Copies = Copies()
 
 
-def profile_job(
-    job: Job, rows: tuple[int, ...], memory: bool = False, precision: str = "float32", selective: bool = False
-) -> Facts:
-    """In one rank: the facts of a job, its layers profiled for these numbers of rows, as the plan will have them."""
+def profile_job(job: Job, rows: tuple[int, ...], memory: bool = False, plan: Plan | None = None) -> Facts:
+    """In one rank: the facts of a job, its layers profiled for these numbers of rows, as the plan will have them.
+
+    memory   also what each layer allocates, in order
+    """
+    plan = plan or Plan()
     model = job.build().to(worker.context().device)
     x, y = job.batches(0)
-    if precision == "bf16":
+    if plan.precision == "bf16":
         model = model.to(torch.bfloat16)
         x = map_tensors(x, lambda t: t.to(torch.bfloat16) if t.is_floating_point() else t)
-    loss = job.loss if precision == "float32" else partial(_single, job.loss)
+    loss = job.loss if plan.precision == "float32" else partial(_single, job.loss)
     layers = layers_of(model)
-    if selective:
+    if plan.checkpoint == "selective":
         recomputed.check(layers)
-    recomputed.choose(layers, selective)
+    recomputed.choose(layers, plan.checkpoint == "selective")
     measured = profile(layers, (x, y), loss, rows, threads=torch.get_num_threads(), optimizer=job.optimizer)
     tapes = record(layers, x, y, loss, rows, job.optimizer) if memory else None
     shape = replace(shape_of(layers), names=tuple(model._modules))
-    return Facts(shape, measured, (count_bytes(x), count_bytes(y)), split_sensitive(model), tapes)
+    copies = Copies()
+    if plan.offload or plan.host_layers:
+        copies = measure_copies(
+            torch.device(worker.context().device), plan.offload_to == "disk", plan.offload_folder or None
+        )
+    return Facts(shape, measured, (count_bytes(x), count_bytes(y)), split_sensitive(model), tapes, copies)
 
 
 def _single(loss: Loss, output: Any, y: Any) -> Tensor:

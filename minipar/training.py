@@ -19,7 +19,7 @@ from minipar.costs.device import DeviceSpec
 from minipar.costs.emulated import EmulatedCosts
 from minipar.costs.measured import Profile
 from minipar.costs.profiled import ProfiledCosts, microbatch_rows
-from minipar.costs.rates import Calibration
+from minipar.costs.rates import Calibration, Copies
 from minipar.elementwise import check_elementwise
 from minipar.errors import MiniparError, PlanError
 from minipar.execution import Job, Loss, Model, Optimizer, at_least_1, execute, profile_job, run_plainly
@@ -170,8 +170,7 @@ def train(
         bar = partial(tqdm, disable=not progress, leave=False)
         with bar(total=1, desc="profile, one layer at a time") as meter:
             rows = microbatch_rows(job.batch, plan.dp, plan.total_microbatches)
-            selective = plan.checkpoint == "selective"
-            (facts,) = ranks.run_on([0], profile_job, job, rows, memory, plan.precision, selective)
+            (facts,) = ranks.run_on([0], profile_job, job, rows, memory, plan)
             meter.update()
         if facts.split_sensitive:
             names = ", ".join(facts.split_sensitive)
@@ -180,7 +179,9 @@ def train(
         cores = available_cores() if ranks.device == "cpu" else None
         if calibration is None and plan.ranks > 1 and (ranks.emulates is None or not ranks.emulates.emulates):
             calibration = calibrate(ranks, seconds=_QUICK, progress=progress)
-        predicted = predict(program, facts.profile, job.batch, cores, facts.data_bytes, calibration, ranks.emulates)
+        predicted = predict(
+            program, facts.profile, job.batch, cores, facts.data_bytes, calibration, ranks.emulates, facts.copies
+        )
         if facts.tapes is not None:
             predicted = with_memory(predicted, facts.tapes, ProfiledCosts(program, facts.profile, job.batch))
 
@@ -254,6 +255,7 @@ def predict(
     data_bytes: tuple[int, int] = (0, 0),
     calibration: Calibration | None = None,
     device: DeviceSpec | None = None,
+    copies: Copies | None = None,
 ) -> Trace:
     """The predicted trace of a program, from a profile of its model's layers.
 
@@ -262,8 +264,9 @@ def predict(
     calibration  of the cluster: what messages and collectives cost, and how much the ranks get done that share the
                  cores (which is less than the cores could: they are in each other's way)
     device       that every rank emulates; emulated devices share no cores
+    copies       what it takes to copy tensors to the host or the disk, and back
     """
-    costs = ProfiledCosts(program, measured, batch, calibration=calibration)
+    costs = ProfiledCosts(program, measured, batch, calibration=calibration, copies=copies or Copies())
     emulated = EmulatedCosts(program, device, costs) if device is not None and device.emulates else None
     sharing = cores if calibration is None or calibration.ranks != len(program.ranks) else calibration.concurrency
     if emulated is not None and emulated.computes:

@@ -56,6 +56,18 @@ def fit(points: Sequence[tuple[float, float]]) -> Line:
     return Line(0.0, math.fsum(v) / vv)
 
 
+class Copies(NamedTuple):
+    """Seconds of copying one tensor away from the device and back, by tier. The defaults are an ordinary machine's."""
+
+    to_host: Line = Line(1e-4, 1 / 4e9)
+    from_host: Line = Line(1e-4, 1 / 4e9)
+    to_disk: Line = Line(2e-3, 1 / 4e8)
+    from_disk: Line = Line(2e-3, 1 / 4e8)
+
+
+ORDINARY = Copies()
+
+
 @dataclass(frozen=True)
 class Calibration:
     """Rates of a cluster, measured on it. Times in seconds, sizes in bytes.
