@@ -181,8 +181,11 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     if options.ranks is not None and options.ranks != plan.ranks:
         raise PlanError(f"--ranks {options.ranks}: plan {plan} needs {plan.ranks} ranks (dp x pp)")
     from minipar import data, models
+    from minipar.costs import presets
 
-    plan.compile(models.shape(options.model))  # before torch is imported and ranks are started
+    # Before torch is imported and ranks are started. (split=auto is decided by a profile, later.)
+    costs = presets.layer_costs(options.model, 1) if plan.split == "auto" else None
+    plan.compile(models.shape(options.model), costs=costs)
 
     from functools import partial
 

@@ -45,7 +45,7 @@ class Plan:
     schedule      order of forwards and backwards: gpipe, 1f1b, eager-1f1b, naive, or one of your own
     microbatches  micro-batches per replica and round
     accumulate    rounds of `microbatches` before the optimizer steps
-    split         layers per stage, such as "3,3,4,2"; default even, the first stages larger
+    split         layers per stage, such as "3,3,4,2"; default even, the first stages larger; or "auto", by cost
     bucket        gradient messages: MiB per bucket, "none" (one per parameter) or "flat" (one buffer)
     overlap       "backward": a bucket is sent while backward goes on; "none": after it
     checkpoint    layers that run forward again before their backward, to save memory: "none"; K, in segments of K;
@@ -163,13 +163,17 @@ class Plan:
                 words.append(f"{field.name}={','.join(map(str, value)) if isinstance(value, tuple) else value}")
         return " ".join(words)
 
-    def layout(self, shape: Shape) -> Layout:
-        """Which rank holds which layers of a model of this shape."""
+    def layout(self, shape: Shape, costs: LayerCosts | Profile | None = None) -> Layout:
+        """Which rank holds which layers of a model of this shape; split="auto" needs what the layers cost."""
         if self.pp > shape.layers:
             raise PlanError(f"pp={self.pp}: more stages than layers ({shape.layers}); possible are 1 to {shape.layers}")
         if self.split is None:
             even, more = divmod(shape.layers, self.pp)
             split = tuple(even + (s < more) for s in range(self.pp))
+        elif self.split == "auto":
+            from minipar.costs.partition import split_by_cost  # (it needs NumPy)
+
+            split = split_by_cost(costs, shape.layers, self.pp, self.total_microbatches)
         else:
             split = tuple(int(n) for n in self.split)
             if sum(split) != shape.layers:
@@ -189,7 +193,8 @@ class Plan:
     ) -> Program:
         """The program of `steps` training steps for a model of `shape`, or of `layers` equal layers.
 
-        costs   what the layers cost for one micro-batch; a checkpoint budget needs them, checkpoint="sqrt" uses them
+        costs   what the layers cost for one micro-batch, such as `minipar.profile(model, batch)`; split="auto" and a
+                checkpoint budget need them, checkpoint="sqrt" uses them
 
         Raises PlanError when the plan does not fit the model, ProgramError when the program cannot run (a schedule
         of your own may be wrong); `check=False` leaves the latter to the caller.
@@ -204,7 +209,7 @@ class Plan:
             shape = uniform(operator.index(shape))  # type: ignore[arg-type]
         if self.inference:
             shape = frozen(shape)
-        layout = self.layout(shape)
+        layout = self.layout(shape, costs)
         steps = settings.whole_number("steps", steps)
         size = shape.layers * self.total_microbatches * self.dp * steps
         if size > MOST:
