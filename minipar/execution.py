@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from minipar import recomputed
 from minipar.affinity import on_own_core
+from minipar.batches import Batch, Part, gives_rows, read_part
 from minipar.cluster import Cluster, worker
 from minipar.comm import communicator
 from minipar.costs.copying import measure_copies
@@ -31,7 +32,7 @@ from minipar.costs.shapes import Shape
 from minipar.elementwise import check_elementwise
 from minipar.emulation import Delays, delays
 from minipar.errors import PlanError
-from minipar.executor import Executor
+from minipar.executor import Executor, Record
 from minipar.losses import check_loss
 from minipar.memory.recorded import Tapes
 from minipar.memory.series import Series
@@ -59,7 +60,8 @@ class Job:
     """Everything that a rank must know to do its part.
 
     model       a function that makes the layers, or the layers themselves
-    data        has `batch(step, size) -> (x, y)`; or one fixed pair (x, y)
+    data        has `batch(step, size) -> (x, y)`; or one fixed pair (x, y). Where `batch` has a parameter `rows`,
+                each rank asks for its own ones (a range); `length(step, size)` says if a step has fewer than `size`
     batch       rows of a step, over all replicas and micro-batches
     """
 
@@ -102,6 +104,20 @@ class Job:
         x, y = self.data if isinstance(self.data, tuple) else self.data.batch(step, self.batch)
         return map_tensors(x, self._cast), map_tensors(y, self._cast)
 
+    def part(self, step: int, program: Program, rank: int) -> Batch | Part:
+        """What a rank needs of one step: its own rows, or the whole batch where the data set gives nothing less."""
+        if not gives_rows(self.data):
+            return self.batches(step)
+        return read_part(self.data, step, self.batch, program, rank, self.loss, self._cast)
+
+    def sample(self, rows: int) -> tuple[Batch, int]:
+        """The first rows of step 0, at least so many, and how many rows the whole batch has."""
+        if not gives_rows(self.data):
+            whole = self.batches(0)
+            return whole, count_rows(whole[0])
+        x, y = self.data.batch(0, self.batch, rows=range(rows))
+        return (map_tensors(x, self._cast), map_tensors(y, self._cast)), self.batch
+
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
@@ -114,8 +130,8 @@ class Passed:
     starts: list[list[float]]
     ends: list[list[float]]
     gradients: list[list[dict[str, Tensor | Slice]]]
-    sizes: dict[Value, int]
-    data: int
+    sizes: list[dict[Value, int]]
+    data: list[int]
     overruns: list[list[int]]
     series: dict[int, Series]  # of the last passes, if memory was tracked
     share: Share  # of the state, if it was to come back
@@ -234,13 +250,13 @@ def _measured(program: Program, passed: Sequence[Passed], k: int) -> Trace:
     zero = min(min(p.starts[k]) for p in passed)
     starts = [[t - zero for t in p.starts[k]] for p in passed]
     ends = [[t - zero for t in p.ends[k]] for p in passed]
-    sizes = [p.sizes for p in passed]
+    sizes = [p.sizes[k] for p in passed]
 
     def size(rank: int, value: Value) -> int:
         return sizes[rank].get(value, 0)
 
     series = [replace(p.series[k], times=[t - zero for t in p.series[k].times]) for p in passed if p.series]
-    return Trace(program, starts, ends, size, "measured", "bytes", [p.data for p in passed], series=series)
+    return Trace(program, starts, ends, size, "measured", "bytes", [p.data[k] for p in passed], series=series)
 
 
 def at_least_1(name: str, value: int) -> int:
@@ -277,25 +293,36 @@ def _passes(
     with closing(executor.offloading), held:
         storing.begin(executor, outline)
         header = Header(storing.first, job.seed, job.batch, dtype_name(job.dtype), program.name, "", outline.rows)
-        records = []
+        values = {value for ins in program.ranks[comm.rank] for value in (*ins.reads, *ins.writes)}
+        values |= program.state[comm.rank]
+        records: list[Record] = []
+        sizes: list[dict[Value, int]] = []
+        data: list[int] = []
+        rows: dict[int, list[int]] = {}
         tracker = watching.start(executor)
         for k in range(passes):
             base = storing.first + k * program.steps
-            given = {s: job.batches(s) for s in range(base, base + program.steps)}
+            given = {s: job.part(s, program, comm.rank) for s in range(base, base + program.steps)}
             comm.barrier()  # so that a pass begins on all ranks at once, as the prediction assumes
             with tracker:
                 records.append(executor.run(given.__getitem__, base, keep_gradients))
             header = replace(header, step=base + program.steps)
             storing.after(executor, outline, header, k == passes - 1)
             worker.report(k)
-    values = {value for ins in program.ranks[comm.rank] for value in (*ins.reads, *ins.writes)}
+            if not sizes or executor.compute.counts != rows:  # steps of an epoch's end have fewer rows
+                rows = executor.compute.counts
+                sizes.append({value: executor.size(value) for value in values})
+                data.append(executor.compute.data_bytes())
+            else:
+                sizes.append(sizes[-1])
+                data.append(data[-1])
     return Passed(
         [record.losses for record in records],
         [record.starts for record in records],
         [record.ends for record in records],
         [record.gradients for record in records],
-        {value: executor.size(value) for value in values | program.state[comm.rank]},
-        executor.compute.data_bytes(),
+        sizes,
+        data,
         [record.overruns for record in records],
         tracker.series_of_passes() if watching.series else {},
         storing.share(executor, outline, header),
@@ -321,7 +348,7 @@ def profile_job(job: Job, rows: tuple[int, ...], memory: bool = False, plan: Pla
     """
     plan = plan or Plan()
     model = job.build().to(worker.context().device)
-    x, y = job.batches(0)
+    (x, y), of = job.sample(max(rows))
     if plan.precision == "bf16":
         model = model.to(torch.bfloat16)
         x = map_tensors(x, lambda t: t.to(torch.bfloat16) if t.is_floating_point() else t)
@@ -338,7 +365,8 @@ def profile_job(job: Job, rows: tuple[int, ...], memory: bool = False, plan: Pla
         copies = measure_copies(
             torch.device(worker.context().device), plan.offload_to == "disk", plan.offload_folder or None
         )
-    return Facts(shape, measured, (count_bytes(x), count_bytes(y)), split_sensitive(model), tapes, copies)
+    sizes = tuple(count_bytes(part) * of // max(1, count_rows(part)) for part in (x, y))
+    return Facts(shape, measured, (sizes[0], sizes[1]), split_sensitive(model), tapes, copies)
 
 
 def _single(loss: Loss, output: Any, y: Any) -> Tensor:
