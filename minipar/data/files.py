@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 RESIDENT = 64 << 20
-AROUND = 64 << 10  # Linux maps so much around a page that is touched, if it is in memory
+AROUND = 2 << 20  # so much around a page that is touched can be mapped with it, if the system has it in its cache
 
 
 @dataclass(frozen=True)
@@ -137,13 +137,22 @@ class Opened:
         """A copy of these rows, in this machine's byte order. Errors: IndexError for rows that are not there."""
         if isinstance(places, slice) and not 0 <= places.start <= places.stop <= len(self.array):
             raise IndexError(f"rows {places.start} to {places.stop} of {len(self.array)}")
-        found = np.array(self.array[places])
-        pieces = 1 if isinstance(places, slice) else len(places)
-        self.touched += found.nbytes + pieces * AROUND
+        if isinstance(places, slice):
+            found = np.array(self.array[places])
+            self._note(found.nbytes + AROUND)
+        else:
+            found = np.empty((len(places), *self.array.shape[1:]), self.array.dtype)
+            for k, place in enumerate(places):
+                found[k] = self.array[place]
+                self._note(found.nbytes // len(places) + AROUND)
+        return found.astype(found.dtype.newbyteorder("="), copy=False)
+
+    def _note(self, size: int) -> None:
+        """So many bytes were touched."""
+        self.touched += size
         if self.touched > RESIDENT and self.map is not None and hasattr(mmap, "MADV_DONTNEED"):
             self.map.madvise(mmap.MADV_DONTNEED)
             self.touched = 0
-        return found.astype(found.dtype.newbyteorder("="), copy=False)
 
 
 def _opened(path: str, dtype: str = "") -> Opened:
