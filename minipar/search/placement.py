@@ -139,7 +139,7 @@ class Comparison:
         axes.set_title(f"{nodes} nodes on {self.ranks} ranks, {self.microbatches} micro-batches")
         axes.legend(frameon=False)
         figure.alt = "; ".join(f"{f.method} {f.time:.1f}" for f in self.found)
-        return figure  # type: ignore[no-any-return]
+        return figure
 
 
 def _digit(rank: int) -> str:
