@@ -1,11 +1,14 @@
 """The shared memory in which the ranks of a group, all on one machine, exchange the pieces of a collective.
 
-    | a counter for each rank | slots: 2 buffers of a piece for each rank |
+    | a counter for each rank | slots: 4 buffers of a piece for each rank |
 
 A collective (direct.py) is a generator of steps: it yields whom it has to wait for, then copies or adds a piece, then
 posts. `post` makes this rank's counter one larger. All ranks of a group run the same collectives in the same order, and
 each posts as often in them as the others; so "rank 2 has posted 17 times" says exactly what rank 2 has done, and to
 wait is to wait until some counters have reached a number. Every counter has one writer, and is what others sleep on.
+
+A collective may begin before it is known that all ranks have come to the same one: its first piece is written, and
+posted, and then announced (`Exchange.begin`). If they have not, `Arena.realign` gives all the same count again.
 
 A `fence` stands before each post (what was written to a slot is there before the number that says so; what was read
 has been read) and after each wait (nothing of a slot is read before the number). Nobody has to be woken that looks:
@@ -18,7 +21,7 @@ import mmap
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -28,7 +31,8 @@ from minipar.comm.futex import fence
 
 _LINE = 128  # bytes between two counters: no two on one line of a cache
 _PAGE = 4096
-_LARGEST, _TOTAL = 1 << 20, 32 << 20  # bytes of a slot, and of all slots of a group (at most, about)
+_BUFFERS = 4
+_LARGEST, _TOTAL = 1 << 20, 64 << 20  # bytes of a slot, and of all slots of a group (at most, about)
 _ALIGNMENT = 64
 _LOOKS = 4  # before it sleeps: what comes at once need not wake it
 _SLICE = 0.05  # seconds of a wait for a lock: how late an interrupt can be
@@ -40,12 +44,12 @@ Steps = Generator[Need, None, None]
 
 def slot_size(count: int) -> int:
     """Bytes of one slot in a group of so many."""
-    return max(_PAGE, min(_LARGEST, _TOTAL // (2 * count) // _PAGE * _PAGE))
+    return max(_PAGE, min(_LARGEST, _TOTAL // (_BUFFERS * count) // _PAGE * _PAGE))
 
 
 def size(count: int) -> int:
     """Bytes of the arena of a group of so many."""
-    return -(-count * _LINE // _PAGE) * _PAGE + 2 * count * slot_size(count)
+    return -(-count * _LINE // _PAGE) * _PAGE + _BUFFERS * count * slot_size(count)
 
 
 class Arena:
@@ -64,8 +68,8 @@ class Arena:
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._address = self._bytes.data_ptr()
         self._words = memoryview(memory)[: count * _LINE].cast("Q")
-        self._first = self._bytes.numel() - 2 * count * self.slot
-        self._free = [0, 0]  # the post after which nobody reads a buffer any more
+        self._first = self._bytes.numel() - _BUFFERS * count * self.slot
+        self._free = [0] * _BUFFERS  # the post after which nobody reads a buffer any more
         self._next = 0
         self._views: dict[tuple[int, torch.dtype], list[list[Tensor]]] = {}
         self._waiting: deque[Exchange] = deque()
@@ -80,12 +84,12 @@ class Arena:
                 self._views.clear()
             found = self._views[numel, dtype] = [
                 [self._slot(buffer, k)[: numel * dtype.itemsize].view(dtype) for k in self.everyone]
-                for buffer in range(2)
+                for buffer in range(_BUFFERS)
             ]
         return found
 
     def _slot(self, buffer: int, k: int) -> Tensor:
-        start = self._first + (2 * k + buffer) * self.slot
+        start = self._first + (_BUFFERS * k + buffer) * self.slot
         return self._bytes[start : start + self.slot]
 
     def fits(self, dtype: torch.dtype, parts: int = 1) -> int:
@@ -95,7 +99,7 @@ class Arena:
     def take(self) -> tuple[int, Need]:
         """The next buffer, and what a rank has to wait for before it writes to it."""
         buffer = self._next
-        self._next = 1 - buffer
+        self._next = (buffer + 1) % _BUFFERS
         return buffer, (self.others, self._free[buffer])
 
     def free(self, buffer: int) -> None:
@@ -112,11 +116,21 @@ class Arena:
 
     # who runs them ---------------------------------------------------------------------------------------------------
 
-    def start(self, steps: Steps) -> Exchange:
-        """Line up a collective; it goes on whenever this rank's `run` is called."""
-        exchange = Exchange(self, steps)
+    def line_up(self, exchange: Exchange) -> None:
+        """From now on this collective goes on whenever this rank's `run` is called."""
         self._waiting.append(exchange)
-        return exchange
+
+    def realign(self, begun: int) -> None:
+        """Ranks differed in a collective, of which this one has done so many posts: two, of nothing, for everyone."""
+
+        def steps() -> Steps:
+            for _ in range(begun, 2):
+                self.post()
+            self._free, self._next = [self.posted] * _BUFFERS, 0
+            yield from ()
+
+        self.line_up(Exchange(self, steps()))
+        self.run()
 
     @property
     def idle(self) -> bool:
@@ -179,10 +193,25 @@ class Exchange:
         self.need: Need = ((), 0)
         self.error: BaseException | None = None
         self.done = False
-        self._steps = steps
+        self.begun = 0  # posts done by `begin`, two at most
+        self._steps: Iterator[Need] = steps
         self._calls: list[Callable[[], None]] = []
         self._told = False
         self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """Do the first step at once, if nothing is under way and nobody has to be waited for."""
+        arena = self.arena
+        if not arena.idle:
+            return
+        with arena.lock, torch.no_grad():
+            before = arena.posted
+            need = next(self._steps, None)
+            if need is not None and arena.posted == before and arena.lagging(need) is None:
+                need = next(self._steps, None)
+            if need is None:  # that was all
+                need, self._steps = ((), 0), iter(())
+            self.need, self.begun = need, arena.posted - before
 
     def advance(self) -> bool:
         """Go on as far as it goes; whether that is its end. Under the arena's lock."""

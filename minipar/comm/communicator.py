@@ -208,9 +208,7 @@ class Communicator:
         small = None
         if _small(given) and algorithm != "backend":
             small = (out, lambda parts, _: direct.combine(parts, "sum", out))
-        elif not shared:
-            group.backend  # noqa: B018  (made while all are here)
-        work = group.matcher.submit(what, lambda _: group.start(ALLREDUCE, shared, given), small=small)
+        work = group.submit(what, ALLREDUCE, shared, given, small=small)
         if given is not tensor:
             return StagedHandle(work, given, tensor, self.pending)
         return Handle(work, tensor, self.pending)
@@ -239,11 +237,7 @@ class Communicator:
                 direct.add_up([part.view(-1)[mine] for part in parts], "sum", target, add)
 
             small = (given.detach(), add_up)
-        elif not shared:
-            group.backend  # noqa: B018
-        work = group.matcher.submit(
-            what, lambda _: group.start(REDUCE_SCATTER, shared, given, into, sizes, "sum", add), small=small
-        )
+        work = group.submit(what, REDUCE_SCATTER, shared, given, into, sizes, "sum", add, small=small)
         return Handle(work, given, self.pending)
 
     def iall_gather(self, part: torch.Tensor, into: torch.Tensor, ranks: tuple[int, ...]) -> list[Handle]:
@@ -269,10 +263,7 @@ class Communicator:
                 torch.cat(parts, out=whole)
 
             small = (whole[group.index * size :][:size], put)
-        elif not shared:
-            group.backend  # noqa: B018
-        sizes = [size] * len(ranks)
-        work = group.matcher.submit(what, lambda _: group.start(ALL_GATHER, shared, given, sizes), small=small)
+        work = group.submit(what, ALL_GATHER, shared, given, [size] * len(ranks), small=small)
         if given is not into:
             return [StagedHandle(work, given, into, self.pending)]
         return [Handle(work, into, self.pending)]

@@ -1,12 +1,13 @@
 """Collectives in shared memory, without messages: "direct, shared memory". Each is the steps of one rank (arena.py).
 
-    small, or two ranks                          large, more ranks
-    copy in | all add up everything              copy in | each adds up its part | copy out
+    allreduce      copy in | all add up everything                       small, or two ranks
+                   copy in | each adds up its part | copy in | copy out  = reduce_scatter and all_gather
 
 Sums add in the order of ranks, each element on one rank or on all in the same way: all have the same bits. Tensors are
-cut into pieces that fit a slot; while a piece is read, the next is written to the other buffer:
+cut into pieces that fit a slot; between writing a piece and reading it, the next is written. With four buffers "in 4"
+waits until all have done "out 0", so that no rank has to keep step with the others:
 
-    in 0 | in 1, sum 0 | in 2, sum 1 | ...       "in 2" waits until all have done "sum 0"
+    in 0 | in 1 | out 0 | in 2 | out 1 | in 3 | out 2 | in 4 | ...
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def allreduce(arena: Arena, x: Tensor, op: str = "sum") -> Steps:
     """Reduce a contiguous tensor in place."""
     pieces = x.detach().view(-1).split(arena.fits(x.dtype)) if x.numel() else ()
     if arena.count > 2 and x.numel() * x.element_size() > _AT_ONCE:
-        return _by_parts(arena, pieces, op)
+        return _in_two(arena, x.detach().view(-1), op)
     me = arena.index
 
     def write(buffer: int, piece: Tensor) -> None:
@@ -88,38 +89,11 @@ def allreduce(arena: Arena, x: Tensor, op: str = "sum") -> Steps:
     return _overlapped(arena, pieces, write, read, arena.others)
 
 
-def _by_parts(arena: Arena, pieces: Iterable[Tensor], op: str) -> Steps:
-    me, count = arena.index, arena.count
-
-    def write(buffer: int, piece: Tensor) -> None:
-        _views(arena, piece)[buffer][me].copy_(piece)
-
-    def bounds(piece: Tensor, k: int) -> slice:
-        return slice(piece.numel() * k // count, piece.numel() * (k + 1) // count)
-
-    def add(buffer: int, piece: Tensor) -> None:
-        slots, part = _views(arena, piece)[buffer], bounds(piece, me)
-        parts = [slot[part] for slot in slots]
-        parts[me] = piece[part]  # so that the slot can take the result, whichever comes first
-        combine(parts, op, slots[me][part])
-
-    def copy_out(buffer: int, piece: Tensor) -> None:
-        for k, slot in enumerate(_views(arena, piece)[buffer]):
-            piece[bounds(piece, k)].copy_(slot[bounds(piece, k)])
-
-    before: tuple[int, int, Tensor] | None = None
-    for piece in pieces:
-        buffer, need = arena.take()
-        yield need
-        write(buffer, piece)
-        number = arena.post()
-        if before is not None:
-            yield from _read(arena, before, copy_out, arena.others)
-        yield arena.others, number
-        add(buffer, piece)
-        before = buffer, arena.post(), piece
-    if before is not None:
-        yield from _read(arena, before, copy_out, arena.others)
+def _in_two(arena: Arena, x: Tensor, op: str) -> Steps:
+    sizes = share(x.numel(), arena.count)
+    mine = x.split(sizes)[arena.index]
+    yield from reduce_scatter(arena, x, mine, sizes, op)
+    yield from all_gather(arena, x, sizes)
 
 
 def reduce(arena: Arena, x: Tensor, root: int, op: str = "sum") -> Steps:
@@ -175,9 +149,11 @@ def all_gather(arena: Arena, into: Tensor, sizes: Sequence[int]) -> Steps:
 def reduce_scatter(
     arena: Arena, x: Tensor, into: Tensor, sizes: Sequence[int], op: str = "sum", add: bool = False
 ) -> Steps:
-    """Reduce a contiguous tensor, each member keeping its part (of these sizes) in `into`; added to it if `add`."""
-    whole, starts, out = x.detach(), _starts(sizes), into.detach().view(-1)
-    whole = whole.view(-1)
+    """Reduce a contiguous tensor, each member keeping its part (of these sizes) in `into`; added to it if `add`.
+    `into` may be that part of the tensor."""
+    whole, starts, out = x.detach().view(-1), _starts(sizes), into.detach().view(-1)
+    in_place = out.data_ptr() == whole[starts[arena.index] :].data_ptr()
+    through = arena.everyone if in_place else arena.others  # own elements are overwritten before their turn
     most = arena.fits(x.dtype, arena.count)
     me = arena.index
 
@@ -186,7 +162,7 @@ def reduce_scatter(
 
     def write(buffer: int, first: int) -> None:
         room = arena.slots(most * arena.count, x.dtype)[buffer][me]
-        for k in arena.others:
+        for k in through:
             size, start = length(k, first), starts[k] + first
             if size:
                 room[k * most : k * most + size].copy_(whole[start : start + size])
@@ -197,7 +173,8 @@ def reduce_scatter(
             return
         rooms = arena.slots(most * arena.count, x.dtype)[buffer]
         parts = [room[me * most : me * most + size] for room in rooms]
-        parts[me] = whole[starts[me] + first :][:size]
+        if not in_place:
+            parts[me] = whole[starts[me] + first :][:size]
         add_up(parts, op, out[first : first + size], add)
 
     return _overlapped(arena, range(0, max(sizes), most), write, read, arena.others)
@@ -238,6 +215,11 @@ def all_to_all(arena: Arena, x: Tensor, into: Tensor, sizes: Sequence[Sequence[i
                 into[got[k] + first :][:size].copy_(rooms[k][me * most : me * most + size])
 
     return _overlapped(arena, range(0, max(map(max, sizes)), most), write, read, arena.others)
+
+
+def share(count: int, ranks: int) -> list[int]:
+    """How many of so many elements or rows each rank has: as even as can be, the first ones more."""
+    return [count // ranks + (k < count % ranks) for k in range(ranks)]
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:

@@ -56,6 +56,7 @@ class Collective:
         self.word = 0  # its entry on the board, once it is there
         self.start: Start | None = start
         self.small: tuple[torch.Tensor, Reduce] | None = None
+        self.exchange: Exchange | None = None
         self.work: Any = None
         self.error: BaseException | None = None
         self.calls: list[Callable[[Any], None]] = []
@@ -71,7 +72,10 @@ class Collective:
         assert start is not None
         flags = [] if board is None else board.flags(self.number)
         try:
-            if board is not None and self.small is not None:
+            if self.exchange is not None:
+                self.exchange.arena.line_up(self.exchange)
+                self.work = self.exchange
+            elif board is not None and self.small is not None:
                 fence()
                 like, reduce = self.small
                 self.work = reduce([board.small(self.number, k, like) for k in range(len(flags))], flags)
@@ -153,10 +157,12 @@ class Matcher:
         flag: bool = False,
         small: tuple[torch.Tensor, Reduce] | None = None,
         alone: bool = True,
+        exchange: Exchange | None = None,
     ) -> Collective:
         """Announce a collective: `text` in an error message, and (without `key`) what has to agree. It starts now
-        or later: `start`, or what is to be done with the `small` tensors of all. `alone`: it goes on while nobody
-        waits for it (False where the caller will at once). What the backend refuses at once is raised here."""
+        or later: the `exchange` in shared memory, or what is to be done with the `small` tensors of all, or `start`.
+        `alone`: it goes on while nobody waits for it (False where the caller will at once). What the backend refuses
+        at once is raised here."""
         if self.board is None:
             one = Collective(self, text, 0, 0, flag, start)
             one.begin()
@@ -169,10 +175,12 @@ class Matcher:
             with self.lock:
                 self._number += 1
                 one = Collective(self, text, self._number, hashed, flag, start)
-                one.small = small
+                one.small, one.exchange = small, exchange
+                if exchange is not None and not self._queue:
+                    exchange.begin()
                 self._queue.append(one)
                 self.progress()
-                if alone and self.sliced and (self._queue or isinstance(one.work, Exchange)):
+                if alone and self.sliced and not self.idle:
                     self._starter.watch(self)
             if not self.sliced and one.start is not None:  # NCCL orders its work by the calling thread's stream
                 self.wait_until_started(one)
@@ -198,6 +206,8 @@ class Matcher:
                 else:
                     first.error = self._mismatch(board, first.number)
                     first.start = None
+                    if self.arena is not None:
+                        self.arena.realign(first.exchange.begun if first.exchange is not None else 0)
                 board.settle(first.number)
             return False
 

@@ -3,7 +3,7 @@
 Each turns its argument into a tensor, announces what it is, lets one of the transports do the work once all ranks
 agree, and hands back a `Result`, whose `wait` turns tensors back into what came in.
 
-Rows of a list, an array or a tensor are those of its first dimension; `share` divides them among ranks.
+Rows of a list, an array or a tensor are those of its first dimension; `direct.share` divides them among ranks.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from minipar.comm import backend, direct, groups, values
 from minipar.comm.board import SMALL
+from minipar.comm.direct import share
 from minipar.comm.handles import Handle, Result
 from minipar.comm.matching import difference
 from minipar.comm.world import Group, Way
@@ -32,11 +33,6 @@ BROADCAST: Way = (direct.broadcast, backend.broadcast)
 ALL_TO_ALL: Way = (direct.all_to_all, backend.all_to_all)
 _HEADER = 8 * values.FORM  # bytes before those of a tensor that travels with its form
 _TEXT = 160  # bytes of an announcement across machines
-
-
-def share(count: int, ranks: int) -> list[int]:
-    """How many of so many rows each rank has: as even as can be, the first ones more."""
-    return [count // ranks + (k < count % ranks) for k in range(ranks)]
 
 
 # Reductions -----------------------------------------------------------------------------------------------------------
@@ -133,6 +129,9 @@ class _Summing:
         if matcher.board is None:
             _, reals = _agree(group, text, key, [], self.real)
             work = matcher.submit(text, lambda _: begin(reals))
+        elif small is None and self.kind in ("array", "tensor"):
+            x, rest = prepare([])
+            work = group.submit(text, way, shared, x, *rest, plain, key=key, alone=alone)
         else:
             work = matcher.submit(text, begin, key, self.real, small, alone)
         return Result(Handle(work, given, comm.pending), finish)

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from minipar.comm import arena, groups, shared_memory
-from minipar.comm.arena import Arena, Steps
+from minipar.comm.arena import Arena, Exchange, Steps
 from minipar.comm.board import Board, fingerprint
 from minipar.comm.handles import Handle
-from minipar.comm.matching import Matcher, Starter
+from minipar.comm.matching import Collective, Matcher, Starter
 from minipar.comm.sockets import Sockets
 from minipar.errors import RankError
 
@@ -155,10 +155,32 @@ class Group:
         return self.made
 
     def start(self, way: Way, shared: bool, *args: Any) -> Any:
-        """Start a collective in shared memory, or the backend's own."""
+        """Start a collective that all have agreed on, in shared memory or as the backend's own."""
         if shared and self.arena is not None:
-            return self.arena.start(way[0](self.arena, *args))
+            exchange = Exchange(self.arena, way[0](self.arena, *args))
+            self.arena.line_up(exchange)
+            return exchange
         return way[1](self.backend, self.index, *args)
+
+    def submit(
+        self,
+        text: str,
+        way: Way,
+        shared: bool,
+        *args: Any,
+        small: Any = None,
+        key: str | None = None,
+        alone: bool = True,
+    ) -> Collective:
+        """Announce a collective whose arguments do not depend on the others'."""
+        exchange = None
+        if small is None and shared and self.arena is not None:
+            exchange = Exchange(self.arena, way[0](self.arena, *args))
+        elif small is None and not shared:
+            self.backend  # noqa: B018  (made while all are here)
+        return self.matcher.submit(
+            text, lambda _: way[1](self.backend, self.index, *args), key, False, small, alone, exchange
+        )
 
     def _meet(self, row: list[int] | None = None) -> list[list[int]]:
         """Wait until all are here; the numbers that each has brought."""
