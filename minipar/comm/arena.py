@@ -2,7 +2,7 @@
 
     | a counter for each rank | slots: 4 buffers of a piece for each rank |
 
-A collective (direct.py) is a generator of steps: it yields whom it has to wait for, then copies or adds a piece, then
+A collective (shared.py) is a generator of steps: it yields whom it has to wait for, then copies or adds a piece, then
 posts. `post` makes this rank's counter one larger. All ranks of a group run the same collectives in the same order, and
 each posts as often in them as the others; so "rank 2 has posted 17 times" says exactly what rank 2 has done, and to
 wait is to wait until some counters have reached a number. Every counter has one writer, and is what others sleep on.

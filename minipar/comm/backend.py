@@ -1,4 +1,4 @@
-"""The backend's own collectives (gloo or NCCL), with the arguments of those in shared memory (direct.py).
+"""The backend's own collectives (gloo or NCCL), with the arguments of those in shared memory (shared.py).
 
 gloo's reduce-scatter is an all-reduce of which a slice is kept, twice the bytes: here the parts change hands, and every
 rank adds up its own. Its all-gather goes through a copy of the whole, and wants equal parts: here every rank broadcasts
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minipar.comm.direct import add_up
+from minipar.comm.shared import add_up
 
 _OPERATIONS = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 

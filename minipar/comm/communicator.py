@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 
 from minipar.cluster import worker
-from minipar.comm import direct, groups, operations, values
+from minipar.comm import groups, operations, values
 from minipar.comm.board import SMALL
 from minipar.comm.handles import Handle, Result, StagedHandle
 from minipar.comm.operations import ALL_GATHER, ALLREDUCE, REDUCE_SCATTER
+from minipar.comm.shared import add_up, combine
 from minipar.comm.sockets import DONE, Sockets
 from minipar.comm.world import CLOSED, Group, World
 from minipar.errors import RankError
@@ -207,7 +208,7 @@ class Communicator:
         shared, out = self.shares(group, algorithm), given.detach()
         small = None
         if _small(given) and algorithm != "backend":
-            small = (out, lambda parts, _: direct.combine(parts, "sum", out))
+            small = (out, lambda parts, _: combine(parts, "sum", out))
         work = group.submit(what, ALLREDUCE, shared, given, small=small)
         if given is not tensor:
             return StagedHandle(work, given, tensor, self.pending)
@@ -233,10 +234,10 @@ class Communicator:
         if _small(given):
             mine, target = slice(group.index * into.numel(), (group.index + 1) * into.numel()), into.detach().view(-1)
 
-            def add_up(parts: list[torch.Tensor], _: list[bool]) -> None:
-                direct.add_up([part.view(-1)[mine] for part in parts], "sum", target, add)
+            def sum_up(parts: list[torch.Tensor], _: list[bool]) -> None:
+                add_up([part.view(-1)[mine] for part in parts], "sum", target, add)
 
-            small = (given.detach(), add_up)
+            small = (given.detach(), sum_up)
         work = group.submit(what, REDUCE_SCATTER, shared, given, into, sizes, "sum", add, small=small)
         return Handle(work, given, self.pending)
 

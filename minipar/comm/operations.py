@@ -3,7 +3,7 @@
 Each turns its argument into a tensor, announces what it is, lets one of the transports do the work once all ranks
 agree, and hands back a `Result`, whose `wait` turns tensors back into what came in.
 
-Rows of a list, an array or a tensor are those of its first dimension; `direct.share` divides them among ranks.
+Rows of a list, an array or a tensor are those of its first dimension; `shared.share` divides them among ranks.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from minipar.comm import backend, direct, groups, values
+from minipar.comm import backend, groups, shared, values
 from minipar.comm.board import SMALL
-from minipar.comm.direct import share
 from minipar.comm.handles import Handle, Result
 from minipar.comm.matching import difference
+from minipar.comm.shared import combine, share
 from minipar.comm.world import Group, Way
 from minipar.errors import CollectiveMismatch, RankError
 
 if TYPE_CHECKING:
     from minipar.comm.communicator import Communicator
 
-ALLREDUCE: Way = (direct.allreduce, backend.allreduce)
-REDUCE: Way = (direct.reduce, backend.reduce)
-REDUCE_SCATTER: Way = (direct.reduce_scatter, backend.reduce_scatter)
-ALL_GATHER: Way = (direct.all_gather, backend.all_gather)
-BROADCAST: Way = (direct.broadcast, backend.broadcast)
-ALL_TO_ALL: Way = (direct.all_to_all, backend.all_to_all)
+ALLREDUCE: Way = (shared.allreduce, backend.allreduce)
+REDUCE: Way = (shared.reduce, backend.reduce)
+REDUCE_SCATTER: Way = (shared.reduce_scatter, backend.reduce_scatter)
+ALL_GATHER: Way = (shared.all_gather, backend.all_gather)
+BROADCAST: Way = (shared.broadcast, backend.broadcast)
+ALL_TO_ALL: Way = (shared.all_to_all, backend.all_to_all)
 _HEADER = 8 * values.FORM  # bytes before those of a tensor that travels with its form
 _TEXT = 160  # bytes of an announcement across machines
 
@@ -102,7 +102,7 @@ class _Summing:
 
         if comm.size == 1:
             return Result(None, finish)
-        group, shared = _choose(comm, self.algorithm, nccl)
+        group, in_memory = _choose(comm, self.algorithm, nccl)
 
         def prepare(reals: list[bool]) -> tuple[Tensor, tuple[Any, ...]]:
             nonlocal result
@@ -112,17 +112,17 @@ class _Summing:
 
         def begin(reals: list[bool]) -> Any:
             x, rest = prepare(reals)
-            return group.start(way, shared, x, *rest, plain) if x.numel() else None
+            return group.start(way, in_memory, x, *rest, plain) if x.numel() else None
 
         def on_board(parts: list[Tensor], reals: list[bool]) -> None:
             x, _ = prepare(reals)
             if any(reals):
                 dtypes = [torch.float64 if one else torch.int64 for one in reals]
                 parts = [part.view(dtype).double() for part, dtype in zip(parts, dtypes, strict=True)]
-            direct.combine(parts, plain, x)
+            combine(parts, plain, x)
 
         small = None
-        if way is ALLREDUCE and shared_or_any(self.algorithm) and not given.is_cuda and _bytes(given) <= SMALL:
+        if way is ALLREDUCE and _may_share(self.algorithm) and not given.is_cuda and _bytes(given) <= SMALL:
             small = (given, on_board)
         text, key = self.words
         matcher = group.matcher
@@ -131,13 +131,13 @@ class _Summing:
             work = matcher.submit(text, lambda _: begin(reals))
         elif small is None and self.kind in ("array", "tensor"):
             x, rest = prepare([])
-            work = group.submit(text, way, shared, x, *rest, plain, key=key, alone=alone)
+            work = group.submit(text, way, in_memory, x, *rest, plain, key=key, alone=alone)
         else:
             work = matcher.submit(text, begin, key, self.real, small, alone)
         return Result(Handle(work, given, comm.pending), finish)
 
 
-def shared_or_any(algorithm: str | None) -> bool:
+def _may_share(algorithm: str | None) -> bool:
     """Whether shared memory may be used."""
     return algorithm in (None, "auto", "shared")
 
@@ -163,7 +163,7 @@ def broadcast(comm: Communicator, x: Any, root: int, algorithm: str | None, alon
         return Result(None, finish)
     text = f"broadcast from rank {root}" + (f" by {algorithm}" if algorithm is not None else "")
 
-    def begin(group: Group, shared: bool, rows: list[list[int]]) -> Any:
+    def begin(group: Group, in_memory: bool, rows: list[list[int]]) -> Any:
         nonlocal agreed, result
         agreed = rows[root]
         for rank, row in enumerate(rows):
@@ -172,7 +172,7 @@ def broadcast(comm: Communicator, x: Any, root: int, algorithm: str | None, alon
                 raise CollectiveMismatch(f"broadcast: rank {root} has {theirs}, rank {rank} has {mine}")
         _, dtype, shape = values.decode_form(agreed)
         result = _host(given) if comm.rank == root else torch.empty(shape, dtype=dtype)
-        return group.start(BROADCAST, shared, result, root) if result.numel() else None
+        return group.start(BROADCAST, in_memory, result, root) if result.numel() else None
 
     return Result(_move(comm, text, text, form, begin, algorithm, alone), finish)
 
@@ -191,21 +191,26 @@ def all_gather(comm: Communicator, x: Any, algorithm: str | None, alone: bool) -
 
     if comm.size == 1:
         return Result(None, finish)
-    real = kind in ("number", "list") and given.dtype == torch.float64
 
-    def begin(group: Group, shared: bool, rows: list[list[int]]) -> Any:
+    def begin(group: Group, in_memory: bool, rows: list[list[int]]) -> Any:
         nonlocal result
-        mine = _host(given)
-        if any(row[1] for row in rows):  # one rank's real number makes the result real on all
-            mine = mine.double()
-        counts = [row[0] for row in rows]
-        result = torch.empty((sum(counts), *mine.shape[1:]), dtype=mine.dtype)
-        result.split(counts)[comm.rank].copy_(mine)
+        forms = [values.decode_form(row) for row in rows]
+        tails = [torch.Size(shape[1:]) for _, _, shape in forms]
+        like = next((k for k, (_, _, shape) in enumerate(forms) if shape[0]), 0)
+        for k, (_, _, shape) in enumerate(forms):
+            if shape[0] and tails[k] != tails[like]:  # lists only: of tensors it was announced
+                ours, theirs = values.form_in_words(rows[like]), values.form_in_words(rows[k])
+                raise CollectiveMismatch(f"all_gather: ranks differ: rank {like} has {ours}, rank {k} has {theirs}")
+        dtype = torch.float64 if any(one == torch.float64 for _, one, _ in forms) else given.dtype
+        counts = [shape[0] for _, _, shape in forms]
+        result = torch.empty((sum(counts), *tails[like]), dtype=dtype)
         if not result.numel():
             return None
-        return group.start(ALL_GATHER, shared, result.view(-1), [n * mine.shape[1:].numel() for n in counts])
+        if len(given):
+            result.split(counts)[comm.rank].copy_(given)
+        return group.start(ALL_GATHER, in_memory, result.view(-1), [n * tails[like].numel() for n in counts])
 
-    return Result(_move(comm, text, key, [len(given), int(real)], begin, algorithm, alone), finish)
+    return Result(_move(comm, text, key, values.encode_form(kind, given), begin, algorithm, alone), finish)
 
 
 def all_to_all(comm: Communicator, x: Any, algorithm: str | None, alone: bool) -> Result:
@@ -237,11 +242,11 @@ def all_to_all(comm: Communicator, x: Any, algorithm: str | None, alone: bool) -
     if comm.size == 1:
         return Result(None, finish)
 
-    def begin(group: Group, shared: bool, rows: list[list[int]]) -> Any:
+    def begin(group: Group, in_memory: bool, rows: list[list[int]]) -> Any:
         nonlocal got, lengths
         lengths = [row[comm.rank] for row in rows]
         got = torch.empty(sum(lengths), dtype=torch.uint8)
-        return group.start(ALL_TO_ALL, shared, sent, got, rows)
+        return group.start(ALL_TO_ALL, in_memory, sent, got, rows)
 
     return Result(_move(comm, text, key, lengths, begin, algorithm, alone), finish)
 
@@ -272,10 +277,10 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def _choose(comm: Communicator, algorithm: str | None, nccl: bool = False) -> tuple[Group, bool]:
     """The group, and whether its shared memory is used; if not, its backend is made while all are here."""
     group = comm.group("nccl" if nccl else "host")
-    shared = not nccl and comm.shares(group, algorithm)
-    if not shared:
+    in_memory = not nccl and comm.shares(group, algorithm)
+    if not in_memory:
         group.backend  # noqa: B018
-    return group, shared
+    return group, in_memory
 
 
 def _move(
@@ -288,15 +293,15 @@ def _move(
     alone: bool,
 ) -> Handle:
     """Tell each other some numbers; `begin` gets those of all ranks."""
-    group, shared = _choose(comm, algorithm)
+    group, in_memory = _choose(comm, algorithm)
     matcher = group.matcher
     if matcher.board is None:
         rows, _ = _agree(group, text, key, row, False)
-        work = matcher.submit(text, lambda _: begin(group, shared, rows))
+        work = matcher.submit(text, lambda _: begin(group, in_memory, rows))
     else:
         small = (
             torch.tensor(row, dtype=torch.int64),
-            lambda rows, _: begin(group, shared, [one.tolist() for one in rows]),
+            lambda rows, _: begin(group, in_memory, [one.tolist() for one in rows]),
         )
         work = matcher.submit(text, lambda _: None, key, False, small, alone)
     return Handle(work, None, comm.pending)

@@ -41,6 +41,8 @@ def to_tensor(x: Any, op: str = "", call: str = "allreduce") -> tuple[str, torch
     """The kind of `x` and a new contiguous tensor of its values. RankError for what cannot be sent, or (with `op`)
     reduced."""
     if isinstance(x, torch.Tensor):
+        if x.layout is not torch.strided or x.is_quantized:
+            raise RankError(f"{call}: a tensor of layout {x.layout} is not possible; use .to_dense()")
         tensor = x.detach().clone(memory_format=torch.contiguous_format)
         kind = "tensor"
     elif type(x).__module__ == "numpy" and hasattr(x, "__array__"):
@@ -62,8 +64,6 @@ def to_tensor(x: Any, op: str = "", call: str = "allreduce") -> tuple[str, torch
         raise RankError(f"{call}: {_article(type(x).__name__)} is not possible; {_POSSIBLE}")
     if tensor.dim() > _DIMENSIONS:
         raise RankError(f"{call}: {tensor.dim()} dimensions are too many; possible are {_DIMENSIONS}")
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise RankError(f"{call}: a tensor of layout {tensor.layout} is not possible; use .to_dense()")
     if op and tensor.dtype not in _DTYPES:
         possible = ", ".join(map(_name, _DTYPES))
         raise RankError(f"{call}: dtype {_name(tensor.dtype)} is not possible; use one of {possible}")
@@ -88,7 +88,7 @@ def describe(call: str, kind: str, tensor: torch.Tensor, rest: str = "", rows: b
     shape = [str(n) for n in tensor.shape]
     name, ends = _name(tensor.dtype), f" {rest}" if rest else ""
     text = f"{call} of {_article(kind)} of {'x'.join(shape) or '1'} {name}{ends}"
-    same = ["*", *shape[1:]] if rows else shape
+    same = (["*", *shape[1:]] if kind != "list" else []) if rows else shape  # an empty list does not say of what
     return text, f"{call} of {kind} {same}{'' if kind in ('number', 'list') else name}{ends}"
 
 

@@ -23,7 +23,7 @@ from minipar.comm.matching import Collective, Matcher, Starter
 from minipar.comm.sockets import Sockets
 from minipar.errors import RankError
 
-Way = tuple[Callable[..., Steps], Callable[..., Any]]  # a collective of direct.py, and of backend.py
+Way = tuple[Callable[..., Steps], Callable[..., Any]]  # a collective of shared.py, and of backend.py
 CLOSED = "this Communicator is closed; communicator.create() makes a new one"
 
 
