@@ -21,12 +21,14 @@ from typing import Any, NamedTuple
 from minipar.values import TIERS as TIERS
 from minipar.values import Value as Value
 from minipar.values import buffer as buffer
+from minipar.values import chunk as chunk
 from minipar.values import disk as disk
 from minipar.values import grad as grad
 from minipar.values import grad_output as grad_output
 from minipar.values import grad_shard as grad_shard
 from minipar.values import home as home
 from minipar.values import host as host
+from minipar.values import incoming as incoming
 from minipar.values import norm as norm
 from minipar.values import optimizer_shard as optimizer_shard
 from minipar.values import optimizer_state as optimizer_state
@@ -54,12 +56,14 @@ class Op(str, Enum):
     NORM = "NORM"  # an all-reduce of one number: the length of all gradients together
     OFFLOAD = "OFFLOAD"  # a copy of a value to a slower tier
     FETCH = "FETCH"  # and back
+    REDUCE = "REDUCE"  # adds what came of a chunk to the own chunk
 
 
-COMPUTE = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.RECOMPUTE, Op.STEP)
+COMPUTE = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.RECOMPUTE, Op.STEP, Op.REDUCE)
 TRANSFERS = (Op.SEND, Op.RECV)
 COLLECTIVES = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.NORM)
 COPIES = (Op.OFFLOAD, Op.FETCH)
+PORT = "port"  # stream of the SENDs that leave a rank one after another, whichever rank they are for
 
 
 class Part(NamedTuple):
@@ -95,9 +99,9 @@ class Instruction(NamedTuple):
         if self.name:
             return self.name
         if self.op is Op.SEND and self.reads:
-            return f"SEND {self.reads[0]} -> {self.peer}"
+            return f"SEND {_moved(self.reads)} -> {self.peer}"
         if self.op is Op.RECV and self.writes:
-            return f"RECV {self.writes[0]} <- {self.peer}"
+            return f"RECV {_moved(self.writes)} <- {self.peer}"
         if self.op is Op.OFFLOAD and self.writes:
             return f"OFFLOAD {self.reads[0]} -> {tier(self.writes[0])}"
         if self.op is Op.FETCH and self.writes:
@@ -108,6 +112,16 @@ class Instruction(NamedTuple):
         if self.group:
             text += " over " + ",".join(map(str, self.group))
         return text
+
+
+def _moved(values: Sequence[Value]) -> str:
+    return str(values[0]) if len(values) == 1 else f"{values[0].kind}({span([value.index for value in values])})"
+
+
+def message(ins: Instruction) -> tuple[Value, ...]:
+    """What a SEND or RECV moves, in the words of the rank that sends it."""
+    moved = ins.reads if ins.op is Op.SEND else ins.writes
+    return tuple(chunk(value.index) if value.kind == "incoming" else value for value in moved)
 
 
 def hops(ins: Instruction) -> int:
@@ -197,6 +211,8 @@ class Program:
     precision        "bf16": layers compute in bfloat16, STEP in float32; "float32": everything as the model is
     folder           where values on the disk are kept; "": the system's temporary folder
     room             bytes that a rank may keep in the slower tier; None: what there is
+    chunks           of a collective, which has no layers: the sizes in bytes of the chunks that its tensor is cut into
+    final            of a collective: the values that each rank holds at the end; (): those of `state`
     selective        a BACKWARD first runs the cores of its layers' attention forward again
     """
 
@@ -214,6 +230,8 @@ class Program:
     precision: str = "float32"
     folder: str = ""
     room: int | None = None
+    chunks: tuple[int, ...] = ()
+    final: tuple[frozenset[Value], ...] = ()
     selective: bool = False
 
     def __len__(self) -> int:
@@ -280,7 +298,8 @@ class Program:
         lines = [f"program {self.name or 'of hand'}: {len(self.ranks)} ranks, {len(self)} instructions"]
         for r in range(len(self.ranks)) if rank is None else [rank]:
             instructions = self.ranks[r]
-            lines.append(f"rank {r}: layers {span(self.placement[r])}, {len(instructions)} instructions")
+            layers = f"layers {span(self.placement[r])}, " if self.layers else ""
+            lines.append(f"rank {r}: {layers}{len(instructions)} instructions")
             lines += [f"  {k:4d}  {ins}" for k, ins in enumerate(instructions[:limit])]
             if len(instructions) > limit:
                 lines.append(f"  ... {len(instructions) - limit} more")
@@ -321,6 +340,8 @@ class Program:
             **({} if self.precision == "float32" else {"precision": self.precision}),
             **({"folder": self.folder} if self.folder else {}),
             **({} if self.room is None else {"room": self.room}),
+            **({"chunks": list(self.chunks)} if self.chunks else {}),
+            **({"final": [refs(sorted(values)) for values in self.final]} if self.final else {}),
             **({"selective": True} if self.selective else {}),
             "state": [refs(sorted(values)) for values in self.state],
             "ranks": ranks,
@@ -356,5 +377,7 @@ class Program:
             precision=data.get("precision", "float32"),
             folder=data.get("folder", ""),
             room=data.get("room"),
+            chunks=tuple(data.get("chunks", ())),
+            final=tuple(frozenset(named(refs)) for refs in data.get("final", ())),
             selective=data.get("selective", False),
         )

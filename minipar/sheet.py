@@ -46,6 +46,7 @@ LOOKS = {
     "weight gradient": Look("#8F5F00", "#5c3d00"),
     "recompute": Look("#56B4E9", "#1f6d9c", DARK),
     "optimizer step": Look("#009E73", "#00664a"),
+    "reduce": Look("#009E73", "#00664a"),
     "message": Look("#CC79A7", "#8f3f6c", hatch="//////"),
     "receive": Look(WIRE, WIRE),
     "collective": Look("#CC79A7", "#8f3f6c", hatch="xxxxxx"),

@@ -22,6 +22,8 @@ KINDS = {
     "output": "activations",
     "grad_output": "activations",
     "saved": "activations",
+    "chunk": "data",
+    "incoming": "buffers",
 }
 
 
