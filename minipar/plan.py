@@ -161,6 +161,11 @@ class Plan:
         return self.dp * self.pp
 
     @property
+    def splits(self) -> bool:
+        """Whether the schedule has backwards in halves."""
+        return any(isinstance(a, BackwardWeight) for rank in range(self.pp) for a in self.actions(rank))
+
+    @property
     def total_microbatches(self) -> int:
         """Micro-batches per replica and step, over all rounds of accumulation."""
         return self.microbatches * self.accumulate
@@ -242,7 +247,7 @@ class Plan:
 
     def _program(self, shape: Shape, layout: Layout, steps: int, costs: LayerCosts | Profile | None) -> Program:
         actions = [self.actions(stage) for stage in range(self.pp)]
-        if "activations" in self.offload and any(isinstance(a, BackwardWeight) for row in actions for a in row):
+        if "activations" in self.offload and self.splits:
             raise PlanError(
                 f"offload=activations: not with schedule={self.schedule}, whose backwards are split; "
                 "possible are checkpoint=, or a schedule of whole backwards such as 1f1b"

@@ -44,7 +44,8 @@ from minipar.strategies import find, schedules
 JOINED = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.NORM)
 BUILT_IN = [schedule.name for schedule in schedules() if schedule.generate.__module__.startswith("minipar.")]
 
-ONE_CHUNK = [name for name in BUILT_IN if find(name).chunks == 1]
+# Those of one chunk a rank, and of whole backwards.
+SIMPLE = [name for name in BUILT_IN if find(name).chunks == 1 and not Plan(schedule=name, microbatches=9).splits]
 
 
 def stages_of(schedule: str, pp: int) -> int:

@@ -13,14 +13,13 @@ from minipar.costs.recomputation import LayerCosts, in_segments
 from minipar.costs.reversal import revolve
 from minipar.costs.shapes import Shape
 from minipar.program import Op, output, param, saved
-from minipar.strategies import find
 from minipar.strategies.checkpoint import recompute
 from minipar.strategies.layers import expand
 from minipar.strategies.layout import Layout
 from minipar.strategies.segments import budget_of
 from tests.interpreters import (
     BUILT_IN,
-    ONE_CHUNK,
+    SIMPLE,
     RandomCosts,
     brute_force,
     compiled,
@@ -122,7 +121,7 @@ def fits(program: Program, choice: object) -> object:
         return min(choice, program.layers)
     if isinstance(choice, tuple):
         return tuple(layer for layer in choice if layer < program.layers) or "none"
-    if budget_of(choice) is not None and find(Plan.parse(program.name).schedule).chunks > 1:
+    if budget_of(choice) is not None and Plan.parse(program.name).schedule not in SIMPLE:
         return "sqrt"  # (a budget is refused)
     return choice
 
@@ -263,7 +262,7 @@ def test_segments_of_8_need_17_units_where_plain_needs_66_and_measured_sizes_fin
 @pytest.mark.parametrize(
     "plan", ["pp=1 microbatches=3", "pp=4 microbatches=6", "pp=2 dp=2 microbatches=4 accumulate=2"]
 )
-@pytest.mark.parametrize("schedule", ONE_CHUNK)
+@pytest.mark.parametrize("schedule", SIMPLE)
 def test_extra_forwards_are_counted_exactly(plan, schedule):
     """Every layer runs again once per micro-batch, except the last segment where backward follows at once."""
     program = compiled(f"{plan} schedule={schedule} checkpoint=2", 16)

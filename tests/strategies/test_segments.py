@@ -14,7 +14,7 @@ from minipar.costs.measured import Profile
 from minipar.costs.recomputation import LayerCosts, recomputed
 from minipar.program import Op
 from minipar.strategies.segments import POSSIBLE, budget_of, in_flight, parse, schedules, text
-from tests.interpreters import ONE_CHUNK, judge, shape
+from tests.interpreters import SIMPLE, judge, shape
 from tests.recomputing import ByLayer, words
 
 # words ---------------------------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def unequal(layers, seed):
 
 
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("schedule", ONE_CHUNK)
+@pytest.mark.parametrize("schedule", SIMPLE)
 @pytest.mark.parametrize("plan", ["microbatches=2", "pp=2 microbatches=5", "pp=3 split=6,4,2 microbatches=4 dp=2"])
 def test_simulated_memory_stays_within_the_budget(plan, schedule, fused, monkeypatch):
     if not fused:
