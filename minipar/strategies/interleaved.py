@@ -3,8 +3,8 @@
 Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021.
 
     p=2, m=4, 2 chunks (stages 0 2 on rank 0, 1 3 on rank 1); lower case is the second chunk, backward twice as long
-    rank 0  F0 F1 f0 f1 F2    b0 b0 F3 b1 b1 f2 B0 B0 f3 B1 B1    b2 b2    b3 b3 B2 B2    B3 B3
-    rank 1     F0 F1 f0 b0 b0 f1 b1 b1 F2 B0 B0 F3 B1 B1 f2 b2 b2 f3 b3 b3 B2 B2    B3 B3
+    rank 0  F0 F1 f0 f1 F2    b0 b0 F3 b1 b1 f2 B0 B0 f3 B1 B1    b2 b2    b3 b3 B2 B2 B3 B3
+    rank 1     F0 F1 f0 b0 b0 f1 b1 b1 F2 B0 B0 F3 B1 B1 f2 b2 b2 f3 b3 b3 B2 B2 B3 B3
 
 A rank takes a group of g micro-batches through its first chunk, then the same ones through the next. With g = p the
 first of a group is back when its last one has left. Time m(tF+tB) + (p-1)(tF+tB)/v where g = p divides m, for any tF

@@ -3,8 +3,8 @@
 Source: Lamy-Poirier, "Breadth-First Pipeline Parallelism", 2022 (arXiv 2211.05953).
 
     p=2, m=4, 2 chunks (stages 0 2 on rank 0, 1 3 on rank 1); lower case is the second chunk, backward twice as long
-    rank 0  F0 F1 F2 F3 f0 f1 f2 f3    b3 b3 b2 b2 b1 b1 b0 b0 B3 B3 B2 B2 B1 B1 B0 B0
-    rank 1     F0 F1 F2 F3 f0 f1 f2 f3 b3 b3 b2 b2 b1 b1 b0 b0 B3 B3 B2 B2 B1 B1 B0 B0      (each a step later)
+    rank 0  F0 F1 F2 F3 f0 f1 f2 f3          b3 b3 b2 b2 b1 b1 b0 b0 B3 B3 B2 B2 B1 B1 B0 B0
+    rank 1     F0 F1 F2 F3 f0 f1 f2 f3 b3 b3 b2 b2 b1 b1 b0 b0 B3 B3 B2 B2 B1 B1 B0 B0
 
 Time m(tF+tB) + (p-1)(tF+tB)/v where m >= p, for any tF and tB: as interleaved 1F1B. Every rank keeps the activations of
 all m micro-batches; but each chunk's parameters are used in one go per direction, so that they need be gathered only
