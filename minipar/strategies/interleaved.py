@@ -25,7 +25,7 @@ from minipar.strategies.registry import schedule
     paper="Narayanan et al. 2021 (Megatron-LM)",
     time="m(tF+tB)+(p-1)(tF+tB)/v",
     peak="min(((v-1)p+2(p-1-d)+1)/v, m)",
-    needs="p <= g <= m; m mod g is 0 or at least p",
+    needs="group g: p <= g <= m, m mod g = 0 or >= p; time: g = p",
     chunks=2,
 )
 def interleaved(rank: int, ranks: int, microbatches: int, chunks: int, group: int | None) -> Iterator[Action]:

@@ -17,8 +17,8 @@ tF and tI. Every rank keeps min(p, m) micro-batches, those that wait for their w
 
 It needs m >= 2p-1 and keeps 2p-1 micro-batches. In its window a rank idles w = (p-1) max(0, tF+tI-2tW, tI-tF) (the
 paper: at tI = tF). The windows are shifted: rank d begins d forwards late and ends as late. Steps that follow one
-another without a barrier fit into each other; a single one takes m(tF+tB) + max((p-1)tF, w), at equal times as long as ZB-H1.
-Here each rank's STEP waits for its own gradients only.
+another without a barrier fit into each other; a single one takes m(tF+tB) + max((p-1)tF, w), at equal times as long as
+ZB-H1. Here each rank's STEP waits for its own gradients only.
 """
 
 from __future__ import annotations
