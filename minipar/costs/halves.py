@@ -100,32 +100,32 @@ def _ways(
     goals = {get_gradient_edge(x).node for x in inputs}
     owner = {get_gradient_edge(p).node: p for p in parameters}
     leads = dict.fromkeys(owner, False) | dict.fromkeys(goals, True)
-    order: list[Node] = []  # every operation after those behind it
-    seen = set(leads)
-    stack = [(end.node, False) for end in ends]
-    while stack:
-        node, done = stack.pop()
-        if done:
-            order.append(node)
-        elif node not in seen:
-            seen.add(node)
-            stack.append((node, True))
-            stack += [(child, False) for child, _ in node.next_functions if child is not None]
     behind: dict[Node, dict[int, Tensor]] = {node: {id(p): p} for node, p in owner.items()}
+    children: dict[Node, list[Node]] = {}
     starts, between = [], []
-    for node in order:
-        children = [child for child, _ in node.next_functions if child is not None]
-        leads[node] = any(leads.get(child, False) for child in children)
-        mine: dict[int, Tensor] = {}
-        for child in children:
-            if not leads.get(child, False):
-                mine |= behind.get(child, {})
-        if not leads[node]:
-            behind[node] = mine
-        elif mine:
-            starts.append((node, list(mine.values())))
+    stack = [end.node for end in ends]
+    while stack:
+        node = stack[-1]
+        if node in leads:
+            stack.pop()
+        elif node not in children:  # first those behind it
+            children[node] = [child for child, _ in node.next_functions if child is not None]
+            stack += children[node]
         else:
-            between.append(node)
+            stack.pop()
+            mine: dict[int, Tensor] = {}
+            leads[node] = False
+            for child in children[node]:
+                if leads[child]:
+                    leads[node] = True
+                elif child in behind:
+                    mine |= behind[child]
+            if not leads[node]:
+                behind[node] = mine
+            elif mine:
+                starts.append((node, list(mine.values())))
+            else:
+                between.append(node)
     return starts, between
 
 
