@@ -21,6 +21,7 @@ from minipar.execution import Job, execute, profile_job
 
 TIMES = {"forward": 0.020, "backward": 0.040}
 PLANS = ("pp=4 schedule=gpipe microbatches=8", "pp=4 schedule=1f1b microbatches=8", "dp=4 microbatches=8")
+PIPELINES = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "zb-v")
 WIDTH, ROWS, LAYERS = 256, 256, 8
 
 
@@ -37,12 +38,14 @@ def measure(quick: bool = False) -> list[Row]:
     devices += [replace(preset, costs=TIMES) for preset in PRESETS.values()]
     for device in devices[: 1 if quick else None]:
         with Cluster(4, device=device) as cluster:
-            for plan in PLANS:
+            pipelines = [f"pp=4 schedule={name} microbatches=8" for name in PIPELINES]
+            for plan in dict.fromkeys([*PLANS, *(pipelines if device is devices[0] else [])]):
                 program = Plan.parse(plan).compile(shape_of(list(_build())))
                 sizes = microbatch_rows(job.batch, program.replicas, program.microbatches)
                 (facts,) = cluster.run_on([0], profile_job, job, sizes)
                 own = ProfiledCosts(program, facts.profile, job.batch)
-                predicted = simulate(program, EmulatedCosts(program, device, own)).time
+                prediction = simulate(program, EmulatedCosts(program, device, own))
+                predicted = prediction.time
                 done = execute(
                     program, job, cluster=cluster, passes=3 if quick else 7, keep_gradients=False, check=False
                 )
@@ -53,4 +56,9 @@ def measure(quick: bool = False) -> list[Row]:
                     Row(f"emulated, {device}, {plan}: |measured / predicted - 1|", abs(measured / predicted - 1), "",
                         0.05, None, note)
                 )  # fmt: skip
+                if program.replicas == 1:
+                    bubbles = prediction.bubble_of_total(), done.trace.bubble_of_total()
+                    text = f"emulated, {device}, {plan}: |measured - predicted bubble of total|"
+                    note = f"{bubbles[0]:.1%} predicted, {bubbles[1]:.1%} measured"
+                    rows.append(Row(text, abs(bubbles[1] - bubbles[0]), "", 0.05, None, note))
     return rows

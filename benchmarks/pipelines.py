@@ -1,4 +1,4 @@
-"""GPipe and 1F1B beside torch.distributed.pipelining: 16 x (Linear 512 + GELU), 8 micro-batches of 8 rows, 4 ranks.
+"""Pipelines beside torch.distributed.pipelining: 16 x (Linear 512 + GELU), 8 micro-batches of 8 rows, 4 ranks.
 
 torch runs twice: in processes as torch starts them, and in ranks of minipar's own, whose C library keeps freed memory
 (which makes both faster). The targets are for the first; the second is the executors alone. minipar's ranks keep to the
@@ -7,22 +7,37 @@ cores on which `execute` holds them while it trains (`as_in_training`); torch's 
 
 from __future__ import annotations
 
+import time
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
 
 from benchmarks.harness import Row, as_in_training, contestants, in_turn
 from minipar import Cluster, Plan
 from minipar.comm import communicator
+from minipar.costs.halves import input_half, weight_half
 from minipar.costs.profiler import shape_of
+from minipar.costs.shapes import uniform
 from minipar.executor import Executor
 
 RANKS, LAYERS, WIDTH, MICROBATCHES, ROWS = 4, 16, 512, 8, 8
-MUST = {"gpipe": 0.7, "1f1b": 0.85}
+MUST = {"gpipe": 0.7, "1f1b": 0.85, "interleaved": 0.85, "zb-v": 0.85}
+TORCHS = {
+    "gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B,
+    "zb-v": ScheduleZBVZeroBubble,
+}  # fmt: skip
 AIM = 0.7
 
 
@@ -40,21 +55,25 @@ def _enter_torch() -> None:
     rank = communicator.create().rank
     dist.init_process_group("gloo")
     x, y = _rows()
-    for name, schedule_class in (("gpipe", ScheduleGPipe), ("1f1b", Schedule1F1B)):
-        share = LAYERS // RANKS
-        module = nn.Sequential(*list(_build())[rank * share : (rank + 1) * share])
-        stage = PipelineStage(module, rank, RANKS, torch.device("cpu"))  # its first step infers the shapes
-        schedule = schedule_class(stage, n_microbatches=MICROBATCHES, loss_fn=nn.functional.mse_loss)
+    for name, schedule_class in TORCHS.items():
+        held = Plan(pp=RANKS, schedule=name, microbatches=MICROBATCHES).layout(uniform(LAYERS))
+        count = len(held.split)
+        layers = list(_build())
+        modules = [nn.Sequential(*(layers[k] for k in held.layers(stage))) for stage in held.placement[rank]]
+        # (the first step of a stage infers its shapes)
+        stages = [
+            PipelineStage(module, stage, count, torch.device("cpu"))
+            for module, stage in zip(modules, held.placement[rank], strict=True)
+        ]
+        several = stages if count > RANKS else stages[0]
+        schedule = schedule_class(several, n_microbatches=MICROBATCHES, loss_fn=nn.functional.mse_loss)
+        ends = count - 1 in held.placement[rank]
+        module = nn.Sequential(*modules)
         update = torch.optim.SGD(module.parameters(), lr=0.01)
 
-        def step(schedule: Any = schedule, update: torch.optim.Optimizer = update) -> None:
+        def step(schedule: Any = schedule, update: torch.optim.Optimizer = update, ends: bool = ends) -> None:
             update.zero_grad()
-            if rank == 0:
-                schedule.step(x)
-            elif rank == RANKS - 1:
-                schedule.step(target=y)
-            else:
-                schedule.step()
+            schedule.step(*([x] if rank == 0 else []), **({"target": y} if ends else {}))
             update.step()
 
         contestants[f"torch {name}"] = step
@@ -86,6 +105,25 @@ def _enter_minipar() -> None:
     contestants["compute alone"] = compute_alone
 
 
+def _halves(rounds: int) -> tuple[float, float]:
+    """In a rank: seconds of the whole backward of one stage and micro-batch, and of its two halves together."""
+    module = nn.Sequential(*list(_build())[: LAYERS // RANKS])
+    parameters = list(module.parameters())
+    gradient = torch.randn(ROWS, WIDTH)
+    times: list[list[float]] = [[], []]
+    for _ in range(rounds):
+        for split, found in enumerate(times):
+            x = torch.randn(ROWS, WIDTH, requires_grad=True)
+            edges = [get_gradient_edge(module(x))]
+            start = time.perf_counter()
+            if split:
+                weight_half(input_half(edges, [gradient], [x], parameters)[1])
+            else:
+                torch.autograd.backward(edges, [gradient])
+            found.append(time.perf_counter() - start)
+    return median(times[0]), median(times[1])
+
+
 def measure(quick: bool = False) -> list[Row]:
     with Cluster(RANKS) as ours, Cluster(RANKS, keep_freed_memory=False) as plain, Cluster(RANKS) as like_ours:
         ours.run(_enter_minipar)
@@ -108,4 +146,7 @@ def measure(quick: bool = False) -> list[Row]:
             rows.append(
                 Row(text, alone / first[f"torch {name}"], "", note=f"{alone * 1e3:.0f} ms: no executor is below")
             )
+        (whole, halves), *_ = ours.run(_halves, 30 if quick else 300)
+        note = f"{whole * 1e3:.2f} and {halves * 1e3:.2f} ms; 4 layers, 8 rows"
+        rows.append(Row("backward in halves / whole backward, all ranks busy", halves / whole, "", note=note))
     return rows

@@ -85,7 +85,8 @@ def _parser() -> _Parser:
     one.add_argument("--model", required=True, help="name of a preset or a published model, such as gpt3-175b")
     one.add_argument("--batch", type=_count, default=None, help="rows of a step (default: one for each micro-batch)")
 
-    command("schedules", _schedules, _show_schedules, "list the schedules")
+    one = command("schedules", _schedules, _show_schedules, "list the schedules, with their constraints")
+    one.add_argument("--markdown", action="store_true", help="as a Markdown table, which the README holds")
     command("doctor", _doctor, _show_doctor, "what works on this machine")
     one = command("bench", _bench, _show_bench, "run the benchmarks: minipar beside torch's own tools")
     one.add_argument("names", metavar="NAME", nargs="*", help="which benchmarks (default: all)")
@@ -278,16 +279,25 @@ def _show_memory(result: dict[str, Any]) -> str:
 def _schedules(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "schedules": [
-            {"name": s.name, "summary": s.summary, "time": s.time, "peak": s.peak, "paper": s.paper}
+            {
+                "name": s.name, "summary": s.summary, "chunks": s.chunks, "options": list(s.options), "needs": s.needs,
+                "time": s.time, "peak": s.peak, "paper": s.paper,
+            }
             for s in schedules()
-        ]
-    }
+        ],
+        "markdown": options.markdown,
+    }  # fmt: skip
 
 
 def _show_schedules(result: dict[str, Any]) -> str:
-    rows = [("schedule", "step time", "peak activations", "source")]
-    rows += [(s["name"], s["time"], s["peak"], s["paper"]) for s in result["schedules"]]
-    widths = [max(len(row[k]) for row in rows) for k in range(4)]
+    rows = [("schedule", "chunks", "needs", "step time", "peak activations", "source")]
+    for s in result["schedules"]:
+        chunks = f"{s['chunks']} or more" if "chunks" in s["options"] and s["chunks"] > 1 else str(s["chunks"])
+        rows.append((s["name"], chunks, s["needs"], s["time"], s["peak"], s["paper"]))
+    if result["markdown"]:
+        rows = [rows[0], ("---",) * 6, *(("`" + row[0] + "`", *row[1:]) for row in rows[1:])]
+        return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
+    widths = [max(len(row[k]) for row in rows) for k in range(6)]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from minipar import randomness
 from minipar.batches import Batch, Part, part_of_whole
+from minipar.costs.halves import Arrived, input_half, left, weight_half
 from minipar.costs.profiler import weigh
 from minipar.errors import RankError
 from minipar.kept import Kept
@@ -59,7 +60,14 @@ class Compute:
             (v.index, v.microbatch, v.step) for v in offload.offloaded(program.ranks[rank])
         }  # of what autograd keeps, what will be copied away
         self.kept: dict[tuple[int, int, int], Kept] = {}
+        self.left: dict[tuple[int, int, int], list[Arrived]] = {}  # between the halves of a backward
         self.graphs: dict[tuple[int, int, int], tuple[Any, list[tuple[int, Any]]]] = {}
+
+    def work(self, ins: Instruction, live: dict[Value, Any]) -> None:
+        """A compute instruction on layers, of whatever kind."""
+        kinds = {Op.BACKWARD: self.backward, Op.BACKWARD_INPUT: self.backward_input}
+        kinds[Op.BACKWARD_WEIGHT] = self.backward_weight
+        kinds.get(ins.op, self.forward)(ins, live)
 
     def _given(self, tensor: Tensor) -> Tensor:
         """An input tensor where and as the layers want it."""
@@ -182,7 +190,7 @@ class Compute:
         i, step = ins.microbatch, ins.step
         if not self.rows(ins):
             return
-        first, final = self.program.first_trainable, self.program.layers - 1
+        final = self.program.layers - 1
         received = None if ins.layers[-1] == final else live[grad_output(ins.layers[-1], i, step)]
         for piece in reversed(self.pieces[ins.layers, i]):
             given, edges = self.graphs.pop((piece[-1], i, step))
@@ -192,6 +200,54 @@ class Compute:
             received = [torch.zeros_like(t) if t.grad is None else t.grad for t in differentiable(given)]
         for layer in ins.layers:
             self.kept.pop((layer, i, step), None)
+        self._hand_back(ins, received, live)
+
+    def backward_input(self, ins: Instruction, live: dict[Value, Any]) -> None:
+        """The input half of a backward; what it leaves is `saved_weight`. See `costs/halves.py`."""
+        i, step = ins.microbatch, ins.step
+        if not self.rows(ins):
+            return
+        final = self.program.layers - 1
+        received = None if ins.layers[-1] == final else live[grad_output(ins.layers[-1], i, step)]
+        for piece in reversed(self.pieces[ins.layers, i]):
+            given, edges = self.graphs.pop((piece[-1], i, step))
+            inputs = differentiable(given) if piece[0] > self.program.first_trainable else []
+            grads = [None if received is None else received[k] for k, _ in edges]
+            found, arrived = input_half([edge for _, edge in edges], grads, inputs, self._parameters(piece))
+            self.left[piece[-1], i, step] = arrived
+            if ("saved_weight", piece[-1], self.rows(ins)) not in self.sizes:
+                self._weigh_left(piece, arrived, self.rows(ins), bool(inputs), given, grads)
+            received = [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, found, strict=True)]
+        self._hand_back(ins, received, live)
+
+    def backward_weight(self, ins: Instruction, live: dict[Value, Any]) -> None:
+        """The weight half, from where the input half left off."""
+        if self.rows(ins):
+            for piece in reversed(self.pieces[ins.layers, ins.microbatch]):
+                weight_half(self.left.pop((piece[-1], ins.microbatch, ins.step)))
+
+    def _parameters(self, piece: tuple[int, ...]) -> list[Tensor]:
+        """The parameters of some layers that are trained, each once."""
+        mine = {id(p): p for layer in piece for p in self.layers[layer].parameters() if p.requires_grad}
+        return list(mine.values())
+
+    def _weigh_left(
+        self, piece: tuple[int, ...], arrived: list[Arrived], rows: int, split: bool, given: Any, grads: list[Any]
+    ) -> None:
+        """Note what each layer's input half left; of one that is not split, all that there was."""
+        owner = {id(p): layer for layer in piece for p in self.layers[layer].parameters()}
+        found = dict.fromkeys(piece, 0)
+        if split:
+            known = [t for layer in piece for t in (*self.layers[layer].parameters(), *self.layers[layer].buffers())]
+            for one, size in zip(arrived, left(arrived, known), strict=True):
+                found[owner[id(one.parameters[0])]] += size
+        elif arrived:
+            before = count_bytes(given) if piece[0] else 0
+            found[piece[0]] = self.sizes["saved", piece[0], rows] + before + count_bytes(grads)
+        self.sizes.update({("saved_weight", layer, rows): size for layer, size in found.items()})
+
+    def _hand_back(self, ins: Instruction, received: list[Tensor] | None, live: dict[Value, Any]) -> None:
+        i, step, first = ins.microbatch, ins.step, self.program.first_trainable
         if ins.layers[0] > first:
             value = grad_output(ins.layers[0] - 1, i, step)
             live[value] = received

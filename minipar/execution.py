@@ -341,10 +341,12 @@ class Facts(NamedTuple):
     copies: Copies = Copies()
 
 
-def profile_job(job: Job, rows: tuple[int, ...], memory: bool = False, plan: Plan | None = None) -> Facts:
+def profile_job(
+    job: Job, rows: tuple[int, ...], memory: bool = False, plan: Plan | None = None, split: bool = False
+) -> Facts:
     """In one rank: the facts of a job, its layers profiled for these numbers of rows, as the plan will have them.
 
-    memory   also what each layer allocates, in order
+    memory   also what each layer allocates, in order; `split`: in the halves of its backward, too
     """
     plan = plan or Plan()
     model = job.build().to(worker.context().device)
@@ -358,7 +360,7 @@ def profile_job(job: Job, rows: tuple[int, ...], memory: bool = False, plan: Pla
         recomputed.check(layers)
     recomputed.choose(layers, plan.checkpoint == "selective")
     measured = profile(layers, (x, y), loss, rows, threads=torch.get_num_threads(), optimizer=job.optimizer)
-    tapes = record(layers, x, y, loss, rows, job.optimizer) if memory else None
+    tapes = record(layers, x, y, loss, rows, job.optimizer, split) if memory else None
     shape = replace(shape_of(layers), names=tuple(model._modules))
     copies = Copies()
     if plan.offload or plan.host_layers:

@@ -35,7 +35,9 @@ from minipar.program import COLLECTIVES, COMPUTE, COPIES, Instruction, Op, Progr
 from minipar.state import Slice, State
 from minipar.tensors import count_bytes, layers_of
 
-_WALKED = (Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.SEND, Op.RECV, Op.STEP)
+_WALKED = (
+    Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.SEND, Op.RECV, Op.STEP
+)  # fmt: skip
 
 
 @dataclass
@@ -135,7 +137,7 @@ class Executor:
         copying = self.offloading.under_way
         note, labels = notes.note, self.labels
         # Local names: a member of an Enum is slow to look up, many times for each instruction.
-        FORWARD, RECOMPUTE, BACKWARD, SEND, RECV, STEP = _WALKED
+        FORWARD, RECOMPUTE, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, SEND, RECV, STEP = _WALKED
         for index, ins in enumerate(instructions):
             op = ins.op
             note(labels[index])
@@ -161,11 +163,16 @@ class Executor:
                 self._on_host(ins)
             elif op is FORWARD or op is RECOMPUTE:
                 compute.forward(ins, live)
-            elif op is BACKWARD:
-                compute.backward(ins, live)
+            elif op is BACKWARD or op is BACKWARD_WEIGHT:
+                if op is BACKWARD:
+                    compute.backward(ins, live)
+                else:
+                    compute.backward_weight(ins, live)
                 for value in ins.writes:
                     if value.kind == "grad":
                         self.buckets.fill(value.index)
+            elif op is BACKWARD_INPUT:
+                compute.backward_input(ins, live)
             elif op is SEND:
                 value = ins.reads[0]
                 content = live.get(value)
@@ -259,7 +266,7 @@ class Executor:
         reads, writes, frees = (tuple(map(home, values)) for values in (ins.reads, ins.writes, ins.frees))
         plain = ins._replace(reads=reads, writes=writes, frees=frees)
         with self._aside():
-            (self.compute.backward if ins.op is Op.BACKWARD else self.compute.forward)(plain, here)
+            self.compute.work(plain, here)
         self.live.update({value: here[home(value)] for value in ins.writes if home(value) in here})
 
     def _copy(self, index: int, ins: Instruction) -> None:

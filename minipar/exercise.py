@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from minipar import strategies
 from minipar.errors import Deadlock, MiniparError
 from minipar.plan import Plan
-from minipar.program import Action, Backward, Forward, Op, Program
+from minipar.program import BACKWARDS, Action, Backward, BackwardInput, BackwardWeight, Forward, Op, Program
 from minipar.simulator import simulate
 from minipar.trace import Trace
 
@@ -201,19 +201,22 @@ def _refusal(name: str, answer: Callable[..., Any], stages: int, microbatches: i
     """Why a schedule cannot run in this size; None if it can."""
     sizes = f"with {stages} stage{'s' * (stages > 1)} and {microbatches} micro-batch{'es' * (microbatches > 1)}"
     hint = ""
+    known = strategies.find(name)
+    options = {key: {"chunks": known.chunks, "group": None}[key] for key in known.options}
+    most = 4 * microbatches * known.chunks
     for rank in range(stages):
         try:
-            chosen = answer(rank, stages, microbatches)
+            chosen = answer(rank, stages, microbatches, **options)
             # A schedule that never ends must not hang the notebook.
-            actions = list(islice(chosen, 4 * microbatches + 1)) if hasattr(chosen, "__iter__") else []
+            actions = list(islice(chosen, most + 1)) if hasattr(chosen, "__iter__") else []
         except Exception as error:
             return _raised(error, f"{sizes}, your schedule for rank {rank}")
-        if len(actions) > 4 * microbatches:
-            reason = f"{sizes}, rank {rank} yields more than {4 * microbatches} actions"
+        if len(actions) > most:
+            reason = f"{sizes}, rank {rank} yields more than {most} actions"
             return Verdict(
                 False, reason, "a rank needs one Forward(i) and one Backward(i) for each i; does a loop end?"
             )
-        hint = hint or _hint(rank, actions, microbatches)
+        hint = hint or (_hint(rank, actions, microbatches) if known.chunks == 1 else "")
     try:
         _compile(name, stages, microbatches)
     except Deadlock as error:
@@ -225,15 +228,17 @@ def _refusal(name: str, answer: Callable[..., Any], stages: int, microbatches: i
 
 
 def _compile(name: str, stages: int, microbatches: int) -> Program:
-    """One layer a rank, so that instructions read `F 2 mb5`. `compile` verifies."""
-    return Plan(pp=stages, microbatches=microbatches, schedule=name).compile(layers=stages)
+    """One layer a stage, so that instructions read `F 2 mb5`. `compile` verifies."""
+    plan = Plan(pp=stages, microbatches=microbatches, schedule=name)
+    return plan.compile(layers=1 + max(map(max, plan.placement())))
 
 
 def _hint(rank: int, actions: list[Action], microbatches: int) -> str:
     """What one rank's own list lacks, seen without the other ranks; empty if nothing."""
     if not actions:
         return f"rank {rank} yields nothing: a schedule is a generator, `for i in ...: yield Forward(i)`"
-    for kind in (Forward, Backward):
+    halves = any(isinstance(action, BackwardInput | BackwardWeight) for action in actions)
+    for kind in (Forward, BackwardInput, BackwardWeight) if halves else (Forward, Backward):
         name = kind.__name__
         count = Counter(str(action.microbatch) for action in actions if isinstance(action, kind))
         for i in range(microbatches):
@@ -255,7 +260,7 @@ def _longest_wait(trace: Trace) -> tuple[float, int, int]:
     for rank, row in enumerate(trace.program.ranks):
         end = trace.span[0]
         for k, ins in enumerate(row):
-            if ins.op in (Op.FORWARD, Op.BACKWARD):
+            if ins.op is Op.FORWARD or ins.op in BACKWARDS:
                 wait = trace.starts[rank][k] - end
                 if wait > longest[0] + 1e-9:
                     longest = (wait, rank, k)
@@ -265,10 +270,11 @@ def _longest_wait(trace: Trace) -> tuple[float, int, int]:
 
 def _first_above(program: Program, rank: int, limit: float) -> int:
     """The index of the forward with which a rank first holds more than `limit` micro-batches' activations."""
-    held = 0
+    held = 0.0
     for k, ins in enumerate(program.ranks[rank]):
-        held += (ins.op is Op.FORWARD) - (ins.op is Op.BACKWARD)
-        if held > limit:
+        part = len(ins.layers) / len(program.share[rank])
+        held += part * ((ins.op is Op.FORWARD) - (ins.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT)))
+        if held > limit + 1e-9:
             return k
     raise AssertionError("a rank's activations are what its forwards leave and its backwards free")
 

@@ -14,22 +14,23 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from minipar import settings, strategies
+from minipar import settings
 from minipar.costs import presets
 from minipar.costs.profiled import split_rows
-from minipar.costs.recomputation import LayerCosts, Move, keep_everything, memory
+from minipar.costs.recomputation import keep_everything, memory
 from minipar.errors import PlanError
 from minipar.models.table import GPT
 from minipar.plan import Plan
-from minipar.program import Group
+from minipar.program import Action, BackwardInput, Forward, Group, Program
 from minipar.strategies import segments
 from minipar.strategies.data_parallel import split_buckets
-from minipar.strategies.layers import Layout
-from minipar.trace import Trace
+from minipar.strategies.layout import Layout
+
+AHEAD = Program.receives_ahead
 
 
 @dataclass(frozen=True)
@@ -93,15 +94,19 @@ def states(parameters: int, ranks: int, zero: int, precision: Precision = PRECIS
     )
 
 
-def in_flight(plan: Plan) -> tuple[list[int], int]:
-    """(micro-batches that each stage holds at most, receives posted ahead), from the program of one replica.
+def in_flight(actions: Iterable[Action], sizes: Sequence[float]) -> float:
+    """The most that a rank's micro-batches keep at once, where one keeps `sizes[c]` of chunk c.
 
-    One layer a stage and one round of accumulation: neither changes the order.
+    Of a split backward it is kept until the weight half is done.
     """
-    small = Plan(pp=plan.pp, schedule=plan.schedule, microbatches=plan.microbatches)
-    program = small.compile(layers=small.pp, check=False)
-    found = Trace(program, (), (), lambda rank, value: 0).in_flight()
-    return [int(count) for count in found], program.receives_ahead
+    now = most = 0.0
+    for action in actions:
+        if isinstance(action, Forward):
+            now += sizes[action.chunk]
+            most = max(most, now)
+        elif not isinstance(action, BackwardInput):
+            now -= sizes[action.chunk]
+    return most
 
 
 def per_rank(plan: Plan, model: str, batch: int | None = None) -> list[RankMemory]:
@@ -120,22 +125,21 @@ def per_rank(plan: Plan, model: str, batch: int | None = None) -> list[RankMemor
     largest = [len(edges[replica * count]) for replica in range(plan.dp)]  # the first ones have more rows
     costs = presets.layer_costs(model, max(1, *largest)) if plan.split == "auto" else None
     layout = replace(plan, dp=1, accumulate=1).layout(presets.shape(model, element_size=1), costs)
-    flying, ahead = in_flight(plan)
-    own = [_own(plan, layout, stage) for stage in range(plan.pp)]
+    own = [_own(plan, layout, rank) for rank in range(plan.pp)]
     found: dict[int, list[RankMemory]] = {}
     for rows in set(largest):
-        of_step = _activations(plan, model, layout, flying, ahead, rows)
-        found[rows] = [_on_device(plan, *own[stage], *of_step[stage]) for stage in range(plan.pp)]
-    return [found[rows][stage] for rows in largest for stage in range(plan.pp)]
+        of_step = _activations(plan, model, layout, rows)
+        found[rows] = [_on_device(plan, *own[rank], *of_step[rank]) for rank in range(plan.pp)]
+    return [found[rows][rank] for rows in largest for rank in range(plan.pp)]
 
 
 # model states --------------------------------------------------------------------------------------------------------
 
 
-def _own(plan: Plan, layout: Layout, stage: int) -> tuple[States, int]:
-    """Model states of a stage, and the buffers that sharding or offloading them takes."""
+def _own(plan: Plan, layout: Layout, rank: int) -> tuple[States, int]:
+    """Model states of a rank, and the buffers that sharding or offloading them takes."""
     precision, groups = PRECISIONS[plan.precision], layout.shape.groups
-    held = layout.groups(stage)
+    held = layout.groups(rank)
     # What is tied between stages stays whole: its slices would belong to ranks with different work.
     sharded = [g for g in held if len(layout.holders(g)) == 1] if plan.dp > 1 else []
     parts = [states(_numbers(groups[g]), plan.dp, plan.zero if g in sharded else 0, precision) for g in held]
@@ -143,7 +147,8 @@ def _own(plan: Plan, layout: Layout, stage: int) -> tuple[States, int]:
     buffers = 0
     if "parameters" in plan.offload or (plan.zero == 3 and sharded):
         moving = held if "parameters" in plan.offload else sharded
-        layers = [sum(_numbers(groups[g]) for g in moving if l in groups[g].layers) for l in layout.layers(stage)]
+        mine = [l for chunk in layout.chunks(rank) for l in chunk]
+        layers = [sum(_numbers(groups[g]) for g in moving if l in groups[g].layers) for l in mine]
         buffers += precision.parameter * _neighbours(layers)  # one layer computes, the next is on its way
     if plan.zero >= 2:
         sizes = [Group(group.layers, (precision.gradient * _numbers(group),)) for group in groups]
@@ -164,40 +169,39 @@ def _neighbours(sizes: Sequence[int]) -> int:
 # activations ---------------------------------------------------------------------------------------------------------
 
 
-def _activations(
-    plan: Plan, model: str, layout: Layout, flying: Sequence[int], ahead: int, rows: int
-) -> list[tuple[int, int, int, int]]:
-    """Per stage: bytes that wait, bytes more at the peak, buffers for messages, and the most that one layer keeps."""
+def _activations(plan: Plan, model: str, layout: Layout, rows: int) -> list[tuple[int, int, int, int]]:
+    """Per rank: bytes that wait, bytes more at the peak, buffers for messages, and the most that one layer keeps."""
     element = PRECISIONS[plan.precision].activation
     if rows == 0:
         return [(0, 0, 0, 0)] * plan.pp
     selective = plan.checkpoint == "selective"
     costs = presets.layer_costs(model, rows, element, selective=selective)
     everything = presets.layer_costs(model, rows, element).saved
-    schedules = _schedules(plan, layout, costs)
+    actions = [plan.actions(rank) for rank in range(plan.pp)]
+    schedules = segments.schedules(plan.checkpoint, layout, actions, costs)
     found = []
-    for stage, (schedule, several) in enumerate(zip(schedules, flying, strict=True)):
-        layers = layout.layers(stage)
-        held, peak = memory(costs.chain(layers.start, layers.stop), schedule)
+    for rank, stages in enumerate(layout.placement):
+        waiting, more = [], [0]
         messages = 0
-        if stage:
-            received = costs.output[layers.start - 1]
-            held, peak = held + received, peak + received
-            messages += min(ahead, plan.total_microbatches - several) * received
-        if stage < plan.pp - 1:
-            messages += min(ahead, plan.total_microbatches - 1) * costs.gradient[layers.stop - 1]
-        most = max(costs.saved[l] + costs.output[l] for l in layers)
-        core = max(everything[l] - costs.saved[l] for l in layers)  # of the one that is computed again
-        found.append((several * held, peak - held + core, messages, most))
+        for c, stage in enumerate(stages):
+            layers = layout.layers(stage)
+            chain = costs.chain(layers.start, layers.stop)
+            held, peak = memory(chain, schedules[stage] or keep_everything(len(layers)))
+            several = in_flight(actions[rank], [k == c for k in range(len(stages))])
+            others = [s for s in (stage - 1, stage + 1) if 0 <= s < len(layout.split) and s not in stages]
+            if stage - 1 in others:
+                received = costs.output[layers.start - 1]
+                held, peak = held + received, peak + received
+                messages += min(AHEAD, plan.total_microbatches - int(several)) * received
+            if stage + 1 in others:
+                messages += min(AHEAD, plan.total_microbatches - 1) * costs.gradient[layers.stop - 1]
+            core = max(everything[l] - costs.saved[l] for l in layers)  # of the one that is computed again
+            waiting.append(held)
+            more.append(peak - held + core)
+        mine = [l for layers in layout.chunks(rank) for l in layers]
+        most = max(costs.saved[l] + costs.output[l] for l in mine)
+        found.append((int(in_flight(actions[rank], waiting)), max(more), messages, most))
     return found
-
-
-def _schedules(plan: Plan, layout: Layout, costs: LayerCosts) -> list[tuple[Move, ...]]:
-    """How a micro-batch goes through each stage: what is kept, and what runs again."""
-    order = strategies.find(plan.schedule).generate
-    actions = [list(order(stage, plan.pp, plan.microbatches)) for stage in range(plan.pp)]
-    found = segments.schedules(plan.checkpoint, layout, actions, costs)
-    return [moves or keep_everything(layout.split[stage]) for stage, moves in enumerate(found)]
 
 
 def _on_device(plan: Plan, own: States, gathered: int, held: int, more: int, messages: int, layer: int) -> RankMemory:

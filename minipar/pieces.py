@@ -8,9 +8,9 @@ from torch import nn
 
 from minipar.costs.profiler import shape_of
 from minipar.errors import RankError
-from minipar.program import Op, Program
+from minipar.program import BACKWARDS, Op, Program
 
-_GRAPH = (Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD)
+_GRAPH = (Op.FORWARD, Op.RECOMPUTE, *BACKWARDS)
 
 
 def check_fit(program: Program, layers: Sequence[nn.Module]) -> None:
@@ -34,12 +34,15 @@ def pieces_of(program: Program, rank: int) -> dict[tuple[tuple[int, ...], int], 
     """For each compute instruction the runs of layers between which the graph must be cut.
 
     A cut is where some forward, recomputation or backward of the same micro-batch begins, and before the first
-    trainable layer.
+    trainable layer; after it, too, where backwards are split: it has no input half.
     """
     cuts: dict[int, set[int]] = {}
+    first = {program.first_trainable}
+    if any(ins.op is Op.BACKWARD_INPUT for ins in program.ranks[rank]):
+        first.add(program.first_trainable + 1)
     for ins in program.ranks[rank]:
         if ins.op in _GRAPH:
-            cuts.setdefault(ins.microbatch, {program.first_trainable}).add(ins.layers[0])
+            cuts.setdefault(ins.microbatch, set(first)).add(ins.layers[0])
     pieces: dict[tuple[tuple[int, ...], int], list[tuple[int, ...]]] = {}
     for ins in program.ranks[rank]:
         if ins.op in _GRAPH:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import operator
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -20,13 +21,14 @@ from minipar.costs.measured import Profile
 from minipar.costs.recomputation import LayerCosts
 from minipar.costs.shapes import Shape, frozen, uniform
 from minipar.errors import PlanError
-from minipar.program import Action, Instruction, Program
+from minipar.program import Action, BackwardWeight, Forward, Instruction, Program
 from minipar.strategies import host_layers, offload, segments, zero
 from minipar.strategies.checkpoint import recompute
 from minipar.strategies.clip import clip
 from minipar.strategies.data_parallel import all_reduce_gradients, kept_gradients
 from minipar.strategies.fuse import fuse
-from minipar.strategies.layers import Layout, expand, state_of, step_of
+from minipar.strategies.layers import expand, state_of, step_of
+from minipar.strategies.layout import Layout, place
 from minipar.strategies.transfers import insert_transfers
 from minipar.verifier import verify
 
@@ -41,11 +43,13 @@ class Plan:
     """How a model is trained in parallel. Every key has a default; the default plan is one device.
 
     dp            replicas of the pipeline (each computes different rows)
-    pp            stages of the pipeline (each on its own rank)
-    schedule      order of forwards and backwards: gpipe, 1f1b, eager-1f1b, naive, or one of your own
+    pp            ranks of the pipeline
+    schedule      order of forwards and backwards: a name that `minipar schedules` lists, or one of your own
     microbatches  micro-batches per replica and round
     accumulate    rounds of `microbatches` before the optimizer steps
     split         layers per stage, such as "3,3,4,2"; default even, the first stages larger; or "auto", by cost
+    chunks        stages on each rank; default what the schedule says, for most of them 1
+    group         micro-batches that schedule=interleaved takes through one chunk before the next; default pp
     bucket        gradient messages: MiB per bucket, "none" (one per parameter) or "flat" (one buffer)
     overlap       "backward": a bucket is sent while backward goes on; "none": after it
     checkpoint    layers that run forward again before their backward, to save memory: "none"; K, in segments of K;
@@ -73,6 +77,8 @@ class Plan:
     microbatches: int = 1
     accumulate: int = 1
     split: tuple[int, ...] | str | None = None
+    chunks: int | None = None
+    group: int | None = None
     bucket: float | str = 25
     overlap: str = "backward"
     checkpoint: segments.Checkpoint = "none"
@@ -95,8 +101,15 @@ class Plan:
     def __post_init__(self) -> None:
         for key in ("dp", "pp", "microbatches", "accumulate"):
             object.__setattr__(self, key, settings.whole_number(key, getattr(self, key)))
-        strategies.find(self.schedule)
-        object.__setattr__(self, "split", settings.split(self.split, self.pp))
+        chosen = strategies.find(self.schedule)
+        for key in ("chunks", "group"):
+            if getattr(self, key) is not None:
+                object.__setattr__(self, key, settings.whole_number(key, getattr(self, key)))
+            chosen.check(key, getattr(self, key))
+        if self.split is not None:
+            held = self.placement()
+            counts = settings.split(self.split, 1 + max(map(max, held)), self.pp, len(held[0]))
+            object.__setattr__(self, "split", counts)
         object.__setattr__(self, "bucket", settings.bucket(self.bucket))
         if self.overlap not in OVERLAPS:
             raise PlanError(f"overlap={self.overlap}: unknown; possible are {', '.join(OVERLAPS)}")
@@ -148,6 +161,11 @@ class Plan:
         return self.dp * self.pp
 
     @property
+    def splits(self) -> bool:
+        """Whether the schedule has backwards in halves."""
+        return any(isinstance(a, BackwardWeight) for rank in range(self.pp) for a in self.actions(rank))
+
+    @property
     def total_microbatches(self) -> int:
         """Micro-batches per replica and step, over all rounds of accumulation."""
         return self.microbatches * self.accumulate
@@ -163,24 +181,36 @@ class Plan:
                 words.append(f"{field.name}={','.join(map(str, value)) if isinstance(value, tuple) else value}")
         return " ".join(words)
 
+    def placement(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each rank of the pipeline, by chunk."""
+        schedule = strategies.find(self.schedule)
+        return place(schedule.placement, self.pp, self.chunks or schedule.chunks, self.schedule)
+
     def layout(self, shape: Shape, costs: LayerCosts | Profile | None = None) -> Layout:
         """Which rank holds which layers of a model of this shape; split="auto" needs what the layers cost."""
+        placement = self.placement()
+        stages = 1 + max(map(max, placement))
         if self.pp > shape.layers:
             raise PlanError(f"pp={self.pp}: more stages than layers ({shape.layers}); possible are 1 to {shape.layers}")
+        if stages > shape.layers:
+            raise PlanError(
+                f"pp={self.pp} chunks={len(placement[0])}: {stages} stages, more than layers ({shape.layers}); "
+                f"possible are chunks=1 to {shape.layers // self.pp} where the schedule takes them, or fewer ranks"
+            )
         if self.split is None:
-            even, more = divmod(shape.layers, self.pp)
-            split = tuple(even + (s < more) for s in range(self.pp))
+            even, more = divmod(shape.layers, stages)
+            split = tuple(even + (s < more) for s in range(stages))
         elif self.split == "auto":
             from minipar.costs.partition import split_by_cost  # (it needs NumPy)
 
-            split = split_by_cost(costs, shape.layers, self.pp, self.total_microbatches)
+            split = split_by_cost(costs, shape.layers, stages, self.total_microbatches)
         else:
             split = tuple(int(n) for n in self.split)
             if sum(split) != shape.layers:
                 raise PlanError(
                     f"split={','.join(map(str, split))}: sums to {sum(split)}, but the model has {shape.layers} layers"
                 )
-        return Layout(shape, self.dp, self.pp, split, self.total_microbatches)
+        return Layout(shape, self.dp, self.pp, split, self.total_microbatches, placement)
 
     def compile(
         self,
@@ -221,7 +251,21 @@ class Plan:
         return program
 
     def _program(self, shape: Shape, layout: Layout, steps: int, costs: LayerCosts | Profile | None) -> Program:
-        actions = [self._actions(stage) for stage in range(self.pp)]
+        actions = [self.actions(stage) for stage in range(self.pp)]
+        if "activations" in self.offload and self.splits:
+            raise PlanError(
+                f"offload=activations: not with schedule={self.schedule}, whose backwards are split; "
+                "possible are checkpoint=, or a schedule of whole backwards such as 1f1b"
+            )
+        copies = Counter(stage for mine in layout.placement for stage in mine)
+        for rank, mine in enumerate(layout.placement):
+            used = {a.chunk for a in actions[rank] if isinstance(a, Forward)}
+            for c, stage in enumerate(mine):
+                if copies[stage] > 1 and c not in used:
+                    raise PlanError(
+                        f"schedule={self.schedule}: no micro-batch goes through chunk {c} of rank {rank}, a copy of "
+                        f"stage {stage}; possible are more than microbatches={self.microbatches}"
+                    )
         again = segments.schedules(self.checkpoint, layout, actions, costs)
         rule = zero.Zero(self.zero, self.reduce, self.prefetch, self.bucket, self.overlap == "backward")
         sharded = [zero.sharded_groups(layout, stage, rule) for stage in range(self.pp)]
@@ -238,7 +282,8 @@ class Plan:
         for step in range(steps):
             stages = expand(actions, layout, step)
             for stage in range(self.pp):
-                stages[stage] = recompute(stages[stage], again[stage])
+                chunks = [(layout.trained(s), again[s]) for s in layout.placement[stage]]
+                stages[stage] = recompute(stages[stage], chunks)
                 stages[stage] = zero.shard(stages[stage], layout, stage, step, rule)
                 stages[stage] = all_reduce_gradients(
                     stages[stage], layout, stage, step, self.bucket, self.overlap == "backward",
@@ -273,22 +318,26 @@ class Plan:
             selective=self.checkpoint == "selective",
         )
 
-    def _actions(self, stage: int) -> list[Action]:
-        """The schedule of one stage, repeated for every round of accumulation."""
-        generate = strategies.find(self.schedule).generate
-        found = generate(stage, self.pp, self.microbatches)
+    def actions(self, rank: int) -> list[Action]:
+        """The schedule of one rank, repeated for every round of accumulation."""
+        schedule = strategies.find(self.schedule)
+        given = {"chunks": self.chunks or schedule.chunks, "group": self.group}
+        found = schedule.generate(rank, self.pp, self.microbatches, **{key: given[key] for key in schedule.options})
+        possible = "possible are Forward(i, chunk), Backward, BackwardInput and BackwardWeight"
         if not isinstance(found, Iterable):
-            raise PlanError(f"schedule={self.schedule}: gave {found!r}; it must yield Forward(i) and Backward(i)")
+            raise PlanError(f"schedule={self.schedule}: gave {found!r}; it must yield actions; {possible}")
         chosen = list(found)
         for action in chosen:
             if not isinstance(action, Action):
-                raise PlanError(
-                    f"schedule={self.schedule}: yielded {action!r}; possible are Forward(i) and Backward(i)"
-                )
+                raise PlanError(f"schedule={self.schedule}: yielded {action!r}; {possible}")
             if not hasattr(action.microbatch, "__index__") or not 0 <= action.microbatch < self.microbatches:
                 raise PlanError(
-                    f"schedule={self.schedule}: {action} on stage {stage}; "
+                    f"schedule={self.schedule}: {action} on rank {rank}; "
                     f"micro-batches count from 0 to {self.microbatches - 1}"
+                )
+            if not hasattr(action.chunk, "__index__") or not 0 <= action.chunk < given["chunks"]:  # type: ignore[operator]
+                raise PlanError(
+                    f"schedule={self.schedule}: {action} on rank {rank}; chunks count from 0 to {given['chunks'] - 1}"  # type: ignore[operator]
                 )
         if self.accumulate == 1:
             return chosen

@@ -36,6 +36,7 @@ from minipar.values import output as output
 from minipar.values import param as param
 from minipar.values import param_shard as param_shard
 from minipar.values import saved as saved
+from minipar.values import saved_weight as saved_weight
 from minipar.values import tier as tier
 
 
@@ -60,6 +61,7 @@ class Op(str, Enum):
 
 
 COMPUTE = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.RECOMPUTE, Op.STEP, Op.REDUCE)
+BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)  # from the last layer to the first
 TRANSFERS = (Op.SEND, Op.RECV)
 COLLECTIVES = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.NORM)
 COPIES = (Op.OFFLOAD, Op.FETCH)
@@ -277,6 +279,19 @@ class Program:
             tuple(sorted({layer for ins in instructions if ins.op is Op.FORWARD for layer in ins.layers}))
             for instructions in self.ranks
         )
+
+    @cached_property
+    def share(self) -> tuple[tuple[int, ...], ...]:
+        """The layers of each rank that one micro-batch goes through: of two copies of a stage, those of one."""
+        found = []
+        for instructions in self.ranks:
+            layers: dict[int, list[int]] = {}
+            for ins in instructions:
+                if ins.op is Op.FORWARD and ins.step == 0:
+                    layers.setdefault(ins.microbatch, []).extend(ins.layers)
+            fullest: list[int] = max(layers.values(), key=len, default=[])
+            found.append(tuple(sorted(fullest)))
+        return tuple(found)
 
     @cached_property
     def groups_of_layer(self) -> tuple[tuple[int, ...], ...]:

@@ -66,7 +66,7 @@ def limit(value: object) -> int | None:
     return None if value is None or value == "none" else int(quantity("offload_limit", value))
 
 
-def split(value: object, stages: int) -> tuple[int, ...] | str | None:
+def split(value: object, stages: int, ranks: int, chunks: int) -> tuple[int, ...] | str | None:
     """Layers per stage; None: even; "auto": by cost."""
     if value is None or (isinstance(value, str) and value == "even"):
         return None
@@ -80,7 +80,8 @@ def split(value: object, stages: int) -> tuple[int, ...] | str | None:
     except PlanError:
         raise PlanError(f"split={value}: must be layer counts per stage, such as 3,3,2, or even, or auto") from None
     if len(counts) != stages:
-        raise PlanError(f"split={','.join(map(str, counts))}: {len(counts)} stages, but pp={stages}")
+        plan = f"pp={ranks}" if chunks == 1 else f"pp={ranks} chunks={chunks} has {stages}"
+        raise PlanError(f"split={','.join(map(str, counts))}: {len(counts)} stages, but {plan}")
     return counts
 
 

@@ -173,15 +173,19 @@ class Trace:
         return {name: round(column[k]) for name, column in curve.kinds.items()}
 
     def in_flight(self) -> list[float]:
-        """Per rank the most activations held at once, in units of one micro-batch on the rank's whole share."""
+        """Per rank the most activations held at once, in units of one micro-batch on the rank's whole share.
+
+        Of a split backward they are held until its weight half is done.
+        """
         peaks = []
         for rank, row in enumerate(self.program.ranks):
             now = peak = 0
             for ins in row:
+                split = ins.op is Op.BACKWARD_INPUT  # what it frees and what it leaves are the same
                 now += sum(value.kind == "saved" for value in ins.writes)
                 peak = max(peak, now)
-                now -= sum(value.kind == "saved" for value in ins.frees)
-            kept = sum(layer >= self.program.first_trainable for layer in self.program.placement[rank])
+                now -= 0 if split else sum(value.kind in ("saved", "saved_weight") for value in ins.frees)
+            kept = sum(layer >= self.program.first_trainable for layer in self.program.share[rank])
             peaks.append(peak / kept if kept else 0.0)
         return [int(x) if x == int(x) else x for x in peaks]
 

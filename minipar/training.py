@@ -170,7 +170,7 @@ def train(
         bar = partial(tqdm, disable=not progress, leave=False)
         with bar(total=1, desc="profile, one layer at a time") as meter:
             rows = microbatch_rows(job.batch, plan.dp, plan.total_microbatches)
-            (facts,) = ranks.run_on([0], profile_job, job, rows, memory, plan)
+            (facts,) = ranks.run_on([0], profile_job, job, rows, memory, plan, plan.splits)
             meter.update()
         if facts.split_sensitive:
             names = ", ".join(facts.split_sensitive)
@@ -186,7 +186,7 @@ def train(
             predicted = with_memory(predicted, facts.tapes, ProfiledCosts(program, facts.profile, job.batch))
 
         def measure(rows: tuple[int, ...]) -> Measured:
-            (known,) = ranks.run_on([0], profile_job, job, rows, True)
+            (known,) = ranks.run_on([0], profile_job, job, rows, True, None, plan.splits)
             assert known.tapes is not None
             return known.shape, known.profile, known.tapes, known.data_bytes
 

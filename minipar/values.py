@@ -46,6 +46,11 @@ def saved(layer: int, microbatch: int, step: int = 0) -> Value:
     return Value("saved", layer, microbatch, step)
 
 
+def saved_weight(layer: int, microbatch: int, step: int = 0) -> Value:
+    """What the input half of one layer's backward leaves for the weight half."""
+    return Value("saved_weight", layer, microbatch, step)
+
+
 def param(group: int) -> Value:
     """The parameters of one group: a layer's own, or a set tied between layers."""
     return Value("param", group)

@@ -151,13 +151,15 @@ def _needs(
         first = min(layers)
         reads = params | ({("output", first - 1)} if first else set())
         return frozenset(reads), frozenset((kind, layer) for layer in layers for kind in ("output", "saved"))
-    if op is Op.BACKWARD:
-        last = max(layers)
-        kept = {("saved", layer) for layer in layers} | {("output", layer - 1) for layer in layers if layer}
-        given = ("output" if last == program.layers - 1 else "grad_output", last)
-        made = {("grad", g) for _, g in params} | {("grad_output", layer - 1) for layer in layers}
-        return frozenset(params | kept | {given}), frozenset(made)
-    return frozenset(), frozenset()
+    left = {("saved_weight", layer) for layer in layers}
+    grads = {("grad", g) for _, g in params}
+    if op is Op.BACKWARD_WEIGHT:
+        return frozenset(params | left), frozenset(grads)
+    last = max(layers)
+    kept = {("saved", layer) for layer in layers} | {("output", layer - 1) for layer in layers if layer}
+    given = ("output" if last == program.layers - 1 else "grad_output", last)
+    made = {("grad_output", layer - 1) for layer in layers} | (grads if op is Op.BACKWARD else left)
+    return frozenset(params | kept | {given}), frozenset(made)
 
 
 def _needs_of_state(
@@ -344,8 +346,12 @@ def _no_producer(program: Program, rank: int, index: int, value: Value) -> Progr
         reason = f"{where} reads {value} after {at(program, rank, freers[-1])} freed it"
     elif writers and value.kind == "saved":
         reason = f"backward before forward: {where} needs {value} of {at(program, rank, writers[0])}"
+    elif writers and value.kind == "saved_weight":
+        reason = f"weight half before input half: {where} needs {value} of {at(program, rank, writers[0])}"
     elif writers:
         reason = f"{where} reads {value} before {at(program, rank, writers[0])} writes it"
+    elif value.kind == "saved_weight":
+        reason = f"weight half before input half: {where} needs {value}, but rank {rank} does not run that input half"
     elif value.kind == "saved":
         reason = f"backward before forward: {where} needs {value}, but rank {rank} does not run that forward"
     else:

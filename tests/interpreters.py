@@ -35,13 +35,39 @@ from minipar.program import (
     param,
     param_shard,
     saved,
+    saved_weight,
 )
-from minipar.strategies import schedules
+from minipar.strategies import find, schedules
 
 # programs ------------------------------------------------------------------------------------------------------------
 
 JOINED = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.NORM)
 BUILT_IN = [schedule.name for schedule in schedules() if schedule.generate.__module__.startswith("minipar.")]
+
+# Those of one chunk a rank, and of whole backwards.
+SIMPLE = [name for name in BUILT_IN if find(name).chunks == 1 and not Plan(schedule=name, microbatches=9).splits]
+
+
+def stages_of(schedule: str, pp: int) -> int:
+    """How many stages a schedule has on so many ranks."""
+    return pp * find(schedule).chunks
+
+
+def enough(schedule: str, pp: int, microbatches: int) -> int:
+    """The least number of micro-batches, from `microbatches` on, that a schedule takes."""
+    least = {"interleaved": -(-microbatches // pp) * pp, "zb-h2": max(microbatches, 2 * pp - 1)}
+    return least.get(schedule, microbatches)
+
+
+def fitted(words: str, schedule: str, layers: int) -> str:
+    """A plan in words, with a schedule: of no more stages than layers, split evenly if stages are not ranks."""
+    keys = dict(word.split("=") for word in words.split()) | {"schedule": schedule}
+    if find(schedule).chunks > 1:
+        keys.pop("split", None)
+        pp = min(int(keys.get("pp", 1)), layers // find(schedule).chunks)
+        keys["pp"] = str(pp)
+    keys["microbatches"] = str(enough(schedule, int(keys.get("pp", 1)), int(keys.get("microbatches", 1))))
+    return " ".join(f"{key}={value}" for key, value in keys.items())
 
 
 def shape(
@@ -79,12 +105,14 @@ def shapes(draw: st.DrawFn, layers: int) -> Shape:
 def programs(draw: st.DrawFn, most_microbatches: int = 5, most_steps: int = 2) -> Program:
     """Programs of every built-in schedule, composed with everything that a plan can choose."""
     pp, dp = draw(st.integers(1, 4)), draw(st.integers(1, 3))
-    split = draw(st.lists(st.integers(1, 3), min_size=pp, max_size=pp))
+    schedule = draw(st.sampled_from(BUILT_IN))
+    count = stages_of(schedule, pp)
+    split = draw(st.lists(st.integers(1, 3), min_size=count, max_size=count))
     plan = Plan(
         dp=dp,
         pp=pp,
-        schedule=draw(st.sampled_from(BUILT_IN)),
-        microbatches=draw(st.integers(1, most_microbatches)),
+        schedule=schedule,
+        microbatches=enough(schedule, pp, draw(st.integers(1, most_microbatches))),
         accumulate=draw(st.sampled_from([1, 1, 2])),
         split=split,
         bucket=draw(st.sampled_from(["none", "flat", 25, 12 / 2**20])),  # (12 bytes: two layers a bucket)
@@ -369,8 +397,10 @@ class _Machine:
                 raise Wrong(f"rank {rank} `{ins}` touches {value} while it is underway")
         if ins.op in (Op.FORWARD, Op.RECOMPUTE):
             self.forward(rank, ins)
-        elif ins.op is Op.BACKWARD:
+        elif ins.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
             self.backward(rank, ins)
+        elif ins.op is Op.BACKWARD_WEIGHT:
+            self.weights(rank, ins)
         elif ins.op is Op.STEP:
             self.update(rank, ins)
         elif ins.op is Op.SEND:
@@ -412,9 +442,26 @@ class _Machine:
             kept = self.take(rank, ins, saved(layer, i, step), inside)
             back = self.term("backward", layer, kept, source, incoming, self.params(rank, ins, layer))
             inside[grad_output(layer - 1, i, step)] = self.term("input gradient", back)
-            for g in self.program.groups_of_layer[layer]:
-                if self.program.groups[g].trainable:
-                    added.setdefault(grad(g), Counter())[self.term("weight gradient", g, back)] += 1
+            if ins.op is Op.BACKWARD_INPUT:
+                inside[saved_weight(layer, i, step)] = back
+            else:
+                self.contribute(layer, back, added)
+        self.add(rank, ins, added, inside)
+
+    def weights(self, rank: int, ins: Instruction) -> None:
+        added: dict[Value, Counter] = {}
+        for layer in ins.layers:
+            self.params(rank, ins, layer)
+            back = self.take(rank, ins, saved_weight(layer, ins.microbatch, ins.step), {})
+            self.contribute(layer, back, added)
+        self.add(rank, ins, added, {})
+
+    def contribute(self, layer: int, back: object, added: dict[Value, Counter]) -> None:
+        for g in self.program.groups_of_layer[layer]:
+            if self.program.groups[g].trainable:
+                added.setdefault(grad(g), Counter())[self.term("weight gradient", g, back)] += 1
+
+    def add(self, rank: int, ins: Instruction, added: dict[Value, Counter], inside: dict[Value, object]) -> None:
         for value, contributions in added.items():
             if value not in ins.writes:
                 raise Wrong(f"rank {rank} `{ins}` loses its contribution to {value}")

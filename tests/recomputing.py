@@ -8,7 +8,8 @@ from minipar import Forward, Program
 from minipar.costs.recomputation import Chain, Move
 from minipar.program import Backward, Instruction, Op, Value
 from minipar.strategies.checkpoint import recompute
-from minipar.strategies.layers import Layout, expand, state_of, step_of
+from minipar.strategies.layers import expand, state_of, step_of
+from minipar.strategies.layout import Layout
 from tests.interpreters import shape
 
 
@@ -41,7 +42,7 @@ def single_device(layers: int, schedule: tuple[Move, ...], microbatches: int = 1
     layout = Layout(model, 1, 1, (layers,), microbatches)
     actions = [action for i in range(microbatches) for action in (Forward(i), Backward(i))]
     (row,) = expand([actions], layout)
-    row = recompute(row, schedule) + step_of(layout, 0, 0)
+    row = recompute(row, [(layout.trained(0), schedule)]) + step_of(layout, 0, 0)
     return Program((tuple(row),), layers, microbatches, model.groups, state=(state_of(layout, 0),), name="by hand")
 
 

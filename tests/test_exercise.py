@@ -263,3 +263,29 @@ def test_checking_needs_no_torch() -> None:
     code = "import sys; from minipar import exercise as e; e.check(len, e.GPIPE_TIME); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout == "False\n"
+
+
+def test_schedules_of_chunks_and_halves(register):
+    """Judged like others, and hints know the halves."""
+
+    def mine(rank, stages, microbatches):
+        yield from strategies.find("zb-h1").generate(rank, stages, microbatches)
+
+    register(mine)
+    for target, passed in ((Target(4, 8, time=27.0), True), (Target(4, 8, time=26.0), False)):
+        assert check(mine, target).passed is passed
+    assert "holds 4 activations" in check(mine, Target(4, 8, activations=3)).reason
+
+    def half(rank, stages, microbatches):
+        for i in range(microbatches):
+            yield Forward(i)
+            yield minipar.BackwardInput(i)
+
+    register(half)
+    assert "yields BackwardWeight(0) never" in check(half, Target(2, 3)).hint
+
+    def loop(rank, stages, microbatches, chunks):
+        yield from strategies.find("looped-bfs").generate(rank, stages, microbatches, chunks)
+
+    minipar.schedule("answer", chunks=2)(loop)
+    assert check(loop, Target(4, 8, time=28.5)).passed

@@ -196,11 +196,15 @@ def test_in_flight_is_the_simulate_command_s() -> None:
         "pp=3 microbatches=2 accumulate=3 dp=2",
         "microbatches=4 accumulate=2 split=5",
         "pp=2 schedule=naive",
+        "pp=4 microbatches=8 schedule=interleaved",
+        "pp=4 microbatches=8 schedule=zb-v",
+        "pp=4 microbatches=8 schedule=zb-h2",
     ):
         plan = Plan.parse(text)
         layers = 5 if plan.pp == 1 else 2 * plan.pp
-        stages = simulate(plan.compile(layers=layers)).in_flight()[: plan.pp]
-        assert in_flight(plan) == (stages, 2)
+        flying = simulate(plan.compile(layers=layers)).in_flight()[: plan.pp]
+        chunks = len(plan.placement()[0])
+        assert [in_flight(plan.actions(rank), [1 / chunks] * chunks) for rank in range(plan.pp)] == flying
 
 
 def test_recomputation_has_a_best_length() -> None:

@@ -17,6 +17,7 @@ from tests.interpreters import (
     RandomCosts,
     brute_force,
     compiled,
+    fitted,
     judge,
     mutations,
     programs,
@@ -81,7 +82,7 @@ SHAPES = {
 @pytest.mark.parametrize("model", SHAPES)
 def test_every_schedule_on_every_kind_of_model(schedule, model):
     for words in ("pp=4 microbatches=3", "pp=2 dp=2 microbatches=3 accumulate=2 bucket=none", "dp=3 overlap=none"):
-        program = compiled(f"{words} schedule={schedule}", SHAPES[model], steps=2)
+        program = compiled(fitted(words, schedule, 4), SHAPES[model], steps=2)
         verify(program)
         assert judge(program) == ""
 

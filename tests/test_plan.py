@@ -11,7 +11,7 @@ import minipar
 from minipar import Backward, BackwardInput, Forward, Plan, PlanError, ProgramError, simulate
 from minipar.program import Op
 from minipar.strategies import registry
-from tests.interpreters import BUILT_IN, judge, shape
+from tests.interpreters import BUILT_IN, judge, shape, stages_of
 
 
 @pytest.fixture
@@ -127,13 +127,15 @@ def test_plans_that_do_not_fit_the_model(plan, arguments, says):
 @st.composite
 def plans(draw):
     pp = draw(st.integers(1, 6))
+    schedule = draw(st.sampled_from(BUILT_IN))
+    count = stages_of(schedule, pp)
     return Plan(
         dp=draw(st.integers(1, 9)),
         pp=pp,
-        schedule=draw(st.sampled_from(BUILT_IN)),
+        schedule=schedule,
         microbatches=draw(st.integers(1, 64)),
         accumulate=draw(st.integers(1, 4)),
-        split=draw(st.none() | st.lists(st.integers(1, 9), min_size=pp, max_size=pp)),
+        split=draw(st.none() | st.lists(st.integers(1, 9), min_size=count, max_size=count)),
         bucket=draw(st.sampled_from(["none", "flat", 25]) | st.floats(min_value=0, exclude_min=True, max_value=1e30)),
         overlap=draw(st.sampled_from(["none", "backward"])),
     )
@@ -247,29 +249,33 @@ def own(actions):
         (
             lambda rank, m: [Forward(0), Forward(2)],
             PlanError,
-            "schedule=mine: Forward(microbatch=2, chunk=0) on stage 0; micro-batches count from 0 to 1",
+            "schedule=mine: Forward(microbatch=2, chunk=0) on rank 0; micro-batches count from 0 to 1",
         ),
         (
             lambda rank, m: [Forward(0.5)],
             PlanError,
-            "schedule=mine: Forward(microbatch=0.5, chunk=0) on stage 0; micro-batches count from 0 to 1",
+            "schedule=mine: Forward(microbatch=0.5, chunk=0) on rank 0; micro-batches count from 0 to 1",
         ),
         (
             lambda rank, m: [Forward(0, chunk=1)],
             PlanError,
-            "Forward(microbatch=0, chunk=1): stage 0 has micro-batches 0 to 1 and only chunk 0",
+            "schedule=mine: Forward(microbatch=0, chunk=1) on rank 0; chunks count from 0 to 0",
         ),
         (
             lambda rank, m: [(0, 0)],
             PlanError,
-            "schedule=mine: yielded (0, 0); possible are Forward(i) and Backward(i)",
+            "schedule=mine: yielded (0, 0); possible are Forward(i, chunk), Backward, BackwardInput and BackwardWeight",
         ),
         (
             lambda rank, m: [BackwardInput(0)],
-            PlanError,
-            "BackwardInput(microbatch=0, chunk=0): a schedule yields Forward(i) and Backward(i)",
+            ProgramError,
+            "micro-batch 0 is missing: no rank of replica 0 runs the forward of layer 0 on it",
         ),
-        (lambda rank, m: None, PlanError, "schedule=mine: gave None; it must yield Forward(i) and Backward(i)"),
+        (
+            lambda rank, m: None,
+            PlanError,
+            "schedule=mine: gave None; it must yield actions; possible are Forward(i, chunk), Backward",
+        ),
     ],
 )
 def test_own_schedules_that_cannot_be_are_refused(actions, kind, says):

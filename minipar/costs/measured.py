@@ -44,6 +44,7 @@ class Profile:
                        half found inside the layer, which it does not compute again
     forward_flops      floating-point operations of the forward: products of matrices, convolutions, attention
     backward_flops     and of the whole backward
+    saved_weight_bytes what the input half leaves for the weight half, the layer's input and gradients included
     """
 
     forward: dict[int, tuple[float, ...]]
@@ -60,6 +61,7 @@ class Profile:
     backward_weight: dict[int, tuple[float, ...]] = field(default_factory=dict)
     forward_flops: dict[int, tuple[int, ...]] = field(default_factory=dict)
     backward_flops: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    saved_weight_bytes: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """One JSON object; `from_json` reads it."""

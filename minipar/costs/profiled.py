@@ -130,6 +130,7 @@ class ProfiledCosts:
                 "output": self.profile.output_bytes,
                 "grad_output": self.profile.grad_output_bytes,
                 "saved": self.profile.saved_bytes,
+                "saved_weight": self.profile.saved_weight_bytes,
             }
             return tables[value.kind][rows][value.index] if rows else 0
         sizes = {

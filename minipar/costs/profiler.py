@@ -10,16 +10,17 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from minipar.costs.halves import input_half, weight_half
+from minipar.costs.halves import input_half, left, weight_half
 from minipar.costs.measured import Profile
 from minipar.costs.shapes import Shape
 from minipar.errors import PlanError
@@ -138,6 +139,7 @@ def profile(
         backward_weight=table(lambda c: c.weight_half),
         forward_flops=table(lambda c: c.forward_flops),
         backward_flops=table(lambda c: c.backward_flops),
+        saved_weight_bytes=table(lambda c: c.left),
     )
 
 
@@ -158,6 +160,7 @@ class _LayerCost(NamedTuple):
     weights: Weights
     forward_flops: int
     backward_flops: int
+    left: int
 
 
 @dataclass
@@ -170,7 +173,9 @@ class _Measured:
     input_gradient: bool
     weights: Weights
     flops: tuple[int, int]
+    given: int  # bytes of its input, unless that is the rows themselves
     seconds: dict[str, list[float]]
+    left: list[int] = field(default_factory=list)  # bytes between the halves of its backward
 
     def forward(self, clock: _Clock) -> tuple[Any, list[Tensor]]:
         """A timed forward: the input as a leaf, and the tensors that a backward starts from."""
@@ -201,7 +206,8 @@ def _runs(
             if ends:
                 torch.autograd.backward(ends, _ones(ends))
         flops = forward.get_total_flops(), backward.get_total_flops()
-        run.append(_Measured(layer, value, loss, l > trainable_from, weights, flops, defaultdict(list)))
+        before = count_bytes(value) if l else 0
+        run.append(_Measured(layer, value, loss, l > trainable_from, weights, flops, before, defaultdict(list)))
         value = detach(output)
         del output, ends, given
         kept += weights.saved + weights.output
@@ -232,12 +238,18 @@ def _time_run(run: list[_Measured], repeats: int, clock: _Clock) -> list[_LayerC
             inputs = [t for t in differentiable(given) if t.requires_grad]
             parameters = [p for p in each.layer.parameters() if p.requires_grad]
             start = clock()
-            arrived = input_half(ends, gradients, inputs, parameters)[1] if ends else []
+            edges = [get_gradient_edge(end) for end in ends]
+            arrived = input_half(edges, gradients, inputs, parameters)[1]
             middle = clock()
+            if not each.left:
+                kept = [*each.layer.parameters(), *each.layer.buffers()]
+                everything = each.weights.saved + each.given + count_bytes(gradients)
+                each.left.append(sum(left(arrived, kept)) if inputs or not ends else everything)
+                middle = clock()
             weight_half(arrived)
             each.seconds["weight half"].append(clock() - middle if arrived else 0.0)
             each.seconds["input half"].append(middle - start if inputs and ends else 0.0)
-            del given, ends, inputs, arrived
+            del given, ends, edges, inputs, arrived
     return [
         _LayerCost(
             median(each.seconds["forward"]),
@@ -246,6 +258,7 @@ def _time_run(run: list[_Measured], repeats: int, clock: _Clock) -> list[_LayerC
             median(each.seconds["weight half"]),
             each.weights,
             *each.flops,
+            each.left[0],
         )
         for each in run
     ]

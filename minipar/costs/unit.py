@@ -43,7 +43,7 @@ class UnitCosts:
             factors = factors * (ranks // stages)
         if len(factors) != ranks:
             raise PlanError(f"stage_factors: {len(self.stage_factors)} numbers, but there are {stages} stages")
-        held = [max(1, len(layers)) for layers in self.program.placement]
+        held = [max(1, len(layers)) for layers in self.program.share]
         self._scale.extend(factor / n for factor, n in zip(factors, held, strict=True))
         halves = (self.input_gradient, self.weight_gradient)
         if halves == (None, None):
@@ -69,4 +69,5 @@ class UnitCosts:
 
     def size(self, rank: int, value: Value) -> float:
         """Memory of a value; here in units of a rank's activations of one micro-batch."""
-        return 1 / max(1, len(self.program.placement[rank])) if value.kind == "saved" else 0.0
+        kept = value.kind in ("saved", "saved_weight")
+        return 1 / max(1, len(self.program.share[rank])) if kept else 0.0

@@ -24,6 +24,7 @@ KINDS = {
     "saved": "activations",
     "chunk": "data",
     "incoming": "buffers",
+    "saved_weight": "activations",
 }
 
 
@@ -41,7 +42,9 @@ def lifetimes(trace: Trace, rank: int) -> Curve:
         for value in ins.writes:
             if value not in live and tier(value) == "device":
                 live.add(value)
-                changes.append((max(first, starts[k]), 1, KINDS[value.kind], trace.size(rank, value)))
+                # (what an input half leaves is part of what it found)
+                start = ends[k] if value.kind == "saved_weight" else starts[k]
+                changes.append((max(first, start), 1, KINDS[value.kind], trace.size(rank, value)))
         for value in ins.frees:
             if tier(value) != "device":
                 continue

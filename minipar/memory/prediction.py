@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from minipar.memory.lifetimes import KINDS
+from minipar.memory.predicted_halves import input_half, weight_half
 from minipar.memory.recorded import LayerTape, Piece, Tape, Tapes
 from minipar.memory.series import Series
 from minipar.program import (
@@ -44,7 +45,7 @@ class Sizes(Protocol):
 
 
 @dataclass(eq=False)
-class _Storage:
+class Storage:
     """Something that is free when all its holders have let go of it."""
 
     size: int
@@ -68,7 +69,7 @@ def predict_memory(
     pieces   as `minipar.pieces.pieces_of` gives them: where the executor cuts autograd's graph
     data     bytes of the rows that the rank works on
     """
-    walk = _Walk(program, rank, pieces, tapes, sizes, data)
+    walk = Walk(program, rank, pieces, tapes, sizes, data)
     now = min(starts, default=0.0)
     walk.post(program.receives_ahead)
     walk.spread(-1, now, now)
@@ -79,7 +80,7 @@ def predict_memory(
     return walk.series
 
 
-class _Walk:
+class Walk:
     """One rank's walk through its list."""
 
     def __init__(
@@ -94,11 +95,12 @@ class _Walk:
         self.program, self.rank, self.pieces, self.tapes, self.sizes = program, rank, pieces, tapes, sizes
         self.series = Series()
         self.changes: list[tuple[int, str, int]] = []
-        self.live: dict[Value, _Storage] = {}
-        self.read: dict[tuple[int, int, int], _Storage] = {}  # layer, micro-batch, step: what its graph holds as input
-        self.made: dict[tuple[int, int, int], _Storage] = {}  # and as its own output
+        self.live: dict[Value, Storage] = {}
+        self.read: dict[tuple[int, int, int], Storage] = {}  # layer, micro-batch, step: what its graph holds as input
+        self.made: dict[tuple[int, int, int], Storage] = {}  # and as its own output
         self.saved: dict[tuple[int, int, int], int] = {}
-        self.messages: dict[Value, list[_Storage]] = {}  # buffers of a collective, held until what it writes is read
+        self.left: dict[tuple[int, int, int], Storage] = {}  # gradients that wait for a weight half
+        self.messages: dict[Value, list[Storage]] = {}  # buffers of a collective, held until what it writes is read
         self.filled: set[int] = set()  # groups that have a gradient now
         self.brought: set[tuple[int, int, int]] = set()  # layers whose saved tensors came back: held to the end
         self.leaving: dict[Value, int] = {}  # bytes that go when the copy of them is waited for
@@ -113,10 +115,10 @@ class _Walk:
         self.reached = dict.fromkeys(self.receives, 0)
         before = self.series.before
         for value in (value for value in self.state if tier(value) == "device"):
-            owner = KINDS[value.kind], -1 if value.kind == "grad" else self._layer_of(value.index)
+            owner = KINDS[value.kind], -1 if value.kind == "grad" else self.layer_of(value.index)
             before[owner] = before.get(owner, 0) + sizes.size(rank, value)
         for g in self._passed_on():
-            owner = "parameters", self._layer_of(g)
+            owner = "parameters", self.layer_of(g)
             before[owner] = before.get(owner, 0) + sizes.size(rank, param_shard(g))
         for layer in program.placement[rank]:
             before["parameters", layer] = before.get(("parameters", layer), 0) + tapes.buffers[layer]
@@ -130,7 +132,7 @@ class _Walk:
         away = {v.index for v in self.state if home(v).kind == "param_shard" and tier(v) != "device"}
         return [g for g in sorted(away) if param(g) in self.state]
 
-    def _layer_of(self, group: int) -> int:
+    def layer_of(self, group: int) -> int:
         held = self.program.placement[self.rank]
         return next((layer for layer in self.program.groups[group].layers if layer in held), -1)
 
@@ -147,18 +149,22 @@ class _Walk:
             self.series.add(start + (end - start) * (k + 1) / (count + 1), index, delta, kind, layer)
         self.changes.clear()
 
-    def hold(self, storage: _Storage, holder: str) -> None:
+    def hold(self, storage: Storage, holder: str) -> None:
         storage.holders.add(holder)
 
-    def release(self, storage: _Storage | None, holder: str) -> None:
+    def release(self, storage: Storage | None, holder: str) -> None:
         if storage is not None and holder in storage.holders:
             storage.holders.discard(holder)
             if not storage.holders:
                 self.change(-storage.size, storage.kind, storage.layer)
 
-    def make(self, size: int, layer: int, holder: str, kind: str = "activations") -> _Storage:
+    def storage(self, size: int, layer: int) -> Storage:
+        """One that the walk holds, and whose bytes are counted already."""
+        return Storage(size, layer, holders={"walk"})
+
+    def make(self, size: int, layer: int, holder: str, kind: str = "activations") -> Storage:
         self.change(size, kind, layer)
-        return _Storage(size, layer, kind, {holder})
+        return Storage(size, layer, kind, {holder})
 
     # instructions ----------------------------------------------------------------------------------------------------
 
@@ -180,6 +186,12 @@ class _Walk:
         elif ins.op is Op.BACKWARD:
             if self.sizes.rows(self.rank, ins.microbatch):
                 self.backward(ins)
+        elif ins.op is Op.BACKWARD_INPUT:
+            if self.sizes.rows(self.rank, ins.microbatch):
+                input_half(self, ins)
+        elif ins.op is Op.BACKWARD_WEIGHT:
+            if self.sizes.rows(self.rank, ins.microbatch):
+                weight_half(self, ins)
         elif ins.op is Op.RECV:
             self.reached[ins.peer] += 1
             self.post(self.program.receives_ahead, ins.peer)
@@ -206,7 +218,7 @@ class _Walk:
         for value in ins.frees:
             if value.kind == "grad":
                 if value.index in self.filled - self.kept:
-                    self.change(-self.sizes.size(self.rank, value), "gradients", self._layer_of(value.index))
+                    self.change(-self.sizes.size(self.rank, value), "gradients", self.layer_of(value.index))
                 self.filled.discard(value.index)
             else:
                 self.release(self.live.pop(value, None), "live")
@@ -243,7 +255,7 @@ class _Walk:
                 if value.index not in self.filled and ins.op in COLLECTIVES:  # no backward had rows: zeros
                     self.filled.add(value.index)
                     if value.index not in self.kept:
-                        self.change(self.sizes.size(self.rank, value), "gradients", self._layer_of(value.index))
+                        self.change(self.sizes.size(self.rank, value), "gradients", self.layer_of(value.index))
             elif value not in self.live and value not in self.state:
                 kind = KINDS.get(value.kind, "buffers")
                 self.live[value] = self.make(self.sizes.size(self.rank, value), value.index, "live", kind)
@@ -267,7 +279,7 @@ class _Walk:
         i, step = ins.microbatch, ins.step
         keeps = {value.index for value in ins.writes if value.kind == "saved"}
         value = self.live.get(output(ins.layers[0] - 1, i, step))
-        borrowed: list[_Storage] = []  # inputs of pieces: the executor names them until it goes on
+        borrowed: list[Storage] = []  # inputs of pieces: the executor names them until it goes on
         for piece in self.pieces[ins.layers, i]:
             trains = piece[0] in keeps
             for layer in piece:
@@ -297,14 +309,14 @@ class _Walk:
         for storage in (*borrowed, value):
             self.release(storage, "walk")
 
-    def _play_forward(self, tape: Tape, layer: int) -> _Storage:
+    def _play_forward(self, tape: Tape, layer: int) -> Storage:
         size = 0
         for delta, what in tape:
             if what == "output":
                 size += delta
             if what != "input":
                 self.change(delta, "temporary" if what == "temporary" else "activations", layer)
-        return _Storage(size, layer, holders={"walk"})
+        return Storage(size, layer, holders={"walk"})
 
     def backward(self, ins: Instruction) -> None:
         i, step = ins.microbatch, ins.step
@@ -313,10 +325,10 @@ class _Walk:
         copied: list[int] = []
         pieces = self.pieces[ins.layers, i]
         for piece in reversed(pieces):
-            given: _Storage | None = None  # the gradient that this piece got from the one before
+            given: Storage | None = None  # the gradient that this piece got from the one before
             if piece is not pieces[-1]:
                 given, above = above, None
-            inner: _Storage | None = None  # the gradient between two layers of the piece
+            inner: Storage | None = None  # the gradient between two layers of the piece
             for layer in reversed(piece):
                 inner = self._play_backward(layer, i, step, inner, copied, layer == piece[0])
             key = piece[0], i, step
@@ -328,16 +340,15 @@ class _Walk:
             self.live[grad_output(ins.layers[0] - 1, i, step)] = above
         self.release(above, "walk")
         for g in copied:  # into their buckets
-            self.change(-self.sizes.size(self.rank, Value("grad", g)), "temporary", self._layer_of(g))
+            self.change(-self.sizes.size(self.rank, Value("grad", g)), "temporary", self.layer_of(g))
 
     def _play_backward(
-        self, layer: int, i: int, step: int, received: _Storage | None, copied: list[int], last: bool
-    ) -> _Storage | None:
+        self, layer: int, i: int, step: int, received: Storage | None, copied: list[int], last: bool
+    ) -> Storage | None:
         """One layer; the gradient of its input. `last`: the executor holds its input until the piece is done."""
         key = layer, i, step
         tape = self.tape(layer, i)
-        groups = [g for g in self.program.groups_of_layer[layer] if self.program.groups[g].trainable]
-        fresh = [g for g in groups if g not in self.filled]
+        groups, fresh = self.groups(layer)
         left = self.saved.pop(key, 0)
         made = 0
         for delta, what in tape.backward if fresh else tape.later:
@@ -357,25 +368,40 @@ class _Walk:
                 made += delta
                 self.change(delta, "activations", layer - 1)
             elif what == "gradient":
-                # (what goes into a bucket is a temporary: the bucket is the gradient)
-                self.change(delta, "temporary" if self.kept.intersection(groups) else "gradients", layer)
+                self.change(delta, self.kind_of_gradient(groups), layer)
             else:
                 self.change(delta, "temporary", layer)
         self.change(-left, "activations", layer)
         self.release(self.made.pop(key, None), f"made by {key}")
-        if fresh:
-            for g in groups:
-                if g not in fresh:  # tied to a layer whose backward has made it already
-                    kind = "temporary" if g in self.kept else "gradients"
-                    self.change(-self.sizes.size(self.rank, Value("grad", g)), kind, layer)
-                else:
-                    self.filled.add(g)
-                    if g in self.kept:
-                        copied.append(g)
+        copied += self.fill(layer, groups, fresh)
         if not made and received is not None and layer > self.program.first_trainable:
             return received  # what comes in goes out
         self.release(received, "walk")
-        return _Storage(made, layer - 1, holders={"walk"}) if made else None
+        return Storage(made, layer - 1, holders={"walk"}) if made else None
+
+    # gradients -------------------------------------------------------------------------------------------------------
+
+    def groups(self, layer: int) -> tuple[list[int], list[int]]:
+        """The trainable groups of a layer, and those of them that have no gradient yet."""
+        groups = [g for g in self.program.groups_of_layer[layer] if self.program.groups[g].trainable]
+        return groups, [g for g in groups if g not in self.filled]
+
+    def kind_of_gradient(self, groups: Sequence[int]) -> str:
+        """What goes into a bucket is a temporary: the bucket is the gradient."""
+        return "temporary" if self.kept.intersection(groups) else "gradients"
+
+    def fill(self, layer: int, groups: Sequence[int], fresh: Sequence[int]) -> list[int]:
+        """A layer's gradients have appeared; those that go on to a bucket."""
+        copied = []
+        for g in groups if fresh else ():
+            if g not in fresh:  # tied to a layer whose backward has made it already
+                kind = "temporary" if g in self.kept else "gradients"
+                self.change(-self.sizes.size(self.rank, Value("grad", g)), kind, layer)
+            else:
+                self.filled.add(g)
+                if g in self.kept:
+                    copied.append(g)
+        return copied
 
 
 def _keeps(tape: Tape, what: str) -> bool:

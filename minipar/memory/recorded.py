@@ -20,12 +20,17 @@ class LayerTape(NamedTuple):
     forward    with one, and (last layer) the loss
     backward   the first of a step, which makes the gradients
     later      one that adds to them
+    input_half, weight_half, weight_later   the same backwards in halves; "left" is what the first one makes for the
+               second, besides what was saved
     """
 
     plain: Tape
     forward: Tape = ()
     backward: Tape = ()
     later: Tape = ()
+    input_half: Tape = ()
+    weight_half: Tape = ()
+    weight_later: Tape = ()
 
 
 class Workspace(NamedTuple):

@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from minipar import randomness
+from minipar.costs.halves import input_half, weight_half
 from minipar.costs.profiler import OptimizerFactory, parameters_of
 from minipar.memory.recorded import LayerTape, Tape, Tapes, Workspace
 from minipar.memory.storages import Held, Storages
@@ -42,11 +44,11 @@ class _Recorder(Storages):
             if held is not None and not held.kind:
                 held.kind = kind
 
-    def name_the_rest(self) -> None:
+    def name_the_rest(self, kind: str) -> None:
         """What is left of a forward is saved for the backward; what is gone was temporary."""
         self.settle()
         for _, held in self.log:
-            held.kind = held.kind or ("temporary" if held() is None else "saved")
+            held.kind = held.kind or ("temporary" if held() is None else kind)
 
     def take(self) -> Tape:
         """What happened since the last call."""
@@ -86,11 +88,17 @@ class _Sink(torch.autograd.Function):
 
 
 def record(
-    model: Iterable[nn.Module], x: Any, y: Any, loss: Loss, rows: Sequence[int], optimizer: OptimizerFactory
+    model: Iterable[nn.Module],
+    x: Any,
+    y: Any,
+    loss: Loss,
+    rows: Sequence[int],
+    optimizer: OptimizerFactory,
+    split: bool = False,
 ) -> Tapes:
     """The tapes of every layer for every number of rows in `rows`, and the workspace of an optimizer step.
 
-    Arguments as for `minipar.profile`. Every layer runs on a copy.
+    Arguments as for `minipar.profile`; `split`: of backwards in halves, too. Every layer runs on a copy.
     """
     layers = list(model)
     copies = copy.deepcopy(nn.Sequential(*layers)).train()
@@ -106,7 +114,7 @@ def record(
             tapes = []
             for l, layer in enumerate(chain):
                 final = (loss, y_n) if l == len(chain) - 1 else None
-                value, tape = _one_layer(layer, value, final, l, first)
+                value, tape = _one_layer(layer, value, final, l, first, split)
                 tapes.append(tape)
             found[n] = tuple(tapes)
     buffers = tuple(sum(b.numel() * b.element_size() for b in layer.buffers()) for layer in layers)
@@ -117,9 +125,9 @@ def record(
 
 
 def _one_layer(
-    layer: nn.Module, value: Any, final: tuple[Loss, Any] | None, l: int, first: int
+    layer: nn.Module, value: Any, final: tuple[Loss, Any] | None, l: int, first: int, split: bool
 ) -> tuple[Any, LayerTape]:
-    """What a layer hands on, and its tapes: without a graph; forward and first backward; a later backward."""
+    """What a layer hands on, and its tapes: without a graph; forward and first backward; a later backward; halves."""
     with torch.no_grad():
         recorder, given = _given(layer, value, l, None)
         with recorder:
@@ -131,15 +139,20 @@ def _one_layer(
         del output
     if l < first:
         return result, LayerTape(plain)
-    forward, backward = _with_graph(layer, value, final, l, first)
-    again, later = _with_graph(layer, value, final, l, first)
-    for p in layer.parameters():
-        p.grad = None
-    del again
-    return result, LayerTape(plain, forward, backward, later)
+    found: list[Tape] = []
+    for halves in (False, True) if split else (False,):
+        forward, backward, half = _with_graph(layer, value, final, l, first, halves)
+        _, later, _ = _with_graph(layer, value, final, l, first, halves)
+        found += [half, backward, later] if halves else [forward, backward, later]
+        for p in layer.parameters():
+            p.grad = None
+    return result, LayerTape(plain, *found)
 
 
-def _with_graph(layer: nn.Module, value: Any, final: tuple[Loss, Any] | None, l: int, first: int) -> tuple[Tape, Tape]:
+def _with_graph(
+    layer: nn.Module, value: Any, final: tuple[Loss, Any] | None, l: int, first: int, halves: bool = False
+) -> tuple[Tape, Tape, Tape]:
+    """Tapes of a forward and its backward; of a backward in halves, of both."""
     root = torch.zeros((), requires_grad=True)
     arrived: list[Tensor] = []
     fresh = [p for p in layer.parameters() if p.grad is None]
@@ -148,20 +161,33 @@ def _with_graph(layer: nn.Module, value: Any, final: tuple[Loss, Any] | None, l:
         output = layer(_own(layer, given))
         end = final[0](output, final[1]) if final else None
         recorder.role(output, "output")
-        recorder.name_the_rest()
+        recorder.name_the_rest("saved")
         forward = recorder.take()
         ends = [t for t in differentiable(output) if t.requires_grad] if end is None else []
         last = end if end is not None else _Sink.apply(lambda made: recorder.role(made, "grad_output"), *ends)
         recorder.take()
         del output, ends, given, end
         before = recorder.take()  # what goes now is not held by the graph
-        if last.requires_grad:
-            torch.autograd.backward(last)
-        recorder.role(arrived, "grad_input")
-        recorder.role([p.grad for p in fresh if p.grad is not None], "gradient")
+        edges = [get_gradient_edge(last)] if last.requires_grad else []
         del last
+        input_tape: Tape = ()
+        if halves:
+            parameters = [p for p in layer.parameters() if p.requires_grad]
+            _, left = input_half(edges, [None] * len(edges), [root] if l > first else [], parameters)
+            del edges
+            recorder.role(arrived, "grad_input")
+            recorder.name_the_rest("left")
+            input_tape, before = before + recorder.take(), ()
+            weight_half(left)
+            del left
+        else:
+            if edges:
+                torch.autograd.backward(edges, [None] * len(edges))
+            del edges
+            recorder.role(arrived, "grad_input")
+        recorder.role([p.grad for p in fresh if p.grad is not None], "gradient")
         backward = recorder.take()
-    return forward, before + backward
+    return forward, before + backward, input_tape
 
 
 def _given(layer: nn.Module, value: Any, l: int, source: Any) -> tuple[_Recorder, Any]:

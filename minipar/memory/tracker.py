@@ -33,7 +33,7 @@ from minipar.executor import Executor
 from minipar.memory.capacity import out_of_memory
 from minipar.memory.series import Series
 from minipar.memory.storages import Held, Storages
-from minipar.program import Op
+from minipar.program import BACKWARDS, Op
 from minipar.tensors import differentiable, tensors
 
 _COMPUTE = (Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
@@ -105,7 +105,7 @@ class Tracker(Storages):
         self._settle()
         ins = self.executor.instructions[index]
         self.index = index
-        self.layer = ins.layers[-1] if ins.op is Op.BACKWARD else -1
+        self.layer = ins.layers[-1] if ins.op in BACKWARDS else -1
         if len(self.executor.compute.batch) != self._batches:
             self._count_data()
 

@@ -31,36 +31,44 @@ from minipar.costs.recomputation import Move, at_once, halves
 from minipar.program import Instruction, Op, output, saved
 
 Place = tuple[int, int]  # layer, micro-batch
+NEEDS_SAVED = (Op.BACKWARD, Op.BACKWARD_INPUT)
 
 
-def recompute(instructions: Sequence[Instruction], schedule: Sequence[Move]) -> list[Instruction]:
-    """One stage's instructions, layer by layer, in which every micro-batch follows the schedule.
+def recompute(instructions: Sequence[Instruction], chunks: Sequence[tuple[range, Sequence[Move]]]) -> list[Instruction]:
+    """One rank's instructions, layer by layer, in which every micro-batch follows the schedule of each chunk.
 
     instructions   as `layers.expand` gives them
-    schedule       of the stage's trainable layers, counted from the first of them (`segments.schedules`)
+    chunks         the layers of each chunk that go backward, and their schedule, in which layers count from the first
+                   of them (`segments.schedules`)
+
+    Of a split backward the input half comes after the recomputation; what it leaves for the weight half stays.
     """
-    if not any(move.op is Op.RECOMPUTE for move in schedule):
+    if not any(move.op is Op.RECOMPUTE for _, schedule in chunks for move in schedule):
         return list(instructions)
-    count = 1 + max(move.layer for move in schedule)
-    stop = 1 + max((layer for ins in instructions for layer in ins.layers), default=0)
-    start = stop - count
+    chunk_of = {layer: c for c, (layers, _) in enumerate(chunks) for layer in layers}
     forwards = {(ins.layers[0], ins.microbatch): ins for ins in instructions if ins.op is Op.FORWARD}
-    backwards = {(ins.layers[0], ins.microbatch): ins for ins in instructions if ins.op is Op.BACKWARD}
-    runs = [(key, list(run)) for key, run in groupby(instructions, key=lambda ins: (ins.op, ins.microbatch))]
-    later, immediate = halves(schedule), halves(at_once(schedule))
+    backwards = {(ins.layers[0], ins.microbatch): ins for ins in instructions if ins.op in NEEDS_SAVED}
+
+    def action(ins: Instruction) -> tuple[Op, int, int]:
+        return ins.op, ins.microbatch, chunk_of.get(ins.layers[0], -1)
+
+    again = [(halves(schedule), halves(at_once(schedule))) for _, schedule in chunks]
+    runs = [(key, list(run)) for key, run in groupby(instructions, key=action)]
     result: list[Instruction] = []
-    kept: set[int] = set()  # micro-batches that go backward at once
-    for k, ((op, i), run) in enumerate(runs):
-        if op is Op.FORWARD and [key for key, _ in runs[k + 1 : k + 2]] == [(Op.BACKWARD, i)]:
-            kept.add(i)
-        forward, backward = immediate if i in kept else later
+    kept: set[tuple[int, int]] = set()  # micro-batch and chunk that go backward at once
+    for k, ((op, i, c), run) in enumerate(runs):
+        if c < 0 or op is Op.BACKWARD_WEIGHT or not chunks[c][1]:
+            result += run
+            continue
+        if op is Op.FORWARD and [key for key, _ in runs[k + 1 : k + 2] if key[0] in NEEDS_SAVED and key[1:] == (i, c)]:
+            kept.add((i, c))
+        layers = chunks[c][0]
+        later, immediate = again[c]
+        forward, backward = immediate if (i, c) in kept else later
         for ins in run:
-            layer = ins.layers[0]
-            if layer < start:
-                result.append(ins)
-            elif layer == (start if op is Op.FORWARD else stop - 1):  # (once for each action of the schedule)
+            if ins.layers[0] == (layers[0] if op is Op.FORWARD else layers[-1]):  # (once for each action)
                 part = forward if op is Op.FORWARD else backward
-                result += [_moved(move, start + move.layer, i, forwards, backwards) for move in part]
+                result += [_moved(move, layers[0] + move.layer, i, forwards, backwards) for move in part]
     return result
 
 

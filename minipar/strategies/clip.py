@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from minipar.program import Instruction, Op, Part, home, norm
-from minipar.strategies.layers import Layout
+from minipar.strategies.layout import Layout
 
 
 def clip(update: Sequence[Instruction], layout: Layout) -> list[Instruction]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 
 from minipar.program import Group, Instruction, Op, Part, grad
-from minipar.strategies.layers import Layout
+from minipar.strategies.layout import Layout
 
 MiB = 1 << 20
 Bucket = float | str  # size in MiB, or "none" or "flat"

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from minipar.program import Instruction, Op, Part
+from minipar.program import BACKWARDS, Instruction, Op, Part
 
-FUSIBLE = (Op.FORWARD, Op.BACKWARD, Op.RECOMPUTE)
+FUSIBLE = (Op.FORWARD, Op.RECOMPUTE, *BACKWARDS)
 
 
 def fuse(instructions: Iterable[Instruction]) -> list[Instruction]:
@@ -39,7 +39,7 @@ def fuse(instructions: Iterable[Instruction]) -> list[Instruction]:
 def _continues(a: Instruction, b: Instruction) -> bool:
     if a.op is not b.op or a.microbatch != b.microbatch or a.step != b.step or a.stream != b.stream:
         return False
-    return b.layers[-1] == a.layers[0] - 1 if a.op is Op.BACKWARD else b.layers[0] == a.layers[-1] + 1
+    return b.layers[-1] == a.layers[0] - 1 if a.op in BACKWARDS else b.layers[0] == a.layers[-1] + 1
 
 
 def _merge(run: list[Instruction]) -> Instruction:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from minipar.errors import PlanError
 from minipar.program import COMPUTE, Instruction, Op, Value, home, host, tier
 from minipar.strategies.data_parallel import all_reduce_gradients
-from minipar.strategies.layers import Layout
+from minipar.strategies.layout import Layout
 from minipar.strategies.offload import copy_of
 from minipar.strategies.transfers import MOVES
 

@@ -17,8 +17,8 @@ from minipar.costs.measured import Profile
 from minipar.costs.recomputation import Chain, LayerCosts, Move, every, in_segments, square_root
 from minipar.costs.reversal import minimum, rotor
 from minipar.errors import PlanError
-from minipar.program import Action, Forward
-from minipar.strategies.layers import Layout
+from minipar.program import Action, BackwardWeight, Forward
+from minipar.strategies.layout import Layout
 
 Checkpoint = (
     int | str | tuple[int, ...]
@@ -78,7 +78,7 @@ def schedules(
 ) -> list[tuple[Move, ...]]:
     """For each stage how one micro-batch goes through its trainable layers; moves count from the first of these.
 
-    actions   of each stage: with how many micro-batches in flight the choice has to do
+    actions   of each rank: with how many micro-batches in flight the choice has to do
     costs     of each layer, for a budget; with them "sqrt" takes sizes into account
 
     A budget counts activations: outputs, their gradients, what is saved, and `receives_ahead` buffers for messages
@@ -87,16 +87,22 @@ def schedules(
     """
     if isinstance(costs, Profile):
         costs = LayerCosts.of(costs)
-    _check(choice, layout.shape.layers, costs)
+    _check(choice, layout, costs)
+    count = len(layout.split)
     if choice in ("none", "selective"):
-        return [()] * layout.pp
-    stages = [_part(layout, stage) for stage in range(layout.pp)]
-    flying = [in_flight(chosen) for chosen in actions]
+        return [()] * count
+    parts = [layout.trained(stage) for stage in range(count)]
+    flying = [1] * count
+    for rank, chosen in enumerate(actions):
+        for c, stage in enumerate(layout.placement[rank]):
+            flying[stage] = max(flying[stage], in_flight(action for action in chosen if action.chunk == c))
     budget = budget_of(choice)
     if budget is not None and costs is not None:
-        return _within(budget, layout, stages, flying, costs, receives_ahead)
+        if any(isinstance(action, BackwardWeight) for chosen in actions for action in chosen):
+            raise PlanError(f"checkpoint={text(choice)}: a budget is for whole backwards; possible are none, sqrt, K")
+        return _within(budget, layout, parts, flying, costs, receives_ahead)
     found = []
-    for part, several in zip(stages, flying, strict=True):
+    for part, several in zip(parts, flying, strict=True):
         segments: Iterable[range] = ()
         if isinstance(choice, tuple):
             cuts = [part.start, *(layer for layer in choice if part.start < layer < part.stop), part.stop]
@@ -111,15 +117,20 @@ def schedules(
 
 
 def in_flight(actions: Iterable[Action]) -> int:
-    """The most micro-batches of a schedule between the beginning of their forward and the end of their backward."""
+    """The most micro-batches of a chunk's actions between the beginning of their forward and the end of their backward.
+
+    (A split backward ends, for what recomputation is about, with its input half.)
+    """
     now = most = 0
     for action in actions:
-        now += 1 if isinstance(action, Forward) else -1
+        if not isinstance(action, BackwardWeight):
+            now += 1 if isinstance(action, Forward) else -1
         most = max(most, now)
     return max(1, most)
 
 
-def _check(choice: Checkpoint, layers: int, costs: LayerCosts | None) -> None:
+def _check(choice: Checkpoint, layout: Layout, costs: LayerCosts | None) -> None:
+    layers = layout.shape.layers
     if costs is not None and len(costs.forward) != layers:
         raise PlanError(f"costs: of {len(costs.forward)} layers, but the model has {layers}")
     if isinstance(choice, int) and choice > layers:
@@ -132,21 +143,12 @@ def _check(choice: Checkpoint, layers: int, costs: LayerCosts | None) -> None:
             f"checkpoint={text(choice)}: a budget needs the sizes of the layers; give compile(..., costs=profile), "
             "or choose sqrt, K or layers"
         )
-
-
-def _part(layout: Layout, stage: int) -> range:
-    """The layers of a stage that go backward."""
-    first = _first(layout)
-    layers = layout.layers(stage)
-    return range(min(max(layers.start, first), layers.stop), layers.stop)
-
-
-def _first(layout: Layout) -> int:
-    return min((min(g.layers) for g in layout.shape.groups if g.trainable), default=layout.shape.layers)
+    if budget_of(choice) is not None and max(map(len, layout.placement)) > 1:
+        raise PlanError(f"checkpoint={text(choice)}: a budget is for one chunk a rank; possible are none, sqrt, K")
 
 
 def _chain(costs: LayerCosts, layout: Layout, part: range) -> Chain:
-    return costs.chain(part.start, part.stop, _first(layout))
+    return costs.chain(part.start, part.stop, layout.first_trainable)
 
 
 def _within(
@@ -176,7 +178,7 @@ def _within(
 
 def _around(layout: Layout, stage: int, flying: int, costs: LayerCosts, receives_ahead: int) -> int:
     """Bytes that a stage needs besides its chain of trainable layers."""
-    layers, start = layout.layers(stage), _part(layout, stage).start
+    layers, start = layout.layers(stage), layout.trained(stage).start
     total = flying * costs.output[start - 1] if start and start < layers.stop else 0  # the input of the chain stays
     messages = min(receives_ahead, layout.microbatches)
     if stage:

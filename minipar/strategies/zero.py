@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from minipar.program import (
     Instruction,
@@ -45,7 +45,7 @@ from minipar.program import (
     param_shard,
 )
 from minipar.strategies.data_parallel import Bucket, split_buckets
-from minipar.strategies.layers import Layout
+from minipar.strategies.layout import Layout
 
 IN_FLIGHT = 1  # buckets of gradients that are on their way at once, each with its buffer; the next one waits for it
 
@@ -90,7 +90,7 @@ def shard(instructions: Sequence[Instruction], layout: Layout, stage: int, step:
         return list(instructions)
     if zero.level == 3:
         instructions = _gather_parameters(instructions, layout, sharded, step, zero.prefetch)
-    return _scatter_gradients(instructions, layout, sharded, step, zero)
+    return _scatter_gradients(instructions, layout, stage, sharded, step, zero)
 
 
 def finish(instructions: Sequence[Instruction], layout: Layout, stage: int, zero: Zero) -> list[Instruction]:
@@ -156,7 +156,7 @@ def _collective(op: Op, groups: Sequence[int], layout: Layout, microbatch: int, 
 
 
 def _scatter_gradients(
-    instructions: Sequence[Instruction], layout: Layout, sharded: frozenset[int], step: int, zero: Zero
+    instructions: Sequence[Instruction], layout: Layout, stage: int, sharded: frozenset[int], step: int, zero: Zero
 ) -> list[Instruction]:
     each = zero.level > 1 and zero.reduce == "microbatch"
     rounds: dict[int, dict[int, int]] = {}  # micro-batch -> group -> the last instruction that adds to its gradient
@@ -165,16 +165,23 @@ def _scatter_gradients(
             if value.kind == "grad" and value.index in sharded:
                 rounds.setdefault(ins.microbatch if each else -1, {})[value.index] = k
     after: dict[int, list[tuple[int, list[int]]]] = {}
+    chunk_of = {g: layout.chunk_of(g, stage) for g in sharded}
     buckets: list[list[int]] = []
     for i, done in rounds.items():
         # (a schedule of the user's own may forget a backward; the verifier says so, not this pass)
         end = max(done.values())
-        done |= {g: end for g in sharded if g not in done}
+        ends = {c: max([k for g, k in done.items() if chunk_of[g] == c], default=end) for c in chunk_of.values()}
+        done |= {g: ends[chunk_of[g]] for g in sharded if g not in done}
         if not buckets:
-            ready = sorted(sharded, key=lambda g: (done[g], -g))  # in the order in which backward completes them
-            buckets = split_buckets(ready, layout.shape.groups, zero.bucket)
+            # In the order in which backward completes them, and each bucket of one chunk: between two chunks of a
+            # micro-batch come those of others.
+            ready = sorted(sharded, key=lambda g: (-chunk_of[g], done[g], -g))
+            for _, mine in groupby(ready, key=chunk_of.__getitem__):
+                buckets += split_buckets(list(mine), layout.shape.groups, zero.bucket)
         for groups in buckets:
-            place = max(done[g] for g in groups) if zero.overlap and zero.level > 1 else end
+            place = ends[chunk_of[groups[0]]] if each else end
+            if zero.overlap and zero.level > 1:
+                place = max(done[g] for g in groups)
             while place + 1 < len(instructions) and instructions[place + 1].op is Op.ALL_GATHER:
                 place += 1  # parameters are needed sooner than gradients
             after.setdefault(place, []).append((i, groups))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from minipar import models
-from minipar.costs.halves import input_half, weight_half
-from tests.toys import Fork
+from minipar.costs.halves import input_half, left, weight_half
+from minipar.memory.storages import Storages
+from tests.toys import Fork, Tied
 
 LAYERS = {
     "linear": lambda: nn.Linear(6, 6),
@@ -38,7 +40,7 @@ def test_halves_are_the_whole(name, first):
         p.grad = None
     x.grad = None
 
-    found, arrived = input_half([layer(x)], [gradient], [] if first else [x], parameters)
+    found, arrived = input_half([get_gradient_edge(layer(x))], [gradient], [] if first else [x], parameters)
     assert all(p.grad is None for p in parameters), "the input half leaves the parameters alone"
     weight_half(arrived)
     if not first:
@@ -53,7 +55,7 @@ def test_the_weight_half_does_not_compute_the_chain_again():
     end = layer(x)
     calls = []
     end.grad_fn.next_functions[1][0].register_prehook(lambda grads: calls.append("gelu"))
-    _, arrived = input_half([end], [torch.ones_like(end)], [x], list(layer.parameters()))
+    _, arrived = input_half([get_gradient_edge(end)], [torch.ones_like(end)], [x], list(layer.parameters()))
     assert calls == ["gelu"]
     weight_half(arrived)
     assert calls == ["gelu"]
@@ -64,10 +66,51 @@ def test_outputs_that_are_tuples_and_inputs_that_are_not_used():
     layer = Fork(6)
     x, unused = (torch.randn(3, 6, requires_grad=True) for _ in range(2))
     out, (skip, _) = layer(x)
-    found, arrived = input_half([out, skip * 1.0], [torch.ones_like(out)] * 2, [x, unused], list(layer.parameters()))
+    ends = [get_gradient_edge(end) for end in (out, skip * 1.0)]
+    found, arrived = input_half(ends, [torch.ones_like(out)] * 2, [x, unused], list(layer.parameters()))
     weight_half(arrived)
     assert found[1] is None
     out, (skip, _) = layer(x)
     expected = torch.autograd.grad(out.sum() + skip.sum(), [x, layer.linear.weight])
     torch.testing.assert_close(found[0], expected[0])
     torch.testing.assert_close(layer.linear.weight.grad, expected[1])
+
+
+def test_what_the_input_half_alone_needed_is_free_after_it():
+    """Measured, storage by storage: of saved and gradients the inputs of products and what arrived there stay."""
+    layer = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    unit = 32 * 64 * 4
+    x = torch.randn(32, 64, requires_grad=True)
+    with Storages() as watch:
+        edges = [get_gradient_edge(layer(x))]
+        watch.settle()
+        assert watch.live == 3 * unit  # a product, two activations; the last output is gone
+        gradient = torch.randn(32, 64)
+        found, arrived = input_half(edges, [gradient], [x], list(layer.parameters()))
+        del edges, gradient
+        watch.settle()
+        assert watch.live == (2 + 3 + 1) * unit  # inputs of the last two products, three gradients; and that of x
+        assert sum(left(arrived, [*layer.parameters(), x])) == 5 * unit
+        del found
+        weight_half(arrived)
+        del arrived
+        watch.settle()
+        assert watch.live == sum(p.numel() * 4 for p in layer.parameters())  # their gradients
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_where_two_operations_share_a_parameter_the_input_half_does_it_all(transposed):
+    shared = nn.Linear(6, 6)
+    layer = nn.Sequential(shared, nn.GELU(), Tied(shared, transposed), nn.Linear(6, 6))
+    x = torch.randn(4, 6, requires_grad=True)
+    parameters = list(layer.parameters())
+    end = layer(x)
+    expected = torch.autograd.grad(end, [x, *parameters], torch.ones_like(end))
+    end = layer(x)
+    found, arrived = input_half([get_gradient_edge(end)], [torch.ones_like(end)], [x], parameters)
+    assert all(p.grad is None for p in parameters)
+    for _ in range(2):
+        weight_half(arrived)  # (nothing is computed: once more adds the same again)
+    assert torch.equal(found[0], expected[0])
+    for p, gradient in zip(parameters, expected[1:], strict=True):
+        torch.testing.assert_close(p.grad, 2 * gradient)

@@ -36,8 +36,14 @@ PLANS = [
     "dp=2 zero=2 microbatches=2",
     "dp=2 zero=3 microbatches=2",
     "pp=2 dp=2 zero=3 checkpoint=1 microbatches=2",
+    "pp=2 microbatches=4 schedule=interleaved",
+    "pp=2 microbatches=4 schedule=zb-h1",
+    "pp=2 microbatches=4 schedule=zb-v",
+    "pp=2 microbatches=4 schedule=zb-h1 checkpoint=1",
+    "pp=2 dp=2 microbatches=3 schedule=zb-h2",
 ]
 MODELS = ["gpt-tiny", "mlp-tiny"]
+CHUNKED = [text for text in PLANS if "interleaved" in text or "zb-v" in text]
 
 
 def compare(clusters, name: str, text: str, optimizer=ADAM, batch: int = 17) -> tuple[Trace, Trace]:
@@ -46,7 +52,7 @@ def compare(clusters, name: str, text: str, optimizer=ADAM, batch: int = 17) -> 
     cluster = clusters(plan.ranks)
     job = Job(partial(models.build, name), data.for_model(name), batch, optimizer=optimizer)
     rows = microbatch_rows(batch, plan.dp, plan.total_microbatches)
-    (facts,) = cluster.run_on([0], profile_job, job, rows, True)
+    (facts,) = cluster.run_on([0], profile_job, job, rows, True, plan, plan.splits)
     program = plan.compile(facts.shape, costs=facts.profile)
     costs = ProfiledCosts(program, facts.profile, batch)
     measured = execute(program, job, cluster=cluster, passes=3, memory=True, keep_gradients=False).trace
@@ -58,6 +64,8 @@ def compare(clusters, name: str, text: str, optimizer=ADAM, batch: int = 17) -> 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("text", PLANS)
 def test_predicted_peaks_are_within_5_percent(clusters, name, text):
+    if name == "mlp-tiny" and text in CHUNKED:
+        pytest.skip("three layers are too few for four stages")
     predicted, measured = compare(clusters, name, text)
     for mine, real in zip(predicted.peak_memory(), measured.peak_memory(), strict=True):
         assert abs(mine / real - 1) <= 0.05

@@ -46,6 +46,7 @@ PLANS = [
     "dp=4 zero=2 bucket=none",
     "dp=2 zero=3 prefetch=0",
     "dp=2 pp=2 zero=3 microbatches=2",
+    "pp=2 schedule=zb-v microbatches=3",
 ]
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from minipar import Plan, simulate, verify
 from minipar.costs.shapes import Shape
 from minipar.program import Instruction, Op, Part, grad, grad_output, output, param, saved
-from minipar.strategies.fuse import fuse
+from minipar.strategies.fuse import FUSIBLE, fuse
 from tests.interpreters import compiled, judge, programs, shape
 
 
@@ -99,10 +99,10 @@ def test_a_fused_instruction_has_the_net_effect_of_its_parts(program):
         patch.setattr("minipar.plan.fuse", list)
         long = plan.compile(Shape(program.layers, program.groups), steps=program.steps, check=False)
     for before, after in zip(long.ranks, program.ranks, strict=True):
-        assert all(len(ins.layers) == 1 for ins in before if ins.op in (Op.FORWARD, Op.BACKWARD))
+        assert all(len(ins.layers) == 1 for ins in before if ins.op in FUSIBLE)
         rest = iter(before)
         for ins in after:
-            count = max(1, len(ins.parts)) if ins.op in (Op.FORWARD, Op.BACKWARD) else 1
+            count = max(1, len(ins.parts)) if ins.op in FUSIBLE else 1
             run = [next(rest) for _ in range(count)]
             if count > 1:
                 assert [(one.op, one.layers[0]) for one in run] == [(part.op, part.layer) for part in ins.parts]

@@ -4,7 +4,8 @@ import pytest
 
 from minipar import Backward, Forward, Plan, PlanError
 from minipar.program import Op, grad, grad_output, optimizer_state, output, param, saved
-from minipar.strategies.layers import Layout, expand, state_of, step_of
+from minipar.strategies.layers import expand, state_of, step_of
+from minipar.strategies.layout import Layout
 from tests.interpreters import compiled, shape
 
 
@@ -116,5 +117,5 @@ def test_ranks_of_a_pipeline_are_neighbours():
 
 @pytest.mark.parametrize("action", [Forward(2), Forward(-1), Backward(0, chunk=1)])
 def test_actions_on_what_is_not_there(action):
-    with pytest.raises(PlanError, match="stage 0 has micro-batches 0 to 1 and only chunk 0"):
+    with pytest.raises(PlanError, match="rank 0 has micro-batches 0 to 1 and only chunk 0"):
         expand([[action]], layout(shape(2)))

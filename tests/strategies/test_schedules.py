@@ -2,14 +2,17 @@
 
 import pytest
 
-from minipar import Backward, Forward, Plan, PlanError
+from minipar import Backward, BackwardInput, BackwardWeight, Forward, Plan, PlanError
 from minipar.strategies import find, registry, schedule
-from tests.interpreters import BUILT_IN, compiled
+from tests.interpreters import BUILT_IN, compiled, enough
+
+KINDS = (Forward, Backward, BackwardInput, BackwardWeight)
 
 
 def order(name, rank, stages, microbatches):
-    names = {Forward: "F", Backward: "B"}
-    return " ".join(f"{names[type(a)]}{a.microbatch}" for a in find(name).generate(rank, stages, microbatches))
+    names = dict(zip(KINDS, "FBIW", strict=True))
+    actions = Plan(pp=stages, schedule=name, microbatches=microbatches).actions(rank)
+    return " ".join((names[type(a)].lower() if a.chunk else names[type(a)]) + str(a.microbatch) for a in actions)
 
 
 def test_gpipe_runs_all_forwards_then_all_backwards():
@@ -48,11 +51,16 @@ def test_with_fewer_microbatches_than_stages_1f1b_is_gpipe_at_the_start():
 def test_every_schedule_runs_every_microbatch_once_backward_after_forward(name):
     for stages in (1, 2, 5):
         for m in (1, 2, 3, 7, 12):
+            plan = Plan(pp=stages, schedule=name, microbatches=enough(name, stages, m))
             for rank in range(stages):
-                actions = list(find(name).generate(rank, stages, m))
-                assert len(actions) == 2 * m
-                for i in range(m):
-                    assert actions.index(Forward(i)) < actions.index(Backward(i))
+                actions = plan.actions(rank)
+                places = [(i, c) for i in range(plan.microbatches) for c in range(find(name).chunks)]
+                halves = sum(isinstance(action, BackwardWeight) for action in actions)
+                assert len(actions) == 2 * len(places) + halves
+                for place in places:
+                    order = [actions.index(kind(*place)) for kind in KINDS if kind(*place) in actions]
+                    assert order == sorted(order)
+                    assert len(order) in (2, 3)
 
 
 def test_actions_of_different_kinds_differ():

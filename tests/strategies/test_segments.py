@@ -14,7 +14,7 @@ from minipar.costs.measured import Profile
 from minipar.costs.recomputation import LayerCosts, recomputed
 from minipar.program import Op
 from minipar.strategies.segments import POSSIBLE, budget_of, in_flight, parse, schedules, text
-from tests.interpreters import BUILT_IN, judge, shape
+from tests.interpreters import SIMPLE, judge, shape
 from tests.recomputing import ByLayer, words
 
 # words ---------------------------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ def segments(plan, model, costs=None):
     """Per stage the schedule in words, of which the backwards are left out."""
     plan = Plan.parse(plan)
     layout = plan.layout(shape(model) if isinstance(model, int) else model)
-    actions = [plan._actions(stage) for stage in range(plan.pp)]
+    actions = [plan.actions(stage) for stage in range(plan.pp)]
     found = schedules(plan.checkpoint, layout, actions, costs)
     return [" ".join(w for w in words(s).split() if w[0] == "R") for s in found]
 
@@ -194,7 +194,7 @@ def unequal(layers, seed):
 
 
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("schedule", BUILT_IN)
+@pytest.mark.parametrize("schedule", SIMPLE)
 @pytest.mark.parametrize("plan", ["microbatches=2", "pp=2 microbatches=5", "pp=3 split=6,4,2 microbatches=4 dp=2"])
 def test_simulated_memory_stays_within_the_budget(plan, schedule, fused, monkeypatch):
     if not fused:
@@ -242,7 +242,7 @@ def test_a_small_budget_lets_layers_run_more_than_twice():
     costs = LayerCosts.equal(32)
     plan = Plan(checkpoint="6B")
     layout = plan.layout(shape(32))
-    (schedule,) = schedules(plan.checkpoint, layout, [plan._actions(0)], costs)
+    (schedule,) = schedules(plan.checkpoint, layout, [plan.actions(0)], costs)
     assert recomputed(schedule) > 32
     program = plan.compile(layers=32, costs=costs)
     assert judge(program) == ""

@@ -1,0 +1,124 @@
+"""Where the stages of a pipeline are: which rank holds which layers.
+
+A rank holds one stage or several, its *chunks*; `placement(rank, ranks, chunks)` says which, chunk by chunk.
+
+    looped, 2 chunks      rank 0  stages 0 3     a micro-batch goes round twice: 0 1 2 0 1 2
+                          rank 1  stages 1 4
+                          rank 2  stages 2 5
+    wave, 2 chunks        rank 0  stages 0 5     down and up again, a V: 0 1 2 2 1 0, and no message at the turn
+                          rank 1  stages 1 4
+                          rank 2  stages 2 3
+
+A stage may be on several ranks: then it has copies, whose gradients are summed. Which of them a micro-batch goes
+through is what the schedule says: it yields Forward(i, chunk) on one of these ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from minipar.costs.shapes import Shape
+from minipar.errors import PlanError
+
+Placement = Callable[[int, int, int], Sequence[int]]  # rank, ranks, chunks -> the stage of each chunk
+
+
+def looped(rank: int, ranks: int, chunks: int) -> Sequence[int]:
+    """Stage s on rank s mod p. With one chunk: stage s on rank s."""
+    return [c * ranks + rank for c in range(chunks)]
+
+
+def wave(rank: int, ranks: int, chunks: int) -> Sequence[int]:
+    """Down the ranks and up again, so that two neighbouring stages share a rank at every turn."""
+    return [c * ranks + (ranks - 1 - rank if c % 2 else rank) for c in range(chunks)]
+
+
+def place(placement: Placement, ranks: int, chunks: int, name: str = "") -> tuple[tuple[int, ...], ...]:
+    """The stages of every rank, by chunk. PlanError if they are not the stages from 0 on, each of them somewhere."""
+    found = tuple(tuple(placement(rank, ranks, chunks)) for rank in range(ranks))
+    stages = {stage for mine in found for stage in mine}
+    for rank, mine in enumerate(found):
+        if len(mine) != chunks:
+            raise PlanError(f"schedule={name}: its placement gives rank {rank} {len(mine)} stages, not chunks={chunks}")
+    if stages != set(range(len(stages))):
+        missing = min(set(range(max(stages, default=0) + 1)) - stages, default=0)
+        raise PlanError(f"schedule={name}: its placement puts stage {missing} on no rank; stages count from 0")
+    return found
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which rank holds which layers: `dp` replicas of a pipeline of `pp` ranks; `split[s]` layers in stage s.
+
+    placement   per rank of a pipeline its stages, by chunk; default: stage r on rank r
+
+    The ranks of one pipeline are neighbours: replica * pp + rank in the pipeline. Ranks below are those of a pipeline.
+    """
+
+    shape: Shape
+    dp: int
+    pp: int
+    split: tuple[int, ...]
+    microbatches: int
+    placement: tuple[tuple[int, ...], ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if not self.placement:
+            object.__setattr__(self, "placement", tuple((rank,) for rank in range(self.pp)))
+
+    def rank(self, replica: int, rank: int) -> int:
+        """The rank of the program for a rank of one replica's pipeline."""
+        return replica * self.pp + rank
+
+    def layers(self, stage: int) -> range:
+        """The layers of a stage."""
+        start = sum(self.split[:stage])
+        return range(start, start + self.split[stage])
+
+    def trained(self, stage: int) -> range:
+        """Those of them that go backward."""
+        layers = self.layers(stage)
+        return range(min(max(layers.start, self.first_trainable), layers.stop), layers.stop)
+
+    def chunks(self, rank: int) -> list[range]:
+        """The layers of a rank, by chunk."""
+        return [self.layers(stage) for stage in self.placement[rank]]
+
+    @cached_property
+    def first_trainable(self) -> int:
+        """The first layer with a trainable parameter. Layers before it need no backward."""
+        return min((min(g.layers) for g in self.shape.groups if g.trainable), default=self.shape.layers)
+
+    @cached_property
+    def _groups(self) -> list[list[int]]:
+        ranks_of: list[set[int]] = [set() for _ in range(self.shape.layers)]
+        for rank in range(self.pp):
+            for layers in self.chunks(rank):
+                for layer in layers:
+                    ranks_of[layer].add(rank)
+        found: list[list[int]] = [[] for _ in range(self.pp)]
+        for k, group in enumerate(self.shape.groups):
+            for rank in sorted(set().union(*(ranks_of[layer] for layer in group.layers))):
+                found[rank].append(k)
+        return found
+
+    def groups(self, rank: int) -> tuple[int, ...]:
+        """Indices of the parameter groups with a layer on this rank."""
+        return tuple(self._groups[rank])
+
+    def trainable(self, rank: int) -> tuple[int, ...]:
+        return tuple(k for k in self._groups[rank] if self.shape.groups[k].trainable)
+
+    def holders(self, group: int) -> tuple[int, ...]:
+        """All ranks of the program that hold parameters of this group: its gradients are summed there."""
+        ranks = [r for r in range(self.pp) if group in self._groups[r]]
+        return tuple(sorted(self.rank(replica, r) for replica in range(self.dp) for r in ranks))
+
+    def chunk_of(self, group: int, rank: int) -> int:
+        """The chunk of a rank in which a micro-batch's gradient of a group is completed: that of its first layer."""
+        chunks = self.chunks(rank)
+        inside = [(min(set(group_layers)), c) for c, layers in enumerate(chunks)
+                  if (group_layers := set(layers).intersection(self.shape.groups[group].layers))]  # fmt: skip
+        return min(inside)[1]

@@ -1,0 +1,152 @@
+"""What papers say a schedule takes, beside the simulator, also at unequal times and with latency."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+
+import pytest
+
+from minipar import Plan, simulate
+from minipar.cli import main
+from minipar.trace import Trace
+
+TIMES = [(1.0, 1.0, 1.0), (1.0, 1.25, 0.75), (2.0, 1.5, 0.5), (0.5, 3.0, 2.5), (1.0, 2.0, 0.0), (3.0, 1.0, 1.0)]
+
+
+def predict(name: str, p: int, m: int, times=(1.0, 1.0, 1.0), latency: float = 0.0, **keys) -> Trace:
+    plan = Plan(pp=p, microbatches=m, schedule=name, **keys)
+    program = plan.compile(layers=(1 + max(map(max, plan.placement()))) * 2, check=False)
+    f, i, w = times
+    return simulate(program, forward=f, backward=i + w, input_gradient=i, weight_gradient=w, latency=latency)
+
+
+def check(trace: Trace, p: int, m: int, times, time: float | None = None, window: float | None = None) -> None:
+    """The makespan, the bubble that follows from it, and the window bubble."""
+    work = m * sum(times)
+    if time is not None:
+        assert trace.time == pytest.approx(time)
+        assert trace.bubble_of_total() == pytest.approx(1 - work / time)
+        assert trace.bubble_of_ideal() == pytest.approx(time / work - 1)
+    if window is not None:
+        assert trace.window_bubble() == pytest.approx(window, abs=1e-9)
+
+
+@pytest.mark.parametrize("times", TIMES)
+@pytest.mark.parametrize(("p", "m"), [(2, 2), (2, 6), (4, 4), (4, 8), (8, 16), (3, 9)])
+def test_several_chunks_at_any_times(times, p, m):
+    f, i, w = times
+    for v in (1, 2, 3, 4):
+        time = m * (f + i + w) + (p - 1) * (f + i + w) / v
+        trace = predict("interleaved", p, m, times, chunks=v)
+        check(trace, p, m, times, time)
+        assert trace.in_flight() == pytest.approx([min(((v - 1) * p + 2 * (p - 1 - d) + 1) / v, m) for d in range(p)])
+        assert trace.messages_per_microbatch() == 2 * (p * v - 1)
+        trace = predict("looped-bfs", p, m, times, chunks=v)
+        check(trace, p, m, times, time)
+        assert trace.in_flight() == [m] * p
+        assert trace.messages_per_microbatch() == 2 * (p * v - 1)
+
+
+@pytest.mark.parametrize("times", [*TIMES, (1.0, 1.0, 1.5), (1.0, 3.0, 2.0)])
+@pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 2), (2, 5), (4, 4), (4, 9), (8, 16)])
+def test_zb_h1(times, p, m):
+    f, i, w = times
+    trace = predict("zb-h1", p, m, times)
+    check(trace, p, m, times, m * (f + i + w) + (p - 1) * max(f + i - w, f, i))
+    assert trace.in_flight() == [min(p, m)] * p
+    assert trace.messages_per_microbatch() == 2 * (p - 1)
+
+
+@pytest.mark.parametrize("times", [*TIMES, (1.0, 1.0, 1.5), (1.0, 1.0, 0.9)])
+@pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 3), (2, 8), (4, 7), (4, 12), (8, 16)])
+def test_zb_h2(times, p, m):
+    f, i, w = times
+    trace = predict("zb-h2", p, m, times)
+    window = (p - 1) * max(0, f + i - 2 * w, i - f)
+    check(trace, p, m, times, m * (f + i + w) + max((p - 1) * f, window), window)
+    assert trace.in_flight() == [2 * p - 1] * p
+    assert trace.messages_per_microbatch() == 2 * (p - 1)
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 3), (2, 8), (4, 7), (4, 8), (8, 16), (8, 32)])
+def test_zb_v_at_equal_times(p, m):
+    trace = predict("zb-v", p, m)
+    check(trace, p, m, (1, 1, 1), 3 * m + (p - 1) / 2, 0.0)
+    assert trace.in_flight() == [p] * p
+    assert trace.messages_per_microbatch() == 4 * (p - 1)
+
+
+def test_zb_v_at_other_times_has_gaps():
+    assert predict("zb-v", 8, 16, (1, 1.2, 0.8)).window_bubble() == pytest.approx(2.8)
+    assert predict("zb-v", 8, 16, (1, 1.5, 0.5)).window_bubble() == pytest.approx(7.0)
+    for p, m, time in ((4, 4, 15), (8, 8, 31)):
+        trace = predict("zb-v", p, m)
+        assert (trace.time, max(trace.in_flight())) == (time, p)
+
+
+ROWS = {  # time and the most activations, at tF = tI = tW = 1, for (p, m) = (4, 4) (4, 8) (8, 8) (8, 16) (8, 32)
+    "gpipe": [(21, 4), (33, 8), (45, 8), (69, 16), (117, 32)],
+    "1f1b": [(21, 4), (33, 4), (45, 8), (69, 8), (117, 8)],
+    "interleaved": [(16.5, 4), (28.5, 5.5), (34.5, 8), (58.5, 11.5), (106.5, 11.5)],
+    "interleaved chunks=4": [(14.25, 4), (26.25, 4.75), (29.25, 8), (53.25, 9.75), (101.25, 9.75)],
+    "looped-bfs": [(16.5, 4), (28.5, 8), (34.5, 8), (58.5, 16), (106.5, 32)],
+    "zb-h1": [(15, 4), (27, 4), (31, 8), (55, 8), (103, 8)],
+    "zb-h2": [None, (27, 7), None, (55, 15), (103, 15)],
+    "zb-v": [(15, 4), (25.5, 4), (31, 8), (51.5, 8), (99.5, 8)],
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_rows_of_the_reference(name):
+    name, _, chunks = name.partition(" chunks=")
+    for (p, m), row in zip([(4, 4), (4, 8), (8, 8), (8, 16), (8, 32)], ROWS[name + _ + chunks], strict=True):
+        if row is not None:
+            trace = predict(name, p, m, **({"chunks": int(chunks)} if chunks else {}))
+            assert (trace.time, max(trace.in_flight())) == row
+
+
+LATENCY = {  # p=4, m=8; a hop takes 0, 0.25, 0.5, 1
+    "gpipe": [33, 34.5, 36, 39],
+    "1f1b": [33, 37, 41, 49],
+    "eager-1f1b": [33, 34.5, 36, 39],
+    "interleaved": [28.5, 32, 35.5, 46],
+    "zb-h1": [27, 30, 33, 41],
+}
+
+
+@pytest.mark.parametrize("name", LATENCY)
+def test_latency(name):
+    assert [predict(name, 4, 8, latency=c).time for c in (0, 0.25, 0.5, 1)] == LATENCY[name]
+
+
+@pytest.mark.parametrize(("p", "m", "v"), list(product((2, 4, 8), (8, 16), (1, 2))))
+def test_groups_need_not_be_of_p(p, m, v):
+    """A larger group keeps more activations and takes no longer; the last one may be smaller."""
+    classic = predict("interleaved", p, m, chunks=v)
+    for group in range(p, m + 1):
+        if m % group == 0 or m % group >= p:
+            trace = predict("interleaved", p, m, chunks=v, group=group)
+            assert trace.time == pytest.approx(classic.time)
+            assert max(trace.in_flight()) >= max(classic.in_flight())
+
+
+def test_the_command_line_gives_the_same(capsys):
+    costs = ["--forward", "1", "--input-gradient", "1.5", "--weight-gradient", "0.5", "--latency", "0.25"]
+    words = ["simulate", "pp=4 microbatches=8 schedule=zb-v", "--layers", "16", *costs]
+    assert main([*words, "--stage-factors", "1,1,2,1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    program = Plan(pp=4, microbatches=8, schedule="zb-v").compile(layers=16)
+    trace = simulate(program, forward=1, backward=2, input_gradient=1.5, weight_gradient=0.5, latency=0.25,
+                     stage_factors=(1, 1, 2, 1))  # fmt: skip
+    assert found == {
+        "time": trace.time,
+        "bubble_of_total": trace.bubble_of_total(),
+        "bubble_of_ideal": trace.bubble_of_ideal(),
+        "window_bubble": trace.window_bubble(),
+        "in_flight": trace.in_flight(),
+        "weight_versions": [1, 1, 1, 1],
+        "staleness": [0, 0, 0, 0],
+        "messages_per_microbatch": 12.0,
+        "instructions": len(program),
+    }
