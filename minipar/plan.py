@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import difflib
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 from minipar import settings, strategies
@@ -21,16 +22,19 @@ from minipar.costs.recomputation import LayerCosts
 from minipar.costs.shapes import Shape, frozen, uniform
 from minipar.errors import PlanError
 from minipar.program import Action, Instruction, Program
-from minipar.strategies import host_layers, offload, segments, zero
+from minipar.strategies import host_layers, offload, priority, segments, zero
+from minipar.strategies.bucket_size import best_size
 from minipar.strategies.checkpoint import recompute
 from minipar.strategies.clip import clip
 from minipar.strategies.data_parallel import all_reduce_gradients, kept_gradients
 from minipar.strategies.fuse import fuse
 from minipar.strategies.layers import Layout, expand, state_of, step_of
+from minipar.strategies.priority import Seconds, all_reduce_by_priority
 from minipar.strategies.transfers import insert_transfers
+from minipar.streams import Costs
 from minipar.verifier import verify
 
-OVERLAPS = ("none", "backward")
+OVERLAPS = ("none", "backward", "priority")
 REDUCES = ("microbatch", "step")
 PRECISIONS = ("float32", "bf16")
 MOST = 10_000_000  # forwards of a layer in one program: beyond, building it would fill the memory
@@ -46,8 +50,10 @@ class Plan:
     microbatches  micro-batches per replica and round
     accumulate    rounds of `microbatches` before the optimizer steps
     split         layers per stage, such as "3,3,4,2"; default even, the first stages larger
-    bucket        gradient messages: MiB per bucket, "none" (one per parameter) or "flat" (one buffer)
-    overlap       "backward": a bucket is sent while backward goes on; "none": after it
+    bucket        gradient messages: MiB per bucket, "none" (one per parameter), "flat" (one buffer), "4x" (four of
+                  about equal size), "7,3" (layers that end one), or "auto" (the size that is predicted to be best)
+    overlap       "backward": a bucket is sent while backward goes on; "none": after it; "priority": also while the next
+                  forward does, what it needs first before the rest, in pieces of at most `bucket`
     checkpoint    layers that run forward again before their backward, to save memory: "none"; K, in segments of K;
                   "sqrt", of the length that needs least memory; a budget for activations on each rank, such as
                   "64MiB"; or the layers at which segments begin, such as "3,7,11". "selective": the core of each
@@ -73,7 +79,7 @@ class Plan:
     microbatches: int = 1
     accumulate: int = 1
     split: tuple[int, ...] | str | None = None
-    bucket: float | str = 25
+    bucket: float | str | tuple[int, ...] = 25
     overlap: str = "backward"
     checkpoint: segments.Checkpoint = "none"
     zero: int = 0
@@ -120,6 +126,8 @@ class Plan:
             raise PlanError(f"reduce={self.reduce}: unknown; possible are {', '.join(REDUCES)}")
         if self.precision not in PRECISIONS:
             raise PlanError(f"precision={self.precision}: unknown; possible are {', '.join(PRECISIONS)}")
+        if self.overlap == "priority":
+            settings.check_priority(self.bucket, self.zero, self.clip, self.offload, self.host_layers)
 
     @staticmethod
     def parse(text: str | Mapping[str, Any] | Plan) -> Plan:
@@ -156,7 +164,7 @@ class Plan:
         words = [f"dp={self.dp}", f"pp={self.pp}"]
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name == "checkpoint":
+            if field.name in ("checkpoint", "bucket"):
                 value = segments.text(value)
             telling = field.name == "schedule" and self.pp > 1
             if field.name not in ("dp", "pp") and (telling or value != field.default):
@@ -186,10 +194,13 @@ class Plan:
         steps: int = 1,
         check: bool = True,
         costs: LayerCosts | Profile | None = None,
+        costs_of: Callable[[Program], Costs] | None = None,
     ) -> Program:
         """The program of `steps` training steps for a model of `shape`, or of `layers` equal layers.
 
-        costs   what the layers cost for one micro-batch; a checkpoint budget needs them, checkpoint="sqrt" uses them
+        costs      what the layers cost for one micro-batch; a checkpoint budget needs them, checkpoint="sqrt" uses them
+        costs_of   makes the costs of a program, as `simulate` takes them: bucket="auto" and overlap="priority" decide
+                   by them. Default: a forward takes 1 for each layer, a backward 2, all messages together as long
 
         Raises PlanError when the plan does not fit the model, ProgramError when the program cannot run (a schedule
         of your own may be wrong); `check=False` leaves the latter to the caller.
@@ -210,15 +221,34 @@ class Plan:
         if size > MOST:
             raise PlanError(f"plan {self}: {size} forwards of a layer in {steps} steps; possible are up to {MOST}")
         with paused():
-            program = self._program(shape, layout, steps, costs)
+            times = self._times(shape, layout, costs, costs_of)
+            program = self._program(shape, layout, steps, costs, times)
             if check:
                 verify(program)
         return program
 
-    def _program(self, shape: Shape, layout: Layout, steps: int, costs: LayerCosts | Profile | None) -> Program:
+    def _times(
+        self,
+        shape: Shape,
+        layout: Layout,
+        costs: LayerCosts | Profile | None,
+        costs_of: Callable[[Program], Costs] | None,
+    ) -> list[Seconds]:
+        """For each stage what its instructions take."""
+        if costs_of is None or not (self.bucket == "auto" or self.overlap == "priority"):
+            return [priority.guess(layout)] * self.pp
+        draft = replace(self, bucket="none", overlap="backward")
+        known = costs_of(draft._program(shape, layout, 1, costs, []))
+        return [partial(priority.seconds, known, stage) for stage in range(self.pp)]
+
+    def _program(
+        self, shape: Shape, layout: Layout, steps: int, costs: LayerCosts | Profile | None, times: list[Seconds]
+    ) -> Program:
         actions = [self._actions(stage) for stage in range(self.pp)]
+        bucket = self.bucket if self.bucket != "auto" else best_size(expand(actions, layout), layout, times)
+        first = self.overlap == "priority"
         again = segments.schedules(self.checkpoint, layout, actions, costs)
-        rule = zero.Zero(self.zero, self.reduce, self.prefetch, self.bucket, self.overlap == "backward")
+        rule = zero.Zero(self.zero, self.reduce, self.prefetch, bucket, self.overlap == "backward")
         sharded = [zero.sharded_groups(layout, stage, rule) for stage in range(self.pp)]
         away = [
             offload.Offload(
@@ -228,17 +258,20 @@ class Plan:
         ]
         placed = host_layers.find(self.host_layers, layout)
         on_host = host_layers.groups_of(placed, layout)
-        keep = [kept_gradients(layout, stage, self.bucket, sharded[stage] | on_host) for stage in range(self.pp)]
+        keep = [kept_gradients(layout, stage, bucket, sharded[stage] | on_host) for stage in range(self.pp)]
         ranks: list[list[Instruction]] = [[] for _ in range(self.ranks)]
+        due: list[list[Instruction]] = [[] for _ in range(self.pp)]  # updates of the step before
         for step in range(steps):
             stages = expand(actions, layout, step)
             for stage in range(self.pp):
                 stages[stage] = recompute(stages[stage], again[stage])
                 stages[stage] = zero.shard(stages[stage], layout, stage, step, rule)
-                stages[stage] = all_reduce_gradients(
-                    stages[stage], layout, stage, step, self.bucket, self.overlap == "backward",
-                    sharded[stage] | on_host,
-                )  # fmt: skip
+                if first:
+                    stages[stage] = all_reduce_by_priority(stages[stage], layout, stage, step, bucket, times[stage])
+                else:
+                    stages[stage] = all_reduce_gradients(
+                        stages[stage], layout, stage, step, bucket, self.overlap == "backward", sharded[stage] | on_host
+                    )
                 stages[stage] = host_layers.place(stages[stage], placed, layout, stage)
                 stages[stage] = offload.offload(stages[stage], away[stage], step, keep[stage])
             stages = list(insert_transfers(dict(enumerate(stages))).values())
@@ -246,7 +279,12 @@ class Plan:
                 update = zero.finish(step_of(layout, stage, step, keep[stage]), layout, stage, rule)
                 update = host_layers.finish(update, on_host)
                 update = offload.finish(update, away[stage])
-                stages[stage] = fuse(stages[stage]) + (update if self.clip is None else clip(update, layout))
+                if first:
+                    update, due[stage] = due[stage], priority.updates(update, stages[stage])
+                    stages[stage] = fuse(priority.update_late(stages[stage], update))
+                    stages[stage] += due[stage] if step == steps - 1 else []
+                else:
+                    stages[stage] = fuse(stages[stage]) + (update if self.clip is None else clip(update, layout))
             for replica in range(self.dp):
                 for stage in range(self.pp):
                     ranks[layout.rank(replica, stage)] += _moved(stages[stage], replica * self.pp)

@@ -63,11 +63,15 @@ COPIES = (Op.OFFLOAD, Op.FETCH)
 
 
 class Part(NamedTuple):
-    """One piece of a fused instruction: a layer's compute, or one message of a collective."""
+    """One piece of a fused instruction: a layer's compute, or one message of a collective.
+
+    `start`: of a message that carries a piece of a gradient only, the byte where the piece begins; otherwise -1.
+    """
 
     op: Op
     layer: int = -1
     bytes: int = 0
+    start: int = -1
 
 
 class Instruction(NamedTuple):
@@ -105,9 +109,24 @@ class Instruction(NamedTuple):
         text = f"{self.op.value} {span(self.layers)}"
         if self.microbatch >= 0:
             text += f" mb{self.microbatch}"
+        if piece := piece_of(self):
+            text += f"[{piece[0]}:{piece[1]}]"
         if self.group:
             text += " over " + ",".join(map(str, self.group))
         return text
+
+
+def piece_of(ins: Instruction) -> tuple[int, int] | None:
+    """First byte and end of the piece of a gradient that an ALL_REDUCE sums; None if it sums all of it."""
+    if ins.op is not Op.ALL_REDUCE or len(ins.parts) != 1 or ins.parts[0].start < 0:
+        return None
+    return ins.parts[0].start, ins.parts[0].start + ins.parts[0].bytes
+
+
+def carried(ins: Instruction, groups: Sequence[Group]) -> float:
+    """How much of what it sums the messages of an ALL_REDUCE carry: 1, less if it sums a piece."""
+    whole = sum(sum(groups[g].tensors) for g in ins.layers)
+    return ins.parts[0].bytes / whole if piece_of(ins) and whole else 1.0
 
 
 def hops(ins: Instruction) -> int:
@@ -302,7 +321,7 @@ class Program:
         ranks = [
             [
                 [i.op.name, list(i.layers), i.microbatch, i.step, refs(i.reads), refs(i.writes), refs(i.frees),
-                 i.stream, i.peer, list(i.group), [[p.op.name, p.layer, p.bytes] for p in i.parts],
+                 i.stream, i.peer, list(i.group), [[p.op.name, *p[1:]] for p in i.parts],
                  *([i.name] if i.name else [])]
                 for i in instructions
             ]

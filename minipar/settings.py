@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from minipar.costs.device import quantity
@@ -82,16 +83,36 @@ def split(value: object, stages: int) -> tuple[int, ...] | None:
     return counts
 
 
-def bucket(value: object) -> float | str:
-    """MiB per message, "none" or "flat"."""
-    if value in ("none", "flat"):
-        return str(value)
-    text = str(value)
+def bucket(value: object) -> float | str | tuple[int, ...]:
+    """MiB per message, "none", "flat", "auto", how many such as "4x", or the layers that end one such as (7, 3)."""
+    text = "".join(f"{layer}," for layer in value) if isinstance(value, (tuple, list)) else str(value)
+    if text in ("none", "flat", "auto"):
+        return text
+    if re.fullmatch(r"[1-9][0-9]{0,5}x", text):
+        return text
+    if re.fullmatch(r"[0-9]{1,9}(,[0-9]{1,9})*,?", text) and "," in text:
+        return tuple(sorted({int(layer) for layer in text.split(",") if layer}, reverse=True))
     number = text[:-3] if text.lower().endswith("mib") else text
     try:
         size = float(number)
     except ValueError:
         size = -1.0
     if not 0 < size < float("inf"):
-        raise PlanError(f"bucket={value}: must be a size in MiB above 0, none (one message per parameter) or flat")
+        raise PlanError(
+            f"bucket={value}: must be a size in MiB above 0, none (one message per parameter), flat (one for all), "
+            "auto, a number of buckets such as 4x, or the layers that end one such as 7,3"
+        )
     return int(size) if size == int(size) else size
+
+
+def check_priority(bucket: object, zero: int, clip: object, offload: object, host_layers: object) -> None:
+    """Refuse what overlap=priority cannot do: it updates each gradient as soon as it is there."""
+    why = "overlap=priority: updates a layer as soon as its gradient is there"
+    if clip is not None:
+        raise PlanError(f"{why}, but clip={clip} needs the norm of all; possible is clip=none")
+    if zero:
+        raise PlanError(f"{why}, whole; zero={zero} shares it out; possible is zero=0")
+    if offload or host_layers:
+        raise PlanError(f"{why}, on the device; possible are offload=none and no host_layers")
+    if not isinstance(bucket, (int, float)) and bucket != "none":
+        raise PlanError(f"{why}, in pieces of `bucket` MiB; possible are a size or none (whole), not {bucket}")

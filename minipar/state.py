@@ -76,7 +76,8 @@ class State:
                 p.data = p.data.to(torch.bfloat16)
         self.sums: dict[tuple[int, ...], Tensor] = {}  # of the gradients of a bucket, this rank's slices
         self.squares = torch.zeros(1, dtype=torch.float64, device=comm.device)
-        self.buckets = Buckets(instructions, groups, comm.device)
+        sizes = [sum(group.tensors) for group in program.groups]
+        self.buckets = Buckets(instructions, groups, sizes, comm.device)
         self.optimizers = {
             ins.layers: optimizer([p for g in ins.layers for p in self.trained(g)])
             for ins in instructions

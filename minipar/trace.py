@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from minipar.errors import MiniparError
 from minipar.memory.lifetimes import lifetimes
 from minipar.memory.series import Curve, Series
-from minipar.program import COLLECTIVES, COMPUTE, Instruction, Op, Program, Value, hops
+from minipar.program import COLLECTIVES, COMPUTE, Instruction, Op, Program, Value, carried, hops
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -217,7 +217,7 @@ class Trace:
         if ins.op in COLLECTIVES:
             n = len(ins.group)
             if ins.op is Op.ALL_REDUCE:
-                size = sum(self.size(rank, value) for value in ins.writes)
+                size = sum(self.size(rank, value) for value in ins.reads) * carried(ins, self.program.groups)
             else:
                 size = sum(part.bytes for part in ins.parts)
             return round(size * hops(ins) * (n - 1) / n)

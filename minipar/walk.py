@@ -7,8 +7,24 @@ number of its updates; slices of both like wholes, of which a collective makes t
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import and_
+
 from minipar.errors import Deadlock, ProgramError
-from minipar.program import COLLECTIVES, COPIES, Instruction, Op, Program, Value, grad, grad_shard, home, host, tier
+from minipar.program import (
+    COLLECTIVES,
+    COPIES,
+    Instruction,
+    Op,
+    Program,
+    Value,
+    grad,
+    grad_shard,
+    home,
+    host,
+    piece_of,
+    tier,
+)
 from minipar.refusal import at, refuse
 
 _STATES = ("optimizer_state", "optimizer_shard")
@@ -37,6 +53,8 @@ class Walk:
         self.shard_version: list[dict[int, int]] = [{} for _ in ranks]
         # what each member brought to a collective: per group its contributions, version, or weight in the norm
         self.brought: dict[tuple[tuple[int, ...], int], dict[int, dict[int, int]]] = {}
+        # of a gradient that is summed piece by piece: (begin, end, contributions) of those that are
+        self.pieces: dict[tuple[tuple[int, ...], int], list[tuple[int, int, int]]] = {}
         # of what is on the host or the disk: the contributions to a gradient, the version of anything else
         self.aside: list[dict[Value, int]] = [{} for _ in ranks]
         self.copying: list[dict[Value, Value]] = [{} for _ in ranks]  # what a copy reads -> what it writes
@@ -219,7 +237,9 @@ class Walk:
                 if total & brought[r][g]:
                     raise self._twice(rank, index, g, total & brought[r][g])
                 total |= brought[r][g]
-            for r in ins.group:
+            if piece_of(ins):
+                total = self._piece(rank, index, ins, total)
+            for r in ins.group if grad(g) in ins.writes or not piece_of(ins) else ():
                 if ins.op is Op.ALL_REDUCE:
                     whole = grad(g)
                     if whole in ins.reads:
@@ -231,6 +251,24 @@ class Walk:
                 if before & total:
                     raise self._twice(rank, index, g, before & total)
                 self.shard_sums[r][g] = before | total
+
+    def _piece(self, rank: int, index: int, ins: Instruction, total: int) -> int:
+        """A piece of a gradient is summed; the one that writes the gradient is the last: what all pieces have."""
+        g, where = ins.layers[0], at(self.program, rank, index)
+        begin, end = piece_of(ins) or (0, 0)
+        pieces = self.pieces.setdefault((ins.group, g), [])
+        if any(a < end and begin < b for a, b, _ in pieces):
+            raise refuse(self.program, rank, index, f"{where} sums bytes of grad({g}) that were summed before")
+        pieces.append((begin, end, total))
+        if grad(g) not in ins.writes:
+            return total
+        del self.pieces[ins.group, g]
+        size = sum(self.program.groups[g].tensors)
+        known = sum(b - a for a, b, _ in pieces)
+        if known != size:
+            reason = f"{where} is the last piece of grad({g}), of which {known} of {size} bytes were summed"
+            raise refuse(self.program, rank, index, reason)
+        return reduce(and_, (found for *_, found in pieces))
 
     def _bring(self, rank: int, ins: Instruction) -> dict[int, int]:
         """What a rank adds to a collective, as it is when the rank joins: later it may have changed."""
