@@ -50,18 +50,22 @@ class Compute:
 
     def __init__(self, program: Program, rank: int, device: torch.device, layers: Sequence[nn.Module], loss: Loss):
         held = program.placement[rank]
-        self.program, self.rank, self.device, self.loss = program, rank, device, loss
+        self.rank, self.device, self.loss = rank, device, loss
         self.on_host, _ = host_layers.computed(program.ranks[rank])
         self.layers = {layer: layers[layer].to(self.place_of(layer)).train() for layer in held}
         self.dropouts = {layer: randomness.row_dropouts(layers[layer]) for layer in held}
         self.overwriting = {layer for layer in held if overwrites(self.layers[layer])}
-        self.pieces = pieces_of(program, rank)
+        self.follow(program)
         self.sizes: dict[tuple[str, int, int], int] = {}
         self.offloaded = {
             (v.index, v.microbatch, v.step) for v in offload.offloaded(program.ranks[rank])
         }  # of what autograd keeps, what will be copied away
         self.kept: dict[tuple[int, int, int], Kept] = {}
         self.graphs: dict[tuple[int, int, int], tuple[Any, list[tuple[int, Any]]]] = {}
+
+    def follow(self, program: Program) -> None:
+        """Compute for this program from now on, on the same layers."""
+        self.program, self.pieces = program, pieces_of(program, self.rank)
 
     def _given(self, tensor: Tensor) -> Tensor:
         """An input tensor where and as the layers want it."""

@@ -37,6 +37,7 @@ from minipar.verifier import verify
 OVERLAPS = ("none", "backward", "priority")
 REDUCES = ("microbatch", "step")
 PRECISIONS = ("float32", "bf16")
+BLOCK = 8  # steps in one program where one step's messages travel during the next
 MOST = 10_000_000  # forwards of a layer in one program: beyond, building it would fill the memory
 
 
@@ -160,14 +161,23 @@ class Plan:
         """Micro-batches per replica and step, over all rounds of accumulation."""
         return self.microbatches * self.accumulate
 
+    def block(self, steps: int, every: int = 0) -> int:
+        """How many of all `steps` to lay in one program, with a moment of rest after `every` of them (0: at any time).
+
+        More than one where a step's messages travel during the next one: several steps, as many as divide `every`.
+        """
+        if self.overlap != "priority":
+            return 1
+        return max(size for size in range(1, min(steps, BLOCK) + 1) if every % size == 0)
+
     def __str__(self) -> str:
         words = [f"dp={self.dp}", f"pp={self.pp}"]
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name in ("checkpoint", "bucket"):
-                value = segments.text(value)
             telling = field.name == "schedule" and self.pp > 1
             if field.name not in ("dp", "pp") and (telling or value != field.default):
+                if field.name in ("checkpoint", "bucket"):
+                    value = segments.text(value)
                 words.append(f"{field.name}={','.join(map(str, value)) if isinstance(value, tuple) else value}")
         return " ".join(words)
 
