@@ -23,7 +23,7 @@ from minipar.errors import RankError
 from minipar.kept import Kept
 from minipar.losses import counted
 from minipar.pieces import pieces_of
-from minipar.program import Instruction, Op, Program, Value, grad_output, output
+from minipar.program import Instruction, Op, Program, Synchronous, Value, grad_output, output
 from minipar.strategies import host_layers, offload
 from minipar.tensors import (
     count_bytes,
@@ -96,6 +96,8 @@ class Compute:
                 raise RankError(f"x has {count_rows(x)} rows, but y has {count_rows(y)}; each row needs its target")
             rows = split_rows(count_rows(x), self.program.replicas * count)
             mine = self.program.replica(self.rank) * count
+            if isinstance(self.program.contract, Synchronous):
+                self.batch.clear()  # the step before is through
             self.batch[step] = (x, y, rows[mine : mine + count], counted(y, self.loss))
         return self.batch[step]
 

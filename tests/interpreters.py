@@ -41,6 +41,7 @@ from minipar.strategies import schedules
 # programs ------------------------------------------------------------------------------------------------------------
 
 JOINED = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.NORM)
+BUCKETS = ["none", "flat", 25, 12 / 2**20, "2x", "3x", "auto", "1,", "2,1"]
 BUILT_IN = [schedule.name for schedule in schedules() if schedule.generate.__module__.startswith("minipar.")]
 
 
@@ -67,18 +68,19 @@ def compiled(plan: str, model: Shape | int = 4, steps: int = 1) -> Program:
 
 
 @st.composite
-def shapes(draw: st.DrawFn, layers: int) -> Shape:
+def shapes(draw: st.DrawFn, layers: int, size: int = 4) -> Shape:
     """Models of so many layers: any of them frozen, some of them tied."""
     any_layers = st.sets(st.integers(0, layers - 1), max_size=layers)
     sets = [tuple(sorted(held)) for held in draw(st.lists(any_layers, max_size=2)) if len(held) > 1]
     frozen = draw(st.just(set()) | any_layers)
-    return shape(layers, sets, frozen) if draw(st.integers(0, 4)) else shape(layers, (), frozen, sets)
+    return shape(layers, sets, frozen, (), size) if draw(st.integers(0, 4)) else shape(layers, (), frozen, sets, size)
 
 
 @st.composite
 def programs(draw: st.DrawFn, most_microbatches: int = 5, most_steps: int = 2) -> Program:
     """Programs of every built-in schedule, composed with everything that a plan can choose."""
     pp, dp = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    priority = draw(st.integers(0, 3)) == 0
     split = draw(st.lists(st.integers(1, 3), min_size=pp, max_size=pp))
     plan = Plan(
         dp=dp,
@@ -87,14 +89,17 @@ def programs(draw: st.DrawFn, most_microbatches: int = 5, most_steps: int = 2) -
         microbatches=draw(st.integers(1, most_microbatches)),
         accumulate=draw(st.sampled_from([1, 1, 2])),
         split=split,
-        bucket=draw(st.sampled_from(["none", "flat", 25, 12 / 2**20])),  # (12 bytes: two layers a bucket)
-        overlap=draw(st.sampled_from(["none", "backward"])),
-        zero=draw(st.sampled_from([0, 0, 1, 2, 3])),
+        # (12 bytes: two layers a bucket; 8: two pieces of a layer with 16)
+        bucket=draw(st.sampled_from(["none", 25, 8 / 2**20] if priority else BUCKETS)),
+        overlap="priority" if priority else draw(st.sampled_from(["none", "backward"])),
+        zero=0 if priority else draw(st.sampled_from([0, 0, 1, 2, 3])),
         reduce=draw(st.sampled_from(["microbatch", "step"])),
         prefetch=draw(st.integers(0, 2)),
-        clip=draw(st.sampled_from([None, None, 1.0])),
+        clip=None if priority else draw(st.sampled_from([None, None, 1.0])),
     )
-    return plan.compile(draw(shapes(sum(split))), steps=draw(st.integers(1, most_steps)), check=False)
+    return plan.compile(
+        draw(shapes(sum(split), 8 if priority else 4)), steps=draw(st.integers(1, most_steps)), check=False
+    )
 
 
 # time ----------------------------------------------------------------------------------------------------------------
@@ -247,6 +252,7 @@ class _Machine:
         self.sent: dict[tuple[int, int], list[object]] = {}
         self.received: Counter = Counter()
         self.before: dict[tuple, Counter] = {}  # what a slice of a gradient held when more of it was on its way
+        self.pieces: dict[tuple[int, int], list[tuple]] = {}  # of a gradient that is summed in pieces: their turns
         # per group and turn, per rank: what it is, and what the rank brings for each parameter group
         self.joined: dict[tuple[int, ...], list[dict[int, tuple[tuple, dict[int, object]]]]] = {}
 
@@ -338,6 +344,16 @@ class _Machine:
 
     def arrival(self, rank: int, value: Value, source: tuple, turn: int) -> object:
         """The term that the n-th message of a link or the n-th sum of a group brings, or None if it is not there."""
+        if source[0] == "pieces":
+            found = [self.arrival(rank, value, where, n) for where, n, _, _ in source[1]]
+            if None in found:
+                return None
+            covered = [byte for _, _, a, b in source[1] for byte in range(a, b)]
+            if sorted(covered) != list(range(sum(self.program.groups[value.index].tensors))):
+                raise Wrong(f"{value} of rank {rank} is not summed byte by byte")
+            if any(other != found[0] for other in found):
+                raise Wrong(f"pieces of {value} of rank {rank} hold different contributions")
+            return found[0]
         if source[0] == "link":
             messages = self.sent.get(source[1], [])
             return messages[turn] if len(messages) > turn else None
@@ -455,10 +471,24 @@ class _Machine:
             raise Wrong(f"rank {rank} `{ins}` scales gradients by a wrong norm")
 
     def reduce(self, rank: int, ins: Instruction) -> None:
+        if ins.parts[0].start >= 0:
+            return self.reduce_piece(rank, ins)
         if rank not in ins.group or {*ins.reads} != {*ins.writes} or {*ins.reads} != {grad(g) for g in ins.layers}:
             raise Wrong(f"rank {rank} `{ins}` is malformed")
         turn = self.turn(rank, ins, {g: self.memory[rank].pop(grad(g)) for g in ins.layers})
         self.underway[rank] |= dict.fromkeys(ins.writes, (("group", ins.group), turn))
+
+    def reduce_piece(self, rank: int, ins: Instruction) -> None:
+        """A part of one gradient, in bytes; the last one makes the whole of what the parts have become."""
+        (g,), (part,) = ins.layers, ins.parts
+        if rank not in ins.group or ins.reads != (grad(g),) or ins.writes not in ((), (grad(g),)):
+            raise Wrong(f"rank {rank} `{ins}` is malformed")
+        turn = self.turn(rank, ins, {g: self.memory[rank][grad(g)]})
+        pieces = self.pieces.setdefault((rank, g), [])
+        pieces.append((("group", ins.group), turn, part.start, part.start + part.bytes))
+        if ins.writes:
+            del self.memory[rank][grad(g)], self.pieces[rank, g]
+            self.underway[rank][grad(g)] = (("pieces", pieces), 0)
 
     def turn(self, rank: int, ins: Instruction, brought: dict[int, object]) -> int:
         """Which of its group's collectives this rank joins."""
@@ -466,7 +496,7 @@ class _Machine:
         turn = sum(rank in joined for joined in turns)
         if turn == len(turns):
             turns.append({})
-        turns[turn][rank] = ((ins.op, () if ins.op is Op.NORM else ins.layers), brought)
+        turns[turn][rank] = ((ins.op, () if ins.op is Op.NORM else ins.layers, ins.parts), brought)
         return turn
 
     def join(self, rank: int, ins: Instruction) -> None:

@@ -66,6 +66,7 @@ class Tracker(Storages):
         for layer, module in self._layers():
             self._watch_layer(layer, module)
         self.take_in()
+        self.series = Series()  # of what happens from now on
         self._begin()
         executor.watch = self
 

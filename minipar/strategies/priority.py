@@ -59,7 +59,7 @@ def all_reduce_by_priority(
 def in_order(ready: Sequence[float], seconds: Sequence[float], urgent: Sequence[float]) -> list[int]:
     """List scheduling of one link: whenever it is free, the most urgent message that is ready; the least goes first.
 
-    Equally urgent ones keep their order. With all urgent alike: first come, first served.
+    Equally urgent ones keep their order.
     """
     coming = sorted(range(len(ready)), key=lambda k: (ready[k], k), reverse=True)
     waiting: list[tuple[float, int]] = []
