@@ -185,6 +185,11 @@ class Plan:
         """Which rank holds which layers of a model of this shape."""
         if self.pp > shape.layers:
             raise PlanError(f"pp={self.pp}: more stages than layers ({shape.layers}); possible are 1 to {shape.layers}")
+        if isinstance(self.bucket, tuple) and self.bucket[0] >= shape.layers:
+            words = ",".join(map(str, self.bucket))
+            raise PlanError(
+                f"bucket={words}: the model has {shape.layers} layers; possible are 0 to {shape.layers - 1}"
+            )
         if self.split is None:
             even, more = divmod(shape.layers, self.pp)
             split = tuple(even + (s < more) for s in range(self.pp))
