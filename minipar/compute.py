@@ -23,7 +23,7 @@ from minipar.errors import RankError
 from minipar.kept import Kept
 from minipar.losses import counted
 from minipar.pieces import pieces_of
-from minipar.program import Instruction, Op, Program, Synchronous, Value, grad_output, output
+from minipar.program import Instruction, Local, Op, Program, Synchronous, Value, grad_output, output
 from minipar.strategies import host_layers, offload
 from minipar.tensors import (
     count_bytes,
@@ -85,6 +85,7 @@ class Compute:
         self.base, self.batches = base, batches
         self.batch: dict[int, tuple[Any, Any, list[range], int]] = {}
         self.counts: dict[int, list[int]] = {}
+        self.weights: dict[int, tuple[int, int]] = {}  # what the loss is a mean of, and the whole batch
         self.losses: list[Tensor | float] = [0.0] * self.program.steps
 
     def batch_of(self, step: int) -> tuple[Any, Any, list[range], int]:
@@ -96,10 +97,21 @@ class Compute:
                 raise RankError(f"x has {count_rows(x)} rows, but y has {count_rows(y)}; each row needs its target")
             rows = split_rows(count_rows(x), self.program.replicas * count)
             mine = self.program.replica(self.rank) * count
-            if isinstance(self.program.contract, Synchronous):
+            if isinstance(self.program.contract, (Synchronous, Local)):
                 self.batch.clear()  # the step before is through
-            self.batch[step] = (x, y, rows[mine : mine + count], counted(y, self.loss))
+            own, weight = rows[mine : mine + count], counted(y, self.loss)
+            self.weights[step] = (weight, weight)
+            if isinstance(self.program.contract, Local):  # the mean is over the replica's rows
+                of_replica = take_rows(y, range(own[0].start, own[-1].stop))
+                self.weights[step] = (counted(of_replica, self.loss), weight)
+            self.batch[step] = (x, y, own, self.weights[step][0])
         return self.batch[step]
+
+    def share(self, step: int, steps: int = 1) -> float:
+        """How much this rank's loss weighs in that of all replicas, in `steps` steps to this one."""
+        found = [self.weights[s] for s in range(step - steps + 1, step + 1)]
+        whole = sum(weight for _, weight in found)
+        return sum(own for own, _ in found) / whole if whole else 1.0
 
     def rows(self, value: Value | Instruction) -> int:
         counts = self.counts.get(value.step)
@@ -171,7 +183,7 @@ class Compute:
         if not final:
             ends = differentiable(value)
         elif ins.op is Op.FORWARD:
-            self.losses[ins.step] = self.losses[ins.step] + ends[0].detach()
+            self.losses[ins.step] = self.losses[ins.step] + ends[0].detach() * self.share(ins.step)
         return detach(value), ends
 
     def _scaled_loss(self, y: Any, weight: int) -> Callable[[Any], Tensor]:

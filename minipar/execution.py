@@ -35,9 +35,9 @@ from minipar.memory.recorded import Tapes
 from minipar.memory.series import Series
 from minipar.memory.tape import record
 from minipar.memory.watching import SERIES, Watching
-from minipar.program import Program, Value
+from minipar.program import Local, Program, Value
 from minipar.randomness import split_sensitive
-from minipar.reference import Reference, train_plainly
+from minipar.reference import Reference, train_locally, train_plainly
 from minipar.saving.contents import dtype_name, outline_of
 from minipar.saving.folder import Header
 from minipar.saving.keeping import NOTHING, Share, Storing
@@ -191,7 +191,7 @@ def execute(
     typical = sorted(tracked or [0], key=times.__getitem__)[(len(tracked) - 1) // 2 if tracked else 0]
     gradients: list[dict[str, Tensor]] = [{} for _ in losses] if keep_gradients else []
     for found, (k, s) in zip(gradients, where, strict=False):
-        found.update(_whole([p.gradients[k][s] for p in passed]))
+        found.update(_whole([p.gradients[k][s] for p in passed], isinstance(program.contract, Local)))
     trace = _measured(program, passed, typical)
     if costs is not None:
         trace = replace(trace, overruns=[p.overruns[typical] for p in passed])
@@ -199,8 +199,8 @@ def execute(
     return Execution(program, losses, times, trace, gradients, [p.share for p in passed])
 
 
-def _whole(found: Sequence[dict[str, Tensor | Slice]]) -> dict[str, Tensor]:
-    """Gradients by name, from what each rank has of them: all, or a slice."""
+def _whole(found: Sequence[dict[str, Tensor | Slice]], local: bool = False) -> dict[str, Tensor]:
+    """Gradients by name, from what each rank has of them: all, or a slice; of `local` replicas the sum."""
     slices: dict[str, list[Slice]] = {}
     whole: dict[str, Tensor] = {}
     for of_rank in found:
@@ -208,7 +208,7 @@ def _whole(found: Sequence[dict[str, Tensor | Slice]]) -> dict[str, Tensor]:
             if isinstance(gradient, Slice):
                 slices.setdefault(name, []).append(gradient)
             else:
-                whole[name] = gradient
+                whole[name] = whole[name] + gradient if local and name in whole else gradient
     return whole | {name: assemble(parts) for name, parts in slices.items()}
 
 
@@ -356,14 +356,28 @@ def _single(loss: Loss, output: Any, y: Any) -> Tensor:
 
 
 def run_plainly(
-    job: Job, steps: int, keep_gradients: bool = True, clip: float | None = None, storing: Storing = NOTHING
+    job: Job,
+    steps: int,
+    keep_gradients: bool = True,
+    clip: float | None = None,
+    storing: Storing = NOTHING,
+    replicas: tuple[int, int, int] | None = None,
 ) -> tuple[Reference, float] | None:
-    """In the ranks, of which only the first works: the job in plain torch, and its seconds per step."""
+    """In the ranks, of which only the first works: the job in plain torch, and its seconds per step.
+
+    replicas   how many train by themselves, with how many micro-batches each, for how many steps between averages
+    """
     if worker.context().rank:
         return None
     model = job.build()
     begin = partial(storing.begin_plainly, outline_of(model))
     start = time.perf_counter()
+    if replicas is not None:
+        locally = train_locally(
+            model, job.batches, job.loss, job.optimizer, steps, *replicas, job.seed, keep_gradients, worker.report,
+            storing.first, begin,
+        )  # fmt: skip
+        return locally, (time.perf_counter() - start) / steps
     result = train_plainly(
         model,
         job.batches,

@@ -30,7 +30,7 @@ from minipar.emulation import Clock, Delays, stamp_later
 from minipar.errors import RankError
 from minipar.offloading import Copy, Offloading, frozen_parameters
 from minipar.pieces import check_fit
-from minipar.program import COLLECTIVES, COMPUTE, COPIES, Instruction, Op, Program, Value, home, tier
+from minipar.program import COLLECTIVES, COMPUTE, COPIES, Instruction, Local, Op, Program, Value, home, tier
 from minipar.state import Slice, State
 from minipar.tensors import count_bytes, layers_of
 
@@ -240,7 +240,10 @@ class Executor:
     # instructions ----------------------------------------------------------------------------------------------------
 
     def _collective(self, index: int, ins: Instruction) -> None:
-        handles = self.state.start(ins)
+        share = 1.0
+        if isinstance(self.program.contract, Local):
+            share = self.compute.share(ins.step, ins.step % self.program.contract.steps + 1)
+        handles = self.state.start(ins, share)
         ends, device, group = self.ends, self.device, ins.group
         joined = device.join(index, group, self.comm) if device is not None and device.delays.links else None
 
@@ -296,7 +299,9 @@ class Executor:
         if self.keep_gradients:
             kept = self.gradients[ins.step]
             with self._aside():
-                kept.update((self.names[id(p)], grad) for p, grad in self.state.gradients(ins.layers))
+                share = self.compute.share(ins.step)  # (of replicas that train by themselves, the mean is kept)
+                for p, grad in self.state.gradients(ins.layers):
+                    kept[self.names[id(p)]] = grad * share if isinstance(grad, Tensor) and share != 1 else grad
         self.state.step(ins)
 
     def size(self, value: Value) -> int:

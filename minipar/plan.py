@@ -21,7 +21,7 @@ from minipar.costs.measured import Profile
 from minipar.costs.recomputation import LayerCosts
 from minipar.costs.shapes import Shape, frozen, uniform
 from minipar.errors import PlanError
-from minipar.program import Action, Instruction, Program
+from minipar.program import Action, Instruction, Local, Program, Synchronous
 from minipar.strategies import host_layers, offload, priority, segments, zero
 from minipar.strategies.bucket_size import best_size
 from minipar.strategies.checkpoint import recompute
@@ -29,6 +29,7 @@ from minipar.strategies.clip import clip
 from minipar.strategies.data_parallel import all_reduce_gradients, kept_gradients
 from minipar.strategies.fuse import fuse
 from minipar.strategies.layers import Layout, expand, state_of, step_of
+from minipar.strategies.local_sgd import average
 from minipar.strategies.priority import Seconds, all_reduce_by_priority
 from minipar.strategies.transfers import insert_transfers
 from minipar.streams import Costs
@@ -55,6 +56,8 @@ class Plan:
                   about equal size), "7,3" (layers that end one), or "auto" (the size that is predicted to be best)
     overlap       "backward": a bucket is sent while backward goes on; "none": after it; "priority": also while the next
                   forward does, what it needs first before the rest, in pieces of at most `bucket`
+    local_steps   every replica trains by itself for so many steps, then their parameters are averaged; 0: gradients are
+                  summed in every step
     checkpoint    layers that run forward again before their backward, to save memory: "none"; K, in segments of K;
                   "sqrt", of the length that needs least memory; a budget for activations on each rank, such as
                   "64MiB"; or the layers at which segments begin, such as "3,7,11". "selective": the core of each
@@ -82,6 +85,7 @@ class Plan:
     split: tuple[int, ...] | str | None = None
     bucket: float | str | tuple[int, ...] = 25
     overlap: str = "backward"
+    local_steps: int = 0
     checkpoint: segments.Checkpoint = "none"
     zero: int = 0
     reduce: str = "microbatch"
@@ -129,6 +133,9 @@ class Plan:
             raise PlanError(f"precision={self.precision}: unknown; possible are {', '.join(PRECISIONS)}")
         if self.overlap == "priority":
             settings.check_priority(self.bucket, self.zero, self.clip, self.offload, self.host_layers)
+        object.__setattr__(self, "local_steps", settings.whole_number("local_steps", self.local_steps, 0))
+        if self.local_steps:
+            settings.check_local(self.local_steps, self.overlap, self.zero, self.clip, self.offload, self.host_layers)
 
     @staticmethod
     def parse(text: str | Mapping[str, Any] | Plan) -> Plan:
@@ -166,6 +173,13 @@ class Plan:
 
         More than one where a step's messages travel during the next one: several steps, as many as divide `every`.
         """
+        if self.local_steps:
+            if every % self.local_steps:
+                raise PlanError(
+                    f"save_every={every}: the replicas differ until they are averaged; "
+                    f"possible are multiples of local_steps={self.local_steps}"
+                )
+            return min(steps, self.local_steps)
         if self.overlap != "priority":
             return 1
         return max(size for size in range(1, min(steps, BLOCK) + 1) if every % size == 0)
@@ -273,7 +287,8 @@ class Plan:
         ]
         placed = host_layers.find(self.host_layers, layout)
         on_host = host_layers.groups_of(placed, layout)
-        keep = [kept_gradients(layout, stage, bucket, sharded[stage] | on_host) for stage in range(self.pp)]
+        alone = [frozenset(layout.trainable(s)) if self.local_steps else sharded[s] | on_host for s in range(self.pp)]
+        keep = [kept_gradients(layout, stage, bucket, alone[stage]) for stage in range(self.pp)]
         ranks: list[list[Instruction]] = [[] for _ in range(self.ranks)]
         due: list[list[Instruction]] = [[] for _ in range(self.pp)]  # updates of the step before
         for step in range(steps):
@@ -285,7 +300,7 @@ class Plan:
                     stages[stage] = all_reduce_by_priority(stages[stage], layout, stage, step, bucket, times[stage])
                 else:
                     stages[stage] = all_reduce_gradients(
-                        stages[stage], layout, stage, step, bucket, self.overlap == "backward", sharded[stage] | on_host
+                        stages[stage], layout, stage, step, bucket, self.overlap == "backward", alone[stage]
                     )
                 stages[stage] = host_layers.place(stages[stage], placed, layout, stage)
                 stages[stage] = offload.offload(stages[stage], away[stage], step, keep[stage])
@@ -294,6 +309,8 @@ class Plan:
                 update = zero.finish(step_of(layout, stage, step, keep[stage]), layout, stage, rule)
                 update = host_layers.finish(update, on_host)
                 update = offload.finish(update, away[stage])
+                if self.local_steps:
+                    update = average(update, layout, stage, step, step == steps - 1, self.local_steps, bucket)
                 if first:
                     update, due[stage] = due[stage], priority.updates(update, stages[stage])
                     stages[stage] = fuse(priority.update_late(stages[stage], update))
@@ -313,6 +330,7 @@ class Plan:
             (("dp", self.dp), ("pp", self.pp)),
             tuple(held) * self.dp,
             steps,
+            Local(self.local_steps) if self.local_steps else Synchronous(),
             name=str(self),
             clip=self.clip,
             precision=self.precision,

@@ -123,17 +123,6 @@ def piece_of(ins: Instruction) -> tuple[int, int] | None:
     return ins.parts[0].start, ins.parts[0].start + ins.parts[0].bytes
 
 
-def carried(ins: Instruction, groups: Sequence[Group]) -> float:
-    """How much of what it sums the messages of an ALL_REDUCE carry: 1, less if it sums a piece."""
-    whole = sum(sum(groups[g].tensors) for g in ins.layers)
-    return ins.parts[0].bytes / whole if piece_of(ins) and whole else 1.0
-
-
-def hops(ins: Instruction) -> int:
-    """How often the bytes of a collective travel: twice where every rank gets the whole sum, otherwise once."""
-    return 2 if ins.op is Op.ALL_REDUCE or ins.op is Op.NORM else 1
-
-
 def span(layers: Sequence[int]) -> str:
     """Layer numbers, short: `3` for one, `3:5` for 3 and 4, `0,3:5` with a gap."""
     runs: list[list[int]] = []
@@ -186,6 +175,17 @@ class Synchronous:
     """Every forward of step s uses the parameters after exactly s updates; an update uses every micro-batch once."""
 
 
+@dataclass(frozen=True)
+class Local:
+    """Every replica updates its own parameters with the gradients of its own rows, each micro-batch of it once. After
+    every `steps` updates, and at the end, they are averaged over the replicas, and at no other time."""
+
+    steps: int
+
+
+Contract = Synchronous | Local
+
+
 class Group(NamedTuple):
     """A parameter group: the parameters of one layer that no other layer shares, or one set tied between layers.
 
@@ -226,7 +226,7 @@ class Program:
     mesh: tuple[tuple[str, int], ...] = (("dp", 1), ("pp", 1))
     state: tuple[frozenset[Value], ...] = ()
     steps: int = 1
-    contract: Synchronous = field(default_factory=Synchronous)
+    contract: Contract = field(default_factory=Synchronous)
     receives_ahead: int = 2
     name: str = ""
     clip: float | None = None
@@ -338,6 +338,7 @@ class Program:
             "receives_ahead": self.receives_ahead,
             **({} if self.clip is None else {"clip": self.clip}),
             **({} if self.precision == "float32" else {"precision": self.precision}),
+            **({"local_steps": self.contract.steps} if isinstance(self.contract, Local) else {}),
             **({"folder": self.folder} if self.folder else {}),
             **({} if self.room is None else {"room": self.room}),
             **({"selective": True} if self.selective else {}),
@@ -369,6 +370,7 @@ class Program:
             tuple((name, size) for name, size in data["mesh"]),
             tuple(frozenset(named(refs)) for refs in data["state"]),
             data["steps"],
+            contract=Local(data["local_steps"]) if "local_steps" in data else Synchronous(),
             receives_ahead=data["receives_ahead"],
             name=data["name"],
             clip=data.get("clip"),

@@ -116,3 +116,16 @@ def check_priority(bucket: object, zero: int, clip: object, offload: object, hos
         raise PlanError(f"{why}, on the device; possible are offload=none and no host_layers")
     if not isinstance(bucket, (int, float)) and bucket != "none":
         raise PlanError(f"{why}, in pieces of `bucket` MiB; possible are a size or none (whole), not {bucket}")
+
+
+def check_local(steps: int, overlap: str, zero: int, clip: object, offload: object, host_layers: object) -> None:
+    """Refuse what local_steps cannot do: it has no gradients of all replicas."""
+    why = f"local_steps={steps}: every replica trains by itself"
+    if zero:
+        raise PlanError(f"{why}, with whole states; possible is zero=0, not {zero}")
+    if clip is not None:
+        raise PlanError(f"{why}, and clip={clip} needs the norm over all of them; possible is clip=none")
+    if overlap == "priority":
+        raise PlanError(f"{why}, and sends no gradients; possible are overlap=none and backward, not priority")
+    if offload or host_layers:
+        raise PlanError(f"{why}, on the device; possible are offload=none and no host_layers")

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from minipar.errors import MiniparError
 from minipar.memory.lifetimes import lifetimes
 from minipar.memory.series import Curve, Series
-from minipar.program import COLLECTIVES, COMPUTE, Instruction, Op, Program, Value, carried, hops
+from minipar.program import COLLECTIVES, COMPUTE, Instruction, Op, Program, Value
+from minipar.volumes import carried, hops, summed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -111,10 +112,10 @@ class Trace:
         return [event for rank in range(len(self.program.ranks)) for event in self.events_of(rank)]
 
     def events_of(self, rank: int) -> Iterator[Event]:
-        updates = dict.fromkeys(range(len(self.program.groups)), 0)
+        updates = dict.fromkeys(range(-1, len(self.program.groups)), 0)  # (-1: of an imported trace, all in one)
         for index, ins in enumerate(self.program.ranks[rank]):
-            groups = self._groups_of(ins) if ins.op in COMPUTE else ()
-            used = min((updates[g] for g in groups), default=0) if ins.op in COMPUTE else None
+            groups = (self._groups_of(ins) if ins.op in COMPUTE else ()) or (-1,)
+            used = min(updates[g] for g in groups) if ins.op in COMPUTE else None
             applied = None
             if ins.op is Op.STEP:
                 updates.update((g, updates[g] + 1) for g in groups)
@@ -229,7 +230,7 @@ class Trace:
         if ins.op in COLLECTIVES:
             n = len(ins.group)
             if ins.op is Op.ALL_REDUCE:
-                size = sum(self.size(rank, value) for value in ins.reads) * carried(ins, self.program.groups)
+                size = sum(self.size(rank, value) for value in summed(ins)) * carried(ins, self.program.groups)
             else:
                 size = sum(part.bytes for part in ins.parts)
             return round(size * hops(ins) * (n - 1) / n)

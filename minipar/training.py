@@ -212,9 +212,10 @@ def train(
         sizes = [block] * (steps // block) + ([steps % block] if rest is not None else [])
         plain, plain_time = None, None
         if reference or check:
+            local = (plan.dp, plan.total_microbatches, plan.local_steps) if plan.local_steps else None
             with bar(total=steps, desc="plain torch, one process") as meter:
                 plain, plain_time = ranks.run_with(
-                    lambda rank, k: meter.update(), run_plainly, job, steps, check, plan.clip, storing
+                    lambda rank, k: meter.update(), run_plainly, job, steps, check, plan.clip, storing, local
                 )[0]
     return Run(
         plan,

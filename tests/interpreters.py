@@ -23,6 +23,7 @@ from minipar.program import (
     COPIES,
     Group,
     Instruction,
+    Local,
     Op,
     Value,
     grad,
@@ -41,7 +42,7 @@ from minipar.strategies import schedules
 # programs ------------------------------------------------------------------------------------------------------------
 
 JOINED = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.NORM)
-BUCKETS = ["none", "flat", 25, 12 / 2**20, "2x", "3x", "auto", "1,", "2,1"]
+BUCKETS = ["none", "flat", 25, 12 / 2**20, "2x", "3x", "auto", "0,"]
 BUILT_IN = [schedule.name for schedule in schedules() if schedule.generate.__module__.startswith("minipar.")]
 
 
@@ -77,10 +78,11 @@ def shapes(draw: st.DrawFn, layers: int, size: int = 4) -> Shape:
 
 
 @st.composite
-def programs(draw: st.DrawFn, most_microbatches: int = 5, most_steps: int = 2) -> Program:
+def programs(draw: st.DrawFn, most_microbatches: int = 5, most_steps: int = 3) -> Program:
     """Programs of every built-in schedule, composed with everything that a plan can choose."""
     pp, dp = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     priority = draw(st.integers(0, 3)) == 0
+    local = draw(st.sampled_from([0, 0, 1, 2])) if pp == 1 and not priority else 0
     split = draw(st.lists(st.integers(1, 3), min_size=pp, max_size=pp))
     plan = Plan(
         dp=dp,
@@ -92,10 +94,11 @@ def programs(draw: st.DrawFn, most_microbatches: int = 5, most_steps: int = 2) -
         # (12 bytes: two layers a bucket; 8: two pieces of a layer with 16)
         bucket=draw(st.sampled_from(["none", 25, 8 / 2**20] if priority else BUCKETS)),
         overlap="priority" if priority else draw(st.sampled_from(["none", "backward"])),
-        zero=0 if priority else draw(st.sampled_from([0, 0, 1, 2, 3])),
+        zero=0 if priority or local else draw(st.sampled_from([0, 0, 1, 2, 3])),
         reduce=draw(st.sampled_from(["microbatch", "step"])),
         prefetch=draw(st.integers(0, 2)),
-        clip=None if priority else draw(st.sampled_from([None, None, 1.0])),
+        local_steps=local,
+        clip=None if priority or local else draw(st.sampled_from([None, None, 1.0])),
     )
     return plan.compile(
         draw(shapes(sum(split), 8 if priority else 4)), steps=draw(st.integers(1, most_steps)), check=False
@@ -244,7 +247,14 @@ class _Machine:
         self.program = program
         self.terms: dict[tuple, int] = {}
         self.losses: Counter = Counter()
-        self.right = [self.contributions(step) for step in range(program.steps)]
+        # of replicas that train by themselves: updates between averages
+        self.every = program.contract.steps if isinstance(program.contract, Local) and program.replicas > 1 else 0
+        everyone = range(program.replicas)
+        whole = [self.contributions(step, everyone) for step in range(program.steps)]
+        self.right = dict.fromkeys(everyone, whole)  # what every replica's updates must use
+        if self.every:
+            self.losses.clear()
+            self.right = {r: [self.contributions(step, [r]) for step in range(program.steps)] for r in everyone}
         self.memory = [{value: _initial(value) for value in held} for held in program.state]
         self.place = [0 for _ in program.ranks]
         # per rank: values received or reduced but not awaited, each with its link or group and its turn there
@@ -262,17 +272,20 @@ class _Machine:
 
     # what one device would compute
 
-    def contributions(self, step: int) -> list[Counter]:
+    def params_at(self, g: int, step: int, replica: int) -> tuple:
+        """The parameters that a step must use: those after as many updates, or the replica's own."""
+        name = ("param", g, step if self.program.groups[g].trainable else 0)
+        own = self.every and step % self.every and self.program.groups[g].trainable
+        return (*name, f"of replica {replica}") if own else name
+
+    def contributions(self, step: int, replicas: Iterable[int]) -> list[Counter]:
         """For each parameter group the contributions of all rows of a step. (Counts their losses as yet to come.)"""
         program = self.program
         found: list[Counter] = [Counter() for _ in program.groups]
-        for replica in range(program.replicas):
+        for replica in replicas:
             for i in range(program.microbatches):
                 rows = ("rows", replica, i, step)
-                params = [
-                    tuple(("param", g, step if program.groups[g].trainable else 0) for g in groups)
-                    for groups in program.groups_of_layer
-                ]
+                params = [tuple(self.params_at(g, step, replica) for g in groups) for groups in program.groups_of_layer]
                 sources: list[object] = [rows]
                 for layer in range(program.layers):
                     sources.append(self.forward_term(layer, sources[-1], params[layer], rows))
@@ -365,6 +378,12 @@ class _Machine:
             raise Wrong(f"ranks {source[1]} sum gradients of different parameters")
         if value.kind == "norm":
             return ("norm", [found for _, brought in joined.values() for found in brought.items()])
+        if value.kind == "param" and what[0] is Op.ALL_REDUCE:
+            if len({brought[value.index][:3] for _, brought in joined.values()}) > 1:
+                raise Wrong(f"ranks {source[1]} average {value} of different versions")
+            if len({self.program.replica(r) for r in joined}) < self.program.replicas:
+                raise Wrong(f"ranks {source[1]} average {value} without some replica")
+            return next(iter(joined.values()))[1][value.index][:3]
         if value.kind == "param":
             versions = {brought[value.index][2] for _, brought in joined.values()}
             if len(versions) > 1:
@@ -446,15 +465,20 @@ class _Machine:
             whole = optimizer_shard(g) not in self.program.state[rank]
             held = param_shard(g) if param_shard(g) in self.program.state[rank] else param(g)
             state, gradient = (optimizer_state(g), grad(g)) if whole else (optimizer_shard(g), grad_shard(g))
-            name, _, version = self.take(rank, ins, held, {})
+            name, _, version, *apart = self.take(rank, ins, held, {})
             if self.take(rank, ins, state, {})[2] != version:
                 raise Wrong(f"rank {rank} `{ins}` has an optimizer state of another version")
-            right = self.right[version][g] if version < len(self.right) else None
+            known = self.right[self.program.replica(rank)]
+            right = known[version][g] if version < len(known) else None
+            if apart and version % self.every == 0:
+                raise Wrong(f"rank {rank} `{ins}` comes before an average that is due")
             if self.take(rank, ins, gradient, {}) != right:
                 raise Wrong(f"rank {rank} `{ins}` applies a wrong gradient of group {g} at version {version}")
             if self.program.clip is not None:
                 self.check_norm(rank, ins, version)
             inside[held] = (name if whole or held == param_shard(g) else "param, my slice", g, version + 1)
+            if self.every:
+                inside[held] = (*inside[held], f"of replica {self.program.replica(rank)}")
             inside[state] = (state.kind, g, version + 1)
             self.memory[rank][gradient] = Counter()
         self.put(rank, ins, inside)
@@ -465,7 +489,7 @@ class _Machine:
         wanted: Counter = Counter()
         for held in program.state:
             groups = [v.index for v in held if v.kind in ("optimizer_state", "optimizer_shard")]
-            wanted += Counter((g, _frozen(self.right[version][g])) for g in groups)
+            wanted += Counter((g, _frozen(self.right[0][version][g])) for g in groups)
         _, found = self.take(rank, ins, norm(), {})
         if Counter((g, _frozen(gradient)) for g, gradient in found) != wanted:
             raise Wrong(f"rank {rank} `{ins}` scales gradients by a wrong norm")
@@ -473,6 +497,12 @@ class _Machine:
     def reduce(self, rank: int, ins: Instruction) -> None:
         if ins.parts[0].start >= 0:
             return self.reduce_piece(rank, ins)
+        if self.every and ins.reads and ins.reads[0].kind == "param":
+            if rank not in ins.group or not {param(g) for g in ins.layers} == {*ins.reads} == {*ins.writes}:
+                raise Wrong(f"rank {rank} `{ins}` is malformed")
+            turn = self.turn(rank, ins, {g: self.memory[rank].pop(param(g)) for g in ins.layers})
+            self.underway[rank] |= dict.fromkeys(ins.writes, (("group", ins.group), turn))
+            return None
         if rank not in ins.group or {*ins.reads} != {*ins.writes} or {*ins.reads} != {grad(g) for g in ins.layers}:
             raise Wrong(f"rank {rank} `{ins}` is malformed")
         turn = self.turn(rank, ins, {g: self.memory[rank].pop(grad(g)) for g in ins.layers})
@@ -496,7 +526,7 @@ class _Machine:
         turn = sum(rank in joined for joined in turns)
         if turn == len(turns):
             turns.append({})
-        turns[turn][rank] = ((ins.op, () if ins.op is Op.NORM else ins.layers, ins.parts), brought)
+        turns[turn][rank] = ((ins.op, () if ins.op is Op.NORM else ins.layers, ins.parts, ins.reads[0].kind), brought)
         return turn
 
     def join(self, rank: int, ins: Instruction) -> None:

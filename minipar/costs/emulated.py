@@ -17,8 +17,9 @@ from minipar.costs.device import DeviceSpec
 from minipar.costs.profiled import ProfiledCosts
 from minipar.costs.unit import UnitCosts
 from minipar.errors import PlanError
-from minipar.program import COPIES, Instruction, Op, Program, Value, carried, hops
+from minipar.program import COPIES, Instruction, Op, Program, Value
 from minipar.streams import Costs
+from minipar.volumes import carried, hops
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from itertools import pairwise
 
 from minipar.costs.measured import Profile
 from minipar.costs.rates import Calibration
-from minipar.program import COMPUTE, COPIES, Instruction, Op, Program, Value, carried, home, hops, tier
+from minipar.program import COMPUTE, COPIES, Instruction, Op, Program, Value, home, tier
+from minipar.volumes import carried, hops, summed
 
 
 def split_rows(total: int, parts: int) -> list[range]:
@@ -115,7 +116,7 @@ class ProfiledCosts:
         n = len(ins.group)
         size: float = sum(part.bytes for part in ins.parts)
         if ins.op is Op.ALL_REDUCE:
-            size = sum(self.size(ins.group[0], value) for value in ins.reads) * carried(ins, self.program.groups)
+            size = sum(self.size(ins.group[0], value) for value in summed(ins)) * carried(ins, self.program.groups)
         if self.calibration is not None:  # of sums, in which the bytes travel twice
             return hops(ins) / 2 * len(ins.parts) * self.calibration.sum_over(n, size / max(1, len(ins.parts)))
         return hops(ins) * (len(ins.parts) * (n - 1) * self.latency + (n - 1) / n * size / self.bandwidth)

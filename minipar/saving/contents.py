@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from minipar.errors import SaveError
 from minipar.executor import Executor
+from minipar.program import Local
 from minipar.saving.folder import Row
 from minipar.tensors import layers_of
 
@@ -91,6 +92,13 @@ def collect(executor: Executor, outline: Outline) -> Iterator[Piece]:
     """This rank's share of what must be saved: all ranks together bring each element once. No copies are made."""
     state, rank = executor.state, executor.comm.rank
     kept = {id(p): values for o in state.optimizers.values() for p, values in o.state.items()}
+    if isinstance(executor.program.contract, Local) and any(
+        v is not None for own in kept.values() for v in own.values()
+    ):
+        raise SaveError(
+            f"plan {executor.program.name!r}: optimizer states differ between replicas that train by themselves, and "
+            "are not saved; possible: an optimizer without states, such as SGD without momentum"
+        )
     seen = {id(p) for g in state.parts for p in state.groups[g]}
     trained = _trained(executor)
     for layer in executor.compute.layers.values():
