@@ -22,6 +22,7 @@ from minipar.costs.recomputation import LayerCosts
 from minipar.costs.shapes import Shape, frozen, uniform
 from minipar.errors import PlanError
 from minipar.program import Action, Instruction, Local, Program, Synchronous
+from minipar.strategies import compress as compression
 from minipar.strategies import host_layers, offload, priority, segments, zero
 from minipar.strategies.bucket_size import best_size
 from minipar.strategies.checkpoint import recompute
@@ -58,6 +59,8 @@ class Plan:
                   forward does, what it needs first before the rest, in pieces of at most `bucket`
     local_steps   every replica trains by itself for so many steps, then their parameters are averaged; 0: gradients are
                   summed in every step
+    compress      gradients are summed as "bf16" or "fp16" numbers, the largest of them ("topk:0.01": one in a hundred),
+                  or as products of narrow matrices ("powersgd:2": of rank 2); "none": as they are
     checkpoint    layers that run forward again before their backward, to save memory: "none"; K, in segments of K;
                   "sqrt", of the length that needs least memory; a budget for activations on each rank, such as
                   "64MiB"; or the layers at which segments begin, such as "3,7,11". "selective": the core of each
@@ -86,6 +89,7 @@ class Plan:
     bucket: float | str | tuple[int, ...] = 25
     overlap: str = "backward"
     local_steps: int = 0
+    compress: str = "none"
     checkpoint: segments.Checkpoint = "none"
     zero: int = 0
     reduce: str = "microbatch"
@@ -133,6 +137,9 @@ class Plan:
             raise PlanError(f"precision={self.precision}: unknown; possible are {', '.join(PRECISIONS)}")
         if self.overlap == "priority":
             settings.check_priority(self.bucket, self.zero, self.clip, self.offload, self.host_layers)
+        object.__setattr__(self, "compress", compression.parse(self.compress))
+        if self.compress != "none":
+            settings.check_compress(self)
         object.__setattr__(self, "local_steps", settings.whole_number("local_steps", self.local_steps, 0))
         if self.local_steps:
             settings.check_local(self.local_steps, self.overlap, self.zero, self.clip, self.offload, self.host_layers)
@@ -302,6 +309,7 @@ class Plan:
                     stages[stage] = all_reduce_gradients(
                         stages[stage], layout, stage, step, bucket, self.overlap == "backward", alone[stage]
                     )
+                stages[stage] = compression.compress(stages[stage], shape, self.compress)
                 stages[stage] = host_layers.place(stages[stage], placed, layout, stage)
                 stages[stage] = offload.offload(stages[stage], away[stage], step, keep[stage])
             stages = list(insert_transfers(dict(enumerate(stages))).values())
@@ -322,6 +330,7 @@ class Plan:
                     ranks[layout.rank(replica, stage)] += _moved(stages[stage], replica * self.pp)
         held = [zero.state_of(state_of(layout, s, keep[s]), sharded[s], rule) for s in range(self.pp)]
         held = [offload.state_of(host_layers.state_of(held[s], on_host), away[s]) for s in range(self.pp)]
+        held = [compression.state_of(held[s], ranks[s]) for s in range(self.pp)]
         return Program(
             tuple(map(tuple, ranks)),
             shape.layers,
@@ -334,6 +343,7 @@ class Plan:
             name=str(self),
             clip=self.clip,
             precision=self.precision,
+            compress=self.compress,
             folder=self.offload_folder,
             room=self.offload_limit,  # type: ignore[arg-type]
             selective=self.checkpoint == "selective",

@@ -33,6 +33,7 @@ from minipar.values import optimizer_state as optimizer_state
 from minipar.values import output as output
 from minipar.values import param as param
 from minipar.values import param_shard as param_shard
+from minipar.values import residual as residual
 from minipar.values import saved as saved
 from minipar.values import tier as tier
 
@@ -213,6 +214,7 @@ class Program:
     state            per rank the values held before the first instruction and after the last one
     receives_ahead   how many receives per link are posted before the walk reaches them
     clip             what STEP scales gradients down to where their norm is larger; None: nothing
+    compress         what gradients are made into before they are summed: "none", "bf16", "fp16", "topk:R", "powersgd:R"
     precision        "bf16": layers compute in bfloat16, STEP in float32; "float32": everything as the model is
     folder           where values on the disk are kept; "": the system's temporary folder
     room             bytes that a rank may keep in the slower tier; None: what there is
@@ -231,6 +233,7 @@ class Program:
     name: str = ""
     clip: float | None = None
     precision: str = "float32"
+    compress: str = "none"
     folder: str = ""
     room: int | None = None
     selective: bool = False
@@ -339,6 +342,7 @@ class Program:
             **({} if self.clip is None else {"clip": self.clip}),
             **({} if self.precision == "float32" else {"precision": self.precision}),
             **({"local_steps": self.contract.steps} if isinstance(self.contract, Local) else {}),
+            **({} if self.compress == "none" else {"compress": self.compress}),
             **({"folder": self.folder} if self.folder else {}),
             **({} if self.room is None else {"room": self.room}),
             **({"selective": True} if self.selective else {}),
@@ -375,6 +379,7 @@ class Program:
             name=data["name"],
             clip=data.get("clip"),
             precision=data.get("precision", "float32"),
+            compress=data.get("compress", "none"),
             folder=data.get("folder", ""),
             room=data.get("room"),
             selective=data.get("selective", False),

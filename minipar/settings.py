@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from minipar.costs.device import quantity
 from minipar.errors import PlanError
+
+if TYPE_CHECKING:
+    from minipar.plan import Plan
 
 OFFLOADS = ("activations", "optimizer", "parameters")
 
@@ -129,3 +133,18 @@ def check_local(steps: int, overlap: str, zero: int, clip: object, offload: obje
         raise PlanError(f"{why}, and sends no gradients; possible are overlap=none and backward, not priority")
     if offload or host_layers:
         raise PlanError(f"{why}, on the device; possible are offload=none and no host_layers")
+
+
+def check_compress(plan: Plan) -> None:
+    """Refuse what compress cannot do: it makes whole gradients smaller, once a step."""
+    why = f"compress={plan.compress}: makes whole gradients smaller, once a step"
+    if plan.zero:
+        raise PlanError(f"{why}; zero={plan.zero} sums slices of them; possible is zero=0")
+    if plan.overlap == "priority":
+        raise PlanError(f"{why}; overlap=priority sends pieces of them; possible are overlap=none and backward")
+    if plan.local_steps:
+        raise PlanError(f"{why}; local_steps={plan.local_steps} sends none; possible is local_steps=0")
+    if plan.precision != "float32":
+        raise PlanError(f"{why}; with precision={plan.precision} they are small already; possible is compress=none")
+    if plan.host_layers or set(plan.offload) - {"activations"}:
+        raise PlanError(f"{why}, on the device; possible are offload=none or activations, and no host_layers")

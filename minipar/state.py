@@ -77,7 +77,7 @@ class State:
         self.sums: dict[tuple[int, ...], Tensor] = {}  # of the gradients of a bucket, this rank's slices
         self.squares = torch.zeros(1, dtype=torch.float64, device=comm.device)
         sizes = [sum(group.tensors) for group in program.groups]
-        self.buckets = Buckets(instructions, groups, sizes, comm.device)
+        self.buckets = Buckets(instructions, groups, sizes, comm, program.compress)
         self.optimizers = {
             ins.layers: optimizer([p for g in ins.layers for p in self.trained(g)])
             for ins in instructions
@@ -295,6 +295,8 @@ class State:
         g = value.index
         if value.kind == "norm":
             return count_bytes(self.squares)
+        if value.kind == "residual":
+            return count_bytes(self.groups[g])
         part, frozen = count_bytes(self.parts.get(g)), self.program.groups[g].frozen
         if value.kind in ("optimizer_state", "optimizer_shard"):
             states = [o.state[p] for o in self.optimizers.values() for p in self.trained(g) if p in o.state]

@@ -160,7 +160,7 @@ def _needs_of_state(
         return frozenset(whole), frozenset((kind, g) for g in groups for kind in ("grad_shard", "buffer"))
     if op is Op.NORM:
         return frozenset(grads), frozenset({norm()[:2]})
-    return frozenset(whole), frozenset(whole)
+    return frozenset(whole), frozenset(whole | {("residual", g) for g in groups})
 
 
 # 2. each replica ----------------------------------------------------------------------------------------------------

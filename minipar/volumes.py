@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minipar.program import Group, Instruction, Op, Value, grad, piece_of
+from minipar.program import Group, Instruction, Op, Value, grad
 
 
 def summed(ins: Instruction) -> tuple[Value, ...]:
     """The gradients that an ALL_REDUCE sums; where it averages parameters, the gradients of the same size."""
-    return tuple(grad(value.index) if value.kind == "param" else value for value in ins.reads)
+    read = (value for value in ins.reads if value.kind != "residual")
+    return tuple(grad(value.index) if value.kind == "param" else value for value in read)
 
 
 def carried(ins: Instruction, groups: Sequence[Group]) -> float:
-    """How much of what it sums the messages of an ALL_REDUCE carry: 1, less if it sums a piece."""
+    """How much of what it sums the messages of an ALL_REDUCE carry: 1, less if it sums a piece, or compresses.
+
+    Where parts are gathered instead of summed, their bytes travel once, not twice.
+    """
     whole = sum(sum(groups[g].tensors) for g in ins.layers)
-    return ins.parts[0].bytes / whole if piece_of(ins) and whole else 1.0
+    sent = sum(part.bytes / (2 if part.op is Op.ALL_GATHER else 1) for part in ins.parts)
+    return sent / whole if whole else 1.0
 
 
 def hops(ins: Instruction) -> int:

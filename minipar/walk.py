@@ -274,7 +274,7 @@ class Walk:
             return {value.index: self._note(rank, value) for value in counted}
         sums = self.sums[rank]
         if ins.op is Op.ALL_REDUCE:
-            return {value.index: self._note(rank, value) for value in ins.reads}
+            return {value.index: self._note(rank, value) for value in ins.reads if "grad" in value.kind}
         freed = {value.index for value in ins.frees if value.kind == "grad"}
         return {g: sums.pop(g, 0) if g in freed else sums.get(g, 0) for g in ins.layers}
 

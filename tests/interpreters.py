@@ -503,10 +503,11 @@ class _Machine:
             turn = self.turn(rank, ins, {g: self.memory[rank].pop(param(g)) for g in ins.layers})
             self.underway[rank] |= dict.fromkeys(ins.writes, (("group", ins.group), turn))
             return None
-        if rank not in ins.group or {*ins.reads} != {*ins.writes} or {*ins.reads} != {grad(g) for g in ins.layers}:
+        gradients = {v for v in ins.reads if v.kind != "residual"}
+        if rank not in ins.group or {*ins.reads} != {*ins.writes} or gradients != {grad(g) for g in ins.layers}:
             raise Wrong(f"rank {rank} `{ins}` is malformed")
         turn = self.turn(rank, ins, {g: self.memory[rank].pop(grad(g)) for g in ins.layers})
-        self.underway[rank] |= dict.fromkeys(ins.writes, (("group", ins.group), turn))
+        self.underway[rank] |= dict.fromkeys(gradients, (("group", ins.group), turn))
 
     def reduce_piece(self, rank: int, ins: Instruction) -> None:
         """A part of one gradient, in bytes; the last one makes the whole of what the parts have become."""

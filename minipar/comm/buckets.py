@@ -9,13 +9,15 @@ The first backward of a step is copied in (which spares clearing the buffer), la
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from minipar.comm.communicator import Communicator
+from minipar.comm.compression import Compressor
 from minipar.comm.handles import Handle
+from minipar.errors import RankError
 from minipar.program import Instruction, Op, piece_of
 
 
@@ -30,7 +32,8 @@ class Buckets:
         instructions: Iterable[Instruction],
         groups: Sequence[Sequence[nn.Parameter]],
         sizes: Sequence[int],
-        device: torch.device,
+        comm: Communicator,
+        compress: str = "none",
     ) -> None:
         self.groups = groups
         self.buffers: dict[tuple[int, ...], list[Tensor]] = {}
@@ -41,7 +44,12 @@ class Buckets:
         for ins in instructions:
             flat = ins.op is Op.ALL_REDUCE and any(part.layer < 0 for part in ins.parts)
             if flat and ins.layers not in self.buffers:
-                self.buffers[ins.layers] = self._allocate(ins.layers, device)
+                self.buffers[ins.layers] = self._allocate(ins.layers, comm.device)
+        self.compressor = None if compress == "none" else Compressor(comm, compress)
+        if self.compressor is not None:
+            for each in (ins for ins in instructions if ins.op is Op.ALL_REDUCE):
+                for key, whole, _ in self._messages(each):
+                    self.compressor.prepare(key, whole)
 
     def _allocate(self, layers: tuple[int, ...], device: torch.device) -> list[Tensor]:
         sizes: dict[torch.dtype, int] = {}
@@ -85,6 +93,15 @@ class Buckets:
                 self.under_way.setdefault(ins.layers, []).extend(handles)
                 return handles
             return self.under_way.pop(ins.layers, []) + handles  # who waits for the last one waits for all
+        if self.compressor is not None:
+            for g in ins.layers:
+                for p in self.groups[g]:
+                    p.grad = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
+            return [
+                handle
+                for key, flat, shapes in self._messages(ins)
+                for handle in self.compressor.all_reduce(key, flat, shapes, ins.group, str(ins))
+            ]
         if ins.layers in self.buffers:
             return [comm.iallreduce(buffer, ins.group, str(ins)) for buffer in self.buffers[ins.layers]]
         handles = []
@@ -96,6 +113,17 @@ class Buckets:
                     p.grad = p.grad.contiguous()
                 handles.append(comm.iallreduce(p.grad, ins.group, str(ins)))
         return handles
+
+    def _messages(self, ins: Instruction) -> Iterator[tuple[tuple[int, ...], Tensor, list[torch.Size]]]:
+        """The messages of an ALL_REDUCE: a name, what lies in it end to end, and the shapes of that."""
+        if ins.layers in self.buffers:
+            if len(self.buffers[ins.layers]) != 1:
+                raise RankError(f"{ins}: gradients of several dtypes are not compressed together; bucket=none can")
+            yield ins.layers, self.buffers[ins.layers][0], [p.shape for g in ins.layers for p in self.groups[g]]
+            return
+        for g in ins.layers:
+            for k, p in enumerate(self.groups[g]):
+                yield (g, k), (p if p.grad is None else p.grad), [p.shape]
 
     def _cut(self, ins: Instruction, piece: tuple[int, int]) -> list[Tensor]:
         """The part of a gradient's buffers that a piece is, in bytes as the program counts them."""

@@ -149,6 +149,8 @@ class ProfiledCosts:
         """
         if value.kind == "norm":
             return 8
+        if value.kind == "residual":
+            return self.profile.gradient_bytes[value.index]
         n, g = self.program.replicas, value.index
         whole = self.profile.gradient_bytes[g]
         frozen = self.profile.parameter_bytes[g] - whole

@@ -88,6 +88,9 @@ class Tracker(Storages):
         for views in self.executor.buckets.buffers.values():
             for buffer in views:
                 self.register(buffer, "gradients")
+        if self.executor.buckets.compressor is not None:
+            for left_out in self.executor.buckets.compressor.residuals.values():
+                self.register(left_out, "buffers")
         self._find_states()
         self._settle()
 

@@ -22,6 +22,7 @@ from minipar.errors import SaveError
 from minipar.executor import Executor
 from minipar.program import Local
 from minipar.saving.folder import Row
+from minipar.strategies.compress import keeps_residual
 from minipar.tensors import layers_of
 
 SMALL = 1 << 20  # bytes; what is larger, and held by several ranks, is written by all of them, a part each
@@ -98,6 +99,11 @@ def collect(executor: Executor, outline: Outline) -> Iterator[Piece]:
         raise SaveError(
             f"plan {executor.program.name!r}: optimizer states differ between replicas that train by themselves, and "
             "are not saved; possible: an optimizer without states, such as SGD without momentum"
+        )
+    if keeps_residual(executor.program.compress):
+        raise SaveError(
+            f"plan {executor.program.name!r}: what compress={executor.program.compress} has left out of the gradients "
+            "waits on every rank, and is not saved; possible are compress=none, bf16, fp16"
         )
     seen = {id(p) for g in state.parts for p in state.groups[g]}
     trained = _trained(executor)
