@@ -19,6 +19,7 @@ NAMES = (
     "communicator",
     "executor",
     "data_parallel",
+    "priority",
     "pipelines",
     "emulation",
     "predictions",
