@@ -17,6 +17,7 @@ NAMES = (
     "simulator",
     "cluster",
     "communicator",
+    "comm",
     "executor",
     "data_parallel",
     "priority",
@@ -29,11 +30,20 @@ NAMES = (
     "memory",
 )
 
+PICTURES = ("comm",)  # those that draw
+
 __all__ = ["NAMES", "Row", "run", "table"]
 
 
-def run(names: Sequence[str] = (), quick: bool = False, show: bool = True) -> dict[str, Any]:
-    """Run the named benchmarks (default: all) and return `{"rows": [...], "missed": n}`; `show` tells what runs now."""
+def run(
+    names: Sequence[str] = (), quick: bool = False, show: bool = True, picture: str | None = None
+) -> dict[str, Any]:
+    """Run the named benchmarks (default: all) and return `{"rows": [...], "missed": n}`; `show` tells what runs now.
+
+    picture   where to write the picture, a PNG or SVG file, of a benchmark that draws one
+    """
+    if picture and not set(names or NAMES) & set(PICTURES):
+        raise PlanError(f"--picture {picture}: {', '.join(names)} draws none; possible are {', '.join(PICTURES)}")
     for name in names:
         if name not in NAMES:
             raise PlanError(f"benchmark {name!r}: unknown; possible are {', '.join(NAMES)}")
@@ -41,5 +51,6 @@ def run(names: Sequence[str] = (), quick: bool = False, show: bool = True) -> di
     for name in names or NAMES:
         if show:
             print(f"... {name}", flush=True)
-        rows += importlib.import_module(f"benchmarks.{name}").measure(quick)
+        module = importlib.import_module(f"benchmarks.{name}")
+        rows += module.measure(quick, picture) if name in PICTURES else module.measure(quick)
     return {"rows": [row.as_dict() for row in rows], "missed": sum(row.missed == "must" for row in rows)}

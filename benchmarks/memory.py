@@ -54,7 +54,7 @@ def _compare(cluster: Cluster, name: str, plan: Plan, batch: int) -> list[tuple[
     """Predicted and measured peak of every rank, in bytes."""
     job = Job(partial(models.build, name), data.for_model(name), batch, optimizer=partial(torch.optim.AdamW, lr=1e-3))
     rows = microbatch_rows(batch, plan.dp, plan.total_microbatches)
-    (facts,) = cluster.run_on([0], profile_job, job, rows, True, plan.precision)
+    (facts,) = cluster.run_on([0], profile_job, job, rows, True, plan)
     assert facts.tapes is not None
     program = plan.compile(facts.shape, costs=facts.profile)
     predicted = predict(program, facts.profile, batch, None, facts.data_bytes)

@@ -49,6 +49,7 @@ _packages = (
     "models",
     "program",
     "saving",
+    "search",
     "strategies",
 )
 _modules_as_names = ("communicator",)

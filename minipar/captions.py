@@ -20,6 +20,7 @@ _KINDS = {
     Op.BACKWARD_WEIGHT: "weight gradient",
     Op.RECOMPUTE: "recompute",
     Op.STEP: "optimizer step",
+    Op.REDUCE: "reduce",
     Op.SEND: "message",
     Op.RECV: "receive",
 }
@@ -28,6 +29,11 @@ _KINDS = {
 def kind_of(ins: Instruction) -> str:
     """What an instruction is called in a legend."""
     return "collective" if ins.op in COLLECTIVES else _KINDS.get(ins.op, "copy")
+
+
+def number_of(ins: Instruction) -> int:
+    """The number on a bar: the micro-batch; of a collective's instruction the first chunk. -1: none."""
+    return ins.layers[0] if ins.op is Op.REDUCE else ins.microbatch
 
 
 class Clock(NamedTuple):

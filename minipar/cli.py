@@ -90,6 +90,7 @@ def _parser() -> _Parser:
     one = command("bench", _bench, _show_bench, "run the benchmarks: minipar beside torch's own tools")
     one.add_argument("names", metavar="NAME", nargs="*", help="which benchmarks (default: all)")
     one.add_argument("--quick", action="store_true", help="fewer repetitions")
+    one.add_argument("--picture", metavar="PATH", help="write the picture of a benchmark that draws one (comm)")
     return parser
 
 
@@ -181,14 +182,18 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     if options.ranks is not None and options.ranks != plan.ranks:
         raise PlanError(f"--ranks {options.ranks}: plan {plan} needs {plan.ranks} ranks (dp x pp)")
     from minipar import data, models
+    from minipar.costs import presets
 
-    plan.compile(models.shape(options.model))  # before torch is imported and ranks are started
+    # Before torch is imported and ranks are started. (split=auto is decided by a profile, later.)
+    costs = presets.layer_costs(options.model, 1) if plan.split == "auto" else None
+    plan.compile(models.shape(options.model), costs=costs)
 
     from functools import partial
 
     import torch
 
     from minipar.cluster import Cluster
+    from minipar.traffic import in_words
     from minipar.training import train
 
     with Cluster(plan.ranks, device=options.emulate or "auto") as cluster:
@@ -219,6 +224,8 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
             for rank, (p, m) in enumerate(zip(predicted.peak_memory(), measured.peak_memory(), strict=True))
         ],
         "bytes_sent": run.bytes_sent,
+        "bytes_by_link": in_words(measured.bytes_by_link()),
+        "bytes_by_kind": measured.bytes_by_kind(),
     }
     if options.check:
         result["max_gradient_error"] = run.max_gradient_error()
@@ -242,6 +249,9 @@ def _show_run(result: dict[str, Any]) -> str:
         )
         parts = [f"{kind} {size / 2**20:.2f}" for kind, size in peak["by_kind"].items() if size]
         lines.append(f"        of which {', '.join(parts)}")
+    kinds = [f"{kind} {size / 2**20:.2f} MiB" for kind, size in result["bytes_by_kind"].items()]
+    if kinds:
+        lines.append(f"sent by all ranks in a step: {', '.join(kinds)}")
     if "max_gradient_error" in result:
         lines.append(f"max gradient error against plain torch  {result['max_gradient_error']:.2e}")
     return "\n".join(lines)
@@ -297,7 +307,7 @@ def _bench(options: argparse.Namespace) -> dict[str, Any]:
         import benchmarks
     except ModuleNotFoundError:
         raise PlanError("minipar bench: no folder benchmarks/ here; run it in a clone of the repository") from None
-    return benchmarks.run(options.names, quick=options.quick, show=not options.json)
+    return benchmarks.run(options.names, quick=options.quick, show=not options.json, picture=options.picture)
 
 
 def _show_bench(result: dict[str, Any]) -> str:

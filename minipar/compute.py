@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from minipar import randomness
-from minipar.costs.profiled import split_rows
+from minipar.batches import Batch, Part, part_of_whole
 from minipar.costs.profiler import weigh
 from minipar.errors import RankError
 from minipar.kept import Kept
@@ -27,7 +27,6 @@ from minipar.program import Instruction, Local, Op, Program, Synchronous, Value,
 from minipar.strategies import host_layers, offload
 from minipar.tensors import (
     count_bytes,
-    count_rows,
     detach,
     differentiable,
     map_tensors,
@@ -38,7 +37,6 @@ from minipar.tensors import (
 )
 
 Loss = Callable[[Any, Any], Tensor]
-Batch = tuple[Any, Any]
 
 
 class Compute:
@@ -80,31 +78,28 @@ class Compute:
         """A target, where the last layer is."""
         return tensor.to(self.place_of(self.program.layers - 1))
 
-    def begin(self, batches: Callable[[int], Batch], base: int) -> None:
-        """A new pass: its step s trains on `batches(base + s)`, the whole batch of all replicas."""
+    def begin(self, batches: Callable[[int], Batch | Part], base: int) -> None:
+        """A new pass: its step s trains on `batches(base + s)`, the whole batch, or this rank's part of it."""
         self.base, self.batches = base, batches
-        self.batch: dict[int, tuple[Any, Any, list[range], int]] = {}
+        self.batch: dict[int, Part] = {}
         self.counts: dict[int, list[int]] = {}
         self.weights: dict[int, tuple[int, int]] = {}  # what the loss is a mean of, and the whole batch
         self.losses: list[Tensor | float] = [0.0] * self.program.steps
 
-    def batch_of(self, step: int) -> tuple[Any, Any, list[range], int]:
-        """x and y of a step, the rows of each micro-batch of this rank's replica, and what all rows weigh."""
+    def batch_of(self, step: int) -> Part:
+        """What this rank has of the batch of a step."""
         if step not in self.batch:
-            x, y = self.batches(self.base + step)
-            count = self.program.microbatches
-            if count_rows(x) != count_rows(y):
-                raise RankError(f"x has {count_rows(x)} rows, but y has {count_rows(y)}; each row needs its target")
-            rows = split_rows(count_rows(x), self.program.replicas * count)
-            mine = self.program.replica(self.rank) * count
             if isinstance(self.program.contract, (Synchronous, Local)):
                 self.batch.clear()  # the step before is through
-            own, weight = rows[mine : mine + count], counted(y, self.loss)
-            self.weights[step] = (weight, weight)
-            if isinstance(self.program.contract, Local):  # the mean is over the replica's rows
-                of_replica = take_rows(y, range(own[0].start, own[-1].stop))
-                self.weights[step] = (counted(of_replica, self.loss), weight)
-            self.batch[step] = (x, y, own, self.weights[step][0])
+            found = self.batches(self.base + step)
+            if not isinstance(found, Part):
+                found = part_of_whole(found, self.program, self.rank, self.loss)
+            weight = found.weight
+            if isinstance(self.program.contract, Local):  # the mean is over the replica's rows; all are there
+                own = take_rows(found.y, range(found.rows[0].start - found.start, found.rows[-1].stop - found.start))
+                found = found._replace(weight=counted(own, self.loss))
+            self.weights[step] = (found.weight, weight)
+            self.batch[step] = found
         return self.batch[step]
 
     def share(self, step: int, steps: int = 1) -> float:
@@ -116,16 +111,17 @@ class Compute:
     def rows(self, value: Value | Instruction) -> int:
         counts = self.counts.get(value.step)
         if counts is None:
-            counts = self.counts[value.step] = [len(rows) for rows in self.batch_of(value.step)[2]]
+            counts = self.counts[value.step] = [len(rows) for rows in self.batch_of(value.step).rows]
         return counts[value.microbatch]
 
     def forward(self, ins: Instruction, live: dict[Value, Any]) -> None:
-        x, y, slices, weight = self.batch_of(ins.step)
-        rows = slices[ins.microbatch]
+        part = self.batch_of(ins.step)
+        rows = part.rows[ins.microbatch]
         if not rows:
             return
+        here = range(rows.start - part.start, rows.stop - part.start)
         if ins.layers[0] == 0:
-            value = map_tensors(take_rows(x, rows), self._given)
+            value = map_tensors(take_rows(part.x, here), self._given)
         else:
             value = live[output(ins.layers[0] - 1, ins.microbatch, ins.step)]
         kept = {value.index for value in ins.writes if value.kind == "saved"}
@@ -134,7 +130,7 @@ class Compute:
             given = detach(value, requires_grad=piece[0] > self.program.first_trainable)
             final = None
             if piece[-1] == self.program.layers - 1:
-                final = map_tensors(take_rows(y, rows), self._to_end), weight
+                final = map_tensors(take_rows(part.y, here), self._to_end), part.weight
             with torch.set_grad_enabled(trains):
                 result, ends = self._run_piece(piece, given, final, ins, rows)
             if trains:
@@ -228,8 +224,8 @@ class Compute:
     def data_bytes(self) -> int:
         """Bytes of input rows and targets that this rank keeps for its part of the batch."""
         total = 0
-        for x, y, slices, _ in self.batch.values():
-            mine = range(slices[0].start, slices[-1].stop)
+        for x, y, start, rows, _ in self.batch.values():
+            mine = range(rows[0].start - start, rows[-1].stop - start)
             if 0 in self.layers:
                 total += count_bytes(take_rows(x, mine))
             if self.program.layers - 1 in self.layers:

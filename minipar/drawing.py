@@ -117,7 +117,7 @@ def _bars(trace: Trace, scale: float, span: Span) -> Bars:
     rows: dict[str, list[tuple[int, float, float, int]]] = {}
     for rank, row in enumerate(trace.program.ranks):
         for ins, start, end in zip(row, trace.starts[rank], trace.ends[rank], strict=True):
-            rows.setdefault(captions.kind_of(ins), []).append((rank, start, end, ins.microbatch))
+            rows.setdefault(captions.kind_of(ins), []).append((rank, start, end, captions.number_of(ins)))
     bars = {kind: np.array(found, dtype=float) for kind, found in rows.items()}
     if "receive" in bars:
         bars["receive"][:, 1] = bars["receive"][:, 2]  # posted long before; what counts is when the message was there

@@ -6,7 +6,6 @@ The driver ships a `Job` to every rank; each builds the model, keeps its own lay
 from __future__ import annotations
 
 import operator
-import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
@@ -18,26 +17,29 @@ from torch import Tensor, nn
 
 from minipar import recomputed
 from minipar.affinity import on_own_core
+from minipar.batches import Batch, Part, gives_rows, read_part
 from minipar.cluster import Cluster, worker
 from minipar.comm import communicator
+from minipar.costs.copying import measure_copies
 from minipar.costs.device import DeviceSpec
 from minipar.costs.emulated import EmulatedCosts
 from minipar.costs.measured import Profile
 from minipar.costs.profiled import ProfiledCosts, microbatch_rows
 from minipar.costs.profiler import profile, shape_of
+from minipar.costs.rates import Copies
 from minipar.costs.shapes import Shape
 from minipar.elementwise import check_elementwise
 from minipar.emulation import Delays, delays
 from minipar.errors import PlanError
-from minipar.executor import Executor
+from minipar.executor import Executor, Record
 from minipar.losses import check_loss
 from minipar.memory.recorded import Tapes
 from minipar.memory.series import Series
 from minipar.memory.tape import record
 from minipar.memory.watching import SERIES, Watching
+from minipar.plan import Plan
 from minipar.program import Local, Program, Value
 from minipar.randomness import split_sensitive
-from minipar.reference import Reference, train_locally, train_plainly
 from minipar.saving.contents import dtype_name, outline_of
 from minipar.saving.folder import Header
 from minipar.saving.keeping import NOTHING, Share, Storing
@@ -56,7 +58,8 @@ class Job:
     """Everything that a rank must know to do its part.
 
     model       a function that makes the layers, or the layers themselves
-    data        has `batch(step, size) -> (x, y)`; or one fixed pair (x, y)
+    data        has `batch(step, size) -> (x, y)`; or one fixed pair (x, y). Where `batch` has a parameter `rows`,
+                each rank asks for its own ones (a range); `length(step, size)` says if a step has fewer than `size`
     batch       rows of a step, over all replicas and micro-batches
     """
 
@@ -99,6 +102,22 @@ class Job:
         x, y = self.data if isinstance(self.data, tuple) else self.data.batch(step, self.batch)
         return map_tensors(x, self._cast), map_tensors(y, self._cast)
 
+    def part(self, step: int, program: Program, rank: int) -> Batch | Part:
+        """What a rank needs of one step: its own rows, or the whole batch where the data set gives nothing less."""
+        if not gives_rows(self.data) or isinstance(
+            program.contract, Local
+        ):  # a replica must know what the others weigh
+            return self.batches(step)
+        return read_part(self.data, step, self.batch, program, rank, self.loss, self._cast)
+
+    def sample(self, rows: int) -> tuple[Batch, int]:
+        """The first rows of step 0, at least so many, and how many rows the whole batch has."""
+        if not gives_rows(self.data):
+            whole = self.batches(0)
+            return whole, count_rows(whole[0])
+        x, y = self.data.batch(0, self.batch, rows=range(rows))
+        return (map_tensors(x, self._cast), map_tensors(y, self._cast)), self.batch
+
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
@@ -111,8 +130,8 @@ class Passed:
     starts: list[list[float]]
     ends: list[list[float]]
     gradients: list[list[dict[str, Tensor | Slice]]]
-    sizes: dict[Value, int]
-    data: int
+    sizes: list[dict[Value, int]]
+    data: list[int]
     overruns: list[list[int]]
     series: dict[int, Series]  # of the last passes, if memory was tracked
     share: Share  # of the state, if it was to come back
@@ -217,7 +236,8 @@ def emulated_costs(program: Program, spec: DeviceSpec, job: Job, cluster: Cluste
     if spec.flops is None:
         return EmulatedCosts(program, spec)
     rows = microbatch_rows(job.batch, program.replicas, program.microbatches)
-    (facts,) = cluster.run_on([0], profile_job, job, rows, False, program.precision, program.selective)
+    computing = Plan(precision=program.precision, checkpoint="selective" if program.selective else "none")
+    (facts,) = cluster.run_on([0], profile_job, job, rows, False, computing)
     return EmulatedCosts(program, spec, ProfiledCosts(program, facts.profile, job.batch))
 
 
@@ -241,13 +261,13 @@ def _measured(program: Program, passed: Sequence[Passed], k: int) -> Trace:
     zero = min(min(p.starts[k]) for p in passed)
     starts = [[t - zero for t in p.starts[k]] for p in passed]
     ends = [[t - zero for t in p.ends[k]] for p in passed]
-    sizes = [p.sizes for p in passed]
+    sizes = [p.sizes[k] for p in passed]
 
     def size(rank: int, value: Value) -> int:
         return sizes[rank].get(value, 0)
 
     series = [replace(p.series[k], times=[t - zero for t in p.series[k].times]) for p in passed if p.series]
-    return Trace(program, starts, ends, size, "measured", "bytes", [p.data for p in passed], series=series)
+    return Trace(program, starts, ends, size, "measured", "bytes", [p.data[k] for p in passed], series=series)
 
 
 def at_least_1(name: str, value: int) -> int:
@@ -284,14 +304,16 @@ def _passes(
     with closing(executor.offloading), held:
         storing.begin(executor, outline)
         header = Header(storing.first, job.seed, job.batch, dtype_name(job.dtype), program.name, "", outline.rows)
-        records = []
+        records: list[Record] = []
+        sizes: list[dict[Value, int]] = []
+        data: list[int] = []
+        rows: dict[int, list[int]] = {}
         tracker = watching.start(executor)
         base = storing.first
         for k, each in enumerate(programs):
             if each is not executor.program:
-                sizes, data = _sizes(executor), executor.compute.data_bytes()  # (the rest has fewer steps)
                 executor.follow(each, last)
-            given = {s: job.batches(s) for s in range(base, base + each.steps)}
+            given = {s: job.part(s, each, comm.rank) for s in range(base, base + each.steps)}
             comm.barrier()  # so that a pass begins on all ranks at once, as the prediction assumes
             with tracker:
                 records.append(executor.run(given.__getitem__, base, keep_gradients))
@@ -299,8 +321,13 @@ def _passes(
             header = replace(header, step=base)
             storing.after(executor, outline, header, k == len(programs) - 1)
             worker.report(k)
-    if executor.program is program:
-        sizes, data = _sizes(executor), executor.compute.data_bytes()
+            if not sizes or executor.compute.counts != rows:  # steps of an epoch's end have fewer rows
+                rows = executor.compute.counts
+                sizes.append(_sizes(executor))
+                data.append(executor.compute.data_bytes())
+            else:
+                sizes.append(sizes[-1])
+                data.append(data[-1])
     return Passed(
         [record.losses for record in records],
         [record.starts for record in records],
@@ -315,80 +342,50 @@ def _passes(
 
 
 def _sizes(executor: Executor) -> dict[Value, int]:
-    """Bytes of every value of a rank's program, as they were in its last pass."""
+    """Bytes of every value of a rank's program, as they were in the pass before."""
     named = {value for ins in executor.instructions for value in (*ins.reads, *ins.writes)}
     return {value: executor.size(value) for value in named | executor.program.state[executor.comm.rank]}
 
 
 class Facts(NamedTuple):
-    """What is known of a job before it runs: shape, profile, bytes of a batch's x and y, layers that feel the split,
-    and what each layer allocates in order, if that was asked for."""
+    """What is known of a job before it runs: shape, profile, bytes of a batch's x and y, layers that feel the split;
+    what each layer allocates in order, and how fast tensors are copied away, if that was asked for."""
 
     shape: Shape
     profile: Profile
     data_bytes: tuple[int, int]
     split_sensitive: list[str]
     tapes: Tapes | None = None
+    copies: Copies = Copies()
 
 
-def profile_job(
-    job: Job, rows: tuple[int, ...], memory: bool = False, precision: str = "float32", selective: bool = False
-) -> Facts:
-    """In one rank: the facts of a job, its layers profiled for these numbers of rows, as the plan will have them."""
+def profile_job(job: Job, rows: tuple[int, ...], memory: bool = False, plan: Plan | None = None) -> Facts:
+    """In one rank: the facts of a job, its layers profiled for these numbers of rows, as the plan will have them.
+
+    memory   also what each layer allocates, in order
+    """
+    plan = plan or Plan()
     model = job.build().to(worker.context().device)
-    x, y = job.batches(0)
-    if precision == "bf16":
+    (x, y), of = job.sample(max(rows))
+    if plan.precision == "bf16":
         model = model.to(torch.bfloat16)
         x = map_tensors(x, lambda t: t.to(torch.bfloat16) if t.is_floating_point() else t)
-    loss = job.loss if precision == "float32" else partial(_single, job.loss)
+    loss = job.loss if plan.precision == "float32" else partial(_single, job.loss)
     layers = layers_of(model)
-    if selective:
+    if plan.checkpoint == "selective":
         recomputed.check(layers)
-    recomputed.choose(layers, selective)
+    recomputed.choose(layers, plan.checkpoint == "selective")
     measured = profile(layers, (x, y), loss, rows, threads=torch.get_num_threads(), optimizer=job.optimizer)
     tapes = record(layers, x, y, loss, rows, job.optimizer) if memory else None
     shape = replace(shape_of(layers), names=tuple(model._modules))
-    return Facts(shape, measured, (count_bytes(x), count_bytes(y)), split_sensitive(model), tapes)
+    copies = Copies()
+    if plan.offload or plan.host_layers:
+        copies = measure_copies(
+            torch.device(worker.context().device), plan.offload_to == "disk", plan.offload_folder or None
+        )
+    sizes = tuple(count_bytes(part) * of // max(1, count_rows(part)) for part in (x, y))
+    return Facts(shape, measured, (sizes[0], sizes[1]), split_sensitive(model), tapes, copies)
 
 
 def _single(loss: Loss, output: Any, y: Any) -> Tensor:
     return loss(map_tensors(output, single), y)
-
-
-def run_plainly(
-    job: Job,
-    steps: int,
-    keep_gradients: bool = True,
-    clip: float | None = None,
-    storing: Storing = NOTHING,
-    replicas: tuple[int, int, int] | None = None,
-) -> tuple[Reference, float] | None:
-    """In the ranks, of which only the first works: the job in plain torch, and its seconds per step.
-
-    replicas   how many train by themselves, with how many micro-batches each, for how many steps between averages
-    """
-    if worker.context().rank:
-        return None
-    model = job.build()
-    begin = partial(storing.begin_plainly, outline_of(model))
-    start = time.perf_counter()
-    if replicas is not None:
-        locally = train_locally(
-            model, job.batches, job.loss, job.optimizer, steps, *replicas, job.seed, keep_gradients, worker.report,
-            storing.first, begin,
-        )  # fmt: skip
-        return locally, (time.perf_counter() - start) / steps
-    result = train_plainly(
-        model,
-        job.batches,
-        job.loss,
-        job.optimizer,
-        steps,
-        job.seed,
-        keep_gradients,
-        worker.report,
-        clip,
-        storing.first,
-        begin,
-    )
-    return result, (time.perf_counter() - start) / steps

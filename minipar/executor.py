@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from minipar import randomness, recomputed
+from minipar.batches import Batch, Part
 from minipar.cluster import notes
 from minipar.comm.communicator import Communicator
 from minipar.comm.links import Links
-from minipar.compute import Batch, Compute, Loss
+from minipar.compute import Compute, Loss
 from minipar.costs.profiler import parameters_of
 from minipar.emulation import Clock, Delays, stamp_later
 from minipar.errors import RankError
@@ -113,8 +114,8 @@ class Executor:
         self.links = Links(program, comm, self.compute.rows, delays is not None and delays.links)
         self.labels = [notes.label(str(ins)) for ins in self.instructions]  # what this rank was doing, should it die
 
-    def run(self, batches: Callable[[int], Batch], base: int = 0, keep_gradients: bool = False) -> Record:
-        """One pass through the program; its step s trains on `batches(base + s)`, the whole batch of all replicas.
+    def run(self, batches: Callable[[int], Batch | Part], base: int = 0, keep_gradients: bool = False) -> Record:
+        """One pass through the program; its step s trains on `batches(base + s)`: the whole batch, or this rank's part.
 
         keep_gradients   copy every gradient as its STEP uses it
         """

@@ -118,7 +118,8 @@ def per_rank(plan: Plan, model: str, batch: int | None = None) -> list[RankMemor
     batch = plan.dp * count if batch is None else batch
     edges = split_rows(batch, plan.dp * count)
     largest = [len(edges[replica * count]) for replica in range(plan.dp)]  # the first ones have more rows
-    layout = replace(plan, dp=1, accumulate=1).layout(presets.shape(model, element_size=1))
+    costs = presets.layer_costs(model, max(1, *largest)) if plan.split == "auto" else None
+    layout = replace(plan, dp=1, accumulate=1).layout(presets.shape(model, element_size=1), costs)
     flying, ahead = in_flight(plan)
     own = [_own(plan, layout, stage) for stage in range(plan.pp)]
     found: dict[int, list[RankMemory]] = {}

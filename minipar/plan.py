@@ -52,13 +52,12 @@ class Plan:
     schedule      order of forwards and backwards: gpipe, 1f1b, eager-1f1b, naive, or one of your own
     microbatches  micro-batches per replica and round
     accumulate    rounds of `microbatches` before the optimizer steps
-    split         layers per stage, such as "3,3,4,2"; default even, the first stages larger
+    split         layers per stage, such as "3,3,4,2"; default even, the first stages larger; or "auto", by cost
     bucket        gradient messages: MiB per bucket, "none" (one per parameter), "flat" (one buffer), "4x" (four of
                   about equal size), "7,3" (layers that end one), or "auto" (the size that is predicted to be best)
     overlap       "backward": a bucket is sent while backward goes on; "none": after it; "priority": also while the next
                   forward does, what it needs first before the rest, in pieces of at most `bucket`
-    local_steps   every replica trains by itself for so many steps, then their parameters are averaged; 0: gradients are
-                  summed in every step
+    local_steps   every replica trains by itself for so many steps, then their parameters are averaged; 0: they never do
     compress      gradients are summed as "bf16" or "fp16" numbers, the largest of them ("topk:0.01": one in a hundred),
                   or as products of narrow matrices ("powersgd:2": of rank 2); "none": as they are
     checkpoint    layers that run forward again before their backward, to save memory: "none"; K, in segments of K;
@@ -202,8 +201,8 @@ class Plan:
                 words.append(f"{field.name}={','.join(map(str, value)) if isinstance(value, tuple) else value}")
         return " ".join(words)
 
-    def layout(self, shape: Shape) -> Layout:
-        """Which rank holds which layers of a model of this shape."""
+    def layout(self, shape: Shape, costs: LayerCosts | Profile | None = None) -> Layout:
+        """Which rank holds which layers of a model of this shape; split="auto" needs what the layers cost."""
         if self.pp > shape.layers:
             raise PlanError(f"pp={self.pp}: more stages than layers ({shape.layers}); possible are 1 to {shape.layers}")
         if isinstance(self.bucket, tuple) and self.bucket[0] >= shape.layers:
@@ -214,6 +213,10 @@ class Plan:
         if self.split is None:
             even, more = divmod(shape.layers, self.pp)
             split = tuple(even + (s < more) for s in range(self.pp))
+        elif self.split == "auto":
+            from minipar.costs.partition import split_by_cost  # (it needs NumPy)
+
+            split = split_by_cost(costs, shape.layers, self.pp, self.total_microbatches)
         else:
             split = tuple(int(n) for n in self.split)
             if sum(split) != shape.layers:
@@ -234,7 +237,8 @@ class Plan:
     ) -> Program:
         """The program of `steps` training steps for a model of `shape`, or of `layers` equal layers.
 
-        costs      what the layers cost for one micro-batch; a checkpoint budget needs them, checkpoint="sqrt" uses them
+        costs      what the layers cost for one micro-batch, such as `minipar.profile(model, batch)`; split="auto" and a
+                   checkpoint budget need them, checkpoint="sqrt" uses them
         costs_of   makes the costs of a program, as `simulate` takes them: bucket="auto" and overlap="priority" decide
                    by them. Default: a forward takes 1 for each layer, a backward 2, all messages together as long
 
@@ -251,7 +255,7 @@ class Plan:
             shape = uniform(operator.index(shape))  # type: ignore[arg-type]
         if self.inference:
             shape = frozen(shape)
-        layout = self.layout(shape)
+        layout = self.layout(shape, costs)
         steps = settings.whole_number("steps", steps)
         size = shape.layers * self.total_microbatches * self.dp * steps
         if size > MOST:

@@ -7,7 +7,7 @@ live, is derived from these three lists and written nowhere else.
     rank 0   F 0:2 mb0 | SEND output(1) mb0 -> 1 | ...          | RECV grad_output(1) mb0 <- 1 | B 0:2 mb0 | STEP 0:2
     rank 1               RECV output(1) mb0 <- 0 | F 2:4 mb0 | B 2:4 mb0 | SEND grad_output(1) mb0 -> 0     | STEP 2:4
 
-This module imports nothing of minipar but the values.
+This module imports nothing of minipar but the values and contracts.
 """
 
 from __future__ import annotations
@@ -18,15 +18,20 @@ from enum import Enum
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from minipar.contracts import Contract as Contract
+from minipar.contracts import Local as Local
+from minipar.contracts import Synchronous as Synchronous
 from minipar.values import TIERS as TIERS
 from minipar.values import Value as Value
 from minipar.values import buffer as buffer
+from minipar.values import chunk as chunk
 from minipar.values import disk as disk
 from minipar.values import grad as grad
 from minipar.values import grad_output as grad_output
 from minipar.values import grad_shard as grad_shard
 from minipar.values import home as home
 from minipar.values import host as host
+from minipar.values import incoming as incoming
 from minipar.values import norm as norm
 from minipar.values import optimizer_shard as optimizer_shard
 from minipar.values import optimizer_state as optimizer_state
@@ -55,12 +60,14 @@ class Op(str, Enum):
     NORM = "NORM"  # an all-reduce of one number: the length of all gradients together
     OFFLOAD = "OFFLOAD"  # a copy of a value to a slower tier
     FETCH = "FETCH"  # and back
+    REDUCE = "REDUCE"  # adds what came of a chunk to the own chunk
 
 
-COMPUTE = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.RECOMPUTE, Op.STEP)
+COMPUTE = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.RECOMPUTE, Op.STEP, Op.REDUCE)
 TRANSFERS = (Op.SEND, Op.RECV)
 COLLECTIVES = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.NORM)
 COPIES = (Op.OFFLOAD, Op.FETCH)
+PORT = "port"  # stream of the SENDs that leave a rank one after another, whichever rank they are for
 
 
 class Part(NamedTuple):
@@ -100,9 +107,9 @@ class Instruction(NamedTuple):
         if self.name:
             return self.name
         if self.op is Op.SEND and self.reads:
-            return f"SEND {self.reads[0]} -> {self.peer}"
+            return f"SEND {_moved(self.reads)} -> {self.peer}"
         if self.op is Op.RECV and self.writes:
-            return f"RECV {self.writes[0]} <- {self.peer}"
+            return f"RECV {_moved(self.writes)} <- {self.peer}"
         if self.op is Op.OFFLOAD and self.writes:
             return f"OFFLOAD {self.reads[0]} -> {tier(self.writes[0])}"
         if self.op is Op.FETCH and self.writes:
@@ -122,6 +129,16 @@ def piece_of(ins: Instruction) -> tuple[int, int] | None:
     if ins.op is not Op.ALL_REDUCE or len(ins.parts) != 1 or ins.parts[0].start < 0:
         return None
     return ins.parts[0].start, ins.parts[0].start + ins.parts[0].bytes
+
+
+def _moved(values: Sequence[Value]) -> str:
+    return str(values[0]) if len(values) == 1 else f"{values[0].kind}({span([value.index for value in values])})"
+
+
+def message(ins: Instruction) -> tuple[Value, ...]:
+    """What a SEND or RECV moves, in the words of the rank that sends it."""
+    moved = ins.reads if ins.op is Op.SEND else ins.writes
+    return tuple(chunk(value.index) if value.kind == "incoming" else value for value in moved)
 
 
 def span(layers: Sequence[int]) -> str:
@@ -171,22 +188,6 @@ class BackwardWeight:
 Action = Forward | Backward | BackwardInput | BackwardWeight
 
 
-@dataclass(frozen=True)
-class Synchronous:
-    """Every forward of step s uses the parameters after exactly s updates; an update uses every micro-batch once."""
-
-
-@dataclass(frozen=True)
-class Local:
-    """Every replica updates its own parameters with the gradients of its own rows, each micro-batch of it once. After
-    every `steps` updates, and at the end, they are averaged over the replicas, and at no other time."""
-
-    steps: int
-
-
-Contract = Synchronous | Local
-
-
 class Group(NamedTuple):
     """A parameter group: the parameters of one layer that no other layer shares, or one set tied between layers.
 
@@ -218,6 +219,8 @@ class Program:
     precision        "bf16": layers compute in bfloat16, STEP in float32; "float32": everything as the model is
     folder           where values on the disk are kept; "": the system's temporary folder
     room             bytes that a rank may keep in the slower tier; None: what there is
+    chunks           of a collective, which has no layers: the sizes in bytes of the chunks that its tensor is cut into
+    final            of a collective: the values that each rank holds at the end; (): those of `state`
     selective        a BACKWARD first runs the cores of its layers' attention forward again
     """
 
@@ -236,6 +239,8 @@ class Program:
     compress: str = "none"
     folder: str = ""
     room: int | None = None
+    chunks: tuple[int, ...] = ()
+    final: tuple[frozenset[Value], ...] = ()
     selective: bool = False
 
     def __len__(self) -> int:
@@ -302,7 +307,8 @@ class Program:
         lines = [f"program {self.name or 'of hand'}: {len(self.ranks)} ranks, {len(self)} instructions"]
         for r in range(len(self.ranks)) if rank is None else [rank]:
             instructions = self.ranks[r]
-            lines.append(f"rank {r}: layers {span(self.placement[r])}, {len(instructions)} instructions")
+            layers = f"layers {span(self.placement[r])}, " if self.layers else ""
+            lines.append(f"rank {r}: {layers}{len(instructions)} instructions")
             lines += [f"  {k:4d}  {ins}" for k, ins in enumerate(instructions[:limit])]
             if len(instructions) > limit:
                 lines.append(f"  ... {len(instructions) - limit} more")
@@ -345,6 +351,8 @@ class Program:
             **({} if self.compress == "none" else {"compress": self.compress}),
             **({"folder": self.folder} if self.folder else {}),
             **({} if self.room is None else {"room": self.room}),
+            **({"chunks": list(self.chunks)} if self.chunks else {}),
+            **({"final": [refs(sorted(values)) for values in self.final]} if self.final else {}),
             **({"selective": True} if self.selective else {}),
             "state": [refs(sorted(values)) for values in self.state],
             "ranks": ranks,
@@ -382,5 +390,7 @@ class Program:
             compress=data.get("compress", "none"),
             folder=data.get("folder", ""),
             room=data.get("room"),
+            chunks=tuple(data.get("chunks", ())),
+            final=tuple(frozenset(named(refs)) for refs in data.get("final", ())),
             selective=data.get("selective", False),
         )

@@ -71,17 +71,19 @@ def limit(value: object) -> int | None:
     return None if value is None or value == "none" else int(quantity("offload_limit", value))
 
 
-def split(value: object, stages: int) -> tuple[int, ...] | None:
-    """Layers per stage; None: even."""
+def split(value: object, stages: int) -> tuple[int, ...] | str | None:
+    """Layers per stage; None: even; "auto": by cost."""
     if value is None or (isinstance(value, str) and value == "even"):
         return None
+    if isinstance(value, str) and value == "auto":
+        return value
     parts = value.split(",") if isinstance(value, str) else value
     try:
         if not isinstance(parts, Iterable):
             raise PlanError("not a list")
         counts = tuple(whole_number("split", part) for part in parts)
     except PlanError:
-        raise PlanError(f"split={value}: must be layer counts per stage, such as 3,3,2, or even") from None
+        raise PlanError(f"split={value}: must be layer counts per stage, such as 3,3,2, or even, or auto") from None
     if len(counts) != stages:
         raise PlanError(f"split={','.join(map(str, counts))}: {len(counts)} stages, but pp={stages}")
     return counts

@@ -16,7 +16,7 @@ import os
 from collections.abc import Collection
 
 from minipar.affinity import core_of
-from minipar.program import COPIES, Op, Program, Value
+from minipar.program import COPIES, PORT, Op, Program, Value
 from minipar.streams import Costs, GroupStream, Link, Slot
 
 
@@ -46,6 +46,7 @@ def walk_shared(program: Program, costs: Costs, cores: float) -> tuple[list[list
     links: dict[tuple[int, int], Link] = {}
     groups: dict[tuple[int, ...], GroupStream] = {}
     lanes: dict[tuple[int, str], Link] = {}
+    ports = [0.0] * count
     now = 0.0
 
     def wait_until(rank: int) -> float | None:
@@ -74,11 +75,15 @@ def walk_shared(program: Program, costs: Costs, cores: float) -> tuple[list[list
             starts[rank][index] = now
             if ins.op is Op.SEND:
                 link = links.setdefault((rank, ins.peer), Link())
-                starts[rank][index], ends[rank][index] = link.send(now, *costs.transfer(rank, ins))
+                free = max(now, ports[rank]) if ins.stream == PORT else now
+                starts[rank][index], ends[rank][index] = link.send(free, *costs.transfer(rank, ins))
+                if ins.stream == PORT:
+                    ports[rank] = ends[rank][index]
             elif ins.op is Op.RECV:
                 link = links.setdefault((ins.peer, rank), Link())
                 k, starts[rank][index] = link.reach(now, program.receives_ahead)
-                pending[rank][ins.writes[0]] = (link, k, index)
+                for value in ins.writes:
+                    pending[rank][value] = (link, k, index)
             elif ins.op in COPIES:
                 lane = lanes.setdefault((rank, ins.stream), Link())
                 starts[rank][index], ends[rank][index] = lane.send(now, *costs.transfer(rank, ins))

@@ -46,6 +46,7 @@ LOOKS = {
     "weight gradient": Look("#8F5F00", "#5c3d00"),
     "recompute": Look("#56B4E9", "#1f6d9c", DARK),
     "optimizer step": Look("#009E73", "#00664a"),
+    "reduce": Look("#009E73", "#00664a"),
     "message": Look("#CC79A7", "#8f3f6c", hatch="//////"),
     "receive": Look(WIRE, WIRE),
     "collective": Look("#CC79A7", "#8f3f6c", hatch="xxxxxx"),
@@ -97,7 +98,7 @@ class Sheet:
         self.top = 0.12 + 0.22 * len(self._title) + 0.17 * len(self._facts) + 0.06 + 0.19 * rows + 0.1
         self.memory_top = self.top + self.timeline + 0.14
         self.height = (self.memory_top + self.memory if memory else self.top + self.timeline) + 0.46
-        self.figure = _picture()(figsize=(width, self.height), dpi=100, facecolor=PAPER)
+        self.figure = picture()(figsize=(width, self.height), dpi=100, facecolor=PAPER)
         self.figure.alt = captions.description(traces)  # type: ignore[attr-defined]
         self._write()
 
@@ -196,7 +197,8 @@ def _lines(sentence: str, letters: int) -> list[str]:
 
 
 @cache
-def _picture() -> type[Figure]:
+def picture() -> type[Figure]:
+    """The class of figures that show themselves in a notebook; matplotlib loads at the first call."""
     from matplotlib.figure import Figure
 
     class Picture(Figure):

@@ -5,7 +5,8 @@ The rule is the executor's, word for word (ARCHITECTURE.md, "How a program runs"
   * a rank walks its list in order; a compute instruction starts when what it reads is there and the rank is free
   * transfers, copies and collectives are started when the walk reaches them and awaited at the first read of what they
     write
-  * a message occupies its link for bytes/bandwidth and arrives a latency later; messages of a link go in order
+  * a message occupies its link for bytes/bandwidth and arrives a latency later; messages of a link go in order, and so
+    do those of a rank that leave it through one port
   * a copy occupies its direction of its rank's link to the slower tier; copies of one direction go in order
   * a collective ends at the latest arrival of its ranks plus its cost; collectives of a group go in order
 
@@ -20,7 +21,7 @@ from collections.abc import Sequence
 from minipar.collector import paused
 from minipar.costs.unit import UnitCosts
 from minipar.errors import PlanError, ProgramError
-from minipar.program import COPIES, Op, Program, Value
+from minipar.program import COPIES, PORT, Op, Program, Value
 from minipar.shared_cores import walk_shared
 from minipar.streams import Costs, GroupStream, Link, Slot
 from minipar.trace import Trace
@@ -72,6 +73,7 @@ def _walk(program: Program, costs: Costs) -> tuple[list[list[float]], list[list[
     groups: dict[tuple[int, ...], GroupStream] = {}
     ahead = program.receives_ahead
     lanes: dict[tuple[int, str], Link] = {}  # of copies, one per rank and direction
+    ports = [0.0] * count  # when each rank's is free
     SEND, RECV = Op.SEND, Op.RECV
 
     ready = list(range(count - 1, -1, -1))
@@ -100,14 +102,20 @@ def _walk(program: Program, costs: Costs) -> tuple[list[list[float]], list[list[
                     break
             if op is SEND:
                 link = links.get((rank, ins.peer)) or links.setdefault((rank, ins.peer), Link())
-                begin[index], end[index] = link.send(now, *costs.transfer(rank, ins))
+                if ins.stream == PORT:
+                    first = now if now > ports[rank] else ports[rank]
+                    begin[index], end[index] = link.send(first, *costs.transfer(rank, ins))
+                    ports[rank] = end[index]
+                else:
+                    begin[index], end[index] = link.send(now, *costs.transfer(rank, ins))
                 if link.waiters:
                     ready += link.waiters
                     link.waiters = []
             elif op is RECV:
                 link = links.get((ins.peer, rank)) or links.setdefault((ins.peer, rank), Link())
                 k, begin[index] = link.reach(now, ahead)
-                waiting[ins.writes[0]] = (link, k, index)
+                for value in ins.writes:
+                    waiting[value] = (link, k, index)
             elif op in COPIES:
                 lane = lanes.get((rank, ins.stream)) or lanes.setdefault((rank, ins.stream), Link())
                 begin[index], end[index] = lane.send(now, *costs.transfer(rank, ins))

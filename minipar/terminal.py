@@ -22,6 +22,7 @@ SIGNS = {
     "weight gradient": string.ascii_uppercase,
     "recompute": "~",
     "optimizer step": "#",
+    "reduce": string.digits,
 }
 WORDS = {
     "forward": "0-9 forward of that micro-batch",
@@ -30,6 +31,7 @@ WORDS = {
     "weight gradient": "A-Z weight gradient (A = 0)",
     "recompute": "~ recompute",
     "optimizer step": "# optimizer step",
+    "reduce": "0-9 reduce of that chunk",
 }
 MANY_RANKS = 64
 
@@ -71,7 +73,7 @@ def _lane(trace: Trace, rank: int, scale: float, cells: int) -> str:
         signs = SIGNS.get(captions.kind_of(ins))
         if signs is None:
             continue
-        sign = signs[max(0, ins.microbatch) % len(signs)]
+        sign = signs[max(0, captions.number_of(ins)) % len(signs)]
         begin, finish = (start - trace.span[0]) * scale, (end - trace.span[0]) * scale
         for cell in range(int(begin), min(cells, int(finish) + 1)):
             part = min(finish, cell + 1) - max(begin, cell)

@@ -229,25 +229,32 @@ class Trace:
             return round(sum(self.size(rank, value) for value in ins.reads))
         if ins.op in COLLECTIVES:
             n = len(ins.group)
-            if ins.op is Op.ALL_REDUCE:
-                size = sum(self.size(rank, value) for value in summed(ins)) * carried(ins, self.program.groups)
-            else:
-                size = sum(part.bytes for part in ins.parts)
-            return round(size * hops(ins) * (n - 1) / n)
+            return round(self.whole(rank, ins) * hops(ins) * (n - 1) / n)
         return 0
+
+    def whole(self, rank: int, ins: Instruction) -> int:
+        """Bytes of the tensor that a collective works on."""
+        if ins.op is Op.ALL_REDUCE:
+            return round(sum(self.size(rank, value) for value in summed(ins)) * carried(ins, self.program.groups))
+        return sum(part.bytes for part in ins.parts)
 
     def bytes_sent(self) -> list[int]:
         """Per rank the bytes sent in the whole program."""
         return [sum(self.sent(rank, ins) for ins in row) for rank, row in enumerate(self.program.ranks)]
 
-    def bytes_per_link(self) -> dict[tuple[int, int], int]:
-        """Bytes of point-to-point messages for each (source, target)."""
-        links: dict[tuple[int, int], int] = {}
-        for rank, row in enumerate(self.program.ranks):
-            for ins in row:
-                if ins.op is Op.SEND:
-                    links[rank, ins.peer] = links.get((rank, ins.peer), 0) + self.sent(rank, ins)
-        return links
+    def bytes_by_link(self, algorithm: str = "backend") -> dict[tuple[int, int | tuple[int, ...]], int]:
+        """Bytes sent for each (source, target). Of collectives the target is the group where the backend chooses the
+        way; or the ranks that an algorithm of `comm.algorithms` sends to, such as "ring". PlanError for others."""
+        from minipar import traffic
+
+        return traffic.by_link(self, algorithm)
+
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Bytes sent by all ranks together, by what they are: parameters, gradients, activations (and their
+        gradients), ..."""
+        from minipar import traffic
+
+        return traffic.by_kind(self)
 
     def messages_per_microbatch(self) -> float:
         """Point-to-point messages per micro-batch of one replica."""

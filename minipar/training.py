@@ -19,13 +19,14 @@ from minipar.costs.device import DeviceSpec
 from minipar.costs.emulated import EmulatedCosts
 from minipar.costs.measured import Profile
 from minipar.costs.profiled import ProfiledCosts, microbatch_rows
-from minipar.costs.rates import Calibration
+from minipar.costs.rates import Calibration, Copies
 from minipar.elementwise import check_elementwise
 from minipar.errors import MiniparError, PlanError
-from minipar.execution import Job, Loss, Model, Optimizer, at_least_1, execute, profile_job, run_plainly
+from minipar.execution import Job, Loss, Model, Optimizer, at_least_1, execute, profile_job
 from minipar.memory.advice import Measured, advising
 from minipar.memory.forecast import with_memory
 from minipar.memory.series import Peak
+from minipar.plainly import run_plainly
 from minipar.plan import Plan
 from minipar.program import Program
 from minipar.reference import Reference, gradient_error
@@ -172,8 +173,7 @@ def train(
         bar = partial(tqdm, disable=not progress, leave=False)
         with bar(total=1, desc="profile, one layer at a time") as meter:
             rows = microbatch_rows(job.batch, plan.dp, plan.total_microbatches)
-            selective = plan.checkpoint == "selective"
-            (facts,) = ranks.run_on([0], profile_job, job, rows, memory, plan.precision, selective)
+            (facts,) = ranks.run_on([0], profile_job, job, rows, memory, plan)
             meter.update()
         if facts.split_sensitive:
             names = ", ".join(facts.split_sensitive)
@@ -182,12 +182,19 @@ def train(
         if calibration is None and plan.ranks > 1 and (ranks.emulates is None or not ranks.emulates.emulates):
             calibration = calibrate(ranks, seconds=_QUICK, progress=progress)
         costs_of = partial(
-            costs_for, measured=facts.profile, batch=job.batch, calibration=calibration, device=ranks.emulates
+            costs_for,
+            measured=facts.profile,
+            batch=job.batch,
+            calibration=calibration,
+            device=ranks.emulates,
+            copies=facts.copies,
         )
         block = plan.block(steps, every)
         compiled = partial(plan.compile, facts.shape, costs=facts.profile, costs_of=costs_of)
         program, rest = compiled(steps=block), compiled(steps=steps % block) if steps % block else None
-        predicted = predict(program, facts.profile, job.batch, cores, facts.data_bytes, calibration, ranks.emulates)
+        predicted = predict(
+            program, facts.profile, job.batch, cores, facts.data_bytes, calibration, ranks.emulates, facts.copies
+        )
         if facts.tapes is not None:
             predicted = with_memory(predicted, facts.tapes, ProfiledCosts(program, facts.profile, job.batch))
 
@@ -262,9 +269,10 @@ def costs_for(
     batch: int,
     calibration: Calibration | None = None,
     device: DeviceSpec | None = None,
+    copies: Copies | None = None,
 ) -> ProfiledCosts | EmulatedCosts:
     """What a program costs, from a profile of its model's layers; on emulated devices, what it costs there."""
-    costs = ProfiledCosts(program, measured, batch, calibration=calibration)
+    costs = ProfiledCosts(program, measured, batch, calibration=calibration, copies=copies or Copies())
     return EmulatedCosts(program, device, costs) if device is not None and device.emulates else costs
 
 
@@ -276,6 +284,7 @@ def predict(
     data_bytes: tuple[int, int] = (0, 0),
     calibration: Calibration | None = None,
     device: DeviceSpec | None = None,
+    copies: Copies | None = None,
 ) -> Trace:
     """The predicted trace of a program, from a profile of its model's layers.
 
@@ -284,8 +293,9 @@ def predict(
     calibration  of the cluster: what messages and collectives cost, and how much the ranks get done that share the
                  cores (which is less than the cores could: they are in each other's way)
     device       that every rank emulates; emulated devices share no cores
+    copies       what it takes to copy tensors to the host or the disk, and back
     """
-    costs = costs_for(program, measured, batch, calibration, device)
+    costs = costs_for(program, measured, batch, calibration, device, copies)
     emulated = costs if isinstance(costs, EmulatedCosts) else None
     sharing = cores if calibration is None or calibration.ranks != len(program.ranks) else calibration.concurrency
     if emulated is not None and emulated.computes:

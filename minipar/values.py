@@ -3,6 +3,7 @@
 output(2) mb0    saved(2) mb0    grad_output(2) mb0         of one layer and one micro-batch
 param(2)         grad(2)         optimizer_state(2)         of one parameter group; *_shard: this rank's slice
 host(saved(2) mb0)               disk(param(2))             a copy in a slower tier
+chunk(2)                         incoming(2 of 1)           of a tensor that a collective works on
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ class Value(NamedTuple):
     """A named piece of memory on one rank: `kind` of layer or parameter group `index`, for one micro-batch and step.
 
     Model state (`param`, `grad`, `optimizer_state`) belongs to no micro-batch and outlives a step: both are -1.
+    Of what a collective receives (`incoming`), `microbatch` is the rank that it comes from.
     """
 
     kind: str
@@ -24,6 +26,8 @@ class Value(NamedTuple):
     step: int = -1
 
     def __str__(self) -> str:
+        if self.kind == "incoming":
+            return f"incoming({self.index} of {self.microbatch})"
         return f"{self.kind}({self.index})" + (f" mb{self.microbatch}" if self.microbatch >= 0 else "")
 
 
@@ -85,6 +89,16 @@ def residual(group: int) -> Value:
 def norm() -> Value:
     """The length of the gradient of all parameters, over all ranks."""
     return Value("norm", 0)
+
+
+def chunk(index: int) -> Value:
+    """One piece of the tensor that a collective works on, as this rank has it."""
+    return Value("chunk", index)
+
+
+def incoming(index: int, source: int) -> Value:
+    """What rank `source` has sent of a chunk, until it is added to this rank's own."""
+    return Value("incoming", index, source)
 
 
 def host(value: Value) -> Value:

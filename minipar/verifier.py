@@ -10,6 +10,8 @@ Six questions, each with its own kind of evidence, asked in the order in which t
                            gradients, each exactly once, and every forward and backward the parameters that the
                            contract promises
   6. the end               no value is left over, none is missing
+Of a collective, which has no layers, the second question is another one: every chunk that a rank holds at the end is
+the sum of what all ranks had of it at the beginning, each exactly once (contributions.py).
 """
 
 from __future__ import annotations
@@ -17,8 +19,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from minipar.collector import paused
+from minipar.contributions import check_contributions, check_moves
 from minipar.errors import ProgramError
-from minipar.program import COLLECTIVES, COPIES, TIERS, Instruction, Local, Op, Program, Value, home, norm, param, tier
+from minipar.program import (
+    COLLECTIVES,
+    COPIES,
+    TIERS,
+    Instruction,
+    Local,
+    Op,
+    Program,
+    Value,
+    home,
+    message,
+    norm,
+    param,
+    tier,
+)
 from minipar.refusal import at, refuse
 from minipar.walk import Walk
 
@@ -29,15 +46,20 @@ def verify(program: Program) -> None:
     Takes about 6 microseconds an instruction.
     """
     with paused():
-        _check_instructions(program)
-        for replica in range(program.replicas):
-            _check_microbatches(program, replica)
+        if program.chunks:
+            check_moves(program)
+        else:
+            _check_instructions(program)
+            for replica in range(program.replicas):
+                _check_microbatches(program, replica)
         _check_links(program)
         _check_groups(program)
         left = [_check_rank(program, rank) for rank in range(len(program.ranks))]
         Walk(program).run()
         for rank, live in enumerate(left):
             _check_end(program, rank, live)
+        if program.chunks:
+            check_contributions(program)
 
 
 # 1. each instruction ------------------------------------------------------------------------------------------------
@@ -222,8 +244,8 @@ def _check_microbatches(program: Program, replica: int) -> None:
 
 
 def _check_links(program: Program) -> None:
-    sends: dict[tuple[int, int], list[tuple[Value, int]]] = {}
-    receives: dict[tuple[int, int], list[tuple[Value, int]]] = {}
+    sends: dict[tuple[int, int], list[tuple[tuple[Value, ...], int]]] = {}
+    receives: dict[tuple[int, int], list[tuple[tuple[Value, ...], int]]] = {}
     replica = [program.replica(rank) for rank in range(len(program.ranks))]
     for rank, instructions in enumerate(program.ranks):
         for index, ins in enumerate(instructions):
@@ -235,9 +257,9 @@ def _check_links(program: Program) -> None:
                 reason = f"{at(program, rank, index)}: rank {ins.peer} works on the rows of another replica"
                 raise refuse(program, rank, index, reason)
             if ins.op is Op.SEND:
-                sends.setdefault((rank, ins.peer), []).append((ins.reads[0], index))
+                sends.setdefault((rank, ins.peer), []).append((message(ins), index))
             else:
-                receives.setdefault((ins.peer, rank), []).append((ins.writes[0], index))
+                receives.setdefault((ins.peer, rank), []).append((message(ins), index))
     for source, target in sorted(sends.keys() | receives.keys()):
         sent, received = sends.get((source, target), []), receives.get((source, target), [])
         here, there = [value for value, _ in sent], [value for value, _ in received]
@@ -355,11 +377,12 @@ def _written_twice(program: Program, rank: int, index: int, value: Value) -> Pro
 def _check_end(program: Program, rank: int, live: set[Value]) -> None:
     if not program.state:
         return
-    for value in sorted(live - program.state[rank]):
+    final = (program.final or program.state)[rank]
+    for value in sorted(live - final):
         writer = max(k for k, ins in enumerate(program.ranks[rank]) if value in ins.writes)
         reason = f"{value} is never freed: written by {at(program, rank, writer)}"
         raise refuse(program, rank, writer, reason)
-    for value in sorted(program.state[rank] - live):
+    for value in sorted(final - live):
         freer = max(k for k, ins in enumerate(program.ranks[rank]) if value in ins.frees)
         reason = f"{value} must outlive the program, but {at(program, rank, freer)} frees it"
         raise refuse(program, rank, freer, reason)

@@ -172,7 +172,8 @@ class Walk:
             if op is Op.RECV:
                 k = self.received.get((ins.peer, rank), 0)
                 self.received[ins.peer, rank] = k + 1
-                pending[ins.writes[0]] = ("recv", ins.peer, k)
+                for value in ins.writes:
+                    pending[value] = ("recv", ins.peer, k)
             elif op is Op.SEND:
                 self.sent[rank, ins.peer] = self.sent.get((rank, ins.peer), 0) + 1
             elif op in COLLECTIVES:

@@ -67,6 +67,10 @@ def test_run_equals_plain_torch(capsys):
         assert sum(peak["by_kind"].values()) == peak["measured"]
         assert isinstance(peak["predicted"], int)
     assert all(isinstance(sent, int) and sent > 0 for sent in found["bytes_sent"])
+    links = {"0 -> 1", "1 -> 0", "2 -> 3", "3 -> 2", "0 -> 0,2", "2 -> 0,2", "1 -> 1,3", "3 -> 1,3"}
+    assert links | {f"{rank} -> 0,1,2,3" for rank in range(4)} == set(found["bytes_by_link"])  # the last: what is tied
+    assert set(found["bytes_by_kind"]) == {"activations", "gradients"}
+    assert sum(found["bytes_by_link"].values()) == sum(found["bytes_by_kind"].values()) == sum(found["bytes_sent"])
 
 
 def test_run_without_check_has_no_gradient_error(capsys):

@@ -12,7 +12,8 @@ from torch import nn
 from minipar import Plan, PlanError, data, execute, verify
 from minipar.costs.profiler import shape_of
 from minipar.errors import ProgramError
-from minipar.execution import Job, run_plainly
+from minipar.execution import Job
+from minipar.plainly import run_plainly
 from minipar.program import Op
 from minipar.reference import gradient_error
 from tests.interpreters import mutations
@@ -85,7 +86,10 @@ def test_bytes_are_those_of_the_tensors(clusters):
     trace = execute(program, job(model), cluster=clusters(4)).trace
     message = 12 // 4 * 6 * 8  # rows x width x float64
     gradients = 2 * (6 * 6 + 6) * 8
-    assert trace.bytes_per_link() == dict.fromkeys([(0, 1), (1, 0), (2, 3), (3, 2)], 2 * message)
+    links = dict.fromkeys([(0, 1), (1, 0), (2, 3), (3, 2)], 2 * message)
+    groups = dict.fromkeys([(0, (0, 2)), (2, (0, 2)), (1, (1, 3)), (3, (1, 3))], gradients)
+    assert trace.bytes_by_link() == links | groups
+    assert trace.bytes_by_kind() == {"activations": 8 * message, "gradients": 4 * gradients}
     assert trace.bytes_sent() == [2 * message + gradients] * 4
 
 

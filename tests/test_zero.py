@@ -12,11 +12,12 @@ import torch
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
-from minipar import Plan, PlanError, RankError, models, train
+from minipar import Plan, PlanError, RankError, data, models, train
 from minipar.comm import communicator
 from minipar.costs.profiler import shape_of
 from minipar.elementwise import check_elementwise
 from minipar.executor import Executor
+from minipar.memory_formula import per_rank
 from minipar.program import Op
 from minipar.reference import train_plainly
 from minipar.training import Run
@@ -285,6 +286,22 @@ def test_memory_per_parameter_is_zeros_formula(clusters, n, kind):
                 assert 4 / n <= most <= 4 / n + 2.01 * 4 / DEPTH
 
 
+@pytest.mark.parametrize("zero", range(4))
+def test_the_formulas_of_the_command_line_are_what_is_measured(clusters, zero):
+    """`minipar memory` beside a run: model states of every rank, by kind, at the peak of each."""
+    text, model = f"dp=2 zero={zero} bucket=none", "gpt-tiny"
+    run = train(
+        partial(models.build, model), data.for_model(model), text, cluster=clusters(2), steps=3, batch=4, memory=True,
+        optimizer=partial(torch.optim.Adam, lr=1e-3), progress=False,
+    )  # fmt: skip
+    for peak, formula in zip(run.memory, per_rank(Plan.parse(text), model, 4), strict=True):
+        gathered = peak.by_kind["parameters"] - formula.parameters  # which the formula counts as buffers
+        assert -0.01 * formula.parameters <= gathered <= (formula.buffers if zero == 3 else 0.01 * formula.parameters)
+        assert peak.by_kind["optimizer"] == pytest.approx(formula.optimizer, rel=0.01)
+        assert peak.by_kind["gradients"] <= formula.gradients * (1 if zero < 2 else 2) * 1.01
+        assert peak.bytes == pytest.approx(formula.total, rel=0.25)
+
+
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize(
     ("words", "parameters"),
@@ -300,7 +317,7 @@ def test_memory_per_parameter_is_zeros_formula(clusters, n, kind):
     ],
 )
 def test_bytes_on_the_wire_are_those_of_the_table(clusters, n, words, parameters):
-    """Counted by the kernel: what each rank has written to its sockets, headers included."""
+    """Counted by the kernel: what each rank has written to its sockets, headers included. (Memory counts nothing.)"""
     program = f"dp={n} bucket=none {words}"
     sent = clusters(n).run(_sent, program)
     expected = parameters * 4 * PARAMETERS * (n - 1) / n
@@ -316,12 +333,17 @@ def _sent(words: str) -> int:
     program = Plan.parse(words).compile(shape_of(list(model)))
     executor = Executor(program, comm, model, mse, torch.optim.SGD)
     x, y = (t.float() for t in rows(8, WIDTH))
-    executor.run(lambda _: (x, y), 0)
-    comm.barrier()
-    before = _written()
-    for step in (1, 2, 3):
-        executor.run(lambda _: (x, y), step)
-    return (_written() - before) // 3
+    group = comm.group()
+    arena, group.arena = group.arena, None  # from here on through gloo
+    try:
+        executor.run(lambda _: (x, y), 0)
+        comm.barrier()
+        before = _written()
+        for step in (1, 2, 3):
+            executor.run(lambda _: (x, y), step)
+        return (_written() - before) // 3
+    finally:
+        group.arena = arena
 
 
 def _written() -> int:

@@ -10,9 +10,8 @@ word behind the ring says how many collectives the rank has settled; its entry f
 n + DEPTH, and that only when all ranks have settled n. The others sleep on one more word, the gong: whoever finds
 that its announcement was the last one of a collective writes the number there, and wakes all at once.
 
-Processors other than x86 may show two stores in another order to other cores. So a `fence` stands between a small
-tensor and the word that announces it, on both sides, and between the last look at others' entries and the word that
-lets them go.
+A `fence` (futex.py says why) stands between a small tensor and the word that announces it, on both sides, and between
+the last look at others' entries and the word that lets them go.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
-import threading
 
 import torch
 
 from minipar.comm import futex
+from minipar.comm.futex import fence
 
 DEPTH = 64
 SMALL = 4096  # bytes of a tensor that travels on the board itself
@@ -32,15 +31,6 @@ _TEXT = 128
 _SETTLED, _RING = DEPTH, DEPTH + 1  # words of a rank
 _HASH_BITS = 47
 _NUMBERS = 1 << 16
-
-_lock = threading.Lock()
-_lock.acquire()
-
-
-def fence() -> None:
-    """No store or load moves past this: a release and an acquire, in this order, of a lock that no one else has."""
-    _lock.release()
-    _lock.acquire()
 
 
 def fingerprint(key: str) -> int:

@@ -1,159 +1,218 @@
-"""`create()` gives a rank its `Communicator`: sends, receives and sums among all ranks.
+"""`create()` gives a rank its `Communicator`: sends, receives, sums and exchanges among all ranks.
 
 In a function given to cluster.run, or in a process that torchrun started:
 
     comm = minipar.communicator.create()
     comm.allreduce([1, 2, 3])               # the sum over all ranks, a list again
+    comm.all_gather(comm.rank)              # [0, 1, 2, ...]
+    comm.split("dp", mesh={"dp": 2, "pp": 2}).allreduce(x)    # among the ranks of one axis of a mesh
 """
 
 from __future__ import annotations
 
+import copy
+import math
 import os
-from collections.abc import Callable, Iterable
-from functools import partial
+import zlib
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from minipar.cluster import worker
-from minipar.comm import groups, values
-from minipar.comm.board import SMALL, Board, fingerprint
-from minipar.comm.handles import Handle, StagedHandle, SumHandle
-from minipar.comm.matching import Collective, Matcher, Starter
+from minipar.comm import groups, operations, values
+from minipar.comm.board import SMALL
+from minipar.comm.handles import Handle, Result, StagedHandle
+from minipar.comm.operations import ALL_GATHER, ALLREDUCE, REDUCE_SCATTER
+from minipar.comm.shared import add_up, combine
 from minipar.comm.sockets import DONE, Sockets
+from minipar.comm.world import CLOSED, Group, World
 from minipar.errors import RankError
 
 
 class Communicator:
     """This rank's way to the others. Made by `create()`; every rank makes its calls in the same order.
 
-    `rank`, `size`: ints. `device`: where this rank computes. `backend`: "nccl", or "gloo" (which carries tensors on
-    a GPU through host memory).
+    `rank`, `size`: ints. `members`: the numbers of its ranks in the cluster. `device`: where this rank computes.
+    `backend`: "nccl", or "gloo" (which carries tensors on a GPU through host memory).
+
+    x in the methods below is a number, a list of numbers (nested or not), a NumPy array or a tensor, and stays as it
+    is; what comes back is of the same type. `algorithm`: "shared" (memory of one machine), "backend" (gloo's or NCCL's
+    own), or None for the faster of those that can be. With `async_op` a method returns at once; `wait()` of what it
+    returns gives the result. RankError for what cannot be; CollectiveMismatch, on every rank, where ranks differ in
+    what they call, or in what they bring.
     """
 
-    def __init__(
-        self,
-        store: dist.Store,
-        rank: int,
-        size: int,
-        device: torch.device,
-        backend: str,
-        loopback: bool,
-        path: str | None = None,
-        boards: str | None = None,
-    ) -> None:
-        self.rank = rank
-        self.size = size
-        self.device = device
-        self.backend = backend
-        self.closed = False
-        self._store = store
-        self._everyone = tuple(range(size))
-        self._network = groups.gloo_device(loopback)
-        # Made before the first group, whose making waits for all ranks: from then on they can all be reached.
-        self._messages: Sockets | groups.GlooMessages | _Closed
-        if path is not None:
-            self._messages = Sockets(rank, path)
-        self._groups: dict[tuple[int, ...], Any] = {}  # gloo, by members
-        self._nccl: dict[tuple[int, ...], Any] = {}
-        self._pending: set[Handle] = set()
-        self._boards = boards or path  # how the files of the boards begin; None on several machines
-        self._matchers: dict[tuple[str, tuple[int, ...]], Matcher] = {}
-        self._starter = Starter()
-        self._world = self._gloo(self._everyone)
-        if path is None:
-            self._messages = groups.GlooMessages(self._world)
-        self._up: Any = None
-        self._down: Any = None
-        if backend == "nccl" and size > 1:
-            # One NCCL group per direction: in one alone, a send and a receive of the same pair would wait in line.
-            self._up = groups.nccl_group(dist.PrefixStore("up", store), rank, size, self._everyone)
-            self._down = groups.nccl_group(dist.PrefixStore("down", store), rank, size, self._everyone)
+    def __init__(self, world: World) -> None:
+        self.rank, self.size = world.rank, world.size
+        self.members = world.everyone
+        self.device, self.backend = world.device, world.backend
+        self.pending = world.pending
+        self._world = world
+        self._parted: tuple[int, ...] = ()  # by which splits it was made
+        self._splits = 0
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._world.closed
+
+    @property
+    def transport(self) -> str:
+        """What carries tensors on the CPU between these ranks: "shared memory", or the backend, and why."""
+        if self.size == 1 or self.group().arena is not None:
+            return "shared memory"
+        return f"gloo ({self._world.without or 'ranks may be on several machines'})"
+
+    # Collectives
+
+    def allreduce(self, x: Any, op: Any = sum, *, algorithm: str | None = None, async_op: bool = False) -> Any:
+        """Combine `x` over all ranks, element by element. `op`: `sum`, `max`, `min`, or their names, or "avg"."""
+        return _give(operations.allreduce(self, x, op, algorithm, async_op), async_op)
+
+    def reduce(
+        self, x: Any, root: int = 0, op: Any = sum, *, algorithm: str | None = None, async_op: bool = False
+    ) -> Any:
+        """`allreduce`, but the result is on rank `root` only; the others get None."""
+        return _give(operations.reduce(self, x, root, op, algorithm, async_op), async_op)
+
+    def reduce_scatter(self, x: Any, op: Any = sum, *, algorithm: str | None = None, async_op: bool = False) -> Any:
+        """`allreduce`, but each rank gets only its share of the rows (the first dimension) of the result.
+
+        n rows of p ranks are divided as evenly as can be, the first n mod p ranks having one more.
+        """
+        return _give(operations.reduce_scatter(self, x, op, algorithm, async_op), async_op)
+
+    def all_gather(self, x: Any, *, algorithm: str | None = None, async_op: bool = False) -> Any:
+        """The rows of all ranks, in their order, on all of them; a rank may have more rows than another, or none.
+
+        Of numbers: a list with one of each rank. all_gather(reduce_scatter(x)) is allreduce(x).
+        """
+        return _give(operations.all_gather(self, x, algorithm, async_op), async_op)
+
+    def broadcast(self, x: Any = None, root: int = 0, *, algorithm: str | None = None, async_op: bool = False) -> Any:
+        """`x` of rank `root`, on all ranks. The others bring something of the same form, or None."""
+        return _give(operations.broadcast(self, x, root, algorithm, async_op), async_op)
+
+    def all_to_all(self, x: Any, *, algorithm: str | None = None, async_op: bool = False) -> Any:
+        """Piece k goes to rank k; a rank gets the pieces that all ranks have for it, in their order.
+
+        `x`: a list of one piece for each rank (numbers, lists, arrays, tensors, of any sizes); a list comes back. Or
+        an array or a tensor, whose rows are divided as in `reduce_scatter`; what comes is put together.
+        """
+        return _give(operations.all_to_all(self, x, algorithm, async_op), async_op)
+
+    def barrier(self) -> None:
+        """Return when every rank has called this."""
+        if self.size > 1:
+            group = self.group()
+            across = group.matcher.board is None  # otherwise the announcement is all it needs
+            work = group.matcher.submit("barrier", lambda _: group.backend.barrier() if across else None, alone=False)
+            Handle(work, None, self.pending).wait()
 
     # Point to point
+
+    def send(self, x: Any, peer: int) -> None:
+        """Send `x` to a rank, whose `recv` gets the same; it need not know what comes. Returns when `x` is on its way,
+        which for something large may be when it was received."""
+        self._check(peer)
+        kind, tensor = values.to_tensor(x, call="send")
+        header = torch.tensor(values.encode_form(kind, tensor))
+        data = operations.as_bytes(groups.to_host(tensor) if tensor.is_cuda else tensor)
+        for part in (header, data):
+            if part.numel():
+                self.isend(part, peer, self._tag).wait()
+
+    def recv(self, peer: int) -> Any:
+        """What a rank sends next by `send`; a tensor comes to this rank's device."""
+        self._check(peer)
+        header = torch.empty(values.FORM, dtype=torch.int64)
+        self.irecv(header, peer, self._tag).wait()
+        kind, dtype, shape = values.decode_form(header.tolist())
+        tensor = torch.empty(shape, dtype=dtype)
+        if tensor.numel():
+            self.irecv(operations.as_bytes(tensor), peer, self._tag).wait()
+        return values.from_tensor(kind, tensor.to(self.device) if kind == "tensor" else tensor)
+
+    @property
+    def _tag(self) -> int:
+        return zlib.crc32(repr(self._parted).encode()) & 0x3FFFFFFF | 0x40000000
 
     def isend(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Handle:
         """Start sending a contiguous tensor. It must not change before `wait` has returned.
 
         Messages of two ranks that are under way together need different tags, and the same order on both sides.
         """
-        self._check(tensor, peer)
+        self._check(peer, tensor)
+        peer = self.members[peer]
+        world = self._world
         if not tensor.is_cuda:
-            work = self._messages.send(tensor, peer, tag)
+            work = world.messages.send(tensor, peer, tag)
             if work is DONE:
-                return Handle(None, None, self._pending)
+                return Handle(None, None, self.pending)
             # A socket keeps what it has not written yet, and no longer: the memory is free when the send is done.
-            kept = None if isinstance(self._messages, Sockets) else tensor
-            return Handle(work, kept, self._pending, ("send to rank", peer, tag))
+            kept = None if isinstance(world.messages, Sockets) else tensor
+            return Handle(work, kept, self.pending, ("send to rank", peer, tag))
         if self.backend == "nccl":
-            group = self._up if peer > self.rank else self._down
-            return Handle(group.send([tensor], peer, tag), tensor, self._pending)
+            group = world.up if peer > world.rank else world.down
+            return Handle(group.send([tensor], peer, tag), tensor, self.pending)
         host = groups.to_host(tensor)
         what = ("send to rank", peer, tag)
-        return StagedHandle(self._messages.send(host, peer, tag), host, None, self._pending, what)
+        return StagedHandle(world.messages.send(host, peer, tag), host, None, self.pending, what)
 
     def irecv(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Handle:
         """Start receiving into a contiguous tensor of the sent shape and dtype; its contents count after `wait`."""
-        self._check(tensor, peer)
+        self._check(peer, tensor)
+        peer = self.members[peer]
+        world = self._world
         if not tensor.is_cuda:
             what = ("recv from rank", peer, tag)
-            return Handle(self._messages.receive(tensor, peer, tag), tensor, self._pending, what)
+            return Handle(world.messages.receive(tensor, peer, tag), tensor, self.pending, what)
         if self.backend == "nccl":
-            group = self._up if peer < self.rank else self._down
-            return Handle(group.recv([tensor], peer, tag), tensor, self._pending)
+            group = world.up if peer < world.rank else world.down
+            return Handle(group.recv([tensor], peer, tag), tensor, self.pending)
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         what = ("recv from rank", peer, tag)
-        return StagedHandle(self._messages.receive(host, peer, tag), host, tensor, self._pending, what)
+        return StagedHandle(world.messages.receive(host, peer, tag), host, tensor, self.pending, what)
 
-    def _check(self, tensor: torch.Tensor, peer: int) -> None:
+    def _check(self, peer: int, tensor: torch.Tensor | None = None) -> None:
         if peer == self.rank or not 0 <= peer < self.size:
             raise RankError(f"rank {self.rank} cannot send to or receive from rank {peer}: {self.size} ranks are here")
-        if not tensor.is_contiguous():
+        if tensor is not None and not tensor.is_contiguous():
             raise RankError(f"a tensor of strides {tensor.stride()} cannot be sent or received; use .contiguous()")
 
-    # Collectives
+    # What programs use: on tensors in place, among any ranks of this communicator
 
     def prepare(self, members: Iterable[tuple[int, ...]]) -> None:
-        """Make the groups that `iallreduce` will use, so that it need not. Every rank calls this with the same
+        """Make the groups that the methods below will use, so that they need not. Every rank calls this with the same
         groups; each makes those that it is in, all in one order, so that no two wait for each other."""
         for group in sorted({tuple(sorted(one)) for one in members}):
             if self.rank in group and len(group) > 1:
-                if self.backend == "nccl":
-                    self._nccl_among(group)
-                else:
-                    self._gloo(group)
+                self.group("nccl" if self.backend == "nccl" else "host", group)
 
-    def iallreduce(self, tensor: torch.Tensor, ranks: tuple[int, ...], name: str = "") -> Handle:
+    def iallreduce(
+        self, tensor: torch.Tensor, ranks: tuple[int, ...], name: str = "", algorithm: str | None = None
+    ) -> Handle:
         """Start summing a contiguous tensor in place over `ranks` (sorted, this rank among them).
 
         `name`: of what is summed, such as a bucket. Ranks that differ in it, or in shape or dtype, get a RankError
         from `wait`: two sums of the same form in another order are told apart by their names only.
         """
         if len(ranks) == 1 and ranks[0] == self.rank:
-            return Handle(None, None, self._pending)
+            return Handle(None, None, self.pending)
         if not tensor.is_contiguous():
             raise RankError(f"a tensor of strides {tensor.stride()} cannot be summed in place; use .contiguous()")
         what = f"iallreduce of {values.form(tensor)}" + (f" ({name})" if name else "")
-        staged = tensor.is_cuda and self.backend != "nccl"
-        given = groups.to_host(tensor) if staged else tensor
-        if given.is_cuda or given.numel() * given.element_size() > SMALL:
-            work = self._collective(ranks, given, what, lambda group: group.allreduce([given]))
-        else:
-            group, out = self._gloo(ranks), given.detach()
-            small = (out, lambda parts, _: values.combine(parts, "sum", out))
-            work = self._matchers["gloo", ranks].submit(what, lambda _: group.allreduce([given]), small=small)
-        if staged:
-            return StagedHandle(work, given, tensor, self._pending)
-        return Handle(work, tensor, self._pending)
-
-    def _collective(
-        self, ranks: tuple[int, ...], tensor: torch.Tensor, what: str, start: Callable[[Any], Any]
-    ) -> Collective:
-        """Start a collective among `ranks` once all have come to the same one; `what` is all that has to agree."""
-        nccl = tensor.is_cuda
-        group = self._nccl_among(ranks) if nccl else self._gloo(ranks)
-        return self._matchers["nccl" if nccl else "gloo", ranks].submit(what, lambda _: start(group))
+        group, given = self._for(tensor, ranks)
+        shared, out = self.shares(group, algorithm), given.detach()
+        small = None
+        if _small(given) and algorithm != "backend":
+            small = (out, lambda parts, _: combine(parts, "sum", out))
+        work = group.submit(what, ALLREDUCE, shared, given, small=small)
+        if given is not tensor:
+            return StagedHandle(work, given, tensor, self.pending)
+        return Handle(work, tensor, self.pending)
 
     def ireduce_scatter(
         self, tensor: torch.Tensor, into: torch.Tensor, ranks: tuple[int, ...], add: bool = False
@@ -161,29 +220,31 @@ class Communicator:
         """Start summing a contiguous tensor over `ranks` (sorted, this rank among them), each keeping its own part.
 
         The tensor is len(ranks) parts of the size of `into`; `into` becomes the sum of the parts at this rank's place,
-        or is added to (`add`), when `wait` returns. gloo's own reduce-scatter is an all-reduce of which a slice is
-        kept, twice the bytes; so here the parts change hands, and every rank sums its own.
+        or is added to (`add`), until `wait` returns.
         """
         if len(ranks) == 1 and ranks[0] == self.rank:
             (into.add_ if add else into.copy_)(tensor)
-            return Handle(None, None, self._pending)
+            return Handle(None, None, self.pending)
         if not tensor.is_contiguous() or tensor.numel() != into.numel() * len(ranks):
             raise RankError(f"{tensor.numel()} elements cannot be cut into {len(ranks)} parts of {into.numel()}")
         what = f"reduce_scatter of {values.form(tensor)}"
-        if tensor.is_cuda and self.backend == "nccl":
-            part = torch.empty_like(tensor[: into.numel()])
-            work = self._collective(ranks, tensor, what, lambda group: group._reduce_scatter_base(part, tensor))
-            return SumHandle(work, tensor, part.view(1, -1), into, add, self._pending)
-        given = groups.to_host(tensor) if tensor.is_cuda else tensor
-        parts = torch.empty_like(given)
-        work = self._collective(ranks, given, what, lambda group: group.alltoall_base(parts, given, [], []))
-        return SumHandle(work, given, parts.view(len(ranks), -1), into, add, self._pending)
+        group, given = self._for(tensor, ranks)
+        sizes, shared = [into.numel()] * len(ranks), self.shares(group) and not tensor.is_cuda
+        small = None
+        if _small(given):
+            mine, target = slice(group.index * into.numel(), (group.index + 1) * into.numel()), into.detach().view(-1)
+
+            def sum_up(parts: list[torch.Tensor], _: list[bool]) -> None:
+                add_up([part.view(-1)[mine] for part in parts], "sum", target, add)
+
+            small = (given.detach(), sum_up)
+        work = group.submit(what, REDUCE_SCATTER, shared, given, into, sizes, "sum", add, small=small)
+        return Handle(work, given, self.pending)
 
     def iall_gather(self, part: torch.Tensor, into: torch.Tensor, ranks: tuple[int, ...]) -> list[Handle]:
         """Start collecting the parts of `ranks` (sorted, this rank among them) end to end in a contiguous tensor.
 
-        `part` may be the place in `into` where it goes. gloo's own all-gather goes through a copy of the whole; so
-        here every rank broadcasts its part: as many bytes, no copy, and less than half the time.
+        `part` may be the place in `into` where it goes.
         """
         size = part.numel()
         if not into.is_contiguous() or into.numel() != size * len(ranks):
@@ -193,159 +254,96 @@ class Communicator:
             mine.copy_(part)
         if len(ranks) == 1:
             return []
-        if into.is_cuda and self.backend == "nccl":
-            what = f"all_gather of {values.form(into)}"
-            work = self._collective(ranks, into, what, lambda group: group._allgather_base(into, mine))
-            return [Handle(work, into, self._pending)]
-        handles = []
-        for k, target in enumerate(into.split(size)):
-            host = groups.to_host(target) if into.is_cuda else target
-            what = f"all_gather, part {k} of {values.form(into)}"
-            work = self._collective(ranks, host, what, partial(groups.broadcast, host, k))
-            staged = into.is_cuda and ranks[k] != self.rank
-            handles.append(
-                StagedHandle(work, host, target, self._pending) if staged else Handle(work, host, self._pending)
-            )
-        return handles
+        what = f"all_gather of {values.form(into)}"
+        group, given = self._for(into, ranks)
+        shared, small = self.shares(group), None
+        if _small(given):
+            whole = given.detach().view(-1)
 
-    def allreduce(self, x: Any, op: Any = sum) -> Any:
-        """Combine `x` over all ranks, element by element; a new object of the same type, `x` unchanged.
+            def put(parts: list[torch.Tensor], _: list[bool]) -> None:
+                torch.cat(parts, out=whole)
 
-        `x`: a number, a list of numbers (nested or not), a NumPy array or a tensor, of one shape on all ranks.
-        `op`: `sum`, `max`, `min`, or their names, or "avg". RankError for anything else, and where ranks differ.
-        """
-        name = values.operation(op)
-        kind, tensor = values.to_tensor(x, name)
-        if self._boards is None:
-            kind, tensor = values.agree(kind, tensor, name, self._gather)
-        tensor = self._reduce(kind, tensor, name)
-        if name == "avg":
-            tensor = values.divide(tensor, self.size)
-        return values.from_tensor(kind, tensor)
+            small = (whole[group.index * size :][:size], put)
+        work = group.submit(what, ALL_GATHER, shared, given, [size] * len(ranks), small=small)
+        if given is not into:
+            return [StagedHandle(work, given, into, self.pending)]
+        return [Handle(work, into, self.pending)]
 
-    def _reduce(self, kind: str, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        reduction = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(name, dist.ReduceOp.SUM)
-        text, key = values.describe(kind, tensor, name)
-        if self.size == 1:
-            return tensor
-        plain = kind in ("number", "list")
-        nccl = tensor.is_cuda and self.backend == "nccl"
-        group = self._nccl_among(self._everyone) if nccl else self._gloo(self._everyone)
-        given = groups.to_host(tensor) if tensor.is_cuda and not nccl else tensor
-        real = plain and given.dtype == torch.float64
-
-        def start(reals: list[bool]) -> Any:
-            nonlocal given
-            if any(reals):  # a real number on one rank makes the result real on all
-                given = given.to(torch.float64)
-            return group.allreduce([given], reduction) if given.numel() else None
-
-        def reduce(parts: list[torch.Tensor], reals: list[bool]) -> None:
-            nonlocal given
-            if any(reals):
-                dtypes = [torch.float64 if one else torch.int64 for one in reals]
-                parts = [part.view(dtype).double() for part, dtype in zip(parts, dtypes, strict=True)]
-                given = given.double()
-            values.combine(parts, name, given)
-
-        on_board = not given.is_cuda and given.numel() * given.element_size() <= SMALL
-        small = (given, reduce) if on_board else None
-        matcher = self._matchers["nccl" if nccl else "gloo", self._everyone]
-        work = matcher.submit(text, start, key, real, small)
-        Handle(work, given, self._pending).wait()
-        return given.to(tensor.device)
-
-    def _gather(self, row: torch.Tensor) -> list[torch.Tensor]:
-        if self.size == 1:
-            return [row]
-        rows = [torch.empty_like(row) for _ in range(self.size)]
-        work = self._collective(self._everyone, row, "gather", lambda group: group.allgather([rows], [row]))
-        Handle(work, row, self._pending).wait()
-        return rows
-
-    def barrier(self) -> None:
-        """Return when every rank has called this."""
-        if self.size > 1:
-            self._gloo(self._everyone)  # RankError when closed
-            work = self._matchers["gloo", self._everyone].submit("barrier", lambda _: self._across_machines())
-            Handle(work, None, self._pending).wait()
-
-    def _across_machines(self) -> Any:
-        """What a barrier needs beyond the announcement."""
-        return self._world.barrier() if self._boards is None else None
+    def _for(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> tuple[Group, torch.Tensor]:
+        """The group for a tensor, and the tensor itself or its copy on the host."""
+        if tensor.is_cuda and self.backend != "nccl":
+            return self.group("host", ranks), groups.to_host(tensor)
+        return self.group("nccl" if tensor.is_cuda else "host", ranks), tensor
 
     # Groups
 
-    def _gloo(self, members: tuple[int, ...]) -> Any:
-        group = self._groups.get(members)
-        if group is None:
-            index = self._index(members)
-            self._meet("gloo", members, index)
-            store = dist.PrefixStore(f"gloo {members}", self._store)
-            group = self._groups[members] = groups.gloo_group(store, index, len(members), self._network)
-        return group
+    def group(self, kind: str = "host", ranks: tuple[int, ...] | None = None) -> Group:
+        """All ranks of this communicator, or some. RankError when closed."""
+        if self._world.closed:
+            raise RankError(CLOSED)
+        if ranks is None:
+            return self._world.group(self.members, kind)
+        if self._parted:
+            if not set(ranks) <= set(range(self.size)):
+                raise RankError(f"group {ranks}: must be ranks of 0 to {self.size - 1}")
+            ranks = tuple(self.members[rank] for rank in ranks)
+        return self._world.group(ranks, kind)
 
-    def _nccl_among(self, members: tuple[int, ...]) -> Any:
-        group = self._nccl.get(members)
-        if group is None:
-            index = self._index(members)
-            self._meet("nccl", members, index)
-            store = dist.PrefixStore(f"nccl {members}", self._store)
-            group = self._nccl[members] = groups.nccl_group(store, index, len(members), members)
-            groups.warm_up(group, self.device)
-        return group
+    def shares(self, group: Group, algorithm: str | None = None) -> bool:
+        """Whether an algorithm uses the shared memory of a group. RankError where it cannot, or is not known."""
+        if algorithm not in (None, "shared", "backend"):
+            raise RankError(f"algorithm={algorithm!r} is not known; possible are shared, backend")
+        if algorithm == "shared" and group.arena is None:
+            raise RankError(f"algorithm='shared' is not possible: {self.transport}")
+        return algorithm != "backend" and group.arena is not None
 
-    def _meet(self, backend: str, members: tuple[int, ...], index: int) -> None:
-        """Wait for the members of a group before it is made, which nothing can interrupt."""
-        board = None
-        if self._boards is not None:
-            board = Board(f"{self._boards}-{backend}-{fingerprint(str(members)):x}", members, index)
-        matcher = self._matchers[backend, members] = Matcher(members, board, backend == "gloo", self._starter)
-        Handle(matcher.submit("the making of a group", lambda _: None), None, self._pending).wait()
-        if board is not None:
-            board.unlink()
+    def split(self, by: int | str, mesh: Mapping[str, int] | None = None) -> Communicator:
+        """A Communicator among some of these ranks, numbered from 0 in their order. All ranks call this.
 
-    def _index(self, members: tuple[int, ...]) -> int:
-        if self.closed:
-            raise RankError("this Communicator is closed; communicator.create() makes a new one")
-        if list(members) != sorted(set(members) & set(self._everyone)) or self.rank not in members:
-            raise RankError(
-                f"group {members}: must be sorted ranks of 0 to {self.size - 1}, this rank {self.rank} among them"
-            )
-        return members.index(self.rank)
+        `by`: a number, and ranks with the same one come together: comm.split(comm.rank % 2). Or the name of an axis of
+        `mesh`, whose sizes multiply to this one's; the last axis counts fastest: of 4 ranks,
+        comm.split("dp", mesh={"dp": 2, "pp": 2}) brings together 0 and 2, and 1 and 3.
+        """
+        self._splits += 1
+        if mesh is not None:
+            colours = _colours(by, mesh, self.size)
+        elif isinstance(by, int):
+            colours = self.all_gather(by) if self.size > 1 else [by]
+        else:
+            raise RankError(f"split: {by!r} is no number; for an axis give mesh= as well, such as mesh={{'dp': 2}}")
+        ranks = [rank for rank in range(self.size) if colours[rank] == colours[self.rank]]
+        made = copy.copy(self)
+        made.rank, made.size = ranks.index(self.rank), len(ranks)
+        made.members = tuple(self.members[rank] for rank in ranks)
+        made._parted, made._splits = (*self._parted, self._splits), 0
+        made.group()
+        return made
 
     def close(self) -> None:
-        """Give up all groups; every rank does it. Later calls raise RankError; `create()` makes a new one."""
-        if self.closed:
-            return
-        self.closed = True
-        self._starter.close()
-        if self._pending:
-            # Ending a group waits for what is under way in it, which may be for ever once a peer has failed.
-            _abandoned.append(self._take())
-            return
-        for group in (*self._nccl.values(), self._up, self._down):
-            if group is not None:
-                group.shutdown()
-        self._take()
-
-    def _take(self) -> tuple[Any, ...]:
-        taken = (self._groups, self._nccl, self._matchers, self._up, self._down, self._pending)
-        self._groups, self._nccl, self._matchers, self._pending = {}, {}, {}, set()
-        if isinstance(self._messages, Sockets):
-            self._messages.close()
-        self._world = self._up = self._down = self._messages = _Closed()
-        return taken
+        """Give up all groups, also those of communicators that were split off; every rank does it. Later calls raise
+        RankError; `create()` makes a new one."""
+        self._world.close()
 
 
-class _Closed:
-    """Stands where the groups were."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise RankError("this Communicator is closed; communicator.create() makes a new one")
+def _give(result: Result, async_op: bool) -> Any:
+    return result if async_op else result.wait()
 
 
-_abandoned: list[tuple[Any, ...]] = []
+def _small(tensor: torch.Tensor) -> bool:
+    return not tensor.is_cuda and tensor.numel() * tensor.element_size() <= SMALL
+
+
+def _colours(axis: int | str, mesh: Mapping[str, int], size: int) -> list[int]:
+    """For each rank a number that those along an axis of the mesh have in common."""
+    names = list(mesh)
+    if axis not in names:
+        raise RankError(f"split: {axis!r} is no axis of the mesh; possible are {', '.join(names)}")
+    if math.prod(mesh.values()) != size or min(mesh.values()) < 1:
+        raise RankError(f"split: a mesh of {' x '.join(map(str, mesh.values()))} has no place for {size} ranks exactly")
+    step = math.prod(list(mesh.values())[names.index(str(axis)) + 1 :])
+    return [rank - rank // step % mesh[str(axis)] * step for rank in range(size)]
+
+
 _current: Communicator | None = None
 _made_in = -1  # the generation of _current
 _count = 0  # communicators made in it, the same on all ranks
@@ -373,7 +371,7 @@ def create() -> Communicator:
             store = dist.PrefixStore(str(_count), dist.FileStore(context.store, context.size))
             device = torch.device(context.device)
             path = f"{context.store}-{_count}"
-            _current = Communicator(store, context.rank, context.size, device, context.backend, True, path)
+            _current = Communicator(World(store, context.rank, context.size, device, context.backend, True, path, None))
             worker.when_outdated(_current.close)
     elif _current is None or _current.closed:
         _count += 1
@@ -398,4 +396,4 @@ def _under_torchrun(count: int) -> Communicator:
     store = dist.PrefixStore(f"minipar {count}", store)
     loopback = local_size == size
     boards = groups.agree_on_boards(store, rank) if loopback else None
-    return Communicator(store, rank, size, device, "nccl" if cuda else "gloo", loopback, boards=boards)
+    return Communicator(World(store, rank, size, device, "nccl" if cuda else "gloo", loopback, None, boards))

@@ -1,11 +1,20 @@
-"""Sleep until a word in shared memory changes, as a lock in C does: Linux wakes a process that sleeps so ahead of those
-that are busy, which looking again and again does not get."""
+"""Words in shared memory: how one process sleeps until another changes one, and in which order others see stores.
+
+Linux wakes a process that sleeps in a futex ahead of those that are busy, which looking again and again does not get.
+
+Processors other than x86 may show two stores of one core to another core in the other order, and let a load overtake
+a store everywhere. Python has no atomic operations, but its locks have: what was loaded or stored before a lock is
+released is done by then (release), and nothing after it is acquired begins earlier (acquire). A release followed by an
+acquire of the same lock lets nothing pass in either direction: that is `fence`. An aligned word of 8 bytes is stored
+and loaded by `memoryview` in one move, so it is never seen in half.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import platform
 import sys
+import threading
 import time
 
 _NUMBER = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if sys.platform == "linux" else None
@@ -14,6 +23,7 @@ _NAP = 2e-4
 _syscall = ctypes.CDLL(None, use_errno=False).syscall
 _syscall.argtypes = [ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_void_p,
                      ctypes.c_uint32]  # fmt: skip
+_lock = threading.Lock()
 
 
 class _Time(ctypes.Structure):
@@ -23,15 +33,26 @@ class _Time(ctypes.Structure):
 # Not longer than an interrupt may take: a signal that comes between Python's last look for one and the sleep itself
 # is noticed only afterwards.
 _LIMIT = _Time(0, 50_000_000)
-_limit = ctypes.addressof(_LIMIT)
+_SHORT = _Time(0, 500_000)
+_limit, _short = ctypes.addressof(_LIMIT), ctypes.addressof(_SHORT)
 
 
-def wait(address: int, value: int) -> None:
-    """Sleep while the 4 bytes at `address` are `value`, until `wake`, a signal, or some time: look again then."""
+def fence() -> None:
+    """No store or load of this thread moves past this. Any number of threads may call it, and an interrupt may come
+    in its middle."""
+    with _lock:
+        pass
+    with _lock:  # this acquire comes after that release
+        pass
+
+
+def wait(address: int, value: int, short: bool = False) -> None:
+    """Sleep while the 4 bytes at `address` are `value`, until `wake`, a signal, or 50 ms (0.5 if `short`): look again
+    then."""
     if _NUMBER is None:
         time.sleep(_NAP)
     else:
-        _syscall(_NUMBER, address, _WAIT, value, _limit, None, 0)
+        _syscall(_NUMBER, address, _WAIT, value, _short if short else _limit, None, 0)
 
 
 def wake(address: int) -> None:

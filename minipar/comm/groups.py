@@ -63,13 +63,6 @@ def warm_up(group: Any, device: torch.device) -> None:
     torch.cuda.synchronize(device)
 
 
-def broadcast(tensor: torch.Tensor, root: int, group: Any) -> Any:
-    """Start sending the tensor of the rank at place `root` of a group to all of it."""
-    options = dist.BroadcastOptions()
-    options.rootRank = root
-    return group.broadcast([tensor], options)
-
-
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of a tensor on a GPU in pinned memory; complete when this returns."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

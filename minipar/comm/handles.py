@@ -118,36 +118,23 @@ class Then(Handle):
         self._before.when_done(call)
 
 
-class SumHandle(Handle):
-    """An exchange of parts, one from each rank; `wait` sums them into their place."""
+class Result:
+    """What an operation of a Communicator will give: `wait` returns it, at the second call as at the first."""
 
-    __slots__ = ("_add", "_into", "_parts")
+    def __init__(self, handle: Handle | None, finish: Callable[[], Any]) -> None:
+        self._handle = handle
+        self._finish: Callable[[], Any] | None = finish
+        self._value: Any = None
 
-    def __init__(
-        self,
-        work: Any,
-        tensor: torch.Tensor,
-        parts: torch.Tensor,
-        into: torch.Tensor,
-        add: bool,
-        pending: set[Handle],
-    ) -> None:
-        super().__init__(work, tensor, pending)
-        self._parts: torch.Tensor | None = parts
-        self._into, self._add = into, add
+    def wait(self) -> Any:
+        """The result, when it is there. RankError when ranks started different operations; RuntimeError or
+        ConnectionError when a peer is gone."""
+        if self._handle is not None:
+            self._handle.wait()
+        if self._finish is not None:
+            self._value, self._finish = self._finish(), None
+        return self._value
 
-    def wait(self) -> None:
-        super().wait()
-        if self._parts is None:
-            return
-        parts, into = self._parts, self._into
-        first = 0
-        if not self._add and len(parts) > 1 and parts.dtype == into.dtype and parts.device == into.device:
-            torch.add(parts[0], parts[1], out=into)
-            first = 2
-        elif not self._add:
-            into.copy_(parts[0])
-            first = 1
-        for part in parts[first:]:  # in the order of ranks, and in the precision of `into`
-            into.add_(part.to(into.device))
-        self._parts = None
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._handle is None or self._handle.done()

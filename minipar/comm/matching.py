@@ -14,7 +14,8 @@ own rank's `wait` or next collective, or a helper thread that looks while there 
 which starts what it can, in order. Where the last rank to come finds everyone there, it starts at once.
 
 A mismatch is an error on every rank of the group, and counts as done: the group goes on with the next collective.
-Without a board (ranks on several machines) collectives start at once and unchecked.
+What goes through the group's shared memory (arena.py) is not over when it has started: the same three go on with it,
+by `advance`. Without a board (ranks on several machines) collectives start at once and unchecked.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ from typing import Any
 
 import torch
 
-from minipar.comm.board import Board, fence, fingerprint
+from minipar.comm.arena import Arena, Exchange
+from minipar.comm.board import Board, fingerprint
+from minipar.comm.futex import fence
 from minipar.errors import CollectiveMismatch
 
 # Both get the flags of all members, in their order ([] without a board).
-Start = Callable[[list[bool]], Any]  # gives a torch Work, or None where nothing has to be waited for
-Reduce = Callable[[list[torch.Tensor], list[bool]], None]  # gets the small tensors of all
+Start = Callable[[list[bool]], Any]  # gives a torch Work or an Exchange, or None where nothing has to be waited for
+Reduce = Callable[[list[torch.Tensor], list[bool]], Any]  # the same, from the small tensors of all
 _SLICE = timedelta(milliseconds=50)  # a wait in native code: how late an interrupt can be
 _LOOKS = 8  # before it sleeps: what comes at once need not wake it
 _NAP = 5e-4
@@ -53,6 +56,7 @@ class Collective:
         self.word = 0  # its entry on the board, once it is there
         self.start: Start | None = start
         self.small: tuple[torch.Tensor, Reduce] | None = None
+        self.exchange: Exchange | None = None
         self.work: Any = None
         self.error: BaseException | None = None
         self.calls: list[Callable[[Any], None]] = []
@@ -68,10 +72,13 @@ class Collective:
         assert start is not None
         flags = [] if board is None else board.flags(self.number)
         try:
-            if board is not None and self.small is not None:
+            if self.exchange is not None:
+                self.exchange.arena.line_up(self.exchange)
+                self.work = self.exchange
+            elif board is not None and self.small is not None:
                 fence()
                 like, reduce = self.small
-                reduce([board.small(self.number, k, like) for k in range(len(flags))], flags)
+                self.work = reduce([board.small(self.number, k, like) for k in range(len(flags))], flags)
             else:
                 self.work = start(flags)
         except Exception as error:
@@ -89,7 +96,7 @@ class Collective:
             raise self.error
         if self.work is None:
             return
-        if not self.matcher.sliced:
+        if isinstance(self.work, Exchange) or not self.matcher.sliced:
             self.work.wait()
             return
         while True:
@@ -120,6 +127,9 @@ class Collective:
         if self.work is None:
             call(None)
             return
+        if isinstance(self.work, Exchange):
+            self.work.when_done(lambda: call(None))
+            return
         try:
             self.work.get_future().add_done_callback(call)
         except RuntimeError:
@@ -133,6 +143,7 @@ class Matcher:
         self.members = members
         self.board = board
         self.sliced = sliced
+        self.arena: Arena | None = None  # where the group has one
         self.lock = threading.RLock()
         self._number = self._announced = 0
         self._queue: deque[Collective] = deque()
@@ -145,10 +156,13 @@ class Matcher:
         key: str | None = None,
         flag: bool = False,
         small: tuple[torch.Tensor, Reduce] | None = None,
+        alone: bool = True,
+        exchange: Exchange | None = None,
     ) -> Collective:
         """Announce a collective: `text` in an error message, and (without `key`) what has to agree. It starts now
-        or later: `start`, or what is to be done with the `small` tensors of all. What the backend refuses at once is
-        raised here."""
+        or later: the `exchange` in shared memory, or what is to be done with the `small` tensors of all, or `start`.
+        `alone`: it goes on while nobody waits for it (False where the caller will at once). What the backend refuses
+        at once is raised here."""
         if self.board is None:
             one = Collective(self, text, 0, 0, flag, start)
             one.begin()
@@ -161,10 +175,12 @@ class Matcher:
             with self.lock:
                 self._number += 1
                 one = Collective(self, text, self._number, hashed, flag, start)
-                one.small = small
+                one.small, one.exchange = small, exchange
+                if exchange is not None and not self._queue:
+                    exchange.begin()
                 self._queue.append(one)
                 self.progress()
-                if self._queue and self.sliced:
+                if alone and self.sliced and not self.idle:
                     self._starter.watch(self)
             if not self.sliced and one.start is not None:  # NCCL orders its work by the calling thread's stream
                 self.wait_until_started(one)
@@ -190,8 +206,28 @@ class Matcher:
                 else:
                     first.error = self._mismatch(board, first.number)
                     first.start = None
+                    if self.arena is not None:
+                        self.arena.realign(first.exchange.begun if first.exchange is not None else 0)
                 board.settle(first.number)
             return False
+
+    def advance(self) -> None:
+        """Start what can be started, and go on with what is under way in shared memory."""
+        self.progress()
+        if self.arena is not None:
+            self.arena.run()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is queued, and nothing under way in shared memory."""
+        return not self._queue and (self.arena is None or self.arena.idle)
+
+    def doze(self) -> None:
+        """Not for long, and shorter when another rank has done its part."""
+        if self.arena is not None and not self._queue:
+            self.arena.sleep()
+        else:
+            time.sleep(_NAP)
 
     def _announce(self, board: Board, one: Collective) -> None:
         self._announced += 1
@@ -215,10 +251,10 @@ class Matcher:
         deadline = time.monotonic() + _ALL_THERE
         while not all(texts := board.texts(number)) and time.monotonic() < deadline:
             time.sleep(1e-3)
-        return CollectiveMismatch(_difference(board.members, texts))
+        return CollectiveMismatch(difference(board.members, texts))
 
 
-def _difference(members: tuple[int, ...], texts: list[str]) -> str:
+def difference(members: tuple[int, ...], texts: list[str]) -> str:
     """What differs: "allreduce of a list of 2 int64 for sum" and the like, by rank."""
     known = {rank: text for rank, text in zip(members, texts, strict=True) if text}
     first = members[0] if members[0] in known else next(iter(known))
@@ -233,7 +269,8 @@ def _difference(members: tuple[int, ...], texts: list[str]) -> str:
 
 
 class Starter:
-    """The thread that starts queued collectives of a rank while its main thread computes; there when needed."""
+    """The thread that starts queued collectives of a rank, and goes on with those in shared memory, while its main
+    thread computes; there when needed, one for all groups."""
 
     def __init__(self) -> None:
         self._waiting: set[Matcher] = set()
@@ -242,7 +279,9 @@ class Starter:
         self._closed = False
 
     def watch(self, matcher: Matcher) -> None:
-        """Look after this matcher until nothing is queued there."""
+        """Look after this matcher until nothing is left to do there."""
+        if matcher in self._waiting:
+            return
         self._waiting.add(matcher)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="starts collectives", daemon=True)
@@ -258,9 +297,15 @@ class Starter:
         while not self._closed:
             self._wake.wait()
             self._wake.clear()
+            time.sleep(_NAP)  # whoever waits for its collective at once does not need help, which would cost it time
             while self._waiting and not self._closed:
                 for matcher in list(self._waiting):
+                    matcher.advance()
                     with matcher.lock:  # so that none is queued between the look and this
-                        if not matcher.progress():
+                        if matcher.idle:
                             self._waiting.discard(matcher)
-                time.sleep(_NAP)
+                only = list(self._waiting)
+                if len(only) == 1:
+                    only[0].doze()
+                elif only:
+                    time.sleep(_NAP)

@@ -1,10 +1,11 @@
-"""What `allreduce` takes and gives back: numbers, lists, NumPy arrays and tensors, as tensors on the way."""
+"""What a Communicator takes and gives back: numbers, lists, NumPy arrays and tensors, as tensors on the way."""
 
 from __future__ import annotations
 
 import builtins
 import functools
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from minipar.errors import RankError
 
 OPERATIONS = ("sum", "max", "min", "avg")
-_KINDS = ("number", "list", "array", "tensor")
+KINDS = ("number", "list", "array", "tensor")
 _DTYPES = (
     torch.float32,
     torch.float64,
@@ -24,65 +25,71 @@ _DTYPES = (
     torch.uint8,
 )
 _DIMENSIONS = 8
+FORM = 3 + _DIMENSIONS  # numbers that say what a tensor is, see `encode_form`
 _POSSIBLE = "possible are a number, a list of numbers (nested or not), a NumPy array and a tensor"
 
 
-def operation(op: Any) -> str:
+def operation(op: Any, call: str = "allreduce") -> str:
     """The name of a reduction: sum, max and min as built-ins or by name, "avg". RankError for others."""
     for name in OPERATIONS:
         if op is getattr(builtins, name, None) or (isinstance(op, str) and op == name):
             return name
-    raise RankError(f"allreduce: op={getattr(op, '__name__', op)!r} is not known; possible are {', '.join(OPERATIONS)}")
+    raise RankError(f"{call}: op={getattr(op, '__name__', op)!r} is not known; possible are {', '.join(OPERATIONS)}")
 
 
-def to_tensor(x: Any, op: str) -> tuple[str, torch.Tensor]:
-    """The kind of `x` and a new contiguous tensor of its values. RankError for what cannot be reduced."""
+def to_tensor(x: Any, op: str = "", call: str = "allreduce") -> tuple[str, torch.Tensor]:
+    """The kind of `x` and a new contiguous tensor of its values. RankError for what cannot be sent, or (with `op`)
+    reduced."""
     if isinstance(x, torch.Tensor):
+        if x.layout is not torch.strided or x.is_quantized:
+            raise RankError(f"{call}: a tensor of layout {x.layout} is not possible; use .to_dense()")
         tensor = x.detach().clone(memory_format=torch.contiguous_format)
         kind = "tensor"
     elif type(x).__module__ == "numpy" and hasattr(x, "__array__"):
         try:
             tensor, kind = torch.tensor(x), "array"
         except TypeError as error:
-            raise RankError(f"allreduce: a NumPy array of dtype {x.dtype} is not possible: {error}") from error
+            raise RankError(f"{call}: a NumPy array of dtype {x.dtype} is not possible: {error}") from error
     elif isinstance(x, (list, int, float)):
         kind = "list" if isinstance(x, list) else "number"
-        numbers = list(_numbers(x))
+        numbers = list(_numbers(x, call))
         real = any(isinstance(number, float) for number in numbers)
         if not real and any(not -(2**63) <= number < 2**63 for number in numbers):
-            raise RankError("allreduce: whole numbers must fit in 64 bits; use real ones")
+            raise RankError(f"{call}: whole numbers must fit in 64 bits; use real ones")
         try:
             tensor = torch.tensor(x, dtype=torch.float64 if real else torch.int64)
         except (ValueError, TypeError) as error:
-            raise RankError(f"allreduce: a list must have equal lengths at each level: {error}") from error
+            raise RankError(f"{call}: a list must have equal lengths at each level: {error}") from error
     else:
-        raise RankError(f"allreduce: {_article(type(x).__name__)} is not possible; {_POSSIBLE}")
-    if tensor.dtype not in _DTYPES:
+        raise RankError(f"{call}: {_article(type(x).__name__)} is not possible; {_POSSIBLE}")
+    if tensor.dim() > _DIMENSIONS:
+        raise RankError(f"{call}: {tensor.dim()} dimensions are too many; possible are {_DIMENSIONS}")
+    if op and tensor.dtype not in _DTYPES:
         possible = ", ".join(map(_name, _DTYPES))
-        raise RankError(f"allreduce: dtype {_name(tensor.dtype)} is not possible; use one of {possible}")
+        raise RankError(f"{call}: dtype {_name(tensor.dtype)} is not possible; use one of {possible}")
     if op == "avg" and kind in ("array", "tensor") and not tensor.dtype.is_floating_point:
-        raise RankError(f"allreduce: an average is no {_name(tensor.dtype)}; use a floating-point dtype for op='avg'")
+        raise RankError(f"{call}: an average is no {_name(tensor.dtype)}; use a floating-point dtype for op='avg'")
     return kind, tensor
 
 
-def _numbers(x: Any) -> Iterator[int | float]:
+def _numbers(x: Any, call: str) -> Iterator[int | float]:
     if isinstance(x, list):
         for element in x:
-            yield from _numbers(element)
+            yield from _numbers(element, call)
     elif isinstance(x, (int, float)):
         yield x
     else:
-        raise RankError(f"allreduce: a list with {_article(type(x).__name__)} in it is not possible; {_POSSIBLE}")
+        raise RankError(f"{call}: a list with {_article(type(x).__name__)} in it is not possible; {_POSSIBLE}")
 
 
-def describe(kind: str, tensor: torch.Tensor, op: str) -> tuple[str, str]:
-    """A reduction in words, and what of it must agree on all ranks: of Python's numbers not whether they are whole or
-    real. RankError for too many dimensions."""
-    _check_dimensions(tensor)
-    sizes = "x".join(map(str, tensor.shape)) or "1"
-    form = f"{_article(kind)} of {sizes}"
-    text = f"allreduce of {form} {_name(tensor.dtype)} for {op}"
-    return text, f"allreduce of {form} for {op}" if kind in ("number", "list") else text
+def describe(call: str, kind: str, tensor: torch.Tensor, rest: str = "", rows: bool = False) -> tuple[str, str]:
+    """An operation in words, and what of it must agree on all ranks: of Python's numbers not whether they are whole or
+    real, and not the first dimension if ranks bring `rows`, each as many as it has."""
+    shape = [str(n) for n in tensor.shape]
+    name, ends = _name(tensor.dtype), f" {rest}" if rest else ""
+    text = f"{call} of {_article(kind)} of {'x'.join(shape) or '1'} {name}{ends}"
+    same = (["*", *shape[1:]] if kind != "list" else []) if rows else shape  # an empty list does not say of what
+    return text, f"{call} of {kind} {same}{'' if kind in ('number', 'list') else name}{ends}"
 
 
 def form(tensor: torch.Tensor) -> str:
@@ -95,49 +102,31 @@ def _form(shape: torch.Size, dtype: torch.dtype) -> str:
     return f"a tensor of {'x'.join(map(str, shape)) or '1'} {_name(dtype)}"
 
 
-def _check_dimensions(tensor: torch.Tensor) -> None:
-    if tensor.dim() > _DIMENSIONS:
-        raise RankError(f"allreduce: {tensor.dim()} dimensions are too many; possible are {_DIMENSIONS}")
-
-
-def agree(
-    kind: str, tensor: torch.Tensor, op: str, gather: Callable[[torch.Tensor], list[torch.Tensor]]
-) -> tuple[str, torch.Tensor]:
-    """Make sure that all ranks bring the same kind, shape, dtype and operation. RankError, on every rank, where not.
-
-    Backends do not check this: they abort the process, hang, or hand back garbage. Python's numbers need not agree on
-    whole or real: where one rank has reals, all compute with them.
-    """
-    _check_dimensions(tensor)
+def encode_form(kind: str, tensor: torch.Tensor) -> list[int]:
+    """Kind, dtype and shape as FORM numbers."""
     shape = [*tensor.shape, *([0] * (_DIMENSIONS - tensor.dim()))]
-    head = [_KINDS.index(kind), OPERATIONS.index(op), _DTYPES.index(tensor.dtype), tensor.dim()]
-    rows = [row.tolist() for row in gather(torch.tensor([*head, *shape]))]
-    plain = kind in ("number", "list")
-    if plain and any(_DTYPES[row[2]] == torch.float64 for row in rows):
-        tensor = tensor.to(torch.float64)
-    checked = [row[:2] + row[3:] if plain else row for row in rows]
-    for rank, row in enumerate(checked):
-        if row != checked[0]:
-            mine, other = _describe(rows[0]), _describe(rows[rank])
-            raise RankError(f"allreduce: ranks differ: rank 0 has {mine}, rank {rank} has {other}")
-    return kind, tensor
+    return [KINDS.index(kind), _code(tensor.dtype), tensor.dim(), *shape]
 
 
-def _describe(row: list[int]) -> str:
-    kind, op, dtype, dimensions, *shape = row
-    sizes = "x".join(map(str, shape[:dimensions])) or "1"
-    return f"{_article(_KINDS[kind])} of {sizes} {_name(_DTYPES[dtype])} for {OPERATIONS[op]}"
+def decode_form(numbers: list[int]) -> tuple[str, torch.dtype, tuple[int, ...]]:
+    """What `encode_form` was given."""
+    kind, code, dimensions, *shape = numbers
+    return KINDS[kind], _by_code()[code], tuple(shape[:dimensions])
 
 
-def combine(parts: list[torch.Tensor], op: str, out: torch.Tensor) -> None:
-    """Reduce tensors of one form into `out`, in their order: the same bits wherever it is done."""
-    result = parts[0]
-    for part in parts[1:]:
-        if op in ("max", "min"):
-            result = torch.maximum(result, part) if op == "max" else torch.minimum(result, part)
-        else:
-            result = result + part
-    out.copy_(result)
+def form_in_words(numbers: list[int]) -> str:
+    """What `encode_form` was given, for an error message."""
+    kind, dtype, shape = decode_form(numbers)
+    return f"{_article(kind)} of {'x'.join(map(str, shape)) or '1'} {_name(dtype)}"
+
+
+def _code(dtype: torch.dtype) -> int:
+    return zlib.crc32(str(dtype).encode())
+
+
+@functools.cache
+def _by_code() -> dict[int, torch.dtype]:
+    return {_code(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
 
 
 def divide(tensor: torch.Tensor, size: int) -> torch.Tensor:

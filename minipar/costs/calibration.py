@@ -3,6 +3,7 @@
     compute      a layer's forward and backward, on one rank, then on all         caches, memory and cores they share
     messages     ping-pong over sizes, one pair of ranks after another            a line: fixed + bytes / bandwidth
     collectives  allreduce over sizes, in all pairs at once, then over all ranks  a line, too
+    exchange     a message to the next rank, all at once; adding what came        what algorithms consist of
 
 Nothing here knows a plan or a model, so a prediction that uses it is fitted to no run of either.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import combinations
 from statistics import median
 
@@ -23,6 +25,7 @@ from minipar.affinity import on_own_core
 from minipar.cluster import Cluster, worker
 from minipar.comm import communicator
 from minipar.comm.communicator import Communicator
+from minipar.costs.exchange import adding, exchange, message_alone
 from minipar.costs.rates import Calibration, Line, fit
 from minipar.errors import PlanError
 from minipar.shared_cores import available_cores
@@ -60,7 +63,8 @@ def _measure(pairs: list[tuple[int, int]], seconds: float) -> Calibration:
     comm = communicator.create()
     cores = available_cores() if comm.device.type == "cpu" else None
     with on_own_core() if cores is not None else nullcontext():  # as when a program runs
-        return _measure_all(comm, cores, pairs, seconds)
+        found = _measure_all(comm, cores, pairs, seconds)
+    return _with_exchanges(comm, found, max(3, round(seconds * 8)))  # as when a user calls a collective
 
 
 def _measure_all(comm: Communicator, cores: int | None, pairs: list[tuple[int, int]], seconds: float) -> Calibration:
@@ -102,6 +106,20 @@ def _measure_all(comm: Communicator, cores: int | None, pairs: list[tuple[int, i
         receive=_middle(receives) if comm.device.type == "cpu" and receives else nothing,
         allreduce=tuple(sums),
     )
+
+
+def _with_exchanges(comm: Communicator, found: Calibration, repeats: int) -> Calibration:
+    """The calibration with what collectives by algorithm consist of."""
+
+    def gather(numbers: list[float]) -> list[list[float]]:
+        return _gather(comm, numbers, len(numbers))
+
+    exchanges = []
+    for members, _ in found.allreduce:
+        group, inside = _neighbours(comm, members)
+        exchanges.append((members, *exchange(comm, group, inside, repeats, gather)))
+    alone, add = message_alone(comm, repeats, gather), adding(comm, repeats, gather)
+    return replace(found, exchange=tuple(exchanges), alone=alone, add=add)
 
 
 def _compute(comm: Communicator, window: float, clock: Callable[[], float]) -> tuple[list[float], list[float]]:
@@ -185,10 +203,9 @@ def _ping_pong(comm: Communicator, a: int, b: int, size: int, repeats: int) -> t
 
 def _allreduce(comm: Communicator, members: int, repeats: int) -> Line:
     """A line for sums over groups of so many neighbours, all groups at once (ranks that are left over only wait)."""
-    first = comm.rank // members * members
-    group = tuple(range(first, first + members))
-    inside = group[-1] < comm.size
+    group, inside = _neighbours(comm, members)
     comm.prepare({group} if inside else set())
+
     points = []
     for size in _SUM_SIZES:
         tensor = torch.zeros(size // 4, device=comm.device)
@@ -203,6 +220,12 @@ def _allreduce(comm: Communicator, members: int, repeats: int) -> Line:
         slowest = [max(column) for column in zip(*_gather(comm, times[1:], len(times) - 1), strict=True)]
         points.append((float(size), _typical(slowest)))
     return fit(points)
+
+
+def _neighbours(comm: Communicator, members: int) -> tuple[tuple[int, ...], bool]:
+    """The group of so many neighbours that a rank is in, and whether it is complete."""
+    first = comm.rank // members * members
+    return tuple(range(first, first + members)), first + members <= comm.size
 
 
 def _gather(comm: Communicator, numbers: list[float], length: int) -> list[list[float]]:

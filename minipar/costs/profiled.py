@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from minipar.costs.measured import Profile
-from minipar.costs.rates import Calibration
+from minipar.costs.rates import ORDINARY, Calibration, Copies
 from minipar.program import COMPUTE, COPIES, Instruction, Op, Program, Value, home, tier
 from minipar.volumes import carried, hops, summed
 
@@ -29,8 +29,7 @@ class ProfiledCosts:
 
     latency      seconds that a message needs, however short
     bandwidth    bytes a second of every link
-    host_bandwidth, disk_bandwidth   bytes a second of a copy to the host or the disk, and back; each tensor takes
-                 some time of its own, too: to hand it to a thread, or to wait until the disk has it
+    copies       of tensors to the host or the disk, and back
     calibration  of the cluster: messages and collectives cost what it measured, and latency and bandwidth do not
                  matter. The sending and the receiving rank's own work on a message is part of the compute instruction
                  before the SEND, and of the first one that reads what was received
@@ -43,8 +42,7 @@ class ProfiledCosts:
     batch: int
     latency: float = 2e-4
     bandwidth: float = 1.5e9
-    host_bandwidth: float = 4e9
-    disk_bandwidth: float = 4e8
+    copies: Copies = ORDINARY
     calibration: Calibration | None = None
     _rows: list[range] = field(default_factory=list, init=False, repr=False, compare=False)
     _messages: list[dict[Instruction, float]] = field(default_factory=list, init=False, repr=False, compare=False)
@@ -102,11 +100,15 @@ class ProfiledCosts:
 
     def transfer(self, rank: int, ins: Instruction) -> tuple[float, float]:
         if ins.op in COPIES:
-            to_disk = any(tier(value) == "disk" for value in (ins.reads[0], ins.writes[0]))
-            bandwidth, each = (self.disk_bandwidth, 2e-3) if to_disk else (self.host_bandwidth, 1e-4)
-            value = ins.reads[0]
+            value, copies = ins.reads[0], self.copies
+            on_disk = any(tier(value) == "disk" for value in (ins.reads[0], ins.writes[0]))
+            away = ins.op is Op.OFFLOAD
+            if on_disk:
+                line = copies.to_disk if away else copies.from_disk
+            else:
+                line = copies.to_host if away else copies.from_host
             count = max(1, len(self.program.groups[value.index].tensors)) if value.microbatch < 0 else 1
-            return self.size(rank, value) / bandwidth + count * each, 0.0
+            return self.size(rank, value) * line.per_byte + count * line.fixed, 0.0
         size = self.size(rank, ins.reads[0])
         if size and self.calibration is not None:
             return self.calibration.transfer(rank, ins.peer, size)

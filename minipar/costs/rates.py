@@ -56,6 +56,21 @@ def fit(points: Sequence[tuple[float, float]]) -> Line:
     return Line(0.0, math.fsum(v) / vv)
 
 
+_FREE = Line(0.0, 0.0)
+
+
+class Copies(NamedTuple):
+    """Seconds of copying one tensor away from the device and back, by tier. The defaults are an ordinary machine's."""
+
+    to_host: Line = Line(1e-4, 1 / 4e9)
+    from_host: Line = Line(1e-4, 1 / 4e9)
+    to_disk: Line = Line(2e-3, 1 / 4e8)
+    from_disk: Line = Line(2e-3, 1 / 4e8)
+
+
+ORDINARY = Copies()
+
+
 @dataclass(frozen=True)
 class Calibration:
     """Rates of a cluster, measured on it. Times in seconds, sizes in bytes.
@@ -70,6 +85,10 @@ class Calibration:
     links           (a, b, line) for each pair of ranks that was measured: a message from hand-over to arrival
     send, receive   the part of that in which the sending or receiving rank itself works, and can do nothing else
     allreduce       by size of the group: the time of a sum over it, while all groups of that size are at it
+    exchange        the same of a message to the next rank of the group, and one from the rank before; and what each
+                    further message takes that follows at once
+    alone           the same of one message while no one else sends
+    add             adding what was received, while all ranks do it
     """
 
     device: str
@@ -82,6 +101,9 @@ class Calibration:
     send: Line
     receive: Line
     allreduce: tuple[tuple[int, Line], ...]
+    exchange: tuple[tuple[int, Line, Line], ...] = ()
+    alone: Line = _FREE
+    add: Line = _FREE
 
     def message(self, a: int, b: int) -> Line:
         """Seconds of a message between two ranks; the median of all links where that one was not measured."""
@@ -110,6 +132,14 @@ class Calibration:
         steps, share = (members - 1) / (near - 1), (members - 1) / members / ((near - 1) / near)
         return line.fixed * steps + line.per_byte * size * share
 
+    def exchanged(self, members: int) -> tuple[Line, Line]:
+        """Of a collective's messages among so many ranks, all of them at it: the time of one, and of each further one.
+        PlanError where none were measured."""
+        known = {n: (one, further) for n, one, further in self.exchange}
+        if not known:
+            raise PlanError(f"calibration of {self.ranks} rank: knows no exchanges; calibrate a cluster of 2 or more")
+        return known[min(known, key=lambda n: (abs(n - members), n))]
+
     def to_json(self) -> str:
         """One JSON object; `from_json` reads it."""
         return json.dumps(asdict(self))
@@ -121,7 +151,9 @@ class Calibration:
             given: dict[str, Any] = json.loads(text)
             given["links"] = tuple((a, b, Line(*line)) for a, b, line in given["links"])
             given["allreduce"] = tuple((n, Line(*line)) for n, line in given["allreduce"])
-            given["send"], given["receive"] = Line(*given["send"]), Line(*given["receive"])
+            given["exchange"] = tuple((n, Line(*one), Line(*more)) for n, one, more in given["exchange"])
+            for name in ("send", "receive", "alone", "add"):
+                given[name] = Line(*given[name])
             return Calibration(**given)
         except (ValueError, TypeError, KeyError) as error:
             kind = type(error).__name__
@@ -142,6 +174,9 @@ class Calibration:
         rows += [(f"message {a} - {b}", str(line)) for a, b, line in self.links]
         if self.links:
             rows += [("  of it, the sender works", str(self.send)), ("  of it, the receiver works", str(self.receive))]
+            rows += [("adding what was received", str(self.add)), ("message of a collective alone", str(self.alone))]
+        for n, one, more in self.exchange:
+            rows += [(f"exchange among {n}", str(one)), ("  each further message", str(more))]
         return rows + [(f"allreduce over {n}", str(line)) for n, line in self.allreduce]
 
     def __str__(self) -> str:

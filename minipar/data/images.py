@@ -32,6 +32,10 @@ class Digits(Source):
         if find_spec("sklearn") is None:
             raise PlanError("the digits come with scikit-learn, which is not installed: pip install scikit-learn")
 
+    @property
+    def targets(self) -> range:
+        return range(self.classes)
+
     def places(self, split: str) -> int:
         return len(images()[split][0])
 

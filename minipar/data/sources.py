@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from minipar.data.order import mix, start_of
 from minipar.errors import PlanError
 
 if TYPE_CHECKING:
@@ -36,6 +36,11 @@ class Source(ABC):
         """Places from one row of an epoch to the next, so that no number stands in two rows."""
         return 1
 
+    @property
+    def targets(self) -> range | None:
+        """Values that integer targets can have, so that a rank knows if a loss leaves some out; None: not known."""
+        return None
+
     @abstractmethod
     def examples(self, places: np.ndarray, split: str) -> tuple[Tensor, Tensor]:
         """The rows (x, y) at these places."""
@@ -49,7 +54,7 @@ class Source(ABC):
         can share a batch out without a word. Rows are drawn with replacement.
         Errors: `PlanError` for an unknown split, a size below 1, or rows outside of the batch.
         """
-        _check_split(split)
+        check_split(split)
         if size < 1:
             raise PlanError(f"size={size}: a batch has at least 1 row")
         if step < 0:
@@ -59,9 +64,13 @@ class Source(ABC):
             raise PlanError(f"rows={chosen}: this batch has rows 0 to {size - 1}")
         return self.examples(draw(f"{self.seed}/{split}/{step}", chosen, self.places(split)), split)
 
+    def length(self, step: int, size: int) -> int:
+        """Rows of the batch of one step: always `size`."""
+        return size
+
     def windows(self, split: str = "train") -> int:
         """Rows of one epoch."""
-        _check_split(split)
+        check_split(split)
         return -(-self.places(split) // self.stride)
 
     def shard(self, rank: int, size: int, split: str = "train", batch: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
@@ -78,16 +87,14 @@ class Source(ABC):
         return (self.examples(mine[k : k + batch], split) for k in range(0, len(mine), batch))
 
 
-def _check_split(split: str) -> None:
+def check_split(split: str) -> None:
+    """Refuse a split that there is not."""
     if split not in SPLITS:
         raise PlanError(f"split={split!r}: must be {' or '.join(SPLITS)}")
 
 
 def draw(key: str, rows: range, places: int) -> np.ndarray:
     """A place for each row, evenly random, as a function of (key, row): int64 of shape (len(rows),)."""
-    start = np.frombuffer(hashlib.blake2b(key.encode(), digest_size=8).digest(), dtype="<u8")
     # The splitmix64 generator can be entered at any row; the arithmetic is meant to wrap around at 64 bits.
-    z = start + (np.array(rows, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return ((z ^ (z >> np.uint64(31))) % np.uint64(places)).astype(np.int64)
+    z = start_of(key) + (np.array(rows, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    return (mix(z) % np.uint64(places)).astype(np.int64)

@@ -39,6 +39,10 @@ class Text(Source):
     def __post_init__(self) -> None:
         _check(self.limit, context=self.context)
 
+    @property
+    def targets(self) -> range:
+        return range(self.vocab)
+
     def places(self, split: str) -> int:
         return _places(self.limit, split, self.context)
 
@@ -68,6 +72,10 @@ class Windows(Source):
 
     def __post_init__(self) -> None:
         _check(self.limit, window=self.window)
+
+    @property
+    def targets(self) -> range:
+        return range(self.vocab)
 
     def places(self, split: str) -> int:
         return _places(self.limit, split, self.window)

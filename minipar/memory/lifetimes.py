@@ -23,6 +23,8 @@ KINDS = {
     "output": "activations",
     "grad_output": "activations",
     "saved": "activations",
+    "chunk": "data",
+    "incoming": "buffers",
 }
 
 

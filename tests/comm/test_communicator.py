@@ -174,7 +174,7 @@ def test_a_ring_of_sends_and_receives(cluster: Cluster) -> None:
         for handle in handles:
             handle.wait()
             handle.wait()  # a second time does nothing
-        return got.flatten().tolist(), not comm._pending, [handle.done() for handle in handles]
+        return got.flatten().tolist(), not comm.pending, [handle.done() for handle in handles]
 
     assert cluster.run(f) == [([float((rank - 1) % 3)] * 4, True, [True, True]) for rank in range(3)]
 
@@ -205,7 +205,7 @@ def test_a_dropped_handle_keeps_its_tensor_until_it_is_sent(cluster: Cluster) ->
             for _ in range(10):
                 torch.full((4_000_000,), -1.0)  # would take the place of the tensor
             comm.barrier()
-            (handle,) = comm._pending
+            (handle,) = comm.pending
             handle.wait()
         elif comm.rank == 1:
             comm.barrier()
@@ -250,7 +250,7 @@ def test_sums_within_groups_that_overlap(cluster: Cluster) -> None:
         order = groups if comm.rank == 0 else groups[::-1]  # however they are listed, no two wait for each other
         comm.prepare(order)
         comm.prepare(order)
-        made = len(comm._groups)
+        made = len(comm._world.groups)
         mine = [group for group in groups if comm.rank in group]
         tensors = {group: torch.full((2,), 10.0**comm.rank) for group in mine}
         handles = [comm.iallreduce(tensors[group], group) for group in mine]

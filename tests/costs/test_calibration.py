@@ -30,8 +30,10 @@ def test_rates_are_positive_and_finite(found):
     pairs = [(a, b) for a in range(found.ranks) for b in range(a + 1, found.ranks)]
     assert [(a, b) for a, b, _ in found.links] == pairs
     assert [n for n, _ in found.allreduce] == list(range(2, found.ranks + 1))
-    lines = [line for *_, line in found.links] + [line for _, line in found.allreduce]
-    for line in (*lines, found.send, found.receive):
+    assert [n for n, *_ in found.exchange] == list(range(2, found.ranks + 1))
+    lines = [line for *_, line in (*found.links, *found.allreduce, *found.exchange)]
+    lines += [line for _, line, _ in found.exchange]
+    for line in (*lines, found.send, found.receive, found.alone, found.add):
         assert all(0 <= x < math.inf for x in line)
         assert 0 < line.at(2**20) < 10
     assert 0 < found.flops_together <= 100 * found.flops_alone < math.inf
@@ -52,7 +54,7 @@ def test_predictions_use_it(found):
 
 def test_one_rank_has_no_links(clusters):
     alone = calibrate(clusters(1), seconds=0.05, progress=False)
-    assert alone.links == alone.allreduce == ()
+    assert alone.links == alone.allreduce == alone.exchange == ()
     assert alone.flops_alone > 0
     assert alone.concurrency == 1
 

@@ -27,6 +27,9 @@ FOUND = Calibration(
     send=Line(2e-6, 1e-10),
     receive=Line(5e-6, 2e-10),
     allreduce=((2, Line(1e-4, 1e-9)), (4, Line(3e-4, 2e-9))),
+    exchange=((2, Line(5e-5, 1e-9), Line(3e-5, 1e-9)), (4, Line(1e-4, 2e-9), Line(2e-4, 2e-9))),
+    alone=Line(4e-5, 8e-10),
+    add=Line(1e-6, 2e-10),
 )
 SECONDS = (1e-3,) * 4
 PROFILE = Profile(
@@ -55,6 +58,13 @@ def test_a_line_never_costs_less_than_nothing(points):
 
 def test_short_messages_count_as_much_as_long_ones():
     assert fit([(1, 1e-5), (10**7, 1e-2)]).at(1) == pytest.approx(1e-5, rel=0.01)
+
+
+def test_messages_are_those_of_the_nearest_number_of_ranks():
+    assert FOUND.exchanged(2) == FOUND.exchange[0][1:]
+    assert FOUND.exchanged(4) == FOUND.exchanged(64) == FOUND.exchange[1][1:]
+    with pytest.raises(PlanError, match="knows no exchanges"):
+        replace(FOUND, exchange=()).exchanged(2)
 
 
 def test_a_fit_needs_times():

@@ -1,0 +1,93 @@
+"""What a rank has of the batch of a step: the rows of its replica, and only if it holds a layer that wants them.
+
+A data set whose `batch` has a parameter `rows` is asked for these rows alone. Every other gives the whole batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from minipar.data.sharing import rows_of
+from minipar.errors import RankError
+from minipar.losses import counted, option
+from minipar.program import Program
+from minipar.tensors import count_rows, map_tensors, tensors
+
+Batch = tuple[Any, Any]
+
+
+class Part(NamedTuple):
+    """A rank's part of a batch.
+
+    x, y     rows of the batch from row `start` on; None where the rank has no use for them
+    rows     of each of its micro-batches, counted in the batch
+    weight   how much the whole batch counts in the mean loss
+    """
+
+    x: Any
+    y: Any
+    start: int
+    rows: list[range]
+    weight: int
+
+
+def part_of_whole(batch: Batch, program: Program, rank: int, loss: Any) -> Part:
+    """A rank's part of a batch that is there as a whole."""
+    x, y = batch
+    if count_rows(x) != count_rows(y):
+        raise RankError(f"x has {count_rows(x)} rows, but y has {count_rows(y)}; each row needs its target")
+    return Part(x, y, 0, rows_of(rank, program.mesh, count_rows(x), program.microbatches), counted(y, loss))
+
+
+def gives_rows(data: Any) -> bool:
+    """Whether a data set can be asked for some rows of a batch."""
+    return not isinstance(data, tuple) and "rows" in inspect.signature(data.batch).parameters
+
+
+def read_part(
+    data: Any, step: int, size: int, program: Program, rank: int, loss: Any, cast: Callable[[Tensor], Tensor]
+) -> Part:
+    """A rank's part of the batch of a step, reading no other rows (`data` gives rows; see `gives_rows`).
+
+    The mean loss is over all targets that count. How many these are in the rows of others is known without reading
+    them if targets are floating-point numbers, or integers in `data.targets` of which the loss leaves none out;
+    otherwise a rank with the last layer reads the whole batch. Raises RankError where the data set gives another number
+    of rows than asked, or targets that it says it does not have.
+    """
+    total = data.length(step, size) if hasattr(data, "length") else size
+    rows = rows_of(rank, program.mesh, total, program.microbatches)
+    mine = range(rows[0].start, rows[-1].stop)
+    held = program.placement[rank]
+    first, last = 0 in held, program.layers - 1 in held
+    if not mine or not (first or last):
+        return Part(None, None, mine.start, rows, total)
+
+    def read(asked: range) -> Batch:
+        x, y = data.batch(step, size, rows=asked)
+        found = count_rows(x), count_rows(y)
+        if found != (len(asked), len(asked)):
+            raise RankError(
+                f"data: asked for {len(asked)} rows of step {step}, gave {found[0]} of x and {found[1]} of y"
+            )
+        return map_tensors(x, cast), map_tensors(y, cast)
+
+    x, y = read(mine)
+    weight = total
+    target = next(tensors(y), None)
+    if last and target is not None and not (target.is_floating_point() or target.is_complex()):
+        known = getattr(data, "targets", None)
+        ignored = option(loss, "ignore_index", -100)
+        if known is not None and ignored not in known:
+            weight = target.numel() // len(mine) * total
+            if counted(y, loss) != target.numel():
+                raise RankError(
+                    f"data: step {step} has targets {ignored}, which the loss leaves out, but says it has {known}; "
+                    "say targets=None (of Records: ignored=True)"
+                )
+        else:
+            weight = counted(read(range(total))[1], loss)
+    return Part(x if first else None, y if last else None, mine.start, rows, weight)

@@ -1,0 +1,153 @@
+"""What an algorithm says, and the one function that makes a Program of it.
+
+An algorithm is a generator of moves for each rank, in the order in which the rank makes them:
+
+    Send(chunks, to)          start sending them, as they are now
+    Reduce(chunks, source)    wait for them, and add them to the own ones
+    Copy(chunks, source)      receive them into the place of the own ones; waited for by whoever needs them
+
+All sends of a rank leave it one after another, through its one port. An empty move is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from minipar.program import PORT, Instruction, Op, Part, Program, Value, chunk, incoming
+
+
+class Send(NamedTuple):
+    """Send chunks to a rank."""
+
+    chunks: Sequence[int]
+    to: int
+
+
+class Reduce(NamedTuple):
+    """Receive chunks of a rank, and add them to the own ones."""
+
+    chunks: Sequence[int]
+    source: int
+
+
+class Copy(NamedTuple):
+    """Receive chunks of a rank in place of the own ones."""
+
+    chunks: Sequence[int]
+    source: int
+
+
+Move = Send | Reduce | Copy
+
+
+class Setting(NamedTuple):
+    """Among whom: the number of ranks, which of them is the root, how many nodes they are on (neighbours together), and
+    in how many pieces a tensor travels where an algorithm pipelines."""
+
+    ranks: int
+    root: int = 0
+    nodes: int = 1
+    pieces: int = 1
+
+
+Moves = Callable[[Setting, int], Iterator[Move]]  # of one rank
+
+
+class Rates(NamedTuple):
+    """Seconds: a message arrives `alpha` after it has passed its rank's port, which takes `overhead`, and `beta` for
+    each byte; adding a byte takes `gamma`."""
+
+    alpha: float
+    beta: float
+    gamma: float = 0.0
+    overhead: float = 0.0
+
+    def port(self, size: float) -> float:
+        """Seconds for which a message of `size` bytes occupies its rank's port."""
+        return self.overhead + size * self.beta
+
+    def hop(self, size: float) -> float:
+        """Seconds until a message is there."""
+        return self.alpha + self.port(size)
+
+
+class Algorithm(NamedTuple):
+    """What a file offers: by collective each rank's moves; the closed form of the time; the number of chunks.
+
+    pipelined   the collectives that send a tensor in `Setting.pieces`, or each of `parts` of it
+    """
+
+    moves: Mapping[str, Moves]
+    cost: Callable[[str, Setting, float, Rates], float]
+    chunks: Callable[[str, Setting], int]
+    pipelined: tuple[str, ...] = ()
+    parts: int = 1
+
+
+def one_each(collective: str, setting: Setting) -> int:
+    """A chunk for each rank."""
+    return setting.ranks
+
+
+def bounds(size: int, count: int, index: int) -> tuple[int, int]:
+    """Where chunk `index` of `count` begins and ends in a tensor of `size` elements: equal to within one element."""
+    return size * index // count, size * (index + 1) // count
+
+
+def held(collective: str, setting: Setting, rank: int, count: int, at_end: bool) -> range:
+    """The chunks, of `count`, that a rank holds at the beginning of a collective, or has to hold at its end."""
+    everything, nothing = range(count), range(0)
+    share = count // setting.ranks
+    own = range(rank * share, (rank + 1) * share)
+    if collective == "reduce_scatter":
+        return own if at_end else everything
+    if collective == "all_gather":
+        return everything if at_end else own
+    if collective == "broadcast":
+        return everything if at_end or rank == setting.root else nothing
+    if collective == "reduce":
+        return everything if not at_end or rank == setting.root else nothing
+    if collective == "all_to_all":  # chunk r * ranks + j goes from rank r to rank j
+        return range(rank, count, setting.ranks) if at_end else own
+    return everything
+
+
+def lay_out(name: str, collective: str, setting: Setting, moves: Moves, sizes: tuple[int, ...]) -> Program:
+    """The program of a collective, of each rank's moves; `sizes` are the bytes of its chunks.
+
+    A chunk that its rank need not keep is freed by the last instruction that works on it.
+    """
+    rows, state, final = [], [], []
+    for rank in range(setting.ranks):
+        before, after = (held(collective, setting, rank, len(sizes), at_end) for at_end in (False, True))
+        row = [ins for move in moves(setting, rank) if move.chunks for ins in _instructions(move, sizes)]
+        rows.append(tuple(_with_frees(row, set(map(chunk, after)))))
+        state.append(frozenset(map(chunk, before)))
+        final.append(frozenset(map(chunk, after)))
+    return Program(
+        tuple(rows), 0, 1, (), (("rank", setting.ranks),), tuple(state), name=name, chunks=sizes, final=tuple(final)
+    )
+
+
+def _instructions(move: Move, sizes: tuple[int, ...]) -> Iterator[Instruction]:
+    chunks = tuple(move.chunks)
+    own = tuple(map(chunk, chunks))
+    if isinstance(move, Send):
+        yield Instruction(Op.SEND, chunks, -1, -1, reads=own, stream=PORT, peer=move.to)
+        return
+    stream = f"recv {move.source}"
+    if isinstance(move, Copy):
+        yield Instruction(Op.RECV, chunks, -1, -1, writes=own, stream=stream, peer=move.source)
+        return
+    came = tuple(incoming(c, move.source) for c in chunks)
+    parts = tuple(Part(Op.REDUCE, c, sizes[c]) for c in chunks)
+    yield Instruction(Op.RECV, chunks, -1, -1, writes=came, stream=stream, peer=move.source)
+    yield Instruction(Op.REDUCE, chunks, -1, -1, came + own, own, came, parts=parts)
+
+
+def _with_frees(row: Sequence[Instruction], kept: set[Value]) -> Iterable[Instruction]:
+    last = {value: k for k, ins in enumerate(row) for value in ins.reads + ins.writes if value.kind == "chunk"}
+    for k, ins in enumerate(row):
+        done = tuple(value for value in last if last[value] == k and value not in kept)
+        yield ins._replace(frees=ins.frees + done) if done else ins

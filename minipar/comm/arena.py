@@ -1,0 +1,261 @@
+"""The shared memory in which the ranks of a group, all on one machine, exchange the pieces of a collective.
+
+    | a counter for each rank | slots: 4 buffers of a piece for each rank |
+
+A collective (shared.py) is a generator of steps: it yields whom it has to wait for, then copies or adds a piece, then
+posts. `post` makes this rank's counter one larger. All ranks of a group run the same collectives in the same order, and
+each posts as often in them as the others; so "rank 2 has posted 17 times" says exactly what rank 2 has done, and to
+wait is to wait until some counters have reached a number. Every counter has one writer, and is what others sleep on.
+
+A collective may begin before it is known that all ranks have come to the same one: its first piece is written, and
+posted, and then announced (`Exchange.begin`). If they have not, `Arena.realign` gives all the same count again.
+
+A `fence` stands before each post (what was written to a slot is there before the number that says so; what was read
+has been read) and after each wait (nothing of a slot is read before the number). Nobody has to be woken that looks:
+the futex call of Linux compares the word and goes to sleep in one.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from minipar.comm import futex
+from minipar.comm.futex import fence
+
+_LINE = 128  # bytes between two counters: no two on one line of a cache
+_PAGE = 4096
+_BUFFERS = 4
+_LARGEST, _TOTAL = 1 << 20, 64 << 20  # bytes of a slot, and of all slots of a group (at most, about)
+_ALIGNMENT = 64
+_LOOKS = 4  # before it sleeps: what comes at once need not wake it
+_SLICE = 0.05  # seconds of a wait for a lock: how late an interrupt can be
+_LATE = 0.04  # seconds of sleep after which it looks whether somebody is gone
+
+Need = tuple[Sequence[int], int]  # members, and the number that their counters must have reached
+Steps = Generator[Need, None, None]
+
+
+def slot_size(count: int) -> int:
+    """Bytes of one slot in a group of so many."""
+    return max(_PAGE, min(_LARGEST, _TOTAL // (_BUFFERS * count) // _PAGE * _PAGE))
+
+
+def size(count: int) -> int:
+    """Bytes of the arena of a group of so many."""
+    return -(-count * _LINE // _PAGE) * _PAGE + _BUFFERS * count * slot_size(count)
+
+
+class Arena:
+    """The arena of one group in one of its ranks, which has place `index` there. `gone` names a rank that has ended,
+    or gives None."""
+
+    def __init__(self, memory: mmap.mmap, count: int, index: int, gone: Callable[[], int | None]) -> None:
+        self.count, self.index = count, index
+        self.slot = slot_size(count)
+        self.everyone = tuple(range(count))
+        self.others = tuple(k for k in range(count) if k != index)
+        self.lock = threading.Lock()  # of whoever runs steps
+        self.posted = 0
+        self._gone = gone
+        self._map = memory
+        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self._address = self._bytes.data_ptr()
+        self._words = memoryview(memory)[: count * _LINE].cast("Q")
+        self._first = self._bytes.numel() - _BUFFERS * count * self.slot
+        self._free = [0] * _BUFFERS  # the post after which nobody reads a buffer any more
+        self._next = 0
+        self._views: dict[tuple[int, torch.dtype], list[list[Tensor]]] = {}
+        self._waiting: deque[Exchange] = deque()
+
+    # what a collective does ------------------------------------------------------------------------------------------
+
+    def slots(self, numel: int, dtype: torch.dtype) -> list[list[Tensor]]:
+        """[buffer][member]: the first so many elements of each slot."""
+        found = self._views.get((numel, dtype))
+        if found is None:
+            if len(self._views) > 64:
+                self._views.clear()
+            found = self._views[numel, dtype] = [
+                [self._slot(buffer, k)[: numel * dtype.itemsize].view(dtype) for k in self.everyone]
+                for buffer in range(_BUFFERS)
+            ]
+        return found
+
+    def _slot(self, buffer: int, k: int) -> Tensor:
+        start = self._first + (_BUFFERS * k + buffer) * self.slot
+        return self._bytes[start : start + self.slot]
+
+    def fits(self, dtype: torch.dtype, parts: int = 1) -> int:
+        """How many elements of each of so many parts fit a slot, each part well aligned."""
+        return self.slot // parts // _ALIGNMENT * _ALIGNMENT // dtype.itemsize
+
+    def take(self) -> tuple[int, Need]:
+        """The next buffer, and what a rank has to wait for before it writes to it."""
+        buffer = self._next
+        self._next = (buffer + 1) % _BUFFERS
+        return buffer, (self.others, self._free[buffer])
+
+    def free(self, buffer: int) -> None:
+        """Post that this rank has read all that it needs of a buffer; the others do it in the same step."""
+        self._free[buffer] = self.post()
+
+    def post(self) -> int:
+        """One step more is done; its number."""
+        fence()
+        self.posted += 1
+        self._words[self.index * _LINE // 8] = self.posted
+        futex.wake(self._address + self.index * _LINE)
+        return self.posted
+
+    # who runs them ---------------------------------------------------------------------------------------------------
+
+    def line_up(self, exchange: Exchange) -> None:
+        """From now on this collective goes on whenever this rank's `run` is called."""
+        self._waiting.append(exchange)
+
+    def realign(self, begun: int) -> None:
+        """Ranks differed in a collective, of which this one has done so many posts: two, of nothing, for everyone."""
+
+        def steps() -> Steps:
+            for _ in range(begun, 2):
+                self.post()
+            self._free, self._next = [self.posted] * _BUFFERS, 0
+            yield from ()
+
+        self.line_up(Exchange(self, steps()))
+        self.run()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not self._waiting
+
+    def run(self, blocking: bool = False) -> None:
+        """Do all steps that can be done now. If another thread is at it: wait for that one to have come to its end
+        (`blocking`, in slices), or leave it to that."""
+        if not self._waiting or not self.lock.acquire(blocking, _SLICE if blocking else -1):
+            return
+        done: list[Exchange] = []
+        try:
+            while self._waiting:
+                exchange = self._waiting[0]
+                if not exchange.advance():
+                    break
+                exchange.done = True  # before it leaves: who sleeps for it looks at both in the other order
+                self._waiting.popleft()
+                done.append(exchange)
+        finally:
+            self.lock.release()
+        for exchange in done:
+            exchange.finish()
+
+    def lagging(self, need: Need) -> tuple[int, int] | None:
+        """A member that has not posted that often, and its number; None when all have."""
+        words, (members, number) = self._words, need
+        for k in members:
+            value = words[k * _LINE // 8]
+            if value < number:
+                return k, value
+        fence()
+        return None
+
+    def sleep(self, until: Exchange | None = None) -> None:
+        """Until a member posts that the first exchange waits for, or `until` is done, or 50 ms (without it: 0.5).
+        ConnectionError when a member is gone."""
+        exchange = self._waiting[0] if self._waiting else None
+        if exchange is None or (until is not None and until.done):
+            return
+        behind = self.lagging(exchange.need)
+        if behind is None:
+            return
+        member, value = behind
+        began = time.monotonic()
+        futex.wait(self._address + member * _LINE, value & 0xFFFFFFFF, until is None)
+        if until is None or time.monotonic() - began < _LATE:
+            return
+        ended = self._gone()
+        if ended is not None and self.lagging(exchange.need) is not None:
+            raise ConnectionError(f"rank {ended} is gone")
+
+
+class Exchange:
+    """One collective in an arena, under way."""
+
+    def __init__(self, arena: Arena, steps: Steps) -> None:
+        self.arena = arena
+        self.need: Need = ((), 0)
+        self.error: BaseException | None = None
+        self.done = False
+        self.begun = 0  # posts done by `begin`, two at most
+        self._steps: Iterator[Need] = steps
+        self._calls: list[Callable[[], None]] = []
+        self._told = False
+        self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """Do the first step at once, if nothing is under way and nobody has to be waited for."""
+        arena = self.arena
+        if not arena.idle:
+            return
+        with arena.lock, torch.no_grad():
+            before = arena.posted
+            need = next(self._steps, None)
+            if need is not None and arena.posted == before and arena.lagging(need) is None:
+                need = next(self._steps, None)
+            if need is None:  # that was all
+                need, self._steps = ((), 0), iter(())
+            self.need, self.begun = need, arena.posted - before
+
+    def advance(self) -> bool:
+        """Go on as far as it goes; whether that is its end. Under the arena's lock."""
+        arena = self.arena
+        with torch.no_grad():
+            while arena.lagging(self.need) is None:
+                try:
+                    self.need = next(self._steps)
+                except StopIteration:
+                    return True
+                except Exception as error:
+                    self.error = error
+                    return True
+        return False
+
+    def finish(self) -> None:
+        """It is complete: tell those that asked."""
+        with self._lock:
+            self._told = True
+            calls, self._calls = self._calls, []
+        for call in calls:
+            call()
+
+    def wait(self) -> None:
+        """Return when it is complete. ConnectionError when a member is gone."""
+        looks = 0
+        while not self.done:
+            self.arena.run(blocking=True)
+            looks += 1
+            if not self.done and looks > _LOOKS:
+                self.arena.sleep(self)
+        if self.error is not None:
+            raise self.error
+
+    def is_completed(self) -> bool:
+        """Whether it is complete, without blocking."""
+        if not self.done:
+            self.arena.run()
+        return self.done
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Call back when it is complete, from whichever thread completes it."""
+        with self._lock:
+            if not self._told:
+                self._calls.append(call)
+                return
+        call()

@@ -1,0 +1,106 @@
+"""The backend's own collectives (gloo or NCCL), with the arguments of those in shared memory (shared.py).
+
+gloo's reduce-scatter is an all-reduce of which a slice is kept, twice the bytes: here the parts change hands, and every
+rank adds up its own. Its all-gather goes through a copy of the whole, and wants equal parts: here every rank broadcasts
+its part, as many bytes and less than half the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from minipar.comm.shared import add_up
+
+_OPERATIONS = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def allreduce(group: Any, index: int, x: Tensor, op: str = "sum") -> Any:
+    """Reduce a contiguous tensor in place."""
+    return group.allreduce([x], _OPERATIONS.get(op, dist.ReduceOp.SUM))
+
+
+def reduce(group: Any, index: int, x: Tensor, root: int, op: str = "sum") -> Any:
+    """Reduce a contiguous tensor in place on member `root`; the others' may be changed."""
+    options = dist.ReduceOptions()
+    options.rootRank = root
+    options.reduceOp = dist.ReduceOp(_OPERATIONS.get(op, dist.ReduceOp.SUM))
+    return group.reduce([x], options)
+
+
+def broadcast(group: Any, index: int, x: Tensor, root: int) -> Any:
+    """Give a contiguous tensor of member `root` to all."""
+    options = dist.BroadcastOptions()
+    options.rootRank = root
+    return group.broadcast([x], options)
+
+
+def all_gather(group: Any, index: int, into: Tensor, sizes: Sequence[int]) -> Any:
+    """Collect the members' parts, of these sizes, end to end; this one's is at its place already."""
+    if into.is_cuda and len(set(sizes)) == 1:
+        return group._allgather_base(into, into.split(sizes[0])[index])
+    parts = into.view(-1).split(list(sizes))
+    return _All([broadcast(group, index, part, k) for k, part in enumerate(parts) if part.numel()])
+
+
+def reduce_scatter(
+    group: Any, index: int, x: Tensor, into: Tensor, sizes: Sequence[int], op: str = "sum", add: bool = False
+) -> Any:
+    """Reduce a contiguous tensor, each member keeping its part (of these sizes) in `into`; added to it if `add`."""
+    mine, whole = sizes[index], x.view(-1)
+    if x.is_cuda and len(set(sizes)) == 1:
+        parts = torch.empty(mine, dtype=x.dtype, device=x.device)
+        work = group._reduce_scatter_base(parts, whole)
+        count = 1
+    else:
+        count = len(sizes)
+        parts = torch.empty(mine * count, dtype=x.dtype, device=x.device)
+        work = group.alltoall_base(parts, whole, [mine] * count, list(sizes))
+    return _Then(work, lambda: add_up(list(parts.view(count, mine)), op, into.view(-1), add))
+
+
+def all_to_all(group: Any, index: int, x: Tensor, into: Tensor, sizes: Sequence[Sequence[int]]) -> Any:
+    """Member k's part for member j has sizes[k][j] elements; in `into`, those for this member stand end to end."""
+    return group.alltoall_base(into, x, [row[index] for row in sizes], list(sizes[index]))
+
+
+class _Then:
+    """A work of which something is left to do when it was waited for."""
+
+    def __init__(self, work: Any, rest: Callable[[], None]) -> None:
+        self.work = work
+        self.rest: Callable[[], None] | None = rest
+
+    def wait(self, *limit: timedelta) -> None:
+        self.work.wait(*limit)
+        rest, self.rest = self.rest, None
+        if rest is not None:
+            rest()
+
+    def is_completed(self) -> bool:
+        return bool(self.work.is_completed())
+
+    def get_future(self) -> Any:
+        return self.work.get_future()
+
+
+class _All:
+    """Several works as one."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self.works = works
+
+    def wait(self, *limit: timedelta) -> None:
+        for work in self.works:
+            work.wait(*limit)
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+    def get_future(self) -> Any:
+        return torch.futures.collect_all([work.get_future() for work in self.works])

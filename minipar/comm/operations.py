@@ -1,0 +1,345 @@
+"""What `Communicator` does with numbers, lists, arrays and tensors: one function for each operation.
+
+Each turns its argument into a tensor, announces what it is, lets one of the transports do the work once all ranks
+agree, and hands back a `Result`, whose `wait` turns tensors back into what came in.
+
+Rows of a list, an array or a tensor are those of its first dimension; `shared.share` divides them among ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from minipar.comm import backend, groups, shared, values
+from minipar.comm.board import SMALL
+from minipar.comm.handles import Handle, Result
+from minipar.comm.matching import difference
+from minipar.comm.shared import combine, share
+from minipar.comm.world import Group, Way
+from minipar.errors import CollectiveMismatch, RankError
+
+if TYPE_CHECKING:
+    from minipar.comm.communicator import Communicator
+
+ALLREDUCE: Way = (shared.allreduce, backend.allreduce)
+REDUCE: Way = (shared.reduce, backend.reduce)
+REDUCE_SCATTER: Way = (shared.reduce_scatter, backend.reduce_scatter)
+ALL_GATHER: Way = (shared.all_gather, backend.all_gather)
+BROADCAST: Way = (shared.broadcast, backend.broadcast)
+ALL_TO_ALL: Way = (shared.all_to_all, backend.all_to_all)
+_HEADER = 8 * values.FORM  # bytes before those of a tensor that travels with its form
+_TEXT = 160  # bytes of an announcement across machines
+
+
+# Reductions -----------------------------------------------------------------------------------------------------------
+
+
+def allreduce(comm: Communicator, x: Any, op: Any, algorithm: str | None, alone: bool) -> Result:
+    """Combine over all ranks, element by element."""
+    summing = _Summing(comm, "allreduce", x, op, algorithm)
+    return summing.start(alone, ALLREDUCE, lambda given: (given, given, ()), summing.given.is_cuda)
+
+
+def reduce(comm: Communicator, x: Any, root: int, op: Any, algorithm: str | None, alone: bool) -> Result:
+    """Combine over all ranks; the result is on rank `root`, None on the others."""
+    _check_root(comm, "reduce", root)
+    summing = _Summing(comm, "reduce", x, op, algorithm, f" to rank {root}")
+    summing.here = comm.rank == root
+    return summing.start(alone, REDUCE, lambda given: (given, given, (root,)))
+
+
+def reduce_scatter(comm: Communicator, x: Any, op: Any, algorithm: str | None, alone: bool) -> Result:
+    """Combine over all ranks, each keeping its share of the rows."""
+    summing = _Summing(comm, "reduce_scatter", x, op, algorithm)
+    whole = summing.given
+    if not whole.dim():
+        raise RankError(f"reduce_scatter: a {summing.kind} has no rows to divide among {comm.size} ranks; use a list")
+    rows = share(len(whole), comm.size)
+    row = whole.shape[1:].numel()
+
+    def arguments(given: Tensor) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+        mine = torch.empty((rows[comm.rank], *given.shape[1:]), dtype=given.dtype)
+        return given, mine, (mine, [n * row for n in rows])
+
+    return summing.start(alone, REDUCE_SCATTER, arguments)
+
+
+class _Summing:
+    """A reduction under way."""
+
+    def __init__(self, comm: Communicator, call: str, x: Any, op: Any, algorithm: str | None, rest: str = "") -> None:
+        self.comm, self.algorithm = comm, algorithm
+        self.name = values.operation(op, call)
+        self.kind, self.given = values.to_tensor(x, self.name, call)
+        self.real = self.kind in ("number", "list") and self.given.dtype == torch.float64
+        by = f" by {algorithm}" if algorithm is not None else ""
+        self.words = values.describe(call, self.kind, self.given, f"for {self.name}{rest}{by}")
+        self.here = True  # whether this rank has the result
+
+    def start(
+        self,
+        alone: bool,
+        way: Way,
+        arguments: Callable[[Tensor], tuple[Tensor, Tensor, tuple[Any, ...]]],
+        nccl: bool = False,
+    ) -> Result:
+        """`arguments` turns what is given into what is reduced, where the result will be, and the rest for `way`."""
+        comm, device = self.comm, self.given.device
+        nccl = nccl and comm.backend == "nccl" and self.algorithm in (None, "backend")
+        given = self.given if nccl or not self.given.is_cuda else groups.to_host(self.given)
+        plain = "sum" if self.name == "avg" else self.name
+        result = given
+
+        def finish() -> Any:
+            if not self.here:
+                return None
+            mean = values.divide(result, comm.size) if self.name == "avg" else result
+            return values.from_tensor(self.kind, mean.to(device))
+
+        if comm.size == 1:
+            return Result(None, finish)
+        group, in_memory = _choose(comm, self.algorithm, nccl)
+
+        def prepare(reals: list[bool]) -> tuple[Tensor, tuple[Any, ...]]:
+            nonlocal result
+            # A real number on one rank makes the result real on all.
+            x, result, rest = arguments(given.double() if any(reals) else given)
+            return x, rest
+
+        def begin(reals: list[bool]) -> Any:
+            x, rest = prepare(reals)
+            return group.start(way, in_memory, x, *rest, plain) if x.numel() else None
+
+        def on_board(parts: list[Tensor], reals: list[bool]) -> None:
+            x, _ = prepare(reals)
+            if any(reals):
+                dtypes = [torch.float64 if one else torch.int64 for one in reals]
+                parts = [part.view(dtype).double() for part, dtype in zip(parts, dtypes, strict=True)]
+            combine(parts, plain, x)
+
+        small = None
+        if way is ALLREDUCE and _may_share(self.algorithm) and not given.is_cuda and _bytes(given) <= SMALL:
+            small = (given, on_board)
+        text, key = self.words
+        matcher = group.matcher
+        if matcher.board is None:
+            _, reals = _agree(group, text, key, [], self.real)
+            work = matcher.submit(text, lambda _: begin(reals))
+        elif small is None and self.kind in ("array", "tensor"):
+            x, rest = prepare([])
+            work = group.submit(text, way, in_memory, x, *rest, plain, key=key, alone=alone)
+        else:
+            work = matcher.submit(text, begin, key, self.real, small, alone)
+        return Result(Handle(work, given, comm.pending), finish)
+
+
+def _may_share(algorithm: str | None) -> bool:
+    """Whether shared memory may be used."""
+    return algorithm in (None, "auto", "shared")
+
+
+# Moving ---------------------------------------------------------------------------------------------------------------
+
+
+def broadcast(comm: Communicator, x: Any, root: int, algorithm: str | None, alone: bool) -> Result:
+    """Give rank `root`'s to all."""
+    _check_root(comm, "broadcast", root)
+    if x is None and comm.rank == root:
+        raise RankError(f"broadcast: rank {root} is the root, and has None")
+    kind, given = ("tensor", torch.empty(0)) if x is None else values.to_tensor(x, call="broadcast")
+    form = [0] * values.FORM if x is None else values.encode_form(kind, given)
+    device = given.device if x is not None else comm.device
+    result = given
+
+    def finish() -> Any:
+        return values.from_tensor(values.decode_form(agreed)[0], result.to(device))
+
+    agreed = form
+    if comm.size == 1:
+        return Result(None, finish)
+    text = f"broadcast from rank {root}" + (f" by {algorithm}" if algorithm is not None else "")
+
+    def begin(group: Group, in_memory: bool, rows: list[list[int]]) -> Any:
+        nonlocal agreed, result
+        agreed = rows[root]
+        for rank, row in enumerate(rows):
+            if any(row) and not _same(row, agreed):
+                theirs, mine = values.form_in_words(agreed), values.form_in_words(row)
+                raise CollectiveMismatch(f"broadcast: rank {root} has {theirs}, rank {rank} has {mine}")
+        _, dtype, shape = values.decode_form(agreed)
+        result = _host(given) if comm.rank == root else torch.empty(shape, dtype=dtype)
+        return group.start(BROADCAST, in_memory, result, root) if result.numel() else None
+
+    return Result(_move(comm, text, text, form, begin, algorithm, alone), finish)
+
+
+def all_gather(comm: Communicator, x: Any, algorithm: str | None, alone: bool) -> Result:
+    """Everybody's rows, end to end, on all ranks."""
+    kind, given = values.to_tensor(x, call="all_gather")
+    device = given.device
+    if not given.dim():
+        given = given.view(1)
+    text, key = values.describe("all_gather", kind, given, f"by {algorithm}" if algorithm is not None else "", True)
+    result = given
+
+    def finish() -> Any:
+        return values.from_tensor("list" if kind == "number" else kind, result.to(device))
+
+    if comm.size == 1:
+        return Result(None, finish)
+
+    def begin(group: Group, in_memory: bool, rows: list[list[int]]) -> Any:
+        nonlocal result
+        forms = [values.decode_form(row) for row in rows]
+        tails = [torch.Size(shape[1:]) for _, _, shape in forms]
+        like = next((k for k, (_, _, shape) in enumerate(forms) if shape[0]), 0)
+        for k, (_, _, shape) in enumerate(forms):
+            if shape[0] and tails[k] != tails[like]:  # lists only: of tensors it was announced
+                ours, theirs = values.form_in_words(rows[like]), values.form_in_words(rows[k])
+                raise CollectiveMismatch(f"all_gather: ranks differ: rank {like} has {ours}, rank {k} has {theirs}")
+        dtype = torch.float64 if any(one == torch.float64 for _, one, _ in forms) else given.dtype
+        counts = [shape[0] for _, _, shape in forms]
+        result = torch.empty((sum(counts), *tails[like]), dtype=dtype)
+        if not result.numel():
+            return None
+        if len(given):
+            result.split(counts)[comm.rank].copy_(given)
+        return group.start(ALL_GATHER, in_memory, result.view(-1), [n * tails[like].numel() for n in counts])
+
+    return Result(_move(comm, text, key, values.encode_form(kind, given), begin, algorithm, alone), finish)
+
+
+def all_to_all(comm: Communicator, x: Any, algorithm: str | None, alone: bool) -> Result:
+    """The k-th piece goes to rank k; what all ranks have for this one comes back, in their order."""
+    by = f" by {algorithm}" if algorithm is not None else ""
+    pieces: list[Any]
+    if isinstance(x, (list, tuple)):
+        if len(x) != comm.size:
+            raise RankError(f"all_to_all: {len(x)} pieces for {comm.size} ranks; give a list of one for each")
+        pieces, whole = list(x), None
+        text = key = f"all_to_all of a list of pieces{by}"
+    else:
+        kind, whole = values.to_tensor(x, call="all_to_all")
+        if not whole.dim():
+            raise RankError(f"all_to_all: a {kind} has no rows to divide; give a list of one piece for each rank")
+        pieces = list(whole.split(share(len(whole), comm.size)))
+        text, key = values.describe("all_to_all", kind, whole, by.strip(), True)
+    packets = [pack(piece, "all_to_all") for piece in pieces]
+    sent = torch.cat(packets)
+    got = sent
+    lengths = [packet.numel() for packet in packets]
+
+    def finish() -> Any:
+        found = [unpack(packet, comm.device if whole is None else whole.device) for packet in got.split(lengths)]
+        if whole is None:
+            return [values.from_tensor(*one) for one in found]
+        return values.from_tensor(kind, torch.cat([tensor for _, tensor in found]))
+
+    if comm.size == 1:
+        return Result(None, finish)
+
+    def begin(group: Group, in_memory: bool, rows: list[list[int]]) -> Any:
+        nonlocal got, lengths
+        lengths = [row[comm.rank] for row in rows]
+        got = torch.empty(sum(lengths), dtype=torch.uint8)
+        return group.start(ALL_TO_ALL, in_memory, sent, got, rows)
+
+    return Result(_move(comm, text, key, lengths, begin, algorithm, alone), finish)
+
+
+def pack(x: Any, call: str) -> Tensor:
+    """A number, list, array or tensor with its form, as bytes."""
+    kind, tensor = values.to_tensor(x, call=call)
+    header = torch.tensor(values.encode_form(kind, tensor)).view(torch.uint8)
+    return torch.cat([header, as_bytes(_host(tensor))])
+
+
+def unpack(packet: Tensor, device: torch.device) -> tuple[str, Tensor]:
+    """The kind and the tensor that `pack` was given."""
+    kind, dtype, shape = values.decode_form(packet[:_HEADER].clone().view(torch.int64).tolist())
+    tensor = torch.empty(shape, dtype=dtype)
+    as_bytes(tensor).copy_(packet[_HEADER:])
+    return kind, tensor.to(device) if kind == "tensor" else tensor
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor on the host."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+# What they share ------------------------------------------------------------------------------------------------------
+
+
+def _choose(comm: Communicator, algorithm: str | None, nccl: bool = False) -> tuple[Group, bool]:
+    """The group, and whether its shared memory is used; if not, its backend is made while all are here."""
+    group = comm.group("nccl" if nccl else "host")
+    in_memory = not nccl and comm.shares(group, algorithm)
+    if not in_memory:
+        group.backend  # noqa: B018
+    return group, in_memory
+
+
+def _move(
+    comm: Communicator,
+    text: str,
+    key: str,
+    row: list[int],
+    begin: Callable[[Group, bool, list[list[int]]], Any],
+    algorithm: str | None,
+    alone: bool,
+) -> Handle:
+    """Tell each other some numbers; `begin` gets those of all ranks."""
+    group, in_memory = _choose(comm, algorithm)
+    matcher = group.matcher
+    if matcher.board is None:
+        rows, _ = _agree(group, text, key, row, False)
+        work = matcher.submit(text, lambda _: begin(group, in_memory, rows))
+    else:
+        small = (
+            torch.tensor(row, dtype=torch.int64),
+            lambda rows, _: begin(group, in_memory, [one.tolist() for one in rows]),
+        )
+        work = matcher.submit(text, lambda _: None, key, False, small, alone)
+    return Handle(work, None, comm.pending)
+
+
+def _agree(group: Group, text: str, key: str, row: list[int], flag: bool) -> tuple[list[list[int]], list[bool]]:
+    """Across machines, where there is no board: the numbers and flags of all ranks, once their keys are the same.
+
+    Backends do not check it: they abort the process, hang, or hand back garbage.
+    """
+    said = text.encode()[:_TEXT].ljust(_TEXT, b"\0") + key.encode()[:_TEXT].ljust(_TEXT, b"\0")
+    numbers = torch.tensor([int(flag), *row], dtype=torch.int64).view(torch.uint8)
+    mine = torch.cat([torch.frombuffer(bytearray(said), dtype=torch.uint8), numbers])
+    found = [torch.empty_like(mine) for _ in group.members]
+    group.backend.allgather([found], [mine]).wait()
+    texts, keys = (
+        [bytes(one[start : start + _TEXT].tolist()).split(b"\0", 1)[0].decode(errors="replace") for one in found]
+        for start in (0, _TEXT)
+    )
+    if len(set(keys)) > 1:
+        raise CollectiveMismatch(difference(group.members, texts))
+    rows = [one[2 * _TEXT :].clone().view(torch.int64).tolist() for one in found]
+    return [one[1:] for one in rows], [bool(one[0]) for one in rows]
+
+
+def _same(form: list[int], other: list[int]) -> bool:
+    plain = values.decode_form(other)[0] in ("number", "list")  # whole or real
+    return form == other or (plain and form[0] == other[0] and form[2:] == other[2:])
+
+
+def _check_root(comm: Communicator, call: str, root: int) -> None:
+    if not 0 <= root < comm.size:
+        raise RankError(f"{call}: root={root} is none of the {comm.size} ranks here (0 to {comm.size - 1})")
+
+
+def _host(tensor: Tensor) -> Tensor:
+    return groups.to_host(tensor) if tensor.is_cuda else tensor
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,276 @@
+"""play(program, comm, tensor, ranks, op): this rank's part of a collective's program, on a real tensor.
+
+    SEND      the chunks go out, a message for each stretch of memory of at most PIECE bytes
+    RECV      into the place of the chunks; or, of what will be added, into a small buffer, piece by piece
+    REDUCE    a piece is added while the next one arrives: it is still in the cache, and no large buffer is needed
+
+The program is the one that verifies, simulates and is drawn. How many chunks it has counts here, not the bytes that it
+was made for: chunk c of C begins at element n c // C, and stretches without elements are not sent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from minipar.comm.algorithms import OPERATIONS
+from minipar.comm.algorithms.moves import bounds
+from minipar.comm.communicator import Communicator
+from minipar.comm.handles import Handle
+from minipar.errors import RankError
+from minipar.program import Instruction, Op, Program, Value
+from minipar.trace import Trace
+
+PIECE = 1 << 20  # bytes of a message, at most
+_TAGS, _NUMBERS = 1 << 19, 1 << 10  # messages to one rank in one collective, and collectives under way at once
+_FIRST_TAG = 1 << 30  # beyond those of pipelines (comm/links.py); gloo's tags have 31 bits
+
+
+@dataclass(frozen=True)
+class Record:
+    """When each instruction of one rank began and ended, by `time.perf_counter`."""
+
+    starts: list[float]
+    ends: list[float]
+
+
+def play(
+    program: Program, comm: Communicator, tensor: Tensor, ranks: tuple[int, ...], op: str = "sum", *, number: int = 0
+) -> Tensor:
+    """Run this rank's instructions of a collective's program on a contiguous tensor. Every rank of `ranks` does it.
+
+    ranks    rank k of the program is ranks[k]
+    op       what REDUCE does: "sum", "max", "min", or "avg", a sum that is divided at the end
+    number   collectives that are under way at the same time between the same ranks need different ones
+
+    Works in the tensor's own memory, which is flat here, whatever its shape. Gives
+      allreduce, broadcast    the tensor                   all_gather    the tensor; before, it had this rank's chunk
+      reduce_scatter          this rank's chunk of it; the rest is left in between
+      reduce                  the tensor; on ranks other than the root its values are left in between
+      all_to_all              a new flat tensor: what all ranks had for this one, in the order of ranks
+    Errors: RankError for a dtype or op that cannot be, ranks that do not fit; RuntimeError when a peer is gone.
+    """
+    return _Player(program, comm, tensor, ranks, op, number).run(None)
+
+
+def record(
+    program: Program, comm: Communicator, tensor: Tensor, ranks: tuple[int, ...], op: str = "sum", *, number: int = 0
+) -> tuple[Tensor, Record]:
+    """As `play`, and when each instruction ran. `measured` makes a Trace of the records of all ranks."""
+    size = len(program.ranks[ranks.index(comm.rank)])
+    times = Record([0.0] * size, [0.0] * size)
+    return _Player(program, comm, tensor, ranks, op, number).run(times), times
+
+
+def measured(program: Program, records: Sequence[Record]) -> Trace:
+    """The measured trace of a program, of each rank's record. Their clocks must be one, as on one machine."""
+    first = min((start for one in records for start in one.starts), default=0.0)
+    starts = [[time - first for time in one.starts] for one in records]
+    ends = [[time - first for time in one.ends] for one in records]
+    return Trace(program, starts, ends, lambda rank, value: program.chunks[value.index], "measured")
+
+
+# on a rank ------------------------------------------------------------------------------------------------------------
+
+
+def _pool(comm: Communicator) -> list[Tensor]:
+    """Receive buffers of a communicator that nobody uses now: new ones cost more than the receiving."""
+    return _pools.setdefault(comm, [])
+
+
+_pools: WeakKeyDictionary[Communicator, list[Tensor]] = WeakKeyDictionary()
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+)
+_ADD: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+
+class _Player:
+    """One run of one rank through a program."""
+
+    def __init__(
+        self, program: Program, comm: Communicator, tensor: Tensor, ranks: tuple[int, ...], op: str, number: int
+    ) -> None:
+        self._check(program, comm, tensor, ranks, op)
+        self.program, self.comm, self.ranks, self.op = program, comm, ranks, op
+        self.me = ranks.index(comm.rank)
+        self.flat = tensor.detach().view(-1)
+        self.tag = _FIRST_TAG + number % _NUMBERS * _TAGS
+        self.sent: dict[int, int] = {}  # messages so far, by rank
+        self.received: dict[int, int] = {}
+        self.sending: dict[int, list[Handle]] = {}  # by chunk
+        self.arriving: dict[Value, tuple[int, list[Handle]]] = {}  # index of the RECV
+        self.expected: dict[Value, tuple[int, list[int]]] = {}  # the same of what will be added: tags
+        self.places = self._places()
+
+    def _check(self, program: Program, comm: Communicator, tensor: Tensor, ranks: tuple[int, ...], op: str) -> None:
+        if len(ranks) != len(program.ranks) or comm.rank not in ranks or len(set(ranks)) != len(ranks):
+            raise RankError(
+                f"ranks {ranks}: {program.name} needs {len(program.ranks)} different ranks, {comm.rank} among them"
+            )
+        if not tensor.is_contiguous():
+            raise RankError(f"a tensor of strides {tensor.stride()} cannot be worked on in place; use .contiguous()")
+        if op not in OPERATIONS:
+            raise RankError(f"op={op!r} is not known; possible are {', '.join(OPERATIONS)}")
+        adds = any(ins.op is Op.REDUCE for row in program.ranks for ins in row)
+        dtype = _name(tensor.dtype)
+        if adds and tensor.dtype not in _DTYPES:
+            possible = ", ".join(map(_name, _DTYPES))
+            raise RankError(f"{program.name}: dtype {dtype} cannot be reduced; possible are {possible}")
+        if adds and op == "avg" and not tensor.dtype.is_floating_point:
+            raise RankError(f"{program.name}: an average is no {dtype}; use a floating-point dtype for op='avg'")
+
+    def _places(self) -> dict[int, Tensor]:
+        """The memory of each chunk. An all_to_all has chunks of other ranks' tensors, which come into a new one."""
+        program, flat, me = self.program, self.flat, self.me
+        count = len(program.chunks)
+        mine, wanted = (sorted(value.index for value in held[me]) for held in (program.state, program.final))
+        if count in (len(mine), len(wanted)):
+            self.result = flat
+            return {c: flat[slice(*bounds(flat.numel(), count, c))] for c in range(count)}
+        parts = {c: flat[slice(*bounds(flat.numel(), len(mine), k))] for k, c in enumerate(mine)}
+        own = parts[next(iter(set(mine) & set(wanted)))]
+        size = own.numel()
+        self.result = torch.empty(size * len(wanted), dtype=flat.dtype, device=flat.device)
+        for k, c in enumerate(wanted):
+            place = self.result[k * size : (k + 1) * size]
+            if c in parts:
+                place.copy_(own)
+            parts[c] = place
+        return parts
+
+    def run(self, times: Record | None) -> Tensor:
+        clock = time.perf_counter
+        for index, ins in enumerate(self.program.ranks[self.me]):
+            if times is not None and ins.op is Op.RECV:
+                times.starts[index] = times.ends[index] = clock()
+            for value in ins.reads:
+                if value in self.arriving:
+                    self._arrive(value, times)
+            start = clock()
+            if ins.op is Op.SEND:
+                self._send(ins)
+            elif ins.op is Op.RECV:
+                self._receive(index, ins)
+            else:
+                start = self._reduce(ins, times)
+            if times is not None and ins.op is not Op.RECV:
+                times.starts[index], times.ends[index] = start, clock()
+        while self.arriving:
+            self._arrive(next(iter(self.arriving)), times)
+        for handles in self.sending.values():
+            for handle in handles:
+                handle.wait()
+        return self._finish()
+
+    def _finish(self) -> Tensor:
+        final = sorted(value.index for value in self.program.final[self.me])
+        if self.op == "avg" and any(ins.op is Op.REDUCE for row in self.program.ranks for ins in row):
+            for stretch in self._stretches(final):
+                stretch.div_(len(self.ranks))
+        alone = len(final) == 1 < len(self.program.chunks)
+        return self.places[final[0]] if alone else self.result
+
+    # messages --------------------------------------------------------------------------------------------------------
+
+    def _stretches(self, chunks: Sequence[int]) -> Iterator[Tensor]:
+        """The memory of chunks, in pieces that are each one message: the same ones on the sender and the receiver."""
+        step = max(1, PIECE // self.flat.element_size())
+        whole: Tensor | None = None
+        for k, c in enumerate(chunks):
+            place = self.places[c]
+            whole = place if whole is None else self._joined(whole, place)
+            if k + 1 == len(chunks) or chunks[k + 1] != c + 1:
+                yield from (piece for piece in whole.split(step) if piece.numel())
+                whole = None
+
+    def _joined(self, first: Tensor, second: Tensor) -> Tensor:
+        """Two neighbours in memory as one."""
+        return first.as_strided((first.numel() + second.numel(),), (1,))
+
+    def _tag(self, counts: dict[int, int], peer: int) -> int:
+        counts[peer] = k = counts.get(peer, -1) + 1
+        return self.tag + k
+
+    def _send(self, ins: Instruction) -> None:
+        peer = self.ranks[ins.peer]
+        handles = [self.comm.isend(piece, peer, self._tag(self.sent, peer)) for piece in self._stretches(ins.layers)]
+        for c in ins.layers:
+            self.sending.setdefault(c, []).extend(handles)
+
+    def _receive(self, index: int, ins: Instruction) -> None:
+        peer = self.ranks[ins.peer]
+        tags = [self._tag(self.received, peer) for _ in self._stretches(ins.layers)]
+        if ins.writes[0].kind == "incoming":
+            self.expected[ins.writes[0]] = (index, tags)
+            return
+        # (A chunk that is still being sent is not harmed: what replaces it was made of what was sent.)
+        handles = [
+            self.comm.irecv(piece, peer, tag) for piece, tag in zip(self._stretches(ins.layers), tags, strict=True)
+        ]
+        self.arriving.update(dict.fromkeys(ins.writes, (index, handles)))
+
+    def _arrive(self, value: Value, times: Record | None) -> None:
+        index, handles = self.arriving[value]
+        for handle in handles:
+            handle.wait()
+        if times is not None:
+            times.ends[index] = time.perf_counter()
+        for other in self.program.ranks[self.me][index].writes:
+            self.arriving.pop(other, None)
+
+    def _reduce(self, ins: Instruction, times: Record | None) -> float:
+        """Add what comes; when the first piece was there."""
+        index, tags = self.expected.pop(ins.reads[0])
+        peer = self.ranks[self.program.ranks[self.me][index].peer]
+        for c in ins.layers:
+            for handle in self.sending.pop(c, ()):
+                handle.wait()
+        add, pieces, pool = _ADD[self.op], list(self._stretches(ins.layers)), _pool(self.comm)
+        buffers = [self._buffer(pool) for _ in range(min(2, len(pieces)))]
+        begin = 0.0
+
+        def post(k: int) -> tuple[Tensor, Handle]:
+            into = buffers[k % 2].view(self.flat.dtype)[: pieces[k].numel()]
+            return into, self.comm.irecv(into, peer, tags[k])
+
+        following = post(0) if pieces else None
+        for k, piece in enumerate(pieces):
+            assert following is not None
+            came, handle = following
+            following = post(k + 1) if k + 1 < len(pieces) else None
+            handle.wait()
+            begin = begin or time.perf_counter()
+            if times is not None:
+                times.ends[index] = time.perf_counter()
+            add(piece, came, out=piece)
+        pool.extend(buffers)
+        return begin or time.perf_counter()
+
+    def _buffer(self, pool: list[Tensor]) -> Tensor:
+        for k, buffer in enumerate(pool):
+            if buffer.device == self.flat.device:
+                return pool.pop(k)
+        return torch.empty(PIECE, dtype=torch.uint8, device=self.flat.device)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,358 @@
+"""Cut a chain of layers into stages: contiguous, each layer on one stage, as fast as a pipeline of them can be.
+
+    costs      5 3 3 | 8 3 | 9        a stage takes what its layers cost over its rank's speed, and what it hands on:
+    cut            2     1            t_s = work_s / speed_s + cut_s / bandwidth
+               t = 13   12   9        a step of m micro-batches takes   sum(t) + (m - 1) max(t)
+
+The sum is the way of the first micro-batch; after it, one leaves every max(t), the slowest stage. With equal speeds and
+free cuts the sum is always the same, and the best partition is that of the smallest maximum.
+
+`partition` is exact. Given a bound T on the slowest stage, the least sum is a dynamic program over (stages, layers):
+
+    least(s, j) = min over i of  least(s - 1, i) + t(i..j on rank s),   where t <= T
+
+The allowed i of a j are neighbours, so a table of minima over runs answers all j of a stage at once, in O(n log n).
+least(T) falls as T grows. So bounds are bisected (branch and bound): of a < T <= b no partition is better than
+least(b) + (m - 1) a, and where that beats nothing found, the interval is done. That also makes 10,000 layers cheap.
+
+Sources: Zheng et al., "Alpa", 2022, section 5.2 (the objective; it tries all bounds in turn); Narayanan et al.,
+"PipeDream: Generalized Pipeline Parallelism for DNN Training", 2019, section 3.1 (`partition_replicated`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from minipar.costs.measured import Profile
+from minipar.costs.recomputation import LayerCosts
+from minipar.errors import PlanError
+
+EXACT = 1e-13  # relative; rounding errors of sums are as large
+MOST_ORDERS = 50_000
+LINK = 1.5e9  # bytes a second, as ProfiledCosts assumes
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A chain of layers in stages.
+
+    split    layers of each stage
+    times    time of each stage for one micro-batch, with what it hands on
+    time     of a step: sum(times) + (microbatches - 1) * max(times)
+    order    which of the given ranks each stage runs on
+    """
+
+    split: tuple[int, ...]
+    times: tuple[float, ...]
+    time: float
+    order: tuple[int, ...]
+
+
+def partition(
+    costs: Sequence[float],
+    stages: int,
+    microbatches: int = 1,
+    *,
+    speeds: Sequence[float] | None = None,
+    activations: Sequence[float] | None = None,
+    bandwidth: float = 1.0,
+    reorder: bool = False,
+) -> Partition:
+    """The contiguous partition of least sum(t) + (microbatches - 1) max(t); every stage has at least one layer.
+
+    costs        time of each layer for one micro-batch, forward and backward together
+    speeds       of the ranks, in the order of the stages: a rank of speed 2 takes half the time; default 1 each
+    activations  what is handed on after each layer (bytes), both ways together; the last one's counts for nothing.
+                 The stage that hands on pays activations / bandwidth, as if it waited for the message
+    reorder      try every order of the ranks (those of equal speed are not told apart) and take the best; otherwise
+                 stage s runs on rank s
+
+    O(stages * layers * log(layers)) for a bound, and some 10 to 100 bounds. Of equally good ones, any.
+    Errors: `PlanError` for tables that do not fit, costs below 0, speeds not above 0, more stages than layers, or more
+    than 50,000 orders.
+    """
+    work, cuts, rates = checked(costs, stages, microbatches, speeds, activations, bandwidth)
+    orders: Iterable[tuple[int, ...]] = [tuple(range(stages))]
+    if reorder:
+        orders = _orders(rates)
+    found = [_best(work, cuts, [rates[k] for k in order], microbatches, order) for order in orders]
+    return min(found, key=lambda one: one.time)
+
+
+def stage_times(
+    costs: Sequence[float],
+    split: Sequence[int],
+    *,
+    speeds: Sequence[float] | None = None,
+    activations: Sequence[float] | None = None,
+    bandwidth: float = 1.0,
+) -> tuple[float, ...]:
+    """Time of each stage of a split for one micro-batch; arguments as for `partition`."""
+    work, cuts, rates = checked(costs, len(split), 1, speeds, activations, bandwidth)
+    if sum(split) != len(work) or min(split) < 1:
+        raise PlanError(f"split={','.join(map(str, split))}: must be stages of at least 1 layer, {len(work)} together")
+    ends = list(accumulate(split, initial=0))
+    return tuple(math.fsum(work[i:j]) / v + cuts[j - 1] for (i, j), v in zip(pairwise(ends), rates, strict=True))
+
+
+def step_time(times: Sequence[float], microbatches: int) -> float:
+    """sum(times) + (microbatches - 1) * max(times): a step of a pipeline that is flushed at its end."""
+    return math.fsum(times) + (microbatches - 1) * max(times)
+
+
+def checked(
+    costs: Sequence[float],
+    stages: int,
+    microbatches: int,
+    speeds: Sequence[float] | None,
+    activations: Sequence[float] | None,
+    bandwidth: float,
+) -> tuple[list[float], list[float], list[float]]:
+    """Costs, times of the cuts after each layer, speeds: as floats."""
+    work = [float(x) for x in costs]
+    cuts = [0.0] * len(work) if activations is None else [float(x) / bandwidth for x in activations]
+    rates = [1.0] * stages if speeds is None else [float(x) for x in speeds]
+    if not 1 <= stages <= len(work):
+        raise PlanError(f"stages={stages}: must be from 1 to {len(work)}, the number of layers")
+    if microbatches < 1:
+        raise PlanError(f"microbatches={microbatches}: must be at least 1")
+    if not all(0 <= x < math.inf for x in (*work, *cuts)):
+        raise PlanError("partition: costs and activations must be finite numbers of at least 0")
+    if not all(0 < x < math.inf for x in (*rates, bandwidth)):
+        raise PlanError("partition: speeds and bandwidth must be finite numbers above 0")
+    if len(cuts) != len(work) or len(rates) != stages:
+        raise PlanError(
+            f"partition: {len(cuts)} activations for {len(work)} layers, {len(rates)} speeds for {stages} stages; "
+            "each layer and each stage needs one"
+        )
+    if cuts:
+        cuts[-1] = 0.0
+    return work, cuts, rates
+
+
+def _orders(rates: Sequence[float]) -> list[tuple[int, ...]]:
+    """Every order of the ranks, of those that differ in speed."""
+    count = math.factorial(len(rates))
+    for speed in set(rates):
+        count //= math.factorial(rates.count(speed))
+    if count > MOST_ORDERS:
+        raise PlanError(f"reorder: {count} orders of {len(rates)} ranks; possible are up to {MOST_ORDERS}")
+    found: dict[tuple[float, ...], tuple[int, ...]] = {}
+    for order in _distinct(sorted(range(len(rates)), key=lambda k: (rates[k], k)), rates):
+        found.setdefault(tuple(rates[k] for k in order), order)
+    return list(found.values())
+
+
+def _distinct(left: list[int], rates: Sequence[float]) -> Iterable[tuple[int, ...]]:
+    """Orders of the ranks in which those of equal speed keep theirs."""
+    if not left:
+        yield ()
+    tried = set()
+    for k in left:
+        if rates[k] not in tried:
+            tried.add(rates[k])
+            for rest in _distinct([other for other in left if other != k], rates):
+                yield (k, *rest)
+
+
+def _best(
+    work: list[float], cuts: list[float], rates: list[float], microbatches: int, order: tuple[int, ...]
+) -> Partition:
+    chain = _Chain(work, cuts, rates)
+    first = chain.solve(math.inf)
+    assert first is not None
+    best, best_time = first, step_time(first.times, microbatches)
+    open_bounds = [(0.0, max(first.times), math.fsum(first.times))]  # a < T <= b, and least(b)
+    while open_bounds:
+        a, b, least = open_bounds.pop()
+        if least + (microbatches - 1) * a >= best_time * (1 - EXACT):
+            continue
+        middle = (a + b) / 2
+        if not a < middle < b:
+            continue
+        found = chain.solve(middle)
+        open_bounds.append((middle, b, least))
+        if found is not None:
+            total, slowest = math.fsum(found.times), max(found.times)
+            if step_time(found.times, microbatches) < best_time:
+                best, best_time = found, step_time(found.times, microbatches)
+            open_bounds.append((a, min(slowest, middle), total))
+    return Partition(best.split, best.times, best_time, order)
+
+
+@dataclass(frozen=True)
+class _Found:
+    split: tuple[int, ...]
+    times: tuple[float, ...]
+
+
+class _Chain:
+    """Layers and ranks, ready for many bounds."""
+
+    def __init__(self, work: list[float], cuts: list[float], rates: list[float]) -> None:
+        self.before = np.concatenate([[0.0], np.cumsum(np.array(work, dtype=float))])  # work of the first j layers
+        self.cuts = np.concatenate([[0.0], np.array(cuts, dtype=float)])
+        self.work, self.cut_list, self.rates = work, cuts, rates
+
+    def solve(self, bound: float) -> _Found | None:
+        """The split of least sum whose stages take at most `bound`; None if there is none."""
+        bands = self._bands(bound * (1 + EXACT))
+        if bands is None:
+            return None
+        values, low = np.zeros(1), 0  # least(s - 1, i) for i = low, low + 1, ...
+        history = []
+        for rate, (start, stop) in zip(self.rates, bands, strict=True):
+            work, cuts = self.before[start:stop], self.cuts[start:stop]
+            # Layers i..j-1 take (before[j] - before[i]) / rate + cuts[j]: allowed from the first i on that is
+            # late enough.
+            allowed = work - (bound * (1 + EXACT) - cuts) * rate if bound < math.inf else np.zeros(stop - start)
+            sources = self.before[low : low + len(values)]
+            first = np.searchsorted(sources, allowed)
+            last = np.minimum(np.arange(start, stop), low + len(values)) - low
+            offered = values - sources / rate
+            history.append((low, start, offered, first, last))
+            values, low = _minima(offered, first, last) + work / rate + cuts, start
+        if not values[-1] < math.inf:
+            return None
+        split, j = [], len(self.work)
+        for low, start, offered, first, last in reversed(history):
+            window = offered[first[j - start] : last[j - start]]
+            i = low + int(first[j - start]) + int(np.argmin(window))
+            split.append(j - i)
+            j = i
+        split.reverse()
+        ends = pairwise(accumulate(split, initial=0))
+        times = (
+            math.fsum(self.work[i:j]) / v + self.cut_list[j - 1] for (i, j), v in zip(ends, self.rates, strict=True)
+        )
+        return _Found(tuple(split), tuple(times))
+
+    def _bands(self, bound: float) -> list[tuple[int, int]] | None:
+        """Where each stage can end, if cuts were free: range(start, stop); None if the layers do not fit."""
+        n, p = len(self.work), len(self.rates)
+        high, reach = [], 0
+        for s, rate in enumerate(self.rates):
+            furthest = np.searchsorted(self.before, self.before[reach] + bound * rate, side="right") - 1
+            reach = min(int(furthest), n - (p - 1 - s))
+            high.append(reach)
+        low, reach = [], n
+        for s in reversed(range(p)):
+            low.append(reach)
+            reach = max(int(np.searchsorted(self.before, self.before[reach] - bound * self.rates[s])), s)
+        low.reverse()
+        bands = [(a, b + 1) for a, b in zip(low, high, strict=True)]
+        return bands if all(a < b for a, b in bands) else None
+
+
+def _minima(values: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+    """The least of values[first[k] : last[k]] for each k; infinite where that is empty.
+
+    Level d of the table has the least of each 2^d neighbours, and every run is two of these, perhaps overlapping.
+    """
+    length = last - first
+    level = np.frexp(np.maximum(length, 1).astype(float))[1] - 1
+    table = np.full((int(level.max()) + 1, len(values)), np.inf)
+    table[0] = values
+    for d in range(1, len(table)):
+        half, size = 2 ** (d - 1), len(values) - 2**d + 1
+        np.minimum(table[d - 1, :size], table[d - 1, half : half + size], out=table[d, :size])
+    empty = length <= 0
+    first, level, last = np.where(empty, 0, first), np.where(empty, 0, level), np.where(empty, 1, last)
+    found = np.minimum(table[level, first], table[level, last - 2**level])
+    return np.where(empty, np.inf, found)
+
+
+def split_by_cost(costs: LayerCosts | Profile | None, layers: int, stages: int, microbatches: int) -> tuple[int, ...]:
+    """Layers of each stage for a plan's split="auto": the exact partition of what the layers cost.
+
+    A profile is in seconds, so its messages count too, outputs and their gradients at `LINK` bytes a second. The times
+    of LayerCosts may be in any unit, operations for instance; messages are free then.
+    Errors: `PlanError` without costs, or with costs of another number of layers.
+    """
+    if costs is None:
+        raise PlanError(
+            "split=auto: needs what the layers cost; give compile(..., costs=minipar.profile(model, batch)), "
+            "or layer counts such as 3,3,2, or even"
+        )
+    known = LayerCosts.of(costs) if isinstance(costs, Profile) else costs
+    if len(known.forward) != layers:
+        raise PlanError(f"costs: of {len(known.forward)} layers, but the model has {layers}")
+    times = [a + b for a, b in zip(known.forward, known.backward, strict=True)]
+    messages = [a + b for a, b in zip(known.output, known.gradient, strict=True)] if known is not costs else None
+    return partition(times, stages, microbatches, activations=messages, bandwidth=LINK).split
+
+
+# stages on several ranks ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ReplicatedPartition:
+    """A chain of layers in stages, each replicated on some ranks.
+
+    split    layers of each stage
+    ranks    ranks of each stage
+    slowest  time between two micro-batches in the steady state: that of the slowest stage or link
+    """
+
+    split: tuple[int, ...]
+    ranks: tuple[int, ...]
+    slowest: float
+
+
+def partition_replicated(
+    costs: Sequence[float],
+    ranks: int,
+    *,
+    activations: Sequence[float] | None = None,
+    parameters: Sequence[float] | None = None,
+    bandwidth: float = 1.0,
+) -> ReplicatedPartition:
+    """PipeDream's partition: stages may be replicated on several ranks, and all `ranks` ranks are used.
+
+    The time per micro-batch of layers i..j on r ranks, whose parameters are w bytes, and of the link after j:
+
+        stage(i..j, r) = max(sum of costs, 2 (r - 1) w / bandwidth) / r        link(j) = 2 activations[j] / bandwidth
+
+    The slowest of them is made as fast as possible: right for a pipeline without flushes, in which the way of the first
+    micro-batch does not count. Replicas take turns and sum up gradients while they compute (the paper's formula; the
+    code published with it adds the two times). All ranks are alike.
+
+        slowest(j, r) = min over i, r' of  max(slowest(i, r - r'), link(i), stage(i..j, r'))         O(n^2 ranks^2)
+
+    Errors: `PlanError` as for `partition`.
+    """
+    work, cuts, _ = checked(costs, 1, 1, None, activations, bandwidth)
+    weights = [0.0] * len(work) if parameters is None else [float(x) / bandwidth for x in parameters]
+    if len(weights) != len(work) or not all(0 <= x < math.inf for x in weights):
+        raise PlanError(
+            f"partition: {len(weights)} parameters for {len(work)} layers; each needs one of at least 0 bytes"
+        )
+    if ranks < 1:
+        raise PlanError(f"ranks={ranks}: must be at least 1")
+    n = len(work)
+    before, weighed = (np.concatenate([[0.0], np.cumsum(table)]) for table in (work, weights))
+    link = 2 * np.concatenate([[0.0], cuts])
+    slowest = np.full((ranks + 1, n + 1), np.inf)
+    slowest[0, 0] = 0.0
+    come_from: dict[tuple[int, int], tuple[int, int]] = {}
+    for r in range(1, ranks + 1):
+        for j in range(1, n + 1):
+            for here in range(1, r + 1):
+                stage = np.maximum(before[j] - before[:j], 2 * (here - 1) * (weighed[j] - weighed[:j])) / here
+                time = np.maximum(np.maximum(slowest[r - here, :j], link[:j]), stage)
+                i = int(np.argmin(time))
+                if time[i] < slowest[r, j]:
+                    slowest[r, j] = time[i]
+                    come_from[r, j] = (i, here)
+    split, held, r, j = [], [], ranks, n
+    while j:
+        i, here = come_from[r, j]
+        split.append(j - i)
+        held.append(here)
+        r, j = r - here, i
+    return ReplicatedPartition(tuple(split[::-1]), tuple(held[::-1]), float(slowest[ranks, n]))

@@ -1,0 +1,131 @@
+"""Which rows of a batch belong to which rank, and a rank's rows for a loop of its own.
+
+    batch of 8 rows, mesh dp=2 x pp=2, 2 micro-batches:       rank 0, 1 (one pipeline)     0 1 | 2 3
+                                                              rank 2, 3 (the other)        4 5 | 6 7
+
+Ranks of one pipeline or tensor group work on the same rows, replicas on different ones. This is how `train` shares
+batches out; here it is for everybody, without talking to anyone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from minipar.costs.profiled import split_rows
+from minipar.data.order import Order
+from minipar.errors import PlanError
+
+Mesh = Mapping[str, int] | Sequence[tuple[str, int]]  # axis sizes, slowest first, such as Program.mesh
+ALONE = (("dp", 1),)
+
+
+def replica_of(rank: int, mesh: Mesh = ALONE) -> tuple[int, int]:
+    """(which replica a rank works for, of how many): its place on the mesh's axis "dp".
+
+    Errors: `PlanError` for a rank that the mesh does not have.
+    """
+    axes = list(mesh.items() if isinstance(mesh, Mapping) else mesh)
+    size = 1
+    for _, length in axes:
+        size *= length
+    if not 0 <= rank < size:
+        raise PlanError(f"rank={rank}: must be from 0 to {size - 1}")
+    inner = size
+    for name, length in axes:
+        inner //= length
+        if name == "dp":
+            return rank // inner % length, length
+    return 0, 1
+
+
+def rows_of(rank: int, mesh: Mesh, size: int, microbatches: int = 1) -> list[range]:
+    """The rows of each micro-batch of a rank, out of a batch of `size` rows.
+
+    All micro-batches of all replicas have as many rows as possible alike, the first ones one more; where there are
+    fewer rows than micro-batches, the last ones have none.
+    """
+    replica, replicas = replica_of(rank, mesh)
+    return split_rows(size, replicas * microbatches)[replica * microbatches : (replica + 1) * microbatches]
+
+
+def part_of(rank: int, mesh: Mesh, size: int, microbatches: int = 1) -> range:
+    """All rows of a rank, out of a batch of `size` rows."""
+    rows = rows_of(rank, mesh, size, microbatches)
+    return range(rows[0].start, rows[-1].stop)
+
+
+def stream(
+    source: Any, batch: int, rank: int = 0, mesh: Mesh = ALONE, step: int = 0, microbatches: int = 1
+) -> Iterator[tuple[int, tuple[Any, Any]]]:
+    """(step, (x, y)) without end from `step` on: of each batch the rows of a rank, which are all that is read.
+
+    The rows are those that `train(data=source, batch=batch)` gives to the rank. A loop can go on at any step: it needs
+    no other state. All ranks get as many steps; a rank without rows in a small last batch gets
+    tensors of 0 rows.
+
+    source   has batch(step, size, rows=...), such as `Epochs` or any other data set of this package
+    """
+    replica_of(rank, mesh)
+    for k in count(step):
+        size = source.length(k, batch)
+        yield k, source.batch(k, batch, rows=part_of(rank, mesh, size, microbatches))
+
+
+@dataclass
+class Sampler:
+    """The rows of a rank as numbers, batch by batch, for torch's DataLoader and a data set of your own:
+
+        sampler = data.Sampler(len(dataset), batch=32, rank=rank, mesh={"dp": 4}, seed=1)
+        for epoch in range(3):
+            sampler.set_epoch(epoch)
+            for x, y in DataLoader(dataset, batch_sampler=sampler): ...
+
+    `batch` is that of all replicas together. In an epoch every row is met exactly once, by one replica.
+    torch.utils.data.DistributedSampler gives every rank as many rows, and repeats rows where they do not come out even:
+    of 10 rows on 4 ranks it gives 3 to each, 2 rows twice. Here the shares of one batch differ by a row at most, and
+    nothing is repeated; so weigh a rank's mean loss by its rows, as `train` does.
+
+    `step` is where iteration begins: to go on in the middle of an epoch, set it to the number of steps that were done.
+
+    Errors: `PlanError` where the last batch would leave a replica without rows, which a DataLoader cannot collate.
+    """
+
+    count: int
+    batch: int
+    rank: int = 0
+    mesh: Mesh = ALONE
+    seed: int = 0
+    last: str = "smaller"
+    shuffle: bool = True
+    step: int = 0
+
+    def __post_init__(self) -> None:
+        steps = self.order.steps(self.batch)
+        least = min(self.order.place(k, self.batch)[2] for k in (0, steps - 1))
+        replicas = replica_of(self.rank, self.mesh)[1]
+        if least < replicas:
+            raise PlanError(
+                f"batch={self.batch}: the smallest batch of an epoch has {least} rows for {replicas} replicas; "
+                "each needs one: choose last='dropped', or another batch"
+            )
+
+    @property
+    def order(self) -> Order:
+        return Order(self.count, self.seed, self.last, self.shuffle)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin with the first step of this epoch, as torch's own samplers do."""
+        self.step = epoch * self.order.steps(self.batch)
+
+    def __len__(self) -> int:
+        """Batches until the end of the epoch."""
+        steps = self.order.steps(self.batch)
+        return steps - self.step % steps
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in range(self.step, self.step + len(self)):
+            length = self.order.place(step, self.batch)[2]
+            yield self.order.rows(step, self.batch, part_of(self.rank, self.mesh, length)).tolist()

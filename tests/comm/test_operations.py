@@ -1,0 +1,461 @@
+"""Every operation of a Communicator, on every kind of value and both transports, against plain computation."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+
+from minipar.cluster import worker
+from minipar.comm import communicator
+from minipar.comm.communicator import Communicator
+from minipar.errors import CollectiveMismatch, RankError
+
+# Ranks cannot import this file by name; its functions travel as those of a notebook do.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+WAYS = [None, "shared", "backend"]
+KINDS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "list": lambda x: x.long().tolist(),
+    "float64 array": lambda x: x.double().numpy(),
+    "int32 array": lambda x: x.int().numpy(),
+    "float32 tensor": lambda x: x.float(),
+    "bfloat16 tensor": lambda x: x.bfloat16(),
+    "int64 tensor": lambda x: x.long(),
+}
+# Rows of each rank's values: none, less than one for each rank, uneven, more than fits the board, several pieces.
+SHAPES = [(0, 3), (1, 2), (7,), (5, 3), (700, 3), (300_001,)]
+
+
+def create() -> Communicator:
+    return communicator.create()
+
+
+def values(rank: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """Small whole numbers, so that no dtype rounds."""
+    return (torch.arange(np.prod(shape, dtype=int)) * 7 % 11 + rank).reshape(shape)
+
+
+def same(found: Any, expected: Any) -> bool:
+    """Whether type, dtype, shape and values are the same."""
+    if type(found) is not type(expected):
+        return False
+    if isinstance(found, np.ndarray):
+        return found.dtype == expected.dtype and found.shape == expected.shape and bool((found == expected).all())
+    if isinstance(found, torch.Tensor):
+        return found.dtype == expected.dtype and torch.equal(found, expected)
+    if isinstance(found, list) and found and not isinstance(found[0], (int, float)):
+        return len(found) == len(expected) and all(map(same, found, expected))
+    return bool(found == expected)
+
+
+def cut(x: Any, k: int, ranks: int) -> Any:
+    """The rows of rank k."""
+    counts = [len(x) // ranks + (j < len(x) % ranks) for j in range(ranks)]
+    return x[sum(counts[:k]) : sum(counts[: k + 1])]
+
+
+def check_all(algorithm: str | None, kinds: list[str], shapes: list[tuple[int, ...]]) -> list[str]:
+    """In a rank: what went wrong."""
+    comm = create()
+    n, me = comm.size, comm.rank
+    wrong = []
+    for kind in kinds:
+        make = KINDS[kind]
+        for shape in shapes:
+            mine = make(values(me, shape))
+            everyone = [values(k, shape) for k in range(n)]
+            total, last = make(sum(everyone[1:], everyone[0])), n - 1
+            uneven = values(me, (shape[0] + 2 * me, *shape[1:]))
+            rows = [values(k, (shape[0] + 2 * k, *shape[1:])) for k in range(n)]
+            found = {
+                "allreduce": (comm.allreduce(mine, algorithm=algorithm), total),
+                "allreduce max": (comm.allreduce(mine, max, algorithm=algorithm), make(everyone[-1])),
+                "reduce": (comm.reduce(mine, last, algorithm=algorithm), total if me == last else None),
+                "reduce_scatter": (comm.reduce_scatter(mine, algorithm=algorithm), cut(total, me, n)),
+                "reduce_scatter min": (
+                    comm.reduce_scatter(mine, min, algorithm=algorithm),
+                    cut(make(everyone[0]), me, n),
+                ),
+                "all_gather": (comm.all_gather(make(uneven), algorithm=algorithm), make(torch.cat(rows))),
+                "broadcast": (
+                    comm.broadcast(mine if me != 0 or n == 1 else None, last, algorithm=algorithm),
+                    make(everyone[-1]),
+                ),
+                "all_to_all": (
+                    comm.all_to_all([make(values(me + k, (shape[0] + me, *shape[1:]))) for k in range(n)]),
+                    [make(values(k + me, (shape[0] + k, *shape[1:]))) for k in range(n)],
+                ),
+            }
+            if not isinstance(mine, list):
+                joined = torch.cat([cut(values(k, shape), me, n) for k in range(n)])
+                found["all_to_all of rows"] = (comm.all_to_all(mine, algorithm=algorithm), make(joined))
+            wrong += [f"{name} of {kind} {shape}" for name, pair in found.items() if not same(*pair)]
+            if not same(mine, make(values(me, shape))):
+                wrong.append(f"the argument of {kind} {shape} was changed")
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("algorithm", WAYS)
+def test_every_operation_on_every_kind(clusters, ranks, algorithm):
+    if ranks == 1 and algorithm == "shared":
+        pytest.skip("one rank shares with nobody")
+    shapes = SHAPES if algorithm != "backend" else SHAPES[:-1]
+    assert clusters(ranks).run(check_all, algorithm, list(KINDS), shapes) == [[]] * ranks
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int8, torch.uint8])
+def test_other_dtypes_in_shared_memory(clusters, dtype):
+    def f() -> bool:
+        comm = create()
+        x = (torch.arange(50_000) % 13 + comm.rank).to(dtype)
+        everyone = [(torch.arange(50_000) % 13 + k).to(dtype) for k in range(4)]
+        gathered = comm.all_gather(x)
+        return same(comm.allreduce(x), sum(everyone[1:], everyone[0])) and same(gathered, torch.cat(everyone))
+
+    assert clusters(4).run(f) == [True] * 4
+
+
+def test_numbers(clusters):
+    def f() -> list[Any]:
+        comm = create()
+        me = comm.rank
+        return [
+            comm.all_gather(me),
+            comm.all_gather([me] * me),
+            comm.all_gather([1, 2.5][me % 2]),
+            comm.broadcast(me + 0.5, root=1),
+            comm.broadcast([[1, 2], [3, 4]] if me == 0 else None),
+            comm.reduce(me, op="avg"),
+            comm.reduce_scatter([1.0 * me, 2, 3, 4, 5]),
+            comm.all_to_all([10 * me + k for k in range(4)]),
+        ]
+
+    for me, found in enumerate(clusters(4).run(f)):
+        assert found == [
+            [0, 1, 2, 3],
+            [1, 2, 2, 3, 3, 3],
+            [1.0, 2.5, 1.0, 2.5],
+            1.5,
+            [[1, 2], [3, 4]],
+            1.5 if me == 0 else None,
+            [[6.0, 8.0], [12.0], [16.0], [20.0]][me],
+            [10 * k + me for k in range(4)],
+        ]
+
+
+def test_what_no_sum_is_made_of_can_be_moved(clusters):
+    def f() -> bool:
+        comm = create()
+        flags, waves = torch.tensor([True, False]), torch.tensor([1 + 2j * comm.rank])
+        return (
+            same(comm.broadcast(flags, 1), flags)
+            and same(comm.all_gather(waves), torch.tensor([1 + 0j, 1 + 2j]))
+            and same(
+                comm.all_to_all([flags, waves])[0],
+                [flags, waves][comm.rank] if comm.rank == 0 else torch.tensor([1 + 0j]),
+            )
+        )
+
+    assert clusters(2).run(f) == [True] * 2
+
+
+def test_bits_are_the_same_on_all_ranks_and_both_ways_to_sum(clusters):
+    """Every element is summed in the order of ranks, be it on one rank or on all."""
+
+    def f() -> list[bytes]:
+        comm = create()
+        x = torch.randn(100_003, generator=torch.Generator().manual_seed(comm.rank))
+        small = torch.cat([comm.allreduce(part) for part in x.split(1000)])  # on the board
+        scattered = comm.all_gather(comm.reduce_scatter(x))
+        return [one.numpy().tobytes() for one in (comm.allreduce(x), small, scattered)]
+
+    for ranks in (2, 4):
+        found = clusters(ranks).run(f)
+        assert len({one for row in found for one in row}) == 1
+
+
+# Handles
+
+
+def test_handles_give_results_in_any_order(clusters):
+    def f() -> list[Any]:
+        comm = create()
+        x = torch.full((50_000,), float(comm.rank))
+        handles = [
+            comm.allreduce(x, async_op=True),
+            comm.all_gather(comm.rank, async_op=True),
+            comm.reduce_scatter(x, async_op=True),
+            comm.broadcast(x, 3, async_op=True),
+            comm.all_to_all([comm.rank] * 4, async_op=True),
+            comm.reduce([comm.rank], 2, async_op=True),
+        ]
+        x.zero_()  # what was given may change at once
+        if comm.rank == 1:
+            time.sleep(0.1)
+        for handle in reversed(handles):
+            handle.wait()
+        return [handle.done() for handle in handles] + [
+            handles[0].wait().unique().tolist(),
+            handles[1].wait(),
+            handles[2].wait().unique().tolist(),
+            handles[3].wait().unique().tolist(),
+            handles[4].wait(),
+            handles[5].wait(),
+        ]
+
+    for rank, found in enumerate(clusters(4).run(f)):
+        assert found[:6] == [True] * 6
+        assert found[6:] == [[6.0], [0, 1, 2, 3], [6.0], [3.0], [0, 1, 2, 3], [6] if rank == 2 else None]
+
+
+def test_it_goes_on_while_a_rank_computes(clusters):
+    """Rank 0 looks after nothing for a while; the others get their sums, of many pieces, all the same."""
+
+    def f() -> float:
+        comm = create()
+        handle = comm.allreduce(torch.ones(3_000_000), async_op=True)
+        comm.barrier()
+        began = time.monotonic()
+        if comm.rank == 0:
+            while time.monotonic() < began + 3:
+                sum(range(1000))
+        handle.wait()
+        return time.monotonic() - began
+
+    assert max(clusters(2).run(f)[1:]) < 2.5
+
+
+def test_many_under_way_in_groups_that_overlap(clusters):
+    def f() -> bool:
+        comm = create()
+        groups = [group for group in [(0, 1), (2, 3), (0, 2), (1, 3), (0, 1, 2, 3)] if comm.rank in group]
+        comm.prepare([(0, 1), (2, 3), (0, 2), (1, 3), (0, 1, 2, 3)])
+        under_way = []
+        for k in range(40):
+            for group in groups:
+                x = torch.full(([3, 5000, 400_000][k % 3],), float(comm.rank + k))
+                under_way.append((k, group, x, comm.iallreduce(x, group)))
+        if comm.rank == 3:
+            time.sleep(0.05)
+        for k, group, x, handle in reversed(under_way):
+            handle.wait()
+            if not bool((x == sum(rank + k for rank in group)).all()):
+                return False
+        return True
+
+    assert clusters(4).run(f) == [True] * 4
+
+
+# Messages
+
+
+def test_objects_arrive_as_they_were(clusters):
+    objects = [1, 2.5, [[1, 2], [3, 4]], np.arange(6).reshape(2, 3), torch.ones(3, 0), torch.randn(200, 300).bfloat16(),
+               torch.tensor(True), []]  # fmt: skip
+
+    def f() -> list[Any]:
+        comm = create()
+        if comm.rank == 0:
+            for x in objects:
+                comm.send(x, 1)
+            return [comm.recv(1)]
+        found = [comm.recv(0) for _ in objects]
+        comm.send(torch.zeros(3_000_000), 0)
+        return found
+
+    back, found = clusters(2).run(f)
+    assert all(same(one, other) for one, other in zip(found, objects, strict=True))
+    assert back[0].shape == (3_000_000,)
+
+
+# Splitting
+
+
+def test_axes_of_a_mesh(clusters):
+    def f() -> list[Any]:
+        comm = create()
+        mesh = {"dp": 2, "pp": 2}
+        dp, pp, odd = comm.split("dp", mesh), comm.split("pp", mesh), comm.split(comm.rank % 2)
+        x = torch.full((20_000,), float(10**comm.rank))
+        if pp.rank == 0:
+            pp.send([comm.rank], 1)
+        else:
+            assert pp.recv(0) == [comm.rank - 1]
+        inner = pp.split(0)
+        again = torch.ones(5000)
+        pp.iallreduce(again, (0, 1)).wait()
+        return [
+            dp.members, pp.members, odd.members, (dp.rank, dp.size), (pp.rank, pp.size),
+            dp.allreduce(x)[0].item(), pp.all_gather(comm.rank), inner.allreduce(1), again[0].item(),
+        ]  # fmt: skip
+
+    for rank, found in enumerate(clusters(4).run(f)):
+        dp, pp = [(0, 2), (1, 3)][rank % 2], [(0, 1), (2, 3)][rank // 2]
+        total = float(sum(10**k for k in dp))
+        assert found == [dp, pp, dp, (rank // 2, 2), (rank % 2, 2), total, list(pp), 2, 2.0]
+
+
+def test_messages_of_two_communicators_do_not_meet(clusters):
+    def f() -> list[int]:
+        comm = create()
+        both = comm.split(0)
+        if comm.rank == 0:
+            comm.send(1, 1)
+            both.send(2, 1)
+            return []
+        return [both.recv(0), comm.recv(0)]
+
+    assert clusters(2).run(f)[1] == [2, 1]
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda c: c.broadcast([1], 2), "broadcast: root=2 is none of the 2 ranks here (0 to 1)"),
+        (lambda c: c.reduce([1], -1), "reduce: root=-1 is none of the 2 ranks"),
+        (lambda c: c.broadcast(None, c.rank), "is the root, and has None"),
+        (lambda c: c.reduce_scatter(3), "reduce_scatter: a number has no rows to divide among 2 ranks"),
+        (lambda c: c.reduce_scatter(torch.ones(2, dtype=torch.bool)), "reduce_scatter: dtype bool is not possible"),
+        (lambda c: c.all_gather("text"), "all_gather: a str is not possible"),
+        (lambda c: c.all_to_all([1, 2, 3]), "all_to_all: 3 pieces for 2 ranks"),
+        (lambda c: c.all_to_all(torch.tensor(1)), "all_to_all: a tensor has no rows to divide"),
+        (lambda c: c.allreduce([1], algorithm="magic"), "algorithm='magic' is not known; possible are"),
+        (lambda c: c.allreduce(torch.ones(2).to_sparse()), "use .to_dense()"),
+        (lambda c: c.send([1], c.rank), "cannot send to or receive from rank"),
+        (lambda c: c.recv(7), "cannot send to or receive from rank 7: 2 ranks are here"),
+        (lambda c: c.send({}, 1 - c.rank), "send: a dict is not possible"),
+        (lambda c: c.split("tp", {"dp": 2}), "split: 'tp' is no axis of the mesh; possible are dp"),
+        (lambda c: c.split("dp", {"dp": 4}), "split: a mesh of 4 has no place for 2 ranks exactly"),
+        (lambda c: c.split("dp"), "for an axis give mesh= as well"),
+    ],
+)
+def test_what_cannot_be_is_told_to_the_caller(clusters, call, text):
+    """Only rank 0 makes the mistake; the other ranks are not kept waiting."""
+
+    def f() -> Any:
+        comm = create()
+        return call(comm) if comm.rank == 0 else comm.barrier()
+
+    began = time.monotonic()
+    with pytest.raises(RankError) as raised:
+        clusters(2).run(f)
+    assert text in str(raised.value)
+    assert time.monotonic() - began < 5
+    assert clusters(2).run(lambda: create().allreduce([1])) == [[2], [2]]
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda c: c.allreduce(torch.ones(5000 + c.rank)),
+            "allreduce: ranks differ: rank 0 has a tensor of 5000 float32 for sum, rank 1 has a tensor of 5001",
+        ),
+        (
+            lambda c: c.reduce_scatter(torch.ones(4, 2 + c.rank)),
+            "reduce_scatter: ranks differ: rank 0 has a tensor of 4x2 float32 for sum, rank 1 has a tensor of 4x3",
+        ),
+        (
+            lambda c: c.all_gather(torch.ones(4, 2 + c.rank)),
+            "all_gather: ranks differ: rank 0 has a tensor of 4x2 float32, rank 1 has a tensor of 4x3 float32",
+        ),
+        (
+            lambda c: c.broadcast(torch.ones(2 + c.rank)),
+            "broadcast: rank 0 has a tensor of 2 float32, rank 1 has a tensor of 3 float32",
+        ),
+        (lambda c: c.broadcast([1], c.rank), "rank 0 calls broadcast from rank 0, rank 1 calls broadcast from rank 1"),
+        (
+            lambda c: c.reduce([1.0], c.rank),
+            "rank 0 has a list of 1 float64 for sum to rank 0, rank 1 has a list of 1 float64 for sum to rank 1",
+        ),
+        (
+            lambda c: c.all_to_all(torch.ones(4) if c.rank else [1, 2]),
+            "rank 0 has a list of pieces, rank 1 has a tensor of 4 float32",
+        ),
+        (
+            lambda c: c.allreduce(torch.ones(5000), algorithm=["shared", None][c.rank]),
+            "for sum by shared, rank 1 has a tensor of 5000 float32 for sum",
+        ),
+        (
+            lambda c: c.all_gather(torch.ones(5000)) if c.rank else c.allreduce(torch.ones(5000)),
+            "rank 0 calls allreduce of a tensor of 5000 float32 for sum, rank 1 calls all_gather of a tensor of 5000",
+        ),
+    ],
+)
+def test_ranks_that_differ_are_all_told_and_go_on(clusters, call, text):
+    pids = clusters(2).run(os.getpid)
+
+    def f() -> tuple[str, bool]:
+        comm = create()
+        big = torch.arange(1_000_000.0)
+        first = comm.allreduce(big, async_op=True)  # under way when the mismatch comes
+        try:
+            call(comm)
+            said = "nothing"
+        except CollectiveMismatch as error:
+            said = str(error)
+        last = comm.allreduce(big)
+        return said, torch.equal(first.wait(), 2 * big) and torch.equal(last, 2 * big)
+
+    for said, right in clusters(2).run(f):
+        assert text in said
+        assert right
+    assert clusters(2).run(os.getpid) == pids
+
+
+def test_a_closed_communicator_says_so(clusters):
+    def f() -> list[str]:
+        comm = create()
+        part = comm.split(0)
+        comm.close()
+        said = []
+        for one in (comm, part):
+            for call in (lambda c: c.allreduce([1]), lambda c: c.send(1, 1 - c.rank), lambda c: c.broadcast([1])):
+                try:
+                    call(one)
+                except RankError as error:
+                    said.append(str(error))
+        return said
+
+    for said in clusters(2).run(f):
+        assert len(said) == 6
+        assert all("this Communicator is closed" in one for one in said)
+
+
+def test_across_machines_there_is_no_board_but_the_same_results(clusters):
+    """As under torchrun on several hosts: forms go through gloo first."""
+
+    def f() -> tuple[list[str], str, list[int]]:
+        comm = create()
+        group = comm.group()
+        group.backend  # noqa: B018
+        kept = group.matcher.board, group.arena
+        group.matcher.board = group.arena = None
+        try:
+            wrong = check_all(None, ["list", "float32 tensor"], SHAPES[:-1])
+            try:
+                comm.allreduce([1] * (comm.rank + 1))
+                said = "nothing"
+            except CollectiveMismatch as error:
+                said = str(error)
+            mixed = comm.allreduce([1, 2.5][worker.context().rank % 2])
+        finally:
+            group.matcher.board, group.arena = kept
+        return wrong, said, [mixed]
+
+    for wrong, said, mixed in clusters(2).run(f):
+        assert wrong == []
+        assert "rank 0 has a list of 1 int64 for sum, rank 1 has a list of 2 int64 for sum" in said
+        assert mixed == [3.5]

@@ -1,0 +1,319 @@
+"""Shared memory between ranks: what happens when a rank dies, is stopped, or cannot have any; and its parts alone."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+
+from minipar.cluster import Cluster, worker
+from minipar.comm import arena, communicator, shared, shared_memory, stream
+from minipar.comm.arena import Arena, Exchange
+from minipar.comm.stream import Stream
+from minipar.errors import RankDied
+
+# Ranks cannot import this file by name; its functions travel as those of a notebook do.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+ALL = (0, 1, 2)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(3, device="cpu") as made:
+        yield made
+
+
+def total() -> float:
+    comm = communicator.create()
+    return float(comm.allreduce(torch.full((300_000,), float(comm.rank)))[-1])
+
+
+def calls(comm: Any, what: str) -> None:
+    x = torch.ones(3_000_000)
+    if what == "allreduce":
+        comm.allreduce(x)
+    elif what == "reduce_scatter":
+        comm.ireduce_scatter(x, torch.empty(1_000_000), ALL).wait()
+    elif what == "broadcast":
+        comm.broadcast(x, 1)
+    elif what == "message":
+        if comm.rank == 0:
+            comm.recv(1)
+        elif comm.rank == 1:
+            comm.send(x, 0)
+
+
+@pytest.mark.parametrize("what", ["allreduce", "reduce_scatter", "broadcast", "message"])
+def test_a_rank_that_is_killed_in_the_middle(cluster: Cluster, what: str) -> None:
+    """Rank 1 dies at a random moment of many; the others come back with their state."""
+
+    def keep() -> int:
+        sys.kept = worker.context().rank  # type: ignore[attr-defined]
+        communicator.create()
+        return os.getpid()
+
+    def f() -> None:
+        comm = communicator.create()
+        comm.barrier()
+        if comm.rank == 1:
+            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        while True:
+            calls(comm, what)
+
+    pids = cluster.run(keep)
+    began = time.monotonic()
+    with pytest.raises(RankDied, match=r"^rank 1 was killed by signal 9"):
+        cluster.run(f)
+    assert time.monotonic() - began < 10
+    assert cluster.run(total) == [3.0] * 3
+    assert [cluster.run(os.getpid)[k] == pids[k] for k in ALL] == [True, False, True]
+    assert cluster.run(lambda: getattr(sys, "kept", None)) == [0, None, 2]
+
+
+def test_without_a_driver_the_others_notice_by_themselves() -> None:
+    """As under torchrun: a process that ends is seen by those that wait for it."""
+
+    def f() -> str:
+        comm = communicator.create()
+        group = comm.group()
+        assert group.arena is not None
+        if comm.rank == 1:
+            return ""
+        child = os.fork() if comm.rank == 0 else 0
+        if comm.rank == 0 and not child:
+            os._exit(0)
+        if comm.rank == 2:
+            return ""
+        kept = dict(comm._world.watched)
+        comm._world.watched[1] = os.pidfd_open(child)
+        try:
+            group.arena.line_up(one := Exchange(group.arena, shared.allreduce(group.arena, torch.ones(5000))))
+            one.wait()
+        except ConnectionError as error:
+            return str(error)
+        finally:
+            os.waitpid(child, 0)
+            comm._world.watched.update(kept)
+        return "nothing"
+
+    with Cluster(3, device="cpu") as three:
+        assert three.run(f)[0] == "rank 1 is gone"
+
+
+@pytest.mark.parametrize("what", ["allreduce", "reduce_scatter", "broadcast"])
+def test_stop_reaches_ranks_in_shared_memory(what: str) -> None:
+    """All have announced the collective; rank 1 does not go on with it."""
+
+    def f() -> None:
+        comm = communicator.create()
+        sys.kept = comm.rank  # type: ignore[attr-defined]
+        if comm.rank == 1:
+            comm.group().matcher.arena.run = lambda blocking=False: None
+        calls(comm, what)
+
+    with Cluster(3, device="cpu") as three:
+        pids = three.run(os.getpid)
+        threading.Timer(0.6, os.kill, (os.getpid(), signal.SIGINT)).start()
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            three.run(f)
+        assert time.monotonic() - began < 2.5
+        assert three.run(os.getpid) == pids
+        assert three.run(lambda: getattr(sys, "kept", None)) == [0, 1, 2]
+        assert three.run(total) == [3.0] * 3
+
+
+def test_who_cannot_have_it_uses_gloo_and_all_are_told_why() -> None:
+    def f() -> tuple[str, float, float, list[int], str]:
+        comm_rank = worker.context().rank
+        if comm_rank == 1:
+
+            def refuse(*_: object) -> Any:
+                raise OSError("no memory for this test")
+
+            shared_memory.open_from = shared_memory.make = refuse
+        comm = communicator.create()
+        x = torch.full((300_000,), float(comm.rank))
+        if comm.rank == 1:
+            comm.send(x, 0)
+        got = float(comm.recv(1)[0]) if comm.rank == 0 else 1.0
+        try:
+            comm.allreduce(x, algorithm="shared")
+            said = ""
+        except Exception as error:
+            said = str(error)
+        return comm.transport, float(comm.allreduce(x)[-1]), got, comm.all_gather([comm.rank] * 2000)[::2000], said
+
+    with Cluster(3, device="cpu") as three:
+        found = three.run(f)
+    assert [transport for transport, *_ in found] == [
+        "gloo (rank 1 has none)",
+        "gloo (no memory for this test)",
+        "gloo (rank 1 has none)",
+    ]
+    assert [(whole, got, rows) for _, whole, got, rows, _ in found] == [(3.0, 1.0, [0, 1, 2])] * 3
+    assert "algorithm='shared' is not possible: gloo (rank 1 has none)" in found[0][-1]
+
+
+def test_nothing_is_left_anywhere(tmp_path: Path) -> None:
+    """Also after kill -9 of all ranks at once: the memory has no name."""
+
+    def names() -> set[str]:
+        places = [Path("/dev/shm"), Path(tempfile.gettempdir())]
+        return {str(one) for place in places if place.is_dir() for one in place.iterdir() if "minipar" in one.name}
+
+    def f() -> list[str]:
+        total()
+        comm = communicator.create()
+        comm.split(comm.rank % 2).all_gather([1] * 5000)
+        comm.barrier()
+        folder = Path(worker.context().store).parent
+        return [name for name in os.listdir(folder) if "host" in name]
+
+    before = names()
+    three = Cluster(3, device="cpu")
+    try:
+        assert three.run(f) == [[]] * 3
+        inside = names() - before
+        pids = three.run(os.getpid)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        assert names() - before <= inside  # the folder of the driver, gone when it ends
+        assert not any("/dev/shm" in name for name in inside)
+    finally:
+        three.close()
+
+
+def test_threads_do_not_grow_with_groups_or_peers(cluster: Cluster) -> None:
+    def f() -> tuple[int, int]:
+        comm = communicator.create()
+        comm.prepare([(0, 1), (1, 2), (0, 2), ALL])
+        total()
+        started = threading.active_count()
+        for group in [(0, 1), (1, 2), (0, 2), ALL]:
+            if comm.rank in group:
+                comm.iallreduce(torch.ones(2_000_000), group).wait()
+        for peer in ALL:
+            if peer != comm.rank:
+                comm.isend(torch.ones(3_000_000), peer)
+        for peer in ALL:
+            if peer != comm.rank:
+                comm.irecv(torch.empty(3_000_000), peer).wait()
+        comm.barrier()
+        return started, threading.active_count()
+
+    for started, ended in cluster.run(f):
+        assert ended <= started + 2  # one for collectives, one for messages
+
+
+# The parts alone
+
+
+def arenas(count: int) -> list[Arena]:
+    memory = mmap.mmap(-1, arena.size(count))
+    return [Arena(memory, count, k, lambda: None) for k in range(count)]
+
+
+def test_ranks_in_any_interleaving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks in one process, each step by step, in random order: the sums are right whoever is ahead."""
+    monkeypatch.setattr(arena, "_LARGEST", 4096)
+    generator = torch.Generator().manual_seed(0)
+    for count in (2, 3, 4):
+        ends = arenas(count)
+        for size in (1, 1000, 40_001):
+            xs = [torch.full((size,), float(k)) for k in range(count)]
+            parts = [torch.zeros(size // count) for _ in range(count)]
+            wholes = [torch.full((count * 900,), float(k)) for k in range(count)]
+            started = []
+            for k, end in enumerate(ends):
+                part = xs[k].clone()[: size // count * count]
+                steps = [
+                    shared.allreduce(end, xs[k]),
+                    shared.reduce_scatter(end, part, parts[k], [size // count] * count),
+                    shared.broadcast(end, wholes[k], count - 1),
+                ]
+                started.append([Exchange(end, one) for one in steps])
+                started[k][0].begin()
+            for end, exchanges in zip(ends, started, strict=True):
+                for one in exchanges:
+                    end.line_up(one)
+            while not all(end.idle for end in ends):
+                ends[int(torch.randint(count, (), generator=generator))].run()
+            everything = float(sum(range(count)))
+            assert all(bool((x == everything).all()) for x in xs)
+            assert all(bool((part == everything).all()) for part in parts) or size == 1
+            assert all(bool((whole == count - 1).all()) for whole in wholes)
+
+
+def test_after_a_mismatch_all_have_the_same_count_whoever_had_begun() -> None:
+    ends = arenas(3)
+    begun = []
+    for k, end in enumerate(ends[:2]):
+        one = Exchange(end, shared.allreduce(end, torch.ones(50_000)) if k else shared.broadcast(end, torch.ones(9), 0))
+        one.begin()
+        begun.append(one.begun)
+    assert begun == [2, 1]
+    for end, count in zip(ends, [*begun, 0], strict=True):
+        end.realign(count)
+    assert [end.posted for end in ends] == [2, 2, 2]
+    xs = [torch.ones(50_000) for _ in ends]
+    for end, x in zip(ends, xs, strict=True):
+        end.line_up(Exchange(end, shared.allreduce(end, x)))
+    while not all(end.idle for end in ends):
+        for end in ends:
+            end.run()
+    assert all(bool((x == 3).all()) for x in xs)
+
+
+def test_a_stream_keeps_every_byte_in_order() -> None:
+    memory = mmap.mmap(-1, stream.SIZE)
+    writer, reader = Stream(memory), Stream(memory)
+    data = torch.randint(256, (3 * stream.CAPACITY + 12_345,), dtype=torch.uint8).numpy()
+    got = bytearray(len(data))
+    sizes = [1, 7, 300_000, stream.CAPACITY, 5_000_001]
+    failed: list[BaseException] = []
+
+    def write() -> None:
+        done = turn = 0
+        try:
+            while done < len(data):
+                done += writer.write(memoryview(data)[done : done + sizes[turn % 5]])
+                turn += 1
+                writer.wait_to_write()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    done = turn = 0
+    deadline = time.monotonic() + 30
+    while done < len(data) and time.monotonic() < deadline and not failed:
+        reader.wait_to_read()
+        done += reader.read(memoryview(got)[done : done + sizes[turn % 4]])
+        turn += 1
+    thread.join(5)
+    assert not failed
+    assert bytes(got) == data.tobytes()
+
+
+def test_a_stream_that_is_full_takes_nothing_more() -> None:
+    memory = mmap.mmap(-1, stream.SIZE)
+    writer, reader = Stream(memory), Stream(memory)
+    assert writer.write(memoryview(bytes(stream.CAPACITY + 5))) == stream.CAPACITY
+    assert writer.write(memoryview(b"x")) == 0
+    assert reader.read(memoryview(bytearray(3))) == 3
+    assert writer.write(memoryview(b"abcd")) == 3
+    assert reader.read(memoryview(bytearray(stream.CAPACITY))) == stream.CAPACITY
+    assert reader.read(memoryview(bytearray(1))) == 0
