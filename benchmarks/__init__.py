@@ -20,6 +20,7 @@ NAMES = (
     "comm",
     "executor",
     "data_parallel",
+    "priority",
     "pipelines",
     "emulation",
     "predictions",

@@ -17,6 +17,7 @@ _homes = {
     "minipar.simulator": ("simulate",),
     "minipar.costs.device": ("DeviceSpec",),
     "minipar.trace": ("Trace",),
+    "minipar.tuning": ("bucket_curve",),
     "minipar.training": ("train", "resume", "Run"),
     "minipar.execution": ("execute",),
     "minipar.cluster": ("Cluster",),

@@ -218,7 +218,7 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {
         "losses": run.losses,
         "reference_losses": run.reference.losses,
-        "time": {"predicted": predicted.time, "measured": measured.time},
+        "time": {"predicted": predicted.time / run.program.steps, "measured": measured.time / run.program.steps},
         "bubble_of_total": {"predicted": predicted.bubble_of_total(), "measured": measured.bubble_of_total()},
         "peak_memory": [
             {"predicted": p, "measured": m, "by_kind": measured.peak_by_kind(rank)}

@@ -24,7 +24,7 @@ from minipar.errors import RankError
 from minipar.kept import Kept
 from minipar.losses import counted
 from minipar.pieces import pieces_of
-from minipar.program import Instruction, Op, Program, Value, grad_output, output
+from minipar.program import Instruction, Local, Op, Program, Synchronous, Value, grad_output, output
 from minipar.strategies import host_layers, offload
 from minipar.tensors import (
     count_bytes,
@@ -49,12 +49,12 @@ class Compute:
 
     def __init__(self, program: Program, rank: int, device: torch.device, layers: Sequence[nn.Module], loss: Loss):
         held = program.placement[rank]
-        self.program, self.rank, self.device, self.loss = program, rank, device, loss
+        self.rank, self.device, self.loss = rank, device, loss
         self.on_host, _ = host_layers.computed(program.ranks[rank])
         self.layers = {layer: layers[layer].to(self.place_of(layer)).train() for layer in held}
         self.dropouts = {layer: randomness.row_dropouts(layers[layer]) for layer in held}
         self.overwriting = {layer for layer in held if overwrites(self.layers[layer])}
-        self.pieces = pieces_of(program, rank)
+        self.follow(program)
         self.sizes: dict[tuple[str, int, int], int] = {}
         self.offloaded = {
             (v.index, v.microbatch, v.step) for v in offload.offloaded(program.ranks[rank])
@@ -68,6 +68,10 @@ class Compute:
         kinds = {Op.BACKWARD: self.backward, Op.BACKWARD_INPUT: self.backward_input}
         kinds[Op.BACKWARD_WEIGHT] = self.backward_weight
         kinds.get(ins.op, self.forward)(ins, live)
+
+    def follow(self, program: Program) -> None:
+        """Compute for this program from now on, on the same layers."""
+        self.program, self.pieces = program, pieces_of(program, self.rank)
 
     def _given(self, tensor: Tensor) -> Tensor:
         """An input tensor where and as the layers want it."""
@@ -87,16 +91,30 @@ class Compute:
         self.base, self.batches = base, batches
         self.batch: dict[int, Part] = {}
         self.counts: dict[int, list[int]] = {}
+        self.weights: dict[int, tuple[int, int]] = {}  # what the loss is a mean of, and the whole batch
         self.losses: list[Tensor | float] = [0.0] * self.program.steps
 
     def batch_of(self, step: int) -> Part:
         """What this rank has of the batch of a step."""
         if step not in self.batch:
+            if isinstance(self.program.contract, (Synchronous, Local)):
+                self.batch.clear()  # the step before is through
             found = self.batches(self.base + step)
             if not isinstance(found, Part):
                 found = part_of_whole(found, self.program, self.rank, self.loss)
+            weight = found.weight
+            if isinstance(self.program.contract, Local):  # the mean is over the replica's rows; all are there
+                own = take_rows(found.y, range(found.rows[0].start - found.start, found.rows[-1].stop - found.start))
+                found = found._replace(weight=counted(own, self.loss))
+            self.weights[step] = (found.weight, weight)
             self.batch[step] = found
         return self.batch[step]
+
+    def share(self, step: int, steps: int = 1) -> float:
+        """How much this rank's loss weighs in that of all replicas, in `steps` steps to this one."""
+        found = [self.weights[s] for s in range(step - steps + 1, step + 1)]
+        whole = sum(weight for _, weight in found)
+        return sum(own for own, _ in found) / whole if whole else 1.0
 
     def rows(self, value: Value | Instruction) -> int:
         counts = self.counts.get(value.step)
@@ -169,7 +187,7 @@ class Compute:
         if not final:
             ends = differentiable(value)
         elif ins.op is Op.FORWARD:
-            self.losses[ins.step] = self.losses[ins.step] + ends[0].detach()
+            self.losses[ins.step] = self.losses[ins.step] + ends[0].detach() * self.share(ins.step)
         return detach(value), ends
 
     def _scaled_loss(self, y: Any, weight: int) -> Callable[[Any], Tensor]:

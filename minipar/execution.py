@@ -6,7 +6,6 @@ The driver ships a `Job` to every rank; each builds the model, keeps its own lay
 from __future__ import annotations
 
 import operator
-import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
@@ -39,9 +38,8 @@ from minipar.memory.series import Series
 from minipar.memory.tape import record
 from minipar.memory.watching import SERIES, Watching
 from minipar.plan import Plan
-from minipar.program import Program, Value
+from minipar.program import Local, Program, Value
 from minipar.randomness import split_sensitive
-from minipar.reference import Reference, train_plainly
 from minipar.saving.contents import dtype_name, outline_of
 from minipar.saving.folder import Header
 from minipar.saving.keeping import NOTHING, Share, Storing
@@ -106,7 +104,9 @@ class Job:
 
     def part(self, step: int, program: Program, rank: int) -> Batch | Part:
         """What a rank needs of one step: its own rows, or the whole batch where the data set gives nothing less."""
-        if not gives_rows(self.data):
+        if not gives_rows(self.data) or isinstance(
+            program.contract, Local
+        ):  # a replica must know what the others weigh
             return self.batches(step)
         return read_part(self.data, step, self.batch, program, rank, self.loss, self._cast)
 
@@ -143,7 +143,7 @@ class Execution:
 
     losses      the mean loss of every step, before its update
     gradients   per step the gradients by parameter name, if they were kept
-    times       seconds of every pass through the program
+    times       seconds of every pass through the program (and of the rest)
     trace       the measured trace of the pass of median duration (the first, which warms up, left out if possible)
     """
 
@@ -167,6 +167,7 @@ def execute(
     costs: EmulatedCosts | None = None,
     memory: bool = False,
     storing: Storing = NOTHING,
+    rest: Program | None = None,
 ) -> Execution:
     """Run a program on real processes, `passes` times in a row (each is `program.steps` training steps).
 
@@ -174,6 +175,7 @@ def execute(
     check       verify the program first: one that cannot run would wait for ever
     costs       of the emulated devices, if the cluster has such; default: from the cluster's DeviceSpec
     memory      follow every storage of every rank: the trace then has `series` (it takes time: not for timing)
+    rest        run once after these: the same program for fewer steps
     storing     go on from a saved run; save this one; bring its state back in `Execution.shares`
     Raises ProgramError if verify refuses it; PlanError if the cluster has another number of ranks; what a rank
     raises, such as DeviceOutOfMemory on emulated devices of limited memory; RankDied.
@@ -185,7 +187,8 @@ def execute(
         raise PlanError(f"program {program.name!r} needs {count} ranks, but the cluster has {cluster.size}")
     if program.sharded:
         check_elementwise(job.optimizer, f"program {program.name!r} shards optimizer states")
-    told = [0] * at_least_1("passes", passes)
+    programs = [program] * at_least_1("passes", passes) + ([rest] if rest is not None else [])
+    told = [0] * len(programs)
 
     def tell(rank: int, done: int) -> None:
         told[done] += 1
@@ -195,19 +198,19 @@ def execute(
     with nullcontext(cluster) if cluster is not None else Cluster(count) as ranks:
         if costs is None and ranks.emulates is not None and ranks.emulates.emulates:
             costs = emulated_costs(program, ranks.emulates, job, ranks)
-        slow = [delays(costs, rank) for rank in range(count)] if costs is not None else None
+        slow = [_delays(costs, rank, rest) for rank in range(count)] if costs is not None else None
         watching = Watching(memory, None if ranks.emulates is None else ranks.emulates.memory)
         with storing.around():
-            passed = ranks.run_with(tell, _passes, job, program, passes, keep_gradients, slow, watching, storing)
+            passed = ranks.run_with(tell, _passes, job, programs, keep_gradients, slow, watching, storing)
 
-    steps = program.steps
-    losses = [sum(p.losses[k][s] for p in passed) for k in range(passes) for s in range(steps)]
-    times = [max(max(p.ends[k]) for p in passed) - min(min(p.starts[k]) for p in passed) for k in range(passes)]
-    tracked = range(max(1, passes - SERIES), passes) if memory else range(1, passes)
+    where = [(k, s) for k, each in enumerate(programs) for s in range(each.steps)]  # pass and step in it
+    losses = [sum(p.losses[k][s] for p in passed) for k, s in where]
+    times = [max(max(p.ends[k]) for p in passed) - min(min(p.starts[k]) for p in passed) for k in range(len(programs))]
+    tracked = range(max(1, len(programs) - SERIES), passes) if memory else range(1, passes)
     typical = sorted(tracked or [0], key=times.__getitem__)[(len(tracked) - 1) // 2 if tracked else 0]
     gradients: list[dict[str, Tensor]] = [{} for _ in losses] if keep_gradients else []
-    for k, found in enumerate(gradients):
-        found.update(_whole([p.gradients[k // steps][k % steps] for p in passed]))
+    for found, (k, s) in zip(gradients, where, strict=False):
+        found.update(_whole([p.gradients[k][s] for p in passed], isinstance(program.contract, Local)))
     trace = _measured(program, passed, typical)
     if costs is not None:
         trace = replace(trace, overruns=[p.overruns[typical] for p in passed])
@@ -215,8 +218,8 @@ def execute(
     return Execution(program, losses, times, trace, gradients, [p.share for p in passed])
 
 
-def _whole(found: Sequence[dict[str, Tensor | Slice]]) -> dict[str, Tensor]:
-    """Gradients by name, from what each rank has of them: all, or a slice."""
+def _whole(found: Sequence[dict[str, Tensor | Slice]], local: bool = False) -> dict[str, Tensor]:
+    """Gradients by name, from what each rank has of them: all, or a slice; of `local` replicas the sum."""
     slices: dict[str, list[Slice]] = {}
     whole: dict[str, Tensor] = {}
     for of_rank in found:
@@ -224,7 +227,7 @@ def _whole(found: Sequence[dict[str, Tensor | Slice]]) -> dict[str, Tensor]:
             if isinstance(gradient, Slice):
                 slices.setdefault(name, []).append(gradient)
             else:
-                whole[name] = gradient
+                whole[name] = whole[name] + gradient if local and name in whole else gradient
     return whole | {name: assemble(parts) for name, parts in slices.items()}
 
 
@@ -236,6 +239,14 @@ def emulated_costs(program: Program, spec: DeviceSpec, job: Job, cluster: Cluste
     computing = Plan(precision=program.precision, checkpoint="selective" if program.selective else "none")
     (facts,) = cluster.run_on([0], profile_job, job, rows, False, computing)
     return EmulatedCosts(program, spec, ProfiledCosts(program, facts.profile, job.batch))
+
+
+def _delays(costs: EmulatedCosts, rank: int, rest: Program | None) -> tuple[Delays, Delays | None]:
+    """The delays of a rank, in the program and in the rest."""
+    if rest is None:
+        return delays(costs, rank), None
+    own = None if costs.own is None else replace(costs.own, program=rest)
+    return delays(costs, rank), delays(replace(costs, program=rest, own=own), rank)
 
 
 def emulated_note(spec: DeviceSpec, overruns: Sequence[Sequence[int]]) -> str:
@@ -275,15 +286,15 @@ def at_least_1(name: str, value: int) -> int:
 
 def _passes(
     job: Job,
-    program: Program,
-    passes: int,
+    programs: Sequence[Program],
     keep_gradients: bool,
-    slow: list[Delays] | None,
+    slow: list[tuple[Delays, Delays | None]] | None,
     watching: Watching,
     storing: Storing,
 ) -> Passed:
     comm = communicator.create()
-    mine = slow[comm.rank] if slow is not None else None
+    mine, last = slow[comm.rank] if slow is not None else (None, None)
+    program = programs[0]
     model = job.build()
     outline = outline_of(model)
     executor = Executor(program, comm, model, job.loss, job.optimizer, job.seed, mine)
@@ -293,25 +304,26 @@ def _passes(
     with closing(executor.offloading), held:
         storing.begin(executor, outline)
         header = Header(storing.first, job.seed, job.batch, dtype_name(job.dtype), program.name, "", outline.rows)
-        values = {value for ins in program.ranks[comm.rank] for value in (*ins.reads, *ins.writes)}
-        values |= program.state[comm.rank]
         records: list[Record] = []
         sizes: list[dict[Value, int]] = []
         data: list[int] = []
         rows: dict[int, list[int]] = {}
         tracker = watching.start(executor)
-        for k in range(passes):
-            base = storing.first + k * program.steps
-            given = {s: job.part(s, program, comm.rank) for s in range(base, base + program.steps)}
+        base = storing.first
+        for k, each in enumerate(programs):
+            if each is not executor.program:
+                executor.follow(each, last)
+            given = {s: job.part(s, each, comm.rank) for s in range(base, base + each.steps)}
             comm.barrier()  # so that a pass begins on all ranks at once, as the prediction assumes
             with tracker:
                 records.append(executor.run(given.__getitem__, base, keep_gradients))
-            header = replace(header, step=base + program.steps)
-            storing.after(executor, outline, header, k == passes - 1)
+            base += each.steps
+            header = replace(header, step=base)
+            storing.after(executor, outline, header, k == len(programs) - 1)
             worker.report(k)
             if not sizes or executor.compute.counts != rows:  # steps of an epoch's end have fewer rows
                 rows = executor.compute.counts
-                sizes.append({value: executor.size(value) for value in values})
+                sizes.append(_sizes(executor))
                 data.append(executor.compute.data_bytes())
             else:
                 sizes.append(sizes[-1])
@@ -327,6 +339,12 @@ def _passes(
         tracker.series_of_passes() if watching.series else {},
         storing.share(executor, outline, header),
     )
+
+
+def _sizes(executor: Executor) -> dict[Value, int]:
+    """Bytes of every value of a rank's program, as they were in the pass before."""
+    named = {value for ins in executor.instructions for value in (*ins.reads, *ins.writes)}
+    return {value: executor.size(value) for value in named | executor.program.state[executor.comm.rank]}
 
 
 class Facts(NamedTuple):
@@ -373,28 +391,3 @@ def profile_job(
 
 def _single(loss: Loss, output: Any, y: Any) -> Tensor:
     return loss(map_tensors(output, single), y)
-
-
-def run_plainly(
-    job: Job, steps: int, keep_gradients: bool = True, clip: float | None = None, storing: Storing = NOTHING
-) -> tuple[Reference, float] | None:
-    """In the ranks, of which only the first works: the job in plain torch, and its seconds per step."""
-    if worker.context().rank:
-        return None
-    model = job.build()
-    begin = partial(storing.begin_plainly, outline_of(model))
-    start = time.perf_counter()
-    result = train_plainly(
-        model,
-        job.batches,
-        job.loss,
-        job.optimizer,
-        steps,
-        job.seed,
-        keep_gradients,
-        worker.report,
-        clip,
-        storing.first,
-        begin,
-    )
-    return result, (time.perf_counter() - start) / steps

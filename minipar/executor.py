@@ -31,7 +31,7 @@ from minipar.emulation import Clock, Delays, stamp_later
 from minipar.errors import RankError
 from minipar.offloading import Copy, Offloading, frozen_parameters
 from minipar.pieces import check_fit
-from minipar.program import COLLECTIVES, COMPUTE, COPIES, Instruction, Op, Program, Value, home, tier
+from minipar.program import COLLECTIVES, COMPUTE, COPIES, Instruction, Local, Op, Program, Value, home, tier
 from minipar.state import Slice, State
 from minipar.tensors import count_bytes, layers_of
 
@@ -88,26 +88,32 @@ class Executor:
         layers: list[nn.Module] = layers_of(container)
         check_fit(program, layers)
         recomputed.choose(layers, program.selective)
-        self.program, self.comm = program, comm
-        self.instructions = program.ranks[comm.rank]
+        self.comm = comm
         self.compute = Compute(program, comm.rank, comm.device, layers, loss)
         own = {id(p) for layer in self.compute.layers.values() for p in layer.parameters()}
         groups = [[p for p in params if id(p) in own] for params in parameters_of(layers)]
         self.names = {id(p): name for name, p in container.named_parameters() if id(p) in own}
         self.state = State(program, comm, groups, optimizer)
         self.groups, self.buckets = groups, self.state.buckets
-        on_host = {ins.layers for ins in self.instructions if ins.op is Op.STEP and ins.stream == "host"}
+        on_host = {ins.layers for ins in program.ranks[comm.rank] if ins.op is Op.STEP and ins.stream == "host"}
         self.optimizers = {k: o for k, o in self.state.optimizers.items() if k not in on_host}  # those of the device
         frozen = frozen_parameters(program, layers, self.compute.layers.values())
         self.offloading = Offloading(program, comm.rank, self.state, self.compute.kept, frozen)
         if program.precision == "bf16":
             for layer in self.compute.layers.values():
                 layer.to(torch.bfloat16)  # what is not trained: frozen parameters, buffers
+        self.live: dict[Value, Any] = {}
+        self.watch: Watch | None = None
+        self.follow(program, delays)
+
+    def follow(self, program: Program, delays: Delays | None = None) -> None:
+        """Run this program from now on: the one that the executor was made for, or the same for fewer steps."""
+        comm = self.comm
+        self.program, self.instructions = program, program.ranks[comm.rank]
+        self.compute.follow(program)
         comm.prepare({ins.group for ins in self.instructions if ins.group})
         self.device = Clock(delays) if delays is not None else None
         self.links = Links(program, comm, self.compute.rows, delays is not None and delays.links)
-        self.live: dict[Value, Any] = {}
-        self.watch: Watch | None = None
         self.labels = [notes.label(str(ins)) for ins in self.instructions]  # what this rank was doing, should it die
 
     def run(self, batches: Callable[[int], Batch | Part], base: int = 0, keep_gradients: bool = False) -> Record:
@@ -202,6 +208,8 @@ class Executor:
             self._await(next(iter(pending)))
         links.finish()
         self.offloading.finish()
+        now = clock()
+        ends[:] = [end or now for end in ends]  # (of pieces of a gradient only the last one was waited for)
         overruns = [] if device is None else device.overruns
         return Record([float(loss) for loss in compute.losses], starts, ends, self.gradients, overruns)
 
@@ -240,7 +248,10 @@ class Executor:
     # instructions ----------------------------------------------------------------------------------------------------
 
     def _collective(self, index: int, ins: Instruction) -> None:
-        handles = self.state.start(ins)
+        share = 1.0
+        if isinstance(self.program.contract, Local):
+            share = self.compute.share(ins.step, ins.step % self.program.contract.steps + 1)
+        handles = self.state.start(ins, share)
         ends, device, group = self.ends, self.device, ins.group
         joined = device.join(index, group, self.comm) if device is not None and device.delays.links else None
 
@@ -296,7 +307,9 @@ class Executor:
         if self.keep_gradients:
             kept = self.gradients[ins.step]
             with self._aside():
-                kept.update((self.names[id(p)], grad) for p, grad in self.state.gradients(ins.layers))
+                share = self.compute.share(ins.step)  # (of replicas that train by themselves, the mean is kept)
+                for p, grad in self.state.gradients(ins.layers):
+                    kept[self.names[id(p)]] = grad * share if isinstance(grad, Tensor) and share != 1 else grad
         self.state.step(ins)
 
     def size(self, value: Value) -> int:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import difflib
 import operator
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 from minipar import settings, strategies
@@ -21,20 +22,26 @@ from minipar.costs.measured import Profile
 from minipar.costs.recomputation import LayerCosts
 from minipar.costs.shapes import Shape, frozen, uniform
 from minipar.errors import PlanError
-from minipar.program import Action, BackwardWeight, Forward, Instruction, Program
-from minipar.strategies import host_layers, offload, segments, zero
+from minipar.program import Action, BackwardWeight, Forward, Instruction, Local, Program, Synchronous
+from minipar.strategies import compress as compression
+from minipar.strategies import host_layers, offload, priority, segments, zero
+from minipar.strategies.bucket_size import best_size
 from minipar.strategies.checkpoint import recompute
 from minipar.strategies.clip import clip
 from minipar.strategies.data_parallel import all_reduce_gradients, kept_gradients
 from minipar.strategies.fuse import fuse
 from minipar.strategies.layers import expand, state_of, step_of
 from minipar.strategies.layout import Layout, place
+from minipar.strategies.local_sgd import average
+from minipar.strategies.priority import Seconds, all_reduce_by_priority
 from minipar.strategies.transfers import insert_transfers
+from minipar.streams import Costs
 from minipar.verifier import verify
 
-OVERLAPS = ("none", "backward")
+OVERLAPS = ("none", "backward", "priority")
 REDUCES = ("microbatch", "step")
 PRECISIONS = ("float32", "bf16")
+BLOCK = 8  # steps in one program where one step's messages travel during the next
 MOST = 10_000_000  # forwards of a layer in one program: beyond, building it would fill the memory
 
 
@@ -50,8 +57,13 @@ class Plan:
     split         layers per stage, such as "3,3,4,2"; default even, the first stages larger; or "auto", by cost
     chunks        stages on each rank; default what the schedule says, for most of them 1
     group         micro-batches that schedule=interleaved takes through one chunk before the next; default pp
-    bucket        gradient messages: MiB per bucket, "none" (one per parameter) or "flat" (one buffer)
-    overlap       "backward": a bucket is sent while backward goes on; "none": after it
+    bucket        gradient messages: MiB per bucket, "none" (one per parameter), "flat" (one buffer), "4x" (four of
+                  about equal size), "7,3" (layers that end one), or "auto" (the size that is predicted to be best)
+    overlap       "backward": a bucket is sent while backward goes on; "none": after it; "priority": also while the next
+                  forward does, what it needs first before the rest, in pieces of at most `bucket`
+    local_steps   every replica trains by itself for so many steps, then their parameters are averaged; 0: they never do
+    compress      gradients are summed as "bf16" or "fp16" numbers, the largest of them ("topk:0.01": one in a hundred),
+                  or as products of narrow matrices ("powersgd:2": of rank 2); "none": as they are
     checkpoint    layers that run forward again before their backward, to save memory: "none"; K, in segments of K;
                   "sqrt", of the length that needs least memory; a budget for activations on each rank, such as
                   "64MiB"; or the layers at which segments begin, such as "3,7,11". "selective": the core of each
@@ -79,8 +91,10 @@ class Plan:
     split: tuple[int, ...] | str | None = None
     chunks: int | None = None
     group: int | None = None
-    bucket: float | str = 25
+    bucket: float | str | tuple[int, ...] = 25
     overlap: str = "backward"
+    local_steps: int = 0
+    compress: str = "none"
     checkpoint: segments.Checkpoint = "none"
     zero: int = 0
     reduce: str = "microbatch"
@@ -133,6 +147,14 @@ class Plan:
             raise PlanError(f"reduce={self.reduce}: unknown; possible are {', '.join(REDUCES)}")
         if self.precision not in PRECISIONS:
             raise PlanError(f"precision={self.precision}: unknown; possible are {', '.join(PRECISIONS)}")
+        if self.overlap == "priority":
+            settings.check_priority(self.bucket, self.zero, self.clip, self.offload, self.host_layers)
+        object.__setattr__(self, "compress", compression.parse(self.compress))
+        if self.compress != "none":
+            settings.check_compress(self)
+        object.__setattr__(self, "local_steps", settings.whole_number("local_steps", self.local_steps, 0))
+        if self.local_steps:
+            settings.check_local(self.local_steps, self.overlap, self.zero, self.clip, self.offload, self.host_layers)
 
     @staticmethod
     def parse(text: str | Mapping[str, Any] | Plan) -> Plan:
@@ -170,14 +192,30 @@ class Plan:
         """Micro-batches per replica and step, over all rounds of accumulation."""
         return self.microbatches * self.accumulate
 
+    def block(self, steps: int, every: int = 0) -> int:
+        """How many of all `steps` to lay in one program, with a moment of rest after `every` of them (0: at any time).
+
+        More than one where a step's messages travel during the next one: several steps, as many as divide `every`.
+        """
+        if self.local_steps:
+            if every % self.local_steps:
+                raise PlanError(
+                    f"save_every={every}: the replicas differ until they are averaged; "
+                    f"possible are multiples of local_steps={self.local_steps}"
+                )
+            return min(steps, self.local_steps)
+        if self.overlap != "priority":
+            return 1
+        return max(size for size in range(1, min(steps, BLOCK) + 1) if every % size == 0)
+
     def __str__(self) -> str:
         words = [f"dp={self.dp}", f"pp={self.pp}"]
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name == "checkpoint":
-                value = segments.text(value)
             telling = field.name == "schedule" and self.pp > 1
             if field.name not in ("dp", "pp") and (telling or value != field.default):
+                if field.name in ("checkpoint", "bucket"):
+                    value = segments.text(value)
                 words.append(f"{field.name}={','.join(map(str, value)) if isinstance(value, tuple) else value}")
         return " ".join(words)
 
@@ -196,6 +234,11 @@ class Plan:
             raise PlanError(
                 f"pp={self.pp} chunks={len(placement[0])}: {stages} stages, more than layers ({shape.layers}); "
                 f"possible are chunks=1 to {shape.layers // self.pp} where the schedule takes them, or fewer ranks"
+            )
+        if isinstance(self.bucket, tuple) and self.bucket[0] >= shape.layers:
+            words = ",".join(map(str, self.bucket))
+            raise PlanError(
+                f"bucket={words}: the model has {shape.layers} layers; possible are 0 to {shape.layers - 1}"
             )
         if self.split is None:
             even, more = divmod(shape.layers, stages)
@@ -220,11 +263,14 @@ class Plan:
         steps: int = 1,
         check: bool = True,
         costs: LayerCosts | Profile | None = None,
+        costs_of: Callable[[Program], Costs] | None = None,
     ) -> Program:
         """The program of `steps` training steps for a model of `shape`, or of `layers` equal layers.
 
-        costs   what the layers cost for one micro-batch, such as `minipar.profile(model, batch)`; split="auto" and a
-                checkpoint budget need them, checkpoint="sqrt" uses them
+        costs      what the layers cost for one micro-batch, such as `minipar.profile(model, batch)`; split="auto" and a
+                   checkpoint budget need them, checkpoint="sqrt" uses them
+        costs_of   makes the costs of a program, as `simulate` takes them: bucket="auto" and overlap="priority" decide
+                   by them. Default: a forward takes 1 for each layer, a backward 2, all messages together as long
 
         Raises PlanError when the plan does not fit the model, ProgramError when the program cannot run (a schedule
         of your own may be wrong); `check=False` leaves the latter to the caller.
@@ -245,12 +291,29 @@ class Plan:
         if size > MOST:
             raise PlanError(f"plan {self}: {size} forwards of a layer in {steps} steps; possible are up to {MOST}")
         with paused():
-            program = self._program(shape, layout, steps, costs)
+            times = self._times(shape, layout, costs, costs_of)
+            program = self._program(shape, layout, steps, costs, times)
             if check:
                 verify(program)
         return program
 
-    def _program(self, shape: Shape, layout: Layout, steps: int, costs: LayerCosts | Profile | None) -> Program:
+    def _times(
+        self,
+        shape: Shape,
+        layout: Layout,
+        costs: LayerCosts | Profile | None,
+        costs_of: Callable[[Program], Costs] | None,
+    ) -> list[Seconds]:
+        """For each rank of the pipeline what its instructions take."""
+        if costs_of is None or not (self.bucket == "auto" or self.overlap == "priority"):
+            return [priority.guess(layout)] * self.pp
+        draft = replace(self, bucket="none", overlap="backward")
+        known = costs_of(draft._program(shape, layout, 1, costs, []))
+        return [partial(priority.seconds, known, stage) for stage in range(self.pp)]
+
+    def _program(
+        self, shape: Shape, layout: Layout, steps: int, costs: LayerCosts | Profile | None, times: list[Seconds]
+    ) -> Program:
         actions = [self.actions(stage) for stage in range(self.pp)]
         if "activations" in self.offload and self.splits:
             raise PlanError(
@@ -266,8 +329,10 @@ class Plan:
                         f"schedule={self.schedule}: no micro-batch goes through chunk {c} of rank {rank}, a copy of "
                         f"stage {stage}; possible are more than microbatches={self.microbatches}"
                     )
+        bucket = self.bucket if self.bucket != "auto" else best_size(expand(actions, layout), layout, times)
+        first = self.overlap == "priority"
         again = segments.schedules(self.checkpoint, layout, actions, costs)
-        rule = zero.Zero(self.zero, self.reduce, self.prefetch, self.bucket, self.overlap == "backward")
+        rule = zero.Zero(self.zero, self.reduce, self.prefetch, bucket, self.overlap == "backward")
         sharded = [zero.sharded_groups(layout, stage, rule) for stage in range(self.pp)]
         away = [
             offload.Offload(
@@ -277,18 +342,23 @@ class Plan:
         ]
         placed = host_layers.find(self.host_layers, layout)
         on_host = host_layers.groups_of(placed, layout)
-        keep = [kept_gradients(layout, stage, self.bucket, sharded[stage] | on_host) for stage in range(self.pp)]
+        alone = [frozenset(layout.trainable(s)) if self.local_steps else sharded[s] | on_host for s in range(self.pp)]
+        keep = [kept_gradients(layout, stage, bucket, alone[stage]) for stage in range(self.pp)]
         ranks: list[list[Instruction]] = [[] for _ in range(self.ranks)]
+        due: list[list[Instruction]] = [[] for _ in range(self.pp)]  # updates of the step before
         for step in range(steps):
             stages = expand(actions, layout, step)
             for stage in range(self.pp):
                 chunks = [(layout.trained(s), again[s]) for s in layout.placement[stage]]
                 stages[stage] = recompute(stages[stage], chunks)
                 stages[stage] = zero.shard(stages[stage], layout, stage, step, rule)
-                stages[stage] = all_reduce_gradients(
-                    stages[stage], layout, stage, step, self.bucket, self.overlap == "backward",
-                    sharded[stage] | on_host,
-                )  # fmt: skip
+                if first:
+                    stages[stage] = all_reduce_by_priority(stages[stage], layout, stage, step, bucket, times[stage])
+                else:
+                    stages[stage] = all_reduce_gradients(
+                        stages[stage], layout, stage, step, bucket, self.overlap == "backward", alone[stage]
+                    )
+                stages[stage] = compression.compress(stages[stage], shape, self.compress)
                 stages[stage] = host_layers.place(stages[stage], placed, layout, stage)
                 stages[stage] = offload.offload(stages[stage], away[stage], step, keep[stage])
             stages = list(insert_transfers(dict(enumerate(stages))).values())
@@ -296,12 +366,20 @@ class Plan:
                 update = zero.finish(step_of(layout, stage, step, keep[stage]), layout, stage, rule)
                 update = host_layers.finish(update, on_host)
                 update = offload.finish(update, away[stage])
-                stages[stage] = fuse(stages[stage]) + (update if self.clip is None else clip(update, layout))
+                if self.local_steps:
+                    update = average(update, layout, stage, step, step == steps - 1, self.local_steps, bucket)
+                if first:
+                    update, due[stage] = due[stage], priority.updates(update, stages[stage])
+                    stages[stage] = fuse(priority.update_late(stages[stage], update))
+                    stages[stage] += due[stage] if step == steps - 1 else []
+                else:
+                    stages[stage] = fuse(stages[stage]) + (update if self.clip is None else clip(update, layout))
             for replica in range(self.dp):
                 for stage in range(self.pp):
                     ranks[layout.rank(replica, stage)] += _moved(stages[stage], replica * self.pp)
         held = [zero.state_of(state_of(layout, s, keep[s]), sharded[s], rule) for s in range(self.pp)]
         held = [offload.state_of(host_layers.state_of(held[s], on_host), away[s]) for s in range(self.pp)]
+        held = [compression.state_of(held[s], ranks[s]) for s in range(self.pp)]
         return Program(
             tuple(map(tuple, ranks)),
             shape.layers,
@@ -310,9 +388,11 @@ class Plan:
             (("dp", self.dp), ("pp", self.pp)),
             tuple(held) * self.dp,
             steps,
+            Local(self.local_steps) if self.local_steps else Synchronous(),
             name=str(self),
             clip=self.clip,
             precision=self.precision,
+            compress=self.compress,
             folder=self.offload_folder,
             room=self.offload_limit,  # type: ignore[arg-type]
             selective=self.checkpoint == "selective",

@@ -7,7 +7,7 @@ live, is derived from these three lists and written nowhere else.
     rank 0   F 0:2 mb0 | SEND output(1) mb0 -> 1 | ...          | RECV grad_output(1) mb0 <- 1 | B 0:2 mb0 | STEP 0:2
     rank 1               RECV output(1) mb0 <- 0 | F 2:4 mb0 | B 2:4 mb0 | SEND grad_output(1) mb0 -> 0     | STEP 2:4
 
-This module imports nothing of minipar but the values.
+This module imports nothing of minipar but the values and contracts.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from enum import Enum
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from minipar.contracts import Contract as Contract
+from minipar.contracts import Local as Local
+from minipar.contracts import Synchronous as Synchronous
 from minipar.values import TIERS as TIERS
 from minipar.values import Value as Value
 from minipar.values import buffer as buffer
@@ -35,6 +38,7 @@ from minipar.values import optimizer_state as optimizer_state
 from minipar.values import output as output
 from minipar.values import param as param
 from minipar.values import param_shard as param_shard
+from minipar.values import residual as residual
 from minipar.values import saved as saved
 from minipar.values import saved_weight as saved_weight
 from minipar.values import tier as tier
@@ -69,11 +73,15 @@ PORT = "port"  # stream of the SENDs that leave a rank one after another, whiche
 
 
 class Part(NamedTuple):
-    """One piece of a fused instruction: a layer's compute, or one message of a collective."""
+    """One piece of a fused instruction: a layer's compute, or one message of a collective.
+
+    `start`: of a message that carries a piece of a gradient only, the byte where the piece begins; otherwise -1.
+    """
 
     op: Op
     layer: int = -1
     bytes: int = 0
+    start: int = -1
 
 
 class Instruction(NamedTuple):
@@ -111,9 +119,18 @@ class Instruction(NamedTuple):
         text = f"{self.op.value} {span(self.layers)}"
         if self.microbatch >= 0:
             text += f" mb{self.microbatch}"
+        if piece := piece_of(self):
+            text += f"[{piece[0]}:{piece[1]}]"
         if self.group:
             text += " over " + ",".join(map(str, self.group))
         return text
+
+
+def piece_of(ins: Instruction) -> tuple[int, int] | None:
+    """First byte and end of the piece of a gradient that an ALL_REDUCE sums; None if it sums all of it."""
+    if ins.op is not Op.ALL_REDUCE or len(ins.parts) != 1 or ins.parts[0].start < 0:
+        return None
+    return ins.parts[0].start, ins.parts[0].start + ins.parts[0].bytes
 
 
 def _moved(values: Sequence[Value]) -> str:
@@ -124,11 +141,6 @@ def message(ins: Instruction) -> tuple[Value, ...]:
     """What a SEND or RECV moves, in the words of the rank that sends it."""
     moved = ins.reads if ins.op is Op.SEND else ins.writes
     return tuple(chunk(value.index) if value.kind == "incoming" else value for value in moved)
-
-
-def hops(ins: Instruction) -> int:
-    """How often the bytes of a collective travel: twice where every rank gets the whole sum, otherwise once."""
-    return 2 if ins.op is Op.ALL_REDUCE or ins.op is Op.NORM else 1
 
 
 def span(layers: Sequence[int]) -> str:
@@ -178,11 +190,6 @@ class BackwardWeight:
 Action = Forward | Backward | BackwardInput | BackwardWeight
 
 
-@dataclass(frozen=True)
-class Synchronous:
-    """Every forward of step s uses the parameters after exactly s updates; an update uses every micro-batch once."""
-
-
 class Group(NamedTuple):
     """A parameter group: the parameters of one layer that no other layer shares, or one set tied between layers.
 
@@ -210,6 +217,7 @@ class Program:
     state            per rank the values held before the first instruction and after the last one
     receives_ahead   how many receives per link are posted before the walk reaches them
     clip             what STEP scales gradients down to where their norm is larger; None: nothing
+    compress         what gradients are made into before they are summed: "none", "bf16", "fp16", "topk:R", "powersgd:R"
     precision        "bf16": layers compute in bfloat16, STEP in float32; "float32": everything as the model is
     folder           where values on the disk are kept; "": the system's temporary folder
     room             bytes that a rank may keep in the slower tier; None: what there is
@@ -225,11 +233,12 @@ class Program:
     mesh: tuple[tuple[str, int], ...] = (("dp", 1), ("pp", 1))
     state: tuple[frozenset[Value], ...] = ()
     steps: int = 1
-    contract: Synchronous = field(default_factory=Synchronous)
+    contract: Contract = field(default_factory=Synchronous)
     receives_ahead: int = 2
     name: str = ""
     clip: float | None = None
     precision: str = "float32"
+    compress: str = "none"
     folder: str = ""
     room: int | None = None
     chunks: tuple[int, ...] = ()
@@ -336,7 +345,7 @@ class Program:
         ranks = [
             [
                 [i.op.name, list(i.layers), i.microbatch, i.step, refs(i.reads), refs(i.writes), refs(i.frees),
-                 i.stream, i.peer, list(i.group), [[p.op.name, p.layer, p.bytes] for p in i.parts],
+                 i.stream, i.peer, list(i.group), [[p.op.name, *p[1:]] for p in i.parts],
                  *([i.name] if i.name else [])]
                 for i in instructions
             ]
@@ -353,6 +362,8 @@ class Program:
             "receives_ahead": self.receives_ahead,
             **({} if self.clip is None else {"clip": self.clip}),
             **({} if self.precision == "float32" else {"precision": self.precision}),
+            **({"local_steps": self.contract.steps} if isinstance(self.contract, Local) else {}),
+            **({} if self.compress == "none" else {"compress": self.compress}),
             **({"folder": self.folder} if self.folder else {}),
             **({} if self.room is None else {"room": self.room}),
             **({"chunks": list(self.chunks)} if self.chunks else {}),
@@ -386,10 +397,12 @@ class Program:
             tuple((name, size) for name, size in data["mesh"]),
             tuple(frozenset(named(refs)) for refs in data["state"]),
             data["steps"],
+            contract=Local(data["local_steps"]) if "local_steps" in data else Synchronous(),
             receives_ahead=data["receives_ahead"],
             name=data["name"],
             clip=data.get("clip"),
             precision=data.get("precision", "float32"),
+            compress=data.get("compress", "none"),
             folder=data.get("folder", ""),
             room=data.get("room"),
             chunks=tuple(data.get("chunks", ())),

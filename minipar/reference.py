@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,6 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from minipar import randomness
+from minipar.costs.profiled import split_rows
+from minipar.losses import counted
+from minipar.tensors import count_rows, take_rows
 
 
 class Reference(NamedTuple):
@@ -58,6 +62,64 @@ def train_plainly(
         if update:
             update.step()
             update.zero_grad()
+        report(step - first)
+    return result
+
+
+def train_locally(
+    model: nn.Module,
+    batches: Callable[[int], tuple[Any, Any]],
+    loss: Callable[[Any, Any], Tensor],
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    steps: int,
+    replicas: int,
+    microbatches: int,
+    every: int,
+    seed: int = 0,
+    keep_gradients: bool = True,
+    report: Callable[[int], None] = lambda step: None,
+    first: int = 0,
+    begin: Callable[[nn.Module, torch.optim.Optimizer | None], None] = lambda model, optimizer: None,
+) -> Reference:
+    """The same of Local SGD: copies of the model, each with its optimizer and its rows, averaged after `every` steps
+    and the last one, by the rows of each. Losses and gradients are averages, too, those of one step."""
+    randomness.replace_dropout(model, seed)
+    model.train()
+    copies = [model, *(copy.deepcopy(model) for _ in range(replicas - 1))]
+    named = [{name: p for name, p in each.named_parameters() if p.requires_grad} for each in copies]
+    updates = [optimizer(list(names.values())) for names in named]
+    for each, update in zip(copies, updates, strict=True):
+        begin(each, update)
+    result, rows_of = Reference([], []), [0] * replicas
+    for step in range(first, first + steps):
+        x, y = batches(step)
+        rows = split_rows(count_rows(x), replicas * microbatches)
+        total, gradients = 0.0, {name: torch.zeros_like(p) for name, p in named[0].items()}
+        for r, each in enumerate(copies):
+            mine = range(rows[r * microbatches].start, rows[(r + 1) * microbatches - 1].stop)
+            if not mine:
+                continue
+            own = take_rows(y, mine)
+            share = counted(own, loss) / counted(y, loss)
+            randomness.at(randomness.row_dropouts(each), step, mine.start)
+            value = loss(each(take_rows(x, mine)), own)
+            value.backward()
+            total += value.item() * share
+            rows_of[r] += counted(own, loss)
+            for name, p in named[r].items():
+                gradients[name] += 0 if p.grad is None else p.grad * share
+            updates[r].step()
+            updates[r].zero_grad()
+        result.losses.append(total)
+        if keep_gradients:
+            result.gradients.append(gradients)
+        if (step - first + 1) % every == 0 or step == first + steps - 1:
+            weights = [count / sum(rows_of) for count in rows_of]
+            for name in named[0]:
+                mean = torch.stack([w * names[name].detach() for w, names in zip(weights, named, strict=True)]).sum(0)
+                for names in named:
+                    names[name].data.copy_(mean)
+            rows_of = [0] * replicas
         report(step - first)
     return result
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from minipar.costs.device import quantity
 from minipar.errors import PlanError
+
+if TYPE_CHECKING:
+    from minipar.plan import Plan
 
 OFFLOADS = ("activations", "optimizer", "parameters")
 
@@ -85,16 +90,64 @@ def split(value: object, stages: int, ranks: int, chunks: int) -> tuple[int, ...
     return counts
 
 
-def bucket(value: object) -> float | str:
-    """MiB per message, "none" or "flat"."""
-    if value in ("none", "flat"):
-        return str(value)
-    text = str(value)
+def bucket(value: object) -> float | str | tuple[int, ...]:
+    """MiB per message, "none", "flat", "auto", how many such as "4x", or the layers that end one such as (7, 3)."""
+    text = "".join(f"{layer}," for layer in value) if isinstance(value, (tuple, list)) else str(value)
+    if text in ("none", "flat", "auto"):
+        return text
+    if re.fullmatch(r"[1-9][0-9]{0,5}x", text):
+        return text
+    if re.fullmatch(r"[0-9]{1,9}(,[0-9]{1,9})*,?", text) and "," in text:
+        return tuple(sorted({int(layer) for layer in text.split(",") if layer}, reverse=True))
     number = text[:-3] if text.lower().endswith("mib") else text
     try:
         size = float(number)
     except ValueError:
         size = -1.0
     if not 0 < size < float("inf"):
-        raise PlanError(f"bucket={value}: must be a size in MiB above 0, none (one message per parameter) or flat")
+        raise PlanError(
+            f"bucket={value}: must be a size in MiB above 0, none (one message per parameter), flat (one for all), "
+            "auto, a number of buckets such as 4x, or the layers that end one such as 7,3"
+        )
     return int(size) if size == int(size) else size
+
+
+def check_priority(bucket: object, zero: int, clip: object, offload: object, host_layers: object) -> None:
+    """Refuse what overlap=priority cannot do: it updates each gradient as soon as it is there."""
+    why = "overlap=priority: updates a layer as soon as its gradient is there"
+    if clip is not None:
+        raise PlanError(f"{why}, but clip={clip} needs the norm of all; possible is clip=none")
+    if zero:
+        raise PlanError(f"{why}, whole; zero={zero} shares it out; possible is zero=0")
+    if offload or host_layers:
+        raise PlanError(f"{why}, on the device; possible are offload=none and no host_layers")
+    if not isinstance(bucket, (int, float)) and bucket != "none":
+        raise PlanError(f"{why}, in pieces of `bucket` MiB; possible are a size or none (whole), not {bucket}")
+
+
+def check_local(steps: int, overlap: str, zero: int, clip: object, offload: object, host_layers: object) -> None:
+    """Refuse what local_steps cannot do: it has no gradients of all replicas."""
+    why = f"local_steps={steps}: every replica trains by itself"
+    if zero:
+        raise PlanError(f"{why}, with whole states; possible is zero=0, not {zero}")
+    if clip is not None:
+        raise PlanError(f"{why}, and clip={clip} needs the norm over all of them; possible is clip=none")
+    if overlap == "priority":
+        raise PlanError(f"{why}, and sends no gradients; possible are overlap=none and backward, not priority")
+    if offload or host_layers:
+        raise PlanError(f"{why}, on the device; possible are offload=none and no host_layers")
+
+
+def check_compress(plan: Plan) -> None:
+    """Refuse what compress cannot do: it makes whole gradients smaller, once a step."""
+    why = f"compress={plan.compress}: makes whole gradients smaller, once a step"
+    if plan.zero:
+        raise PlanError(f"{why}; zero={plan.zero} sums slices of them; possible is zero=0")
+    if plan.overlap == "priority":
+        raise PlanError(f"{why}; overlap=priority sends pieces of them; possible are overlap=none and backward")
+    if plan.local_steps:
+        raise PlanError(f"{why}; local_steps={plan.local_steps} sends none; possible is local_steps=0")
+    if plan.precision != "float32":
+        raise PlanError(f"{why}; with precision={plan.precision} they are small already; possible is compress=none")
+    if plan.host_layers or set(plan.offload) - {"activations"}:
+        raise PlanError(f"{why}, on the device; possible are offload=none or activations, and no host_layers")

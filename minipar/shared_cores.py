@@ -91,7 +91,7 @@ def walk_shared(program: Program, costs: Costs, cores: float) -> tuple[list[list
                     pending[rank][value] = (lane, len(lane) - 1, index)
             elif ins.group:  # a collective
                 stream = groups.setdefault(ins.group, GroupStream(ins.group))
-                k = stream.join(rank, index, now, ins, costs, starts)
+                k = stream.join(rank, index, now, ins, costs, starts, ends)
                 for value in ins.writes:
                     if value not in ins.frees:
                         pending[rank][value] = (stream, k, index)

@@ -124,7 +124,7 @@ def _walk(program: Program, costs: Costs) -> tuple[list[list[float]], list[list[
             elif ins.group:  # a collective
                 stream = groups.get(ins.group) or groups.setdefault(ins.group, GroupStream(ins.group))
                 begin[index] = now
-                k = stream.join(rank, index, now, ins, costs, starts)
+                k = stream.join(rank, index, now, ins, costs, starts, ends)
                 for value in ins.writes:
                     if value not in ins.frees:
                         waiting[value] = (stream, k, index)

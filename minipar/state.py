@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from minipar.comm.buckets import Buckets
 from minipar.comm.communicator import Communicator
-from minipar.comm.handles import Handle
+from minipar.comm.handles import Handle, Then
 from minipar.errors import RankError
 from minipar.program import Instruction, Op, Program, Value, grad_shard, home, norm, optimizer_shard, param
 from minipar.strategies import host_layers
@@ -76,7 +76,8 @@ class State:
                 p.data = p.data.to(torch.bfloat16)
         self.sums: dict[tuple[int, ...], Tensor] = {}  # of the gradients of a bucket, this rank's slices
         self.squares = torch.zeros(1, dtype=torch.float64, device=comm.device)
-        self.buckets = Buckets(instructions, groups, comm.device)
+        sizes = [sum(group.tensors) for group in program.groups]
+        self.buckets = Buckets(instructions, groups, sizes, comm, program.compress)
         self.optimizers = {
             ins.layers: optimizer([p for g in ins.layers for p in self.trained(g)])
             for ins in instructions
@@ -122,8 +123,13 @@ class State:
 
     # collectives -----------------------------------------------------------------------------------------------------
 
-    def start(self, ins: Instruction) -> list[Handle]:
-        """Start a collective; what it writes counts when all handles were waited for."""
+    def start(self, ins: Instruction, share: float = 1.0) -> list[Handle]:
+        """Start a collective; what it writes counts when all handles were waited for.
+
+        share   where parameters are averaged, how much those of this rank weigh
+        """
+        if ins.op is Op.ALL_REDUCE and ins.reads[0].kind == "param":
+            return self._average(ins, share)
         if ins.op is Op.REDUCE_SCATTER:
             return [self._reduce_scatter(ins)]
         if ins.op is Op.ALL_GATHER:
@@ -131,6 +137,28 @@ class State:
         if ins.op is Op.NORM:
             return [self._norm(ins)]
         return self.buckets.all_reduce(ins, self.comm)
+
+    def _average(self, ins: Instruction, share: float) -> list[Handle]:
+        """Average parameters over the replicas, in one message for each dtype: a sum of what was weighed before."""
+        handles: list[Handle] = []
+        whole = [p for g in ins.layers for p in self.trained(g)]
+        for dtype in dict.fromkeys(p.dtype for p in whole):
+            params = [p for p in whole if p.dtype == dtype]
+            flat = torch.cat([p.detach().reshape(-1) for p in params]).mul_(share)
+            views = [v.view(p.shape) for v, p in zip(flat.split([p.numel() for p in params]), params, strict=True)]
+
+            def spread(params: list[nn.Parameter] = params, views: list[Tensor] = views) -> None:
+                torch._foreach_copy_([p.data for p in params], views)
+                self._narrow(ins.layers)
+
+            handles.append(Then(self.comm.iallreduce(flat, ins.group, str(ins)), spread))
+        return handles
+
+    def _narrow(self, groups: Iterable[int]) -> None:
+        """What layers compute with, anew from what the optimizer works on, with precision=bf16."""
+        for g in groups:
+            for own, p in zip(self.wide.get(g, ()), self.groups[g], strict=False):
+                p.data.copy_(own.data)
 
     def _all_gather(self, g: int, ranks: tuple[int, ...]) -> list[Handle]:
         flat = self.flats[g]
@@ -210,9 +238,9 @@ class State:
         """Update what a STEP works on, and let its gradients go."""
         self.optimizers[ins.layers].step()
         for g in ins.layers:
-            for own, p in zip(self.wide.get(g, ()), self.groups[g], strict=False):
-                p.data.copy_(own.data)
+            for own in self.wide.get(g, ()):
                 own.grad = None
+        self._narrow(ins.layers)
         self.buckets.clear(ins.layers)
         for g in ins.layers:
             if g in self.parts:
@@ -267,6 +295,8 @@ class State:
         g = value.index
         if value.kind == "norm":
             return count_bytes(self.squares)
+        if value.kind == "residual":
+            return count_bytes(self.groups[g])
         part, frozen = count_bytes(self.parts.get(g)), self.program.groups[g].frozen
         if value.kind in ("optimizer_state", "optimizer_shard"):
             states = [o.state[p] for o in self.optimizers.values() for p in self.trained(g) if p in o.state]

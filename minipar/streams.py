@@ -61,7 +61,16 @@ class GroupStream(list[float]):
     def __bool__(self) -> bool:
         return True
 
-    def join(self, rank: int, index: int, now: float, ins: Instruction, costs: Costs, starts: list[list[float]]) -> int:
+    def join(
+        self,
+        rank: int,
+        index: int,
+        now: float,
+        ins: Instruction,
+        costs: Costs,
+        starts: list[list[float]],
+        ends: list[list[float]],
+    ) -> int:
         """A rank starts its next collective: its position. The last rank to join fixes its start and end."""
         k = self.joined[rank]
         self.joined[rank] = k + 1
@@ -69,9 +78,9 @@ class GroupStream(list[float]):
         members.append((rank, index, now))
         if len(members) == len(self.joined):
             free = self[-1] if len(self) else 0.0
-            for r, i, t in members:
-                starts[r][i] = max(t, free)
             self.append(max(free, max(t for _, _, t in members)) + costs.collective(ins))
+            for r, i, t in members:
+                starts[r][i], ends[r][i] = max(t, free), self[-1]
             del self.open[k]
         return k
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from minipar.errors import MiniparError
 from minipar.memory.lifetimes import lifetimes
 from minipar.memory.series import Curve, Series
-from minipar.program import COLLECTIVES, COMPUTE, Instruction, Op, Program, Value, hops
+from minipar.program import COLLECTIVES, COMPUTE, Instruction, Op, Program, Value
+from minipar.volumes import carried, hops, summed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -111,17 +112,28 @@ class Trace:
         return [event for rank in range(len(self.program.ranks)) for event in self.events_of(rank)]
 
     def events_of(self, rank: int) -> Iterator[Event]:
-        updates = 0
+        updates = dict.fromkeys(range(-1, len(self.program.groups)), 0)  # (-1: of an imported trace, all in one)
         for index, ins in enumerate(self.program.ranks[rank]):
-            used = updates if ins.op in COMPUTE else None
+            groups = (self._groups_of(ins) if ins.op in COMPUTE else ()) or (-1,)
+            used = min(updates[g] for g in groups) if ins.op in COMPUTE else None
             applied = None
             if ins.op is Op.STEP:
-                updates += 1
-                applied = updates
+                updates.update((g, updates[g] + 1) for g in groups)
+                applied = min(updates[g] for g in groups)
             yield Event(
                 rank, index, ins.stream, self.starts[rank][index], self.ends[rank][index], ins,
                 self.sent(rank, ins), used, applied,
             )  # fmt: skip
+
+    def _groups_of(self, ins: Instruction) -> tuple[int, ...]:
+        """The trainable parameter groups that a compute instruction works on."""
+        if ins.op is Op.STEP:
+            return ins.layers
+        known = self._cache.setdefault("groups", {})
+        if ins.layers not in known:
+            found = {g for layer in ins.layers for g in self.program.groups_of_layer[layer]}
+            known[ins.layers] = tuple(sorted(g for g in found if self.program.groups[g].trainable))
+        return known[ins.layers]
 
     @cached_property
     def busy(self) -> list[float]:
@@ -197,18 +209,19 @@ class Trace:
         """Per rank the most updates between the version that a forward used and the one its gradient went into."""
         worst = []
         for rank in range(len(self.program.ranks)):
-            used: dict[tuple[int, int], int] = {}
-            open_: list[tuple[int, int]] = []
+            used: dict[tuple[int, int, int], int] = {}
+            open_: dict[int, list[tuple[int, int, int]]] = {}
             most = 0
             for event in self.events_of(rank):
-                ins = event.instruction
-                if ins.op is Op.FORWARD:
-                    used.setdefault((ins.step, ins.microbatch), event.version_used or 0)
-                elif ins.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
-                    open_.append((ins.step, ins.microbatch))
-                elif ins.op is Op.STEP:
-                    most = max([most, *((event.version_used or 0) - used[key] for key in open_ if key in used)])
-                    open_ = []
+                ins, version = event.instruction, event.version_used or 0
+                for g in self._groups_of(ins) if ins.op in COMPUTE else ():
+                    key = ins.step, ins.microbatch, g
+                    if ins.op is Op.FORWARD:
+                        used.setdefault(key, version)
+                    elif ins.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
+                        open_.setdefault(g, []).append(key)
+                    elif ins.op is Op.STEP:
+                        most = max([most, *(version - used[each] for each in open_.pop(g, ()) if each in used)])
             worst.append(most)
         return worst
 
@@ -226,7 +239,7 @@ class Trace:
     def whole(self, rank: int, ins: Instruction) -> int:
         """Bytes of the tensor that a collective works on."""
         if ins.op is Op.ALL_REDUCE:
-            return round(sum(self.size(rank, value) for value in ins.writes))
+            return round(sum(self.size(rank, value) for value in summed(ins)) * carried(ins, self.program.groups))
         return sum(part.bytes for part in ins.parts)
 
     def bytes_sent(self) -> list[int]:

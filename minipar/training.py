@@ -22,10 +22,11 @@ from minipar.costs.profiled import ProfiledCosts, microbatch_rows
 from minipar.costs.rates import Calibration, Copies
 from minipar.elementwise import check_elementwise
 from minipar.errors import MiniparError, PlanError
-from minipar.execution import Job, Loss, Model, Optimizer, at_least_1, execute, profile_job, run_plainly
+from minipar.execution import Job, Loss, Model, Optimizer, at_least_1, execute, profile_job
 from minipar.memory.advice import Measured, advising
 from minipar.memory.forecast import with_memory
 from minipar.memory.series import Peak
+from minipar.plainly import run_plainly
 from minipar.plan import Plan
 from minipar.program import Program
 from minipar.reference import Reference, gradient_error
@@ -43,9 +44,10 @@ class Run:
     """What a training run gave.
 
     losses        the mean loss of every step, before its update
-    trace         the measured trace of one typical step (the one of median duration, the first left out)
+    trace         the measured trace of one typical step (the one of median duration, the first left out); of
+                  `program.steps` steps where one begins before the last has ended
     predicted     the trace that was predicted before the run
-    step_times    seconds of every step
+    step_times    seconds of every step; where one begins before the last has ended, the mean of a program's steps
     reference     losses of plain torch on one process, and its gradients if `check` was asked for
     first_step    0, or the steps that were done before, where the run went on from a saved one
     """
@@ -70,7 +72,7 @@ class Run:
     @property
     def bytes_sent(self) -> list[int]:
         """Per rank the bytes sent in one step."""
-        return self.trace.bytes_sent()
+        return [size // self.program.steps for size in self.trace.bytes_sent()]
 
     @property
     def memory(self) -> list[Peak]:
@@ -105,9 +107,10 @@ class Run:
         return max((gradient_error(found, expected) for found, expected in pairs), default=0.0)
 
     def __repr__(self) -> str:
+        each = 1e3 / self.program.steps
         return (
             f"<Run of {self.plan}: {len(self.losses)} steps, loss {self.losses[0]:.4f} -> {self.losses[-1]:.4f}, "
-            f"step {self.trace.time * 1e3:.1f} ms measured, {self.predicted.time * 1e3:.1f} ms predicted "
+            f"step {self.trace.time * each:.1f} ms measured, {self.predicted.time * each:.1f} ms predicted "
             f"({self.prediction_error:+.0%})>"
         )
 
@@ -175,10 +178,20 @@ def train(
         if facts.split_sensitive:
             names = ", ".join(facts.split_sensitive)
             warnings.warn(f"not equal to one device's, however it is split: {names}", stacklevel=2)
-        program = plan.compile(facts.shape, costs=facts.profile)
         cores = available_cores() if ranks.device == "cpu" else None
         if calibration is None and plan.ranks > 1 and (ranks.emulates is None or not ranks.emulates.emulates):
             calibration = calibrate(ranks, seconds=_QUICK, progress=progress)
+        costs_of = partial(
+            costs_for,
+            measured=facts.profile,
+            batch=job.batch,
+            calibration=calibration,
+            device=ranks.emulates,
+            copies=facts.copies,
+        )
+        block = plan.block(steps, every)
+        compiled = partial(plan.compile, facts.shape, costs=facts.profile, costs_of=costs_of)
+        program, rest = compiled(steps=block), compiled(steps=steps % block) if steps % block else None
         predicted = predict(
             program, facts.profile, job.batch, cores, facts.data_bytes, calibration, ranks.emulates, facts.copies
         )
@@ -195,18 +208,21 @@ def train(
                 program,
                 job,
                 cluster=ranks,
-                passes=steps,
+                passes=steps // block,
+                rest=rest,
                 keep_gradients=check,
                 check=False,
                 memory=memory,
                 storing=storing,
-                report=lambda k: meter.update(),
+                report=lambda k: meter.update(block if k < steps // block else steps % block),
             )
+        sizes = [block] * (steps // block) + ([steps % block] if rest is not None else [])
         plain, plain_time = None, None
         if reference or check:
+            local = (plan.dp, plan.total_microbatches, plan.local_steps) if plan.local_steps else None
             with bar(total=steps, desc="plain torch, one process") as meter:
                 plain, plain_time = ranks.run_with(
-                    lambda rank, k: meter.update(), run_plainly, job, steps, check, plan.clip, storing
+                    lambda rank, k: meter.update(), run_plainly, job, steps, check, plan.clip, storing, local
                 )[0]
     return Run(
         plan,
@@ -214,7 +230,7 @@ def train(
         done.losses,
         done.trace,
         predicted,
-        done.times,
+        [seconds / size for seconds, size in zip(done.times, sizes, strict=True) for _ in range(size)],
         done.gradients,
         plain,
         plain_time,
@@ -247,6 +263,19 @@ def resume(
     return train(model, data, header.plan if plan is None else plan, steps=steps, **(known | options))
 
 
+def costs_for(
+    program: Program,
+    measured: Profile,
+    batch: int,
+    calibration: Calibration | None = None,
+    device: DeviceSpec | None = None,
+    copies: Copies | None = None,
+) -> ProfiledCosts | EmulatedCosts:
+    """What a program costs, from a profile of its model's layers; on emulated devices, what it costs there."""
+    costs = ProfiledCosts(program, measured, batch, calibration=calibration, copies=copies or Copies())
+    return EmulatedCosts(program, device, costs) if device is not None and device.emulates else costs
+
+
 def predict(
     program: Program,
     measured: Profile,
@@ -266,16 +295,16 @@ def predict(
     device       that every rank emulates; emulated devices share no cores
     copies       what it takes to copy tensors to the host or the disk, and back
     """
-    costs = ProfiledCosts(program, measured, batch, calibration=calibration, copies=copies or Copies())
-    emulated = EmulatedCosts(program, device, costs) if device is not None and device.emulates else None
+    costs = costs_for(program, measured, batch, calibration, device, copies)
+    emulated = costs if isinstance(costs, EmulatedCosts) else None
     sharing = cores if calibration is None or calibration.ranks != len(program.ranks) else calibration.concurrency
     if emulated is not None and emulated.computes:
         cores = sharing = None
-    trace = simulate(program, emulated or costs, cores=sharing)
-    count = len(program.ranks)
+    trace = simulate(program, costs, cores=sharing)
+    count, of_rows = len(program.ranks), ProfiledCosts(program, measured, batch)
     data = [
         round(
-            costs.rows_of(rank) / batch * ((0 in held) * data_bytes[0] + (program.layers - 1 in held) * data_bytes[1])
+            of_rows.rows_of(rank) / batch * ((0 in held) * data_bytes[0] + (program.layers - 1 in held) * data_bytes[1])
         )
         for rank, held in enumerate(program.placement)
     ]

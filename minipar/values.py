@@ -86,6 +86,11 @@ def buffer(group: int) -> Value:
     return Value("buffer", group)
 
 
+def residual(group: int) -> Value:
+    """What compressed messages have left out of this rank's gradients so far, and will send later."""
+    return Value("residual", group)
+
+
 def norm() -> Value:
     """The length of the gradient of all parameters, over all ranks."""
     return Value("norm", 0)

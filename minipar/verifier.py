@@ -26,6 +26,7 @@ from minipar.program import (
     COPIES,
     TIERS,
     Instruction,
+    Local,
     Op,
     Program,
     Value,
@@ -86,6 +87,8 @@ def _check_instructions(program: Program) -> None:
                     raise refuse(program, rank, index, reason)
                 known[op, layers] = _needs(program, op, layers)
             needed, made = known[op, layers]
+            if op is Op.ALL_REDUCE and reads and reads[0].kind == "param" and isinstance(program.contract, Local):
+                needed = made = frozenset(("param", g) for g in layers)
             if ins.stream == "host" or op is Op.NORM or (op is Op.ALL_REDUCE and reads and " " in reads[0].kind):
                 reads, writes = _on_host(program, rank, index)
             missing = needed.difference([value[:2] for value in reads])
@@ -181,7 +184,7 @@ def _needs_of_state(
         return frozenset(whole), frozenset((kind, g) for g in groups for kind in ("grad_shard", "buffer"))
     if op is Op.NORM:
         return frozenset(grads), frozenset({norm()[:2]})
-    return frozenset(whole), frozenset(whole)
+    return frozenset(whole), frozenset(whole | {("residual", g) for g in groups})
 
 
 # 2. each replica ----------------------------------------------------------------------------------------------------
@@ -314,7 +317,8 @@ def _check_groups(program: Program) -> None:
 def _call(ins: Instruction) -> tuple[object, ...]:
     """What all ranks of a collective must agree on."""
     # (a norm is taken over all ranks, each with its own groups)
-    return ins.op, () if ins.op is Op.NORM else ins.layers, ins.microbatch, ins.parts, ins.step
+    kind = home(ins.reads[0]).kind if ins.op is Op.ALL_REDUCE and ins.reads else ""
+    return ins.op, kind, () if ins.op is Op.NORM else ins.layers, ins.microbatch, ins.parts, ins.step
 
 
 # 4. each rank alone -------------------------------------------------------------------------------------------------

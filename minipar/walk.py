@@ -7,15 +7,28 @@ number of its updates; slices of both like wholes, of which a collective makes t
 
 from __future__ import annotations
 
-from minipar.errors import Deadlock, ProgramError
-from minipar.program import COLLECTIVES, COPIES, Instruction, Op, Program, Value, grad, grad_shard, home, host, tier
+from minipar import replicas
+from minipar.circles import deadlock
+from minipar.errors import ProgramError
+from minipar.program import (
+    COLLECTIVES,
+    COPIES,
+    Instruction,
+    Local,
+    Op,
+    Program,
+    Value,
+    grad,
+    grad_shard,
+    home,
+    host,
+    param,
+    piece_of,
+    tier,
+)
 from minipar.refusal import at, refuse
 
 _STATES = ("optimizer_state", "optimizer_shard")
-
-
-class ProgramDeadlock(ProgramError, Deadlock):
-    """A program whose ranks would wait for each other for ever; `details` is the cycle."""
 
 
 class Walk:
@@ -37,9 +50,14 @@ class Walk:
         self.shard_version: list[dict[int, int]] = [{} for _ in ranks]
         # what each member brought to a collective: per group its contributions, version, or weight in the norm
         self.brought: dict[tuple[tuple[int, ...], int], dict[int, dict[int, int]]] = {}
+        # of a gradient that is summed piece by piece: (begin, end, contributions) of those that are
+        self.pieces: dict[tuple[tuple[int, ...], int], list[tuple[int, int, int]]] = {}
         # of what is on the host or the disk: the contributions to a gradient, the version of anything else
         self.aside: list[dict[Value, int]] = [{} for _ in ranks]
         self.copying: list[dict[Value, Value]] = [{} for _ in ranks]  # what a copy reads -> what it writes
+        local = program.contract.steps if isinstance(program.contract, Local) else 0
+        self.local = local if program.replicas > 1 else 0  # so many updates a replica does by itself
+        self.apart: list[dict[int, int]] = [{} for _ in ranks]  # and so many it has done, of each parameter
         self.bits = [self._slots(g) for g in range(len(program.groups))]
 
     def _slots(self, group: int) -> dict[int, int]:
@@ -56,7 +74,7 @@ class Walk:
                 moved = self._advance(rank) or moved
         stuck = [r for r in ranks if self.place[r] < len(self.program.ranks[r])]
         if stuck:
-            raise self._deadlock(stuck)
+            raise deadlock(self, stuck)
         for rank in ranks:
             for group, mask in (*self.sums[rank].items(), *self.shard_sums[rank].items()):
                 if mask and self.program.groups[group].trainable:
@@ -71,6 +89,12 @@ class Walk:
                     )
 
             self._check_tiers(rank)
+            for group, updates in self.apart[rank].items():
+                if updates:
+                    raise ProgramError(
+                        f"rank {rank} ends with param({group}) of its own: after its last STEP it is not averaged over"
+                        " the replicas"
+                    )
 
     def _check_tiers(self, rank: int) -> None:
         """At the end all copies of a parameter or an optimizer state have seen the same updates."""
@@ -114,7 +138,7 @@ class Walk:
         if source in ins.frees and source.kind in ("grad", "grad_shard"):
             (self.sums if source.kind == "grad" else self.shard_sums)[rank].pop(g, None)
 
-    def _ready(self, rank: int, wait: tuple[str, object, int]) -> bool:
+    def ready(self, rank: int, wait: tuple[str, object, int]) -> bool:
         kind, where, k = wait
         if kind == "copy":
             return True
@@ -127,14 +151,14 @@ class Walk:
         start = index = self.place[rank]
         replica = self.program.replica(rank)
         sums, version = self.sums[rank], self.version[rank]
-        copying = self.copying[rank]
+        copying, local = self.copying[rank], self.local
         while index < len(instructions):
             ins = instructions[index]
             op = ins.op
             if pending:
                 for value in ins.reads:
                     if value in pending:
-                        if not self._ready(rank, pending[value]):
+                        if not self.ready(rank, pending[value]):
                             self.place[rank] = index
                             return index > start
                         source = pending.pop(value)[1]
@@ -167,6 +191,8 @@ class Walk:
                     else:
                         continue
                     if done == ins.step:
+                        if local and value.index in self.apart[rank]:
+                            replicas.in_round(self, rank, index, value.index)
                         continue
                     if self.program.groups[value.index].trainable:
                         raise self._wrong_version(rank, index, value.index)
@@ -215,12 +241,17 @@ class Walk:
             if ins.op is Op.ALL_GATHER:
                 self._gathered(rank, index, g, {r: found[g] for r, found in brought.items()})
                 continue
+            if param(g) in ins.reads:
+                replicas.averaged(self, rank, index, g, {r: found[g] for r, found in brought.items()})
+                continue
             total = 0
             for r in ins.group:
                 if total & brought[r][g]:
                     raise self._twice(rank, index, g, total & brought[r][g])
                 total |= brought[r][g]
-            for r in ins.group:
+            if piece_of(ins):
+                total = replicas.piece(self, rank, index, ins, total)
+            for r in ins.group if grad(g) in ins.writes or not piece_of(ins) else ():
                 if ins.op is Op.ALL_REDUCE:
                     whole = grad(g)
                     if whole in ins.reads:
@@ -235,6 +266,8 @@ class Walk:
 
     def _bring(self, rank: int, ins: Instruction) -> dict[int, int]:
         """What a rank adds to a collective, as it is when the rank joins: later it may have changed."""
+        if ins.op is Op.ALL_REDUCE and ins.reads and ins.reads[0].kind == "param":
+            return {g: self.version[rank].get(g, 0) for g in ins.layers}
         if ins.op is Op.ALL_GATHER:
             return {g: self.shard_version[rank].get(g, 0) for g in ins.layers}
         if ins.op is Op.NORM:
@@ -242,14 +275,14 @@ class Walk:
             return {value.index: self._note(rank, value) for value in counted}
         sums = self.sums[rank]
         if ins.op is Op.ALL_REDUCE:
-            return {value.index: self._note(rank, value) for value in ins.reads}
+            return {value.index: self._note(rank, value) for value in ins.reads if "grad" in value.kind}
         freed = {value.index for value in ins.frees if value.kind == "grad"}
         return {g: sums.pop(g, 0) if g in freed else sums.get(g, 0) for g in ins.layers}
 
     def _twice(self, rank: int, index: int, group: int, mask: int) -> ProgramError:
         return refuse(
             self.program, rank, index,
-            f"{at(self.program, rank, index)} counts {self._name(group, mask)} twice:"
+            f"{at(self.program, rank, index)} counts {self.name(group, mask)} twice:"
             f" grad({group}) was summed over these ranks before",
         )  # fmt: skip
 
@@ -282,13 +315,18 @@ class Walk:
                     raise refuse(
                         self.program, rank, index,
                         f"{at(self.program, rank, index)} comes before the gradients are complete:"
-                        f" grad({g}) lacks {self._name(g, missing)}",
+                        f" grad({g}) lacks {self.name(g, missing)}",
                     )  # fmt: skip
 
-    def _all(self, group: int) -> int:
-        """Every contribution that the gradient of a group must have before a STEP."""
-        size = self.program.replicas * self.program.microbatches
-        return (1 << size * len(self.program.groups[group].layers)) - 1
+    def _all(self, group: int, rank: int = 0) -> int:
+        """Every contribution that the gradient of a group must have before a STEP; where replicas train by themselves,
+        of the rank's own."""
+        count = self.program.microbatches
+        size = self.program.replicas * count
+        if not self.local:
+            return (1 << size * len(self.program.groups[group].layers)) - 1
+        own = ((1 << count) - 1) << self.program.replica(rank) * count
+        return sum(own << first for first in self.bits[group].values())
 
     def _check_step(self, rank: int, index: int, ins: Instruction) -> None:
         if ins.stream == "host":
@@ -297,13 +335,14 @@ class Walk:
             sliced = grad_shard(g) in ins.reads
             sums = (self.shard_sums if sliced else self.sums)[rank]
             versions = (self.shard_version if sliced else self.version)[rank]
-            missing = self._all(g) & ~sums.get(g, 0)
+            missing, more = self._all(g, rank) & ~sums.get(g, 0), sums.get(g, 0) & ~self._all(g, rank)
             if missing:
                 raise refuse(
                     self.program, rank, index,
                     f"{at(self.program, rank, index)} comes before its gradients are complete:"
-                    f" grad({g}) lacks {self._name(g, missing)}",
+                    f" grad({g}) lacks {self.name(g, missing)}",
                 )  # fmt: skip
+            replicas.alone(self, rank, index, g, more)
             sums[g] = 0
             done = versions.get(g, 0)
             if ins.step != done:
@@ -322,7 +361,7 @@ class Walk:
                 if missing:
                     raise refuse(
                         self.program, rank, index,
-                        f"{where} comes before its gradients are complete: {value} lacks {self._name(g, missing)}",
+                        f"{where} comes before its gradients are complete: {value} lacks {self.name(g, missing)}",
                     )  # fmt: skip
                 known[value] = 0
                 for sums in (self.sums, self.shard_sums):  # (one in a bucket stays, for the next step)
@@ -343,7 +382,7 @@ class Walk:
             f" a synchronous program promises {ins.step}",
         )  # fmt: skip
 
-    def _name(self, group: int, mask: int) -> str:
+    def name(self, group: int, mask: int) -> str:
         """The first contribution in a mask, in words."""
         bit = (mask & -mask).bit_length() - 1
         slot, rest = divmod(bit, self.program.replicas * self.program.microbatches)
@@ -351,27 +390,3 @@ class Walk:
         layer = self.program.groups[group].layers[slot]
         whose = f" of replica {replica}" if self.program.replicas > 1 else ""
         return f"micro-batch {i}{whose} (layer {layer})"
-
-    def _deadlock(self, stuck: list[int]) -> ProgramError:
-        waits: dict[int, tuple[int, Value]] = {}
-        for rank in stuck:
-            ins, pending = self.program.ranks[rank][self.place[rank]], self.pending[rank]
-            value = next(v for v in ins.reads if v in pending and not self._ready(rank, pending[v]))
-            kind, where, k = pending[value]
-            if kind == "recv":
-                other = int(where)  # type: ignore[call-overload]
-            else:
-                counts = self.joined[where]  # type: ignore[index]
-                other = next(r for r, n in zip(where, counts, strict=True) if n <= k)  # type: ignore[call-overload]
-            waits[rank] = (other, value)
-        path = [stuck[0]]
-        while waits.get(path[-1], (path[-1],))[0] not in path:
-            path.append(waits[path[-1]][0])
-        cycle = path[path.index(waits[path[-1]][0]) :] if path[-1] in waits else path
-        lines = [
-            f"  {at(self.program, r, self.place[r])} waits for {waits[r][1]} of rank {waits[r][0]}, "
-            f"which comes after {at(self.program, waits[r][0], self.place[waits[r][0]])}"
-            for r in cycle
-        ]
-        chain = " -> ".join(map(str, [*cycle, cycle[0]]))
-        return ProgramDeadlock(f"deadlock: ranks wait for each other in a circle, {chain}", "\n".join(lines))

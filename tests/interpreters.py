@@ -23,6 +23,7 @@ from minipar.program import (
     COPIES,
     Group,
     Instruction,
+    Local,
     Op,
     Value,
     grad,
@@ -42,6 +43,7 @@ from minipar.strategies import find, schedules
 # programs ------------------------------------------------------------------------------------------------------------
 
 JOINED = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.NORM)
+BUCKETS = ["none", "flat", 25, 12 / 2**20, "2x", "3x", "auto", "0,"]
 BUILT_IN = [schedule.name for schedule in schedules() if schedule.generate.__module__.startswith("minipar.")]
 
 # Those of one chunk a rank, and of whole backwards.
@@ -93,18 +95,20 @@ def compiled(plan: str, model: Shape | int = 4, steps: int = 1) -> Program:
 
 
 @st.composite
-def shapes(draw: st.DrawFn, layers: int) -> Shape:
+def shapes(draw: st.DrawFn, layers: int, size: int = 4) -> Shape:
     """Models of so many layers: any of them frozen, some of them tied."""
     any_layers = st.sets(st.integers(0, layers - 1), max_size=layers)
     sets = [tuple(sorted(held)) for held in draw(st.lists(any_layers, max_size=2)) if len(held) > 1]
     frozen = draw(st.just(set()) | any_layers)
-    return shape(layers, sets, frozen) if draw(st.integers(0, 4)) else shape(layers, (), frozen, sets)
+    return shape(layers, sets, frozen, (), size) if draw(st.integers(0, 4)) else shape(layers, (), frozen, sets, size)
 
 
 @st.composite
-def programs(draw: st.DrawFn, most_microbatches: int = 5, most_steps: int = 2) -> Program:
+def programs(draw: st.DrawFn, most_microbatches: int = 5, most_steps: int = 3) -> Program:
     """Programs of every built-in schedule, composed with everything that a plan can choose."""
     pp, dp = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    priority = draw(st.integers(0, 3)) == 0
+    local = draw(st.sampled_from([0, 0, 1, 2])) if pp == 1 and not priority else 0
     schedule = draw(st.sampled_from(BUILT_IN))
     count = stages_of(schedule, pp)
     split = draw(st.lists(st.integers(1, 3), min_size=count, max_size=count))
@@ -115,14 +119,18 @@ def programs(draw: st.DrawFn, most_microbatches: int = 5, most_steps: int = 2) -
         microbatches=enough(schedule, pp, draw(st.integers(1, most_microbatches))),
         accumulate=draw(st.sampled_from([1, 1, 2])),
         split=split,
-        bucket=draw(st.sampled_from(["none", "flat", 25, 12 / 2**20])),  # (12 bytes: two layers a bucket)
-        overlap=draw(st.sampled_from(["none", "backward"])),
-        zero=draw(st.sampled_from([0, 0, 1, 2, 3])),
+        # (12 bytes: two layers a bucket; 8: two pieces of a layer with 16)
+        bucket=draw(st.sampled_from(["none", 25, 8 / 2**20] if priority else BUCKETS)),
+        overlap="priority" if priority else draw(st.sampled_from(["none", "backward"])),
+        zero=0 if priority or local else draw(st.sampled_from([0, 0, 1, 2, 3])),
         reduce=draw(st.sampled_from(["microbatch", "step"])),
         prefetch=draw(st.integers(0, 2)),
-        clip=draw(st.sampled_from([None, None, 1.0])),
+        local_steps=local,
+        clip=None if priority or local else draw(st.sampled_from([None, None, 1.0])),
     )
-    return plan.compile(draw(shapes(sum(split))), steps=draw(st.integers(1, most_steps)), check=False)
+    return plan.compile(
+        draw(shapes(sum(split), 8 if priority else 4)), steps=draw(st.integers(1, most_steps)), check=False
+    )
 
 
 # time ----------------------------------------------------------------------------------------------------------------
@@ -267,7 +275,14 @@ class _Machine:
         self.program = program
         self.terms: dict[tuple, int] = {}
         self.losses: Counter = Counter()
-        self.right = [self.contributions(step) for step in range(program.steps)]
+        # of replicas that train by themselves: updates between averages
+        self.every = program.contract.steps if isinstance(program.contract, Local) and program.replicas > 1 else 0
+        everyone = range(program.replicas)
+        whole = [self.contributions(step, everyone) for step in range(program.steps)]
+        self.right = dict.fromkeys(everyone, whole)  # what every replica's updates must use
+        if self.every:
+            self.losses.clear()
+            self.right = {r: [self.contributions(step, [r]) for step in range(program.steps)] for r in everyone}
         self.memory = [{value: _initial(value) for value in held} for held in program.state]
         self.place = [0 for _ in program.ranks]
         # per rank: values received or reduced but not awaited, each with its link or group and its turn there
@@ -275,6 +290,7 @@ class _Machine:
         self.sent: dict[tuple[int, int], list[object]] = {}
         self.received: Counter = Counter()
         self.before: dict[tuple, Counter] = {}  # what a slice of a gradient held when more of it was on its way
+        self.pieces: dict[tuple[int, int], list[tuple]] = {}  # of a gradient that is summed in pieces: their turns
         # per group and turn, per rank: what it is, and what the rank brings for each parameter group
         self.joined: dict[tuple[int, ...], list[dict[int, tuple[tuple, dict[int, object]]]]] = {}
 
@@ -284,17 +300,20 @@ class _Machine:
 
     # what one device would compute
 
-    def contributions(self, step: int) -> list[Counter]:
+    def params_at(self, g: int, step: int, replica: int) -> tuple:
+        """The parameters that a step must use: those after as many updates, or the replica's own."""
+        name = ("param", g, step if self.program.groups[g].trainable else 0)
+        own = self.every and step % self.every and self.program.groups[g].trainable
+        return (*name, f"of replica {replica}") if own else name
+
+    def contributions(self, step: int, replicas: Iterable[int]) -> list[Counter]:
         """For each parameter group the contributions of all rows of a step. (Counts their losses as yet to come.)"""
         program = self.program
         found: list[Counter] = [Counter() for _ in program.groups]
-        for replica in range(program.replicas):
+        for replica in replicas:
             for i in range(program.microbatches):
                 rows = ("rows", replica, i, step)
-                params = [
-                    tuple(("param", g, step if program.groups[g].trainable else 0) for g in groups)
-                    for groups in program.groups_of_layer
-                ]
+                params = [tuple(self.params_at(g, step, replica) for g in groups) for groups in program.groups_of_layer]
                 sources: list[object] = [rows]
                 for layer in range(program.layers):
                     sources.append(self.forward_term(layer, sources[-1], params[layer], rows))
@@ -366,6 +385,16 @@ class _Machine:
 
     def arrival(self, rank: int, value: Value, source: tuple, turn: int) -> object:
         """The term that the n-th message of a link or the n-th sum of a group brings, or None if it is not there."""
+        if source[0] == "pieces":
+            found = [self.arrival(rank, value, where, n) for where, n, _, _ in source[1]]
+            if None in found:
+                return None
+            covered = [byte for _, _, a, b in source[1] for byte in range(a, b)]
+            if sorted(covered) != list(range(sum(self.program.groups[value.index].tensors))):
+                raise Wrong(f"{value} of rank {rank} is not summed byte by byte")
+            if any(other != found[0] for other in found):
+                raise Wrong(f"pieces of {value} of rank {rank} hold different contributions")
+            return found[0]
         if source[0] == "link":
             messages = self.sent.get(source[1], [])
             return messages[turn] if len(messages) > turn else None
@@ -377,6 +406,12 @@ class _Machine:
             raise Wrong(f"ranks {source[1]} sum gradients of different parameters")
         if value.kind == "norm":
             return ("norm", [found for _, brought in joined.values() for found in brought.items()])
+        if value.kind == "param" and what[0] is Op.ALL_REDUCE:
+            if len({brought[value.index][:3] for _, brought in joined.values()}) > 1:
+                raise Wrong(f"ranks {source[1]} average {value} of different versions")
+            if len({self.program.replica(r) for r in joined}) < self.program.replicas:
+                raise Wrong(f"ranks {source[1]} average {value} without some replica")
+            return next(iter(joined.values()))[1][value.index][:3]
         if value.kind == "param":
             versions = {brought[value.index][2] for _, brought in joined.values()}
             if len(versions) > 1:
@@ -477,15 +512,20 @@ class _Machine:
             whole = optimizer_shard(g) not in self.program.state[rank]
             held = param_shard(g) if param_shard(g) in self.program.state[rank] else param(g)
             state, gradient = (optimizer_state(g), grad(g)) if whole else (optimizer_shard(g), grad_shard(g))
-            name, _, version = self.take(rank, ins, held, {})
+            name, _, version, *apart = self.take(rank, ins, held, {})
             if self.take(rank, ins, state, {})[2] != version:
                 raise Wrong(f"rank {rank} `{ins}` has an optimizer state of another version")
-            right = self.right[version][g] if version < len(self.right) else None
+            known = self.right[self.program.replica(rank)]
+            right = known[version][g] if version < len(known) else None
+            if apart and version % self.every == 0:
+                raise Wrong(f"rank {rank} `{ins}` comes before an average that is due")
             if self.take(rank, ins, gradient, {}) != right:
                 raise Wrong(f"rank {rank} `{ins}` applies a wrong gradient of group {g} at version {version}")
             if self.program.clip is not None:
                 self.check_norm(rank, ins, version)
             inside[held] = (name if whole or held == param_shard(g) else "param, my slice", g, version + 1)
+            if self.every:
+                inside[held] = (*inside[held], f"of replica {self.program.replica(rank)}")
             inside[state] = (state.kind, g, version + 1)
             self.memory[rank][gradient] = Counter()
         self.put(rank, ins, inside)
@@ -496,16 +536,37 @@ class _Machine:
         wanted: Counter = Counter()
         for held in program.state:
             groups = [v.index for v in held if v.kind in ("optimizer_state", "optimizer_shard")]
-            wanted += Counter((g, _frozen(self.right[version][g])) for g in groups)
+            wanted += Counter((g, _frozen(self.right[0][version][g])) for g in groups)
         _, found = self.take(rank, ins, norm(), {})
         if Counter((g, _frozen(gradient)) for g, gradient in found) != wanted:
             raise Wrong(f"rank {rank} `{ins}` scales gradients by a wrong norm")
 
     def reduce(self, rank: int, ins: Instruction) -> None:
-        if rank not in ins.group or {*ins.reads} != {*ins.writes} or {*ins.reads} != {grad(g) for g in ins.layers}:
+        if ins.parts[0].start >= 0:
+            return self.reduce_piece(rank, ins)
+        if self.every and ins.reads and ins.reads[0].kind == "param":
+            if rank not in ins.group or not {param(g) for g in ins.layers} == {*ins.reads} == {*ins.writes}:
+                raise Wrong(f"rank {rank} `{ins}` is malformed")
+            turn = self.turn(rank, ins, {g: self.memory[rank].pop(param(g)) for g in ins.layers})
+            self.underway[rank] |= dict.fromkeys(ins.writes, (("group", ins.group), turn))
+            return None
+        gradients = {v for v in ins.reads if v.kind != "residual"}
+        if rank not in ins.group or {*ins.reads} != {*ins.writes} or gradients != {grad(g) for g in ins.layers}:
             raise Wrong(f"rank {rank} `{ins}` is malformed")
         turn = self.turn(rank, ins, {g: self.memory[rank].pop(grad(g)) for g in ins.layers})
-        self.underway[rank] |= dict.fromkeys(ins.writes, (("group", ins.group), turn))
+        self.underway[rank] |= dict.fromkeys(gradients, (("group", ins.group), turn))
+
+    def reduce_piece(self, rank: int, ins: Instruction) -> None:
+        """A part of one gradient, in bytes; the last one makes the whole of what the parts have become."""
+        (g,), (part,) = ins.layers, ins.parts
+        if rank not in ins.group or ins.reads != (grad(g),) or ins.writes not in ((), (grad(g),)):
+            raise Wrong(f"rank {rank} `{ins}` is malformed")
+        turn = self.turn(rank, ins, {g: self.memory[rank][grad(g)]})
+        pieces = self.pieces.setdefault((rank, g), [])
+        pieces.append((("group", ins.group), turn, part.start, part.start + part.bytes))
+        if ins.writes:
+            del self.memory[rank][grad(g)], self.pieces[rank, g]
+            self.underway[rank][grad(g)] = (("pieces", pieces), 0)
 
     def turn(self, rank: int, ins: Instruction, brought: dict[int, object]) -> int:
         """Which of its group's collectives this rank joins."""
@@ -513,7 +574,8 @@ class _Machine:
         turn = sum(rank in joined for joined in turns)
         if turn == len(turns):
             turns.append({})
-        turns[turn][rank] = ((ins.op, () if ins.op is Op.NORM else ins.layers), brought)
+        same = (ins.op,) if ins.op is Op.NORM else (ins.op, ins.layers, ins.parts, ins.reads[0].kind)
+        turns[turn][rank] = (same, brought)
         return turn
 
     def join(self, rank: int, ins: Instruction) -> None:

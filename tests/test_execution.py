@@ -12,7 +12,8 @@ from torch import nn
 from minipar import Plan, PlanError, data, execute, verify
 from minipar.costs.profiler import shape_of
 from minipar.errors import ProgramError
-from minipar.execution import Job, run_plainly
+from minipar.execution import Job
+from minipar.plainly import run_plainly
 from minipar.program import Op
 from minipar.reference import gradient_error
 from tests.interpreters import mutations

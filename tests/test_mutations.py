@@ -94,6 +94,8 @@ SMALL = {
     "replicas": lambda: compiled("dp=2 microbatches=2 bucket=none", 2),
     "two steps": lambda: compiled("microbatches=2", 2, steps=2),
     "tied": lambda: compiled("pp=2 dp=2", shape(2, tied=[(0, 1)])),
+    "local": lambda: compiled("dp=2 local_steps=2 microbatches=2", 2, steps=2),
+    "pieces": lambda: compiled(f"dp=2 overlap=priority bucket={8 / 2**20}", shape(2, size=8), steps=2),
 }
 
 

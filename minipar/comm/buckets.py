@@ -2,19 +2,23 @@
 
     bucket {3, 2}    [ grad of 3.weight | 3.bias | 2.weight | 2.bias ]     p.grad is a view of its slice
 
+    in pieces        [ 1st piece | 2nd piece | last ]                          messages of their own, in any order
+
 The first backward of a step is copied in (which spares clearing the buffer), later ones add to the view in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from minipar.comm.communicator import Communicator
+from minipar.comm.compression import Compressor
 from minipar.comm.handles import Handle
-from minipar.program import Instruction, Op
+from minipar.errors import RankError
+from minipar.program import Instruction, Op, piece_of
 
 
 class Buckets:
@@ -24,16 +28,28 @@ class Buckets:
     """
 
     def __init__(
-        self, instructions: Iterable[Instruction], groups: Sequence[Sequence[nn.Parameter]], device: torch.device
+        self,
+        instructions: Iterable[Instruction],
+        groups: Sequence[Sequence[nn.Parameter]],
+        sizes: Sequence[int],
+        comm: Communicator,
+        compress: str = "none",
     ) -> None:
         self.groups = groups
         self.buffers: dict[tuple[int, ...], list[Tensor]] = {}
         self.views: dict[int, list[Tensor]] = {}
         self.filled: set[int] = set()
+        self.under_way: dict[tuple[int, ...], list[Handle]] = {}  # pieces that are being summed
+        self.sizes = sizes  # of the groups, in bytes as the program knows them
         for ins in instructions:
             flat = ins.op is Op.ALL_REDUCE and any(part.layer < 0 for part in ins.parts)
             if flat and ins.layers not in self.buffers:
-                self.buffers[ins.layers] = self._allocate(ins.layers, device)
+                self.buffers[ins.layers] = self._allocate(ins.layers, comm.device)
+        self.compressor = None if compress == "none" else Compressor(comm, compress)
+        if self.compressor is not None:
+            for each in (ins for ins in instructions if ins.op is Op.ALL_REDUCE):
+                for key, whole, _ in self._messages(each):
+                    self.compressor.prepare(key, whole)
 
     def _allocate(self, layers: tuple[int, ...], device: torch.device) -> list[Tensor]:
         sizes: dict[torch.dtype, int] = {}
@@ -70,6 +86,22 @@ class Buckets:
         """Start summing the gradients of an ALL_REDUCE over its group of ranks."""
         for g in ins.layers:
             self.fill(g)  # a rank whose micro-batches had no rows contributes zeros
+        piece = piece_of(ins)
+        if piece:
+            handles = [comm.iallreduce(part, ins.group, str(ins)) for part in self._cut(ins, piece)]
+            if not ins.writes:
+                self.under_way.setdefault(ins.layers, []).extend(handles)
+                return handles
+            return self.under_way.pop(ins.layers, []) + handles  # who waits for the last one waits for all
+        if self.compressor is not None:
+            for g in ins.layers:
+                for p in self.groups[g]:
+                    p.grad = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
+            return [
+                handle
+                for key, flat, shapes in self._messages(ins)
+                for handle in self.compressor.all_reduce(key, flat, shapes, ins.group, str(ins))
+            ]
         if ins.layers in self.buffers:
             return [comm.iallreduce(buffer, ins.group, str(ins)) for buffer in self.buffers[ins.layers]]
         handles = []
@@ -81,6 +113,29 @@ class Buckets:
                     p.grad = p.grad.contiguous()
                 handles.append(comm.iallreduce(p.grad, ins.group, str(ins)))
         return handles
+
+    def _messages(self, ins: Instruction) -> Iterator[tuple[tuple[int, ...], Tensor, list[torch.Size]]]:
+        """The messages of an ALL_REDUCE: a name, what lies in it end to end, and the shapes of that."""
+        if ins.layers in self.buffers:
+            if len(self.buffers[ins.layers]) != 1:
+                raise RankError(f"{ins}: gradients of several dtypes are not compressed together; bucket=none can")
+            yield ins.layers, self.buffers[ins.layers][0], [p.shape for g in ins.layers for p in self.groups[g]]
+            return
+        for g in ins.layers:
+            for k, p in enumerate(self.groups[g]):
+                yield (g, k), (p if p.grad is None else p.grad), [p.shape]
+
+    def _cut(self, ins: Instruction, piece: tuple[int, int]) -> list[Tensor]:
+        """The part of a gradient's buffers that a piece is, in bytes as the program counts them."""
+        buffers, size = self.buffers[ins.layers], sum(self.sizes[g] for g in ins.layers)
+        count = sum(buffer.numel() for buffer in buffers)
+        begin, end = (round(at * count / size) for at in piece)
+        parts, start = [], 0
+        for buffer in buffers:
+            part = buffer[max(0, begin - start) : max(0, end - start)]
+            parts += [part] if part.numel() else []
+            start += buffer.numel()
+        return parts
 
     def clear(self, groups: Iterable[int]) -> None:
         """After a STEP: the gradients of these groups start anew."""

@@ -95,6 +95,29 @@ class StagedHandle(Handle):
         self._release()
 
 
+class Then(Handle):
+    """An operation, and what is to be done with its result, on the thread that waits for it."""
+
+    __slots__ = ("_before", "_call")
+
+    def __init__(self, before: Handle, call: Callable[[], None]) -> None:
+        super().__init__(None, None, set())
+        self._before = before
+        self._call: Callable[[], None] | None = call
+
+    def wait(self) -> None:
+        self._before.wait()
+        call, self._call = self._call, None
+        if call is not None:
+            call()
+
+    def done(self) -> bool:
+        return self._before.done()
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        self._before.when_done(call)
+
+
 class Result:
     """What an operation of a Communicator will give: `wait` returns it, at the second call as at the first."""
 

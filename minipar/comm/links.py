@@ -5,6 +5,7 @@ shorter. So a receiver must know shape and dtype beforehand:
 
     first time a layer's output of n rows crosses a link     header (structure, shapes, dtypes) | data
     afterwards                                               data, if the sender finds it still fits; else an error
+    several tensors in one value                             one message, if they are short (packing.py)
     gradients                                                like the output that was sent, no header ever
 
 On emulated devices each message is followed by another one: the time of its emulated arrival.
@@ -25,9 +26,10 @@ import torch
 from torch import Tensor
 
 from minipar.comm.communicator import Communicator, Handle
+from minipar.comm.packing import parts_of, places_for
 from minipar.errors import RankError
 from minipar.program import Op, Program, Value
-from minipar.tensors import allocate, differentiable, spec, tensors
+from minipar.tensors import allocate, differentiable, spec
 
 HEADER_BYTES = 4096
 TENSORS = 64  # tags of two values are this far apart: one for each tensor, and these two
@@ -131,8 +133,8 @@ class Links:
                     f"{json.dumps(form)} instead of {json.dumps(known)}",
                     "A layer's output may depend on the number of rows only.",
                 )
-        for k, tensor in enumerate(tensors(content)):
-            handles.append(isend(tensor if tensor.is_contiguous() else tensor.contiguous(), peer, tag + k))
+        for k, tensor in enumerate(parts_of(content)):
+            handles.append(isend(tensor, peer, tag + k))
         if self.emulated:
             handles.append(isend(torch.tensor([arrival], dtype=torch.float64), peer, tag + _ARRIVAL))
         queue.append(handles)
@@ -192,9 +194,9 @@ class _Inbox:
                     handle = comm.irecv(buffer, self.peer, links.tag(value) + _HEADER)
                     self.header = (buffer, handle)
                 return
-            content = allocate(form, comm.device)
+            content, places = places_for(allocate(form, comm.device))
             tag = links.tag(value)
-            handles = [comm.irecv(t, self.peer, tag + k) for k, t in enumerate(tensors(content))]
+            handles = [comm.irecv(t, self.peer, tag + k) for k, t in enumerate(places)]
             arrival = None
             if links.emulated:
                 arrival = torch.empty(1, dtype=torch.float64)

@@ -17,8 +17,9 @@ from minipar.costs.device import DeviceSpec
 from minipar.costs.profiled import ProfiledCosts
 from minipar.costs.unit import UnitCosts
 from minipar.errors import PlanError
-from minipar.program import COPIES, Instruction, Op, Program, Value, hops
+from minipar.program import COPIES, Instruction, Op, Program, Value
 from minipar.streams import Costs
+from minipar.volumes import carried, hops
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,9 @@ class EmulatedCosts:
             return self._table[0].collective(ins)
         # A ring: each rank sends n - 1 messages for each hop, (n - 1) / n of the bytes together.
         n = len(ins.group)
-        size = sum(part.bytes for part in ins.parts)
+        size: float = sum(part.bytes for part in ins.parts)
         if ins.op is Op.ALL_REDUCE:
-            size = sum(sum(self.program.groups[value.index].tensors) for value in ins.writes)
+            size = sum(sum(self.program.groups[g].tensors) for g in ins.layers) * carried(ins, self.program.groups)
         occupied = hops(ins) * (n - 1) / n * size / self.spec.bandwidth if self.spec.bandwidth else 0.0
         return len(ins.parts) * hops(ins) * (n - 1) * (self.spec.latency or 0.0) + occupied
 

@@ -7,7 +7,8 @@ from itertools import pairwise
 
 from minipar.costs.measured import Profile
 from minipar.costs.rates import ORDINARY, Calibration, Copies
-from minipar.program import COMPUTE, COPIES, Instruction, Op, Program, Value, home, hops, tier
+from minipar.program import COMPUTE, COPIES, Instruction, Op, Program, Value, home, tier
+from minipar.volumes import carried, hops, summed
 
 
 def split_rows(total: int, parts: int) -> list[range]:
@@ -115,9 +116,9 @@ class ProfiledCosts:
 
     def collective(self, ins: Instruction) -> float:
         n = len(ins.group)
-        size = sum(part.bytes for part in ins.parts)
+        size: float = sum(part.bytes for part in ins.parts)
         if ins.op is Op.ALL_REDUCE:
-            size = sum(self.size(ins.group[0], value) for value in ins.writes)
+            size = sum(self.size(ins.group[0], value) for value in summed(ins)) * carried(ins, self.program.groups)
         if self.calibration is not None:  # of sums, in which the bytes travel twice
             return hops(ins) / 2 * len(ins.parts) * self.calibration.sum_over(n, size / max(1, len(ins.parts)))
         return hops(ins) * (len(ins.parts) * (n - 1) * self.latency + (n - 1) / n * size / self.bandwidth)
@@ -151,6 +152,8 @@ class ProfiledCosts:
         """
         if value.kind == "norm":
             return 8
+        if value.kind == "residual":
+            return self.profile.gradient_bytes[value.index]
         n, g = self.program.replicas, value.index
         whole = self.profile.gradient_bytes[g]
         frozen = self.profile.parameter_bytes[g] - whole

@@ -43,7 +43,10 @@ def shape_of(model: Iterable[nn.Module]) -> Shape:
         for holders, trainable, frozen in _groups(layers)
     )
     name = getattr(model, "name", "")
-    return Shape(len(layers), groups, name if isinstance(name, str) else "")
+    trained = [trainable for _, trainable, _ in _groups(layers)]
+    itemsize = next((p.element_size() for found in trained for p in found), 4)
+    dims = tuple(tuple(tuple(p.shape) for p in found) for found in trained)
+    return Shape(len(layers), groups, name if isinstance(name, str) else "", itemsize=itemsize, dims=dims)
 
 
 def parameters_of(model: Iterable[nn.Module]) -> list[list[nn.Parameter]]:

@@ -20,12 +20,16 @@ class Shape:
     groups   first one `Group` per layer (its own, untied parameters), then one per tied set
     name     for messages and pictures
     names    of the layers, where they are known
+    itemsize bytes of a number
+    dims     for each group the shapes of its trainable tensors, where they are known
     """
 
     layers: int
     groups: tuple[Group, ...]
     name: str = ""
     names: tuple[str, ...] = field(default=(), compare=False)
+    itemsize: int = field(default=4, compare=False)
+    dims: tuple[tuple[tuple[int, ...], ...], ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         if self.layers < 1:

@@ -18,6 +18,7 @@ KINDS = {
     "grad_shard": "gradients",
     "optimizer_shard": "optimizer",
     "buffer": "buffers",
+    "residual": "buffers",
     "norm": "temporary",
     "output": "activations",
     "grad_output": "activations",

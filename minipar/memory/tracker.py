@@ -66,6 +66,7 @@ class Tracker(Storages):
         for layer, module in self._layers():
             self._watch_layer(layer, module)
         self.take_in()
+        self.series = Series()  # of what happens from now on
         self._begin()
         executor.watch = self
 
@@ -87,6 +88,9 @@ class Tracker(Storages):
         for views in self.executor.buckets.buffers.values():
             for buffer in views:
                 self.register(buffer, "gradients")
+        if self.executor.buckets.compressor is not None:
+            for left_out in self.executor.buckets.compressor.residuals.values():
+                self.register(left_out, "buffers")
         self._find_states()
         self._settle()
 

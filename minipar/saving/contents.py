@@ -20,7 +20,9 @@ from torch import Tensor, nn
 
 from minipar.errors import SaveError
 from minipar.executor import Executor
+from minipar.program import Local
 from minipar.saving.folder import Row
+from minipar.strategies.compress import keeps_residual
 from minipar.tensors import layers_of
 
 SMALL = 1 << 20  # bytes; what is larger, and held by several ranks, is written by all of them, a part each
@@ -91,6 +93,18 @@ def collect(executor: Executor, outline: Outline) -> Iterator[Piece]:
     """This rank's share of what must be saved: all ranks together bring each element once. No copies are made."""
     state, rank = executor.state, executor.comm.rank
     kept = {id(p): values for o in state.optimizers.values() for p, values in o.state.items()}
+    if isinstance(executor.program.contract, Local) and any(
+        v is not None for own in kept.values() for v in own.values()
+    ):
+        raise SaveError(
+            f"plan {executor.program.name!r}: optimizer states differ between replicas that train by themselves, and "
+            "are not saved; possible: an optimizer without states, such as SGD without momentum"
+        )
+    if keeps_residual(executor.program.compress):
+        raise SaveError(
+            f"plan {executor.program.name!r}: what compress={executor.program.compress} has left out of the gradients "
+            "waits on every rank, and is not saved; possible are compress=none, bf16, fp16"
+        )
     seen = {id(p) for g in state.parts for p in state.groups[g]}
     trained = _trained(executor)
     for layer in executor.compute.layers.values():

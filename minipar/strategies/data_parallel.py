@@ -14,12 +14,13 @@ each micro-batch was scaled by its share of the rows.
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from itertools import groupby
 
 from minipar.program import Group, Instruction, Op, Part, grad
 from minipar.strategies.layout import Layout
 
 MiB = 1 << 20
-Bucket = float | str  # size in MiB, or "none" or "flat"
+Bucket = float | str | tuple[int, ...]  # size in MiB; "none", "flat", a number such as "4x"; layers
 
 
 def reduced_groups(layout: Layout, stage: int, sharded: Container[int] = ()) -> dict[int, tuple[int, ...]]:
@@ -44,7 +45,7 @@ def all_reduce_gradients(
 ) -> list[Instruction]:
     """One stage's instructions with the collectives that sum its gradients, each after the last backward it needs.
 
-    bucket    "none": one message per parameter tensor; "flat": one buffer; a number: buckets of about that many MiB
+    bucket    "none": one message per parameter tensor; otherwise buckets as `split_buckets` makes them
     overlap   start a bucket as soon as it is full; otherwise all of them after the last backward
     sharded   groups that another pass takes care of
     """
@@ -68,9 +69,9 @@ def all_reduce_gradients(
     after: dict[int, list[Instruction]] = {}
     for groups in buckets:
         position = max(last_use[g] for g in groups) if overlap else end
-        after.setdefault(position, []).append(_all_reduce(groups, layout, sharing[groups[0]], step, bucket))
+        after.setdefault(position, []).append(reduce_groups(groups, layout, sharing[groups[0]], step, bucket))
     for ranks, groups in sorted(by_ranks.items()):
-        after.setdefault(end, []).append(_all_reduce(groups, layout, ranks, step, bucket))
+        after.setdefault(end, []).append(reduce_groups(groups, layout, ranks, step, bucket))
 
     result = []
     for k, ins in enumerate(instructions):
@@ -80,7 +81,16 @@ def all_reduce_gradients(
 
 
 def split_buckets(groups: Sequence[int], table: Sequence[Group], bucket: Bucket) -> list[list[int]]:
-    """Groups in runs of about `bucket` MiB; "none": one each, "flat": all in one."""
+    """Groups in runs: "none", one each; "flat", all in one; a size; "4x", four of about one size; layers that end one.
+
+    Where a run ends by layers, it ends behind the gradient that is complete after the backward of such a layer.
+    """
+    sizes = {g: sum(table[g].tensors) for g in groups}
+    if isinstance(bucket, tuple):
+        nth = {g: sum(min(table[g].layers) < last for last in bucket) for g in groups}
+        return [list(run) for _, run in groupby(groups, nth.__getitem__)]
+    if isinstance(bucket, str) and bucket.endswith("x"):
+        return _so_many(list(groups), sizes, int(bucket[:-1]))
     limit = {"none": 0.0, "flat": float("inf")}[bucket] if isinstance(bucket, str) else bucket * MiB
     buckets: list[list[int]] = []
     size = float("inf")
@@ -89,11 +99,24 @@ def split_buckets(groups: Sequence[int], table: Sequence[Group], bucket: Bucket)
             buckets.append([])
             size = 0.0
         buckets[-1].append(g)
-        size += sum(table[g].tensors)
+        size += sizes[g]
     return buckets
 
 
-def _all_reduce(
+def _so_many(groups: list[int], sizes: dict[int, int], count: int) -> list[list[int]]:
+    """Groups in `count` runs of about equal size, fewer where there are fewer groups."""
+    buckets = []
+    for left in range(min(count, len(groups)), 0, -1):
+        share, size, k = sum(sizes[g] for g in groups) / left, 0, 0
+        while k == 0 or (len(groups) - k >= left and size + sizes[groups[k]] / 2 <= share):
+            size += sizes[groups[k]]
+            k += 1
+        buckets.append(groups if left == 1 else groups[:k])
+        groups = groups[k:]
+    return buckets
+
+
+def reduce_groups(
     groups: Sequence[int], layout: Layout, ranks: tuple[int, ...], step: int, bucket: Bucket
 ) -> Instruction:
     tensors = [(g, size) for g in groups for size in layout.shape.groups[g].tensors]

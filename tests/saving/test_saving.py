@@ -21,8 +21,9 @@ from minipar import Plan, PlanError, RankDied, SaveError, resume, train
 from minipar.cluster import Cluster, worker
 from minipar.comm import communicator
 from minipar.costs.profiler import shape_of
-from minipar.execution import Execution, Job, execute, run_plainly
+from minipar.execution import Execution, Job, execute
 from minipar.executor import Executor
+from minipar.plainly import run_plainly
 from minipar.saving import keeping, storage
 from minipar.saving.contents import Piece, outline_of
 from minipar.saving.folder import Saved, open_folder

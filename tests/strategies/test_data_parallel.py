@@ -3,8 +3,10 @@
 import pytest
 from hypothesis import given, settings
 
+from minipar import Plan, verify
 from minipar.costs.shapes import Shape
-from minipar.program import Group, Op, Part, grad
+from minipar.errors import PlanError
+from minipar.program import Group, Op, Part, Synchronous, grad
 from minipar.strategies.data_parallel import MiB
 from tests.interpreters import compiled, judge, programs, shape
 
@@ -63,6 +65,41 @@ def test_buckets_by_size_in_reverse_order(bucket, groups):
     assert [",".join(map(str, ins.layers)) for ins in found] == groups
     assert [ins.parts[0].bytes for ins in found] == [len(ins.layers) * 4 * MiB for ins in found]
     assert all(len(ins.parts) == 1 for ins in found)
+
+
+@pytest.mark.parametrize(
+    ("bucket", "groups"),
+    [
+        ("1x", ["3,2,1,0"]),
+        ("2x", ["3,2", "1,0"]),
+        ("3x", ["3", "2,1", "0"]),
+        ("4x", ["3", "2", "1", "0"]),
+        ("9x", ["3", "2", "1", "0"]),  # no more than there are layers
+        ("2,", ["3,2", "1,0"]),
+        ("3,1", ["3", "2,1", "0"]),
+        ("0,", ["3,2,1,0"]),
+    ],
+)
+def test_buckets_by_number_and_by_their_last_layers(bucket, groups):
+    program = compiled(f"dp=2 bucket={bucket}", LARGE)
+    assert [",".join(map(str, ins.layers)) for ins in collectives(program)] == groups
+    verify(program)
+    assert str(Plan.parse(str(Plan.parse(f"dp=2 bucket={bucket}")))) == f"dp=2 pp=1 bucket={bucket}"
+
+
+def test_buckets_by_number_have_about_one_size():
+    sizes = (9, 1, 1, 1, 8, 2, 2, 6)
+    model = Shape(8, tuple(Group((k,), (size * MiB,)) for k, size in enumerate(sizes)))
+    found = collectives(compiled("dp=2 bucket=3x", model))
+    assert [ins.parts[0].bytes // MiB for ins in found] == [10, 10, 10]
+
+
+@pytest.mark.parametrize("word", ["0x", "-1x", "x", "1.5x", "3,,1", ",", "automatic", "0"])
+def test_a_bucket_that_is_none_is_refused(word):
+    with pytest.raises(PlanError, match=r"bucket=.*: must be a size in MiB above 0, none .* 4x, or the layers"):
+        Plan.parse(f"bucket={word}")
+    with pytest.raises(PlanError, match="bucket=9,1: the model has 4 layers"):
+        compiled("dp=2 bucket=9,1", LARGE)
 
 
 def test_a_bucket_starts_as_soon_as_it_is_full():
@@ -148,11 +185,13 @@ def test_all_ranks_of_a_group_call_the_same_collectives_in_the_same_order(progra
             ]
             assert all(call == calls[0] for call in calls)
             sizes = sum(size for g in ins.layers for size in program.groups[g].tensors)
-            assert sum(part.bytes for part in ins.parts) == sizes
+            same = [one for one in collectives(program, rank) if (one.layers, one.step) == (ins.layers, ins.step)]
+            assert sum(part.bytes for one in same for part in one.parts) == sizes
     for step in range(program.steps):
         for rank, held in enumerate(program.state):
-            reduced = [g for ins in collectives(program, rank) if ins.step == step for g in ins.layers]
+            done = [ins for ins in collectives(program, rank) if ins.step == step and ins.writes]
+            reduced = [g for ins in done for g in ins.layers]
             assert len(reduced) == len(set(reduced))
-            if program.replicas > 1:
+            if program.replicas > 1 and program.contract == Synchronous():
                 trainable = {v.index for v in held if v.kind == "param" and program.groups[v.index].trainable}
                 assert set(reduced) == trainable - program.sharded

@@ -1,0 +1,130 @@
+"""Compressed sums of gradients, as a rank does them; what they are is told in `strategies/compress.py`.
+
+A message is a flat tensor of gradients, and the gradients that are views of it. When its handles were waited for, it
+holds the sum over all ranks, or what came through of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from minipar.comm.communicator import Communicator
+from minipar.comm.handles import Handle, Then
+from minipar.errors import RankError
+from minipar.strategies.compress import keeps_residual, low_rank, row_bytes, top
+
+_NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Compressor:
+    """One rank's compressed sums, and what they left out so far, by the name of the message."""
+
+    def __init__(self, comm: Communicator, choice: str) -> None:
+        self.comm, self.choice = comm, choice
+        self.kind, _, self.number = choice.partition(":")
+        self.residuals: dict[tuple[int, ...], Tensor] = {}
+        self.factors: dict[tuple[int, ...], Tensor] = {}  # Q of the last step, from which the next one starts
+
+    def prepare(self, key: tuple[int, ...], like: Tensor) -> None:
+        """Make room for what a message leaves out."""
+        if keeps_residual(self.choice):
+            self.residuals[key] = torch.zeros_like(like.view(-1))
+
+    def all_reduce(
+        self, key: tuple[int, ...], flat: Tensor, shapes: Sequence[torch.Size], ranks: tuple[int, ...], name: str
+    ) -> list[Handle]:
+        """Start a sum. `shapes`: of the gradients that lie in `flat` one after another."""
+        if self.kind in _NARROW:
+            low = flat.to(_NARROW[self.kind])
+
+            def widen() -> None:
+                flat.copy_(low)
+
+            return [Then(self.comm.iallreduce(low, ranks, name), widen)]
+        residual = self.residuals[key]
+        if self.kind == "topk":
+            return self._largest(flat.view(-1), residual, ranks)
+        return [self._factors(key, flat.view(-1), residual, shapes, ranks, name)]
+
+    def _largest(self, flat: Tensor, residual: Tensor, ranks: tuple[int, ...]) -> list[Handle]:
+        if flat.numel() >= 1 << 31:
+            raise RankError(f"compress={self.choice}: a message of {flat.numel()} numbers; possible are up to 2^31 - 1")
+        count, size = top(flat.numel(), self.choice), flat.element_size()
+        residual += flat
+        places = residual.abs().topk(count, sorted=False).indices
+        row = torch.zeros(row_bytes(count, size), dtype=torch.uint8, device=flat.device)
+        row[: count * size] = residual[places].view(torch.uint8)
+        row[count * size :][: count * 4] = places.to(torch.int32).view(torch.uint8)
+        residual[places] = 0
+        rows = torch.empty(len(ranks) * len(row), dtype=torch.uint8, device=flat.device)
+
+        def add() -> None:
+            flat.zero_()
+            for each in rows.view(len(ranks), -1):  # in the order of ranks: the same bits on all
+                where = each[count * size :][: count * 4].view(torch.int32).long()
+                flat.index_add_(0, where, each[: count * size].view(flat.dtype))
+
+        handles = self.comm.iall_gather(row, rows, ranks)
+        return [*handles[:-1], Then(handles[-1] if handles else Handle(None, None, set()), add)]
+
+    def _factors(
+        self,
+        key: tuple[int, ...],
+        flat: Tensor,
+        residual: Tensor,
+        shapes: Sequence[torch.Size],
+        ranks: tuple[int, ...],
+        name: str,
+    ) -> Handle:
+        residual += flat
+        matrices: list[tuple[Tensor, Tensor]] = []  # of what is to be sent, and where the sum goes
+        plain: list[tuple[Tensor, Tensor]] = []
+        widths: list[int] = []
+        sizes = [shape.numel() for shape in shapes]
+        for shape, source, target in zip(shapes, residual.split(sizes), flat.split(sizes), strict=True):
+            found = low_rank(tuple(shape), int(self.number))
+            if found is None:
+                plain.append((source, target))
+            else:
+                matrices.append((source.view(found[0], found[1]), target.view(found[0], found[1])))
+                widths.append(found[2])
+        known = self.factors.get(key)
+        if known is None:
+            generator = torch.Generator().manual_seed(0)  # the same on all ranks
+            count = sum(source.shape[1] * width for (source, _), width in zip(matrices, widths, strict=True))
+            known = torch.randn(count, generator=generator, dtype=flat.dtype).to(flat.device)
+        right = _cut(known, [source.shape[1] for source, _ in matrices], widths)
+        left = [source @ q for (source, _), q in zip(matrices, right, strict=True)]
+        first = torch.cat([*(p.reshape(-1) for p in left), *(source for source, _ in plain)])
+
+        def second() -> None:
+            left = _cut(first, [source.shape[0] for source, _ in matrices], widths)
+            bases = [torch.linalg.qr(p).Q for p in left]
+            start = sum(p.numel() for p in left)
+            for source, target in plain:
+                target.copy_(first[start : start + target.numel()])
+                source.zero_()
+                start += target.numel()
+            if not matrices:
+                return
+            again = torch.cat([(s.T @ p).reshape(-1) for (s, _), p in zip(matrices, bases, strict=True)])
+            self.comm.iallreduce(again, ranks, f"{name}, second").wait()
+            self.factors[key] = again
+            right = _cut(again, [source.shape[1] for source, _ in matrices], widths)
+            for (source, target), p, q in zip(matrices, bases, right, strict=True):
+                torch.mm(p, q.T, out=target)
+                source.sub_(target, alpha=1 / len(ranks))
+
+        return Then(self.comm.iallreduce(first, ranks, name), second)
+
+
+def _cut(flat: Tensor, rows: Sequence[int], widths: Sequence[int]) -> list[Tensor]:
+    """Matrices of so many rows and columns, which lie one after another."""
+    start, found = 0, []
+    for n, width in zip(rows, widths, strict=True):
+        found.append(flat[start : start + n * width].view(n, width))
+        start += n * width
+    return found

@@ -1,0 +1,28 @@
+"""What the messages of a collective carry, and how far: the same for predictions and for traces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from minipar.program import Group, Instruction, Op, Value, grad
+
+
+def summed(ins: Instruction) -> tuple[Value, ...]:
+    """The gradients that an ALL_REDUCE sums; where it averages parameters, the gradients of the same size."""
+    read = (value for value in ins.reads if value.kind != "residual")
+    return tuple(grad(value.index) if value.kind == "param" else value for value in read)
+
+
+def carried(ins: Instruction, groups: Sequence[Group]) -> float:
+    """How much of what it sums the messages of an ALL_REDUCE carry: 1, less if it sums a piece, or compresses.
+
+    Where parts are gathered instead of summed, their bytes travel once, not twice.
+    """
+    whole = sum(sum(groups[g].tensors) for g in ins.layers)
+    sent = sum(part.bytes / (2 if part.op is Op.ALL_GATHER else 1) for part in ins.parts)
+    return sent / whole if whole else 1.0
+
+
+def hops(ins: Instruction) -> int:
+    """How often the bytes of a collective travel: twice where every rank gets the whole sum, otherwise once."""
+    return 2 if ins.op is Op.ALL_REDUCE or ins.op is Op.NORM else 1

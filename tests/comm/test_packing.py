@@ -1,0 +1,75 @@
+"""The tensors of one value as one message."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minipar.comm.packing import TOGETHER, parts_of, places_for
+from minipar.tensors import allocate, spec, tensors
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
+
+
+@st.composite
+def values(draw):
+    def tensor():
+        shape = draw(st.lists(st.integers(0, 4), max_size=3))
+        return torch.randint(0, 2, shape).to(draw(st.sampled_from(DTYPES)))
+
+    return tuple([tensor(), (tensor(), 3)] if draw(st.booleans()) else tensor() for _ in range(draw(st.integers(1, 3))))
+
+
+@given(values())
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_what_is_sent_is_what_is_received(value):
+    sent = parts_of(value)
+    content, places = places_for(allocate(spec(value), torch.device("cpu")))
+    assert len(sent) == len(places) == 1
+    for part, place in zip(sent, places, strict=True):
+        place.copy_(part)  # the wire
+    assert spec(content) == spec(value)
+    assert all(torch.equal(a, b) for a, b in zip(tensors(content), tensors(value), strict=True))
+
+
+def test_one_tensor_goes_as_it_is_and_long_ones_alone():
+    one = torch.randn(5)
+    assert parts_of(one)[0] is one
+    long = torch.zeros(TOGETHER // 4), torch.zeros(1)
+    assert [part.numel() for part in parts_of(long)] == [TOGETHER // 4, 1]
+    assert len(places_for(long)[1]) == 2
+    turned = torch.randn(3, 4).T
+    assert parts_of(turned)[0].is_contiguous()
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_messages_of_a_pipeline(clusters, monkeypatch, together):
+    """A border that three tensors cross: one message forward, one backward for two gradients."""
+    counts = clusters(2).run(_count_messages, together)
+    assert counts == ([1, 1] if together else [3, 2])
+
+
+def _count_messages(together):
+    from functools import partial
+
+    from torch import nn
+
+    from minipar import Plan
+    from minipar.comm import communicator, packing
+    from minipar.costs.profiler import shape_of
+    from minipar.executor import Executor
+    from tests.toys import rows, toy
+
+    comm, model = communicator.create(), toy(("tuples",)).double()
+    limit, packing.TOGETHER = packing.TOGETHER, packing.TOGETHER if together else 0
+    plan = Plan.parse("pp=2 split=2,3").compile(shape_of(list(model)))
+    executor = Executor(plan, comm, model, nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+    executor.run(lambda step: rows(8))  # announces the form
+    sent, send = [], comm.isend
+    comm.isend = lambda tensor, peer, tag=0: sent.append(tensor) or send(tensor, peer, tag)
+    try:
+        executor.run(lambda step: rows(8))
+    finally:
+        del comm.isend
+        packing.TOGETHER = limit
+    return len(sent)

@@ -1,0 +1,173 @@
+"""Local SGD: when replicas are averaged, what verify refuses, exact replays, and convergence."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from minipar import Plan, Program, models, resume, simulate, train, verify
+from minipar.data import digits
+from minipar.errors import PlanError, ProgramError, SaveError
+from minipar.program import Local, Op
+from tests.interpreters import compiled, judge, shape
+from tests.toys import rows, toy
+
+
+def listing(program, rank=0):
+    return [str(ins) for ins in program.ranks[rank]]
+
+
+def test_replicas_are_averaged_after_so_many_steps_and_at_the_end():
+    program = compiled("dp=2 local_steps=2 bucket=none", 2, steps=3)
+    step, average = ["F 0:2 mb0", "B 0:2 mb0", "STEP 0:2"], ["ALL_REDUCE 0 over 0,1", "ALL_REDUCE 1 over 0,1"]
+    assert listing(program) == [*step, *step, *average, *step, *average]
+    assert program.contract == Local(2)
+    assert Program.from_json(program.to_json()) == program
+    verify(program)
+    assert judge(program) == ""
+    assert compiled("local_steps=2", 2, steps=2).contract == Local(2)  # one replica has nothing to average
+    verify(compiled("local_steps=2", 2, steps=2))
+
+
+def test_messages_of_a_round_are_those_of_one_step():
+    model = shape(4, size=1000)
+    per_step = [
+        sum(part.bytes for ins in compiled(f"dp=2 {words}", model, steps=6).ranks[0] for part in ins.parts if ins.group)
+        for words in ("", "local_steps=1", "local_steps=3", "local_steps=6")
+    ]
+    assert per_step == [48000, 48000, 16000, 8000]
+    assert simulate(compiled("dp=2 local_steps=3", model, steps=3)).time > 0
+
+
+def test_what_breaks_the_promise_is_refused():
+    program = compiled("dp=2 local_steps=2", 2, steps=4)
+    row = list(program.ranks[0])
+    k = next(k for k, ins in enumerate(row) if ins.op is Op.ALL_REDUCE)
+
+    def both(rows):
+        mutant = program
+        for rank in (0, 1):
+            mutant = mutant.with_rank(rank, rows)
+        return mutant
+
+    gradients = compiled("dp=2 bucket=flat overlap=none", 2).ranks[0][2]
+    for rows_, says in [
+        (
+            [*row[:k], *row[k + 1 :]],
+            "of step 2 uses param(0) after 2 updates by its replica alone; the program promises 0",
+        ),
+        (row[:-1], "ends with param(0) of its own: after its last STEP it is not averaged over the replicas"),
+        ([*row[: k - 1], row[k], row[k - 1], *row[k + 1 :]], "after 1 updates by its replica alone"),
+        ([*row[: k - 2], row[k], *row[k - 2 : k], *row[k + 1 :]], "after 0 updates by its replica alone; the program"),
+        ([*row[:2], gradients, *row[2:]], "the replica's own update of param(0) uses micro-batch 0 of replica"),
+    ]:
+        mutant = both(rows_)
+        with pytest.raises(ProgramError) as caught:
+            verify(mutant)
+        assert says in str(caught.value)
+        assert judge(mutant)
+    early = program.with_rank(1, [*row[:2], row[k], *row[2:k], *row[k + 1 :]])
+    with pytest.raises(ProgramError, match="averages param"):
+        verify(early)
+    synchronous = compiled("dp=2 bucket=none", 2)
+    average = row[k]
+    with pytest.raises(ProgramError, match="needs grad"):
+        verify(synchronous.with_rank(0, [*synchronous.ranks[0], average]))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("zero=1", "with whole states; possible is zero=0, not 1"),
+        ("clip=1", "clip=1.0 needs the norm over all of them; possible is clip=none"),
+        ("overlap=priority", "sends no gradients; possible are overlap=none and backward, not priority"),
+        ("offload=optimizer", "possible are offload=none and no host_layers"),
+    ],
+)
+def test_what_needs_all_replicas_in_every_step_is_refused(words, says):
+    with pytest.raises(PlanError) as caught:
+        Plan.parse(f"dp=2 local_steps=2 {words}")
+    assert says in str(caught.value)
+
+
+def test_ties_across_stages_are_refused():
+    with pytest.raises(PlanError, match="local_steps=2: layers 0, 3 are tied across stages"):
+        compiled("dp=2 pp=2 local_steps=2", shape(4, tied=[(0, 3)]))
+    verify(compiled("dp=2 pp=2 local_steps=2 microbatches=3", shape(4, tied=[(0, 1)]), steps=3))
+
+
+# on ranks -------------------------------------------------------------------------------------------------------------
+
+MODEL = partial(toy, ("linear", "tuples", "dropout", "in-place", "unused"), frozen=(1,))
+SGD = partial(torch.optim.SGD, lr=0.3)
+MOMENTUM, ADAMW = partial(torch.optim.SGD, lr=0.3, momentum=0.9), partial(torch.optim.AdamW, lr=0.01)
+
+
+def run(plan, cluster, steps, optimizer=SGD, count=17, model=MODEL, **options):
+    return train(
+        model, rows(count), plan, cluster=cluster, steps=steps, optimizer=optimizer, dtype=torch.float64,
+        loss=nn.functional.mse_loss, progress=False, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [17, 3])
+def test_averages_after_each_step_of_plain_sgd_are_summed_gradients(clusters, count):
+    """Also with uneven replicas, and replicas without rows."""
+    local = run(f"dp={4 if count == 3 else 2} local_steps=1", clusters(4 if count == 3 else 2), 5, count=count)
+    plain = run("dp=2", clusters(2), 5, count=count, check=True)
+    assert local.losses == pytest.approx(plain.losses, rel=1e-12)
+
+
+@pytest.mark.parametrize("optimizer", [SGD, MOMENTUM, ADAMW])
+@pytest.mark.parametrize("text", ["dp=2 local_steps=3", "dp=2 pp=2 microbatches=3 local_steps=3 bucket=0.0001"])
+def test_replays_exactly(clusters, text, optimizer):
+    """7 steps: two rounds of three, and one that is shorter. Each replica's losses and gradients, in plain torch."""
+    plan = Plan.parse(text)
+    found = run(plan, clusters(plan.ranks), 7, optimizer, check=True)
+    assert found.program.steps == 3
+    assert found.max_gradient_error() <= 1e-12
+    assert found.losses == pytest.approx(found.reference.losses, rel=1e-12)
+
+
+def test_it_is_not_summed_gradients(clusters):
+    local, plain = run("dp=2 local_steps=3", clusters(2), 6), run("dp=2", clusters(2), 6)
+    assert local.losses[0] == pytest.approx(plain.losses[0], rel=1e-12)
+    assert local.losses[-1] != pytest.approx(plain.losses[-1], rel=1e-6)
+
+
+def test_saved_between_rounds_or_not_at_all(clusters, tmp_path):
+    whole = run("dp=2 local_steps=2", clusters(2), 8)
+    run("dp=2 local_steps=2", clusters(2), 4, save=tmp_path / "run", save_every=2)
+    rest = resume(
+        tmp_path / "run", MODEL, rows(17), steps=4, cluster=clusters(2), optimizer=SGD, progress=False,
+        loss=nn.functional.mse_loss,
+    )  # fmt: skip
+    assert rest.losses == pytest.approx(whole.losses[4:], rel=1e-12)
+    with pytest.raises(PlanError, match="save_every=3: the replicas differ .* multiples of local_steps=2"):
+        run("dp=2 local_steps=2", clusters(2), 4, save=tmp_path / "run", save_every=3)
+    with pytest.raises(SaveError, match="optimizer states differ between replicas that train by themselves"):
+        run("dp=2 local_steps=2", clusters(2), 4, MOMENTUM).save(tmp_path / "other")
+
+
+def test_bfloat16_layers_are_averaged_in_float32(clusters):
+    options = {"loss": nn.functional.mse_loss, "progress": False, "steps": 4, "cluster": clusters(2)}
+    narrow = train(MODEL, rows(16), "dp=2 local_steps=2 precision=bf16", **options)
+    wide = train(MODEL, rows(16), "dp=2 local_steps=2", **options)
+    assert narrow.losses == pytest.approx(wide.losses, rel=0.02)
+
+
+def test_it_converges_with_fewer_messages(clusters):
+    """Digits: averaging every 8 steps learns about as well as in every step, with an eighth of the bytes."""
+    found = {}
+    for every in (1, 8):
+        run_ = train(
+            partial(models.mlp, (64, 32, 10)), digits(), f"dp=2 local_steps={every}", cluster=clusters(2), steps=64,
+            batch=64, optimizer=partial(torch.optim.SGD, lr=0.2), progress=False,
+        )  # fmt: skip
+        found[every] = run_
+    first, last = (sum(found[every].losses[-8:]) / 8 for every in (1, 8))
+    assert found[1].losses[0] > 2
+    assert first < 0.6
+    assert last < 1.3 * first + 0.05
+    assert found[8].bytes_sent[0] * 8 == pytest.approx(found[1].bytes_sent[0])
