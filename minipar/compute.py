@@ -61,6 +61,7 @@ class Compute:
         }  # of what autograd keeps, what will be copied away
         self.kept: dict[tuple[int, int, int], Kept] = {}
         self.left: dict[tuple[int, int, int], list[Arrived]] = {}  # between the halves of a backward
+        self.trained: dict[tuple[int, ...], list[Tensor]] = {}
         self.graphs: dict[tuple[int, int, int], tuple[Any, list[tuple[int, Any]]]] = {}
 
     def work(self, ins: Instruction, live: dict[Value, Any]) -> None:
@@ -246,8 +247,10 @@ class Compute:
 
     def _parameters(self, piece: tuple[int, ...]) -> list[Tensor]:
         """The parameters of some layers that are trained, each once."""
-        mine = {id(p): p for layer in piece for p in self.layers[layer].parameters() if p.requires_grad}
-        return list(mine.values())
+        if piece not in self.trained:
+            mine = {id(p): p for layer in piece for p in self.layers[layer].parameters() if p.requires_grad}
+            self.trained[piece] = list(mine.values())
+        return self.trained[piece]
 
     def _weigh_left(
         self, piece: tuple[int, ...], arrived: list[Arrived], rows: int, split: bool, given: Any, grads: list[Any]

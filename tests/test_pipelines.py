@@ -7,7 +7,17 @@ from functools import cache, partial
 import pytest
 import torch
 
-from minipar import Backward, BackwardInput, BackwardWeight, Forward, Plan, PlanError, simulate, verify
+from minipar import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Plan,
+    PlanError,
+    ProgramError,
+    simulate,
+    verify,
+)
 from minipar.costs.profiler import shape_of
 from minipar.execution import Execution, Job, execute
 from minipar.program import Op, saved_weight
@@ -272,8 +282,6 @@ def test_what_cannot_be_is_said_in_one_line(text, says):
 
 @pytest.mark.usefixtures("own_schedules")
 def test_a_weight_half_without_its_input_half_is_refused():
-    from minipar import ProgramError
-
     @schedule("mine")
     def mine(rank, ranks, microbatches):
         for i in range(microbatches):
@@ -283,3 +291,16 @@ def test_a_weight_half_without_its_input_half_is_refused():
 
     with pytest.raises(ProgramError, match=r"weight half before input half: rank 0 .* needs saved_weight\(1\) mb0"):
         Plan(schedule="mine").compile(layers=2)
+
+
+def test_a_weight_half_reads_what_its_input_half_left():
+    program = Plan.parse("pp=2 schedule=zb-h1 microbatches=2").compile(layers=4)
+    row = list(program.ranks[1])
+    k = next(k for k, ins in enumerate(row) if ins.op is Op.BACKWARD_WEIGHT)
+    reads = tuple(value for value in row[k].reads if value != saved_weight(2, 0))
+    row[k] = row[k]._replace(reads=reads)
+    with pytest.raises(ProgramError, match=r"`W 2:4 mb0` needs saved_weight\(2\), but does not read it"):
+        verify(program.with_rank(1, row))
+    row[k] = row[k]._replace(reads=(*row[k].reads, saved_weight(2, 0)), writes=(*row[k].writes, saved_weight(1, 0)))
+    with pytest.raises(ProgramError, match=r"`W 2:4 mb0` cannot make saved_weight\(1\) mb0"):
+        verify(program.with_rank(1, row))

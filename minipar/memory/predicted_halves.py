@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from minipar.memory.recorded import Tape
+from minipar.memory.recorded import frees
 from minipar.program import Instruction, grad, grad_output
 
 if TYPE_CHECKING:
@@ -76,14 +76,10 @@ def _play(walk: Walk, key: Key, received: Storage | None, freed: list[tuple[int,
 def _let_go(walk: Walk, key: Key) -> None:
     """Inputs and outputs that the weight half does not need."""
     later = walk.tape(key[0], key[1]).weight_half
-    if not _frees(later, "input"):
+    if not frees(later, "input"):
         walk.release(walk.read.pop(key, None), f"read by {key}")
-    if not _frees(later, "output"):
+    if not frees(later, "output"):
         walk.release(walk.made.pop(key, None), f"made by {key}")
-
-
-def _frees(tape: Tape, what: str) -> bool:
-    return any(delta < 0 and kind == what for delta, kind in tape)
 
 
 def weight_half(walk: Walk, ins: Instruction) -> None:

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from minipar.memory.lifetimes import KINDS
 from minipar.memory.predicted_halves import input_half, weight_half
-from minipar.memory.recorded import LayerTape, Piece, Tape, Tapes
+from minipar.memory.recorded import LayerTape, Piece, Sizes, Tape, Tapes, keeps
 from minipar.memory.series import Series
 from minipar.program import (
     COLLECTIVES,
@@ -35,13 +34,6 @@ from minipar.program import (
     param_shard,
     tier,
 )
-
-
-class Sizes(Protocol):
-    """What must be known of a program's values; `ProfiledCosts` does."""
-
-    def rows(self, rank: int, microbatch: int) -> int: ...
-    def size(self, rank: int, value: Value) -> int: ...
 
 
 @dataclass(eq=False)
@@ -277,23 +269,23 @@ class Walk:
 
     def forward(self, ins: Instruction) -> None:
         i, step = ins.microbatch, ins.step
-        keeps = {value.index for value in ins.writes if value.kind == "saved"}
+        saves = {value.index for value in ins.writes if value.kind == "saved"}
         value = self.live.get(output(ins.layers[0] - 1, i, step))
         borrowed: list[Storage] = []  # inputs of pieces: the executor names them until it goes on
         for piece in self.pieces[ins.layers, i]:
-            trains = piece[0] in keeps
+            trains = piece[0] in saves
             for layer in piece:
                 key = layer, i, step
                 tape = self.tape(layer, i)
                 if value is not None:
                     self.hold(value, "walk")
-                    if trains and (layer == piece[0] or _keeps(tape.backward, "input")):
+                    if trains and (layer == piece[0] or keeps(tape.backward, "input")):
                         self.hold(value, f"read by {key}")
                         self.read[key] = value
                 made = self._play_forward(tape.forward if trains else tape.plain, layer)
                 if trains:
                     self.saved[key] = sum(size for size, what in tape.forward if what == "saved")
-                    if _keeps(tape.backward, "output"):
+                    if keeps(tape.backward, "output"):
                         self.hold(made, f"made by {key}")
                         self.made[key] = made
                 if value is not None and layer == piece[0]:
@@ -402,11 +394,3 @@ class Walk:
                 if g in self.kept:
                     copied.append(g)
         return copied
-
-
-def _keeps(tape: Tape, what: str) -> bool:
-    """Whether the graph holds a layer's input or output: then its backward frees it, but not at once."""
-    for k, (delta, kind) in enumerate(tape):
-        if delta < 0 and kind == what:
-            return any(before > 0 or other not in ("input", "output") for before, other in tape[:k])
-    return False

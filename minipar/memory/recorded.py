@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+from minipar.program import Value
 
 # Bytes, and what they are: "saved" for the backward, "output", "input" (only its free), "grad_output" (its free),
 # "grad_input", "gradient" of a parameter, "temporary".
@@ -31,6 +33,19 @@ class LayerTape(NamedTuple):
     input_half: Tape = ()
     weight_half: Tape = ()
     weight_later: Tape = ()
+
+
+def frees(tape: Tape, what: str) -> bool:
+    """Whether something of this kind is let go."""
+    return any(delta < 0 and kind == what for delta, kind in tape)
+
+
+def keeps(tape: Tape, what: str) -> bool:
+    """Whether the graph holds a layer's input or output: then its backward frees it, but not at once."""
+    for k, (delta, kind) in enumerate(tape):
+        if delta < 0 and kind == what:
+            return any(before > 0 or other not in ("input", "output") for before, other in tape[:k])
+    return False
 
 
 class Workspace(NamedTuple):
@@ -63,3 +78,10 @@ class Tapes:
     buffers: tuple[int, ...]
     workspace: Workspace
     flat_workspace: Workspace  # the same with the parameters of each group laid end to end, as ZeRO's are
+
+
+class Sizes(Protocol):
+    """What must be known of a program's values; `ProfiledCosts` does."""
+
+    def rows(self, rank: int, microbatch: int) -> int: ...
+    def size(self, rank: int, value: Value) -> int: ...

@@ -118,7 +118,6 @@ class Layout:
 
     def chunk_of(self, group: int, rank: int) -> int:
         """The chunk of a rank in which a micro-batch's gradient of a group is completed: that of its first layer."""
-        chunks = self.chunks(rank)
-        inside = [(min(set(group_layers)), c) for c, layers in enumerate(chunks)
-                  if (group_layers := set(layers).intersection(self.shape.groups[group].layers))]  # fmt: skip
-        return min(inside)[1]
+        layers = set(self.shape.groups[group].layers)
+        held = [(min(mine), c) for c, chunk in enumerate(self.chunks(rank)) if (mine := layers.intersection(chunk))]
+        return min(held)[1]

@@ -80,9 +80,10 @@ def test_ties_dropout_and_other_optimizers(clusters, name, text, optimizer):
         assert abs(mine / real - 1) <= 0.05
 
 
-def test_so_is_every_instruction_and_every_kind(clusters):
+@pytest.mark.parametrize("text", ["pp=2 dp=2 microbatches=4", "pp=2 microbatches=4 schedule=zb-v"])
+def test_so_is_every_instruction_and_every_kind(clusters, text):
     """Not only the highest moment: a prediction that is right by luck would not be right everywhere."""
-    predicted, measured = compare(clusters, "gpt-tiny", "pp=2 dp=2 microbatches=4")
+    predicted, measured = compare(clusters, "gpt-tiny", text)
     for mine, real in zip(predicted.series, measured.series, strict=True):
         levels = mine.peaks_by_instruction()
         for index, level in real.peaks_by_instruction().items():
