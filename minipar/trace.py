@@ -239,7 +239,7 @@ class Trace:
     def whole(self, rank: int, ins: Instruction) -> int:
         """Bytes of the tensor that a collective works on."""
         if ins.op is Op.ALL_REDUCE:
-            return round(sum(self.size(rank, value) for value in summed(ins)) * carried(ins, self.program.groups))
+            return round(sum(self.size(rank, value) for value in summed(ins)) * carried(ins, self.program))
         return sum(part.bytes for part in ins.parts)
 
     def bytes_sent(self) -> list[int]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from minipar.program import Group, Instruction, Op, Value, grad
+from minipar.program import Instruction, Op, Program, Value, grad, piece_of
 
 
 def summed(ins: Instruction) -> tuple[Value, ...]:
@@ -13,12 +11,14 @@ def summed(ins: Instruction) -> tuple[Value, ...]:
     return tuple(grad(value.index) if value.kind == "param" else value for value in read)
 
 
-def carried(ins: Instruction, groups: Sequence[Group]) -> float:
+def carried(ins: Instruction, program: Program) -> float:
     """How much of what it sums the messages of an ALL_REDUCE carry: 1, less if it sums a piece, or compresses.
 
     Where parts are gathered instead of summed, their bytes travel once, not twice.
     """
-    whole = sum(sum(groups[g].tensors) for g in ins.layers)
+    if program.compress == "none" and not piece_of(ins):
+        return 1.0
+    whole = sum(sum(program.groups[g].tensors) for g in ins.layers)
     sent = sum(part.bytes / (2 if part.op is Op.ALL_GATHER else 1) for part in ins.parts)
     return sent / whole if whole else 1.0
 

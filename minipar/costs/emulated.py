@@ -88,7 +88,7 @@ class EmulatedCosts:
         n = len(ins.group)
         size: float = sum(part.bytes for part in ins.parts)
         if ins.op is Op.ALL_REDUCE:
-            size = sum(sum(self.program.groups[g].tensors) for g in ins.layers) * carried(ins, self.program.groups)
+            size = sum(sum(self.program.groups[g].tensors) for g in ins.layers) * carried(ins, self.program)
         occupied = hops(ins) * (n - 1) / n * size / self.spec.bandwidth if self.spec.bandwidth else 0.0
         return len(ins.parts) * hops(ins) * (n - 1) * (self.spec.latency or 0.0) + occupied
 

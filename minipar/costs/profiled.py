@@ -118,7 +118,7 @@ class ProfiledCosts:
         n = len(ins.group)
         size: float = sum(part.bytes for part in ins.parts)
         if ins.op is Op.ALL_REDUCE:
-            size = sum(self.size(ins.group[0], value) for value in summed(ins)) * carried(ins, self.program.groups)
+            size = sum(self.size(ins.group[0], value) for value in summed(ins)) * carried(ins, self.program)
         if self.calibration is not None:  # of sums, in which the bytes travel twice
             return hops(ins) / 2 * len(ins.parts) * self.calibration.sum_over(n, size / max(1, len(ins.parts)))
         return hops(ins) * (len(ins.parts) * (n - 1) * self.latency + (n - 1) / n * size / self.bandwidth)
