@@ -145,7 +145,7 @@ def test_one_after_another_and_two_numbers(cluster: Cluster) -> None:
     n = cluster.size
     for sums, buffers in cluster.run(f):
         assert sums == [n * (n - 1) / 2 + k * n for k in range(4)]
-        assert buffers <= 2
+        assert 1 <= buffers <= 2  # kept for the next call
 
 
 def test_what_was_measured_is_a_trace_of_the_program(cluster: Cluster) -> None:
