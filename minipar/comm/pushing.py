@@ -68,7 +68,7 @@ class Servers:
         self.life = 0
         self.request = 0
         self.step = self.version = -1  # that this worker is at
-        self.began = False
+        self.void = True  # the servers went back before the beginning of this step: it has to be begun again
         self.rows, self.of = 1, 1
         self.missing: set[int] = set()  # keys of this step that were not pushed yet
         self.pushed: dict[int, Tensor] = {}  # the others, until all servers have the step
@@ -125,9 +125,8 @@ class Servers:
         """The servers went back, or are met for the first time: what this worker has done since is void."""
         first = self.incarnation == 0
         self.incarnation = incarnation
-        self.began = False
+        self.void = True  # (keys go on to be pulled and pushed until the step is through, to no effect)
         self.pushed.clear()
-        self.missing.clear()
         self.unacknowledged = -1
         if not first:  # the next step is computed anew: not to be mixed with what they may still have of it
             self.life = 0
@@ -175,7 +174,7 @@ class Servers:
                 self._again()
 
     def _pull(self) -> None:
-        if self.began and self.missing:
+        if self.missing and not self.void:
             missing = self.keys[min(self.missing)].name
             raise RankError(f"worker {self.worker}: step {self.step} is not done, key {missing!r} was not pushed")
         while True:
@@ -193,7 +192,7 @@ class Servers:
             except ConnectionError:
                 if self._again():
                     self._resend()
-        self.began, self.step, self.version = True, answer.step, answer.version
+        self.void, self.step, self.version = False, answer.step, answer.version
         self._steps = answer.key
         self.received += sum(flat.numel() for flat in self._flats)
         self.pushed.clear()
@@ -209,7 +208,7 @@ class Servers:
         """The parameter of a key, as it was when this step began. The tensor is the worker's copy: it changes at the
         next step."""
         k = self._find(index, "pull")
-        if (not self.began or not self.missing) and self.next_step() is None:
+        if not self.missing and self.next_step() is None:
             raise ServerClosed(f"worker {self.worker}: pull({index!r}) after the last step")
         return self._values[k]
 
@@ -225,13 +224,11 @@ class Servers:
         if not form:
             kind = f"{str(gradient.dtype).removeprefix('torch.')} {tuple(gradient.shape)}"
             raise RankError(f"worker {self.worker}: push of key {index!r} as {kind}; the servers have it as {key}")
-        if not self.began:
-            if self.incarnation and not self.lines:
-                raise ServerClosed(f"worker {self.worker}: push of key {index!r} to servers that have ended")
-            return  # the step that it belongs to is void
         if k not in self.missing:
             raise RankError(f"worker {self.worker}: key {index!r} was pushed before in step {self.step}")
         self.missing.discard(k)
+        if self.void:
+            return
         self.pushed[k] = gradient.detach().contiguous()
         if not self.missing:
             self.unacknowledged = self.step

@@ -101,9 +101,9 @@ def take_part(folder, settings, point, victim, count, slow, acknowledge):
             found = gradient(ps.pull(k), step, rank, k)
             reach("compute")
             ps.push(k, found)
-        if acknowledge and ps.began:
+        if acknowledge and not ps.void:
             ps.acknowledge()
-            if ps.began:
+            if not ps.void:
                 note(folder, f"acknowledged-{rank}", step, time.time())
     return None
 

@@ -99,7 +99,7 @@ def hang(folder, settings, marker):
         if rank == 1 and step == 1 and not os.path.exists(marker):
             open(marker, "w").close()
             os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(0.1 if rank == 0 else 0.0)  # so that it comes back before all is over
+        time.sleep(0.3 if rank == 0 else 0.0)  # so that it comes back before all is over
         for k in range(3):
             ps.push(k, kills.gradient(ps.pull(k), step, rank, k))
     return None
