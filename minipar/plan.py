@@ -21,8 +21,8 @@ from minipar.costs.measured import Profile
 from minipar.costs.recomputation import LayerCosts
 from minipar.costs.shapes import Shape, frozen, uniform
 from minipar.errors import PlanError
-from minipar.program import Action, BackwardWeight, Forward, Instruction, Program
-from minipar.strategies import host_layers, offload, segments, zero
+from minipar.program import Action, BackwardWeight, Forward, Instruction, Program, Serving
+from minipar.strategies import host_layers, offload, parameter_server, segments, zero
 from minipar.strategies.checkpoint import recompute
 from minipar.strategies.clip import clip
 from minipar.strategies.data_parallel import all_reduce_gradients, kept_gradients
@@ -68,6 +68,11 @@ class Plan:
     offload_limit   bytes that each rank may keep there, such as "64MiB"; "none": what there is
     host_layers   layers, by name or number, that are computed on the host, such as "0"; only outputs cross
     clip          gradients are scaled down to this norm, that of all of them together; "none": they are not
+    sync          how replicas agree: "allreduce", or "ps": they push gradients to parameter servers and pull parameters
+    mode          of parameter servers: "sync"; "async", each gradient is an update; "ssp:S", the same, with nobody more
+                  than S steps ahead; "k-of-n:K/N", the first K gradients of a step
+    servers       how many parameter servers; they are ranks beside the workers
+    on_death      of a rank, with sync=ps: "abort", or "continue", and it starts again and goes on
     precision     "bf16": layers compute in bfloat16, and the optimizer keeps float32 parameters of its own
     """
 
@@ -93,6 +98,10 @@ class Plan:
     offload_folder: str = ""
     offload_limit: int | str | None = None
     host_layers: tuple[str, ...] | str = ()
+    sync: str = "allreduce"
+    mode: str = "sync"
+    servers: int = 1
+    on_death: str = "abort"
 
     def __new__(cls, *_: object, **keys: object) -> Plan:
         _check_keys(keys)  # so that a wrong keyword gets the same answer as a wrong word
@@ -134,6 +143,8 @@ class Plan:
         if self.precision not in PRECISIONS:
             raise PlanError(f"precision={self.precision}: unknown; possible are {', '.join(PRECISIONS)}")
 
+        settings.check_servers(self)
+
     @staticmethod
     def parse(text: str | Mapping[str, Any] | Plan) -> Plan:
         """A plan from `"pp=2 dp=2 schedule=1f1b"`, or from a table (TOML, JSON) of the same keys; a plan is kept."""
@@ -158,7 +169,7 @@ class Plan:
     @property
     def ranks(self) -> int:
         """Number of ranks the plan needs."""
-        return self.dp * self.pp
+        return self.dp * self.pp + (self.servers if self.sync == "ps" else 0)
 
     @property
     def splits(self) -> bool:
@@ -267,6 +278,11 @@ class Plan:
                         f"stage {stage}; possible are more than microbatches={self.microbatches}"
                     )
         again = segments.schedules(self.checkpoint, layout, actions, costs)
+        if self.sync == "ps":
+            serving, overlap = Serving(self.servers, self.mode), self.overlap == "backward"
+            return parameter_server.compile_program(
+                layout, actions[0], again[0], steps, self.bucket, overlap, serving, str(self)
+            )
         rule = zero.Zero(self.zero, self.reduce, self.prefetch, self.bucket, self.overlap == "backward")
         sharded = [zero.sharded_groups(layout, stage, rule) for stage in range(self.pp)]
         away = [

@@ -35,8 +35,11 @@ from minipar.values import optimizer_state as optimizer_state
 from minipar.values import output as output
 from minipar.values import param as param
 from minipar.values import param_shard as param_shard
+from minipar.values import pushed as pushed
 from minipar.values import saved as saved
 from minipar.values import saved_weight as saved_weight
+from minipar.values import served as served
+from minipar.values import served_state as served_state
 from minipar.values import tier as tier
 
 
@@ -58,6 +61,11 @@ class Op(str, Enum):
     OFFLOAD = "OFFLOAD"  # a copy of a value to a slower tier
     FETCH = "FETCH"  # and back
     REDUCE = "REDUCE"  # adds what came of a chunk to the own chunk
+    PUSH = "PUSH"  # worker: gradients to a parameter server
+    PULL = "PULL"  # worker: parameters from it
+    ACCEPT = "ACCEPT"  # server: a PUSH is there
+    APPLY = "APPLY"  # server: an update
+    REPLY = "REPLY"  # server: parameters to a worker
 
 
 COMPUTE = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.RECOMPUTE, Op.STEP, Op.REDUCE)
@@ -66,6 +74,7 @@ TRANSFERS = (Op.SEND, Op.RECV)
 COLLECTIVES = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.NORM)
 COPIES = (Op.OFFLOAD, Op.FETCH)
 PORT = "port"  # stream of the SENDs that leave a rank one after another, whichever rank they are for
+SERVICE = (Op.PUSH, Op.PULL, Op.ACCEPT, Op.APPLY, Op.REPLY)
 
 
 class Part(NamedTuple):
@@ -113,6 +122,8 @@ class Instruction(NamedTuple):
             text += f" mb{self.microbatch}"
         if self.group:
             text += " over " + ",".join(map(str, self.group))
+        if self.op in SERVICE and self.peer >= 0:
+            text += f" {'->' if self.op in (Op.PUSH, Op.REPLY) else '<-'} {self.peer}"
         return text
 
 
@@ -183,6 +194,21 @@ class Synchronous:
     """Every forward of step s uses the parameters after exactly s updates; an update uses every micro-batch once."""
 
 
+@dataclass(frozen=True)
+class Staleness:
+    """An update may use gradients of parameters that are up to `bound` updates older; None: any number."""
+
+    bound: int | None = None
+
+
+@dataclass(frozen=True)
+class Serving:
+    """The last `servers` ranks are parameter servers, and follow a rule of `strategies.consistency`: `mode`."""
+
+    servers: int = 1
+    mode: str = "sync"
+
+
 class Group(NamedTuple):
     """A parameter group: the parameters of one layer that no other layer shares, or one set tied between layers.
 
@@ -216,6 +242,7 @@ class Program:
     chunks           of a collective, which has no layers: the sizes in bytes of the chunks that its tensor is cut into
     final            of a collective: the values that each rank holds at the end; (): those of `state`
     selective        a BACKWARD first runs the cores of its layers' attention forward again
+    serving          the parameter servers, if there are some
     """
 
     ranks: tuple[tuple[Instruction, ...], ...]
@@ -225,7 +252,7 @@ class Program:
     mesh: tuple[tuple[str, int], ...] = (("dp", 1), ("pp", 1))
     state: tuple[frozenset[Value], ...] = ()
     steps: int = 1
-    contract: Synchronous = field(default_factory=Synchronous)
+    contract: Synchronous | Staleness = field(default_factory=Synchronous)
     receives_ahead: int = 2
     name: str = ""
     clip: float | None = None
@@ -235,6 +262,7 @@ class Program:
     chunks: tuple[int, ...] = ()
     final: tuple[frozenset[Value], ...] = ()
     selective: bool = False
+    serving: Serving | None = None
 
     def __len__(self) -> int:
         return sum(len(instructions) for instructions in self.ranks)
@@ -242,7 +270,12 @@ class Program:
     def replica(self, rank: int) -> int:
         """Which copy of the model the rank works for: its position on the `dp` axis."""
         sizes = dict(self.mesh)
-        return rank * sizes.get("dp", 1) // len(self.ranks)
+        return rank * sizes.get("dp", 1) // self.workers
+
+    @property
+    def workers(self) -> int:
+        """The ranks that hold layers: all but parameter servers."""
+        return len(self.ranks) - (self.serving.servers if self.serving else 0)
 
     @property
     def replicas(self) -> int:
@@ -357,6 +390,8 @@ class Program:
             **({} if self.room is None else {"room": self.room}),
             **({"chunks": list(self.chunks)} if self.chunks else {}),
             **({"final": [refs(sorted(values)) for values in self.final]} if self.final else {}),
+            **({} if self.serving is None else {"serving": [self.serving.servers, self.serving.mode]}),
+            **({"staleness": self.contract.bound} if isinstance(self.contract, Staleness) else {}),
             **({"selective": True} if self.selective else {}),
             "state": [refs(sorted(values)) for values in self.state],
             "ranks": ranks,
@@ -394,5 +429,7 @@ class Program:
             room=data.get("room"),
             chunks=tuple(data.get("chunks", ())),
             final=tuple(frozenset(named(refs)) for refs in data.get("final", ())),
+            serving=Serving(*data["serving"]) if "serving" in data else None,
+            contract=Staleness(data["staleness"]) if "staleness" in data else Synchronous(),
             selective=data.get("selective", False),
         )

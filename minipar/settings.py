@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from minipar.costs.device import quantity
 from minipar.errors import PlanError
+from minipar.strategies.consistency import Mode
+
+if TYPE_CHECKING:
+    from minipar.plan import Plan
 
 OFFLOADS = ("activations", "optimizer", "parameters")
+
+
+SYNCS = ("allreduce", "ps")
+ON_DEATH = ("abort", "continue")
 
 
 def whole_number(key: str, value: object, least: int = 1, most: int | None = None) -> int:
@@ -98,3 +107,25 @@ def bucket(value: object) -> float | str:
     if not 0 < size < float("inf"):
         raise PlanError(f"bucket={value}: must be a size in MiB above 0, none (one message per parameter) or flat")
     return int(size) if size == int(size) else size
+
+
+def check_servers(plan: Plan) -> None:
+    """The keys of parameter servers, and what goes together with them."""
+    if plan.sync not in SYNCS:
+        raise PlanError(f"sync={plan.sync}: unknown; possible are {', '.join(SYNCS)}")
+    if plan.on_death not in ON_DEATH:
+        raise PlanError(f"on_death={plan.on_death}: unknown; possible are {', '.join(ON_DEATH)}")
+    object.__setattr__(plan, "servers", whole_number("servers", plan.servers))
+    if plan.sync == "allreduce":
+        for key, default in {"mode": "sync", "servers": 1, "on_death": "abort"}.items():
+            if getattr(plan, key) != default:
+                raise PlanError(f"{key}={getattr(plan, key)}: is of parameter servers; possible is sync=ps")
+        return
+    object.__setattr__(plan, "mode", str(Mode.parse(plan.mode, plan.dp)))
+    alone: dict[str, object] = {"pp": 1, "zero": 0, "offload": (), "host_layers": (), "clip": None}
+    for key, only in (alone | {"precision": "float32", "inference": False}).items():
+        value = getattr(plan, key)
+        if value != only:
+            told = ",".join(value) if isinstance(value, tuple) else value
+            shown = "none" if only in ((), None) else only
+            raise PlanError(f"sync=ps: not together with {key}={told}; possible is {key}={shown}")

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from minipar.program import Instruction, Op, Part
+
 GRAIN = 16  # bytes: a cut is never inside an element, of whatever type
 
 
@@ -37,8 +39,8 @@ def cut(sizes: Sequence[int], servers: int, alignment: Sequence[int] = ()) -> li
     before = 0
     place = [0] * servers
     for tensor, size in enumerate(sizes):
-        edges = [min(max((total * k // servers - before) // GRAIN * GRAIN, 0), size) for k in range(1, servers)]
-        edges = [0, *edges, size]
+        ideal = [total * k // servers - before for k in range(1, servers)]
+        edges = [0, *(size if at >= size else max(at, 0) // GRAIN * GRAIN for at in ideal), size]
         align = alignment[tensor] if alignment else 1
         for server in range(servers):
             start, stop = edges[server], edges[server + 1]
@@ -48,3 +50,10 @@ def cut(sizes: Sequence[int], servers: int, alignment: Sequence[int] = ()) -> li
                 place[server] = at + stop - start
         before += size
     return found
+
+
+def message(op: Op, groups: Sequence[int], share: dict[int, int], step: int, peer: int) -> Instruction:
+    """One of a PUSH and an ACCEPT, or a REPLY and a PULL: what of some groups is on one server, `share` in bytes."""
+    here = tuple(g for g in groups if g in share)
+    parts = tuple(Part(op, g, share[g]) for g in here)
+    return Instruction(op, here, -1, step, stream=f"{op.value.lower()} {peer}", peer=peer, parts=parts)
