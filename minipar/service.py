@@ -174,3 +174,27 @@ class _Walk:
                 reason = f"{where} comes before all gradients are there: rank {worker}'s of step {update} is not read"
                 raise refuse(program, rank, index, reason)
         self.version[rank] += 1
+
+
+def staleness(program: Program) -> list[int]:
+    """Per worker the most updates between the parameters that it pulled and the update that its gradient went into;
+    0 for servers."""
+    worst = [0] * len(program.ranks)
+    for worker, _, _, late in ages(program):
+        worst[worker] = max(worst[worker], late)
+    return worst
+
+
+def ages(program: Program) -> list[tuple[int, int, int, int]]:
+    """Of every gradient in an update: its worker, its step, the update, and how many updates came in between."""
+    used: dict[tuple[int, int], int] = {}
+    found = []
+    version = 0
+    for ins in program.ranks[program.workers] if program.serving else ():
+        if ins.op is Op.REPLY:
+            used[ins.peer, ins.step] = version
+        elif ins.op is Op.APPLY:
+            taken = dict.fromkeys((v.microbatch, v.step) for v in ins.reads if v.kind == "pushed")
+            found += [(worker, step, version, version - used[worker, step]) for worker, step in taken]
+            version += 1
+    return found

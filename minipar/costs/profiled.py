@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from minipar.costs.measured import Profile
 from minipar.costs.rates import ORDINARY, Calibration, Copies
-from minipar.program import COMPUTE, COPIES, Instruction, Op, Program, Value, home, hops, tier
+from minipar.program import COMPUTE, COPIES, SERVICE, Instruction, Op, Program, Value, home, hops, tier
 
 
 def split_rows(total: int, parts: int) -> list[range]:
@@ -89,6 +89,12 @@ class ProfiledCosts:
             whole = sum(self.profile.gradient_bytes)
             part = sum(self.size(rank, v) for v in ins.reads if home(v).kind in ("grad", "grad_shard"))
             return self.profile.step_seconds * part / whole if whole else 0.0
+        if ins.op is Op.APPLY:  # (a server sums the gradients, and updates its part)
+            whole, pushes = sum(self.profile.gradient_bytes), sum(value.kind == "pushed" for value in ins.reads)
+            part = sum(piece.bytes for piece in ins.parts)
+            extra = max(0, pushes // max(1, len(ins.layers)) - 1)
+            summing = extra * part * self.copies.to_host.per_byte
+            return (self.profile.step_seconds * part / whole if whole else 0.0) + summing
         rows = self.rows(rank, ins.microbatch)
         if rows == 0:
             return 0.0
@@ -108,8 +114,11 @@ class ProfiledCosts:
                 line = copies.to_host if away else copies.from_host
             count = max(1, len(self.program.groups[value.index].tensors)) if value.microbatch < 0 else 1
             return self.size(rank, value) * line.per_byte + count * line.fixed, 0.0
-        size = self.size(rank, ins.reads[0])
+        size = sum(part.bytes for part in ins.parts) if ins.op in SERVICE else self.size(rank, ins.reads[0])
         if size and self.calibration is not None:
+            if ins.op in SERVICE:  # (both ranks' own work is the server's time)
+                line = self.calibration.message(rank, ins.peer)
+                return size * line.per_byte, line.fixed
             return self.calibration.transfer(rank, ins.peer, size)
         return (size / self.bandwidth, self.latency) if size else (0.0, 0.0)
 
@@ -133,6 +142,8 @@ class ProfiledCosts:
                 "saved_weight": self.profile.saved_weight_bytes,
             }
             return tables[value.kind][rows][value.index] if rows else 0
+        if value.kind in ("served", "served_state", "pushed"):
+            return self._size_on_server(rank, value)
         sizes = {
             "param": self.profile.parameter_bytes,
             "grad": self.profile.gradient_bytes,
@@ -143,6 +154,14 @@ class ProfiledCosts:
                 return 2 * (sizes[value.kind][value.index] + self.profile.gradient_bytes[value.index])
             return sizes[value.kind][value.index]
         return self._size_of_slice(value)
+
+    def _size_on_server(self, rank: int, value: Value) -> int:
+        """Bytes of a parameter server's part of a group: parameters, a gradient, or what its optimizer keeps."""
+        row, g = self.program.ranks[rank], value.index
+        parts = next((ins.parts for ins in row if ins.op is Op.APPLY), ())
+        part = sum(piece.bytes for piece in parts if piece.layer == g)
+        whole = max(1, self.profile.gradient_bytes[g])
+        return self.profile.optimizer_bytes[g] * part // whole if value.kind == "served_state" else part
 
     def _size_of_slice(self, value: Value) -> int:
         """Bytes of what belongs to a sharded group (its slices filled up to equal size), or to no group.

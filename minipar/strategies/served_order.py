@@ -72,7 +72,6 @@ def _server(
     workers: int,
 ) -> list[Instruction]:
     state = tuple(served(g) for g in sorted(share))
-    optimizer = tuple(served_state(g) for g in sorted(share))
     result: list[Instruction] = []
     taken: list[Row] = []
     for k, row in enumerate(order):
@@ -89,11 +88,15 @@ def _server(
             if row.kind is Kind.TAKE:
                 taken.append(row)
         elif row.kind is Kind.APPLY:
-            values = tuple(pushed(g, t.worker, t.step) for t in taken for g in sorted(share))
-            parts = tuple(Part(Op.APPLY, g, share[g]) for g in sorted(share))
-            result.append(
-                Instruction(Op.APPLY, tuple(sorted(share)), -1, row.version, values + state + optimizer,
-                            state + optimizer, values, parts=parts)
-            )  # fmt: skip
+            result.append(update(share, row, taken))
             taken = []
     return result
+
+
+def update(share: dict[int, int], row: Row, taken: Sequence[Row]) -> Instruction:
+    """The APPLY of a server with this share: an update by the gradients of these rows."""
+    groups = tuple(sorted(share))
+    state = tuple(served(g) for g in groups) + tuple(served_state(g) for g in groups)
+    values = tuple(pushed(g, take.worker, take.step) for take in taken for g in groups)
+    parts = tuple(Part(Op.APPLY, g, share[g]) for g in groups)
+    return Instruction(Op.APPLY, groups, -1, row.version, values + state, state, values, parts=parts)
