@@ -18,7 +18,7 @@ from minipar.errors import ProgramError
 from minipar.program import Instruction, Op, Program
 from minipar.strategies import served_order
 from minipar.strategies.consistency import Consistency, Kind, Mode, Row
-from minipar.strategies.parameter_server import shares_of
+from minipar.strategies.shares import shares_of
 from minipar.streams import Costs
 
 Key = tuple[int, Op, int, int, tuple[int, ...]]  # rank, what, peer, step, groups

@@ -149,7 +149,8 @@ class Cluster:
         self, revivals: int, callback: Callback, function: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> list[Any]:
         """`run_with`, going on without a rank that dies: it is started anew and calls the function again, while the
-        others are in theirs. After `revivals` deaths the next one is raised. For ranks that do without process groups.
+        others are in theirs, and `callback` is told (`Revived`). After `revivals` deaths the next one is raised. For
+        ranks that do without process groups.
         """
         return self._call(range(self.size), callback, function, args, kwargs, revivals)
 

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from minipar.cluster import launch, stacks, wire
 from minipar.cluster.button import Button
@@ -50,6 +50,12 @@ class Member:
     page: Page
     device: str = ""
     alive: bool = True
+
+
+class Revived(NamedTuple):
+    """What the callback of a run is told when a rank died and starts again: how it died."""
+
+    line: str
 
 
 @dataclass
@@ -292,6 +298,8 @@ class Members:
         """Start a rank that died during a run again, and ask it what its predecessor was asked."""
         rank = member.rank
         heard.deaths.append(_death(member))
+        if heard.callback is not None:
+            heard.callback(rank, Revived(heard.deaths[-1].line))
         self.stop([rank])
         self._start(rank)
         self.ranks[rank].device = member.device

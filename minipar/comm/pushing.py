@@ -70,7 +70,7 @@ class Servers:
         self.step = self.version = -1  # that this worker is at
         self.void = True  # the servers went back before the beginning of this step: it has to be begun again
         self.rows, self.of = 1, 1
-        self.missing: set[int] = set()  # keys of this step that were not pushed yet
+        self.missing: set[tuple[int, int]] = set()  # parts of keys, by server, that this step has not pushed yet
         self.pushed: dict[int, Tensor] = {}  # the others, until all servers have the step
         self.unacknowledged = -1  # the step whose acknowledgement is awaited
         self.sent = self.received = 0  # bytes of gradients, and of parameters
@@ -175,7 +175,7 @@ class Servers:
 
     def _pull(self) -> None:
         if self.missing and not self.void:
-            missing = self.keys[min(self.missing)].name
+            missing = self.keys[min(self.missing)[0]].name
             raise RankError(f"worker {self.worker}: step {self.step} is not done, key {missing!r} was not pushed")
         while True:
             try:
@@ -196,7 +196,7 @@ class Servers:
         self._steps = answer.key
         self.received += sum(flat.numel() for flat in self._flats)
         self.pushed.clear()
-        self.missing = set(range(len(self.keys)))
+        self.missing = {(k, server) for k, homes in enumerate(self._homes) for server, _ in homes}
         for k, homes in enumerate(self._homes):
             if len(homes) > 1:
                 whole = bytes_of(self._values[k])
@@ -212,9 +212,11 @@ class Servers:
             raise ServerClosed(f"worker {self.worker}: pull({index!r}) after the last step")
         return self._values[k]
 
-    def push(self, index: str | int, gradient: Tensor) -> None:
+    def push(self, index: str | int, gradient: Tensor, server: int | None = None) -> None:
         """Send the gradient of a key; with that of the last key the step is done. Returns when it has been handed to
         the system. What becomes of the step while servers go back is for `next_step` to say.
+
+        server   only the part of this one; default: of all that keep something of the key
 
         Raises RankError for a key, shape or dtype that the servers do not have, and ServerClosed.
         """
@@ -224,26 +226,28 @@ class Servers:
         if not form:
             kind = f"{str(gradient.dtype).removeprefix('torch.')} {tuple(gradient.shape)}"
             raise RankError(f"worker {self.worker}: push of key {index!r} as {kind}; the servers have it as {key}")
-        if k not in self.missing:
+        parts = {(k, home) for home, _ in self._homes[k] if server in (None, home)}
+        if not parts <= self.missing:
             raise RankError(f"worker {self.worker}: key {index!r} was pushed before in step {self.step}")
-        self.missing.discard(k)
+        self.missing -= parts
         if self.void:
             return
         self.pushed[k] = gradient.detach().contiguous()
         if not self.missing:
             self.unacknowledged = self.step
         try:
-            self._send(k)
+            self._send(k, server)
         except ConnectionError:
             if self._again():
                 self._resend()
 
-    def _send(self, k: int) -> None:
+    def _send(self, k: int, server: int | None = None) -> None:
         data = bytes_of(self.pushed[k])
-        for server, piece in self._homes[k]:
-            message = Message(What.PUSH, k, self.worker, self.step, self.rows, self.of)
-            self.lines[server].send(message, data[piece.start : piece.stop])
-            self.sent += piece.size
+        for home, piece in self._homes[k]:
+            if server in (None, home):
+                message = Message(What.PUSH, k, self.worker, self.step, self.rows, self.of)
+                self.lines[home].send(message, data[piece.start : piece.stop])
+                self.sent += piece.size
         self.reach("push")
 
     def _resend(self) -> None:

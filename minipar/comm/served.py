@@ -21,6 +21,7 @@ class Settings:
     snapshot_every  updates between two snapshots; None: no snapshots, and a server's death is the end
     patience        seconds after which a silent worker is no longer waited for; None: never
     on_death        "continue" without it, or "abort"
+    together        nobody begins before all that are expected have come
     """
 
     workers: int
@@ -30,6 +31,7 @@ class Settings:
     snapshot_every: int | None = None
     patience: float | None = 30.0
     on_death: str = "continue"
+    together: bool = False
 
 
 class Event(NamedTuple):
@@ -56,6 +58,7 @@ class Served:
     restored: list[int] = field(default_factory=list)  # versions that this process went back to
     received: int = 0  # bytes of gradients
     sent: int = 0  # bytes of parameters
+    states: dict[int, int] = field(default_factory=dict)  # bytes that the optimizer keeps, by tensor
 
 
 def rows_of(table: Tensor) -> list[Row]:

@@ -117,7 +117,7 @@ class Server:
                     looked = time.monotonic()
                     self._look_for_silent()
                 self._decide()
-        self.served.values = self.shard.flat
+        self.served.values, self.served.states = self.shard.flat, self.shard.state_bytes()
         return self.served
 
     def _gone(self, peer: Peer) -> None:
@@ -170,6 +170,9 @@ class Server:
         snapshot.remove_after(self.folder, self.number, number)
         self.served.order = order
         self.rule = again(self.settings.mode, self.settings.workers, self.settings.steps, order)
+        if self.settings.together:
+            here = {row.worker for row in order if row.kind is Kind.JOIN}
+            self.rule.absent = set(range(self.settings.workers)) - here
         for worker, step in facts["reported"] if number else ():
             self.rule.push(worker, step)
         self.served.events = [e for e in self.served.events if e.kind != Kind.APPLY or e.which < self.rule.version]

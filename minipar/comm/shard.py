@@ -170,6 +170,15 @@ class Shard:
         for piece, parameter in zip(self.pieces, self.parameters, strict=True):
             parameter.data = view(flat, self.keys[piece.tensor], piece)
 
+    def state_bytes(self) -> dict[int, int]:
+        """Bytes that the optimizer keeps, by tensor."""
+        found: dict[int, int] = {}
+        for piece, parameter in zip(self.pieces, self.parameters, strict=True):
+            assert self.optimizer is not None
+            states = (v for v in self.optimizer.state.get(parameter, {}).values() if isinstance(v, Tensor))
+            found[piece.tensor] = sum(value.numel() * value.element_size() for value in states)
+        return found
+
     # snapshots
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -8,6 +8,7 @@ from itertools import pairwise
 from minipar.costs.measured import Profile
 from minipar.costs.rates import ORDINARY, Calibration, Copies
 from minipar.program import COMPUTE, COPIES, SERVICE, Instruction, Op, Program, Value, home, hops, tier
+from minipar.strategies.shares import shares_of
 
 
 def split_rows(total: int, parts: int) -> list[range]:
@@ -44,6 +45,7 @@ class ProfiledCosts:
     copies: Copies = ORDINARY
     calibration: Calibration | None = None
     _rows: list[range] = field(default_factory=list, init=False, repr=False, compare=False)
+    _shares: list[dict[int, int]] = field(default_factory=list, init=False, repr=False, compare=False)
     _messages: list[dict[Instruction, float]] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -133,6 +135,8 @@ class ProfiledCosts:
 
     def size(self, rank: int, value: Value) -> int:
         value = home(value)
+        if value.kind in ("served", "served_state", "pushed"):
+            return self._size_on_server(rank, value)
         if value.microbatch >= 0:
             rows = self.rows(rank, value.microbatch)
             tables = {
@@ -142,8 +146,6 @@ class ProfiledCosts:
                 "saved_weight": self.profile.saved_weight_bytes,
             }
             return tables[value.kind][rows][value.index] if rows else 0
-        if value.kind in ("served", "served_state", "pushed"):
-            return self._size_on_server(rank, value)
         sizes = {
             "param": self.profile.parameter_bytes,
             "grad": self.profile.gradient_bytes,
@@ -157,9 +159,10 @@ class ProfiledCosts:
 
     def _size_on_server(self, rank: int, value: Value) -> int:
         """Bytes of a parameter server's part of a group: parameters, a gradient, or what its optimizer keeps."""
-        row, g = self.program.ranks[rank], value.index
-        parts = next((ins.parts for ins in row if ins.op is Op.APPLY), ())
-        part = sum(piece.bytes for piece in parts if piece.layer == g)
+        if not self._shares and self.program.serving is not None:
+            self._shares.extend(shares_of(self.program.groups, self.program.serving.servers))
+        g = value.index
+        part = self._shares[rank - self.program.workers].get(g, 0)
         whole = max(1, self.profile.gradient_bytes[g])
         return self.profile.optimizer_bytes[g] * part // whole if value.kind == "served_state" else part
 

@@ -103,6 +103,7 @@ class Consistency:
     members: set[int] = field(default_factory=set)
     clocks: dict[int, int] = field(default_factory=dict)  # of all who were ever members
     pushed: dict[int, int] = field(default_factory=dict)  # worker -> step of a gradient that waits, in order of arrival
+    absent: set[int] = field(default_factory=set)  # for whom all others wait before they begin
     asking: dict[int, None] = field(default_factory=dict)  # workers that wait for parameters, in order of asking
 
     def __post_init__(self) -> None:
@@ -119,6 +120,7 @@ class Consistency:
         self.clocks[worker] = clock
         self.members.add(worker)
         self.asking.pop(worker, None)
+        self.absent.discard(worker)
         return Row(Kind.JOIN, worker, self._step(worker), self.version)
 
     def push(self, worker: int, step: int) -> None:
@@ -137,6 +139,7 @@ class Consistency:
     def leave(self, worker: int, removed: bool = False) -> Row:
         """A worker is done, or is no longer waited for."""
         self.members.discard(worker)
+        self.absent.discard(worker)
         self.asking.pop(worker, None)
         return Row(Kind.REMOVE if removed else Kind.LEAVE, worker, self.clocks.get(worker, 0), self.version)
 
@@ -156,7 +159,7 @@ class Consistency:
         if ready and len(ready) >= need:
             first = sorted(ready[:need])  # summed in the order of workers, so that arrival changes no bit of sync
             return self._note([*(Row(Kind.TAKE, w, self.version, self.version) for w in first), self._apply()])
-        for worker in self.asking:
+        for worker in self.asking if not self.absent else ():
             if worker not in self.pushed and self._may_go_on(worker):
                 return self._note([Row(Kind.ANSWER, worker, self._step(worker), self.version)])
         return []

@@ -41,20 +41,7 @@ from minipar.strategies.consistency import Mode
 from minipar.strategies.data_parallel import Bucket, split_buckets
 from minipar.strategies.fuse import fuse
 from minipar.strategies.layers import Layout, expand
-from minipar.strategies.shares import cut, message
-
-Shares = list[dict[int, int]]  # per server: bytes that it keeps of each parameter group, whole groups left out
-
-
-def shares_of(groups: Sequence[Group], servers: int) -> Shares:
-    """How many bytes of which parameter group are on which server."""
-    owner = [(g, size) for g, group in enumerate(groups) for size in group.tensors]
-    found: Shares = [{} for _ in range(servers)]
-    for server, pieces in enumerate(cut([size for _, size in owner], servers)):
-        for piece in pieces:
-            g = owner[piece.tensor][0]
-            found[server][g] = found[server].get(g, 0) + piece.size
-    return found
+from minipar.strategies.shares import Shares, message, shares_of
 
 
 def worker_step(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from minipar.program import Instruction, Op, Part
+from minipar.program import Group, Instruction, Op, Part
 
 GRAIN = 16  # bytes: a cut is never inside an element, of whatever type
 
@@ -57,3 +57,17 @@ def message(op: Op, groups: Sequence[int], share: dict[int, int], step: int, pee
     here = tuple(g for g in groups if g in share)
     parts = tuple(Part(op, g, share[g]) for g in here)
     return Instruction(op, here, -1, step, stream=f"{op.value.lower()} {peer}", peer=peer, parts=parts)
+
+
+Shares = list[dict[int, int]]  # per server: bytes that it keeps of each parameter group, whole groups left out
+
+
+def shares_of(groups: Sequence[Group], servers: int) -> Shares:
+    """How many bytes of which parameter group are on which server."""
+    owner = [(g, size) for g, group in enumerate(groups) for size in group.tensors]
+    found: Shares = [{} for _ in range(servers)]
+    for server, pieces in enumerate(cut([size for _, size in owner], servers)):
+        for piece in pieces:
+            g = owner[piece.tensor][0]
+            found[server][g] = found[server].get(g, 0) + piece.size
+    return found
