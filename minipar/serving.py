@@ -110,6 +110,8 @@ def execute_served(
         elif isinstance(fact, Step):
             steps[fact.worker, fact.step] = fact
             report(len(steps))
+        elif isinstance(fact, int):
+            report(fact)
         elif fact[0] == "silent":
             cluster.end_rank(fact[1])
 
@@ -120,6 +122,7 @@ def execute_served(
         found = cluster.run_reviving(revivals, hear, _take_part, job, program, folder, settings, keep_gradients, slow)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    steps |= {(one.worker, one.step): one for told in found[:workers] for one in told}
     served: list[Served] = found[workers:]
     return _result(program, keys, steps, served, deaths, keep_gradients, job.batch)
 
@@ -254,16 +257,24 @@ def _keys(job: Job) -> tuple[Key, ...]:
 
 def _take_part(
     job: Job, program: Program, folder: str, settings: Settings, keep_gradients: bool, slow: list[Delays] | None
-) -> Served | None:
+) -> Served | list[Step]:
     """What every rank does: the first ones are workers, the last ones servers."""
     rank = worker.context().rank
     if rank >= program.workers:
         _, _, groups, _ = _trained(job)
         values = [p.detach() for group in groups for p in group]
         return server.serve(folder, rank - program.workers, settings, values, report=_only_silence)
+    done: list[Step] = []
+    dying = settings.on_death == "continue"  # what it has done is told at once
+
+    def tell(step: Step) -> None:
+        worker.report(step if dying else rank)
+        if not dying:
+            done.append(step)
+
     with contextlib.suppress(ServerClosed):  # it was started again when all was over
-        _work(job, program, folder, keep_gradients, slow[rank] if slow else None)
-    return None
+        _work(job, program, folder, keep_gradients, slow[rank] if slow else None, tell)
+    return done
 
 
 def _only_silence(fact: object) -> None:
@@ -271,7 +282,14 @@ def _only_silence(fact: object) -> None:
         worker.report(fact)
 
 
-def _work(job: Job, program: Program, folder: str, keep_gradients: bool, delays: Delays | None) -> None:
+def _work(
+    job: Job,
+    program: Program,
+    folder: str,
+    keep_gradients: bool,
+    delays: Delays | None,
+    tell: Callable[[Step], None],
+) -> None:
     """A worker, until the servers have all their updates."""
     rank = worker.context().rank
     model, layers, groups, names = _trained(job)
@@ -310,7 +328,7 @@ def _work(job: Job, program: Program, folder: str, keep_gradients: bool, delays:
         compute.batch.pop(step, None)
         compute.counts.pop(step, None)
         compute.losses[step] = 0.0
-        worker.report(Step(rank, step, loss, rows, weight, found, times, dict(compute.sizes), data))
+        tell(Step(rank, step, loss, rows, weight, found, times, dict(compute.sizes), data))
         begin = time.perf_counter()
 
 

@@ -3,7 +3,7 @@
     worker   |PULL ..........|--- F, B ---|PUSH|PULL ...           a worker waits for nothing but its PULL
     server        |REPLY ->0|REPLY ->1|        |ACCEPT <-0|APPLY|REPLY ->0| ...      one thing after another
 
-A server is one thread: receiving, sending and updating wait for each other, and a message takes its time on the server.
+A server is one thread: receiving, sending and updating wait for each other. A message takes its time on both its ranks.
 With fewer cores than ranks all that work share them equally, as in `simulate`.
 """
 
@@ -148,20 +148,21 @@ class _Run:
         else:
             self.rule.ask(worker)
 
-    def _answered(self, worker: int, server: int, step: int) -> None:
+    def _answered(self, worker: int, step: int) -> None:
         since, left = self.pulling[worker]
         self.pulling[worker] = since, left - 1
-        self.times[worker, Op.PULL, server, step, ()] = since, self.now
-        if left == 1:
-            self._run_on(worker, step, 0)
+        if left == 1:  # (all parameters are copied once more, into the layers)
+            pulls = [ins for ins in self.blocks[worker][step] if ins.op is Op.PULL]
+            seconds = sum(self.costs.transfer(worker, ins)[0] for ins in pulls)
+            self._work(worker, seconds, (worker, Op.PULL, -1, step, ()), self._then_begin(worker, step))
 
     def _run_on(self, worker: int, step: int, index: int) -> None:
         block = self.blocks[worker][step]
         while index < len(block):
             ins = block[index]
             if ins.op is Op.PUSH:
-                self._push(worker, ins)
-            elif ins.op is not Op.PULL:
+                return self._push(worker, ins, self._then_run(worker, step, index + 1))
+            if ins.op is not Op.PULL:
                 seconds = self.costs.compute(worker, ins)
                 self._work(worker, seconds, key_of(worker, ins, index), self._then_run(worker, step, index + 1))
                 return
@@ -169,12 +170,21 @@ class _Run:
         self._ask(worker)
         self._decide()
 
+    def _then_begin(self, worker: int, step: int) -> Callable[[], None]:
+        def begin() -> None:
+            since = self.pulling[worker][0]
+            for server in self.servers:
+                self.times[worker, Op.PULL, server, step, ()] = since, self.now
+            self._run_on(worker, step, 0)
+
+        return begin
+
     def _then_run(self, worker: int, step: int, index: int) -> Callable[[], None]:
         return lambda: self._run_on(worker, step, index)
 
-    def _push(self, worker: int, ins: Instruction) -> None:
+    def _push(self, worker: int, ins: Instruction, then: Callable[[], None]) -> None:
         occupied, delay = self.costs.transfer(worker, ins)
-        self.times[key_of(worker, ins)] = self.now, self.now + occupied
+        self._work(worker, occupied, key_of(worker, ins), then)
         pushes = sum(other.op is Op.PUSH for other in self.blocks[worker][ins.step])
         self.expected.setdefault((worker, ins.step), pushes)
         key = (ins.peer, Op.ACCEPT, worker, ins.step, ins.layers)
@@ -212,8 +222,8 @@ class _Run:
         for server, pull in zip(self.servers, self.blocks[row.worker][row.step], strict=False):
             reply = pull._replace(op=Op.REPLY, peer=row.worker, writes=())
             occupied, delay = self.costs.transfer(server, reply)
-            answered = self._then_answer(row.worker, server, row.step, delay)
+            answered = self._then_answer(row.worker, row.step, delay)
             self._work(server, occupied, key_of(server, reply), answered)
 
-    def _then_answer(self, worker: int, server: int, step: int, delay: float) -> Callable[[], None]:
-        return lambda: self._later(delay, lambda: self._answered(worker, server, step))
+    def _then_answer(self, worker: int, step: int, delay: float) -> Callable[[], None]:
+        return lambda: self._later(delay, lambda: self._answered(worker, step))

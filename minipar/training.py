@@ -319,13 +319,10 @@ def predict(
         cores = sharing = None
     trace = simulate(program, emulated or costs, cores=sharing)
     count = len(program.ranks)
-    x_bytes, y_bytes = data_bytes
-    data = [
-        round(costs.rows_of(rank) / batch * ((0 in held) * x_bytes + (program.layers - 1 in held) * y_bytes))
-        if held
-        else 0
-        for rank, held in enumerate(program.placement)
-    ]
+    data = []
+    for rank, held in enumerate(program.placement):  # (servers hold no rows)
+        size = (0 in held) * data_bytes[0] + (program.layers - 1 in held) * data_bytes[1]
+        data.append(round(costs.rows_of(rank) / batch * size) if held else 0)
     note = "predicted from a profile of one layer at a time on one device"
     if emulated is not None:
         note = f"predicted for the emulated device {device}"
