@@ -27,6 +27,7 @@ NAMES = (
     "recompute",
     "offload",
     "memory",
+    "server",
 )
 
 PICTURES = ("comm",)  # those that draw

@@ -168,7 +168,7 @@ def train(
     every = 0 if save_every is None else at_least_1("save_every", save_every)
     if every and save is None:
         raise PlanError(f"save_every={every}: needs save=folder")
-    if plan.zero and plan.dp > 1:
+    if (plan.zero and plan.dp > 1) or plan.sync == "ps":
         check_elementwise(optimizer, f"plan {str(plan)!r} shards optimizer states")
     if cluster is not None and cluster.size != plan.ranks:
         raise PlanError(f"plan {plan} needs {plan.ranks} ranks, but the cluster has {cluster.size}")

@@ -194,7 +194,7 @@ class Servers:
                     self._resend()
         self.void, self.step, self.version = False, answer.step, answer.version
         self._steps = answer.key
-        self.received += sum(flat.numel() for flat in self._flats)
+        self.received += sum(flat.numel() for flat in self._flats) if answer.size else 0
         self.pushed.clear()
         self.missing = {(k, server) for k, homes in enumerate(self._homes) for server, _ in homes}
         for k, homes in enumerate(self._homes):

@@ -367,7 +367,7 @@ class Server:
         if peer is None:
             return
         self.heard[row.worker] = time.monotonic()
-        size = self.shard.nbytes
+        size = self.shard.nbytes if row.step < self.settings.steps else 0  # (at the end there is no more to work on)
 
         def written(flat: Tensor = flat) -> None:  # (which keeps it until then)
             self.served.sent += size
@@ -376,7 +376,7 @@ class Server:
 
         message = Message(What.ANSWER, self.settings.steps, row.worker, row.step, row.version, number)
         self.shard.readers.append(peer)
-        self.board.tell(peer, message, bytes_of(flat), written)
+        self.board.tell(peer, message, bytes_of(flat)[:size], written)
 
     def _look_for_silent(self) -> None:
         patience = float("inf") if self.settings.patience is None else self.settings.patience
