@@ -196,6 +196,7 @@ class Servers:
         self._steps = answer.key
         self.received += sum(flat.numel() for flat in self._flats) if answer.size else 0
         self.pushed.clear()
+        self.unacknowledged = -1  # (nobody gets an answer before that)
         self.missing = {(k, server) for k, homes in enumerate(self._homes) for server, _ in homes}
         for k, homes in enumerate(self._homes):
             if len(homes) > 1:

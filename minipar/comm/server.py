@@ -97,6 +97,7 @@ class Server:
         self.requests: dict[int, int] = {}
         self.saved: set[int] = set()  # servers that have the newest snapshot
         self.ending: set[int] | None = None  # servers that have come to the end
+        self.unacknowledged: dict[int, int] = {}  # an answer says it, too, if it is ready at once
         self.taking: list[Row] = []
         self.ready = self.broken = False
 
@@ -317,7 +318,7 @@ class Server:
         """Server 0: a gradient is whole at a server. Once it is at all of them, it counts."""
         if self.arrivals.whole(worker, step, life, server):
             self.rule.push(worker, step)
-            self.board.tell(self.workers.get(worker), Message(What.ACK, worker=worker, step=step))
+            self.unacknowledged[worker] = step
             if self.arrivals.awaited(worker):
                 self.rule.ask(worker)
 
@@ -332,6 +333,9 @@ class Server:
             due = every and rows[-1].kind is Kind.APPLY and self.rule.version % every == 0
             if due and len(self.saved) in (0, self.count):  # (not before all have the one before)
                 self._save_all()
+        for worker, step in self.unacknowledged.items():
+            self.board.tell(self.workers.get(worker), Message(What.ACK, worker=worker, step=step))
+        self.unacknowledged.clear()
         if not self.rule.members:
             self._end()
 
@@ -366,6 +370,7 @@ class Server:
         peer, flat = self.workers.get(row.worker), self.shard.flat
         if peer is None:
             return
+        self.unacknowledged.pop(row.worker, None)
         self.heard[row.worker] = time.monotonic()
         size = self.shard.nbytes if row.step < self.settings.steps else 0  # (at the end there is no more to work on)
 
