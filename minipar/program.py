@@ -7,7 +7,7 @@ live, is derived from these three lists and written nowhere else.
     rank 0   F 0:2 mb0 | SEND output(1) mb0 -> 1 | ...          | RECV grad_output(1) mb0 <- 1 | B 0:2 mb0 | STEP 0:2
     rank 1               RECV output(1) mb0 <- 0 | F 2:4 mb0 | B 2:4 mb0 | SEND grad_output(1) mb0 -> 0     | STEP 2:4
 
-This module imports nothing of minipar but the values.
+This module imports nothing of minipar but values and contracts.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from enum import Enum
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from minipar.contracts import Serving as Serving
+from minipar.contracts import Staleness as Staleness
+from minipar.contracts import Synchronous as Synchronous
 from minipar.values import TIERS as TIERS
 from minipar.values import Value as Value
 from minipar.values import buffer as buffer
@@ -187,26 +190,6 @@ class BackwardWeight:
 
 
 Action = Forward | Backward | BackwardInput | BackwardWeight
-
-
-@dataclass(frozen=True)
-class Synchronous:
-    """Every forward of step s uses the parameters after exactly s updates; an update uses every micro-batch once."""
-
-
-@dataclass(frozen=True)
-class Staleness:
-    """An update may use gradients of parameters that are up to `bound` updates older; None: any number."""
-
-    bound: int | None = None
-
-
-@dataclass(frozen=True)
-class Serving:
-    """The last `servers` ranks are parameter servers, and follow a rule of `strategies.consistency`: `mode`."""
-
-    servers: int = 1
-    mode: str = "sync"
 
 
 class Group(NamedTuple):

@@ -308,8 +308,9 @@ def _work(
     begin = time.perf_counter()
     while (step := ps.next_step()) is not None:
         found: dict[str, Tensor] = {}
-        _, y, slices, weight = compute.batch_of(step)
-        rows = counted(take_rows(y, range(slices[0].start, slices[-1].stop)), job.loss)
+        part = compute.batch_of(step)
+        weight, mine = part.weight, range(part.rows[0].start - part.start, part.rows[-1].stop - part.start)
+        rows = counted(take_rows(part.y, mine), job.loss)
         ps.weigh(rows, weight)
         for p in (p for group in groups for p in group):
             p.data.copy_(ps.pull(names[id(p)]))

@@ -17,6 +17,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 
 import torch
 from torch import Tensor
@@ -50,10 +51,8 @@ def serve(
     A server that is started again in the same folder goes on from a snapshot.
     """
     server = Server(folder, number, settings, values, reach, report)
-    try:
+    with closing(server.board):
         return server.run()
-    finally:
-        server.board.close()
 
 
 class Server:

@@ -98,7 +98,7 @@ def compile_program(
         raise PlanError(f"servers={serving.servers}: too many for parameters of {size} bytes")
     ranks: list[list[Instruction]] = [[] for _ in range(workers)]
     for step in range(steps):
-        own = recompute(expand([actions], layout, step)[0], again)
+        own = recompute(expand([actions], layout, step)[0], [(layout.trained(0), again)])
         order: dict[int, None] = {}  # groups as backward completes them
         for ins in reversed(own):
             order |= {value.index: None for value in reversed(ins.writes) if value.kind == "grad"}

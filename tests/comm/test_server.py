@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -197,6 +198,16 @@ def steps_of(folder, who):
             ps.push(k, kills.gradient(ps.pull(k), step, who, k))
 
 
+def all_at_once(*calls):
+    """A worker waits at its end until all are done, so each has a thread of its own."""
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
 def test_bad_pushes_are_refused_where_they_are_made(one_server):
     folder, _, _ = one_server
     ps = pushing.connect(folder, 1)
@@ -234,15 +245,18 @@ def test_a_closed_server_says_so(one_server):
 def test_what_is_sent_twice_counts_once(one_server):
     """A connection that breaks before the acknowledgement: the same gradient is sent again, to the same servers."""
     folder, _, result = one_server
-    for who in range(2):
+
+    def stutter(who):
         ps = pushing.connect(folder, who)
         while (step := ps.next_step()) is not None:
             for k in range(3):
                 ps.push(k, kills.gradient(ps.pull(k), step, who, k))
                 if (step + k) % 2:
                     ps.lines[0].socket.shutdown(socket.SHUT_RDWR)
-            if step == 2:
+            if step == 2 and ps.lines:
                 ps._resend()
+
+    all_at_once(lambda: stutter(0), lambda: stutter(1))
     while not result:
         time.sleep(0.01)
     values, taken, _ = kills.replay(result[0].order, kills.OPTIMIZERS["sgd"])
@@ -253,8 +267,7 @@ def test_what_is_sent_twice_counts_once(one_server):
 def test_a_worker_may_join_later(one_server):
     """One that nobody expected, by what stands in the folder."""
     folder, _, result = one_server
-    for who in (0, 5, 1):
-        steps_of(folder, who)
+    all_at_once(*(partial(steps_of, folder, who) for who in (0, 5, 1)))
     while not result:
         time.sleep(0.01)
     values, taken, _ = kills.replay(result[0].order, kills.OPTIMIZERS["sgd"])
@@ -264,6 +277,7 @@ def test_a_worker_may_join_later(one_server):
 
 def test_strangers_and_nonsense_harm_nobody(one_server):
     folder, handle, _ = one_server
+    pushing.connect(folder, 1).close()  # so that the server is there
     with pytest.raises((ConnectionError, RankError)):
         Line(handle.addresses[0], b"x" * 32, 2.0).receive()
     with socket.socket(socket.AF_UNIX) as silent, socket.socket(socket.AF_UNIX) as loud:

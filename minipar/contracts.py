@@ -1,0 +1,25 @@
+"""What a program promises of the parameters that it computes with, and who keeps them. Imports nothing of minipar."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Synchronous:
+    """Every forward of step s uses the parameters after exactly s updates; an update uses every micro-batch once."""
+
+
+@dataclass(frozen=True)
+class Staleness:
+    """An update may use gradients of parameters that are up to `bound` updates older; None: any number."""
+
+    bound: int | None = None
+
+
+@dataclass(frozen=True)
+class Serving:
+    """The last `servers` ranks are parameter servers, and follow a rule of `strategies.consistency`: `mode`."""
+
+    servers: int = 1
+    mode: str = "sync"
