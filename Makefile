@@ -3,6 +3,7 @@
 # make lab     JupyterLab, in lessons/
 # make lessons run the lessons again and save their outputs, after an edit
 # make bench   measured values beside their targets
+# make soak    120 random kills of workers and servers, and other long checks
 # make lint    ruff and mypy alone
 # make clean   remove what tests, builds and the demo left behind (not .venv)
 #
@@ -13,7 +14,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test lab lessons bench lint clean
+.PHONY: demo test lab lessons bench soak lint clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -30,6 +31,9 @@ lessons: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+soak: $(READY)
+	$(BIN)/python -m tests.comm.kills $(SOAK_ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -28,6 +28,7 @@ NAMES = (
     "recompute",
     "offload",
     "memory",
+    "server",
 )
 
 PICTURES = ("comm",)  # those that draw

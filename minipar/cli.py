@@ -11,12 +11,16 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from minipar.costs.device import DeviceSpec
 from minipar.errors import DeviceOutOfMemory, MiniparError, PlanError, ProgramError, StoreError
 from minipar.plan import Plan
+from minipar.program import Op
 from minipar.strategies import schedules
+
+if TYPE_CHECKING:
+    from minipar.training import Run
 
 
 class _Parser(argparse.ArgumentParser):
@@ -181,7 +185,7 @@ def _show_simulate(result: dict[str, Any]) -> str:
 def _run(options: argparse.Namespace) -> dict[str, Any]:
     plan = Plan.parse(options.plan)
     if options.ranks is not None and options.ranks != plan.ranks:
-        raise PlanError(f"--ranks {options.ranks}: plan {plan} needs {plan.ranks} ranks (dp x pp)")
+        raise PlanError(f"--ranks {options.ranks}: plan {plan} needs {plan.ranks} ranks (dp x pp, and servers)")
     from minipar import data, models
     from minipar.costs import presets
 
@@ -218,7 +222,10 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {
         "losses": run.losses,
         "reference_losses": run.reference.losses,
-        "time": {"predicted": predicted.time / run.program.steps, "measured": measured.time / run.program.steps},
+        "time": {
+            "predicted": predicted.time / measured.program.steps,
+            "measured": measured.time / measured.program.steps,
+        },
         "bubble_of_total": {"predicted": predicted.bubble_of_total(), "measured": measured.bubble_of_total()},
         "peak_memory": [
             {"predicted": p, "measured": m, "by_kind": measured.peak_by_kind(rank)}
@@ -228,9 +235,30 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
         "bytes_by_link": in_words(measured.bytes_by_link()),
         "bytes_by_kind": measured.bytes_by_kind(),
     }
+    if run.service is not None:
+        result |= _service(run, plan)
     if options.check:
         result["max_gradient_error"] = run.max_gradient_error()
     return result
+
+
+def _service(run: Run, plan: Plan) -> dict[str, Any]:
+    """What a run with parameter servers tells besides: bytes that servers received and sent in a step."""
+    assert run.service is not None
+    parameters = sum(sum(group.tensors) for group in run.program.groups)
+    steps, servers = run.program.steps, range(plan.dp, plan.ranks)
+    applied = [
+        [row for row in run.predicted.program.ranks[rank] if row.op in (Op.ACCEPT, Op.REPLY)] for rank in servers
+    ]
+    predicted = [sum(part.bytes for ins in row for part in ins.parts) // steps for row in applied]
+    measured = [(a + b) // steps for a, b in zip(run.service.received, run.service.sent, strict=True)]
+    return {
+        "staleness": run.trace.staleness(),
+        "dropped": run.service.dropped,
+        "deaths": run.service.deaths,
+        "server_bytes": {"predicted": predicted, "measured": measured},
+        "allreduce_bytes": round(2 * (plan.dp - 1) / plan.dp * parameters),
+    }
 
 
 def _show_run(result: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""What a program promises about the parameters that its forwards and backwards use. Imports nothing of minipar."""
+"""What a program promises of the parameters that it computes with, and who keeps them. Imports nothing of minipar."""
 
 from __future__ import annotations
 
@@ -18,4 +18,19 @@ class Local:
     steps: int
 
 
-Contract = Synchronous | Local
+@dataclass(frozen=True)
+class Staleness:
+    """An update may use gradients of parameters that are up to `bound` updates older; None: any number."""
+
+    bound: int | None = None
+
+
+Contract = Synchronous | Local | Staleness
+
+
+@dataclass(frozen=True)
+class Serving:
+    """The last `servers` ranks are parameter servers, and follow a rule of `strategies.consistency`: `mode`."""
+
+    servers: int = 1
+    mode: str = "sync"

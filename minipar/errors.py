@@ -35,6 +35,10 @@ class CollectiveMismatch(RankError):
     """Ranks of a group started different collectives; nothing was sent. Names what each rank has."""
 
 
+class ServerClosed(RankError):
+    """A parameter server was asked for something after it had ended."""
+
+
 class RankDied(MiniparError):
     """A rank's process ended without an answer (killed, crashed, out of memory)."""
 

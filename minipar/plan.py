@@ -1,7 +1,4 @@
-"""Plan: what the user chooses. `compile` turns it into a Program by passes, in this order:
-
-    schedule (order per rank) -> layers -> checkpoint -> ZeRO -> data parallel -> offload -> transfers -> fuse -> clip
-    -> verify
+"""Plan: what the user chooses. `compile` turns it into a Program by the passes of `passes.py`, and verifies it.
 
 A plan is keywords in Python, `key=value` words in a string, or a table in TOML; all three go through one validation.
 """
@@ -10,31 +7,20 @@ from __future__ import annotations
 
 import difflib
 import operator
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import Any
 
-from minipar import settings, strategies
+from minipar import passes, settings, strategies
 from minipar.collector import paused
 from minipar.costs.measured import Profile
 from minipar.costs.recomputation import LayerCosts
 from minipar.costs.shapes import Shape, frozen, uniform
 from minipar.errors import PlanError
-from minipar.program import Action, BackwardWeight, Forward, Instruction, Local, Program, Synchronous
+from minipar.program import Action, BackwardWeight, Program
 from minipar.strategies import compress as compression
-from minipar.strategies import host_layers, offload, priority, segments, zero
-from minipar.strategies.bucket_size import best_size
-from minipar.strategies.checkpoint import recompute
-from minipar.strategies.clip import clip
-from minipar.strategies.data_parallel import all_reduce_gradients, kept_gradients
-from minipar.strategies.fuse import fuse
-from minipar.strategies.layers import expand, state_of, step_of
+from minipar.strategies import segments
 from minipar.strategies.layout import Layout, place
-from minipar.strategies.local_sgd import average
-from minipar.strategies.priority import Seconds, all_reduce_by_priority
-from minipar.strategies.transfers import insert_transfers
 from minipar.streams import Costs
 from minipar.verifier import verify
 
@@ -80,6 +66,11 @@ class Plan:
     offload_limit   bytes that each rank may keep there, such as "64MiB"; "none": what there is
     host_layers   layers, by name or number, that are computed on the host, such as "0"; only outputs cross
     clip          gradients are scaled down to this norm, that of all of them together; "none": they are not
+    sync          how replicas agree: "allreduce", or "ps": they push gradients to parameter servers and pull parameters
+    mode          of parameter servers: "sync"; "async", each gradient is an update; "ssp:S", the same, with nobody more
+                  than S steps ahead; "k-of-n:K/N", the first K gradients of a step
+    servers       how many parameter servers; they are ranks beside the workers
+    on_death      of a rank, with sync=ps: "abort", or "continue", and it starts again and goes on
     precision     "bf16": layers compute in bfloat16, and the optimizer keeps float32 parameters of its own
     """
 
@@ -107,6 +98,10 @@ class Plan:
     offload_folder: str = ""
     offload_limit: int | str | None = None
     host_layers: tuple[str, ...] | str = ()
+    sync: str = "allreduce"
+    mode: str = "sync"
+    servers: int = 1
+    on_death: str = "abort"
 
     def __new__(cls, *_: object, **keys: object) -> Plan:
         _check_keys(keys)  # so that a wrong keyword gets the same answer as a wrong word
@@ -156,6 +151,8 @@ class Plan:
         if self.local_steps:
             settings.check_local(self.local_steps, self.overlap, self.zero, self.clip, self.offload, self.host_layers)
 
+        settings.check_servers(self)
+
     @staticmethod
     def parse(text: str | Mapping[str, Any] | Plan) -> Plan:
         """A plan from `"pp=2 dp=2 schedule=1f1b"`, or from a table (TOML, JSON) of the same keys; a plan is kept."""
@@ -180,7 +177,7 @@ class Plan:
     @property
     def ranks(self) -> int:
         """Number of ranks the plan needs."""
-        return self.dp * self.pp
+        return self.dp * self.pp + (self.servers if self.sync == "ps" else 0)
 
     @property
     def splits(self) -> bool:
@@ -291,112 +288,10 @@ class Plan:
         if size > MOST:
             raise PlanError(f"plan {self}: {size} forwards of a layer in {steps} steps; possible are up to {MOST}")
         with paused():
-            times = self._times(shape, layout, costs, costs_of)
-            program = self._program(shape, layout, steps, costs, times)
+            program = passes.program_of(self, shape, layout, steps, costs, costs_of)
             if check:
                 verify(program)
         return program
-
-    def _times(
-        self,
-        shape: Shape,
-        layout: Layout,
-        costs: LayerCosts | Profile | None,
-        costs_of: Callable[[Program], Costs] | None,
-    ) -> list[Seconds]:
-        """For each rank of the pipeline what its instructions take."""
-        if costs_of is None or not (self.bucket == "auto" or self.overlap == "priority"):
-            return [priority.guess(layout)] * self.pp
-        draft = replace(self, bucket="none", overlap="backward")
-        known = costs_of(draft._program(shape, layout, 1, costs, []))
-        return [partial(priority.seconds, known, stage) for stage in range(self.pp)]
-
-    def _program(
-        self, shape: Shape, layout: Layout, steps: int, costs: LayerCosts | Profile | None, times: list[Seconds]
-    ) -> Program:
-        actions = [self.actions(stage) for stage in range(self.pp)]
-        if "activations" in self.offload and self.splits:
-            raise PlanError(
-                f"offload=activations: not with schedule={self.schedule}, whose backwards are split; "
-                "possible are checkpoint=, or a schedule of whole backwards such as 1f1b"
-            )
-        copies = Counter(stage for mine in layout.placement for stage in mine)
-        for rank, mine in enumerate(layout.placement):
-            used = {a.chunk for a in actions[rank] if isinstance(a, Forward)}
-            for c, stage in enumerate(mine):
-                if copies[stage] > 1 and c not in used:
-                    raise PlanError(
-                        f"schedule={self.schedule}: no micro-batch goes through chunk {c} of rank {rank}, a copy of "
-                        f"stage {stage}; possible are more than microbatches={self.microbatches}"
-                    )
-        bucket = self.bucket if self.bucket != "auto" else best_size(expand(actions, layout), layout, times)
-        first = self.overlap == "priority"
-        again = segments.schedules(self.checkpoint, layout, actions, costs)
-        rule = zero.Zero(self.zero, self.reduce, self.prefetch, bucket, self.overlap == "backward")
-        sharded = [zero.sharded_groups(layout, stage, rule) for stage in range(self.pp)]
-        away = [
-            offload.Offload(
-                tuple(self.offload), self.offload_to, mine, mine if self.zero == 3 else frozenset(), self.prefetch
-            )
-            for mine in sharded
-        ]
-        placed = host_layers.find(self.host_layers, layout)
-        on_host = host_layers.groups_of(placed, layout)
-        alone = [frozenset(layout.trainable(s)) if self.local_steps else sharded[s] | on_host for s in range(self.pp)]
-        keep = [kept_gradients(layout, stage, bucket, alone[stage]) for stage in range(self.pp)]
-        ranks: list[list[Instruction]] = [[] for _ in range(self.ranks)]
-        due: list[list[Instruction]] = [[] for _ in range(self.pp)]  # updates of the step before
-        for step in range(steps):
-            stages = expand(actions, layout, step)
-            for stage in range(self.pp):
-                chunks = [(layout.trained(s), again[s]) for s in layout.placement[stage]]
-                stages[stage] = recompute(stages[stage], chunks)
-                stages[stage] = zero.shard(stages[stage], layout, stage, step, rule)
-                if first:
-                    stages[stage] = all_reduce_by_priority(stages[stage], layout, stage, step, bucket, times[stage])
-                else:
-                    stages[stage] = all_reduce_gradients(
-                        stages[stage], layout, stage, step, bucket, self.overlap == "backward", alone[stage]
-                    )
-                stages[stage] = compression.compress(stages[stage], shape, self.compress)
-                stages[stage] = host_layers.place(stages[stage], placed, layout, stage)
-                stages[stage] = offload.offload(stages[stage], away[stage], step, keep[stage])
-            stages = list(insert_transfers(dict(enumerate(stages))).values())
-            for stage in range(self.pp):
-                update = zero.finish(step_of(layout, stage, step, keep[stage]), layout, stage, rule)
-                update = host_layers.finish(update, on_host)
-                update = offload.finish(update, away[stage])
-                if self.local_steps:
-                    update = average(update, layout, stage, step, step == steps - 1, self.local_steps, bucket)
-                if first:
-                    update, due[stage] = due[stage], priority.updates(update, stages[stage])
-                    stages[stage] = fuse(priority.update_late(stages[stage], update))
-                    stages[stage] += due[stage] if step == steps - 1 else []
-                else:
-                    stages[stage] = fuse(stages[stage]) + (update if self.clip is None else clip(update, layout))
-            for replica in range(self.dp):
-                for stage in range(self.pp):
-                    ranks[layout.rank(replica, stage)] += _moved(stages[stage], replica * self.pp)
-        held = [zero.state_of(state_of(layout, s, keep[s]), sharded[s], rule) for s in range(self.pp)]
-        held = [offload.state_of(host_layers.state_of(held[s], on_host), away[s]) for s in range(self.pp)]
-        held = [compression.state_of(held[s], ranks[s]) for s in range(self.pp)]
-        return Program(
-            tuple(map(tuple, ranks)),
-            shape.layers,
-            self.total_microbatches,
-            shape.groups,
-            (("dp", self.dp), ("pp", self.pp)),
-            tuple(held) * self.dp,
-            steps,
-            Local(self.local_steps) if self.local_steps else Synchronous(),
-            name=str(self),
-            clip=self.clip,
-            precision=self.precision,
-            compress=self.compress,
-            folder=self.offload_folder,
-            room=self.offload_limit,  # type: ignore[arg-type]
-            selective=self.checkpoint == "selective",
-        )
 
     def actions(self, rank: int) -> list[Action]:
         """The schedule of one rank, repeated for every round of accumulation."""
@@ -426,18 +321,6 @@ class Plan:
             for r in range(self.accumulate)
             for action in chosen
         ]
-
-
-def _moved(instructions: list[Instruction], offset: int) -> list[Instruction]:
-    """The same instructions for another replica: peers are its own ranks (collectives already name all replicas)."""
-    if offset == 0:
-        return instructions
-    return [
-        ins._replace(peer=ins.peer + offset, stream=f"{ins.stream.split()[0]} {ins.peer + offset}")
-        if ins.peer >= 0
-        else ins
-        for ins in instructions
-    ]
 
 
 def _check_keys(keys: Iterable[object]) -> None:

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 from minipar.contracts import Contract as Contract
 from minipar.contracts import Local as Local
+from minipar.contracts import Serving as Serving
+from minipar.contracts import Staleness as Staleness
 from minipar.contracts import Synchronous as Synchronous
 from minipar.values import TIERS as TIERS
 from minipar.values import Value as Value
@@ -38,9 +40,12 @@ from minipar.values import optimizer_state as optimizer_state
 from minipar.values import output as output
 from minipar.values import param as param
 from minipar.values import param_shard as param_shard
+from minipar.values import pushed as pushed
 from minipar.values import residual as residual
 from minipar.values import saved as saved
 from minipar.values import saved_weight as saved_weight
+from minipar.values import served as served
+from minipar.values import served_state as served_state
 from minipar.values import tier as tier
 
 
@@ -62,6 +67,11 @@ class Op(str, Enum):
     OFFLOAD = "OFFLOAD"  # a copy of a value to a slower tier
     FETCH = "FETCH"  # and back
     REDUCE = "REDUCE"  # adds what came of a chunk to the own chunk
+    PUSH = "PUSH"  # worker: gradients to a parameter server
+    PULL = "PULL"  # worker: parameters from it
+    ACCEPT = "ACCEPT"  # server: a PUSH is there
+    APPLY = "APPLY"  # server: an update
+    REPLY = "REPLY"  # server: parameters to a worker
 
 
 COMPUTE = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.RECOMPUTE, Op.STEP, Op.REDUCE)
@@ -70,6 +80,7 @@ TRANSFERS = (Op.SEND, Op.RECV)
 COLLECTIVES = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.NORM)
 COPIES = (Op.OFFLOAD, Op.FETCH)
 PORT = "port"  # stream of the SENDs that leave a rank one after another, whichever rank they are for
+SERVICE = (Op.PUSH, Op.PULL, Op.ACCEPT, Op.APPLY, Op.REPLY)
 
 
 class Part(NamedTuple):
@@ -123,6 +134,8 @@ class Instruction(NamedTuple):
             text += f"[{piece[0]}:{piece[1]}]"
         if self.group:
             text += " over " + ",".join(map(str, self.group))
+        if self.op in SERVICE and self.peer >= 0:
+            text += f" {'->' if self.op in (Op.PUSH, Op.REPLY) else '<-'} {self.peer}"
         return text
 
 
@@ -224,6 +237,7 @@ class Program:
     chunks           of a collective, which has no layers: the sizes in bytes of the chunks that its tensor is cut into
     final            of a collective: the values that each rank holds at the end; (): those of `state`
     selective        a BACKWARD first runs the cores of its layers' attention forward again
+    serving          the parameter servers, if there are some
     """
 
     ranks: tuple[tuple[Instruction, ...], ...]
@@ -244,6 +258,7 @@ class Program:
     chunks: tuple[int, ...] = ()
     final: tuple[frozenset[Value], ...] = ()
     selective: bool = False
+    serving: Serving | None = None
 
     def __len__(self) -> int:
         return sum(len(instructions) for instructions in self.ranks)
@@ -251,7 +266,12 @@ class Program:
     def replica(self, rank: int) -> int:
         """Which copy of the model the rank works for: its position on the `dp` axis."""
         sizes = dict(self.mesh)
-        return rank * sizes.get("dp", 1) // len(self.ranks)
+        return rank * sizes.get("dp", 1) // self.workers
+
+    @property
+    def workers(self) -> int:
+        """The ranks that hold layers: all but parameter servers."""
+        return len(self.ranks) - (self.serving.servers if self.serving else 0)
 
     @property
     def replicas(self) -> int:
@@ -337,75 +357,13 @@ class Program:
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists and numbers, for `json.dump`. `from_json` gives an equal program."""
-        names: dict[Value, int] = {}
+        from minipar import program_text  # (which imports this module)
 
-        def refs(values: Iterable[Value]) -> list[int]:
-            return [names.setdefault(value, len(names)) for value in values]
-
-        ranks = [
-            [
-                [i.op.name, list(i.layers), i.microbatch, i.step, refs(i.reads), refs(i.writes), refs(i.frees),
-                 i.stream, i.peer, list(i.group), [[p.op.name, *p[1:]] for p in i.parts],
-                 *([i.name] if i.name else [])]
-                for i in instructions
-            ]
-            for instructions in self.ranks
-        ]  # fmt: skip
-        return {
-            "format": "minipar-program/1",
-            "name": self.name,
-            "layers": self.layers,
-            "microbatches": self.microbatches,
-            "steps": self.steps,
-            "mesh": [list(axis) for axis in self.mesh],
-            "groups": [[list(g.layers), list(g.tensors), g.frozen] for g in self.groups],
-            "receives_ahead": self.receives_ahead,
-            **({} if self.clip is None else {"clip": self.clip}),
-            **({} if self.precision == "float32" else {"precision": self.precision}),
-            **({"local_steps": self.contract.steps} if isinstance(self.contract, Local) else {}),
-            **({} if self.compress == "none" else {"compress": self.compress}),
-            **({"folder": self.folder} if self.folder else {}),
-            **({} if self.room is None else {"room": self.room}),
-            **({"chunks": list(self.chunks)} if self.chunks else {}),
-            **({"final": [refs(sorted(values)) for values in self.final]} if self.final else {}),
-            **({"selective": True} if self.selective else {}),
-            "state": [refs(sorted(values)) for values in self.state],
-            "ranks": ranks,
-            "values": [list(value) for value in names],
-        }
+        return program_text.to_json(self)
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Program:
-        values = [Value(*entry) for entry in data["values"]]
+        """The program that `to_json` gave."""
+        from minipar import program_text
 
-        def named(refs: Iterable[int]) -> tuple[Value, ...]:
-            return tuple(values[k] for k in refs)
-
-        ranks = tuple(
-            tuple(
-                Instruction(Op[op], tuple(layers), mb, step, named(reads), named(writes), named(frees), stream, peer,
-                            tuple(group), tuple(Part(Op[part], *rest) for part, *rest in parts), *name)
-                for op, layers, mb, step, reads, writes, frees, stream, peer, group, parts, *name in instructions
-            )
-            for instructions in data["ranks"]
-        )  # fmt: skip
-        return Program(
-            ranks,
-            data["layers"],
-            data["microbatches"],
-            tuple(Group(tuple(layers), tuple(tensors), frozen) for layers, tensors, frozen in data["groups"]),
-            tuple((name, size) for name, size in data["mesh"]),
-            tuple(frozenset(named(refs)) for refs in data["state"]),
-            data["steps"],
-            contract=Local(data["local_steps"]) if "local_steps" in data else Synchronous(),
-            receives_ahead=data["receives_ahead"],
-            name=data["name"],
-            clip=data.get("clip"),
-            precision=data.get("precision", "float32"),
-            compress=data.get("compress", "none"),
-            folder=data.get("folder", ""),
-            room=data.get("room"),
-            chunks=tuple(data.get("chunks", ())),
-            final=tuple(frozenset(named(refs)) for refs in data.get("final", ())),
-            selective=data.get("selective", False),
-        )
+        return program_text.from_json(data)

@@ -8,11 +8,16 @@ from typing import TYPE_CHECKING
 
 from minipar.costs.device import quantity
 from minipar.errors import PlanError
+from minipar.strategies.consistency import Mode
 
 if TYPE_CHECKING:
     from minipar.plan import Plan
 
 OFFLOADS = ("activations", "optimizer", "parameters")
+
+
+SYNCS = ("allreduce", "ps")
+ON_DEATH = ("abort", "continue")
 
 
 def whole_number(key: str, value: object, least: int = 1, most: int | None = None) -> int:
@@ -151,3 +156,28 @@ def check_compress(plan: Plan) -> None:
         raise PlanError(f"{why}; with precision={plan.precision} they are small already; possible is compress=none")
     if plan.host_layers or set(plan.offload) - {"activations"}:
         raise PlanError(f"{why}, on the device; possible are offload=none or activations, and no host_layers")
+
+
+def check_servers(plan: Plan) -> None:
+    """The keys of parameter servers, and what goes together with them."""
+    if plan.sync not in SYNCS:
+        raise PlanError(f"sync={plan.sync}: unknown; possible are {', '.join(SYNCS)}")
+    if plan.on_death not in ON_DEATH:
+        raise PlanError(f"on_death={plan.on_death}: unknown; possible are {', '.join(ON_DEATH)}")
+    object.__setattr__(plan, "servers", whole_number("servers", plan.servers))
+    if plan.sync == "allreduce":
+        for key, default in {"mode": "sync", "servers": 1, "on_death": "abort"}.items():
+            if getattr(plan, key) != default:
+                raise PlanError(f"{key}={getattr(plan, key)}: is of parameter servers; possible is sync=ps")
+        return
+    object.__setattr__(plan, "mode", str(Mode.parse(plan.mode, plan.dp)))
+    alone: dict[str, object] = {"pp": 1, "zero": 0, "offload": (), "host_layers": (), "clip": None}
+    alone |= {"precision": "float32", "inference": False, "compress": "none", "local_steps": 0}
+    if plan.overlap == "priority":
+        raise PlanError("sync=ps: not together with overlap=priority; possible are overlap=none and backward")
+    for key, only in alone.items():
+        value = getattr(plan, key)
+        if value != only:
+            told = ",".join(value) if isinstance(value, tuple) else value
+            shown = "none" if only in ((), None) else only
+            raise PlanError(f"sync=ps: not together with {key}={told}; possible is {key}={shown}")

@@ -23,6 +23,7 @@ from minipar.costs.unit import UnitCosts
 from minipar.errors import PlanError, ProgramError
 from minipar.program import COPIES, PORT, Op, Program, Value
 from minipar.shared_cores import walk_shared
+from minipar.simulated_service import follow_rule
 from minipar.streams import Costs, GroupStream, Link, Slot
 from minipar.trace import Trace
 
@@ -53,7 +54,11 @@ def simulate(
     else:
         unit = "bytes"
     with paused():
-        if cores is None or cores >= len(program.ranks):
+        if program.serving is not None:
+            if cores is not None and cores < 1:
+                raise PlanError(f"cores={cores}: must be at least 1")
+            program, starts, ends = follow_rule(program, costs, cores)
+        elif cores is None or cores >= len(program.ranks):
             starts, ends = _walk(program, costs)
         elif cores >= 1:
             starts, ends = walk_shared(program, costs, cores)

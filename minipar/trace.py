@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from minipar import service
 from minipar.errors import MiniparError
 from minipar.memory.lifetimes import lifetimes
 from minipar.memory.series import Curve, Series
@@ -207,6 +208,8 @@ class Trace:
 
     def staleness(self) -> list[int]:
         """Per rank the most updates between the version that a forward used and the one its gradient went into."""
+        if self.program.serving is not None:
+            return service.staleness(self.program)
         worst = []
         for rank in range(len(self.program.ranks)):
             used: dict[tuple[int, int, int], int] = {}
@@ -231,6 +234,8 @@ class Trace:
             return 0
         if ins.op is Op.SEND:
             return round(sum(self.size(rank, value) for value in ins.reads))
+        if ins.op is Op.PUSH or ins.op is Op.REPLY:
+            return sum(part.bytes for part in ins.parts)
         if ins.op in COLLECTIVES:
             n = len(ins.group)
             return round(self.whole(rank, ins) * hops(ins) * (n - 1) / n)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,8 +22,9 @@ from minipar.costs.measured import Profile
 from minipar.costs.profiled import ProfiledCosts, microbatch_rows
 from minipar.costs.rates import Calibration, Copies
 from minipar.elementwise import check_elementwise
+from minipar.emulation import delays
 from minipar.errors import MiniparError, PlanError
-from minipar.execution import Job, Loss, Model, Optimizer, at_least_1, execute, profile_job
+from minipar.execution import Job, Loss, Model, Optimizer, at_least_1, emulated_costs, execute, profile_job
 from minipar.memory.advice import Measured, advising
 from minipar.memory.forecast import with_memory
 from minipar.memory.series import Peak
@@ -30,8 +32,10 @@ from minipar.plainly import run_plainly
 from minipar.plan import Plan
 from minipar.program import Program
 from minipar.reference import Reference, gradient_error
+from minipar.replaying import replay
 from minipar.saving import keeping
 from minipar.saving.folder import open_folder
+from minipar.serving import Service, execute_served
 from minipar.shared_cores import available_cores
 from minipar.simulator import simulate
 from minipar.trace import Trace
@@ -49,6 +53,8 @@ class Run:
     predicted     the trace that was predicted before the run
     step_times    seconds of every step; where one begins before the last has ended, the mean of a program's steps
     reference     losses of plain torch on one process, and its gradients if `check` was asked for
+    service       what parameter servers did, with sync=ps; then program and traces are of the whole run, as it
+                  happened, and the reference is a replay of its order, except in mode sync
     first_step    0, or the steps that were done before, where the run went on from a saved one
     """
 
@@ -63,6 +69,7 @@ class Run:
     plain_time: float | None = None
     first_step: int = 0
     shares: list[keeping.Share] = field(default_factory=list, repr=False, compare=False)
+    service: Service | None = None
 
     @property
     def prediction_error(self) -> float:
@@ -72,7 +79,7 @@ class Run:
     @property
     def bytes_sent(self) -> list[int]:
         """Per rank the bytes sent in one step."""
-        return [size // self.program.steps for size in self.trace.bytes_sent()]
+        return [size // self.trace.program.steps for size in self.trace.bytes_sent()]
 
     @property
     def memory(self) -> list[Peak]:
@@ -164,10 +171,14 @@ def train(
     every = 0 if save_every is None else at_least_1("save_every", save_every)
     if every and save is None:
         raise PlanError(f"save_every={every}: needs save=folder")
-    if plan.zero and plan.dp > 1:
+    if (plan.zero and plan.dp > 1) or plan.sync == "ps":
         check_elementwise(optimizer, f"plan {str(plan)!r} shards optimizer states")
     if cluster is not None and cluster.size != plan.ranks:
         raise PlanError(f"plan {plan} needs {plan.ranks} ranks, but the cluster has {cluster.size}")
+    if plan.sync == "ps":
+        for key, value in {"memory": memory, "resume": resume, "save": save, "keep": keep}.items():
+            if value:
+                raise PlanError(f"{key}={value}: not together with sync=ps; possible is {key}=None")
     storing = keeping.storing(resume, save, every, keep)
     with nullcontext(cluster) if cluster is not None else Cluster(plan.ranks) as ranks:
         bar = partial(tqdm, disable=not progress, leave=False)
@@ -178,6 +189,7 @@ def train(
         if facts.split_sensitive:
             names = ", ".join(facts.split_sensitive)
             warnings.warn(f"not equal to one device's, however it is split: {names}", stacklevel=2)
+        served = plan.sync == "ps"  # whose steps run into each other: one program for all of them
         cores = available_cores() if ranks.device == "cpu" else None
         if calibration is None and plan.ranks > 1 and (ranks.emulates is None or not ranks.emulates.emulates):
             calibration = calibrate(ranks, seconds=_QUICK, progress=progress)
@@ -189,12 +201,14 @@ def train(
             device=ranks.emulates,
             copies=facts.copies,
         )
-        block = plan.block(steps, every)
+        block = steps if served else plan.block(steps, every)
         compiled = partial(plan.compile, facts.shape, costs=facts.profile, costs_of=costs_of)
         program, rest = compiled(steps=block), compiled(steps=steps % block) if steps % block else None
         predicted = predict(
             program, facts.profile, job.batch, cores, facts.data_bytes, calibration, ranks.emulates, facts.copies
         )
+        if served:
+            return _train_served(plan, program, job, ranks, predicted, reference, check, bar)
         if facts.tapes is not None:
             predicted = with_memory(predicted, facts.tapes, ProfiledCosts(program, facts.profile, job.batch))
 
@@ -237,6 +251,38 @@ def train(
         storing.first,
         done.shares,
     )
+
+
+def _train_served(
+    plan: Plan,
+    program: Program,
+    job: Job,
+    ranks: Cluster,
+    predicted: Trace,
+    reference: bool,
+    check: bool,
+    bar: Callable[..., Any],
+) -> Run:
+    """The rest of `train` with parameter servers."""
+    slow = None
+    if ranks.emulates is not None and ranks.emulates.emulates:
+        costs = emulated_costs(program, ranks.emulates, job, ranks)
+        slow = [delays(costs, rank) for rank in range(plan.dp)]
+    with bar(total=program.steps * plan.dp, desc=str(plan)) as meter:
+        done, service = execute_served(
+            program, job, ranks, on_death=plan.on_death, keep_gradients=check, slow=slow,
+            report=lambda k: meter.update(),
+        )  # fmt: skip
+    plain, plain_time = None, None
+    if (reference or check) and plan.mode == "sync" and not service.silent:
+        plain, plain_time = ranks.run(run_plainly, job, program.steps, check)[0]
+    elif reference or check:
+        (found,) = ranks.run_on([0], replay, job, service.order, plan.dp, program.steps, program.microbatches)
+        plain = found.reference
+    return Run(
+        plan, done.program, done.losses, done.trace, predicted, done.times, done.gradients, plain, plain_time,
+        service=service,
+    )  # fmt: skip
 
 
 def resume(
@@ -302,12 +348,10 @@ def predict(
         cores = sharing = None
     trace = simulate(program, costs, cores=sharing)
     count, of_rows = len(program.ranks), ProfiledCosts(program, measured, batch)
-    data = [
-        round(
-            of_rows.rows_of(rank) / batch * ((0 in held) * data_bytes[0] + (program.layers - 1 in held) * data_bytes[1])
-        )
-        for rank, held in enumerate(program.placement)
-    ]
+    data = []
+    for rank, held in enumerate(program.placement):  # (servers hold no rows)
+        size = (0 in held) * data_bytes[0] + (program.layers - 1 in held) * data_bytes[1]
+        data.append(round(of_rows.rows_of(rank) / batch * size) if held else 0)
     note = "predicted from a profile of one layer at a time on one device"
     if emulated is not None:
         note = f"predicted for the emulated device {device}"

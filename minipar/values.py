@@ -91,6 +91,21 @@ def residual(group: int) -> Value:
     return Value("residual", group)
 
 
+def served(group: int) -> Value:
+    """A parameter server's part of the parameters of one group."""
+    return Value("served", group)
+
+
+def served_state(group: int) -> Value:
+    """What a parameter server's optimizer keeps for its part of one group."""
+    return Value("served_state", group)
+
+
+def pushed(group: int, worker: int, step: int) -> Value:
+    """A server's part of the gradient of one group that a worker has pushed. (Its `microbatch` is the worker.)"""
+    return Value("pushed", group, worker, step)
+
+
 def norm() -> Value:
     """The length of the gradient of all parameters, over all ranks."""
     return Value("norm", 0)

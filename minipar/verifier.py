@@ -18,12 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from minipar import service
 from minipar.collector import paused
 from minipar.contributions import check_contributions, check_moves
 from minipar.errors import ProgramError
 from minipar.program import (
     COLLECTIVES,
     COPIES,
+    SERVICE,
     TIERS,
     Instruction,
     Local,
@@ -50,12 +52,17 @@ def verify(program: Program) -> None:
             check_moves(program)
         else:
             _check_instructions(program)
-            for replica in range(program.replicas):
+            if program.serving is not None:
+                service.check_workers(program)
+            for replica in range(program.replicas if program.serving is None else 0):
                 _check_microbatches(program, replica)
         _check_links(program)
         _check_groups(program)
         left = [_check_rank(program, rank) for rank in range(len(program.ranks))]
-        Walk(program).run()
+        if program.serving is not None:
+            service.check_service(program)
+        else:
+            Walk(program).run()
         for rank, live in enumerate(left):
             _check_end(program, rank, live)
         if program.chunks:
@@ -80,6 +87,8 @@ def _check_instructions(program: Program) -> None:
             if op in COPIES:
                 _check_copy(program, rank, index)
                 continue
+            if op in SERVICE:
+                continue  # (service.py asks)
             if (op, layers) not in known:
                 count = len(program.groups) if op is Op.STEP or op in COLLECTIVES else program.layers
                 if not layers or min(layers) < 0 or max(layers) >= count:

@@ -145,6 +145,19 @@ class Cluster:
         """`run`, calling `callback(rank, value)` in the driver for each `worker.report(value)` as it arrives."""
         return self._call(range(self.size), callback, function, args, kwargs)
 
+    def run_reviving(
+        self, revivals: int, callback: Callback, function: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> list[Any]:
+        """`run_with`, going on without a rank that dies: it is started anew and calls the function again, while the
+        others are in theirs, and `callback` is told (`Revived`). After `revivals` deaths the next one is raised. For
+        ranks that do without process groups.
+        """
+        return self._call(range(self.size), callback, function, args, kwargs, revivals)
+
+    def end_rank(self, rank: int) -> None:
+        """SIGKILL a rank, from a callback of `run_with` or `run_reviving`: one that hangs, such as."""
+        self._members.end(_check_ranks([rank], self.size)[0])
+
     def _call(
         self,
         ranks: Iterable[int],
@@ -152,6 +165,7 @@ class Cluster:
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        revivals: int = 0,
     ) -> list[Any]:
         if os.getpid() != self._members.owner:
             raise RankError("this Cluster belongs to another process; make one here")
@@ -162,13 +176,15 @@ class Cluster:
         try:
             if not self._close.alive:
                 raise RankError("this Cluster is closed; make a new one")
-            answers = self._exchange(active, callback, parcel)
+            answers = self._exchange(active, callback, parcel, revivals)
         finally:
             parcel.close()
             self._busy.release()
         return [unpack(answers[rank], f"the result of rank {rank}") for rank in active]
 
-    def _exchange(self, active: tuple[int, ...], callback: Callback | None, parcel: Parcel) -> dict[int, Parcel]:
+    def _exchange(
+        self, active: tuple[int, ...], callback: Callback | None, parcel: Parcel, revivals: int
+    ) -> dict[int, Parcel]:
         members = self._members
         for death in members.heal():
             warnings.warn(f"{death.line}; it starts anew, without its state", RuntimeWarning, stacklevel=4)
@@ -177,7 +193,7 @@ class Cluster:
         store = os.path.join(self._folder, f"generation-{members.generation}")
         situation = worker.Situation(members.generation, active, store, _free_port())
         message = (self._run, situation, tuple(sys.path), parcel)
-        heard = Round(self._run, frozenset(active), callback)
+        heard = Round(self._run, frozenset(active), callback, revivals=revivals, message=message)
         watch = None if self._patience is None else Watch(self._patience)
         try:
             for rank in active:

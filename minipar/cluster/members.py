@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from minipar.cluster import launch, stacks, wire
 from minipar.cluster.button import Button
@@ -52,13 +52,20 @@ class Member:
     alive: bool = True
 
 
+class Revived(NamedTuple):
+    """What the callback of a run is told when a rank died and starts again: how it died."""
+
+    line: str
+
+
 @dataclass
 class Round:
     """What is heard in one run: answers by rank, and failures in order of arrival.
 
     An answer is ("ready", device), ("refused", reason) or ("result", parcel). `waiting` are the ranks that were asked
     and have not answered; `doing` says what they were at when they were called back, `lost` which of them had to be
-    killed. `stuck`: what each rank waits in, if that is a deadlock.
+    killed. `stuck`: what each rank waits in, if that is a deadlock. `revivals`: how often a rank that dies is started
+    again and asked once more, by `message`; `deaths` are those that were.
     """
 
     run: int
@@ -71,6 +78,9 @@ class Round:
     called_back: bool = False
     doing: dict[int, str] = field(default_factory=dict)
     lost: set[int] = field(default_factory=set)
+    revivals: int = 0
+    message: Any = None
+    deaths: list[Failure] = field(default_factory=list)
 
 
 @dataclass
@@ -194,7 +204,10 @@ class Members:
             if due is not None:
                 left = due if left is None else min(left, due)
             for key, _ in self.selector.select(left):
+                member: Member
                 member, printer = key.data
+                if self.ranks.get(member.rank) is not member:
+                    continue  # another event of this round told of its death, and it was started anew
                 if printer is None:
                     self._listen(member, heard)
                 else:
@@ -257,6 +270,8 @@ class Members:
                 if rank in heard.ranks:
                     if heard.called_back:
                         heard.lost.add(rank)
+                    elif heard.revivals > len(heard.deaths) and rank in heard.waiting:
+                        return self._revive(member, heard)
                     else:
                         heard.failures.append(_death(member))
                     heard.waiting.discard(rank)
@@ -269,6 +284,8 @@ class Members:
             if kind == "report":
                 if heard.callback is not None:
                     heard.callback(rank, unpack(value, f"a report of rank {rank}"))
+                if not member.alive:
+                    return  # the callback ended it
                 continue
             if kind == "error":
                 if not heard.called_back:  # else it is the answer to that
@@ -276,6 +293,22 @@ class Members:
             else:
                 heard.answers[rank] = (kind, value)
             heard.waiting.discard(rank)
+
+    def _revive(self, member: Member, heard: Round) -> None:
+        """Start a rank that died during a run again, and ask it what its predecessor was asked."""
+        rank = member.rank
+        heard.deaths.append(_death(member))
+        if heard.callback is not None:
+            heard.callback(rank, Revived(heard.deaths[-1].line))
+        self.stop([rank])
+        self._start(rank)
+        self.ranks[rank].device = member.device
+        self.send(rank, heard.message)
+        self.generation += 1  # groups that it was in are to be made anew, in the next run
+
+    def end(self, rank: int) -> None:
+        """SIGKILL a rank that hangs; that it is gone is noticed like any death."""
+        self.ranks[rank].process.kill()
 
     # Ending
 

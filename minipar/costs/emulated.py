@@ -17,7 +17,7 @@ from minipar.costs.device import DeviceSpec
 from minipar.costs.profiled import ProfiledCosts
 from minipar.costs.unit import UnitCosts
 from minipar.errors import PlanError
-from minipar.program import COPIES, Instruction, Op, Program, Value
+from minipar.program import COPIES, SERVICE, Instruction, Op, Program, Value
 from minipar.streams import Costs
 from minipar.volumes import carried, hops
 
@@ -52,7 +52,9 @@ class EmulatedCosts:
 
     def delays(self, ins: Instruction) -> bool:
         """Whether a compute instruction takes the device's time rather than this machine's."""
-        return bool(self._table) or (self.spec.flops is not None and ins.op is not Op.STEP and ins.stream != "host")
+        return bool(self._table) or (
+            self.spec.flops is not None and ins.op not in (Op.STEP, Op.APPLY) and ins.stream != "host"
+        )
 
     def compute(self, rank: int, ins: Instruction) -> float:
         if self._table:
@@ -70,7 +72,8 @@ class EmulatedCosts:
         if self.spec.bandwidth is None:
             by_function = self.transfers_by_function
             return self._table[0].transfer(rank, ins) if by_function else (0.0, self.spec.latency or 0.0)
-        size = self._own("the size of a message").size(rank, ins.reads[0])
+        own = self._own("the size of a message")
+        size = sum(part.bytes for part in ins.parts) if ins.op in SERVICE else own.size(rank, ins.reads[0])
         return (size / self.spec.bandwidth, self.spec.latency or 0.0) if size else (0.0, 0.0)
 
     def _copy(self, rank: int, ins: Instruction) -> tuple[float, float]:

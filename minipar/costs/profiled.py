@@ -7,7 +7,8 @@ from itertools import pairwise
 
 from minipar.costs.measured import Profile
 from minipar.costs.rates import ORDINARY, Calibration, Copies
-from minipar.program import COMPUTE, COPIES, Instruction, Op, Program, Value, home, tier
+from minipar.program import COMPUTE, COPIES, SERVICE, Instruction, Op, Program, Value, home, tier
+from minipar.strategies.shares import shares_of
 from minipar.volumes import carried, hops, summed
 
 
@@ -45,6 +46,7 @@ class ProfiledCosts:
     copies: Copies = ORDINARY
     calibration: Calibration | None = None
     _rows: list[range] = field(default_factory=list, init=False, repr=False, compare=False)
+    _shares: list[dict[int, int]] = field(default_factory=list, init=False, repr=False, compare=False)
     _messages: list[dict[Instruction, float]] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -90,6 +92,12 @@ class ProfiledCosts:
             whole = sum(self.profile.gradient_bytes)
             part = sum(self.size(rank, v) for v in ins.reads if home(v).kind in ("grad", "grad_shard"))
             return self.profile.step_seconds * part / whole if whole else 0.0
+        if ins.op is Op.APPLY:  # (a server sums the gradients, and updates its part)
+            whole, pushes = sum(self.profile.gradient_bytes), sum(value.kind == "pushed" for value in ins.reads)
+            part = sum(piece.bytes for piece in ins.parts)
+            extra = max(0, pushes // max(1, len(ins.layers)) - 1)
+            summing = extra * part * self.copies.to_host.per_byte
+            return (self.profile.step_seconds * part / whole if whole else 0.0) + summing
         rows = self.rows(rank, ins.microbatch)
         if rows == 0:
             return 0.0
@@ -109,8 +117,11 @@ class ProfiledCosts:
                 line = copies.to_host if away else copies.from_host
             count = max(1, len(self.program.groups[value.index].tensors)) if value.microbatch < 0 else 1
             return self.size(rank, value) * line.per_byte + count * line.fixed, 0.0
-        size = self.size(rank, ins.reads[0])
+        size = sum(part.bytes for part in ins.parts) if ins.op in SERVICE else self.size(rank, ins.reads[0])
         if size and self.calibration is not None:
+            if ins.op in SERVICE:  # (both ranks' own work is the server's time)
+                line = self.calibration.message(rank, ins.peer)
+                return size * line.per_byte, line.fixed
             return self.calibration.transfer(rank, ins.peer, size)
         return (size / self.bandwidth, self.latency) if size else (0.0, 0.0)
 
@@ -125,6 +136,8 @@ class ProfiledCosts:
 
     def size(self, rank: int, value: Value) -> int:
         value = home(value)
+        if value.kind in ("served", "served_state", "pushed"):
+            return self._size_on_server(rank, value)
         if value.microbatch >= 0:
             rows = self.rows(rank, value.microbatch)
             tables = {
@@ -144,6 +157,15 @@ class ProfiledCosts:
                 return 2 * (sizes[value.kind][value.index] + self.profile.gradient_bytes[value.index])
             return sizes[value.kind][value.index]
         return self._size_of_slice(value)
+
+    def _size_on_server(self, rank: int, value: Value) -> int:
+        """Bytes of a parameter server's part of a group: parameters, a gradient, or what its optimizer keeps."""
+        if not self._shares and self.program.serving is not None:
+            self._shares.extend(shares_of(self.program.groups, self.program.serving.servers))
+        g = value.index
+        part = self._shares[rank - self.program.workers].get(g, 0)
+        whole = max(1, self.profile.gradient_bytes[g])
+        return self.profile.optimizer_bytes[g] * part // whole if value.kind == "served_state" else part
 
     def _size_of_slice(self, value: Value) -> int:
         """Bytes of what belongs to a sharded group (its slices filled up to equal size), or to no group.

@@ -53,6 +53,7 @@ class UnitCosts:
         self._unit.update(
             {Op.FORWARD: self.forward, Op.BACKWARD: self.backward, Op.RECOMPUTE: self.forward, Op.STEP: 0.0}
         )
+        self._unit[Op.APPLY] = 0.0
         self._unit.update({Op.BACKWARD_INPUT: max(0.0, i), Op.BACKWARD_WEIGHT: max(0.0, w)})
 
     def compute(self, rank: int, ins: Instruction) -> float:

@@ -1,0 +1,170 @@
+"""The parameter server: its messages beside gloo's, its bytes beside allreduce's, and its modes with a straggler.
+
+Push and pull of one block are measured beside gloo's send and receive of the same bytes there and back, in turn.
+The straggler is real: an emulated device five times slower than the others. `server.png` shows loss over time.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+import time
+from functools import partial
+from statistics import median
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.harness import Row
+from minipar import Cluster, DeviceSpec, Plan, data, models, train
+from minipar.cluster import worker
+from minipar.comm import meeting, pushing, server
+from minipar.comm.served import Settings
+from minipar.comm.shard import key_of
+from minipar.costs.unit import UnitCosts
+from minipar.program import Op, Program
+from minipar.strategies.consistency import Mode
+from minipar.training import Run
+
+SIZES = {"1 KB": 1 << 10, "64 KB": 1 << 16, "4 MB": 4 << 20, "40 MB": 40 << 20}
+MODES = ("sync", "async", "ssp:3", "k-of-n:3/4")
+_FORWARD, _BACKWARD, _SLOWER = 0.004, 0.008, 5.0
+
+
+def _messages(folder: str, size: int, rounds: int) -> list[tuple[float, float]] | None:
+    """Rank 0: seconds of a push and a pull, and of gloo's send and receive. Rank 1 answers."""
+    rank = worker.context().rank
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    x, y = torch.zeros(size // 4), torch.zeros(size // 4)
+    total = rounds + 3
+    if rank == 1:
+        settings = Settings(1, total, cast(Any, _NoUpdate), Mode("async"))
+        thread = threading.Thread(target=server.serve, args=(folder, 0, settings, [x]))
+        thread.start()
+        for _ in range(total):
+            dist.recv(y, 0)
+            dist.send(y, 0)
+        thread.join()
+        return None
+    ps = pushing.connect(folder, 0)
+    ps.next_step()
+    times = []
+    for _ in range(total):
+        start = time.perf_counter()
+        ps.push("x", x)
+        ps.next_step()
+        middle = time.perf_counter()
+        dist.send(x, 1)
+        dist.recv(y, 1)
+        times.append((middle - start, time.perf_counter() - middle))
+    return times[2:-1]  # (the last step ends it, without parameters)
+
+
+class _NoUpdate:
+    """Of transport alone: the other side adds nothing up, either."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.state: dict[Any, Any] = {}
+
+    def step(self) -> None:
+        pass
+
+
+def _transport(quick: bool) -> list[Row]:
+    rows = []
+    with Cluster(2, device="cpu") as cluster:
+        for name, size in SIZES.items():
+            rounds = (10 if quick else 40) if size >= 4 << 20 else (50 if quick else 400)
+            folder = tempfile.mkdtemp(prefix="bench-server-")
+            try:
+                meeting.open_folder(folder, [key_of("x", torch.zeros(size // 4))])
+                times = cluster.run(_messages, folder, size, rounds)[0]
+            finally:
+                shutil.rmtree(folder)
+            ours, gloo = median(a for a, _ in times), median(b for _, b in times)
+            rows += [
+                Row(f"push and pull of {name}", ours * 1e3, "ms", note=f"{2 * size / ours / 1e9:.2f} GB/s"),
+                Row(f"push and pull of {name} / gloo send and recv", ours / gloo, "", 1.0),
+            ]
+    return rows
+
+
+def _straggler(program: Program) -> UnitCosts:
+    """Costs of devices of which the first is five times slower."""
+    factors = [_SLOWER] + [1.0] * (len(program.ranks) - 1)
+    return UnitCosts(program, _FORWARD, _BACKWARD, stage_factors=factors)
+
+
+def _modes(quick: bool) -> tuple[list[Row], dict[str, Run]]:
+    rows, runs = [], {}
+    steps = 12 if quick else 60
+    with Cluster(5, device=DeviceSpec(costs=_straggler)) as cluster:
+        for mode in MODES:
+            runs[mode] = run = train(
+                partial(models.build, "mlp-digits"), data.for_model("mlp-digits"), f"dp=4 sync=ps mode={mode}",
+                cluster=cluster, steps=steps, batch=64, optimizer=partial(torch.optim.SGD, lr=0.1), progress=False,
+            )  # fmt: skip
+            updates = sum(ins.op is Op.APPLY for ins in run.program.ranks[4])
+            fast = median(run.trace.ends[rank][-1] for rank in (1, 2, 3))
+            rows += [
+                Row(f"one straggler, {mode}: gradients a second", _taken(run) / run.trace.time, "1/s",
+                    note=f"{updates} updates, {run.service.dropped if run.service else 0} dropped"),
+                Row(f"one straggler, {mode}: until the others are done", fast, "s",
+                    note=f"staleness {max(run.trace.staleness())}, last loss {run.losses[-1]:.3f}"),
+                Row(f"one straggler, {mode}: predicted / measured time", run.predicted.time / run.trace.time),
+            ]  # fmt: skip
+    return rows, runs
+
+
+def _taken(run: Run) -> int:
+    return sum(value.kind == "pushed" for ins in run.program.ranks[4] if ins.op is Op.APPLY for value in ins.reads[:4])
+
+
+def _bytes() -> list[Row]:
+    """What travels in a step: at a server, in and out; at a rank of an allreduce."""
+    plan = Plan.parse("dp=4 sync=ps")
+    with Cluster(plan.ranks, device="cpu") as cluster, Cluster(4, device="cpu") as fewer:
+        common: dict[str, Any] = {"steps": 3, "batch": 32, "progress": False}
+        made, source = partial(models.build, "mlp-wide"), data.for_model("mlp-wide")
+        served = train(made, source, plan, cluster=cluster, **common)
+        reduced = train(made, source, "dp=4", cluster=fewer, **common)
+    assert served.service is not None
+    measured = (served.service.received[0] + served.service.sent[0]) / 3
+    predicted = sum(p.bytes for ins in served.predicted.program.ranks[4] if ins.op in (Op.ACCEPT, Op.REPLY)
+                    for p in ins.parts) / 3  # fmt: skip
+    ring = reduced.bytes_sent[0]
+    return [
+        Row("bytes at the server, a step of 4 workers", measured / 2**20, "MiB"),
+        Row("bytes at the server, predicted / measured", predicted / measured, "", 1.0),
+        Row("bytes at the server / sent by a rank of an allreduce", measured / ring, note="formula: n^2 / (n - 1)"),
+    ]
+
+
+def _picture(runs: dict[str, Run], path: str) -> None:
+    """Loss over time, by mode; and gradients that were taken."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for mode, run in runs.items():
+        row, ends = run.program.ranks[1], run.trace.ends[1]
+        moments = [ends[k] for k, ins in enumerate(row) if ins.op is Op.PUSH]
+        done = [ins.step for ins in row if ins.op is Op.PUSH]
+        left.plot(moments, [run.losses[s] for s in done], label=mode)
+        applied = [k for k, ins in enumerate(run.program.ranks[4]) if ins.op is Op.APPLY]
+        right.plot([run.trace.ends[4][k] for k in applied], range(1, len(applied) + 1), label=mode)
+    left.set(xlabel="seconds", ylabel="loss of the step", title="a fast worker beside one that is 5 times slower")
+    right.set(xlabel="seconds", ylabel="updates", title="updates of the server")
+    left.legend()
+    figure.savefig(path, dpi=120)
+
+
+def measure(quick: bool = False) -> list[Row]:
+    rows = _transport(quick) + _bytes()
+    more, runs = _modes(quick)
+    _picture(runs, os.path.join(tempfile.gettempdir() if quick else os.getcwd(), "server.png"))
+    return rows + more

@@ -1,0 +1,303 @@
+"""Messages of the parameter server: a fixed header, then raw bytes, over Unix or TCP sockets that prove who they are.
+
+    server -> client   32 random bytes                       nothing else is read before the proof;
+    client -> server   32 random bytes | proof               a proof is the HMAC-SHA256 of both numbers under the token
+    server -> client   proof
+    both               header (what, key, worker, step, version, number, bytes) | bytes ...
+
+Nothing that a peer sends is unpickled or evaluated: payloads are tensors' bytes, straight into memory that is there,
+and small JSON texts. TCP_NODELAY, or a header would wait for the acknowledgement of the message before (44 ms).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import hmac
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable
+from enum import IntEnum
+from typing import NamedTuple
+
+from torch import Tensor
+
+from minipar.errors import RankError
+
+_HEADER = struct.Struct("<iiiqqqq")
+_NONCE = _PROOF = 32
+_BUFFER = 4 << 20  # asked for; the kernel gives what its limits allow
+_SMALL = 1 << 14
+_AT_ONCE = 64  # messages read from one connection before the others have their turn
+MOST_TEXT = 1 << 16  # bytes of a text
+
+
+class What(IntEnum):
+    HELLO = 1  # client: who it is (JSON)
+    WELCOME = 2  # server: the number of its incarnation
+    PUSH = 3  # worker: its part of one key's gradient
+    ACK = 4  # server 0: a step's gradient is at all servers
+    PULL = 5  # worker to server 0
+    ANSWER = 6  # a server's parameters
+    LEAVE = 7  # worker to server 0
+    REFUSED = 8  # server: why (text), before it closes the connection
+    CLOSED = 9  # server: it has ended
+    HAVE = 10  # other server to server 0: a step's gradient is whole here
+    ROW = 11  # server 0 to the others: the next line of the order
+    SAVE = 12  # the same: write a snapshot
+    SAVED = 13  # other server to server 0: it is on the disk
+    RESTORE = 14  # server 0 to the others: go back to a snapshot
+    FORGET = 15  # the same: a worker began anew; what it pushed before and is not known whole is void
+
+
+BETWEEN_SERVERS = (What.HAVE, What.ROW, What.SAVE, What.SAVED, What.FORGET, What.CLOSED)
+
+
+class Message(NamedTuple):
+    what: int
+    key: int = 0
+    worker: int = 0
+    step: int = 0
+    version: int = 0
+    number: int = 0
+    size: int = 0
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    size = tensor.numel() * tensor.element_size()
+    if size == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
+
+
+def listen(address: str) -> socket.socket:
+    """A listening socket. `address`: "unix:PATH" (made anew), or "tcp:HOST:PORT"."""
+    kind, _, rest = address.partition(":")
+    if kind == "unix":
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(rest)
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(rest)
+    else:
+        host, _, port = rest.rpartition(":")
+        listener = socket.socket(socket.AF_INET)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, int(port)))
+    listener.listen(128)
+    listener.setblocking(False)
+    return listener
+
+
+def prepare(connection: socket.socket) -> None:
+    """Large buffers; over TCP no delay, and an end when the other host is gone."""
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        connection.setsockopt(socket.SOL_SOCKET, option, _BUFFER)
+    if connection.family == socket.AF_INET:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+def _proof(token: bytes, side: bytes, first: bytes, second: bytes) -> bytes:
+    return hmac.new(token, side + first + second, hashlib.sha256).digest()
+
+
+# the client's side: it waits ------------------------------------------------------------------------------------------
+
+
+class Line:
+    """A client's connection: sends and receives wait until they are done. ConnectionError when the server is gone."""
+
+    def __init__(self, address: str, token: bytes, seconds: float) -> None:
+        kind, _, rest = address.partition(":")
+        if kind == "unix":
+            self.socket, place = socket.socket(socket.AF_UNIX), rest
+        else:
+            host, _, port = rest.rpartition(":")
+            self.socket, place = socket.socket(socket.AF_INET), (host, int(port))  # type: ignore[assignment]
+        prepare(self.socket)
+        self._header = memoryview(bytearray(_HEADER.size))
+        try:
+            self.socket.settimeout(seconds)
+            self.socket.connect(place)
+            theirs, mine = bytes(self._exactly(memoryview(bytearray(_NONCE)))), os.urandom(_NONCE)
+            self.socket.sendall(mine + _proof(token, b"client", theirs, mine))
+            if not hmac.compare_digest(
+                bytes(self._exactly(memoryview(bytearray(_PROOF)))), _proof(token, b"server", mine, theirs)
+            ):
+                raise RankError(f"the server at {address} does not know the token; it is another one's")
+        except BaseException:
+            self.socket.close()
+            raise
+        self.wait(None)
+
+    def wait(self, seconds: float | None) -> None:
+        """How long a send or receive may take; TimeoutError, a ConnectionError's brother, afterwards. None: for ever.
+
+        (A blocking socket is a little faster than one with a timeout, which asks before every call.)
+        """
+        self.socket.settimeout(seconds)
+
+    def send(self, message: Message, data: memoryview | bytes = b"") -> None:
+        header = _HEADER.pack(*message._replace(size=len(data)))
+        try:
+            if not len(data):
+                self.socket.sendall(header)
+                return
+            done = self.socket.sendmsg([header, data])
+            if done < len(header):
+                self.socket.sendall(header[done:])
+                done = len(header)
+            if done < len(header) + len(data):
+                self.socket.sendall(memoryview(data)[done - len(header) :])
+        except TimeoutError as error:
+            raise ConnectionError("the server does not take what it is sent") from error
+
+    def receive(self) -> Message:
+        return Message(*_HEADER.unpack(self._exactly(self._header)))
+
+    def read(self, into: memoryview) -> None:
+        self._exactly(into)
+
+    def text(self, size: int) -> str:
+        return bytes(self._exactly(memoryview(bytearray(min(size, MOST_TEXT))))).decode("utf-8", "replace")
+
+    def _exactly(self, into: memoryview) -> memoryview:
+        have, size = 0, len(into)
+        while have < size:
+            try:
+                got = self.socket.recv_into(into[have:], 0, socket.MSG_WAITALL)
+            except TimeoutError as error:
+                raise ConnectionError("the server does not answer") from error
+            if got == 0:
+                raise ConnectionError("the server closed the connection")
+            have += got
+        return into
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+# the server's side: it never waits ------------------------------------------------------------------------------------
+
+
+class Refused(Exception):
+    """What a peer sent cannot be; it is told why, and its connection ends."""
+
+
+class Peer:
+    """A server's end of a connection: reads and writes what can be at the moment, and remembers the rest.
+
+    target(peer, message)   memory for a message's bytes, called when its header is there; Refused for what cannot be
+    done(peer, message)     called when all its bytes are there
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        token: bytes,
+        target: Callable[[Peer, Message], memoryview],
+        done: Callable[[Peer, Message], None],
+    ) -> None:
+        connection.setblocking(False)
+        prepare(connection)
+        self.socket, self.target, self.done = connection, target, done
+        self.token, self.nonce = token, os.urandom(_NONCE)
+        self.proved = not token  # no token: this end has proved itself already, as a client
+        self.worker = self.server = -1  # who it is, once it has said so
+        self.life = 0
+        self.text = memoryview(b"")  # with which it introduced itself
+        self.since = 0.0  # when the message that comes began to come
+        self.ended = False
+        self._header = memoryview(bytearray(_HEADER.size))
+        self._into, self._have = (memoryview(bytearray(_NONCE + _PROOF)) if token else self._header), 0
+        self._message: Message | None = None
+        self._out: deque[tuple[memoryview, Callable[[], None] | None]] = deque()
+        if token:
+            self._out.append((memoryview(self.nonce), None))
+            self.flush()
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is still to be written."""
+        return bool(self._out)
+
+    def send(self, message: Message, data: memoryview | bytes = b"", written: Callable[[], None] | None = None) -> None:
+        """Write a message, or remember it; `written` is called when the kernel has all of it."""
+        header = _HEADER.pack(*message._replace(size=len(data)))
+        small = len(data) < _SMALL  # a copy is cheaper than another call
+        self._out.append((memoryview(header + bytes(data) if small else header), written if small else None))
+        if not small:
+            self._out.append((memoryview(data), written))
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what the kernel takes. A connection that has ended only forgets."""
+        while self._out and not self.ended:
+            data, written = self._out[0]
+            try:
+                done = self.socket.send(data)
+            except BlockingIOError:
+                return
+            except OSError:
+                self.ended = True
+                break
+            if done < len(data):
+                self._out[0] = data[done:], written
+            else:
+                self._out.popleft()
+                if written is not None:
+                    written()
+        if self.ended:
+            self._out.clear()
+
+    def read(self) -> None:
+        """Take in what is there. `ended` is set when nothing more can come; Refused for what cannot be."""
+        for _ in range(_AT_ONCE):
+            while self._have < len(self._into):
+                try:
+                    got = self.socket.recv_into(self._into[self._have :])
+                except BlockingIOError:
+                    return
+                except OSError:
+                    got = 0
+                if got == 0:
+                    self.ended = True
+                    return
+                self._have += got
+            if not self.proved:
+                self._prove()
+                self._into, self._have = self._header, 0
+            elif self._message is None:
+                message = Message(*_HEADER.unpack(self._header))
+                self._into, self._have = self.target(self, message), 0
+                self._message = message
+            if self._message is not None and self._have == len(self._into):
+                self._finish()
+
+    def _finish(self) -> None:
+        message = self._message
+        assert message is not None
+        self._message = None
+        self._into, self._have = self._header, 0
+        self.done(self, message)
+
+    def _prove(self) -> None:
+        theirs, proof = bytes(self._into[:_NONCE]), bytes(self._into[_NONCE:])
+        if not hmac.compare_digest(proof, _proof(self.token, b"client", self.nonce, theirs)):
+            self.ended = True  # (and no word to somebody who does not know the token)
+            raise Refused("")
+        self.proved = True
+        self._out.append((memoryview(_proof(self.token, b"server", theirs, self.nonce)), None))
+        self.flush()
+
+    def close(self) -> None:
+        self.ended = True
+        self._out.clear()
+        self.socket.close()

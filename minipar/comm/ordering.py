@@ -1,0 +1,379 @@
+"""The loop of one parameter server: connections, gradients, and one order of updates and answers; see server.py."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from minipar.comm import snapshot
+from minipar.comm.framing import BETWEEN_SERVERS, MOST_TEXT, Message, Peer, Refused, What, bytes_of, listen
+from minipar.comm.meeting import Handle, Introduction, present, read_handle
+from minipar.comm.served import Arrivals, Event, Served, Settings, rows_of
+from minipar.comm.shard import Shard, digest, pieces_of
+from minipar.comm.switchboard import Switchboard
+from minipar.errors import RankError
+from minipar.strategies.consistency import Kind, Row, again
+
+_LOOK = 0.2  # seconds between two looks at who is silent
+
+
+class Server:
+    """One server: a loop over its connections. Server 0 leads: it decides and tells the others."""
+
+    def __init__(
+        self,
+        folder: str,
+        number: int,
+        settings: Settings,
+        values: Sequence[Tensor],
+        reach: Callable[[str], None],
+        report: Callable[[object], None],
+    ) -> None:
+        handle: Handle = read_handle(folder)
+        self.folder, self.number, self.settings, self.handle = folder, number, settings, handle
+        self.reach, self.report = reach, report
+        self.count = len(handle.addresses)
+        self.values = [value.detach().clone() for value in values]
+        self.shard = self._new_shard()
+        self.digest = digest(handle.keys, self.count)
+        self.served = Served(self.shard.flat)
+        self.board = Switchboard(listen(handle.addresses[number]), handle.token, self._target, self._done, self._gone)
+        self.incarnation = 0
+        self.over = handle.closed
+        self._fresh()
+
+    def _new_shard(self) -> Shard:
+        keys = self.handle.keys
+        return Shard(keys, pieces_of(keys, self.count)[self.number], self.values, self.settings.optimizer)
+
+    def _fresh(self) -> None:
+        """Nobody is connected, and nothing is known of anybody."""
+        self.board.drop_all()
+        self.workers: dict[int, Peer] = {}
+        self.others: dict[int, Peer] = {}  # the other servers, at server 0; server 0, at the others
+        self.lists: dict[int, list[int]] = {}  # snapshots of the other servers
+        self.lives: dict[int, int] = {}
+        self.arrivals = Arrivals(self.count)
+        self.heard: dict[int, float] = {}
+        self.requests: dict[int, int] = {}
+        self.saved: set[int] = set()  # servers that have the newest snapshot
+        self.ending: set[int] | None = None  # servers that have come to the end
+        self.unacknowledged: dict[int, int] = {}  # an answer says it, too, if it is ready at once
+        self.taking: list[Row] = []
+        self.ready = self.broken = False
+
+    # the loop --------------------------------------------------------------------------------------------------------
+
+    def run(self) -> Served:
+        if self.over:  # it was started again for nothing
+            self._restore(max(snapshot.numbers(self.folder, self.number), default=0), 0)
+        else:
+            self._meet()
+        looked = time.monotonic()
+        while not self.over:
+            self.board.wait(_LOOK)
+            if self.broken:
+                self._meet()
+            elif self.number == 0:
+                if time.monotonic() - looked > _LOOK:
+                    looked = time.monotonic()
+                    self._look_for_silent()
+                self._decide()
+        self.served.values, self.served.states = self.shard.flat, self.shard.state_bytes()
+        return self.served
+
+    def _gone(self, peer: Peer) -> None:
+        """A connection has ended. Without a server nothing can go on; without a worker the others do."""
+        if peer.server >= 0 and self.others.get(peer.server) is peer:
+            del self.others[peer.server]
+            self.lists.pop(peer.server, None)
+            self.broken = True
+        if self.workers.get(peer.worker) is peer:
+            del self.workers[peer.worker]
+
+    # servers among themselves ----------------------------------------------------------------------------------------
+
+    def _meet(self) -> None:
+        """All servers go to the newest snapshot that all of them have. At the first time that is the beginning."""
+        self._fresh()
+        mine = snapshot.numbers(self.folder, self.number)
+        if self.number:
+            return self._follow(mine)
+        while len(self.lists) < self.count - 1:
+            self.board.wait(_LOOK)
+        common = max(set(mine).intersection(*self.lists.values()), default=0)
+        self.next_snapshot = 1 + max([0, *mine, *(n for found in self.lists.values() for n in found)])
+        self._restore(common, 1 + secrets.randbelow(1 << 62))
+        for peer in self.others.values():
+            self.board.tell(peer, Message(What.RESTORE, number=common, version=self.incarnation))
+        self.heard = dict.fromkeys(self.rule.members, time.monotonic())
+        self.ready = True
+
+    def _follow(self, mine: list[int]) -> None:
+        found = present(self.handle, Introduction(self.digest, server=self.number, snapshots=mine))
+        if found is None:
+            self.over = True
+            return
+        line, order = found
+        self._restore(order.number, order.version)
+        self.ready = True
+        peer = self.board.adopt(line.socket)
+        peer.server = 0
+        self.others[0] = peer
+
+    def _restore(self, number: int, incarnation: int) -> None:
+        order: list[Row] = []
+        if number:
+            tensors, facts = snapshot.read(self.folder, self.number, number)
+            self.shard.restore(tensors, facts)
+            order = rows_of(tensors["order"])
+        elif self.incarnation:
+            self.shard = self._new_shard()
+        snapshot.remove_after(self.folder, self.number, number)
+        self.served.order = order
+        self.rule = again(self.settings.mode, self.settings.workers, self.settings.steps, order)
+        if self.settings.together:
+            here = {row.worker for row in order if row.kind is Kind.JOIN}
+            self.rule.absent = set(range(self.settings.workers)) - here
+        for worker, step in facts["reported"] if number else ():
+            self.rule.push(worker, step)
+        self.served.events = [e for e in self.served.events if e.kind != Kind.APPLY or e.which < self.rule.version]
+        if self.incarnation or number:
+            self.served.restored.append(self.rule.version)
+            self.report(("restored", number))
+        self.incarnation = incarnation
+
+    def _save(self, number: int) -> None:
+        tensors, facts = self.shard.state()
+        rows = self.served.order if self.number == 0 else []
+        tensors["order"] = torch.tensor(rows, dtype=torch.int64).reshape(-1, 4)
+        facts["reported"] = list(self.rule.pushed.items())  # whole at all servers, and in no update yet
+        snapshot.write(self.folder, self.number, number, tensors, facts, self.reach)
+
+    def _save_all(self) -> None:
+        """Server 0: a snapshot on all servers, at the same place of the order."""
+        self.saved = set()
+        for peer in self.others.values():
+            self.board.tell(peer, Message(What.SAVE, number=self.next_snapshot))
+        self._save(self.next_snapshot)
+        self.saved.add(0)
+        self.next_snapshot += 1
+
+    # messages --------------------------------------------------------------------------------------------------------
+
+    def _target(self, peer: Peer, message: Message) -> memoryview:
+        """Where the bytes of a message go. What nobody would send is refused before any of it is read."""
+        what, size = message.what, message.size
+        if what == What.HELLO and peer.worker < 0 and peer.server < 0 and 0 < size <= MOST_TEXT:
+            peer.text = memoryview(bytearray(size))
+            return peer.text
+        if what == What.PUSH and peer.worker >= 0:
+            piece = self.shard.by_tensor.get(message.key)
+            if piece is None or piece.size != size or not 0 <= message.version <= message.number:
+                known = "another" if piece is None else f"one of {piece.size} bytes"
+                raise Refused(f"key {message.key}: {size} bytes were pushed, but server {self.number} keeps {known}")
+            peer.since = time.perf_counter()
+            if not self.rule.known(peer.worker, message.step):
+                pushed = self.shard.pushing(peer.worker, peer.life, message.step, message.version, message.number)
+                if message.key in pushed.missing:
+                    return self.shard.room(pushed, message.key)
+            return memoryview(bytearray(size))  # it was here before: not twice
+        from_worker = peer.worker >= 0 and what in (What.PULL, What.LEAVE)
+        from_server = peer.server >= 0 and what in BETWEEN_SERVERS
+        if size or not (from_worker or from_server):
+            raise Refused(f"message {what} of {size} bytes is none that server {self.number} expects")
+        return memoryview(b"")
+
+    def _done(self, peer: Peer, message: Message) -> None:
+        what, worker, step, number = message.what, message.worker, message.step, message.number
+        if peer.worker >= 0:
+            self.heard[peer.worker] = time.monotonic()
+        if what == What.HELLO:
+            self._hello(peer)
+        elif what == What.PUSH:
+            self._pushed(peer, message)
+        elif what == What.PULL:
+            self.requests[peer.worker] = number
+            if not self.arrivals.wait(peer.worker):
+                self.rule.ask(peer.worker)
+        elif what == What.LEAVE:
+            if peer.worker in self.rule.members:
+                self._tell_row(self.rule.leave(peer.worker))
+        elif what == What.HAVE:
+            self._whole(worker, step, number, peer.server)
+        elif what == What.ROW:
+            row = Row(Kind(message.key), worker, step, message.version)
+            self.rule.follow(row)
+            self._do(row, number)
+        elif what == What.SAVE:
+            self._save(number)
+            self.board.tell(peer, Message(What.SAVED, number=number))
+        elif what == What.SAVED:
+            self.saved.add(peer.server)
+        elif what == What.FORGET:
+            self._forget(worker, number)
+        elif what == What.CLOSED:
+            if self.number == 0:
+                assert self.ending is not None
+                self.ending.add(peer.server)
+            else:
+                self.board.tell(peer, Message(What.CLOSED))
+                self.over = self.handle.closed
+
+    def _hello(self, peer: Peer) -> None:
+        who = Introduction.read(bytes(peer.text))
+        if who is None:
+            raise Refused(f"server {self.number} does not understand who is there")
+        if who.keys != self.digest:
+            raise Refused(f"server {self.number} keeps other keys, shapes or dtypes; connect by its folder")
+        worker, life = who.worker, who.life
+        if who.server > 0 and self.number == 0:
+            peer.server = who.server
+            self.others[who.server] = peer
+            self.lists[who.server] = who.snapshots
+            return
+        if worker < 0 or not self.ready:
+            peer.ended = True  # not yet: come again
+            return
+        old = self.workers.get(worker)
+        if old is not None and old is not peer:
+            self.board.drop(old)
+        peer.worker, peer.life = worker, life
+        self.workers[worker] = peer
+        self.board.tell(peer, Message(What.WELCOME, number=self.incarnation))
+        if self.number == 0:
+            self.heard[worker] = time.monotonic()
+            if self.lives.get(worker) != life or worker not in self.rule.members:
+                self.lives[worker] = life
+                if worker not in self.rule.pushed:
+                    self._forget(worker, life)
+                    for other in self.others.values():
+                        self.board.tell(other, Message(What.FORGET, worker=worker, number=life))
+                self._tell_row(self.rule.join(worker))
+
+    def _forget(self, worker: int, life: int) -> None:
+        """A worker began anew: parts of a gradient that it computed before may not be mixed with those to come."""
+        for pushed in list(self.shard.pushed.values()):
+            if pushed.worker == worker and pushed.life != life:
+                self.shard.let_go(pushed)
+        self.arrivals.forget(worker, life)
+
+    def _pushed(self, peer: Peer, message: Message) -> None:
+        worker, step = peer.worker, message.step
+        pushed = self.shard.pushed.get((worker, peer.life))
+        known = self.rule.known(worker, step)
+        if known and self.number == 0:
+            self.board.tell(peer, Message(What.ACK, worker=worker, step=step))
+        if known or pushed is None or message.key not in pushed.missing:
+            return
+        pushed.missing.discard(message.key)
+        self.served.received += message.size
+        event = Event(0, worker, step, message.key, peer.since, time.perf_counter(), message.size)
+        self.served.events.append(event)
+        if not pushed.missing:
+            if self.number == 0:
+                return self._whole(worker, step, peer.life, 0)
+            self.board.tell(self.others.get(0), Message(What.HAVE, 0, worker, step, number=peer.life))
+
+    def _whole(self, worker: int, step: int, life: int, server: int) -> None:
+        """Server 0: a gradient is whole at a server. Once it is at all of them, it counts."""
+        if self.arrivals.whole(worker, step, life, server):
+            self.rule.push(worker, step)
+            self.unacknowledged[worker] = step
+            if self.arrivals.awaited(worker):
+                self.rule.ask(worker)
+
+    # what happens ----------------------------------------------------------------------------------------------------
+
+    def _decide(self) -> None:
+        """Server 0: do all that is ready, and let the others do it."""
+        while rows := self.rule.decide():
+            for row in rows:
+                self._tell_row(row)
+            every = self.settings.snapshot_every
+            due = every and rows[-1].kind is Kind.APPLY and self.rule.version % every == 0
+            if due and len(self.saved) in (0, self.count):  # (not before all have the one before)
+                self._save_all()
+        for worker, step in self.unacknowledged.items():
+            self.board.tell(self.workers.get(worker), Message(What.ACK, worker=worker, step=step))
+        self.unacknowledged.clear()
+        if not self.rule.members:
+            self._end()
+
+    def _tell_row(self, row: Row) -> None:
+        number = self.requests.get(row.worker, 0) if row.kind is Kind.ANSWER else 0
+        for peer in self.others.values():
+            self.board.tell(peer, Message(What.ROW, row.kind, row.worker, row.step, row.version, number))
+        self.served.order.append(row)
+        self._do(row, number)
+
+    def _do(self, row: Row, number: int) -> None:
+        """What a line of the order means for this server's part."""
+        start = time.perf_counter()
+        if row.kind is Kind.TAKE:
+            self.taking.append(row)
+            return
+        if row.kind is Kind.APPLY:
+            found = [self.shard.find(take.worker, take.step) for take in self.taking]
+            self.taking.clear()
+            self.reach("apply")
+            self.shard.apply([pushed for pushed in found if pushed is not None])
+            self.reach("apply")
+        elif row.kind is Kind.DROP:
+            late = self.shard.find(row.worker, row.step)
+            if late is not None:
+                self.shard.let_go(late)
+        elif row.kind is Kind.ANSWER:
+            return self._answer(row, number, start)
+        self.served.events.append(Event(row.kind, row.worker, row.step, row.version, start, time.perf_counter()))
+
+    def _answer(self, row: Row, number: int, start: float) -> None:
+        peer, flat = self.workers.get(row.worker), self.shard.flat
+        if peer is None:
+            return
+        self.unacknowledged.pop(row.worker, None)
+        self.heard[row.worker] = time.monotonic()
+        size = self.shard.nbytes if row.step < self.settings.steps else 0  # (at the end there is no more to work on)
+
+        def written(flat: Tensor = flat) -> None:  # (which keeps it until then)
+            self.served.sent += size
+            event = Event(Kind.ANSWER, row.worker, row.step, row.version, start, time.perf_counter(), size)
+            self.served.events.append(event)
+
+        message = Message(What.ANSWER, self.settings.steps, row.worker, row.step, row.version, number)
+        self.shard.readers.append(peer)
+        self.board.tell(peer, message, bytes_of(flat)[:size], written)
+
+    def _look_for_silent(self) -> None:
+        patience = float("inf") if self.settings.patience is None else self.settings.patience
+        for worker in list(self.rule.members):
+            seconds = time.monotonic() - self.heard.setdefault(worker, time.monotonic())
+            if seconds < patience or worker in {*self.rule.asking, *self.rule.pushed, *self.arrivals.early}:
+                continue
+            step = self.rule.clocks[worker] if self.rule.mode.each else self.rule.version
+            if self.settings.on_death == "abort":
+                raise RankError(f"worker {worker} has said nothing for {seconds:.1f} s, in step {step}")
+            self.served.silent.append((worker, step, seconds))
+            self._tell_row(self.rule.leave(worker, removed=True))
+            self.lives.pop(worker, None)
+            if worker in self.workers:
+                self.board.drop(self.workers.pop(worker))
+            self.report(("silent", worker))
+
+    def _end(self) -> None:
+        """Server 0: all workers are done. The last state goes to the disk, and then everybody may go."""
+        if self.ending is None:
+            self.ending = {0}
+            if self.settings.snapshot_every:
+                self._save_all()
+            for peer in self.others.values():
+                self.board.tell(peer, Message(What.CLOSED))
+        if len(self.ending) == self.count:
+            self.handle.close()
+            for peer in (*self.others.values(), *self.workers.values()):
+                self.board.tell(peer, Message(What.CLOSED))
+            self.over = True

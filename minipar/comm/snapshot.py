@@ -1,0 +1,79 @@
+"""Snapshots of a parameter server on the disk: each whole or not there, at any moment and after any end.
+
+    snapshot-3.0 .tmp  -> written, flushed, renamed, the folder flushed ->  snapshot-3.0      (number 3 of server 0)
+
+The two newest stay: while one server is still writing number n, another may have it already, so that number n - 1 is
+the newest that all have. A snapshot is a safetensors file: tensors by name, and one JSON text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+KEPT = 2
+
+
+def _path(folder: str, server: int, number: int) -> str:
+    return os.path.join(folder, f"snapshot-{number}.{server}")
+
+
+def numbers(folder: str, server: int) -> list[int]:
+    """The snapshots of a server that can be read, oldest first."""
+    found = []
+    for name in os.listdir(folder):
+        head, _, rest = name.partition("-")
+        number, _, owner = rest.partition(".")
+        if head == "snapshot" and owner == str(server) and number.isdecimal():
+            with contextlib.suppress(SafetensorError, OSError), safe_open(_path(folder, server, int(number)), "pt"):
+                found.append(int(number))
+    return sorted(found)
+
+
+def write(
+    folder: str,
+    server: int,
+    number: int,
+    tensors: dict[str, Tensor],
+    facts: dict[str, Any],
+    reach: Callable[[str], None] = lambda point: None,
+) -> None:
+    """Write a snapshot, and remove those before the last two. `reach` is called before and after it is renamed."""
+    path = _path(folder, server, number)
+    data = save({name: tensor.contiguous() for name, tensor in tensors.items()}, {"facts": json.dumps(facts)})
+    with open(f"{path}.tmp", "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    reach("snapshot")
+    os.rename(f"{path}.tmp", path)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    reach("snapshot")
+    for old in numbers(folder, server)[:-KEPT]:
+        os.unlink(_path(folder, server, old))
+
+
+def read(folder: str, server: int, number: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and facts of a snapshot."""
+    with safe_open(_path(folder, server, number), "pt") as file:
+        facts = json.loads(file.metadata()["facts"])
+        return {name: file.get_tensor(name) for name in file.keys()}, facts  # noqa: SIM118
+    raise AssertionError
+
+
+def remove_after(folder: str, server: int, number: int) -> None:
+    """Forget the snapshots of a time that is void: all are back at this number."""
+    for later in numbers(folder, server):
+        if later > number:
+            os.unlink(_path(folder, server, later))

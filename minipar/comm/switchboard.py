@@ -1,0 +1,105 @@
+"""All connections of a server, behind one selector: nobody is waited for while others have something to say."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+from collections.abc import Callable
+
+from minipar.comm.framing import MOST_TEXT, Message, Peer, Refused, What
+
+Target = Callable[[Peer, Message], memoryview]
+Done = Callable[[Peer, Message], None]
+
+
+class Switchboard:
+    """Peers as they come to a listening socket.
+
+    target, done   as in Peer
+    gone           called when a connection has ended
+    """
+
+    def __init__(
+        self, listener: socket.socket, token: bytes, target: Target, done: Done, gone: Callable[[Peer], None]
+    ) -> None:
+        self.listener, self.token, self.target, self.done, self.gone = listener, token, target, done, gone
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(listener, selectors.EVENT_READ)
+        self.peers: dict[Peer, int] = {}  # what the selector waits for at each
+
+    def wait(self, seconds: float) -> None:
+        """Until something comes or can be written, at most so long; and see to it."""
+        for key, events in self.selector.select(seconds):
+            if key.fileobj is self.listener:
+                self._accept()
+            elif key.fileobj in self.peers:  # (an event before may have ended it)
+                assert isinstance(key.fileobj, Peer)
+                self._attend(key.fileobj, events)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self.listener.accept()
+        except OSError:
+            return
+        self.add(Peer(connection, self.token, self.target, self.done))
+
+    def adopt(self, connection: socket.socket) -> Peer:
+        """A connection that this process has made itself, as a client."""
+        peer = Peer(connection, b"", self.target, self.done)
+        self.add(peer)
+        return peer
+
+    def add(self, peer: Peer) -> None:
+        self.selector.register(peer, selectors.EVENT_READ)
+        self.peers[peer] = selectors.EVENT_READ
+        self._watch(peer)
+
+    def _attend(self, peer: Peer, events: int) -> None:
+        try:
+            if events & selectors.EVENT_WRITE:
+                peer.flush()
+            if events & selectors.EVENT_READ:
+                peer.read()
+        except Refused as error:
+            if str(error):
+                peer.send(Message(What.REFUSED), str(error).encode()[:MOST_TEXT])
+            peer.ended = True
+        if peer.ended:
+            self.drop(peer)
+            self.gone(peer)
+        else:
+            self._watch(peer)
+
+    def _watch(self, peer: Peer) -> None:
+        """Wait for room to write only where something is to be written."""
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.busy else 0)
+        if self.peers.get(peer, wanted) != wanted:
+            self.selector.modify(peer, wanted)
+            self.peers[peer] = wanted
+
+    def tell(
+        self,
+        peer: Peer | None,
+        message: Message,
+        data: memoryview | bytes = b"",
+        written: Callable[[], None] | None = None,
+    ) -> None:
+        """Send a peer a message, if it is there; see `Peer.send`."""
+        if peer is not None and not peer.ended:
+            peer.send(message, data, written)
+            self._watch(peer)
+
+    def drop(self, peer: Peer) -> None:
+        """End a connection."""
+        if self.peers.pop(peer, None) is not None:
+            self.selector.unregister(peer)
+        peer.close()
+
+    def drop_all(self) -> None:
+        for peer in list(self.peers):
+            self.drop(peer)
+
+    def close(self) -> None:
+        self.drop_all()
+        self.selector.close()
+        self.listener.close()

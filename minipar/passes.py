@@ -1,0 +1,167 @@
+"""The passes that make a program of a plan, in order: `Plan.compile` calls `program_of` and verifies what it gives.
+
+schedule -> layers -> checkpoint -> ZeRO -> data parallel -> compress -> host layers -> offload -> transfers -> fuse
+-> clip                            each is a file of `minipar.strategies`; a step is made for one replica, and copied
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from minipar.costs.measured import Profile
+from minipar.costs.recomputation import LayerCosts
+from minipar.costs.shapes import Shape
+from minipar.errors import PlanError
+from minipar.program import Action, Forward, Instruction, Local, Program, Serving, Synchronous
+from minipar.strategies import compress as compression
+from minipar.strategies import host_layers, offload, parameter_server, priority, segments, zero
+from minipar.strategies.bucket_size import best_size
+from minipar.strategies.checkpoint import recompute
+from minipar.strategies.clip import clip
+from minipar.strategies.data_parallel import all_reduce_gradients, kept_gradients
+from minipar.strategies.fuse import fuse
+from minipar.strategies.layers import expand, state_of, step_of
+from minipar.strategies.layout import Layout
+from minipar.strategies.local_sgd import average
+from minipar.strategies.priority import Seconds, all_reduce_by_priority
+from minipar.strategies.transfers import insert_transfers
+from minipar.streams import Costs
+
+if TYPE_CHECKING:
+    from minipar.plan import Plan
+
+
+def program_of(
+    plan: Plan,
+    shape: Shape,
+    layout: Layout,
+    steps: int,
+    costs: LayerCosts | Profile | None = None,
+    costs_of: Callable[[Program], Costs] | None = None,
+) -> Program:
+    """The program of `steps` training steps, not verified yet; the arguments are those of `Plan.compile`."""
+    times = _times(plan, shape, layout, costs, costs_of)
+    actions = [plan.actions(stage) for stage in range(plan.pp)]
+    _check(plan, layout, actions)
+    bucket = plan.bucket if plan.bucket != "auto" else best_size(expand(actions, layout), layout, times)
+    first = plan.overlap == "priority"
+    again = segments.schedules(plan.checkpoint, layout, actions, costs)
+    if plan.sync == "ps":
+        serving, overlap = Serving(plan.servers, plan.mode), plan.overlap == "backward"
+        return parameter_server.compile_program(
+            layout, actions[0], again[0], steps, bucket, overlap, serving, str(plan)
+        )
+    rule = zero.Zero(plan.zero, plan.reduce, plan.prefetch, bucket, plan.overlap == "backward")
+    sharded = [zero.sharded_groups(layout, stage, rule) for stage in range(plan.pp)]
+    away = [
+        offload.Offload(
+            tuple(plan.offload), plan.offload_to, mine, mine if plan.zero == 3 else frozenset(), plan.prefetch
+        )
+        for mine in sharded
+    ]
+    placed = host_layers.find(plan.host_layers, layout)
+    on_host = host_layers.groups_of(placed, layout)
+    alone = [frozenset(layout.trainable(s)) if plan.local_steps else sharded[s] | on_host for s in range(plan.pp)]
+    keep = [kept_gradients(layout, stage, bucket, alone[stage]) for stage in range(plan.pp)]
+    ranks: list[list[Instruction]] = [[] for _ in range(plan.ranks)]
+    due: list[list[Instruction]] = [[] for _ in range(plan.pp)]  # updates of the step before
+    for step in range(steps):
+        stages = expand(actions, layout, step)
+        for stage in range(plan.pp):
+            chunks = [(layout.trained(s), again[s]) for s in layout.placement[stage]]
+            stages[stage] = recompute(stages[stage], chunks)
+            stages[stage] = zero.shard(stages[stage], layout, stage, step, rule)
+            if first:
+                stages[stage] = all_reduce_by_priority(stages[stage], layout, stage, step, bucket, times[stage])
+            else:
+                stages[stage] = all_reduce_gradients(
+                    stages[stage], layout, stage, step, bucket, plan.overlap == "backward", alone[stage]
+                )
+            stages[stage] = compression.compress(stages[stage], shape, plan.compress)
+            stages[stage] = host_layers.place(stages[stage], placed, layout, stage)
+            stages[stage] = offload.offload(stages[stage], away[stage], step, keep[stage])
+        stages = list(insert_transfers(dict(enumerate(stages))).values())
+        for stage in range(plan.pp):
+            update = zero.finish(step_of(layout, stage, step, keep[stage]), layout, stage, rule)
+            update = host_layers.finish(update, on_host)
+            update = offload.finish(update, away[stage])
+            if plan.local_steps:
+                update = average(update, layout, stage, step, step == steps - 1, plan.local_steps, bucket)
+            if first:
+                update, due[stage] = due[stage], priority.updates(update, stages[stage])
+                stages[stage] = fuse(priority.update_late(stages[stage], update))
+                stages[stage] += due[stage] if step == steps - 1 else []
+            else:
+                stages[stage] = fuse(stages[stage]) + (update if plan.clip is None else clip(update, layout))
+        for replica in range(plan.dp):
+            for stage in range(plan.pp):
+                ranks[layout.rank(replica, stage)] += _moved(stages[stage], replica * plan.pp)
+    held = [zero.state_of(state_of(layout, s, keep[s]), sharded[s], rule) for s in range(plan.pp)]
+    held = [offload.state_of(host_layers.state_of(held[s], on_host), away[s]) for s in range(plan.pp)]
+    held = [compression.state_of(held[s], ranks[s]) for s in range(plan.pp)]
+    return Program(
+        tuple(map(tuple, ranks)),
+        shape.layers,
+        plan.total_microbatches,
+        shape.groups,
+        (("dp", plan.dp), ("pp", plan.pp)),
+        tuple(held) * plan.dp,
+        steps,
+        Local(plan.local_steps) if plan.local_steps else Synchronous(),
+        name=str(plan),
+        clip=plan.clip,
+        precision=plan.precision,
+        compress=plan.compress,
+        folder=plan.offload_folder,
+        room=plan.offload_limit,  # type: ignore[arg-type]
+        selective=plan.checkpoint == "selective",
+    )
+
+
+def _times(
+    plan: Plan,
+    shape: Shape,
+    layout: Layout,
+    costs: LayerCosts | Profile | None,
+    costs_of: Callable[[Program], Costs] | None,
+) -> list[Seconds]:
+    """For each rank of the pipeline what its instructions take."""
+    if costs_of is None or not (plan.bucket == "auto" or plan.overlap == "priority"):
+        return [priority.guess(layout)] * plan.pp
+    draft = replace(plan, bucket="none", overlap="backward")
+    known = costs_of(program_of(draft, shape, layout, 1, costs, None))
+    return [partial(priority.seconds, known, stage) for stage in range(plan.pp)]
+
+
+def _check(plan: Plan, layout: Layout, actions: Sequence[Sequence[Action]]) -> None:
+    """Refuse what the schedule's own actions make impossible."""
+    if "activations" in plan.offload and plan.splits:
+        raise PlanError(
+            f"offload=activations: not with schedule={plan.schedule}, whose backwards are split; "
+            "possible are checkpoint=, or a schedule of whole backwards such as 1f1b"
+        )
+    copies = Counter(stage for mine in layout.placement for stage in mine)
+    for rank, mine in enumerate(layout.placement):
+        used = {a.chunk for a in actions[rank] if isinstance(a, Forward)}
+        for c, stage in enumerate(mine):
+            if copies[stage] > 1 and c not in used:
+                raise PlanError(
+                    f"schedule={plan.schedule}: no micro-batch goes through chunk {c} of rank {rank}, a copy of "
+                    f"stage {stage}; possible are more than microbatches={plan.microbatches}"
+                )
+
+
+def _moved(instructions: list[Instruction], offset: int) -> list[Instruction]:
+    """The same instructions for another replica: peers are its own ranks (collectives already name all replicas)."""
+    if offset == 0:
+        return instructions
+    return [
+        ins._replace(peer=ins.peer + offset, stream=f"{ins.stream.split()[0]} {ins.peer + offset}")
+        if ins.peer >= 0
+        else ins
+        for ins in instructions
+    ]

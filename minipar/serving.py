@@ -1,0 +1,371 @@
+"""execute() for parameter servers: workers and servers on real processes, and the program as it happened.
+
+    rank 0, 1, ...   a worker: pulls, walks its instructions of the step, pushes, tells the driver, and again
+    the last ranks   a server: follows the rule, and brings back the order of what it did
+    driver           waits; where on_death=continue it starts ranks that die again
+
+The result can be replayed exactly: `replaying.py` reads only the order (in plain torch, in one process).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minipar import randomness
+from minipar.cluster import Cluster, launch, worker
+from minipar.cluster.members import Revived
+from minipar.comm import meeting, pushing, server
+from minipar.comm.served import Served, Settings
+from minipar.comm.shard import Key, key_of, pieces_of, view
+from minipar.compute import Compute
+from minipar.costs.profiled import split_rows
+from minipar.costs.profiler import parameters_of
+from minipar.elementwise import check_elementwise
+from minipar.emulation import Clock, Delays
+from minipar.errors import RankError, ServerClosed
+from minipar.execution import Execution, Job
+from minipar.losses import counted
+from minipar.pieces import check_fit
+from minipar.program import COMPUTE, Instruction, Op, Program, Value
+from minipar.replaying import Step, losses_of
+from minipar.simulated_service import Times, timed
+from minipar.simulated_service import key_of as place_of
+from minipar.strategies import served_order
+from minipar.strategies.consistency import Kind, Mode, Row
+from minipar.strategies.served_order import completed
+from minipar.strategies.shares import shares_of
+from minipar.tensors import layers_of, take_rows
+from minipar.trace import Trace
+
+_REVIVALS = 100  # deaths of ranks in one run that are no reason to give up
+
+
+@dataclass(frozen=True)
+class Service:
+    """What parameter servers did in a run.
+
+    order        of updates and answers, the same at all servers
+    deaths       ranks that died and were started again, with their last words
+    silent       (worker, step, seconds) of workers that were waited for no longer
+    received     bytes of gradients, per server
+    sent         bytes of parameters, per server
+    parameters   at the end, by name
+    """
+
+    order: list[Row] = field(repr=False)
+    deaths: list[str]
+    silent: list[tuple[int, int, float]]
+    received: list[int]
+    sent: list[int]
+    parameters: dict[str, Tensor] = field(repr=False)
+
+    @property
+    def dropped(self) -> int:
+        """Gradients that came too late (k-of-n)."""
+        return sum(row.kind is Kind.DROP for row in self.order)
+
+
+def execute_served(
+    program: Program,
+    job: Job,
+    cluster: Cluster,
+    *,
+    on_death: str = "abort",
+    keep_gradients: bool = False,
+    report: Callable[[int], None] = lambda done: None,
+    slow: list[Delays] | None = None,
+    snapshot_every: int | None = None,
+    patience: float | None = 30.0,
+) -> tuple[Execution, Service]:
+    """Run a program with parameter servers, all its steps; what came of it, and what the servers did.
+
+    on_death         "abort": the death of a rank is raised; "continue": it starts again and goes on
+    slow             delays of emulated devices, one for each worker
+    snapshot_every   updates between two snapshots of the servers; default with on_death="continue": 10
+    patience         seconds after which a worker that says nothing is waited for no longer
+    """
+    assert program.serving is not None
+    servers, workers = program.serving.servers, program.workers
+    check_elementwise(job.optimizer, f"program {program.name!r} cuts parameters over servers")
+    mode = Mode.parse(program.serving.mode, workers)
+    every = snapshot_every or (10 if on_death == "continue" else None)
+    settings = Settings(workers, program.steps, job.optimizer, mode, every, patience, on_death, together=True)
+    folder = tempfile.mkdtemp(prefix="servers-", dir=launch.scratch_folder())
+    steps: dict[tuple[int, int], Step] = {}
+    deaths: list[str] = []
+
+    def hear(rank: int, fact: Any) -> None:
+        if isinstance(fact, Revived):
+            deaths.append(fact.line)
+        elif isinstance(fact, Step):
+            steps[fact.worker, fact.step] = fact
+            report(len(steps))
+        elif isinstance(fact, int):
+            report(fact)
+        elif fact[0] == "silent":
+            cluster.end_rank(fact[1])
+
+    try:
+        (keys,) = cluster.run_on([0], _keys, job)
+        meeting.open_folder(folder, keys, servers)
+        revivals = _REVIVALS if on_death == "continue" else 0
+        found = cluster.run_reviving(revivals, hear, _take_part, job, program, folder, settings, keep_gradients, slow)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    steps |= {(one.worker, one.step): one for told in found[:workers] for one in told}
+    served: list[Served] = found[workers:]
+    return _result(program, keys, steps, served, deaths, keep_gradients, job.batch)
+
+
+def _result(
+    program: Program,
+    keys: tuple[Key, ...],
+    steps: dict[tuple[int, int], Step],
+    served: list[Served],
+    deaths: list[str],
+    keep_gradients: bool,
+    batch: int,
+) -> tuple[Execution, Service]:
+    order = [Row(*row) for row in served[0].order]
+    done = completed(order)
+    taken = [steps[order[k].worker, order[k].step] for k in done if (order[k].worker, order[k].step) in steps]
+    losses = losses_of(taken, program.steps)
+    assert program.serving is not None
+    if program.serving.mode == "sync":  # (its program was known; arrivals in another order are the same program)
+        gradients = [_summed([t for t in taken if t.step == s]) for s in range(program.steps)]
+    else:
+        program = served_order.as_it_happened(program, order, shares_of(program.groups, program.serving.servers))
+        gradients = [t.gradients for t in taken]
+    starts, ends = timed(program, _times(program, taken, served, keys))
+    data = [max((t.data for t in taken if t.worker == rank), default=0) for rank in range(len(program.ranks))]
+    zero = min((event.start for event in served[0].events if event.kind == Kind.ANSWER), default=0.0)
+    starts, ends = ([[max(0.0, t - zero) for t in row] for row in rows] for rows in (starts, ends))
+    trace = Trace(program, starts, ends, _size(program, taken, served, batch), "measured", "bytes", data)
+    service = Service(
+        order,
+        deaths,
+        [worker for one in served for worker in one.silent],
+        [one.received for one in served],
+        [one.sent for one in served],
+        _assembled(keys, served),
+    )
+    execution = Execution(program, losses, [trace.time], trace, gradients if keep_gradients else [])
+    return execution, service
+
+
+def _size(program: Program, taken: list[Step], served: list[Served], batch: int) -> Callable[[int, Value], int]:
+    """Bytes of a value, as measured when it was there."""
+    servers = program.serving.servers if program.serving else 1
+    shares = shares_of(program.groups, servers)
+    rows = [len(r) for r in split_rows(batch, program.workers * program.microbatches)]
+    sizes: dict[tuple[str, int, int], int] = {}
+    for step in taken:
+        sizes |= step.sizes
+    group_of = [g for g, group in enumerate(program.groups) for _ in group.tensors]
+    states: dict[tuple[int, int], int] = {}
+    for number, one in enumerate(served):
+        for tensor, kept in one.states.items():
+            key = number, group_of[tensor]
+            states[key] = states.get(key, 0) + kept
+
+    def size(rank: int, value: Value) -> int:
+        g, server = value.index, rank - program.workers
+        if value.kind in ("served", "pushed"):
+            return shares[server].get(g, 0)
+        if value.kind == "served_state":
+            return states.get((server, g), 0)
+        if value.microbatch >= 0:
+            return sizes.get((value.kind, g, rows[rank * program.microbatches + value.microbatch]), 0)
+        return sum(program.groups[g].tensors) + (program.groups[g].frozen if value.kind == "param" else 0)
+
+    return size
+
+
+def _summed(steps: list[Step]) -> dict[str, Tensor]:
+    """The gradient of a step, from what each worker has of it."""
+    found: dict[str, Tensor] = {}
+    for step in sorted(steps, key=lambda t: t.worker):
+        for name, gradient in step.gradients.items():
+            found[name] = found[name] + gradient if name in found else gradient
+    return found
+
+
+def _times(program: Program, taken: list[Step], served: list[Served], keys: tuple[Key, ...]) -> Times:
+    """When instructions ran, as the ranks tell it."""
+    times: Times = {}
+    blocks: list[dict[int, list[Any]]] = [{} for _ in range(program.workers)]
+    for w in range(program.workers):
+        for ins in program.ranks[w]:
+            blocks[w].setdefault(ins.step, []).append(ins)
+    for t in taken:
+        for k, (ins, span) in enumerate(zip(blocks[t.worker][t.step], t.times, strict=True)):
+            times[place_of(t.worker, ins, k)] = span
+    group_of = [g for g, group in enumerate(program.groups) for _ in group.tensors]
+    for rank, one in enumerate(served, program.workers):
+        pieces: dict[tuple[int, int, int], list[tuple[float, float]]] = {}
+        for event in one.events:
+            span = event.start, event.end
+            if event.kind == 0:
+                pieces.setdefault((event.worker, event.step, group_of[event.which]), []).append(span)
+            elif event.kind == Kind.APPLY:
+                times[rank, Op.APPLY, -1, event.which, ()] = span
+            elif event.kind == Kind.ANSWER:
+                times[rank, Op.REPLY, event.worker, event.step, ()] = span
+        for ins in program.ranks[rank]:
+            if ins.op is Op.ACCEPT:
+                here = [span for g in ins.layers for span in pieces.get((ins.peer, ins.step, g), [])]
+                if here:
+                    times[place_of(rank, ins)] = min(a for a, _ in here), max(b for _, b in here)
+    return times
+
+
+def _assembled(keys: tuple[Key, ...], served: list[Served]) -> dict[str, Tensor]:
+    """The parameters at the end, from the servers' pieces."""
+    found = {key: torch.empty(torch.Size(key.shape).numel(), dtype=key.type) for key in keys}
+    for pieces, one in zip(pieces_of(keys, len(served)), served, strict=True):
+        for piece in pieces:
+            key = keys[piece.tensor]
+            size = key.type.itemsize
+            found[key][piece.start // size : piece.stop // size] = view(one.values, key, piece)
+    return {str(key.name): values.view(key.shape) for key, values in found.items()}
+
+
+# in the ranks ---------------------------------------------------------------------------------------------------------
+
+
+def _trained(job: Job) -> tuple[nn.Module, list[nn.Module], list[list[nn.Parameter]], dict[int, str]]:
+    """The model, its layers, trainable parameters by group, and their names by id."""
+    model = job.build()
+    layers: list[nn.Module] = layers_of(model)
+    return model, layers, parameters_of(layers), {id(p): name for name, p in model.named_parameters()}
+
+
+def _keys(job: Job) -> tuple[Key, ...]:
+    _, _, groups, names = _trained(job)
+    return tuple(key_of(names[id(p)], p) for group in groups for p in group)
+
+
+def _take_part(
+    job: Job, program: Program, folder: str, settings: Settings, keep_gradients: bool, slow: list[Delays] | None
+) -> Served | list[Step]:
+    """What every rank does: the first ones are workers, the last ones servers."""
+    rank = worker.context().rank
+    if rank >= program.workers:
+        _, _, groups, _ = _trained(job)
+        values = [p.detach() for group in groups for p in group]
+        return server.serve(folder, rank - program.workers, settings, values, report=_only_silence)
+    done: list[Step] = []
+    dying = settings.on_death == "continue"  # what it has done is told at once
+
+    def tell(step: Step) -> None:
+        worker.report(step if dying else rank)
+        if not dying:
+            done.append(step)
+
+    with contextlib.suppress(ServerClosed):  # it was started again when all was over
+        _work(job, program, folder, keep_gradients, slow[rank] if slow else None, tell)
+    return done
+
+
+def _only_silence(fact: object) -> None:
+    if isinstance(fact, tuple) and fact[0] == "silent":
+        worker.report(fact)
+
+
+def _work(
+    job: Job,
+    program: Program,
+    folder: str,
+    keep_gradients: bool,
+    delays: Delays | None,
+    tell: Callable[[Step], None],
+) -> None:
+    """A worker, until the servers have all their updates."""
+    rank = worker.context().rank
+    model, layers, groups, names = _trained(job)
+    randomness.replace_dropout(model, job.seed)
+    layers = layers_of(model)
+    check_fit(program, layers)
+    blocks: dict[int, list[tuple[int, Instruction]]] = {}
+    for index, ins in enumerate(program.ranks[rank]):
+        blocks.setdefault(ins.step, []).append((index, ins))
+    spare = copy.deepcopy(model)  # first calls take longer: not the first step's fault
+    _run(_computing(program, rank, layers_of(spare), job), parameters_of(layers_of(spare)), blocks[0], None, None)
+    del spare
+    compute = _computing(program, rank, layers, job)
+    device = Clock(delays) if delays is not None else None
+    ps = pushing.connect(folder, rank)
+    begin = time.perf_counter()
+    while (step := ps.next_step()) is not None:
+        found: dict[str, Tensor] = {}
+        part = compute.batch_of(step)
+        weight, mine = part.weight, range(part.rows[0].start - part.start, part.rows[-1].stop - part.start)
+        rows = counted(take_rows(part.y, mine), job.loss)
+        ps.weigh(rows, weight)
+        for p in (p for group in groups for p in group):
+            p.data.copy_(ps.pull(names[id(p)]))
+
+        def push(p: nn.Parameter, gradient: Tensor, peer: int, found: dict[str, Tensor] = found) -> None:
+            if keep_gradients:
+                found[names[id(p)]] = gradient
+            ps.push(names[id(p)], gradient, peer - program.workers)
+
+        if device is not None:
+            device.now = time.perf_counter()
+        times = _run(compute, groups, blocks[step], push, device)
+        pulls = sum(ins.op is Op.PULL for _, ins in blocks[step])
+        times[:pulls] = [(begin, times[0][1])] * pulls
+        loss, data = float(compute.losses[step]), compute.data_bytes()
+        compute.batch.pop(step, None)
+        compute.counts.pop(step, None)
+        compute.losses[step] = 0.0
+        tell(Step(rank, step, loss, rows, weight, found, times, dict(compute.sizes), data))
+        begin = time.perf_counter()
+
+
+def _computing(program: Program, rank: int, layers: list[nn.Module], job: Job) -> Compute:
+    compute = Compute(program, rank, torch.device("cpu"), layers, job.loss)
+    compute.begin(job.batches, 0)
+    return compute
+
+
+def _run(
+    compute: Compute,
+    groups: list[list[nn.Parameter]],
+    block: list[tuple[int, Instruction]],
+    push: Callable[[nn.Parameter, Tensor, int], None] | None,
+    device: Clock | None,
+) -> list[tuple[float, float]]:
+    """Walk a worker's instructions of one step; when each of them ran. `push` takes a gradient for a server."""
+    live: dict[Value, Any] = {}
+    times = []
+    for index, ins in block:
+        start = time.perf_counter()
+        if ins.op in (Op.FORWARD, Op.RECOMPUTE):
+            compute.forward(ins, live)
+        elif ins.op is Op.BACKWARD:
+            compute.backward(ins, live)
+        elif ins.op is Op.PUSH:
+            for p in (p for g in ins.layers for p in groups[g]):
+                if push is not None:
+                    push(p, torch.zeros_like(p) if p.grad is None else p.grad, ins.peer)
+        elif ins.op is not Op.PULL:
+            raise RankError(f"{ins}: no worker does {ins.op.name}")
+        if device is not None and ins.op in COMPUTE:
+            device.computed(index)
+        times.append((start, time.perf_counter()))
+        for value in ins.frees:
+            live.pop(value, None)
+            for p in groups[value.index] if value.kind == "grad" else ():
+                p.grad = None
+    return times

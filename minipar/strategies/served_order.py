@@ -1,0 +1,102 @@
+"""Programs of parameter servers as they happened: made from the order in which servers applied and answered.
+
+    order      ANSWER w0 | ANSWER w1 | TAKE w1 step 0, APPLY | ANSWER w1 | TAKE w0 step 0, APPLY ...
+    server     REPLY ->0 | REPLY ->1 | ACCEPT <-1, APPLY     | REPLY ->1 | ACCEPT <-0, APPLY     ...
+
+In mode sync the order is known beforehand, and so is the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from minipar.program import Instruction, Op, Part, Program, pushed, served, served_state
+from minipar.strategies.consistency import Kind, Row
+from minipar.strategies.shares import message
+
+
+def in_step(workers: int, steps: int) -> list[Row]:
+    """The order of mode sync: every worker gets its answer, every worker's gradient is taken, and so on."""
+    order = []
+    for step in range(steps):
+        order += [Row(Kind.ANSWER, w, step, step) for w in range(workers)]
+        order += [Row(Kind.TAKE, w, step, step) for w in range(workers)]
+        order.append(Row(Kind.APPLY, -1, -1, step))
+    return order
+
+
+def completed(order: Sequence[Row]) -> dict[int, Row]:
+    """Of each gradient that arrived, by its place in the order, the answer that it was computed from.
+
+    Answers to workers that died before they pushed are not among them.
+    """
+    answers: dict[tuple[int, int], Row] = {}
+    found = {}
+    for k, row in enumerate(order):
+        if row.kind is Kind.ANSWER:
+            answers[row.worker, row.step] = row
+        elif row.kind in (Kind.TAKE, Kind.DROP) and (row.worker, row.step) in answers:
+            found[k] = answers[row.worker, row.step]
+    return found
+
+
+def as_it_happened(template: Program, order: Sequence[Row], shares: Sequence[dict[int, int]]) -> Program:
+    """The program of an order: `template` with the steps that its workers did, and with what its servers did.
+
+    shares   of each server, from `parameter_server.shares_of`
+    """
+    workers = template.workers
+    done = completed(order)
+    used = {id(answer) for answer in done.values()}
+    steps: list[list[int]] = [[] for _ in range(workers)]
+    for k in done:
+        steps[order[k].worker].append(order[k].step)
+    blocks: list[dict[int, list[Instruction]]] = [{} for _ in range(workers)]
+    for w in range(workers):
+        for ins in template.ranks[w]:
+            blocks[w].setdefault(ins.step, []).append(ins)
+    ranks = [tuple(ins for s in steps[w] for ins in blocks[w][s]) for w in range(workers)]
+    for server, share in enumerate(shares):
+        ranks.append(tuple(_server(server, share, order, done, used, blocks, workers)))
+    return replace(template, ranks=tuple(ranks))
+
+
+def _server(
+    server: int,
+    share: dict[int, int],
+    order: Sequence[Row],
+    done: dict[int, Row],
+    used: set[int],
+    blocks: list[dict[int, list[Instruction]]],
+    workers: int,
+) -> list[Instruction]:
+    state = tuple(served(g) for g in sorted(share))
+    result: list[Instruction] = []
+    taken: list[Row] = []
+    for k, row in enumerate(order):
+        if row.kind is Kind.ANSWER and id(row) in used:
+            reply = message(Op.REPLY, sorted(share), share, row.step, row.worker)
+            result.append(reply._replace(reads=state))
+        elif k in done:
+            for ins in blocks[row.worker][row.step]:
+                if ins.op is Op.PUSH and ins.peer == workers + server:
+                    values = tuple(pushed(g, row.worker, row.step) for g in ins.layers)
+                    accept = message(Op.ACCEPT, ins.layers, share, row.step, row.worker)
+                    late = values if row.kind is Kind.DROP else ()  # dropped: it came for nothing
+                    result.append(accept._replace(writes=values, frees=late))
+            if row.kind is Kind.TAKE:
+                taken.append(row)
+        elif row.kind is Kind.APPLY:
+            result.append(update(share, row, taken))
+            taken = []
+    return result
+
+
+def update(share: dict[int, int], row: Row, taken: Sequence[Row]) -> Instruction:
+    """The APPLY of a server with this share: an update by the gradients of these rows."""
+    groups = tuple(sorted(share))
+    state = tuple(served(g) for g in groups) + tuple(served_state(g) for g in groups)
+    values = tuple(pushed(g, take.worker, take.step) for take in taken for g in groups)
+    parts = tuple(Part(Op.APPLY, g, share[g]) for g in groups)
+    return Instruction(Op.APPLY, groups, -1, row.version, values + state, state, values, parts=parts)

@@ -1,0 +1,73 @@
+"""Which server keeps which part of which tensor: the parameters laid end to end, cut into ranges of equal bytes.
+
+    tensors    |----- 0 -----|- 1 -|--------------------- 2 ---------------------|
+    servers    |---------- 0 -----------|---------- 1 -----------|------- 2 ------|      a large one is cut
+
+Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from minipar.program import Group, Instruction, Op, Part
+
+GRAIN = 16  # bytes: a cut is never inside an element, of whatever type
+
+
+class Piece(NamedTuple):
+    """Bytes `start` to `stop` of a tensor, which stand at byte `place` of what their server keeps."""
+
+    tensor: int
+    start: int
+    stop: int
+    place: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+def cut(sizes: Sequence[int], servers: int, alignment: Sequence[int] = ()) -> list[list[Piece]]:
+    """For each server its pieces, in order, of tensors of so many bytes.
+
+    alignment   of each tensor's place, where tensors of several types stand together; default: none is needed
+    """
+    total = sum(sizes)
+    found: list[list[Piece]] = [[] for _ in range(servers)]
+    before = 0
+    place = [0] * servers
+    for tensor, size in enumerate(sizes):
+        ideal = [total * k // servers - before for k in range(1, servers)]
+        edges = [0, *(size if at >= size else max(at, 0) // GRAIN * GRAIN for at in ideal), size]
+        align = alignment[tensor] if alignment else 1
+        for server in range(servers):
+            start, stop = edges[server], edges[server + 1]
+            if stop > start:
+                at = -(-place[server] // align) * align
+                found[server].append(Piece(tensor, start, stop, at))
+                place[server] = at + stop - start
+        before += size
+    return found
+
+
+def message(op: Op, groups: Sequence[int], share: dict[int, int], step: int, peer: int) -> Instruction:
+    """One of a PUSH and an ACCEPT, or a REPLY and a PULL: what of some groups is on one server, `share` in bytes."""
+    here = tuple(g for g in groups if g in share)
+    parts = tuple(Part(op, g, share[g]) for g in here)
+    return Instruction(op, here, -1, step, stream=f"{op.value.lower()} {peer}", peer=peer, parts=parts)
+
+
+Shares = list[dict[int, int]]  # per server: bytes that it keeps of each parameter group, whole groups left out
+
+
+def shares_of(groups: Sequence[Group], servers: int) -> Shares:
+    """How many bytes of which parameter group are on which server."""
+    owner = [(g, size) for g, group in enumerate(groups) for size in group.tensors]
+    found: Shares = [{} for _ in range(servers)]
+    for server, pieces in enumerate(cut([size for _, size in owner], servers)):
+        for piece in pieces:
+            g = owner[piece.tensor][0]
+            found[server][g] = found[server].get(g, 0) + piece.size
+    return found

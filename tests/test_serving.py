@@ -1,0 +1,149 @@
+"""Training with parameter servers on real processes: equal to plain torch, or to the replay of the recorded order."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from functools import partial
+
+import pytest
+import torch
+
+from minipar import DeviceSpec, Plan, train, verify
+from minipar.cli import main
+from minipar.cluster import worker
+from minipar.errors import PlanError, RankDied
+from minipar.execution import Job
+from minipar.replaying import replay
+from tests.toys import rows, toy
+
+MODEL = partial(toy, ("linear", "tuples", "dropout", "in-place", "unused"), tied=True, frozen=(1,))
+mse = torch.nn.functional.mse_loss
+
+
+def run(clusters, words, data=None, model=MODEL, steps=4, optimizer=None, **more):
+    plan = Plan.parse(words)
+    optimizer = optimizer or partial(torch.optim.SGD, lr=0.5)
+    data = data or rows(17)
+    found = train(model, data, plan, cluster=clusters(plan.ranks), steps=steps, loss=mse, optimizer=optimizer,
+                  dtype=torch.float64, check=True, progress=False, **more)  # fmt: skip
+    verify(found.program)
+    assert found.trace.program == found.program
+    again = replay(Job(model, data, 32, mse, optimizer, 0, torch.float64), found.service.order, plan.dp, steps,
+                   plan.total_microbatches)  # fmt: skip
+    for name, values in again.parameters.items():
+        assert (found.service.parameters[name] - values).abs().max() <= 1e-12, name
+    return found
+
+
+@pytest.mark.parametrize("words", ["dp=3 sync=ps", "dp=2 sync=ps servers=2 microbatches=3 bucket=0.0001",
+                                   "dp=2 sync=ps microbatches=2 accumulate=2 checkpoint=2 overlap=none"])  # fmt: skip
+def test_sync_equals_plain_torch(clusters, words):
+    found = run(clusters, words)
+    assert found.max_gradient_error() <= 1e-12
+    for mine, plain in zip(found.losses, found.reference.losses, strict=True):
+        assert abs(mine - plain) <= 1e-12 * max(1.0, abs(plain))
+
+
+def test_sync_equals_allreduce(clusters):
+    """The same model, rows and optimizer with both."""
+    served = run(clusters, "dp=2 sync=ps servers=2", steps=3)
+    plan = Plan.parse("dp=2")
+    reduced = train(MODEL, rows(17), plan, cluster=clusters(2), steps=3, loss=mse, dtype=torch.float64, check=True,
+                    optimizer=partial(torch.optim.SGD, lr=0.5), progress=False)  # fmt: skip
+    for mine, other in zip(served.gradients, reduced.gradients, strict=True):
+        assert all((mine[name] - other[name]).abs().max() <= 1e-12 for name in mine)
+
+
+@pytest.mark.parametrize("mode", ["async", "ssp:1", "k-of-n:2/3"])
+@pytest.mark.parametrize("optimizer", [None, partial(torch.optim.AdamW, lr=0.01)])
+def test_recorded_order_replays_exactly(clusters, mode, optimizer):
+    found = run(clusters, f"dp=3 sync=ps mode={mode} microbatches=2", optimizer=optimizer, steps=5)
+    assert found.max_gradient_error() <= 1e-12
+    for mine, plain in zip(found.losses, found.reference.losses, strict=True):
+        assert abs(mine - plain) <= 1e-12 * max(1.0, abs(plain))
+    bound = found.program.contract.bound
+    assert bound is None or max(found.trace.staleness()) <= bound
+    assert len(found.step_times) == 1
+
+
+@pytest.mark.parametrize("count", [7, 3])
+def test_uneven_rows(clusters, count):
+    assert run(clusters, "dp=3 sync=ps microbatches=2", rows(count)).max_gradient_error() <= 1e-12
+    assert run(clusters, "dp=3 sync=ps mode=async", rows(count)).max_gradient_error() <= 1e-12
+
+
+class KillsOnce:
+    """Rows that end the rank which asks for those of step 2 first, once."""
+
+    def __init__(self, marker, victim):
+        self.marker, self.victim = marker, victim
+
+    def batch(self, step, size):
+        if step == 2 and worker.in_rank() and worker.context().rank == self.victim:
+            try:
+                os.close(os.open(self.marker, os.O_CREAT | os.O_EXCL))
+                os.kill(os.getpid(), signal.SIGKILL)
+            except FileExistsError:
+                pass
+        made = torch.Generator().manual_seed(step)
+        return torch.randn(size, 6, generator=made), torch.randn(size, 6, generator=made)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_worker_dies_and_comes_back(clusters, tmp_path, mode):
+    data = KillsOnce(str(tmp_path / "killed"), 1)
+    found = train(partial(toy, ("linear",)), data, f"dp=3 sync=ps mode={mode} on_death=continue", cluster=clusters(4),
+                  steps=4, batch=9, loss=mse, dtype=torch.float64, check=True, progress=False)  # fmt: skip
+    assert os.path.exists(data.marker)
+    (death,) = found.service.deaths
+    assert "rank 1" in death
+    assert found.max_gradient_error() <= 1e-12
+    assert all(loss == loss for loss in found.losses)
+
+
+def test_a_worker_dies_and_all_end(clusters, tmp_path):
+    with pytest.raises(RankDied, match="rank 1"):
+        train(partial(toy, ("linear",)), KillsOnce(str(tmp_path / "killed"), 1), "dp=3 sync=ps mode=async",
+              cluster=clusters(4), steps=4, batch=9, loss=mse, progress=False)  # fmt: skip
+
+
+def test_what_does_not_go_together(clusters):
+    with pytest.raises(PlanError, match="memory=True: not together with sync=ps"):
+        train(MODEL, rows(8), "dp=2 sync=ps", cluster=clusters(3), memory=True)
+    with pytest.raises(PlanError, match="otherwise than the whole one|cannot update slices"):
+        train(partial(toy, ("linear",)), rows(8), "dp=2 sync=ps", cluster=clusters(3), loss=mse, steps=1,
+              optimizer=torch.optim.LBFGS, progress=False)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_command_line(capsys):
+    words = ["run", "dp=3 sync=ps mode=async", "--model", "mlp-digits", "--steps", "3", "--dtype", "float64"]
+    assert main([*words, "--check", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["max_gradient_error"] <= 1e-12
+    assert len(found["staleness"]) == len(found["bytes_sent"]) == len(found["peak_memory"]) == 4
+    assert found["server_bytes"]["predicted"] == found["server_bytes"]["measured"]
+    parameters = found["bytes_sent"][0]
+    assert found["server_bytes"]["measured"] == [6 * parameters]
+    assert found["allreduce_bytes"] == round(2 * 2 / 3 * parameters)
+
+
+def test_a_real_straggler(clusters):
+    """An emulated device per rank, the first five times slower: only k-of-n gets by without it."""
+    from minipar import Cluster
+
+    def costs(program):
+        from minipar.costs.unit import UnitCosts
+
+        return UnitCosts(program, 0.004, 0.008, stage_factors=[5.0] + [1.0] * (len(program.ranks) - 1))
+
+    times = {}
+    with Cluster(4, device=DeviceSpec(costs=costs)) as cluster:
+        for mode in ("sync", "k-of-n:2/3"):
+            found = train(partial(toy, ("linear",)), rows(9), f"dp=3 sync=ps mode={mode}", cluster=cluster, steps=8,
+                          loss=mse, progress=False)  # fmt: skip
+            times[mode] = found.trace.time
+    assert times["sync"] > 8 * 0.06
+    assert times["k-of-n:2/3"] < times["sync"]
