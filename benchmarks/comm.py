@@ -28,7 +28,7 @@ RANKS = (2, 4)
 SIZES = tuple(4**k << 10 for k in range(9))  # 1 KB to 64 MB
 LARGEST = SIZES[-1]
 COLLECTIVES = ("allreduce", "reduce_scatter", "all_gather")
-GLOO = "gloo"
+GLOO, SHARED = "gloo", "shared memory"
 MUSTS = {("allreduce", 2): 1.0, ("allreduce", 4): 1.2}  # of gloo's time, by our ring at 64 MB; of the others:
 MUST = 0.5
 
@@ -78,6 +78,13 @@ def _race(store: str, collective: str, size: int, rounds: int) -> dict[str, list
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=comm.rank, world_size=comm.size)
     x, y = torch.zeros(size // 4), torch.zeros(size // 4)
     contestants = {GLOO: _torchs_own(collective, x, torch.zeros(size // 4 // comm.size))}
+    parts = y.split(size // 4 // comm.size)
+    in_memory: dict[str, Callable[[], object]] = {
+        "allreduce": lambda: comm.iallreduce(y, everyone).wait(),
+        "reduce_scatter": lambda: comm.ireduce_scatter(y, x[: len(parts[0])], everyone).wait(),
+        "all_gather": lambda: comm.iall_gather(parts[comm.rank], y, everyone)[0].wait(),
+    }
+    contestants[SHARED] = in_memory[collective]
     for name in algorithms.names(collective):
         nodes = 2 if name == "hierarchical" and comm.size > 2 else 1
         program = algorithms.program(collective, name, comm.size, size, nodes=nodes, item=4)
@@ -121,10 +128,14 @@ def draw(found: Sequence[Point], path: str) -> None:
     panels = figure.subplots(len(COLLECTIVES), len(kinds) // len(COLLECTIVES), squeeze=False).flat
     everything = algorithms.names("allreduce")  # a colour for each
     for axes, (collective, ranks) in zip(panels, kinds, strict=True):
-        for name in (GLOO, *algorithms.names(collective)):
+        for name in (GLOO, SHARED, *algorithms.names(collective)):
             mine = [p for p in found if (p.collective, p.ranks, p.name) == (collective, ranks, name)]
             sizes, rates = [p.size for p in mine], [p.bus_bandwidth / 1e9 for p in mine]
-            colour, width = ("black", 2.2) if name == GLOO else (f"C{everything.index(name)}", 1.4)
+            colour, width = (
+                ({GLOO: "black", SHARED: "grey"}[name], 2.2)
+                if name in (GLOO, SHARED)
+                else (f"C{everything.index(name)}", 1.4)
+            )
             axes.loglog(sizes, rates, marker="o", markersize=3, label=name, color=colour, linewidth=width)
         axes.set_title(f"{collective.replace('_', '-')}, {ranks} ranks", fontsize=10)
         axes.set_xlabel("bytes")

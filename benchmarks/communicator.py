@@ -30,15 +30,15 @@ def _measure(rounds: int) -> dict[str, float]:
     """Microseconds of one allreduce, by variant: medians over rounds."""
     comm = communicator.create()
     everyone = tuple(range(comm.size))
-    group = comm._gloo(everyone)
-    unchecked = Matcher(everyone, None, True, comm._starter)
+    group = comm.group().backend
+    unchecked = Matcher(everyone, None, True, comm.group().world.starter)
     x, y = torch.zeros(256), torch.zeros(65536)
 
     def plain() -> None:
         group.allreduce([x]).wait()
 
     def sliced() -> None:
-        Handle(unchecked.submit("allreduce", lambda _: group.allreduce([x])), x, comm._pending).wait()
+        Handle(unchecked.submit("allreduce", lambda _: group.allreduce([x])), x, comm.pending).wait()
 
     def checked() -> None:
         comm.iallreduce(x, everyone).wait()

@@ -11,7 +11,6 @@ In a function given to cluster.run, or in a process that torchrun started:
 from __future__ import annotations
 
 import copy
-import math
 import os
 import zlib
 from collections.abc import Iterable, Mapping
@@ -21,13 +20,15 @@ import torch
 import torch.distributed as dist
 
 from minipar.cluster import worker
-from minipar.comm import groups, operations, values
+from minipar.comm import algorithms, groups, operations, values
 from minipar.comm.board import SMALL
 from minipar.comm.handles import Handle, Result, StagedHandle
 from minipar.comm.operations import ALL_GATHER, ALLREDUCE, REDUCE_SCATTER
+from minipar.comm.outgoing import DONE
 from minipar.comm.shared import add_up, combine
-from minipar.comm.sockets import DONE, Sockets
+from minipar.comm.sockets import Sockets
 from minipar.comm.world import CLOSED, Group, World
+from minipar.costs.rates import Calibration
 from minipar.errors import RankError
 
 
@@ -39,7 +40,9 @@ class Communicator:
 
     x in the methods below is a number, a list of numbers (nested or not), a NumPy array or a tensor, and stays as it
     is; what comes back is of the same type. `algorithm`: "shared" (memory of one machine), "backend" (gloo's or NCCL's
-    own), or None for the faster of those that can be. With `async_op` a method returns at once; `wait()` of what it
+    own), or None for the faster of those that can be; a name of algorithms.names(...), such as "ring", plays that
+    program, in `wait`; "auto" takes what is fastest by `rates` (of minipar.calibrate), where all ranks know the size
+    beforehand: allreduce, reduce, reduce_scatter. With `async_op` a method returns at once; `wait()` of what it
     returns gives the result. RankError for what cannot be; CollectiveMismatch, on every rank, where ranks differ in
     what they call, or in what they bring.
     """
@@ -52,6 +55,8 @@ class Communicator:
         self._world = world
         self._parted: tuple[int, ...] = ()  # by which splits it was made
         self._splits = 0
+        self._played = 0
+        self.rates: Calibration | None = None  # by which "auto" chooses; the same on all ranks
 
     @property
     def closed(self) -> bool:
@@ -137,7 +142,7 @@ class Communicator:
 
     @property
     def _tag(self) -> int:
-        return zlib.crc32(repr(self._parted).encode()) & 0x3FFFFFFF | 0x40000000
+        return zlib.crc32(repr(self._parted).encode()) & 0x1FFFFFFF | 0x60000000  # beyond those of playing.py
 
     def isend(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Handle:
         """Start sending a contiguous tensor. It must not change before `wait` has returned.
@@ -289,13 +294,19 @@ class Communicator:
             ranks = tuple(self.members[rank] for rank in ranks)
         return self._world.group(ranks, kind)
 
-    def shares(self, group: Group, algorithm: str | None = None) -> bool:
+    def shares(self, group: Group, algorithm: str | None = None, call: str = "") -> bool:
         """Whether an algorithm uses the shared memory of a group. RankError where it cannot, or is not known."""
         if algorithm not in (None, "shared", "backend"):
-            raise RankError(f"algorithm={algorithm!r} is not known; possible are shared, backend")
+            possible = ", ".join(("shared", "backend", *(("auto", *algorithms.names(call)) if call else ())))
+            raise RankError(f"algorithm={algorithm!r} is not known; possible are {possible}")
         if algorithm == "shared" and group.arena is None:
             raise RankError(f"algorithm='shared' is not possible: {self.transport}")
         return algorithm != "backend" and group.arena is not None
+
+    def count_played(self) -> int:
+        """A number for a program that is played, the same on all ranks."""
+        self._played += 1
+        return self._played + self._tag
 
     def split(self, by: int | str, mesh: Mapping[str, int] | None = None) -> Communicator:
         """A Communicator among some of these ranks, numbered from 0 in their order. All ranks call this.
@@ -306,7 +317,7 @@ class Communicator:
         """
         self._splits += 1
         if mesh is not None:
-            colours = _colours(by, mesh, self.size)
+            colours = groups.along_axis(by, mesh, self.size)
         elif isinstance(by, int):
             colours = self.all_gather(by) if self.size > 1 else [by]
         else:
@@ -331,17 +342,6 @@ def _give(result: Result, async_op: bool) -> Any:
 
 def _small(tensor: torch.Tensor) -> bool:
     return not tensor.is_cuda and tensor.numel() * tensor.element_size() <= SMALL
-
-
-def _colours(axis: int | str, mesh: Mapping[str, int], size: int) -> list[int]:
-    """For each rank a number that those along an axis of the mesh have in common."""
-    names = list(mesh)
-    if axis not in names:
-        raise RankError(f"split: {axis!r} is no axis of the mesh; possible are {', '.join(names)}")
-    if math.prod(mesh.values()) != size or min(mesh.values()) < 1:
-        raise RankError(f"split: a mesh of {' x '.join(map(str, mesh.values()))} has no place for {size} ranks exactly")
-    step = math.prod(list(mesh.values())[names.index(str(axis)) + 1 :])
-    return [rank - rank // step % mesh[str(axis)] * step for rank in range(size)]
 
 
 _current: Communicator | None = None

@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import tempfile
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from minipar.errors import RankError
 
 # Long, since gloo also uses it for connecting, and the driver sees the death of a rank by itself.
 TIMEOUT = timedelta(minutes=30)
@@ -76,3 +80,14 @@ def agree_on_boards(store: dist.Store, rank: int) -> str:
     if rank == 0:
         store.set("boards", os.path.join(tempfile.gettempdir(), f"minipar-{secrets.token_hex(16)}"))
     return str(store.get("boards").decode())
+
+
+def along_axis(axis: int | str, mesh: Mapping[str, int], size: int) -> list[int]:
+    """For each rank a number that those along an axis of the mesh have in common."""
+    names = list(mesh)
+    if axis not in names:
+        raise RankError(f"split: {axis!r} is no axis of the mesh; possible are {', '.join(names)}")
+    if math.prod(mesh.values()) != size or min(mesh.values()) < 1:
+        raise RankError(f"split: a mesh of {' x '.join(map(str, mesh.values()))} has no place for {size} ranks exactly")
+    step = math.prod(list(mesh.values())[names.index(str(axis)) + 1 :])
+    return [rank - rank // step % mesh[str(axis)] * step for rank in range(size)]

@@ -9,12 +9,13 @@ Rows of a list, an array or a tensor are those of its first dimension; `shared.s
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from minipar.comm import backend, groups, shared, values
+from minipar.comm import algorithms, backend, groups, played, shared, values
 from minipar.comm.board import SMALL
 from minipar.comm.handles import Handle, Result
 from minipar.comm.matching import difference
@@ -25,12 +26,12 @@ from minipar.errors import CollectiveMismatch, RankError
 if TYPE_CHECKING:
     from minipar.comm.communicator import Communicator
 
-ALLREDUCE: Way = (shared.allreduce, backend.allreduce)
-REDUCE: Way = (shared.reduce, backend.reduce)
-REDUCE_SCATTER: Way = (shared.reduce_scatter, backend.reduce_scatter)
-ALL_GATHER: Way = (shared.all_gather, backend.all_gather)
-BROADCAST: Way = (shared.broadcast, backend.broadcast)
-ALL_TO_ALL: Way = (shared.all_to_all, backend.all_to_all)
+ALLREDUCE = Way(shared.allreduce, backend.allreduce, played.allreduce)
+REDUCE = Way(shared.reduce, backend.reduce, played.reduce)
+REDUCE_SCATTER = Way(shared.reduce_scatter, backend.reduce_scatter, played.reduce_scatter)
+ALL_GATHER = Way(shared.all_gather, backend.all_gather, played.all_gather)
+BROADCAST = Way(shared.broadcast, backend.broadcast, played.broadcast)
+ALL_TO_ALL = Way(shared.all_to_all, backend.all_to_all, played.all_to_all)
 _HEADER = 8 * values.FORM  # bytes before those of a tensor that travels with its form
 _TEXT = 160  # bytes of an announcement across machines
 
@@ -48,7 +49,7 @@ def reduce(comm: Communicator, x: Any, root: int, op: Any, algorithm: str | None
     """Combine over all ranks; the result is on rank `root`, None on the others."""
     _check_root(comm, "reduce", root)
     summing = _Summing(comm, "reduce", x, op, algorithm, f" to rank {root}")
-    summing.here = comm.rank == root
+    summing.root, summing.here = root, comm.rank == root
     return summing.start(alone, REDUCE, lambda given: (given, given, (root,)))
 
 
@@ -72,12 +73,13 @@ class _Summing:
     """A reduction under way."""
 
     def __init__(self, comm: Communicator, call: str, x: Any, op: Any, algorithm: str | None, rest: str = "") -> None:
-        self.comm, self.algorithm = comm, algorithm
+        self.comm, self.call, self.algorithm = comm, call, algorithm
         self.name = values.operation(op, call)
         self.kind, self.given = values.to_tensor(x, self.name, call)
         self.real = self.kind in ("number", "list") and self.given.dtype == torch.float64
         by = f" by {algorithm}" if algorithm is not None else ""
         self.words = values.describe(call, self.kind, self.given, f"for {self.name}{rest}{by}")
+        self.root = 0
         self.here = True  # whether this rank has the result
 
     def start(
@@ -102,7 +104,7 @@ class _Summing:
 
         if comm.size == 1:
             return Result(None, finish)
-        group, in_memory = _choose(comm, self.algorithm, nccl)
+        group, how = _choose(comm, self.call, self.algorithm, _bytes(given), nccl, self.root)
 
         def prepare(reals: list[bool]) -> tuple[Tensor, tuple[Any, ...]]:
             nonlocal result
@@ -112,7 +114,7 @@ class _Summing:
 
         def begin(reals: list[bool]) -> Any:
             x, rest = prepare(reals)
-            return group.start(way, in_memory, x, *rest, plain) if x.numel() else None
+            return _start(comm, group, way, how, x, *rest, plain) if x.numel() else None
 
         def on_board(parts: list[Tensor], reals: list[bool]) -> None:
             x, _ = prepare(reals)
@@ -122,24 +124,24 @@ class _Summing:
             combine(parts, plain, x)
 
         small = None
-        if way is ALLREDUCE and _may_share(self.algorithm) and not given.is_cuda and _bytes(given) <= SMALL:
+        if (
+            way is ALLREDUCE
+            and (how == "shared" or self.algorithm is None)
+            and not given.is_cuda
+            and _bytes(given) <= SMALL
+        ):
             small = (given, on_board)
         text, key = self.words
         matcher = group.matcher
         if matcher.board is None:
             _, reals = _agree(group, text, key, [], self.real)
             work = matcher.submit(text, lambda _: begin(reals))
-        elif small is None and self.kind in ("array", "tensor"):
+        elif small is None and how == "shared" and self.kind in ("array", "tensor"):
             x, rest = prepare([])
-            work = group.submit(text, way, in_memory, x, *rest, plain, key=key, alone=alone)
+            work = group.submit(text, way, True, x, *rest, plain, key=key, alone=alone)
         else:
             work = matcher.submit(text, begin, key, self.real, small, alone)
         return Result(Handle(work, given, comm.pending), finish)
-
-
-def _may_share(algorithm: str | None) -> bool:
-    """Whether shared memory may be used."""
-    return algorithm in (None, "auto", "shared")
 
 
 # Moving ---------------------------------------------------------------------------------------------------------------
@@ -163,7 +165,7 @@ def broadcast(comm: Communicator, x: Any, root: int, algorithm: str | None, alon
         return Result(None, finish)
     text = f"broadcast from rank {root}" + (f" by {algorithm}" if algorithm is not None else "")
 
-    def begin(group: Group, in_memory: bool, rows: list[list[int]]) -> Any:
+    def begin(group: Group, how: str, rows: list[list[int]]) -> Any:
         nonlocal agreed, result
         agreed = rows[root]
         for rank, row in enumerate(rows):
@@ -172,9 +174,9 @@ def broadcast(comm: Communicator, x: Any, root: int, algorithm: str | None, alon
                 raise CollectiveMismatch(f"broadcast: rank {root} has {theirs}, rank {rank} has {mine}")
         _, dtype, shape = values.decode_form(agreed)
         result = _host(given) if comm.rank == root else torch.empty(shape, dtype=dtype)
-        return group.start(BROADCAST, in_memory, result, root) if result.numel() else None
+        return _start(comm, group, BROADCAST, how, result, root) if result.numel() else None
 
-    return Result(_move(comm, text, text, form, begin, algorithm, alone), finish)
+    return Result(_move(comm, "broadcast", text, text, form, begin, algorithm, alone), finish)
 
 
 def all_gather(comm: Communicator, x: Any, algorithm: str | None, alone: bool) -> Result:
@@ -192,7 +194,7 @@ def all_gather(comm: Communicator, x: Any, algorithm: str | None, alone: bool) -
     if comm.size == 1:
         return Result(None, finish)
 
-    def begin(group: Group, in_memory: bool, rows: list[list[int]]) -> Any:
+    def begin(group: Group, how: str, rows: list[list[int]]) -> Any:
         nonlocal result
         forms = [values.decode_form(row) for row in rows]
         tails = [torch.Size(shape[1:]) for _, _, shape in forms]
@@ -208,9 +210,11 @@ def all_gather(comm: Communicator, x: Any, algorithm: str | None, alone: bool) -
             return None
         if len(given):
             result.split(counts)[comm.rank].copy_(given)
-        return group.start(ALL_GATHER, in_memory, result.view(-1), [n * tails[like].numel() for n in counts])
+        return _start(comm, group, ALL_GATHER, how, result.view(-1), [n * tails[like].numel() for n in counts])
 
-    return Result(_move(comm, text, key, values.encode_form(kind, given), begin, algorithm, alone), finish)
+    return Result(
+        _move(comm, "all_gather", text, key, values.encode_form(kind, given), begin, algorithm, alone), finish
+    )
 
 
 def all_to_all(comm: Communicator, x: Any, algorithm: str | None, alone: bool) -> Result:
@@ -242,13 +246,13 @@ def all_to_all(comm: Communicator, x: Any, algorithm: str | None, alone: bool) -
     if comm.size == 1:
         return Result(None, finish)
 
-    def begin(group: Group, in_memory: bool, rows: list[list[int]]) -> Any:
+    def begin(group: Group, how: str, rows: list[list[int]]) -> Any:
         nonlocal got, lengths
         lengths = [row[comm.rank] for row in rows]
         got = torch.empty(sum(lengths), dtype=torch.uint8)
-        return group.start(ALL_TO_ALL, in_memory, sent, got, rows)
+        return _start(comm, group, ALL_TO_ALL, how, sent, got, rows)
 
-    return Result(_move(comm, text, key, lengths, begin, algorithm, alone), finish)
+    return Result(_move(comm, "all_to_all", text, key, lengths, begin, algorithm, alone), finish)
 
 
 def pack(x: Any, call: str) -> Tensor:
@@ -274,34 +278,62 @@ def as_bytes(tensor: Tensor) -> Tensor:
 # What they share ------------------------------------------------------------------------------------------------------
 
 
-def _choose(comm: Communicator, algorithm: str | None, nccl: bool = False) -> tuple[Group, bool]:
-    """The group, and whether its shared memory is used; if not, its backend is made while all are here."""
+def _choose(
+    comm: Communicator, call: str, algorithm: str | None, nbytes: int | None, nccl: bool = False, root: int = 0
+) -> tuple[Group, str]:
+    """The group, and how: "shared", "backend" (which is made while all are here), or an algorithm's name. `nbytes` of
+    the whole tensor, where all ranks know it already."""
     group = comm.group("nccl" if nccl else "host")
-    in_memory = not nccl and comm.shares(group, algorithm)
-    if not in_memory:
+    if algorithm == "auto":
+        algorithm = None
+        if comm.rates is not None and nbytes is not None:
+            from minipar.comm import choice  # which needs the simulator
+
+            found = choice.choose(call, comm.size, nbytes, comm.rates, root=root)
+            algorithm = None if found == choice.BACKEND else found
+    if algorithm in algorithms.names(call):
+        return group, str(algorithm)
+    how = "shared" if not nccl and comm.shares(group, algorithm, call) else "backend"
+    if how == "backend":
         group.backend  # noqa: B018
-    return group, in_memory
+    return group, how
+
+
+def _start(comm: Communicator, group: Group, way: Way, how: str, *args: Any) -> Any:
+    if how in ("shared", "backend"):
+        return group.start(way, how == "shared", *args)
+    number = comm.count_played()
+
+    def play(collective: str, x: Tensor, op: str = "sum", root: int = 0) -> Tensor:
+        from minipar.comm.playing import play  # which needs the communicator
+
+        size = x.element_size()
+        program = algorithms.program(collective, how, comm.size, x.numel() * size, root=root, item=size)
+        return play(program, comm, x, tuple(range(comm.size)), op, number=number)
+
+    return played.Played(partial(way.played, play, comm.rank, *args))
 
 
 def _move(
     comm: Communicator,
+    call: str,
     text: str,
     key: str,
     row: list[int],
-    begin: Callable[[Group, bool, list[list[int]]], Any],
+    begin: Callable[[Group, str, list[list[int]]], Any],
     algorithm: str | None,
     alone: bool,
 ) -> Handle:
     """Tell each other some numbers; `begin` gets those of all ranks."""
-    group, in_memory = _choose(comm, algorithm)
+    group, how = _choose(comm, call, algorithm, None)
     matcher = group.matcher
     if matcher.board is None:
         rows, _ = _agree(group, text, key, row, False)
-        work = matcher.submit(text, lambda _: begin(group, in_memory, rows))
+        work = matcher.submit(text, lambda _: begin(group, how, rows))
     else:
         small = (
             torch.tensor(row, dtype=torch.int64),
-            lambda rows, _: begin(group, in_memory, [one.tolist() for one in rows]),
+            lambda rows, _: begin(group, how, [one.tolist() for one in rows]),
         )
         work = matcher.submit(text, lambda _: None, key, False, small, alone)
     return Handle(work, None, comm.pending)

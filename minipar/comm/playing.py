@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,11 +21,13 @@ from torch import Tensor
 
 from minipar.comm.algorithms import OPERATIONS
 from minipar.comm.algorithms.moves import bounds
-from minipar.comm.communicator import Communicator
 from minipar.comm.handles import Handle
 from minipar.errors import RankError
 from minipar.program import Instruction, Op, Program, Value
 from minipar.trace import Trace
+
+if TYPE_CHECKING:
+    from minipar.comm.communicator import Communicator
 
 PIECE = 1 << 20  # bytes of a message, at most
 _TAGS, _NUMBERS = 1 << 19, 1 << 10  # messages to one rank in one collective, and collectives under way at once

@@ -10,7 +10,7 @@ import os
 import select
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,15 @@ from minipar.comm.matching import Collective, Matcher, Starter
 from minipar.comm.sockets import Sockets
 from minipar.errors import RankError
 
-Way = tuple[Callable[..., Steps], Callable[..., Any]]  # a collective of shared.py, and of backend.py
 CLOSED = "this Communicator is closed; communicator.create() makes a new one"
+
+
+class Way(NamedTuple):
+    """One collective in its three ways: shared.py, backend.py, played.py."""
+
+    shared: Callable[..., Steps]
+    backend: Callable[..., Any]
+    played: Callable[..., None]
 
 
 class World:
@@ -157,10 +164,10 @@ class Group:
     def start(self, way: Way, shared: bool, *args: Any) -> Any:
         """Start a collective that all have agreed on, in shared memory or as the backend's own."""
         if shared and self.arena is not None:
-            exchange = Exchange(self.arena, way[0](self.arena, *args))
+            exchange = Exchange(self.arena, way.shared(self.arena, *args))
             self.arena.line_up(exchange)
             return exchange
-        return way[1](self.backend, self.index, *args)
+        return way.backend(self.backend, self.index, *args)
 
     def submit(
         self,
@@ -175,11 +182,11 @@ class Group:
         """Announce a collective whose arguments do not depend on the others'."""
         exchange = None
         if small is None and shared and self.arena is not None:
-            exchange = Exchange(self.arena, way[0](self.arena, *args))
+            exchange = Exchange(self.arena, way.shared(self.arena, *args))
         elif small is None and not shared:
             self.backend  # noqa: B018  (made while all are here)
         return self.matcher.submit(
-            text, lambda _: way[1](self.backend, self.index, *args), key, False, small, alone, exchange
+            text, lambda _: way.backend(self.backend, self.index, *args), key, False, small, alone, exchange
         )
 
     def _meet(self, row: list[int] | None = None) -> list[list[int]]:

@@ -216,16 +216,16 @@ class Walk:
                 self.release(self.live.pop(value, None), "live")
 
     def reduce_scatter(self, ins: Instruction) -> None:
-        """Gradients are packed into a message, and go; parts of the others' arrive, and stay until they are summed."""
+        """Gradients are packed into a message, which stays until it is summed with the others'; those are read where
+        they are, in memory that the ranks share."""
         buffers = [value for value in ins.writes if value.kind == "buffer"]
         size = sum(self.sizes.size(self.rank, value) for value in buffers)
         message = self.make(size, -1, "message", "buffers")
         self.free(ins)
         self.other(ins._replace(writes=tuple(value for value in ins.writes if value.kind != "buffer")))
-        arriving = self.make(size, -1, "message", "buffers")
         for value in ins.writes:
             if value.kind != "buffer":
-                self.messages[value] = [message, arriving]
+                self.messages[value] = [message]
 
     def _workspace(self, groups: Sequence[int]) -> int:
         """Of a STEP over some groups; the slices of sharded ones are parameters of their own.

@@ -230,12 +230,13 @@ def test_ranks_in_any_interleaving(monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks in one process, each step by step, in random order: the sums are right whoever is ahead."""
     monkeypatch.setattr(arena, "_LARGEST", 4096)
     generator = torch.Generator().manual_seed(0)
-    for count in (2, 3, 4):
+    for count in (2, 3, 4, 3, 2):
         ends = arenas(count)
         for size in (1, 1000, 40_001):
-            xs = [torch.full((size,), float(k)) for k in range(count)]
+            content = torch.arange(size) % 1009.0  # other values in every piece
+            xs = [content + k for k in range(count)]
             parts = [torch.zeros(size // count) for _ in range(count)]
-            wholes = [torch.full((count * 900,), float(k)) for k in range(count)]
+            wholes = [torch.arange(count * 900.0) + k for k in range(count)]
             started = []
             for k, end in enumerate(ends):
                 part = xs[k].clone()[: size // count * count]
@@ -251,10 +252,11 @@ def test_ranks_in_any_interleaving(monkeypatch: pytest.MonkeyPatch) -> None:
                     end.line_up(one)
             while not all(end.idle for end in ends):
                 ends[int(torch.randint(count, (), generator=generator))].run()
-            everything = float(sum(range(count)))
-            assert all(bool((x == everything).all()) for x in xs)
-            assert all(bool((part == everything).all()) for part in parts) or size == 1
-            assert all(bool((whole == count - 1).all()) for whole in wholes)
+            total = count * content + sum(range(count))
+            assert all(torch.equal(x, total) for x in xs)
+            own = total[: size // count * count].split(max(1, size // count))
+            assert all(torch.equal(*pair) for pair in zip(parts, own, strict=False))
+            assert all(torch.equal(whole, torch.arange(count * 900.0) + count - 1) for whole in wholes)
 
 
 def test_after_a_mismatch_all_have_the_same_count_whoever_had_begun() -> None:
