@@ -142,7 +142,7 @@ class Line:
         self.socket.settimeout(seconds)
 
     def send(self, message: Message, data: memoryview | bytes = b"") -> None:
-        header = _HEADER.pack(*message._replace(size=len(data)))
+        header = _HEADER.pack(*message[:-1], len(data))
         try:
             if not len(data):
                 self.socket.sendall(header)
@@ -215,6 +215,9 @@ class Peer:
         self._header = memoryview(bytearray(_HEADER.size))
         self._into, self._have = (memoryview(bytearray(_NONCE + _PROOF)) if token else self._header), 0
         self._message: Message | None = None
+        self._stage = memoryview(bytearray(_SMALL))  # bytes read and not yet taken: from _read to _staged
+        self._read = self._staged = 0
+        self._idle = False  # the last look found less than there was room for
         self._out: deque[tuple[memoryview, Callable[[], None] | None]] = deque()
         if token:
             self._out.append((memoryview(self.nonce), None))
@@ -230,7 +233,7 @@ class Peer:
 
     def send(self, message: Message, data: memoryview | bytes = b"", written: Callable[[], None] | None = None) -> None:
         """Write a message, or remember it; `written` is called when the kernel has all of it."""
-        header = _HEADER.pack(*message._replace(size=len(data)))
+        header = _HEADER.pack(*message[:-1], len(data))
         small = len(data) < _SMALL  # a copy is cheaper than another call
         self._out.append((memoryview(header + bytes(data) if small else header), written if small else None))
         if not small:
@@ -261,16 +264,12 @@ class Peer:
         """Take in what is there. `ended` is set when nothing more can come; Refused for what cannot be."""
         for _ in range(_AT_ONCE):
             while self._have < len(self._into):
-                try:
-                    got = self.socket.recv_into(self._into[self._have :])
-                except BlockingIOError:
+                if self._read == self._staged and not self._receive():
                     return
-                except OSError:
-                    got = 0
-                if got == 0:
-                    self.ended = True
-                    return
-                self._have += got
+                size = min(len(self._into) - self._have, self._staged - self._read)
+                self._into[self._have : self._have + size] = self._stage[self._read : self._read + size]
+                self._have += size
+                self._read += size
             if not self.proved:
                 self._prove()
                 self._into, self._have = self._header, 0
@@ -280,6 +279,27 @@ class Peer:
                 self._message = message
             if self._message is not None and self._have == len(self._into):
                 self._finish()
+            if self._idle and self._read == self._staged and self._message is None:
+                return  # (the selector says when more comes)
+
+    def _receive(self) -> bool:
+        """Short messages come several at a time, by way of the stage; long ones go where they belong at once."""
+        long = len(self._into) - self._have >= _SMALL
+        into = self._into[self._have :] if long else self._stage
+        try:
+            got = self.socket.recv_into(into)
+        except BlockingIOError:
+            return False
+        except OSError:
+            got = 0
+        if got == 0:
+            self.ended = True
+        elif long:
+            self._have += got
+        else:
+            self._read, self._staged = 0, got
+        self._idle = got < len(into)
+        return got > 0
 
     def _finish(self) -> None:
         message = self._message

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from minipar.comm import snapshot
-from minipar.comm.framing import BETWEEN_SERVERS, MOST_TEXT, Message, Peer, Refused, What, bytes_of, listen
+from minipar.comm.framing import BETWEEN_SERVERS, MOST_TEXT, Message, Peer, Refused, What, listen
 from minipar.comm.meeting import Handle, Introduction, present, read_handle
 from minipar.comm.served import Arrivals, Event, Served, Settings, rows_of
 from minipar.comm.shard import Shard, digest, pieces_of
@@ -346,7 +346,7 @@ class Server:
 
         message = Message(What.ANSWER, self.settings.steps, row.worker, row.step, row.version, number)
         self.shard.readers.append(peer)
-        self.board.tell(peer, message, bytes_of(flat)[:size], written)
+        self.board.tell(peer, message, self.shard.bytes[:size], written)
 
     def _look_for_silent(self) -> None:
         patience = float("inf") if self.settings.patience is None else self.settings.patience

@@ -62,6 +62,7 @@ class Servers:
         ]
         # What the servers keep, each in one run of bytes; a key that is cut gets memory of its own.
         self._flats = [torch.zeros(length(pieces), dtype=torch.uint8) for pieces in self._pieces]
+        self._bytes = [bytes_of(flat) for flat in self._flats]
         self._values = [self._home_of(k) for k in range(len(self.keys))]
         self.lines: list[Line] = []
         self.incarnation = 0
@@ -185,7 +186,7 @@ class Servers:
                 for server, line in enumerate(self.lines):
                     while True:
                         answer = self._take(line, What.ANSWER)
-                        line.read(bytes_of(self._flats[server])[: answer.size])
+                        line.read(self._bytes[server][: answer.size])
                         if answer.number == self.request:
                             break
                 break

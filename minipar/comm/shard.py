@@ -85,6 +85,7 @@ class Shard:
         self.keys, self.pieces = keys, pieces
         self.by_tensor = {piece.tensor: piece for piece in pieces}
         self.flat = torch.zeros(length(pieces), dtype=torch.uint8)
+        self.bytes = bytes_of(self.flat)
         self.parameters = [nn.Parameter(view(self.flat, keys[p.tensor], p)) for p in pieces]
         for piece, parameter in zip(pieces, self.parameters, strict=True):
             size = keys[piece.tensor].type.itemsize
@@ -142,12 +143,13 @@ class Shard:
         if self.optimizer is not None:
             total = taken[0].flat
             rows = sum(p.rows for p in taken)
-            for dtype, start, stop in self.runs:
+            scale = taken[0].of / rows if 0 < rows != taken[0].of else 1.0
+            for dtype, start, stop in self.runs if len(taken) > 1 or scale != 1 else ():
                 sums = total[start:stop].view(dtype)
                 for other in taken[1:]:
                     sums += other.flat[start:stop].view(dtype)
-                if 0 < rows != taken[0].of:
-                    sums *= taken[0].of / rows
+                if scale != 1:
+                    sums *= scale
             self._spare_readers()
             for piece, parameter in zip(self.pieces, self.parameters, strict=True):
                 parameter.grad = view(total, self.keys[piece.tensor], piece)
@@ -166,7 +168,7 @@ class Shard:
         self.readers = []
 
     def _take(self, flat: Tensor) -> None:
-        self.flat = flat
+        self.flat, self.bytes = flat, bytes_of(flat)
         for piece, parameter in zip(self.pieces, self.parameters, strict=True):
             parameter.data = view(flat, self.keys[piece.tensor], piece)
 
