@@ -63,6 +63,7 @@ class Arena:
         self.others = tuple(k for k in range(count) if k != index)
         self.lock = threading.Lock()  # of whoever runs steps
         self.posted = 0
+        self.attended = 0  # threads that wait for an exchange here, and so do its steps
         self._gone = gone
         self._map = memory
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
@@ -237,12 +238,16 @@ class Exchange:
 
     def wait(self) -> None:
         """Return when it is complete. ConnectionError when a member is gone."""
-        looks = 0
-        while not self.done:
-            self.arena.run(blocking=True)
-            looks += 1
-            if not self.done and looks > _LOOKS:
-                self.arena.sleep(self)
+        looks, arena = 0, self.arena
+        arena.attended += 1
+        try:
+            while not self.done:
+                arena.run(blocking=True)
+                looks += 1
+                if not self.done and looks > _LOOKS:
+                    arena.sleep(self)
+        finally:
+            arena.attended -= 1
         if self.error is not None:
             raise self.error
 

@@ -214,7 +214,7 @@ class Matcher:
     def advance(self) -> None:
         """Start what can be started, and go on with what is under way in shared memory."""
         self.progress()
-        if self.arena is not None:
+        if self.arena is not None and not self.arena.attended:  # two threads would only be in each other's way
             self.arena.run()
 
     @property
@@ -224,7 +224,7 @@ class Matcher:
 
     def doze(self) -> None:
         """Not for long, and shorter when another rank has done its part."""
-        if self.arena is not None and not self._queue:
+        if self.arena is not None and not self._queue and not self.arena.attended:
             self.arena.sleep()
         else:
             time.sleep(_NAP)
