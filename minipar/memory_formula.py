@@ -152,7 +152,7 @@ def _own(plan: Plan, layout: Layout, rank: int) -> tuple[States, int]:
         buffers += precision.parameter * _neighbours(layers)  # one layer computes, the next is on its way
     if plan.zero >= 2:
         sizes = [Group(group.layers, (precision.gradient * _numbers(group),)) for group in groups]
-        buckets = split_buckets(sharded[::-1], sizes, plan.bucket)
+        buckets = split_buckets(sharded[::-1], sizes, plan.messages)
         buffers += _neighbours([sum(sum(sizes[g].tensors) for g in bucket) for bucket in buckets])
     return own, buffers
 

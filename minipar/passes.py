@@ -47,7 +47,7 @@ def program_of(
     times = _times(plan, shape, layout, costs, costs_of)
     actions = [plan.actions(stage) for stage in range(plan.pp)]
     _check(plan, layout, actions)
-    bucket = plan.bucket if plan.bucket != "auto" else best_size(expand(actions, layout), layout, times)
+    bucket = plan.messages if plan.messages != "auto" else best_size(expand(actions, layout), layout, times)
     first = plan.overlap == "priority"
     again = segments.schedules(plan.checkpoint, layout, actions, costs)
     if plan.sync == "ps":

@@ -44,7 +44,8 @@ class Plan:
     chunks        stages on each rank; default what the schedule says, for most of them 1
     group         micro-batches that schedule=interleaved takes through one chunk before the next; default pp
     bucket        gradient messages: MiB per bucket, "none" (one per parameter), "flat" (one buffer), "4x" (four of
-                  about equal size), "7,3" (layers that end one), or "auto" (the size that is predicted to be best)
+                  about equal size), "7,3" (layers that end one), or "auto" (the size that is predicted to be best);
+                  default 25, or 8 with zero=3, whose layers come one by one
     overlap       "backward": a bucket is sent while backward goes on; "none": after it; "priority": also while the next
                   forward does, what it needs first before the rest, in pieces of at most `bucket`
     local_steps   every replica trains by itself for so many steps, then their parameters are averaged; 0: they never do
@@ -82,7 +83,7 @@ class Plan:
     split: tuple[int, ...] | str | None = None
     chunks: int | None = None
     group: int | None = None
-    bucket: float | str | tuple[int, ...] = 25
+    bucket: float | str | tuple[int, ...] | None = None
     overlap: str = "backward"
     local_steps: int = 0
     compress: str = "none"
@@ -143,7 +144,7 @@ class Plan:
         if self.precision not in PRECISIONS:
             raise PlanError(f"precision={self.precision}: unknown; possible are {', '.join(PRECISIONS)}")
         if self.overlap == "priority":
-            settings.check_priority(self.bucket, self.zero, self.clip, self.offload, self.host_layers)
+            settings.check_priority(self.messages, self.zero, self.clip, self.offload, self.host_layers)
         object.__setattr__(self, "compress", compression.parse(self.compress))
         if self.compress != "none":
             settings.check_compress(self)
@@ -183,6 +184,11 @@ class Plan:
     def splits(self) -> bool:
         """Whether the schedule has backwards in halves."""
         return any(isinstance(a, BackwardWeight) for rank in range(self.pp) for a in self.actions(rank))
+
+    @property
+    def messages(self) -> float | str | tuple[int, ...]:
+        """`bucket`, or what it is by default: see there."""
+        return (8 if self.zero == 3 else 25) if self.bucket is None else self.bucket
 
     @property
     def total_microbatches(self) -> int:

@@ -95,8 +95,10 @@ def split(value: object, stages: int, ranks: int, chunks: int) -> tuple[int, ...
     return counts
 
 
-def bucket(value: object) -> float | str | tuple[int, ...]:
+def bucket(value: object) -> float | str | tuple[int, ...] | None:
     """MiB per message, "none", "flat", "auto", how many such as "4x", or the layers that end one such as (7, 3)."""
+    if value is None:
+        return None
     text = "".join(f"{layer}," for layer in value) if isinstance(value, (tuple, list)) else str(value)
     if text in ("none", "flat", "auto"):
         return text

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from minipar import settings
 from minipar.costs.shapes import Shape
 from minipar.errors import PlanError
 from minipar.plan import Plan
@@ -109,7 +108,7 @@ def bucket_curve(
     plan = Plan.parse(plan)
     if plan.dp == 1:
         raise PlanError(f"plan {plan}: has one replica and no buckets; possible is dp=2 or more")
-    chosen = tuple(settings.bucket(bucket) for bucket in buckets) or _choices(plan, shape)
+    chosen = tuple(replace(plan, bucket=bucket).messages for bucket in buckets) or _choices(plan, shape)
     programs = []
     for bucket in chosen:
         each = replace(plan, bucket=bucket)

@@ -36,7 +36,9 @@ def test_words_table_and_keywords_agree():
 
 
 def test_defaults_and_spellings():
-    assert Plan.parse("") == Plan.parse({}) == Plan() == Plan(split="even", bucket="25MiB", pp="1", dp=1.0)
+    assert Plan.parse("") == Plan.parse({}) == Plan() == Plan(split="even", pp="1", dp=1.0)
+    assert Plan(bucket="25MiB").messages == Plan().messages == Plan(zero=2).messages == 25
+    assert Plan(zero=3).messages == 8  # (its layers are gathered one by one)
     assert Plan().ranks == 1
     assert Plan.parse("pp=3 split=2,2,1") == Plan(pp=3, split=[2, 2, 1])
     assert len({Plan(pp=2), Plan(pp="2"), Plan(pp=3)}) == 2  # plans are equal by value and can be keys
@@ -85,7 +87,6 @@ SIZES = "must be a size in MiB above 0, none (one message per parameter), flat (
         ("bucket=nan", f"bucket=nan: {SIZES}"),
         ("bucket=1e999", f"bucket=1e999: {SIZES}"),
         ("bucket=large", f"bucket=large: {SIZES}"),
-        ({"bucket": None}, f"bucket=None: {SIZES}"),
         ({"bucket": True}, f"bucket=True: {SIZES}"),
         ("overlap=forward", "overlap=forward: unknown; possible are none, backward"),
         ({"overlap": True}, "overlap=True: unknown; possible are none, backward"),
