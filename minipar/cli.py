@@ -219,21 +219,19 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
         )
     assert run.reference is not None
     predicted, measured = run.predicted, run.trace
+    steps = measured.program.steps  # of the program, which traces are of
     result: dict[str, Any] = {
         "losses": run.losses,
         "reference_losses": run.reference.losses,
-        "time": {
-            "predicted": predicted.time / measured.program.steps,
-            "measured": measured.time / measured.program.steps,
-        },
+        "time": {"predicted": predicted.time / steps, "measured": measured.time / steps},
         "bubble_of_total": {"predicted": predicted.bubble_of_total(), "measured": measured.bubble_of_total()},
         "peak_memory": [
             {"predicted": p, "measured": m, "by_kind": measured.peak_by_kind(rank)}
             for rank, (p, m) in enumerate(zip(predicted.peak_memory(), measured.peak_memory(), strict=True))
         ],
         "bytes_sent": run.bytes_sent,
-        "bytes_by_link": in_words(measured.bytes_by_link()),
-        "bytes_by_kind": measured.bytes_by_kind(),
+        "bytes_by_link": {link: size // steps for link, size in in_words(measured.bytes_by_link()).items()},
+        "bytes_by_kind": {kind: size // steps for kind, size in measured.bytes_by_kind().items()},
     }
     if run.service is not None:
         result |= _service(run, plan)
