@@ -11,6 +11,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from minipar.costs.device import DeviceSpec
@@ -64,6 +65,7 @@ def _parser() -> _Parser:
     one = command("simulate", _simulate, _show_simulate, "predict a plan's step with costs given by hand")
     one.add_argument("plan", metavar="PLAN", help="key=value words in one string, such as 'pp=4 microbatches=8'")
     one.add_argument("--layers", type=_count, required=True, help="number of equal layers")
+    one.add_argument("--steps", type=_count, default=None, help="training steps (default 1)")
     one.add_argument("--forward", type=_time, default=1.0, help="time of a micro-batch's forward on one rank's share")
     one.add_argument("--backward", type=_time, default=None, help="time of its backward (default 2)")
     one.add_argument("--input-gradient", type=_time, default=None, help="time of the input half of the backward")
@@ -146,13 +148,14 @@ def _times(text: str) -> tuple[float, ...]:
 def _simulate(options: argparse.Namespace) -> dict[str, Any]:
     from minipar.simulator import simulate
 
-    program = Plan.parse(options.plan).compile(layers=options.layers)
+    plan = Plan.parse(options.plan)
+    program = plan.compile(layers=options.layers, steps=options.steps or 1)
     halves = (options.input_gradient, options.weight_gradient)
     backward = options.backward
     if backward is None:
         backward = sum(halves) if None not in halves else 2.0
-    trace = simulate(
-        program,
+    predicted = partial(
+        simulate,
         forward=options.forward,
         backward=backward,
         input_gradient=halves[0],
@@ -160,6 +163,9 @@ def _simulate(options: argparse.Namespace) -> dict[str, Any]:
         latency=options.latency,
         stage_factors=options.stage_factors,
     )
+    trace = run = predicted(program)
+    if plan.asynchronous and options.steps is None:  # versions are those of a run, of which one step is the beginning
+        run = predicted(plan.compile(layers=options.layers, steps=plan.settling_steps, check=False))
     if not math.isfinite(trace.time):
         raise PlanError("the times given add up to more than a number can hold; use smaller ones")
     return {
@@ -168,8 +174,8 @@ def _simulate(options: argparse.Namespace) -> dict[str, Any]:
         "bubble_of_ideal": trace.bubble_of_ideal(),
         "window_bubble": trace.window_bubble(),
         "in_flight": trace.in_flight(),
-        "weight_versions": trace.weight_versions(),
-        "staleness": trace.staleness(),
+        "weight_versions": run.weight_versions(),
+        "staleness": run.staleness(),
         "messages_per_microbatch": trace.messages_per_microbatch(),
         "instructions": len(program),
     }
@@ -192,8 +198,6 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     # Before torch is imported and ranks are started. (split=auto is decided by a profile, later.)
     costs = presets.layer_costs(options.model, 1) if plan.split == "auto" else None
     plan.compile(models.shape(options.model), costs=costs)
-
-    from functools import partial
 
     import torch
 
@@ -232,6 +236,9 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
         "bytes_sent": run.bytes_sent,
         "bytes_by_link": {link: size // steps for link, size in in_words(measured.bytes_by_link()).items()},
         "bytes_by_kind": {kind: size // steps for kind, size in measured.bytes_by_kind().items()},
+        "weight_versions": measured.weight_versions(),
+        "staleness": measured.staleness(),
+        "asynchronous": plan.asynchronous,
     }
     if run.service is not None:
         result |= _service(run, plan)
@@ -266,7 +273,8 @@ def _show_run(result: dict[str, Any]) -> str:
     time, bubble = result["time"], result["bubble_of_total"]
     predicted, measured = (time[kind] * 1e3 for kind in ("predicted", "measured"))
     error = f" ({predicted / measured - 1:+.0%})" if measured else ""
-    lines.append(f"step time        {predicted:.2f} ms predicted{error}, {measured:.2f} ms measured")
+    what = "run time " if result["asynchronous"] else "step time"
+    lines.append(f"{what}        {predicted:.2f} ms predicted{error}, {measured:.2f} ms measured")
     lines.append(f"bubble of total  {bubble['predicted']:.1%} predicted, {bubble['measured']:.1%} measured")
     for rank, peak in enumerate(result["peak_memory"]):
         sent = result["bytes_sent"][rank]
@@ -279,6 +287,9 @@ def _show_run(result: dict[str, Any]) -> str:
     kinds = [f"{kind} {size / 2**20:.2f} MiB" for kind, size in result["bytes_by_kind"].items()]
     if kinds:
         lines.append(f"sent by all ranks in a step: {', '.join(kinds)}")
+    if result["asynchronous"]:
+        for rank, pair in enumerate(zip(result["weight_versions"], result["staleness"], strict=True)):
+            lines.append(f"rank {rank}  up to {pair[0]} versions of the weights, gradients up to {pair[1]} updates old")
     if "max_gradient_error" in result:
         lines.append(f"max gradient error against plain torch  {result['max_gradient_error']:.2e}")
     return "\n".join(lines)

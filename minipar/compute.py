@@ -24,7 +24,7 @@ from minipar.errors import RankError
 from minipar.kept import Kept
 from minipar.losses import counted
 from minipar.pieces import pieces_of
-from minipar.program import Instruction, Local, Op, Program, Synchronous, Value, grad_output, output
+from minipar.program import Instruction, Local, Op, Program, Staleness, Synchronous, Value, grad_output, output
 from minipar.strategies import host_layers, offload
 from minipar.tensors import (
     count_bytes,
@@ -53,6 +53,7 @@ class Compute:
         self.on_host, _ = host_layers.computed(program.ranks[rank])
         self.layers = {layer: layers[layer].to(self.place_of(layer)).train() for layer in held}
         self.dropouts = {layer: randomness.row_dropouts(layers[layer]) for layer in held}
+        self.every = program.contract.every if isinstance(program.contract, Staleness) else None
         self.overwriting = {layer for layer in held if overwrites(self.layers[layer])}
         self.follow(program)
         self.sizes: dict[tuple[str, int, int], int] = {}
@@ -93,7 +94,7 @@ class Compute:
         self.batch: dict[int, Part] = {}
         self.counts: dict[int, list[int]] = {}
         self.weights: dict[int, tuple[int, int]] = {}  # what the loss is a mean of, and the whole batch
-        self.losses: list[Tensor | float] = [0.0] * self.program.steps
+        self.losses: list[Tensor | float] = [0.0] * self.program.losses
 
     def batch_of(self, step: int) -> Part:
         """What this rank has of the batch of a step."""
@@ -113,6 +114,8 @@ class Compute:
 
     def share(self, step: int, steps: int = 1) -> float:
         """How much this rank's loss weighs in that of all replicas, in `steps` steps to this one."""
+        if not isinstance(self.program.contract, Local):
+            return 1.0
         found = [self.weights[s] for s in range(step - steps + 1, step + 1)]
         whole = sum(weight for _, weight in found)
         return sum(own for own, _ in found) / whole if whole else 1.0
@@ -139,7 +142,8 @@ class Compute:
             given = detach(value, requires_grad=piece[0] > self.program.first_trainable)
             final = None
             if piece[-1] == self.program.layers - 1:
-                final = map_tensors(take_rows(part.y, here), self._to_end), part.weight
+                target = take_rows(part.y, here)
+                final = map_tensors(target, self._to_end), self._weight(target, part.weight)
             with torch.set_grad_enabled(trains):
                 result, ends = self._run_piece(piece, given, final, ins, rows)
             if trains:
@@ -188,8 +192,13 @@ class Compute:
         if not final:
             ends = differentiable(value)
         elif ins.op is Op.FORWARD:
-            self.losses[ins.step] = self.losses[ins.step] + ends[0].detach() * self.share(ins.step)
+            k = ins.step if self.every is None else ins.step * self.program.microbatches + ins.microbatch
+            self.losses[k] = self.losses[k] + ends[0].detach() * (self.every or self.share(ins.step))
         return detach(value), ends
+
+    def _weight(self, y: Any, weight: int) -> int:
+        """What the micro-batch's targets count against: those of the step, or (so many times) the micro-batch's own."""
+        return weight if self.every is None else max(1, counted(y, self.loss)) * self.every
 
     def _scaled_loss(self, y: Any, weight: int) -> Callable[[Any], Tensor]:
         """The micro-batch's share of the step's mean loss: its own mean, times its part of what counts."""

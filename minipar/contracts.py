@@ -20,9 +20,18 @@ class Local:
 
 @dataclass(frozen=True)
 class Staleness:
-    """An update may use gradients of parameters that are up to `bound` updates older; None: any number."""
+    """An update may use gradients of parameters that are up to `bound` updates older; None: any number.
+
+    versions   of its parameters that a rank may hold at once; None: any number
+    every      micro-batches of an update, each with the mean loss of its own rows, of which the update takes the mean;
+               None: all micro-batches of a step, with the mean loss of its rows
+    stashed    a backward uses the version that its forward used; otherwise the newest one
+    """
 
     bound: int | None = None
+    versions: int | None = None
+    every: int | None = None
+    stashed: bool = True
 
 
 Contract = Synchronous | Local | Staleness

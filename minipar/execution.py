@@ -38,12 +38,13 @@ from minipar.memory.series import Series
 from minipar.memory.tape import record
 from minipar.memory.watching import SERIES, Watching
 from minipar.plan import Plan
-from minipar.program import Local, Program, Value
+from minipar.program import Action, Local, Program, Value
 from minipar.randomness import split_sensitive
 from minipar.saving.contents import dtype_name, outline_of
 from minipar.saving.folder import Header
 from minipar.saving.keeping import NOTHING, Share, Storing
 from minipar.state import Slice, assemble
+from minipar.strategies.versions import as_it_happened
 from minipar.tensors import count_bytes, count_rows, layers_of, map_tensors, single
 from minipar.trace import Trace
 from minipar.verifier import verify
@@ -133,16 +134,17 @@ class Passed:
     sizes: list[dict[Value, int]]
     data: list[int]
     overruns: list[list[int]]
+    orders: list[list[Action]]  # of ranks that decide as they run
     series: dict[int, Series]  # of the last passes, if memory was tracked
     share: Share  # of the state, if it was to come back
 
 
 @dataclass(frozen=True)
 class Execution:
-    """A program as it ran.
+    """A program as it ran: where the ranks decided, in the order that they chose in the pass of the trace.
 
-    losses      the mean loss of every step, before its update
-    gradients   per step the gradients by parameter name, if they were kept
+    losses      the mean loss of every step, before its update; of asynchronous programs, of every mini-batch
+    gradients   per update the gradients by parameter name, if they were kept
     times       seconds of every pass through the program (and of the rest)
     trace       the measured trace of the pass of median duration (the first, which warms up, left out if possible)
     """
@@ -203,14 +205,17 @@ def execute(
         with storing.around():
             passed = ranks.run_with(tell, _passes, job, programs, keep_gradients, slow, watching, storing)
 
-    where = [(k, s) for k, each in enumerate(programs) for s in range(each.steps)]  # pass and step in it
-    losses = [sum(p.losses[k][s] for p in passed) for k, s in where]
+    losses = [sum(p.losses[k][s] for p in passed) for k, each in enumerate(programs) for s in range(each.losses)]
     times = [max(max(p.ends[k]) for p in passed) - min(min(p.starts[k]) for p in passed) for k in range(len(programs))]
     tracked = range(max(1, len(programs) - SERIES), passes) if memory else range(1, passes)
     typical = sorted(tracked or [0], key=times.__getitem__)[(len(tracked) - 1) // 2 if tracked else 0]
-    gradients: list[dict[str, Tensor]] = [{} for _ in losses] if keep_gradients else []
+    where = [(k, s) for k, each in enumerate(programs) for s in range(each.updates)]  # pass and update in it
+    gradients: list[dict[str, Tensor]] = [{} for _ in where] if keep_gradients else []
     for found, (k, s) in zip(gradients, where, strict=False):
         found.update(_whole([p.gradients[k][s] for p in passed], isinstance(program.contract, Local)))
+    if program.in_flight is not None:
+        program = as_it_happened(program, [p.orders[typical] for p in passed])
+        verify(program)
     trace = _measured(program, passed, typical)
     if costs is not None:
         trace = replace(trace, overruns=[p.overruns[typical] for p in passed])
@@ -336,6 +341,7 @@ def _passes(
         sizes,
         data,
         [record.overruns for record in records],
+        [record.order for record in records],
         tracker.series_of_passes() if watching.series else {},
         storing.share(executor, outline, header),
     )

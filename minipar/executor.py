@@ -27,11 +27,12 @@ from minipar.comm.communicator import Communicator
 from minipar.comm.links import Links
 from minipar.compute import Compute, Loss
 from minipar.costs.profiler import parameters_of
+from minipar.deciding import Deciding
 from minipar.emulation import Clock, Delays, stamp_later
 from minipar.errors import RankError
 from minipar.offloading import Copy, Offloading, frozen_parameters
 from minipar.pieces import check_fit
-from minipar.program import COLLECTIVES, COMPUTE, COPIES, Instruction, Local, Op, Program, Value, home, tier
+from minipar.program import COLLECTIVES, COMPUTE, COPIES, Action, Instruction, Local, Op, Program, Value, home, tier
 from minipar.state import Slice, State
 from minipar.tensors import count_bytes, layers_of
 
@@ -49,6 +50,7 @@ class Record:
     ends: list[float]
     gradients: list[dict[str, Tensor | Slice]] = field(default_factory=list)  # whole, or this rank's slices
     overruns: list[int] = field(default_factory=list)  # instructions that took longer than the emulated device
+    order: list[Action] = field(default_factory=list)  # of a rank that decides as it runs: what it decided
 
 
 class Watch(Protocol):
@@ -114,6 +116,7 @@ class Executor:
         comm.prepare({ins.group for ins in self.instructions if ins.group})
         self.device = Clock(delays) if delays is not None else None
         self.links = Links(program, comm, self.compute.rows, delays is not None and delays.links)
+        self.deciding = Deciding(program, comm.rank, self.links) if program.in_flight is not None else None
         self.labels = [notes.label(str(ins)) for ins in self.instructions]  # what this rank was doing, should it die
 
     def run(self, batches: Callable[[int], Batch | Part], base: int = 0, keep_gradients: bool = False) -> Record:
@@ -124,7 +127,9 @@ class Executor:
         program, instructions = self.program, self.instructions
         compute, live = self.compute, self.live
         compute.begin(batches, base)
-        self.gradients: list[dict[str, Tensor | Slice]] = [{} for _ in range(program.steps)]
+        self.state.stash.begin()
+        versions = bool(self.state.stash.versions)
+        self.gradients: list[dict[str, Tensor | Slice]] = [{} for _ in range(program.updates)]
         self.keep_gradients = keep_gradients
         size = len(instructions)
         starts, self.ends = [0.0] * size, [0.0] * size
@@ -144,7 +149,7 @@ class Executor:
         note, labels = notes.note, self.labels
         # Local names: a member of an Enum is slow to look up, many times for each instruction.
         FORWARD, RECOMPUTE, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, SEND, RECV, STEP = _WALKED
-        for index, ins in enumerate(instructions):
+        for index, ins in enumerate(instructions) if self.deciding is None else self.deciding.walk():
             op = ins.op
             note(labels[index])
             if watch is not None:
@@ -164,6 +169,8 @@ class Executor:
                 for value in ins.reads:
                     if value in pending:
                         self._await(value)
+            if versions:
+                self.state.stash.show(ins.reads)
             starts[index] = clock()
             if ins.stream == "host" and op is not Op.STEP:
                 self._on_host(ins)
@@ -211,7 +218,13 @@ class Executor:
         now = clock()
         ends[:] = [end or now for end in ends]  # (of pieces of a gradient only the last one was waited for)
         overruns = [] if device is None else device.overruns
-        return Record([float(loss) for loss in compute.losses], starts, ends, self.gradients, overruns)
+        losses = [float(loss) for loss in compute.losses]
+        if self.deciding is None:
+            return Record(losses, starts, ends, self.gradients, overruns)
+        walked = self.deciding.executed
+        late = [k for k, index in enumerate(walked) if index in overruns]
+        starts, ends = ([times[index] for index in walked] for times in (starts, ends))
+        return Record(losses, starts, ends, self.gradients, late, self.deciding.order)
 
     # waiting ---------------------------------------------------------------------------------------------------------
 

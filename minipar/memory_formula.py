@@ -26,6 +26,7 @@ from minipar.errors import PlanError
 from minipar.models.table import GPT
 from minipar.plan import Plan
 from minipar.program import Action, BackwardInput, Forward, Group, Program
+from minipar.staleness import alive
 from minipar.strategies import segments
 from minipar.strategies.data_parallel import split_buckets
 from minipar.strategies.layout import Layout
@@ -140,10 +141,14 @@ def _own(plan: Plan, layout: Layout, rank: int) -> tuple[States, int]:
     """Model states of a rank, and the buffers that sharding or offloading them takes."""
     precision, groups = PRECISIONS[plan.precision], layout.shape.groups
     held = layout.groups(rank)
+    kept = _versions(plan)[rank] - 1  # of the weights, besides the newest
     # What is tied between stages stays whole: its slices would belong to ranks with different work.
     sharded = [g for g in held if len(layout.holders(g)) == 1] if plan.dp > 1 else []
     parts = [states(_numbers(groups[g]), plan.dp, plan.zero if g in sharded else 0, precision) for g in held]
-    own = States(sum(p.parameters for p in parts), sum(p.gradients for p in parts), sum(p.optimizer for p in parts))
+    stashed = precision.parameter * kept * sum(_numbers(groups[g]) for g in held)
+    own = States(
+        stashed + sum(p.parameters for p in parts), sum(p.gradients for p in parts), sum(p.optimizer for p in parts)
+    )
     buffers = 0
     if "parameters" in plan.offload or (plan.zero == 3 and sharded):
         moving = held if "parameters" in plan.offload else sharded
@@ -155,6 +160,14 @@ def _own(plan: Plan, layout: Layout, rank: int) -> tuple[States, int]:
         buckets = split_buckets(sharded[::-1], sizes, plan.messages)
         buffers += _neighbours([sum(sum(sizes[g].tensors) for g in bucket) for bucket in buckets])
     return own, buffers
+
+
+def _versions(plan: Plan) -> list[int]:
+    """How many versions of its weights each rank holds, counted in the program of a run."""
+    if not plan.asynchronous:
+        return [1] * plan.pp
+    one = replace(plan, split=None, checkpoint="none")
+    return [alive(row) for row in one.compile(layers=plan.pp, steps=plan.settling_steps, check=False).ranks]
 
 
 def _numbers(group: Group) -> int:
@@ -177,7 +190,8 @@ def _activations(plan: Plan, model: str, layout: Layout, rows: int) -> list[tupl
     selective = plan.checkpoint == "selective"
     costs = presets.layer_costs(model, rows, element, selective=selective)
     everything = presets.layer_costs(model, rows, element).saved
-    actions = [plan.actions(rank) for rank in range(plan.pp)]
+    steps = plan.settling_steps if plan.asynchronous else 1
+    actions = [plan.actions(rank, steps) for rank in range(plan.pp)]
     schedules = segments.schedules(plan.checkpoint, layout, actions, costs)
     found = []
     for rank, stages in enumerate(layout.placement):

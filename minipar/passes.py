@@ -18,7 +18,7 @@ from minipar.costs.shapes import Shape
 from minipar.errors import PlanError
 from minipar.program import Action, Forward, Instruction, Local, Program, Serving, Synchronous
 from minipar.strategies import compress as compression
-from minipar.strategies import host_layers, offload, parameter_server, priority, segments, zero
+from minipar.strategies import host_layers, offload, parameter_server, priority, segments, unflushed, zero
 from minipar.strategies.bucket_size import best_size
 from minipar.strategies.checkpoint import recompute
 from minipar.strategies.clip import clip
@@ -44,9 +44,13 @@ def program_of(
     costs_of: Callable[[Program], Costs] | None = None,
 ) -> Program:
     """The program of `steps` training steps, not verified yet; the arguments are those of `Plan.compile`."""
-    times = _times(plan, shape, layout, costs, costs_of)
-    actions = [plan.actions(stage) for stage in range(plan.pp)]
+    actions = [plan.actions(stage, steps if plan.asynchronous else 1) for stage in range(plan.pp)]
     _check(plan, layout, actions)
+    if plan.asynchronous:
+        again = segments.schedules(plan.checkpoint, layout, actions, costs)
+        program = unflushed.compile_run(layout, actions, again, steps, plan.schedule, plan.numbers, str(plan))
+        return replace(program, selective=plan.checkpoint == "selective")
+    times = _times(plan, shape, layout, costs, costs_of)
     bucket = plan.messages if plan.messages != "auto" else best_size(expand(actions, layout), layout, times)
     first = plan.overlap == "priority"
     again = segments.schedules(plan.checkpoint, layout, actions, costs)

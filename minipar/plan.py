@@ -19,7 +19,7 @@ from minipar.costs.shapes import Shape, frozen, uniform
 from minipar.errors import PlanError
 from minipar.program import Action, BackwardWeight, Program
 from minipar.strategies import compress as compression
-from minipar.strategies import segments
+from minipar.strategies import segments, unflushed
 from minipar.strategies.layout import Layout, place
 from minipar.streams import Costs
 from minipar.verifier import verify
@@ -43,6 +43,8 @@ class Plan:
     split         layers per stage, such as "3,3,4,2"; default even, the first stages larger; or "auto", by cost
     chunks        stages on each rank; default what the schedule says, for most of them 1
     group         micro-batches that schedule=interleaved takes through one chunk before the next; default pp
+    in_flight     micro-batches that schedule=ampnet has under way at most; default pp
+    update_every  micro-batches of an update of schedule=ampnet; default 1
     bucket        gradient messages: MiB per bucket, "none" (one per parameter), "flat" (one buffer), "4x" (four of
                   about equal size), "7,3" (layers that end one), or "auto" (the size that is predicted to be best);
                   default 25, or 8 with zero=3, whose layers come one by one
@@ -83,6 +85,8 @@ class Plan:
     split: tuple[int, ...] | str | None = None
     chunks: int | None = None
     group: int | None = None
+    in_flight: int | None = None
+    update_every: int | None = None
     bucket: float | str | tuple[int, ...] | None = None
     overlap: str = "backward"
     local_steps: int = 0
@@ -112,7 +116,7 @@ class Plan:
         for key in ("dp", "pp", "microbatches", "accumulate"):
             object.__setattr__(self, key, settings.whole_number(key, getattr(self, key)))
         chosen = strategies.find(self.schedule)
-        for key in ("chunks", "group"):
+        for key in strategies.registry.OPTIONS:
             if getattr(self, key) is not None:
                 object.__setattr__(self, key, settings.whole_number(key, getattr(self, key)))
             chosen.check(key, getattr(self, key))
@@ -153,6 +157,9 @@ class Plan:
             settings.check_local(self.local_steps, self.overlap, self.zero, self.clip, self.offload, self.host_layers)
 
         settings.check_servers(self)
+        if chosen.asynchronous is not None:
+            unflushed.check_keys(self.schedule, {key: getattr(self, key) for key in unflushed.ALONE})
+            chosen.asynchronous.promise(self.pp, self.numbers)
 
     @staticmethod
     def parse(text: str | Mapping[str, Any] | Plan) -> Plan:
@@ -179,6 +186,26 @@ class Plan:
     def ranks(self) -> int:
         """Number of ranks the plan needs."""
         return self.dp * self.pp + (self.servers if self.sync == "ps" else 0)
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether there is no flush between steps: then a program is one of a whole run."""
+        return strategies.find(self.schedule).asynchronous is not None
+
+    @property
+    def settling_steps(self) -> int:
+        """Steps after which an asynchronous run has been as stale, and has held as many versions, as it ever will."""
+        numbers = self.numbers
+        return 2 + 4 * (self.pp + numbers["in_flight"]) * numbers["update_every"] // self.microbatches
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """What asynchronous schedules are told, and what they take if nobody says."""
+        return {
+            "microbatches": self.microbatches,
+            "in_flight": self.in_flight or self.pp,
+            "update_every": self.update_every or 1,
+        }
 
     @property
     def splits(self) -> bool:
@@ -299,11 +326,12 @@ class Plan:
                 verify(program)
         return program
 
-    def actions(self, rank: int) -> list[Action]:
-        """The schedule of one rank, repeated for every round of accumulation."""
+    def actions(self, rank: int, steps: int = 1) -> list[Action]:
+        """The schedule of one rank, repeated for every round of accumulation; without flushes, of several steps."""
         schedule = strategies.find(self.schedule)
-        given = {"chunks": self.chunks or schedule.chunks, "group": self.group}
-        found = schedule.generate(rank, self.pp, self.microbatches, **{key: given[key] for key in schedule.options})
+        given = {"chunks": self.chunks or schedule.chunks, "group": self.group} | self.numbers
+        total = self.microbatches * steps
+        found = schedule.generate(rank, self.pp, total, **{key: given[key] for key in schedule.options})
         possible = "possible are Forward(i, chunk), Backward, BackwardInput and BackwardWeight"
         if not isinstance(found, Iterable):
             raise PlanError(f"schedule={self.schedule}: gave {found!r}; it must yield actions; {possible}")
@@ -311,10 +339,9 @@ class Plan:
         for action in chosen:
             if not isinstance(action, Action):
                 raise PlanError(f"schedule={self.schedule}: yielded {action!r}; {possible}")
-            if not hasattr(action.microbatch, "__index__") or not 0 <= action.microbatch < self.microbatches:
+            if not hasattr(action.microbatch, "__index__") or not 0 <= action.microbatch < total:
                 raise PlanError(
-                    f"schedule={self.schedule}: {action} on rank {rank}; "
-                    f"micro-batches count from 0 to {self.microbatches - 1}"
+                    f"schedule={self.schedule}: {action} on rank {rank}; micro-batches count from 0 to {total - 1}"
                 )
             if not hasattr(action.chunk, "__index__") or not 0 <= action.chunk < given["chunks"]:  # type: ignore[operator]
                 raise PlanError(

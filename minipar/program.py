@@ -47,6 +47,7 @@ from minipar.values import saved_weight as saved_weight
 from minipar.values import served as served
 from minipar.values import served_state as served_state
 from minipar.values import tier as tier
+from minipar.values import version_of as version_of
 
 
 class Op(str, Enum):
@@ -130,6 +131,9 @@ class Instruction(NamedTuple):
         text = f"{self.op.value} {span(self.layers)}"
         if self.microbatch >= 0:
             text += f" mb{self.microbatch}"
+        if self.op not in TRANSFERS:  # of an asynchronous program: the version used, or made
+            version = max(map(version_of, self.writes if self.op is Op.STEP else self.reads), default=-1)
+            text += f" v{version}" if version >= 0 else ""
         if piece := piece_of(self):
             text += f"[{piece[0]}:{piece[1]}]"
         if self.group:
@@ -238,6 +242,8 @@ class Program:
     final            of a collective: the values that each rank holds at the end; (): those of `state`
     selective        a BACKWARD first runs the cores of its layers' attention forward again
     serving          the parameter servers, if there are some
+    in_flight        the ranks decide as they run, with so many micro-batches under way: `ranks` is one possible order.
+                     None: the order is this one
     """
 
     ranks: tuple[tuple[Instruction, ...], ...]
@@ -259,6 +265,7 @@ class Program:
     final: tuple[frozenset[Value], ...] = ()
     selective: bool = False
     serving: Serving | None = None
+    in_flight: int | None = None
 
     def __len__(self) -> int:
         return sum(len(instructions) for instructions in self.ranks)
@@ -276,6 +283,19 @@ class Program:
     @property
     def replicas(self) -> int:
         return dict(self.mesh).get("dp", 1)
+
+    @property
+    def losses(self) -> int:
+        """How many losses a pass gives: one for each step, or for each micro-batch that is a mini-batch of its own."""
+        own = isinstance(self.contract, Staleness) and self.contract.every is not None
+        return self.steps * self.microbatches if own else self.steps
+
+    @cached_property
+    def updates(self) -> int:
+        """How often the parameters change: once a step, or as often as an asynchronous program says."""
+        if isinstance(self.contract, Synchronous):
+            return self.steps
+        return max((1 + ins.step for row in self.ranks for ins in row if ins.op is Op.STEP), default=0)
 
     @cached_property
     def sharded(self) -> frozenset[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import astuple
 from typing import Any
 
 from minipar.contracts import Contract, Local, Serving, Staleness, Synchronous
@@ -43,8 +44,9 @@ def to_json(program: Program) -> dict[str, Any]:
         **({} if program.room is None else {"room": program.room}),
         **({"chunks": list(program.chunks)} if program.chunks else {}),
         **({"final": [refs(sorted(values)) for values in program.final]} if program.final else {}),
+        **({} if program.in_flight is None else {"in_flight": program.in_flight}),
         **({} if program.serving is None else {"serving": [program.serving.servers, program.serving.mode]}),
-        **({"staleness": program.contract.bound} if isinstance(program.contract, Staleness) else {}),
+        **({"staleness": list(astuple(program.contract))} if isinstance(program.contract, Staleness) else {}),
         **({"selective": True} if program.selective else {}),
         "state": [refs(sorted(values)) for values in program.state],
         "ranks": ranks,
@@ -87,10 +89,11 @@ def from_json(data: dict[str, Any]) -> Program:
         final=tuple(frozenset(named(refs)) for refs in data.get("final", ())),
         serving=Serving(*data["serving"]) if "serving" in data else None,
         selective=data.get("selective", False),
+        in_flight=data.get("in_flight"),
     )
 
 
 def _contract(data: dict[str, Any]) -> Contract:
     if "local_steps" in data:
         return Local(data["local_steps"])
-    return Staleness(data["staleness"]) if "staleness" in data else Synchronous()
+    return Staleness(*data["staleness"]) if "staleness" in data else Synchronous()

@@ -10,6 +10,7 @@ The rule is the executor's, word for word (ARCHITECTURE.md, "How a program runs"
   * a copy occupies its direction of its rank's link to the slower tier; copies of one direction go in order
   * a collective ends at the latest arrival of its ranks plus its cost; collectives of a group go in order
 
+A program whose ranks decide as they run is walked in the order that they would choose at these costs; the trace has it.
 With a core for every rank, nothing is shared but links and groups, so no global clock is needed: each rank is walked
 as far as it can go, and again when what it waits for is known. So the time to simulate is linear in the instructions.
 """
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 from minipar.collector import paused
 from minipar.costs.unit import UnitCosts
 from minipar.errors import PlanError, ProgramError
+from minipar.message_driven import as_decided, fitted
 from minipar.program import COPIES, PORT, Op, Program, Value
 from minipar.shared_cores import walk_shared
 from minipar.simulated_service import follow_rule
@@ -54,6 +56,9 @@ def simulate(
     else:
         unit = "bytes"
     with paused():
+        if program.in_flight is not None:
+            program = as_decided(program, costs)
+            costs = fitted(costs, program)
         if program.serving is not None:
             if cores is not None and cores < 1:
                 raise PlanError(f"cores={cores}: must be at least 1")

@@ -23,8 +23,10 @@ from torch import Tensor, nn
 from minipar.comm.buckets import Buckets
 from minipar.comm.communicator import Communicator
 from minipar.comm.handles import Handle, Then
+from minipar.correction import of_rank
 from minipar.errors import RankError
-from minipar.program import Instruction, Op, Program, Value, grad_shard, home, norm, optimizer_shard, param
+from minipar.program import Instruction, Op, Program, Value, grad_shard, home, norm, optimizer_shard, param, version_of
+from minipar.stashing import Stash
 from minipar.strategies import host_layers
 from minipar.tensors import count_bytes
 
@@ -45,6 +47,7 @@ class State:
     groups[g]   trainable parameters of group g that this rank's layers use
     parts[g]    this rank's slice of them, end to end, where the group is sharded
     wide[g]     float32 copies of them with precision=bf16, where the group is not sharded
+    stash       versions of the parameters of an asynchronous program
     masters[g]  copies on the host of what this rank owns of them, where STEP works on the host
     """
 
@@ -74,10 +77,12 @@ class State:
                 self.wide[g] = [nn.Parameter(p.detach().clone()) for p in params]
             for p in params if g not in self.parts else ():
                 p.data = p.data.to(torch.bfloat16)
+        self.stash = Stash(program, comm.rank, groups)
         self.sums: dict[tuple[int, ...], Tensor] = {}  # of the gradients of a bucket, this rank's slices
         self.squares = torch.zeros(1, dtype=torch.float64, device=comm.device)
         sizes = [sum(group.tensors) for group in program.groups]
         self.buckets = Buckets(instructions, groups, sizes, comm, program.compress)
+        optimizer = of_rank(optimizer, program, comm.rank)
         self.optimizers = {
             ins.layers: optimizer([p for g in ins.layers for p in self.trained(g)])
             for ins in instructions
@@ -113,12 +118,14 @@ class State:
 
     def trained(self, g: int) -> Sequence[nn.Parameter]:
         """What the optimizer works on for a group: what the rank owns, or copies of it, on the host or in float32."""
-        return self.masters.get(g) or self.wide.get(g) or self.owned(g)
+        return self.masters.get(g) or self.wide.get(g) or self.stash.leading.get(g) or self.owned(g)
 
     def release(self, value: Value) -> None:
         """Let the gathered parameters of a group go."""
         g = value.index
-        if value.kind == "param" and g in self.parts and g in self.program.scattered:
+        if version_of(value) >= 0:
+            self.stash.release(value)
+        elif value.kind == "param" and g in self.parts and g in self.program.scattered:
             self.flats[g].untyped_storage().resize_(0)
 
     # collectives -----------------------------------------------------------------------------------------------------
@@ -222,7 +229,8 @@ class State:
     # the step --------------------------------------------------------------------------------------------------------
 
     def scale(self, ins: Instruction) -> None:
-        """Before a STEP: clip the gradients, if it reads their norm."""
+        """Before a STEP: clip the gradients, if it reads their norm; make room for the next version."""
+        self.stash.make_next(ins)
         for g in ins.layers:
             for own, p in zip(self.wide.get(g, ()), self.groups[g], strict=False):
                 own.grad = None if p.grad is None else p.grad.to(own.dtype)
@@ -242,6 +250,7 @@ class State:
                 own.grad = None
         self._narrow(ins.layers)
         self.buckets.clear(ins.layers)
+        self.stash.forget_gradients(ins.layers)
         for g in ins.layers:
             if g in self.parts:
                 self.parts[g].grad = None

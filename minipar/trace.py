@@ -17,7 +17,8 @@ from minipar import service
 from minipar.errors import MiniparError
 from minipar.memory.lifetimes import lifetimes
 from minipar.memory.series import Curve, Series
-from minipar.program import COLLECTIVES, COMPUTE, Instruction, Op, Program, Value
+from minipar.program import COLLECTIVES, COMPUTE, Instruction, Op, Program, Value, version_of
+from minipar.staleness import alive
 from minipar.volumes import carried, hops, summed
 
 if TYPE_CHECKING:
@@ -117,6 +118,8 @@ class Trace:
         for index, ins in enumerate(self.program.ranks[rank]):
             groups = (self._groups_of(ins) if ins.op in COMPUTE else ()) or (-1,)
             used = min(updates[g] for g in groups) if ins.op in COMPUTE else None
+            if used is not None and (named := max(map(version_of, ins.reads), default=-1)) >= 0:
+                used = named
             applied = None
             if ins.op is Op.STEP:
                 updates.update((g, updates[g] + 1) for g in groups)
@@ -204,7 +207,7 @@ class Trace:
 
     def weight_versions(self) -> list[int]:
         """Per rank how many versions of its parameters are alive at once. One, in a synchronous program."""
-        return [1 for _ in self.program.ranks]
+        return [alive(row) for row in self.program.ranks]
 
     def staleness(self) -> list[int]:
         """Per rank the most updates between the version that a forward used and the one its gradient went into."""

@@ -30,9 +30,11 @@ from minipar.memory.forecast import with_memory
 from minipar.memory.series import Peak
 from minipar.plainly import run_plainly
 from minipar.plan import Plan
-from minipar.program import Program
+from minipar.program import Program, Staleness
+from minipar.recorded_order import order_of
 from minipar.reference import Reference, gradient_error
 from minipar.replaying import replay
+from minipar.replaying_order import run_order
 from minipar.saving import keeping
 from minipar.saving.folder import open_folder
 from minipar.serving import Service, execute_served
@@ -53,8 +55,14 @@ class Run:
     predicted     the trace that was predicted before the run
     step_times    seconds of every step; where one begins before the last has ended, the mean of a program's steps
     reference     losses of plain torch on one process, and its gradients if `check` was asked for
+    gradients     of every update by parameter name, if `check` was asked for
     service       what parameter servers did, with sync=ps; then program and traces are of the whole run, as it
                   happened, and the reference is a replay of its order, except in mode sync
+
+    An asynchronous plan (schedule=pipedream, pipedream-vertical, pipedream-2bw, ampnet) has no steps that begin and end
+    one after another. There a step is `batch` rows in `microbatches` parts; trace and prediction are of the whole run;
+    losses are of each mini-batch (of pipedream and ampnet every micro-batch, of pipedream-2bw every step); and the
+    reference is a replay of the recorded order, which `recorded_order.order_of(run.program)` gives.
     first_step    0, or the steps that were done before, where the run went on from a saved one
     """
 
@@ -116,7 +124,7 @@ class Run:
     def __repr__(self) -> str:
         each = 1e3 / self.program.steps
         return (
-            f"<Run of {self.plan}: {len(self.losses)} steps, loss {self.losses[0]:.4f} -> {self.losses[-1]:.4f}, "
+            f"<Run of {self.plan}: {len(self.step_times)} steps, loss {self.losses[0]:.4f} -> {self.losses[-1]:.4f}, "
             f"step {self.trace.time * each:.1f} ms measured, {self.predicted.time * each:.1f} ms predicted "
             f"({self.prediction_error:+.0%})>"
         )
@@ -173,6 +181,10 @@ def train(
         raise PlanError(f"save_every={every}: needs save=folder")
     if (plan.zero and plan.dp > 1) or plan.sync == "ps":
         check_elementwise(optimizer, f"plan {str(plan)!r} shards optimizer states")
+    if plan.asynchronous and every:
+        raise PlanError(f"save_every={every}: schedule={plan.schedule} has no flush; possible is save=, at the end")
+    if memory and plan.schedule == "ampnet":
+        raise PlanError("memory=True: schedule=ampnet decides its order as it runs; possible are the other schedules")
     if cluster is not None and cluster.size != plan.ranks:
         raise PlanError(f"plan {plan} needs {plan.ranks} ranks, but the cluster has {cluster.size}")
     if plan.sync == "ps":
@@ -201,7 +213,7 @@ def train(
             device=ranks.emulates,
             copies=facts.copies,
         )
-        block = steps if served else plan.block(steps, every)
+        block = steps if served or plan.asynchronous else plan.block(steps, every)
         compiled = partial(plan.compile, facts.shape, costs=facts.profile, costs_of=costs_of)
         program, rest = compiled(steps=block), compiled(steps=steps % block) if steps % block else None
         predicted = predict(
@@ -235,12 +247,16 @@ def train(
         if reference or check:
             local = (plan.dp, plan.total_microbatches, plan.local_steps) if plan.local_steps else None
             with bar(total=steps, desc="plain torch, one process") as meter:
-                plain, plain_time = ranks.run_with(
-                    lambda rank, k: meter.update(), run_plainly, job, steps, check, plan.clip, storing, local
-                )[0]
+                done_one = lambda rank, k: meter.update()  # noqa: E731
+                if plan.asynchronous:
+                    plain = ranks.run_with(done_one, run_order, job, order_of(done.program), check, storing)[0]
+                else:
+                    plain, plain_time = ranks.run_with(
+                        done_one, run_plainly, job, steps, check, plan.clip, storing, local
+                    )[0]
     return Run(
         plan,
-        program,
+        done.program,
         done.losses,
         done.trace,
         predicted,
@@ -351,7 +367,8 @@ def predict(
     data = []
     for rank, held in enumerate(program.placement):  # (servers hold no rows)
         size = (0 in held) * data_bytes[0] + (program.layers - 1 in held) * data_bytes[1]
-        data.append(round(of_rows.rows_of(rank) / batch * size) if held else 0)
+        several = program.steps if isinstance(program.contract, Staleness) else 1  # all are held until the run ends
+        data.append(round(several * of_rows.rows_of(rank) / batch * size) if held else 0)
     note = "predicted from a profile of one layer at a time on one device"
     if emulated is not None:
         note = f"predicted for the emulated device {device}"

@@ -2,6 +2,7 @@
 
 output(2) mb0    saved(2) mb0    grad_output(2) mb0         of one layer and one micro-batch
 param(2)         grad(2)         optimizer_state(2)         of one parameter group; *_shard: this rank's slice
+param(2) v3      of an asynchronous program: the parameters after three updates
 host(saved(2) mb0)               disk(param(2))             a copy in a slower tier
 chunk(2)                         incoming(2 of 1)           of a tensor that a collective works on
 """
@@ -17,6 +18,7 @@ class Value(NamedTuple):
     """A named piece of memory on one rank: `kind` of layer or parameter group `index`, for one micro-batch and step.
 
     Model state (`param`, `grad`, `optimizer_state`) belongs to no micro-batch and outlives a step: both are -1.
+    Of a version of parameters, `step` is the number of updates before.
     Of what a collective receives (`incoming`), `microbatch` is the rank that it comes from.
     """
 
@@ -28,7 +30,10 @@ class Value(NamedTuple):
     def __str__(self) -> str:
         if self.kind == "incoming":
             return f"incoming({self.index} of {self.microbatch})"
-        return f"{self.kind}({self.index})" + (f" mb{self.microbatch}" if self.microbatch >= 0 else "")
+        text = f"{self.kind}({self.index})"
+        if self.microbatch >= 0:
+            return f"{text} mb{self.microbatch}"
+        return f"{text} v{self.step}" if self.kind == "param" and self.step >= 0 else text
 
 
 def output(layer: int, microbatch: int, step: int = 0) -> Value:
@@ -51,9 +56,14 @@ def saved_weight(layer: int, microbatch: int, step: int = 0) -> Value:
     return Value("saved_weight", layer, microbatch, step)
 
 
-def param(group: int) -> Value:
-    """The parameters of one group: a layer's own, or a set tied between layers."""
-    return Value("param", group)
+def param(group: int, version: int = -1) -> Value:
+    """The parameters of one group: a layer's own, or a set tied between layers. A version is a value of its own."""
+    return Value("param", group, -1, version)
+
+
+def version_of(value: Value) -> int:
+    """How many updates came before these parameters; -1 of any other value, and where there is but one version."""
+    return value.step if value.kind == "param" else -1
 
 
 def grad(group: int) -> Value:

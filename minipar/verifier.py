@@ -31,6 +31,7 @@ from minipar.program import (
     Local,
     Op,
     Program,
+    Staleness,
     Value,
     home,
     message,
@@ -39,6 +40,7 @@ from minipar.program import (
     tier,
 )
 from minipar.refusal import at, refuse
+from minipar.stale_walk import StaleWalk, settled
 from minipar.walk import Walk
 
 
@@ -59,12 +61,13 @@ def verify(program: Program) -> None:
         _check_links(program)
         _check_groups(program)
         left = [_check_rank(program, rank) for rank in range(len(program.ranks))]
+        stale = isinstance(program.contract, Staleness) and program.serving is None
         if program.serving is not None:
             service.check_service(program)
         else:
-            Walk(program).run()
+            (StaleWalk if stale else Walk)(program).run()
         for rank, live in enumerate(left):
-            _check_end(program, rank, live)
+            _check_end(program, rank, settled(program, rank, live) if stale else live)
         if program.chunks:
             check_contributions(program)
 

@@ -149,9 +149,7 @@ class Walk:
     def _advance(self, rank: int) -> bool:
         instructions, pending = self.program.ranks[rank], self.pending[rank]
         start = index = self.place[rank]
-        replica = self.program.replica(rank)
-        sums, version = self.sums[rank], self.version[rank]
-        copying, local = self.copying[rank], self.local
+        copying = self.copying[rank]
         while index < len(instructions):
             ins = instructions[index]
             op = ins.op
@@ -183,35 +181,43 @@ class Walk:
             elif op in COPIES:
                 self._copy(rank, ins)
             else:
-                for value in ins.reads:
-                    if value.kind == "param":
-                        done = version.get(value.index, 0)
-                    elif value.kind == "host param":
-                        done = self.aside[rank].get(value, 0)
-                    else:
-                        continue
-                    if done == ins.step:
-                        if local and value.index in self.apart[rank]:
-                            replicas.in_round(self, rank, index, value.index)
-                        continue
-                    if self.program.groups[value.index].trainable:
-                        raise self._wrong_version(rank, index, value.index)
-                if op is Op.BACKWARD or op is Op.BACKWARD_WEIGHT:
-                    bit = replica * self.program.microbatches + ins.microbatch
-                    for value in ins.writes:
-                        if value.kind == "grad":
-                            slots = self.bits[value.index]
-                            for layer in ins.layers:
-                                if layer in slots:
-                                    sums[value.index] = sums.get(value.index, 0) | 1 << (slots[layer] + bit)
-                        elif value.kind == "host grad":
-                            slots, known = self.bits[value.index], self.aside[rank]
-                            for layer in ins.layers:
-                                if layer in slots:
-                                    known[value] = known.get(value, 0) | 1 << (slots[layer] + bit)
+                self._compute(rank, index, ins)
             index += 1
         self.place[rank] = index
         return index > start
+
+    def _compute(self, rank: int, index: int, ins: Instruction) -> None:
+        """Forwards and backwards: they use the parameters of their step, and add to gradients."""
+        version = self.version[rank]
+        for value in ins.reads:
+            if value.kind == "param":
+                done = version.get(value.index, 0)
+            elif value.kind == "host param":
+                done = self.aside[rank].get(value, 0)
+            else:
+                continue
+            if done == ins.step:
+                if self.local and value.index in self.apart[rank]:
+                    replicas.in_round(self, rank, index, value.index)
+            elif self.program.groups[value.index].trainable:
+                raise self._wrong_version(rank, index, value.index)
+        if ins.op is Op.BACKWARD or ins.op is Op.BACKWARD_WEIGHT:
+            bit = self.program.replica(rank) * self.program.microbatches + ins.microbatch
+            self._contribute(rank, ins, bit)
+
+    def _contribute(self, rank: int, ins: Instruction, bit: int) -> None:
+        sums, known = self.sums[rank], self.aside[rank]
+        for value in ins.writes:
+            if value.kind == "grad":
+                slots = self.bits[value.index]
+                for layer in ins.layers:
+                    if layer in slots:
+                        sums[value.index] = sums.get(value.index, 0) | 1 << (slots[layer] + bit)
+            elif value.kind == "host grad":
+                slots = self.bits[value.index]
+                for layer in ins.layers:
+                    if layer in slots:
+                        known[value] = known.get(value, 0) | 1 << (slots[layer] + bit)
 
     def _under_way(self, rank: int, index: int, value: Value, target: Value | None = None) -> ProgramError:
         """`value` is being written; or read, by the copy that writes `target`."""

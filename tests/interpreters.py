@@ -44,7 +44,11 @@ from minipar.strategies import find, schedules
 
 JOINED = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.NORM)
 BUCKETS = ["none", "flat", 25, 12 / 2**20, "2x", "3x", "auto", "0,"]
-BUILT_IN = [schedule.name for schedule in schedules() if schedule.generate.__module__.startswith("minipar.")]
+BUILT_IN = [  # those with a flush after every step
+    schedule.name
+    for schedule in schedules()
+    if schedule.generate.__module__.startswith("minipar.") and schedule.asynchronous is None
+]
 
 # Those of one chunk a rank, and of whole backwards.
 SIMPLE = [name for name in BUILT_IN if find(name).chunks == 1 and not Plan(schedule=name, microbatches=9).splits]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -181,6 +181,10 @@ class Communicator:
         what = ("recv from rank", peer, tag)
         return StagedHandle(world.messages.receive(host, peer, tag), host, tensor, self.pending, what)
 
+    def readable(self, peers: Sequence[int], seconds: float) -> bool:
+        """Whether one of these ranks has sent something that nobody has received; waits for it so many seconds."""
+        return self._world.messages.readable([self.members[peer] for peer in peers], seconds)
+
     def _check(self, peer: int, tensor: torch.Tensor | None = None) -> None:
         if peer == self.rank or not 0 <= peer < self.size:
             raise RankError(f"rank {self.rank} cannot send to or receive from rank {peer}: {self.size} ranks are here")
@@ -192,8 +196,8 @@ class Communicator:
     def prepare(self, members: Iterable[tuple[int, ...]]) -> None:
         """Make the groups that the methods below will use, so that they need not. Every rank calls this with the same
         groups; each makes those that it is in, all in one order, so that no two wait for each other."""
-        for group in sorted({tuple(sorted(one)) for one in members}):
-            if self.rank in group and len(group) > 1:
+        for group in sorted({tuple(sorted(one)) for one in members if self.rank in one}):
+            if len(group) > 1:
                 self.group("nccl" if self.backend == "nccl" else "host", group)
 
     def iallreduce(

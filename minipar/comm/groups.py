@@ -7,7 +7,7 @@ import math
 import os
 import secrets
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -51,6 +51,10 @@ class GlooMessages:
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
         """Start receiving into a tensor of the sent size and dtype."""
         return self.group.recv([tensor], peer, tag)
+
+    def readable(self, peers: Sequence[int], seconds: float) -> bool:
+        """Refused: gloo cannot say whether a message is there."""
+        raise RankError("ranks that decide as they run look for messages; possible are ranks on one machine")
 
 
 def nccl_group(store: dist.Store, rank: int, size: int, members: tuple[int, ...]) -> Any:

@@ -51,6 +51,11 @@ def acknowledgements(program: Program, rank: int) -> dict[tuple[int, int], int]:
     The peer sent it at some place of its list; what it had read before that place, it had received.
     """
     known: dict[tuple[int, int], int] = {}
+    if program.in_flight is not None:  # the order is decided as it runs, but links keep theirs
+        for k in range(program.steps * program.microbatches):
+            known[rank + 1, k] = k + 1  # the gradient of what was sent
+            known[rank - 1, k] = max(0, k - program.in_flight + 1)  # rank 0 had room for this micro-batch
+        return known
     for peer, instructions in enumerate(program.ranks):
         if peer == rank:
             continue
@@ -149,6 +154,19 @@ class Links:
         self._forget(peer, self.done.get((peer, inbox.positions[value]), 0))
         return received.value, 0.0 if received.arrival is None else received.arrival.item()
 
+    def look(self, value: Value, peer: int) -> float | None:
+        """When the next message from a peer, of this value, has arrived (on an emulated link); None: it is not here."""
+        if self.rows(value) == 0:
+            return 0.0
+        received = self.inboxes[peer].look(value)
+        if received is None:
+            return None
+        return 0.0 if received.arrival is None else received.arrival.item()
+
+    def wait_for_any(self, peers: list[int], seconds: float) -> None:
+        """Return when a message from one of these peers is there to be read, or after so many seconds."""
+        self.comm.readable(peers, seconds)
+
     def _forget(self, peer: int, count: int) -> None:
         queue = self.outgoing.get(peer)
         while queue and self.completed.get(peer, 0) < count:
@@ -177,6 +195,7 @@ class _Inbox:
         self.due = 0
         self.header: tuple[Tensor, Handle] | None = None
         self.open: dict[Value, Received] = {}
+        self.seen: set[Value] = set()  # of those, the ones that are known to be complete
 
     def post(self, due: int) -> None:
         """Post receives until `due` of them are, or until one whose form is not known yet."""
@@ -217,8 +236,19 @@ class _Inbox:
             self.header = None
             self.post(self.due)
         received = self.open.pop(value)
+        self.seen.discard(value)
         for handle in received.handles:
             handle.wait()
+        return received
+
+    def look(self, value: Value) -> Received | None:
+        """The next message, if it is here; `wait` will hand it out."""
+        if value in self.seen:
+            return self.open[value]
+        if not self.links.comm.readable([self.peer], 0.0):
+            return None
+        self.open[value] = received = self.wait(value)
+        self.seen.add(value)
         return received
 
     def _form(self, value: Value) -> Any:

@@ -19,10 +19,12 @@ import contextlib
 import ctypes
 import mmap
 import os
+import select
 import socket
 import struct
 import zlib
 from collections import deque
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
@@ -85,20 +87,40 @@ class Sockets:
             link = self.incoming[peer] = _Incoming(peer)
         return _Received(self, link, tensor, tag)
 
+    def readable(self, peers: Sequence[int], seconds: float) -> bool:
+        """Whether a message of one of these peers is there, or comes within so many seconds.
+
+        A peer that is gone counts: receiving from it says so.
+        """
+        links = [self.incoming.setdefault(peer, _Incoming(peer)) for peer in peers]
+        if any(link.early for link in links):
+            return True
+        watched = [link.connection for link in links if link.connection is not None]
+        unknown = [self.listener] * (len(watched) < len(links))
+        found, _, _ = select.select([*watched, *unknown], [], [], seconds)
+        if self.listener in found:
+            self._accept()
+            return self.readable(peers, 0.0)
+        return bool(found)
+
+    def _accept(self) -> None:
+        """Take the connection of a peer that has made one."""
+        connection, _ = self.listener.accept()
+        data, descriptors, _, _ = socket.recv_fds(connection, _WHO.size, 1)
+        if len(data) < _WHO.size:  # it was gone again before it said who it was
+            connection.close()
+            return
+        who, shared = _WHO.unpack(data)
+        other = self.incoming.setdefault(who, _Incoming(who))
+        if shared:
+            other.ring = Stream(mmap.mmap(descriptors[0], stream.SIZE))
+            os.close(descriptors[0])
+        other.connection = connection
+
     def accept(self, link: _Incoming) -> socket.socket:
         """The connection of a peer; waits until it has made one."""
         while link.connection is None:
-            connection, _ = self.listener.accept()
-            data, descriptors, _, _ = socket.recv_fds(connection, _WHO.size, 1)
-            if len(data) < _WHO.size:  # it was gone again before it said who it was
-                connection.close()
-                continue
-            who, shared = _WHO.unpack(data)
-            other = self.incoming.setdefault(who, _Incoming(who))
-            if shared:
-                other.ring = Stream(mmap.mmap(descriptors[0], stream.SIZE))
-                os.close(descriptors[0])
-            other.connection = connection
+            self._accept()
         return link.connection
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from minipar.memory.series import ALL_KINDS, Curve
-from minipar.program import tier
+from minipar.program import Op, Value, grad, tier, version_of
 
 if TYPE_CHECKING:
     from minipar.trace import Trace
@@ -32,6 +32,11 @@ KINDS = {
 }
 
 
+def _size(trace: Trace, rank: int, value: Value) -> float:
+    """Bytes of a value that comes or goes; of a version of parameters what is trained: the rest is there once."""
+    return trace.size(rank, grad(value.index) if version_of(value) >= 0 else value)
+
+
 def lifetimes(trace: Trace, rank: int) -> Curve:
     """Memory of a rank over time: live from the start of a value's writer to the end of what frees it."""
     row, starts, ends = trace.program.ranks[rank], trace.starts[rank], trace.ends[rank]
@@ -43,17 +48,21 @@ def lifetimes(trace: Trace, rank: int) -> Curve:
             continue
         changes.append((first, 0, KINDS[value.kind], trace.size(rank, value)))
     for k, ins in enumerate(row):
+        # a version of parameters that is made of one that nothing needs any more: in place
+        in_place = {v.index for v in ins.frees if version_of(v) >= 0} if ins.op is Op.STEP else set()
         for value in ins.writes:
-            if value not in live and tier(value) == "device":
+            if version_of(value) >= 0 and value.index in in_place:
+                live.add(value)
+            elif value not in live and tier(value) == "device":
                 live.add(value)
                 # (what an input half leaves is part of what it found)
                 start = ends[k] if value.kind == "saved_weight" else starts[k]
-                changes.append((max(first, start), 1, KINDS[value.kind], trace.size(rank, value)))
+                changes.append((max(first, start), 1, KINDS[value.kind], _size(trace, rank, value)))
         for value in ins.frees:
-            if tier(value) != "device":
+            if tier(value) != "device" or (version_of(value) >= 0 and value.index in in_place):
                 continue
             live.discard(value)
-            changes.append((ends[k], 0, KINDS[value.kind], -trace.size(rank, value)))
+            changes.append((ends[k], 0, KINDS[value.kind], -_size(trace, rank, value)))
     if trace.data:
         changes.append((first, 0, "data", trace.data[rank]))
     changes.sort(key=lambda change: change[:2])

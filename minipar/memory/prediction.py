@@ -33,6 +33,7 @@ from minipar.program import (
     param,
     param_shard,
     tier,
+    version_of,
 )
 
 
@@ -109,6 +110,10 @@ class Walk:
         for value in (value for value in self.state if tier(value) == "device"):
             owner = KINDS[value.kind], -1 if value.kind == "grad" else self.layer_of(value.index)
             before[owner] = before.get(owner, 0) + sizes.size(rank, value)
+        for value in self.state:
+            if version_of(value) >= 0:
+                size, layer = sizes.size(rank, grad(value.index)), self.layer_of(value.index)
+                self.live[value] = Storage(size, layer, "parameters", {"live"})
         for g in self._passed_on():
             owner = "parameters", self.layer_of(g)
             before[owner] = before.get(owner, 0) + sizes.size(rank, param_shard(g))
@@ -195,6 +200,7 @@ class Walk:
                 self.change(size, "activations", ins.layers[0])
                 self.brought.add(home(ins.reads[0])[1:])
         elif ins.op is Op.STEP:
+            self.versions(ins)
             need = self._workspace(ins.layers)
             self.change(need, "temporary", -1)
             self.change(-need, "temporary", -1)
@@ -214,6 +220,15 @@ class Walk:
                 self.filled.discard(value.index)
             else:
                 self.release(self.live.pop(value, None), "live")
+
+    def versions(self, ins: Instruction) -> None:
+        """The next version of parameters: made of the newest one, if nothing needs that any more, else beside it."""
+        for value in ins.writes:
+            if version_of(value) > 0:
+                before = param(value.index, value.step - 1)
+                size = self.sizes.size(self.rank, grad(value.index))
+                in_place = self.live.pop(before, None) if before in ins.frees else None
+                self.live[value] = in_place or self.make(size, self.layer_of(value.index), "live", "parameters")
 
     def reduce_scatter(self, ins: Instruction) -> None:
         """Gradients are packed into a message, which stays until it is summed with the others'; those are read where

@@ -59,7 +59,7 @@ class Tracker(Storages):
         self._layer_of = {id(p): layer for layer, module in self._layers() for p in module.parameters()}
         for g, part in executor.state.parts.items():
             self._layer_of[id(part)] = next((self._layer_of[id(p)] for p in executor.groups[g]), -1)
-        for g, copies in executor.state.wide.items():
+        for g, copies in (*executor.state.wide.items(), *executor.state.stash.leading.items()):
             self._layer_of |= {
                 id(c): self._layer_of.get(id(p), -1) for p, c in zip(executor.groups[g], copies, strict=True)
             }
@@ -184,6 +184,7 @@ class Tracker(Storages):
         ins = executor.instructions[self.index] if self.index >= 0 else None
         if ins is not None and ins.op is Op.STEP:
             self._find_states()
+            self._find_versions()
         elif ins is not None and ins.op is not Op.FORWARD:
             self._find_gradients(value.index for value in ins.writes if value.kind in ("grad", "grad_shard"))
         for held in self._fresh:
@@ -216,6 +217,12 @@ class Tracker(Storages):
                 for tensor in state.values():
                     if isinstance(tensor, torch.Tensor) and tensor.device.type == self.device_type:
                         self._name(tensor, "optimizer", self._layer_of.get(id(p), -1))
+
+    def _find_versions(self) -> None:
+        for g, versions in self.executor.state.stash.versions.items():
+            for copies in versions.values():
+                for p, tensor in zip(self.executor.groups[g], copies, strict=True):
+                    self._name(tensor, "parameters", self._layer_of.get(id(p), -1))
 
     def _name(self, tensor: torch.Tensor, kind: str, layer: int) -> None:
         held = self.held_by(tensor)

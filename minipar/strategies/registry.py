@@ -2,8 +2,8 @@
 
 A schedule is a generator `f(rank, ranks, microbatches)` of actions (`Forward(i)`, `Backward(i)`, ...) for one rank of a
 pipeline. `@schedule("name")` makes it known to `Plan`, the command line, simulate and run. One with several chunks a
-rank yields `Forward(i, chunk)`, and says by a placement which stages these are. A plan's keys `chunks` and `group` go
-to a generator that has parameters of these names. What cannot be it refuses by a PlanError before its first action.
+rank yields `Forward(i, chunk)`, and says by a placement which stages these are. A plan's keys in `OPTIONS` go to a
+generator that has parameters of these names. What cannot be it refuses by a PlanError before its first action.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from functools import cached_property
 from minipar.errors import PlanError
 from minipar.program import Action
 from minipar.strategies.layout import Placement, looped
+from minipar.strategies.versions import Asynchronous
 
 Generator = Callable[..., Iterator[Action]]  # of (rank, ranks, microbatches), and options
-OPTIONS = ("chunks", "group")
+OPTIONS = ("chunks", "group", "in_flight", "update_every")
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Schedule:
     needs: str = ""
     placement: Placement = looped
     chunks: int = 1
+    asynchronous: Asynchronous | None = None
 
     @property
     def summary(self) -> str:
@@ -64,6 +66,7 @@ def schedule(
     needs: str = "",
     placement: Placement = looped,
     chunks: int = 1,
+    asynchronous: Asynchronous | None = None,
 ) -> Callable[[Generator], Generator]:
     """Decorator: register a schedule under `name` (registering again replaces, so a notebook cell can be re-run).
 
@@ -72,12 +75,13 @@ def schedule(
     placement                  (rank, ranks, chunks) -> the stage of each chunk of the rank; default: chunk c of rank r
                                is stage c * ranks + r
     chunks                     per rank, if the plan does not say; a generator with a parameter `chunks` takes others
+    asynchronous               when it updates, and by which versions: then the order goes over all steps of a run
     """
     if not name or any(c.isspace() or c in "=," for c in name):
         raise PlanError(f"schedule name {name!r}: must be one word without '=' and ','")
 
     def register(generate: Generator) -> Generator:
-        _schedules[name] = Schedule(name, generate, paper, time, peak, needs, placement, chunks)
+        _schedules[name] = Schedule(name, generate, paper, time, peak, needs, placement, chunks, asynchronous)
         return generate
 
     return register

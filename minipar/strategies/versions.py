@@ -1,0 +1,184 @@
+"""Asynchronous pipelines: no flush between mini-batches, so that several versions of the parameters are alive.
+
+    step by step, flushed     F0 F1 B0 B1 STEP | F0 F1 B0 B1 STEP        every F of a step uses the same parameters
+    asynchronous              F0 F1 B0 STEP F2 B1 STEP F3 B2 STEP ...    F2 uses v1, while B1 still needs v0 of its F1
+
+A strategy gives an order, as any schedule does, over the micro-batches of the whole run; `version`, which parameters a
+forward uses; and `promise`, the contract: after how many micro-batches an update comes, how stale a gradient may be,
+how many versions a rank holds. This pass does the rest: forwards and backwards read param(g) v, STEP writes v+1, and a
+version is freed by the last instruction that needs it. Where that is the STEP itself it updates in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from minipar.program import (
+    BACKWARDS,
+    TRANSFERS,
+    Action,
+    Forward,
+    Instruction,
+    Op,
+    Program,
+    Staleness,
+    Value,
+    grad,
+    optimizer_state,
+    param,
+)
+from minipar.strategies.layout import Layout
+
+Used = Callable[[int, int, int, int, int], int]
+Place = tuple[bool, int, int]  # forward or not, micro-batch, step
+
+
+@dataclass(frozen=True)
+class Asynchronous:
+    """What makes a schedule an asynchronous one.
+
+    version   (rank, ranks, micro-batch of the run, micro-batches of a step, newest version) -> the one a forward uses
+    promise   (ranks, keys of the plan) -> the contract; PlanError where the keys do not fit
+    decides   the ranks decide as they run; the schedule's order is what they would do with equal times
+    """
+
+    version: Used
+    promise: Callable[[int, Mapping[str, int]], Staleness]
+    decides: bool = False
+
+
+def newest(rank: int, ranks: int, microbatch: int, microbatches: int, newest: int) -> int:
+    """The version rule of a rank that takes what it has."""
+    return newest
+
+
+def by_step(instructions: Sequence[Instruction], microbatches: int) -> list[Instruction]:
+    """Micro-batches that were counted through the whole run, as micro-batches of steps."""
+    names: dict[Value, Value] = {}
+
+    def named(value: Value) -> Value:
+        if value.microbatch < 0:
+            return value
+        if value not in names:
+            step, i = divmod(value.microbatch, microbatches)
+            names[value] = value._replace(microbatch=i, step=step)
+        return names[value]
+
+    def rows(values: tuple[Value, ...]) -> tuple[Value, ...]:
+        return tuple(map(named, values))
+
+    result = []
+    for ins in instructions:
+        step, i = divmod(ins.microbatch, microbatches)
+        result.append(
+            ins._replace(microbatch=i, step=step, reads=rows(ins.reads), writes=rows(ins.writes), frees=rows(ins.frees))
+        )
+    return result
+
+
+def with_versions(
+    instructions: Sequence[Instruction], layout: Layout, rank: int, contract: Staleness, version: Used
+) -> list[Instruction]:
+    """One rank's forwards and backwards with the versions they use, and its STEPs, each after what is sent."""
+    groups = layout.trainable(rank)
+    if not groups:
+        return list(instructions)
+    m = layout.microbatches
+    every = contract.every or m
+    total = len({(ins.microbatch, ins.step) for ins in instructions if ins.op is Op.FORWARD})
+    depth = sum(len(layout.trained(stage)) for stage in layout.placement[rank])
+    used: dict[int, int] = {}
+    left: dict[int, int] = {}
+    result: list[Instruction] = []
+    done = updates = 0
+    due = False
+
+    def step() -> Instruction:
+        params = tuple(param(g, updates) for g in groups)
+        states, grads = tuple(map(optimizer_state, groups)), tuple(map(grad, groups))
+        after = tuple(param(g, updates + 1) for g in groups)
+        return Instruction(Op.STEP, groups, -1, updates, grads + params + states, after + states, grads)
+
+    for ins in instructions:
+        if due and ins.op is not Op.SEND:
+            result.append(step())
+            updates, due = updates + 1, False
+        if ins.op in TRANSFERS:
+            result.append(ins)
+            continue
+        i = ins.step * m + ins.microbatch
+        if ins.op is Op.FORWARD and i not in used:
+            used[i] = version(rank, layout.pp, i, m, updates)
+        own = used.get(i, updates) if ins.op is Op.FORWARD or contract.stashed else updates
+        result.append(ins._replace(reads=tuple(_at(value, own, groups) for value in ins.reads)))
+        if ins.op in BACKWARDS:
+            left[i] = left.get(i, depth) - len(ins.layers)
+            if not left[i]:
+                done += 1
+                due = done % every == 0 or done == total
+    if due:
+        result.append(step())
+    return _freeing(result)
+
+
+def state_of(layout: Layout, rank: int) -> frozenset[Value]:
+    """What a rank holds before a run, and after it with the last version."""
+    trainable = layout.trainable(rank)
+    groups = layout.groups(rank)
+    return frozenset([param(g, 0 if g in trainable else -1) for g in groups] + [optimizer_state(g) for g in trainable])
+
+
+def _at(value: Value, version: int, groups: tuple[int, ...]) -> Value:
+    return param(value.index, version) if value.kind == "param" and value.index in groups else value
+
+
+def _freeing(instructions: list[Instruction]) -> list[Instruction]:
+    """Each version freed by the last that reads it; the last one stays."""
+    last: dict[Value, int] = {}
+    newest: dict[int, Value] = {}
+    for k, ins in enumerate(instructions):
+        last.update({value: k for value in ins.reads if value.kind == "param" and value.step >= 0})
+        newest.update({value.index: value for value in ins.writes if value.kind == "param"})
+    for value, k in last.items():
+        if newest.get(value.index, value) != value:
+            instructions[k] = instructions[k]._replace(frees=(*instructions[k].frees, value))
+    return instructions
+
+
+def as_it_happened(program: Program, orders: Sequence[Sequence[Action]], version: Used = newest) -> Program:
+    """The program of ranks that decided: `program` with the forwards and backwards of each rank in another order."""
+    layout = layout_of(program)
+    assert isinstance(program.contract, Staleness)
+    ranks = []
+    for rank, order in enumerate(orders):
+        blocks = blocks_of(program, rank)
+        m = program.microbatches
+        places = [(isinstance(action, Forward), action.microbatch % m, action.microbatch // m) for action in order]
+        plain = [ins._replace(frees=tuple(v for v in ins.frees if v.kind != "param"))
+                 for place in places for ins in blocks.get(place, ())]  # fmt: skip
+        ranks.append(tuple(with_versions(plain, layout, rank, program.contract, version)))
+    return replace(program, ranks=tuple(ranks), in_flight=None)
+
+
+def blocks_of(program: Program, rank: int) -> dict[Place, list[Instruction]]:
+    """A rank's instructions by the forward or backward of a micro-batch that they belong to, messages included."""
+    blocks: dict[Place, list[Instruction]] = {}
+    for ins in program.ranks[rank]:
+        if ins.op is not Op.STEP:
+            blocks.setdefault(place_of(ins), []).append(ins)
+    return blocks
+
+
+def place_of(ins: Instruction) -> Place:
+    """Which forward or backward an instruction belongs to."""
+    moved = (*ins.reads, *ins.writes)[0].kind if ins.op in TRANSFERS else ""
+    return ins.op is Op.FORWARD or moved == "output", ins.microbatch, ins.step
+
+
+def layout_of(program: Program) -> Layout:
+    """Where the layers of a program of one pipeline are."""
+    from minipar.costs.shapes import Shape
+
+    split = tuple(len(layers) for layers in program.placement)
+    return Layout(Shape(program.layers, program.groups), 1, len(program.ranks), split, program.microbatches)
