@@ -28,7 +28,7 @@ from minipar.strategies.layers import expand, state_of, step_of
 from minipar.strategies.layout import Layout
 from minipar.strategies.local_sgd import average
 from minipar.strategies.priority import Seconds, all_reduce_by_priority
-from minipar.strategies.transfers import insert_transfers
+from minipar.strategies.transfers import beside, insert_transfers
 from minipar.streams import Costs
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def program_of(
             stages[stage] = compression.compress(stages[stage], shape, plan.compress)
             stages[stage] = host_layers.place(stages[stage], placed, layout, stage)
             stages[stage] = offload.offload(stages[stage], away[stage], step, keep[stage])
-        stages = list(insert_transfers(dict(enumerate(stages))).values())
+        stages = list(insert_transfers(dict(enumerate(stages)), beside(actions, layout, step)).values())
         for stage in range(plan.pp):
             update = zero.finish(step_of(layout, stage, step, keep[stage]), layout, stage, rule)
             update = host_layers.finish(update, on_host)

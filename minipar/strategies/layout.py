@@ -9,6 +9,11 @@ A rank holds one stage or several, its *chunks*; `placement(rank, ranks, chunks)
                           rank 1  stages 1 4
                           rank 2  stages 2 3
 
+    both ways             rank 0  stages 0 3     two copies of every stage: half of the micro-batches go down 0 1 2 3,
+                          rank 1  stages 1 2     the others up
+                          rank 2  stages 2 1
+                          rank 3  stages 3 0
+
 A stage may be on several ranks: then it has copies, whose gradients are summed. Which of them a micro-batch goes
 through is what the schedule says: it yields Forward(i, chunk) on one of these ranks.
 """
@@ -33,6 +38,11 @@ def looped(rank: int, ranks: int, chunks: int) -> Sequence[int]:
 def wave(rank: int, ranks: int, chunks: int) -> Sequence[int]:
     """Down the ranks and up again, so that two neighbouring stages share a rank at every turn."""
     return [c * ranks + (ranks - 1 - rank if c % 2 else rank) for c in range(chunks)]
+
+
+def both_ways(rank: int, ranks: int, chunks: int) -> Sequence[int]:
+    """Two copies of every stage: one pipeline goes down the ranks, another one up."""
+    return rank, ranks - 1 - rank
 
 
 def place(placement: Placement, ranks: int, chunks: int, name: str = "") -> tuple[tuple[int, ...], ...]:

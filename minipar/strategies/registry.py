@@ -2,8 +2,8 @@
 
 A schedule is a generator `f(rank, ranks, microbatches)` of actions (`Forward(i)`, `Backward(i)`, ...) for one rank of a
 pipeline. `@schedule("name")` makes it known to `Plan`, the command line, simulate and run. One with several chunks a
-rank yields `Forward(i, chunk)`, and says by a placement which stages these are. A plan's keys `chunks` and `group` go
-to a generator that has parameters of these names. What cannot be it refuses by a PlanError before its first action.
+rank yields `Forward(i, chunk)`, and says by a placement which stages these are. A plan's keys `chunks`, `group` and `doubling`
+go to a generator that has parameters of these names. What cannot be it refuses by a PlanError before its first action.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from minipar.program import Action
 from minipar.strategies.layout import Placement, looped
 
 Generator = Callable[..., Iterator[Action]]  # of (rank, ranks, microbatches), and options
-OPTIONS = ("chunks", "group")
+OPTIONS = ("chunks", "group", "doubling")
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Schedule:
         """The keys of a plan that the generator takes."""
         return tuple(name for name in OPTIONS if name in inspect.signature(self.generate).parameters)
 
-    def check(self, key: str, value: int | None) -> None:
+    def check(self, key: str, value: int | bool | None) -> None:
         """PlanError if a plan sets an option that this schedule does not have."""
-        default = self.chunks if key == "chunks" else None
+        default = {"chunks": self.chunks, "doubling": False}.get(key)
         if value is not None and value != default and key not in self.options:
             others = ", ".join(s.name for s in _schedules.values() if key in s.options)
             has = f"has {self.chunks} a rank" if key == "chunks" else "has none"
