@@ -145,6 +145,13 @@ def _check(plan: Plan, layout: Layout, actions: Sequence[Sequence[Action]]) -> N
             "possible are checkpoint=, or a schedule of whole backwards such as 1f1b"
         )
     copies = Counter(stage for mine in layout.placement for stage in mine)
+    if max(copies.values()) > 1:
+        for key, value in {"zero": plan.zero, "local_steps": plan.local_steps}.items():
+            if value:
+                raise PlanError(
+                    f"{key}={value}: schedule={plan.schedule} has copies of a stage, whose whole gradients are summed "
+                    f"in every step; possible are {key}=0, or a schedule of one copy such as 1f1b"
+                )
     for rank, mine in enumerate(layout.placement):
         used = {a.chunk for a in actions[rank] if isinstance(a, Forward)}
         for c, stage in enumerate(mine):

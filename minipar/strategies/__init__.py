@@ -3,10 +3,21 @@
 Importing the package registers the built-in schedules.
 """
 
-from minipar.strategies import chimera, dualpipe, dualpipe_v, gpipe, interleaved, looped_bfs, naive, one_f_one_b, zb_v, zero_bubble
+from minipar.strategies import (
+    chimera,
+    dualpipe,
+    dualpipe_v,
+    gpipe,
+    interleaved,
+    looped_bfs,
+    naive,
+    one_f_one_b,
+    zb_v,
+    zero_bubble,
+)
 from minipar.strategies.registry import find, schedule, schedules
 
 __all__ = [
-    "chimera", "dualpipe", "dualpipe_v", "find", "gpipe", "interleaved", "looped_bfs", "naive", "one_f_one_b", "schedule", "schedules", "zb_v",
-    "zero_bubble",
+    "chimera", "dualpipe", "dualpipe_v", "find", "gpipe", "interleaved", "looped_bfs", "naive", "one_f_one_b",
+    "schedule", "schedules", "zb_v", "zero_bubble",
 ]  # fmt: skip

@@ -1,4 +1,29 @@
-"""Chimera."""
+"""Chimera: two pipelines over the same ranks, one down and one up; what is the fill of one is work of the other.
+
+Source: Li and Hoefler, "Chimera: Efficiently Training Large-Scale Neural Networks with Bidirectional Pipelines",
+SC 2021.
+
+    p=4, m=4; rank d has stages d and p-1-d; lower case goes up the ranks; backward twice as long
+    rank 0  F0 F1    f2 b2 b2 f3 b3 b3    B0 B0       B1 B1
+    rank 1     F0 f2 F1 f3    b2 b2 B0 B0 b3 b3 B1 B1
+    rank 2     f2 F0 f3 F1    B0 B0 b2 b2 B1 B1 b3 b3
+    rank 3  f2 f3    F0 B0 B0 F1 B1 B1    b2 b2       b3 b3
+
+Think of slots, one for a forward and one for a backward. The k-th turn of a pipeline reaches its s-th stage in slot
+2k+s on the way down, and 2k+p-1-s on the way back: even slots of one pipeline, odd ones of the other, as p is even.
+A pipeline's turns are p/2 forwards, then their p/2 backwards, again for every p micro-batches.
+
+Time m(tF+tB) + (p-2)(tB + (m/p-1)(tB-tF)) where tB >= tF. Every rank holds two stages, so parameters twice, and
+p/2+1+min(d, p-1-d) micro-batches. The two copies of a stage sum their gradients as soon as its last backward is done.
+
+    doubling=true, p=2, m=4: a turn forward is two micro-batches, as long as a turn back where tB = 2tF
+    rank 0  F0 F2 f1 f3 b1 b1 B0 B0 b3 b3 B2 B2
+    rank 1  f1 f3 F0 F2 B0 B0 b1 b1 B2 B2 b3 b3
+
+Doubling closes the gaps between units that unequal slots leave: time m(tF+tB) + (p-2)(tF+tB)/2 where
+tF <= tB <= 2tF and 4 divides m, for up to 2p micro-batches on a rank. (The paper has (p-2) 2tF at tB = 2tF: it runs the
+two as one. Here the first is sent on while the second is computed.) m is at least 2p.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,18 @@
-"""DualPipe."""
+"""DualPipe: two pipelines, one down and one up the ranks; a forward of one runs beside a backward of the other.
+
+Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, and its DualPipe repository, whose eight steps these are.
+
+    p=4, m=8; rank d has stages d and p-1-d; lower case goes up the ranks; forwards and both halves equally long
+    rank 0  F0 F1 F2 f4 i4 w4 f5 F3 b5 b5    f6 B0 B0 b6 b6    f7 B1 B1 b7 b7 I2 W2 I3 W3
+    rank 1     F0 f4 F1 f5 F2 b4 b4 f6 B0 B0 F3 b5 b5 f7 B1 B1 b6 b6 B2 B2    i7 I3 w7 W3
+    rank 2     f4 F0 f5 F1 f6 B0 B0 F2 b4 b4 f7 B1 B1 F3 b5 b5 B2 B2 b6 b6    I3 i7 W3 w7
+    rank 3  f4 f5 f6 F0 I0 W0 F1 f7 B1 B1    F2 b4 b4 B2 B2    F3 b5 b5 B3 B3 i6 w6 i7 w7
+
+It is made for devices on which kernels of the forward and of the backward overlap, one communicating while the other
+computes. So the two are one piece of work (`Forward.beside`), and what they make is sent when both are done. Here one
+runs after the other: no gain from overlap is assumed. Time m(tF+tB) + (p/2-1)(tF+2tB-3tW) at tF = tI = tW; at other
+times that is off by a few per cent. p+1 micro-batches, two copies of every stage; copies sum their gradients.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +34,7 @@ NEAR, FAR = 0, 1  # of the two pipelines of a rank: the one that begins at the n
     needs="p and m even, m >= 2p", placement=both_ways, chunks=2,
 )  # fmt: skip
 def dualpipe(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
-    """Two pipelines in opposite directions, forwards of one beside backwards of the other, weight halves in the gaps."""
+    """Two pipelines in opposite directions, forwards of one beside backwards of the other; halves at the ends."""
     check("dualpipe", ranks, microbatches)
     if ranks % 2:
         possible = f"{ranks - 1}, {ranks + 1}" if ranks > 1 else "2"

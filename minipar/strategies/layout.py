@@ -126,6 +126,17 @@ class Layout:
         ranks = [r for r in range(self.pp) if group in self._groups[r]]
         return tuple(sorted(self.rank(replica, r) for replica in range(self.dp) for r in ranks))
 
+    def stage_of(self, group: int) -> int:
+        """The stage in which a micro-batch's gradient of a group is completed: that of its first layer."""
+        first = min(self.shape.groups[group].layers)
+        return next(stage for stage in range(len(self.split)) if first in self.layers(stage))
+
+    def copied(self, group: int) -> bool:
+        """Whether several ranks of a pipeline hold this group, each of them with all of its layers."""
+        layers = set(self.shape.groups[group].layers)
+        held = [set().union(*self.chunks(r)) for r in range(self.pp) if group in self._groups[r]]
+        return len(held) > 1 and all(layers <= mine for mine in held)
+
     def chunk_of(self, group: int, rank: int) -> int:
         """The chunk of a rank in which a micro-batch's gradient of a group is completed: that of its first layer."""
         layers = set(self.shape.groups[group].layers)

@@ -2,8 +2,9 @@
 
 A schedule is a generator `f(rank, ranks, microbatches)` of actions (`Forward(i)`, `Backward(i)`, ...) for one rank of a
 pipeline. `@schedule("name")` makes it known to `Plan`, the command line, simulate and run. One with several chunks a
-rank yields `Forward(i, chunk)`, and says by a placement which stages these are. A plan's keys `chunks`, `group` and `doubling`
-go to a generator that has parameters of these names. What cannot be it refuses by a PlanError before its first action.
+rank yields `Forward(i, chunk)`, and says by a placement which stages these are. A plan's keys `chunks`,
+`group` and `doubling` go to a generator that has parameters of these names. What cannot be it refuses by a PlanError
+before its first action.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     rank 1   F 1 mb0 <- output(0)                    rank 1   RECV output(0) mb0 <- 0 | F 1 mb0
 
 SEND stands right after the producer, and the last one frees the sender's copy when it is done; RECV stands right before
-its reader. What a forward beside a backward makes (`Forward.beside`) is sent after both. Receive order equals send order on each link (NCCL has no tags), so a RECV whose reader comes late may move
-up.
+its reader. What a forward beside a backward makes (`Forward.beside`) is sent after both. Receive order equals send
+order on each link (NCCL has no tags), so a RECV whose reader comes late may move up.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def insert_transfers(
                 if value.kind in MOVES and (ins.op is not Op.FETCH or value not in producer):
                     producer[value] = (rank, k)
     if together:
-        last_read = {(rank, value): k for rank, row in ranks.items() for k, ins in enumerate(row) for value in ins.reads}
-        for value, other in together.items():
+        last_read = {(r, value): k for r, row in ranks.items() for k, ins in enumerate(row) for value in ins.reads}
+        for value in together.keys() & producer.keys():
             rank, k = producer[value]
-            producer[value] = (rank, max(k, last_read.get((rank, other), k)))
+            producer[value] = (rank, max(k, last_read.get((rank, together[value]), k)))
 
     # per link: value -> (position of its producer, position of its first reader)
     links: dict[tuple[int, int], dict[Value, tuple[int, int]]] = {}
