@@ -28,7 +28,7 @@ from minipar.strategies.layers import expand, state_of, step_of
 from minipar.strategies.layout import Layout
 from minipar.strategies.local_sgd import average
 from minipar.strategies.priority import Seconds, all_reduce_by_priority
-from minipar.strategies.transfers import insert_transfers
+from minipar.strategies.transfers import beside, insert_transfers
 from minipar.streams import Costs
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def program_of(
             stages[stage] = compression.compress(stages[stage], shape, plan.compress)
             stages[stage] = host_layers.place(stages[stage], placed, layout, stage)
             stages[stage] = offload.offload(stages[stage], away[stage], step, keep[stage])
-        stages = list(insert_transfers(dict(enumerate(stages))).values())
+        stages = list(insert_transfers(dict(enumerate(stages)), beside(actions, layout, step)).values())
         for stage in range(plan.pp):
             update = zero.finish(step_of(layout, stage, step, keep[stage]), layout, stage, rule)
             update = host_layers.finish(update, on_host)
@@ -149,6 +149,13 @@ def _check(plan: Plan, layout: Layout, actions: Sequence[Sequence[Action]]) -> N
             "possible are checkpoint=, or a schedule of whole backwards such as 1f1b"
         )
     copies = Counter(stage for mine in layout.placement for stage in mine)
+    if max(copies.values()) > 1:
+        for key, value in {"zero": plan.zero, "local_steps": plan.local_steps}.items():
+            if value:
+                raise PlanError(
+                    f"{key}={value}: schedule={plan.schedule} has copies of a stage, whose whole gradients are summed "
+                    f"in every step; possible are {key}=0, or a schedule of one copy such as 1f1b"
+                )
     for rank, mine in enumerate(layout.placement):
         used = {a.chunk for a in actions[rank] if isinstance(a, Forward)}
         for c, stage in enumerate(mine):

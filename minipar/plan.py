@@ -42,6 +42,7 @@ class Plan:
     accumulate    rounds of `microbatches` before the optimizer steps
     split         layers per stage, such as "3,3,4,2"; default even, the first stages larger; or "auto", by cost
     chunks        stages on each rank; default what the schedule says, for most of them 1
+    doubling      with schedule=chimera: two micro-batches go forward together, for more of them than ranks
     group         micro-batches that schedule=interleaved takes through one chunk before the next; default pp
     in_flight     micro-batches that schedule=ampnet has under way at most; default pp
     update_every  micro-batches of an update of schedule=ampnet; default 1
@@ -85,6 +86,7 @@ class Plan:
     split: tuple[int, ...] | str | None = None
     chunks: int | None = None
     group: int | None = None
+    doubling: bool = False
     in_flight: int | None = None
     update_every: int | None = None
     bucket: float | str | tuple[int, ...] | None = None
@@ -120,6 +122,8 @@ class Plan:
             if getattr(self, key) is not None:
                 object.__setattr__(self, key, settings.whole_number(key, getattr(self, key)))
             chosen.check(key, getattr(self, key))
+        object.__setattr__(self, "doubling", settings.truth("doubling", self.doubling))
+        chosen.check("doubling", self.doubling)
         if self.split is not None:
             held = self.placement()
             counts = settings.split(self.split, 1 + max(map(max, held)), self.pp, len(held[0]))
@@ -329,7 +333,8 @@ class Plan:
     def actions(self, rank: int, steps: int = 1) -> list[Action]:
         """The schedule of one rank, repeated for every round of accumulation; without flushes, of several steps."""
         schedule = strategies.find(self.schedule)
-        given = {"chunks": self.chunks or schedule.chunks, "group": self.group} | self.numbers
+        chunks = self.chunks or schedule.chunks
+        given = {"chunks": chunks, "group": self.group, "doubling": self.doubling} | self.numbers
         total = self.microbatches * steps
         found = schedule.generate(rank, self.pp, total, **{key: given[key] for key in schedule.options})
         possible = "possible are Forward(i, chunk), Backward, BackwardInput and BackwardWeight"
@@ -343,9 +348,9 @@ class Plan:
                 raise PlanError(
                     f"schedule={self.schedule}: {action} on rank {rank}; micro-batches count from 0 to {total - 1}"
                 )
-            if not hasattr(action.chunk, "__index__") or not 0 <= action.chunk < given["chunks"]:  # type: ignore[operator]
+            if not hasattr(action.chunk, "__index__") or not 0 <= action.chunk < chunks:
                 raise PlanError(
-                    f"schedule={self.schedule}: {action} on rank {rank}; chunks count from 0 to {given['chunks'] - 1}"  # type: ignore[operator]
+                    f"schedule={self.schedule}: {action} on rank {rank}; chunks count from 0 to {chunks - 1}"
                 )
         if self.accumulate == 1:
             return chosen

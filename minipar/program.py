@@ -174,10 +174,15 @@ def span(layers: Sequence[int]) -> str:
 # (Not tuples: Forward(0) and Backward(0) must differ.)
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """A schedule's action: run the forward of micro-batch `microbatch` through chunk `chunk` of this rank."""
+    """A schedule's action: run the forward of micro-batch `microbatch` through chunk `chunk` of this rank.
+
+    beside   the backward that comes next is part of the same work, as where kernels of both overlap (DualPipe): what
+             the forward hands on is sent when both are done
+    """
 
     microbatch: int
     chunk: int = 0
+    beside: bool = field(default=False, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,7 @@ from minipar.strategies import find, schedules
 
 JOINED = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.NORM)
 BUCKETS = ["none", "flat", 25, 12 / 2**20, "2x", "3x", "auto", "0,"]
+COPIED = ("chimera", "dualpipe")  # two copies of every stage
 BUILT_IN = [  # those with a flush after every step
     schedule.name
     for schedule in schedules()
@@ -56,13 +57,20 @@ SIMPLE = [name for name in BUILT_IN if find(name).chunks == 1 and not Plan(sched
 
 def stages_of(schedule: str, pp: int) -> int:
     """How many stages a schedule has on so many ranks."""
-    return pp * find(schedule).chunks
+    return 1 + max(map(max, Plan(pp=pp, schedule=schedule).placement()))
 
 
 def enough(schedule: str, pp: int, microbatches: int) -> int:
     """The least number of micro-batches, from `microbatches` on, that a schedule takes."""
-    least = {"interleaved": -(-microbatches // pp) * pp, "zb-h2": max(microbatches, 2 * pp - 1)}
+    multiple, two_each = -(-microbatches // pp) * pp, max(microbatches, 2 * pp)
+    least = {"interleaved": multiple, "chimera": multiple, "zb-h2": max(microbatches, 2 * pp - 1)}
+    least |= {"dualpipe": two_each + two_each % 2, "dualpipe-v": two_each}
     return least.get(schedule, microbatches)
+
+
+def even(schedule: str, pp: int) -> int:
+    """`pp` for most schedules; for those in both directions the next even number."""
+    return pp + pp % 2 if schedule in COPIED else pp
 
 
 def fitted(words: str, schedule: str, layers: int) -> str:
@@ -70,8 +78,8 @@ def fitted(words: str, schedule: str, layers: int) -> str:
     keys = dict(word.split("=") for word in words.split()) | {"schedule": schedule}
     if find(schedule).chunks > 1:
         keys.pop("split", None)
-        pp = min(int(keys.get("pp", 1)), layers // find(schedule).chunks)
-        keys["pp"] = str(pp)
+        pp = int(keys.get("pp", 1))
+        keys["pp"] = str(even(schedule, pp) if schedule in COPIED else min(pp, layers // find(schedule).chunks))
     keys["microbatches"] = str(enough(schedule, int(keys.get("pp", 1)), int(keys.get("microbatches", 1))))
     return " ".join(f"{key}={value}" for key, value in keys.items())
 
@@ -110,10 +118,10 @@ def shapes(draw: st.DrawFn, layers: int, size: int = 4) -> Shape:
 @st.composite
 def programs(draw: st.DrawFn, most_microbatches: int = 5, most_steps: int = 3) -> Program:
     """Programs of every built-in schedule, composed with everything that a plan can choose."""
-    pp, dp = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    schedule = draw(st.sampled_from(BUILT_IN))
+    pp, dp = even(schedule, draw(st.integers(1, 4))), draw(st.integers(1, 3))
     priority = draw(st.integers(0, 3)) == 0
     local = draw(st.sampled_from([0, 0, 1, 2])) if pp == 1 and not priority else 0
-    schedule = draw(st.sampled_from(BUILT_IN))
     count = stages_of(schedule, pp)
     split = draw(st.lists(st.integers(1, 3), min_size=count, max_size=count))
     plan = Plan(
@@ -126,7 +134,7 @@ def programs(draw: st.DrawFn, most_microbatches: int = 5, most_steps: int = 3) -
         # (12 bytes: two layers a bucket; 8: two pieces of a layer with 16)
         bucket=draw(st.sampled_from(["none", 25, 8 / 2**20] if priority else BUCKETS)),
         overlap="priority" if priority else draw(st.sampled_from(["none", "backward"])),
-        zero=0 if priority or local else draw(st.sampled_from([0, 0, 1, 2, 3])),
+        zero=0 if priority or local or schedule in COPIED else draw(st.sampled_from([0, 0, 1, 2, 3])),
         reduce=draw(st.sampled_from(["microbatch", "step"])),
         prefetch=draw(st.integers(0, 2)),
         local_steps=local,

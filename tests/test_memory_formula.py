@@ -162,6 +162,7 @@ class OnPaper:
         "pp=4 microbatches=8 schedule=gpipe",
         "pp=3 microbatches=4 schedule=eager-1f1b",
         "dp=2 pp=2 microbatches=2 accumulate=2",
+        "pp=4 microbatches=8 schedule=chimera",
     ],
 )
 def test_formula_equals_the_simulator_s_peak(words: str, checkpoint: str) -> None:
@@ -199,12 +200,17 @@ def test_in_flight_is_the_simulate_command_s() -> None:
         "pp=4 microbatches=8 schedule=interleaved",
         "pp=4 microbatches=8 schedule=zb-v",
         "pp=4 microbatches=8 schedule=zb-h2",
+        "pp=4 microbatches=8 schedule=chimera",
+        "pp=4 microbatches=8 schedule=chimera doubling=true",
+        "pp=4 microbatches=8 schedule=dualpipe",
+        "pp=4 microbatches=8 schedule=dualpipe-v",
     ):
         plan = Plan.parse(text)
         layers = 5 if plan.pp == 1 else 2 * plan.pp
         flying = simulate(plan.compile(layers=layers)).in_flight()[: plan.pp]
-        chunks = len(plan.placement()[0])
-        assert [in_flight(plan.actions(rank), [1 / chunks] * chunks) for rank in range(plan.pp)] == flying
+        held = plan.placement()
+        share = plan.pp / (1 + max(map(max, held)))  # of a chunk (of copies each is a rank's whole share)
+        assert [in_flight(plan.actions(rank), [share] * len(held[0])) for rank in range(plan.pp)] == flying
 
 
 def test_recomputation_has_a_best_length() -> None:

@@ -31,6 +31,7 @@ mse = torch.nn.functional.mse_loss
 
 MODEL = partial(toy, ("linear", "tuples", "dropout", "in-place", "unused"), tied=True, frozen=(1,))  # 9 layers
 NEW = ["interleaved", "interleaved chunks=1", "looped-bfs", "looped-bfs chunks=1", "zb-h1", "zb-h2", "zb-v"]
+NEW += ["chimera", "chimera doubling=true", "dualpipe", "dualpipe-v"]
 
 
 @cache
@@ -73,9 +74,12 @@ def test_gradients_of_every_schedule(clusters, name, p):
         if possible(text):
             check(clusters, text)
             ran.append(m)
-    refused = {"interleaved": [3, 9], "interleaved chunks=1": [3, 9], "zb-h2": [3, 4]}
-    small = {"interleaved": [3, 9], "interleaved chunks=1": [3, 9], "zb-h2": []}
-    assert ran == [m for m in (3, 4, 8, 9) if m not in (refused if p == 4 else small).get(name, [])]
+    refused = {
+        "interleaved": [3, 9], "interleaved chunks=1": [3, 9], "zb-h2": [3, 4] if p == 4 else [],
+        "chimera": [3, 9], "chimera doubling=true": [3, 4, 9] if p == 4 else [3, 9],
+        "dualpipe": [3, 4, 9] if p == 4 else [3, 9], "dualpipe-v": [3, 4] if p == 4 else [3],
+    }  # fmt: skip
+    assert ran == [m for m in (3, 4, 8, 9) if m not in refused.get(name, [])]
 
 
 @pytest.mark.parametrize(
@@ -98,20 +102,31 @@ def test_gradients_of_every_schedule(clusters, name, p):
         "pp=2 schedule=zb-v microbatches=4 offload=optimizer,parameters",
         "pp=2 schedule=zb-h1 microbatches=4 host_layers=0,8 checkpoint=3,6",
         "pp=2 schedule=looped-bfs microbatches=4 host_layers=3",
+        "pp=4 schedule=chimera microbatches=4 split=4,1,3,1 accumulate=2 overlap=none",
+        "pp=4 schedule=chimera microbatches=8 doubling=true split=1,3,1,4 bucket=none clip=1e9",
+        "pp=2 dp=2 schedule=chimera microbatches=4 bucket=0.0001 checkpoint=1",
+        "pp=2 dp=2 schedule=chimera microbatches=2 overlap=priority bucket=0.0001",
+        "pp=2 schedule=chimera microbatches=4 checkpoint=2 offload=activations",
+        "pp=2 schedule=chimera microbatches=4 offload=optimizer,parameters",
+        "pp=2 dp=2 schedule=dualpipe microbatches=4 bucket=2x clip=1e9 accumulate=2",
+        "pp=4 schedule=dualpipe microbatches=8 split=1,4,3,1 bucket=none",
+        "pp=2 schedule=dualpipe microbatches=4 host_layers=0,8 checkpoint=3,6",
+        "pp=2 schedule=dualpipe-v microbatches=5 split=1,2,5,1 checkpoint=sqrt",
+        "pp=2 dp=2 schedule=dualpipe-v microbatches=4 zero=3 accumulate=2",
     ],
 )
 def test_gradients_of_compositions(clusters, text):
     check(clusters, text)
 
 
-@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "interleaved"])
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "interleaved", "chimera", "dualpipe", "dualpipe-v"])
 @pytest.mark.parametrize("frozen", [(0,), (0, 1, 2, 3, 4), (-1,), tuple(range(7))])
 def test_frozen_layers(clusters, name, frozen):
     model = partial(toy, ("tuples", "linear", "linear"), frozen=frozen)
     check(clusters, f"pp=2 schedule={name} microbatches=4", model, 9)
 
 
-@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "interleaved"])
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "interleaved", "chimera", "dualpipe", "dualpipe-v"])
 def test_ties_across_chunks_and_ranks_and_missing_rows(clusters, name):
     check(clusters, f"pp=2 schedule={name} microbatches=4 bucket=none", two_ties, 8)
     check(clusters, f"pp=2 schedule={name} microbatches=4", MODEL, 3)
@@ -187,6 +202,41 @@ def test_neighbouring_chunks_on_one_rank_need_no_message():
 # placements ----------------------------------------------------------------------------------------------------------
 
 
+def test_gradients_of_copies_are_summed_as_soon_as_they_are_complete():
+    """On both ranks in one order, however large a bucket."""
+
+    def ends(text: str, rank: int) -> list[str]:
+        row = Plan.parse(text).compile(layers=8).ranks[rank]
+        return [str(ins) for ins in row if ins.op in (Op.BACKWARD, Op.ALL_REDUCE, Op.STEP)][-5:]
+
+    assert ends("pp=4 microbatches=4 schedule=chimera", 1) == [
+        "B 4:6 mb3", "ALL_REDUCE 5,4 over 1,2", "B 2:4 mb1", "ALL_REDUCE 3,2 over 1,2", "STEP 2:6"
+    ]  # fmt: skip
+    assert ends("pp=4 microbatches=4 schedule=chimera overlap=none", 1) == [
+        "B 2:4 mb0", "B 4:6 mb3", "B 2:4 mb1", "ALL_REDUCE 2:6 over 1,2", "STEP 2:6"
+    ]  # fmt: skip
+    assert ends("pp=2 dp=2 microbatches=2 schedule=chimera bucket=none", 3) == [
+        "B 1 mb1", "ALL_REDUCE 1 over 0,1,2,3", "B 0 mb1", "ALL_REDUCE 0 over 0,1,2,3", "STEP 0:8"
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("own_schedules")
+def test_copies_that_complete_in_another_order_on_each_rank(clusters):
+    """Rank 0 ends with stage 0, rank 1 with stage 1; their collectives have one order nevertheless."""
+
+    @schedule("unlike", placement=both_ways, chunks=2)
+    def unlike(rank, ranks, microbatches):
+        yield Forward(0, 0)
+        yield Forward(1, 1)
+        yield Backward(1, 1)
+        yield Backward(0, 0)
+
+    program = check(clusters, "pp=2 microbatches=2 schedule=unlike split=4,5 bucket=flat").program
+    late, early = "ALL_REDUCE 8,7,6,5,4 over 0,1", "ALL_REDUCE 3,2,9,0 over 0,1"
+    ends = [[str(ins) for ins in row if ins.op in (Op.BACKWARD, Op.ALL_REDUCE)][-3:] for row in program.ranks]
+    assert ends == [[late, "B 0:4 mb0", early], ["B 4:9 mb0", late, early]]
+
+
 @pytest.fixture
 def own_schedules(monkeypatch):
     monkeypatch.setattr(registry, "_schedules", dict(registry._schedules))
@@ -211,7 +261,7 @@ def test_two_copies_of_every_stage(clusters):
     for text in (
         "pp=2 microbatches=4",
         "pp=4 microbatches=3",
-        "pp=2 dp=2 microbatches=2 zero=2",
+        "pp=2 dp=2 microbatches=2 bucket=none",
         "pp=2 microbatches=2 checkpoint=1",
     ):
         program = check(clusters, f"{text} schedule=both-ways").program
@@ -267,6 +317,49 @@ def test_placements_that_cannot_be(placement, says):
             "schedule=zb-h2: microbatches=6 cannot fill pp=4; possible are 7 or more, or schedule=zb-h1",
         ),
         ("pp=2 schedule=zb-v split=4,5", "split=4,5: 2 stages, but pp=2 chunks=2 has 4"),
+        (
+            "pp=3 schedule=chimera microbatches=3",
+            "schedule=chimera: pp=3 is odd, and two ways need it even; possible are pp=2, 4",
+        ),
+        ("pp=1 schedule=dualpipe", "schedule=dualpipe: pp=1 is odd, and two ways need it even; possible are pp=2"),
+        (
+            "pp=4 schedule=chimera microbatches=9",
+            "schedule=chimera: microbatches=9 is no multiple of pp=4; possible are 8, 12",
+        ),
+        (
+            "pp=4 schedule=chimera microbatches=3",
+            "schedule=chimera: microbatches=3 is no multiple of pp=4; possible are 4",
+        ),
+        (
+            "pp=4 schedule=chimera microbatches=4 doubling=true",
+            "doubling=true: microbatches=4 are less than two for each of pp=4; possible are microbatches=8 or more, or",
+        ),
+        ("pp=4 doubling=true", "doubling=True: schedule=1f1b has none; possible with chimera"),
+        ("pp=4 schedule=chimera doubling=2", "doubling=2: must be true or false"),
+        (
+            "pp=4 schedule=dualpipe microbatches=7",
+            "schedule=dualpipe: microbatches=7 cannot fill pp=4; possible are 8 or more, or schedule=1f1b",
+        ),
+        (
+            "pp=4 schedule=dualpipe microbatches=9",
+            "schedule=dualpipe: microbatches=9 is odd, and each way takes half of them; possible are 8, 10",
+        ),
+        (
+            "pp=4 schedule=dualpipe-v microbatches=7",
+            "schedule=dualpipe-v: microbatches=7 cannot fill pp=4; possible are 8 or more, or schedule=1f1b",
+        ),
+        (
+            "pp=2 dp=2 schedule=chimera microbatches=2 zero=1",
+            "zero=1: schedule=chimera has copies of a stage, whose whole gradients are summed in every step; possible",
+        ),
+        (
+            "pp=2 dp=2 schedule=dualpipe microbatches=4 local_steps=2",
+            "local_steps=2: schedule=dualpipe has copies of a stage, whose whole gradients are summed in every step;",
+        ),
+        (
+            "pp=2 schedule=dualpipe microbatches=4 offload=activations",
+            "offload=activations: not with schedule=dualpipe, whose backwards are split; possible are checkpoint=",
+        ),
         (
             "pp=2 schedule=zb-h1 microbatches=3 offload=activations",
             "offload=activations: not with schedule=zb-h1, whose backwards are split; possible are checkpoint=",

@@ -45,7 +45,7 @@ def test_defaults_and_spellings():
 
 
 KEYS = "possible are dp, pp, schedule, microbatches"
-NAMES = "possible are gpipe, "
+NAMES = "possible are "
 COUNTS = "must be a whole number of at least 1"
 SPLITS = "must be layer counts per stage, such as 3,3,2, or even, or auto"
 SIZES = "must be a size in MiB above 0, none (one message per parameter), flat (one for all), auto"

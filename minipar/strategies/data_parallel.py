@@ -7,13 +7,18 @@ Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parall
     B 2 | AR 2                  AR {0,1,2,3} in one buffer   B 1 | B 0 | AR {1,0}  ... while these run
     ...                         STEP                         STEP waits for both
 
-The same pass sums the gradients of a tied set over the stages that hold it. No gradient is ever divided: the loss of
+The same pass sums the gradients of a tied set over the stages that hold it, and those of the copies of a stage, as soon
+as its last backward is done:
+
+    p=4, both ways   rank 0   ... b2 | B1 | AR of stage 3 with rank 3 starts here | B3 | AR of stage 0 | STEP
+
+No gradient is ever divided: the loss of
 each micro-batch was scaled by its share of the rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import groupby
 
 from minipar.program import Group, Instruction, Op, Part, grad
@@ -58,9 +63,10 @@ def all_reduce_gradients(
     last_use |= {value.index: k for k, ins in enumerate(instructions) for value in ins.writes if value.kind == "grad"}
     ready = sorted(sharing, key=lambda g: (last_use[g], -g))  # in the order in which backward completes them
     own = {layout.rank(r, stage) for r in range(layout.dp)}
-    # A set tied between stages completes in another order on each of them: one bucket, in one agreed order, at the end.
-    across = [g for g in ready if not own.issuperset(sharing[g])]
     within = [g for g in ready if own.issuperset(sharing[g])]
+    # A set tied between stages completes in another order on each of them: one bucket, in one agreed order, at the end.
+    copied = [g for g in sharing if overlap and g not in within and layout.copied(g)]
+    across = [g for g in sharing if g not in within and g not in copied]
 
     buckets = split_buckets(within, layout.shape.groups, bucket)
     by_ranks: dict[tuple[int, ...], list[int]] = {}
@@ -70,6 +76,8 @@ def all_reduce_gradients(
     for groups in buckets:
         position = max(last_use[g] for g in groups) if overlap else end
         after.setdefault(position, []).append(reduce_groups(groups, layout, sharing[groups[0]], step, bucket))
+    for groups, position in _copies(copied, layout, sharing, last_use, bucket):
+        after.setdefault(position, []).append(reduce_groups(groups, layout, sharing[groups[0]], step, bucket))
     for ranks, groups in sorted(by_ranks.items()):
         after.setdefault(end, []).append(reduce_groups(groups, layout, ranks, step, bucket))
 
@@ -78,6 +86,27 @@ def all_reduce_gradients(
         result.append(ins)
         result += after.get(k, [])
     return result
+
+
+def _copies(
+    groups: Sequence[int],
+    layout: Layout,
+    sharing: Mapping[int, tuple[int, ...]],
+    last_use: Mapping[int, int],
+    bucket: Bucket,
+) -> Iterator[tuple[list[int], int]]:
+    """Buckets of gradients of copied stages, and after which instruction each of them is summed.
+
+    A bucket is of one stage. Late stages come first on all ranks that share them, wherever they complete.
+    """
+
+    ready = sorted(groups, key=lambda g: (sharing[g], -min(layout.shape.groups[g].layers), -g))
+    for _, stages in groupby(ready, key=sharing.__getitem__):
+        position = 0
+        for _, stage in groupby(stages, key=layout.stage_of):
+            for members in split_buckets(list(stage), layout.shape.groups, bucket):
+                position = max(position, *(last_use[g] for g in members))
+                yield members, position
 
 
 def split_buckets(groups: Sequence[int], table: Sequence[Group], bucket: Bucket) -> list[list[int]]:

@@ -9,6 +9,11 @@ A rank holds one stage or several, its *chunks*; `placement(rank, ranks, chunks)
                           rank 1  stages 1 4
                           rank 2  stages 2 3
 
+    both ways             rank 0  stages 0 3     two copies of every stage: half of the micro-batches go down 0 1 2 3,
+                          rank 1  stages 1 2     the others up
+                          rank 2  stages 2 1
+                          rank 3  stages 3 0
+
 A stage may be on several ranks: then it has copies, whose gradients are summed. Which of them a micro-batch goes
 through is what the schedule says: it yields Forward(i, chunk) on one of these ranks.
 """
@@ -33,6 +38,11 @@ def looped(rank: int, ranks: int, chunks: int) -> Sequence[int]:
 def wave(rank: int, ranks: int, chunks: int) -> Sequence[int]:
     """Down the ranks and up again, so that two neighbouring stages share a rank at every turn."""
     return [c * ranks + (ranks - 1 - rank if c % 2 else rank) for c in range(chunks)]
+
+
+def both_ways(rank: int, ranks: int, chunks: int) -> Sequence[int]:
+    """Two copies of every stage: one pipeline goes down the ranks, another one up."""
+    return rank, ranks - 1 - rank
 
 
 def place(placement: Placement, ranks: int, chunks: int, name: str = "") -> tuple[tuple[int, ...], ...]:
@@ -115,6 +125,17 @@ class Layout:
         """All ranks of the program that hold parameters of this group: its gradients are summed there."""
         ranks = [r for r in range(self.pp) if group in self._groups[r]]
         return tuple(sorted(self.rank(replica, r) for replica in range(self.dp) for r in ranks))
+
+    def stage_of(self, group: int) -> int:
+        """The stage in which a micro-batch's gradient of a group is completed: that of its first layer."""
+        first = min(self.shape.groups[group].layers)
+        return next(stage for stage in range(len(self.split)) if first in self.layers(stage))
+
+    def copied(self, group: int) -> bool:
+        """Whether several ranks of a pipeline hold this group, each of them with all of its layers."""
+        layers = set(self.shape.groups[group].layers)
+        held = [set().union(*self.chunks(r)) for r in range(self.pp) if group in self._groups[r]]
+        return len(held) > 1 and all(layers <= mine for mine in held)
 
     def chunk_of(self, group: int, rank: int) -> int:
         """The chunk of a rank in which a micro-batch's gradient of a group is completed: that of its first layer."""

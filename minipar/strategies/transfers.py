@@ -5,21 +5,41 @@
     rank 1   F 1 mb0 <- output(0)                    rank 1   RECV output(0) mb0 <- 0 | F 1 mb0
 
 SEND stands right after the producer, and the last one frees the sender's copy when it is done; RECV stands right before
-its reader. Receive order equals send order on each link (NCCL has no tags), so a RECV whose reader comes late may move
-up.
+its reader. What a forward beside a backward makes (`Forward.beside`) is sent after both. Receive order equals send
+order on each link (NCCL has no tags), so a RECV whose reader comes late may move up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from types import MappingProxyType
 
-from minipar.program import Instruction, Op, Value
+from minipar.program import Action, Forward, Instruction, Op, Value, output, saved
+from minipar.strategies.layout import Layout
 
 MOVES = ("output", "grad_output")
 
 
-def insert_transfers(ranks: Mapping[int, Sequence[Instruction]]) -> dict[int, list[Instruction]]:
-    """The ranks of one replica with SEND and RECV inserted; `ranks` maps rank number to instructions."""
+def beside(actions: Sequence[Iterable[Action]], layout: Layout, step: int) -> dict[Value, Value]:
+    """What forwards beside backwards hand on, each with what the first layer of that backward reads."""
+    found = {}
+    for stages, chosen in zip(layout.placement, actions, strict=True):
+        for action, after in pairwise(chosen):
+            if isinstance(action, Forward) and action.beside:
+                layers, trained = layout.layers(stages[action.chunk]), layout.trained(stages[after.chunk])
+                if trained:
+                    found[output(layers[-1], action.microbatch, step)] = saved(trained[0], after.microbatch, step)
+    return found
+
+
+def insert_transfers(
+    ranks: Mapping[int, Sequence[Instruction]], together: Mapping[Value, Value] = MappingProxyType({})
+) -> dict[int, list[Instruction]]:
+    """The ranks of one replica with SEND and RECV inserted; `ranks` maps rank number to instructions.
+
+    together   values that are sent no sooner than another one was read for the last time
+    """
     producer: dict[Value, tuple[int, int]] = {}
     for rank, instructions in ranks.items():
         for k, ins in enumerate(instructions):
@@ -27,6 +47,11 @@ def insert_transfers(ranks: Mapping[int, Sequence[Instruction]]) -> dict[int, li
                 # (what comes back from another tier was made before, unless by a layer on the host)
                 if value.kind in MOVES and (ins.op is not Op.FETCH or value not in producer):
                     producer[value] = (rank, k)
+    if together:
+        last_read = {(r, value): k for r, row in ranks.items() for k, ins in enumerate(row) for value in ins.reads}
+        for value in together.keys() & producer.keys():
+            rank, k = producer[value]
+            producer[value] = (rank, max(k, last_read.get((rank, together[value]), k)))
 
     # per link: value -> (position of its producer, position of its first reader)
     links: dict[tuple[int, int], dict[Value, tuple[int, int]]] = {}

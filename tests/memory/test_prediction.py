@@ -41,6 +41,8 @@ PLANS = [
     "pp=2 microbatches=4 schedule=zb-v",
     "pp=2 microbatches=4 schedule=zb-h1 checkpoint=1",
     "pp=2 dp=2 microbatches=3 schedule=zb-h2",
+    "pp=2 microbatches=4 schedule=chimera",
+    "pp=2 dp=2 microbatches=4 schedule=dualpipe",
 ]
 MODELS = ["gpt-tiny", "mlp-tiny"]
 CHUNKED = [text for text in PLANS if "interleaved" in text or "zb-v" in text]

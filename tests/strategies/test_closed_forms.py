@@ -85,6 +85,52 @@ def test_zb_v_at_other_times_has_gaps():
         assert (trace.time, max(trace.in_flight())) == (time, p)
 
 
+@pytest.mark.parametrize(("f", "b"), [(1, 2), (1, 1), (1, 3), (2, 2.5), (0.5, 4)])
+@pytest.mark.parametrize(("p", "m"), [(2, 2), (2, 6), (4, 4), (4, 12), (6, 18), (8, 16), (8, 32)])
+def test_chimera(f, b, p, m):
+    trace = predict("chimera", p, m, (f, b / 2, b / 2))
+    check(trace, p, m, (f, b), m * (f + b) + (p - 2) * (b + (m / p - 1) * (b - f)))
+    assert trace.in_flight() == [p // 2 + 1 + min(d, p - 1 - d) for d in range(p)]
+    assert trace.messages_per_microbatch() == 2 * (p - 1)
+
+
+@pytest.mark.parametrize(("f", "b"), [(1, 2), (1, 1), (2, 3)])
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (2, 12), (4, 8), (4, 12), (6, 12), (8, 16), (8, 32), (8, 64)])
+def test_chimera_with_forward_doubling(f, b, p, m):
+    trace = predict("chimera", p, m, (f, b / 2, b / 2), doubling=True)
+    check(trace, p, m, (f, b), m * (f + b) + (p - 2) * (f + b) / 2)
+    assert trace.time <= m * (f + b) + (p - 2) * 2 * f or b < 2 * f  # the paper's, at b = 2f
+    assert max(trace.in_flight()) <= 2 * p
+    if m == 2 * p:
+        assert trace.in_flight() == [3 * p // 2 + 1 + min(d, p - 1 - d) for d in range(p)]
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (2, 6), (4, 8), (4, 14), (6, 12), (8, 16), (8, 32)])
+def test_dualpipe_at_equal_times(p, m):
+    trace = predict("dualpipe", p, m)
+    check(trace, p, m, (1, 1, 1), 3 * m + (p / 2 - 1) * 2)
+    assert trace.in_flight() == [p + 1] * p
+    assert trace.messages_per_microbatch() == 2 * (p - 1)
+    trace = predict("dualpipe-v", p, m)
+    check(trace, p, m, (1, 1, 1), 3 * m + (p - 1))
+    assert trace.in_flight() == [p + 1 / 2] * p
+    assert trace.messages_per_microbatch() == 4 * (p - 1)
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 2), (3, 6), (5, 13)])
+def test_dualpipe_v_on_an_odd_number_of_ranks(p, m):
+    check(predict("dualpipe-v", p, m), p, m, (1, 1, 1), 3 * m + (p - 1))
+
+
+@pytest.mark.parametrize("times", [(1, 1.25, 0.75), (1, 1.2, 0.8), (1, 0.75, 1.25)])
+def test_dualpipe_at_other_times_is_within_a_few_per_cent(times):
+    f, i, w = times
+    for p, m in ((4, 8), (8, 16), (8, 32)):
+        one, v = f + 2 * (i + w) - 3 * w, predict("dualpipe-v", p, m, times).time
+        assert predict("dualpipe", p, m, times).time == pytest.approx(m * sum(times) + (p / 2 - 1) * one, rel=0.04)
+        assert v == pytest.approx(m * sum(times) + (p - 1) * one / 2, rel=0.04)
+
+
 ROWS = {  # time and the most activations, at tF = tI = tW = 1, for (p, m) = (4, 4) (4, 8) (8, 8) (8, 16) (8, 32)
     "gpipe": [(21, 4), (33, 8), (45, 8), (69, 16), (117, 32)],
     "1f1b": [(21, 4), (33, 4), (45, 8), (69, 8), (117, 8)],
@@ -94,6 +140,9 @@ ROWS = {  # time and the most activations, at tF = tI = tW = 1, for (p, m) = (4,
     "zb-h1": [(15, 4), (27, 4), (31, 8), (55, 8), (103, 8)],
     "zb-h2": [None, (27, 7), None, (55, 15), (103, 15)],
     "zb-v": [(15, 4), (25.5, 4), (31, 8), (51.5, 8), (99.5, 8)],
+    "chimera": [(16, 4), (30, 4), (36, 8), (66, 8), (126, 8)],
+    "dualpipe": [None, (26, 5), None, (54, 9), (102, 9)],
+    "dualpipe-v": [None, (27, 4.5), None, (55, 8.5), (103, 8.5)],
 }
 
 
