@@ -118,12 +118,11 @@ class Plan:
         for key in ("dp", "pp", "microbatches", "accumulate"):
             object.__setattr__(self, key, settings.whole_number(key, getattr(self, key)))
         chosen = strategies.find(self.schedule)
+        object.__setattr__(self, "doubling", settings.truth("doubling", self.doubling))
         for key in strategies.registry.OPTIONS:
-            if getattr(self, key) is not None:
+            if key != "doubling" and getattr(self, key) is not None:
                 object.__setattr__(self, key, settings.whole_number(key, getattr(self, key)))
             chosen.check(key, getattr(self, key))
-        object.__setattr__(self, "doubling", settings.truth("doubling", self.doubling))
-        chosen.check("doubling", self.doubling)
         if self.split is not None:
             held = self.placement()
             counts = settings.split(self.split, 1 + max(map(max, held)), self.pp, len(held[0]))
