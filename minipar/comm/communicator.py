@@ -11,7 +11,6 @@ In a function given to cluster.run, or in a process that torchrun started:
 from __future__ import annotations
 
 import copy
-import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -27,7 +26,7 @@ from minipar.comm.operations import ALL_GATHER, ALLREDUCE, REDUCE_SCATTER
 from minipar.comm.outgoing import DONE
 from minipar.comm.shared import add_up, combine
 from minipar.comm.sockets import Sockets
-from minipar.comm.world import CLOSED, Group, World
+from minipar.comm.world import CLOSED, Group, World, under_torchrun
 from minipar.costs.rates import Calibration
 from minipar.errors import RankError
 
@@ -379,25 +378,5 @@ def create() -> Communicator:
             worker.when_outdated(_current.close)
     elif _current is None or _current.closed:
         _count += 1
-        _current = _under_torchrun(_count)
+        _current = Communicator(under_torchrun(_count))
     return _current
-
-
-def _under_torchrun(count: int) -> Communicator:
-    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise RankError(
-            "communicator.create() works inside a rank: call it in a function given to cluster.run "
-            f"(or under torchrun; {', '.join(missing)} not set)"
-        )
-    store, rank, size = next(dist.rendezvous("env://", timeout=groups.TIMEOUT))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    cuda = torch.cuda.device_count() >= local_size
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    store = dist.PrefixStore(f"minipar {count}", store)
-    loopback = local_size == size
-    boards = groups.agree_on_boards(store, rank) if loopback else None
-    return Communicator(World(store, rank, size, device, "nccl" if cuda else "gloo", loopback, None, boards))

@@ -236,3 +236,24 @@ class _Closed:
 
 
 _abandoned: list[tuple[Any, ...]] = []
+
+
+def under_torchrun(count: int) -> World:
+    """This process's World, if torchrun started it. RankError otherwise."""
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise RankError(
+            "communicator.create() works inside a rank: call it in a function given to cluster.run "
+            f"(or under torchrun; {', '.join(missing)} not set)"
+        )
+    store, rank, size = next(dist.rendezvous("env://", timeout=groups.TIMEOUT))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    cuda = torch.cuda.device_count() >= local_size
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    store = dist.PrefixStore(f"minipar {count}", store)
+    loopback = local_size == size
+    boards = groups.agree_on_boards(store, rank) if loopback else None
+    return World(store, rank, size, device, "nccl" if cuda else "gloo", loopback, None, boards)

@@ -12,11 +12,10 @@ the layer that read it have all let go of it. That is followed here, as the exec
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from minipar.memory.lifetimes import KINDS
 from minipar.memory.predicted_halves import input_half, weight_half
-from minipar.memory.recorded import LayerTape, Piece, Sizes, Tape, Tapes, keeps
+from minipar.memory.recorded import LayerTape, Piece, Sizes, Storage, Tape, Tapes, keeps
 from minipar.memory.series import Series
 from minipar.program import (
     COLLECTIVES,
@@ -35,16 +34,6 @@ from minipar.program import (
     tier,
     version_of,
 )
-
-
-@dataclass(eq=False)
-class Storage:
-    """Something that is free when all its holders have let go of it."""
-
-    size: int
-    layer: int
-    kind: str = "activations"
-    holders: set[str] = field(default_factory=set)
 
 
 def predict_memory(

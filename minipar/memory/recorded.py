@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
@@ -85,3 +85,13 @@ class Sizes(Protocol):
 
     def rows(self, rank: int, microbatch: int) -> int: ...
     def size(self, rank: int, value: Value) -> int: ...
+
+
+@dataclass(eq=False)
+class Storage:
+    """Something that is free when all its holders have let go of it."""
+
+    size: int
+    layer: int
+    kind: str = "activations"
+    holders: set[str] = field(default_factory=set)
