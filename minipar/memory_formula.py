@@ -204,13 +204,17 @@ def _activations(plan: Plan, model: str, layout: Layout, rows: int) -> list[tupl
             chain = costs.chain(layers.start, layers.stop)
             held, peak = memory(chain, schedules[stage] or keep_everything(len(layers)))
             several = in_flight(actions[rank], [k == c for k in range(len(stages))])
-            others = [s for s in (stage - 1, stage + 1) if 0 <= s < len(layout.split) and s not in stages]
+            # From a stage with copies both pipelines go on to another rank, and share the links.
+            copies = sum(stage in mine for mine in layout.placement)
+            ahead = AHEAD // copies
+            others = [s for s in (stage - 1, stage + 1) if 0 <= s < len(layout.split)]
+            others = [s for s in others if copies > 1 or s not in stages]
             if stage - 1 in others:
                 received = costs.output[layers.start - 1]
                 held, peak = held + received, peak + received
-                messages += min(AHEAD, plan.total_microbatches - int(several)) * received
+                messages += min(ahead, plan.total_microbatches - int(several)) * received
             if stage + 1 in others:
-                messages += min(AHEAD, plan.total_microbatches - 1) * costs.gradient[layers.stop - 1]
+                messages += min(ahead, plan.total_microbatches - 1) * costs.gradient[layers.stop - 1]
             core = max(everything[l] - costs.saved[l] for l in layers)  # of the one that is computed again
             waiting.append(held)
             more.append(peak - held + core)

@@ -167,11 +167,8 @@ class OnPaper:
 )
 def test_formula_equals_the_simulator_s_peak(words: str, checkpoint: str) -> None:
     text, model, batch = f"{words} checkpoint={checkpoint}", "gpt-demo", 16
-    several = "chimera" in words
-    if several and checkpoint == "96MiB":
+    if "chimera" in words and checkpoint.endswith("MiB"):
         pytest.skip("a budget is for one chunk a rank")
-    # Of several chunks more outputs wait to be sent, and what is on its way to them is not there at once.
-    rel = 0.1 if several else 0.035
     plan, shape = Plan.parse(text), presets.shape(model)
     rows = tuple(len(part) for part in split_rows(batch, plan.dp * plan.total_microbatches))
     tables = {n: presets.layer_costs(model, n) for n in rows}
@@ -180,11 +177,11 @@ def test_formula_equals_the_simulator_s_peak(words: str, checkpoint: str) -> Non
     for rank, found in enumerate(ranks(text, model, batch)):
         curve = trace.memory(rank)
         # What the formula leaves out is at most the output that waits to be sent.
-        assert found.activations + found.buffers == pytest.approx(max(curve.kinds["activations"]), rel=rel)
+        assert found.activations + found.buffers == pytest.approx(max(curve.kinds["activations"]), rel=0.035)
         for kind in ("parameters", "gradients", "optimizer"):
             assert getattr(found, kind) == max(curve.kinds[kind])
         if plan.total_microbatches > 1:
-            assert found.total == pytest.approx(curve.peak, rel=rel)
+            assert found.total == pytest.approx(curve.peak, rel=0.035)
         else:  # gradients are complete only when activations are gone: the formula is on the safe side
             assert curve.peak <= found.total <= 1.15 * curve.peak
 
