@@ -25,7 +25,7 @@ from minipar.costs.recomputation import keep_everything, memory
 from minipar.errors import PlanError
 from minipar.models.table import GPT
 from minipar.plan import Plan
-from minipar.program import Action, BackwardInput, Forward, Group, Program
+from minipar.program import Action, BackwardInput, BackwardWeight, Forward, Group, Program
 from minipar.staleness import alive
 from minipar.strategies import segments
 from minipar.strategies.data_parallel import split_buckets
@@ -95,17 +95,19 @@ def states(parameters: int, ranks: int, zero: int, precision: Precision = PRECIS
     )
 
 
-def in_flight(actions: Iterable[Action], sizes: Sequence[float]) -> float:
+def in_flight(actions: Iterable[Action], sizes: Sequence[float], more: Sequence[float] = ()) -> float:
     """The most that a rank's micro-batches keep at once, where one keeps `sizes[c]` of chunk c.
 
-    Of a split backward it is kept until the weight half is done.
+    Of a split backward it is kept until the weight half is done. A backward takes `more[c]` while it runs.
     """
     now = most = 0.0
     for action in actions:
         if isinstance(action, Forward):
             now += sizes[action.chunk]
             most = max(most, now)
-        elif not isinstance(action, BackwardInput):
+            continue
+        most = max(most, now + (more[action.chunk] if more and not isinstance(action, BackwardWeight) else 0))
+        if not isinstance(action, BackwardInput):
             now -= sizes[action.chunk]
     return most
 
@@ -195,26 +197,31 @@ def _activations(plan: Plan, model: str, layout: Layout, rows: int) -> list[tupl
     schedules = segments.schedules(plan.checkpoint, layout, actions, costs)
     found = []
     for rank, stages in enumerate(layout.placement):
-        waiting, more = [], [0]
+        waiting, more = [], []
         messages = 0
         for c, stage in enumerate(stages):
             layers = layout.layers(stage)
             chain = costs.chain(layers.start, layers.stop)
             held, peak = memory(chain, schedules[stage] or keep_everything(len(layers)))
             several = in_flight(actions[rank], [k == c for k in range(len(stages))])
-            others = [s for s in (stage - 1, stage + 1) if 0 <= s < len(layout.split) and s not in stages]
+            # From a stage with copies both pipelines go on to another rank, and share the links.
+            copies = sum(stage in mine for mine in layout.placement)
+            ahead = AHEAD // copies
+            others = [s for s in (stage - 1, stage + 1) if 0 <= s < len(layout.split)]
+            others = [s for s in others if copies > 1 or s not in stages]
             if stage - 1 in others:
                 received = costs.output[layers.start - 1]
                 held, peak = held + received, peak + received
-                messages += min(AHEAD, plan.total_microbatches - int(several)) * received
+                messages += min(ahead, plan.total_microbatches - int(several)) * received
             if stage + 1 in others:
-                messages += min(AHEAD, plan.total_microbatches - 1) * costs.gradient[layers.stop - 1]
+                messages += min(ahead, plan.total_microbatches - 1) * costs.gradient[layers.stop - 1]
             core = max(everything[l] - costs.saved[l] for l in layers)  # of the one that is computed again
             waiting.append(held)
             more.append(peak - held + core)
         mine = [l for layers in layout.chunks(rank) for l in layers]
         most = max(costs.saved[l] + costs.output[l] for l in mine)
-        found.append((int(in_flight(actions[rank], waiting)), max(more), messages, most))
+        held, peak = int(in_flight(actions[rank], waiting)), int(in_flight(actions[rank], waiting, more))
+        found.append((held, peak - held, messages, most))
     return found
 
 

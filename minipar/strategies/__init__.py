@@ -3,18 +3,10 @@
 Importing the package registers the built-in schedules.
 """
 
-from minipar.strategies import (
-    chimera,
-    dualpipe,
-    dualpipe_v,
-    gpipe,
-    interleaved,
-    looped_bfs,
-    naive,
-    one_f_one_b,
-    zb_v,
-    zero_bubble,
-)
+from minipar.strategies import gpipe, interleaved, looped_bfs, naive, one_f_one_b, zb_v, zero_bubble
+
+# isort: split
+from minipar.strategies import chimera, dualpipe, dualpipe_v
 
 # isort: split
 from minipar.strategies import ampnet, pipedream, pipedream_2bw, pipedream_vertical  # (without flushes; last in lists)

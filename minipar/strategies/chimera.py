@@ -40,7 +40,7 @@ from minipar.strategies.registry import schedule
     paper="Li & Hoefler 2021 (Chimera)",
     time="m(tF+tB)+(p-2)(tB+(m/p-1)(tB-tF)) where tB >= tF",
     peak="p/2+1+min(d, p-1-d)",
-    needs="p even, m a multiple of p",
+    needs="p even, m a multiple of p; doubling: m >= 2p",
     placement=both_ways,
     chunks=2,
 )

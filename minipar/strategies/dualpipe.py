@@ -35,10 +35,10 @@ NEAR, FAR = 0, 1  # of the two pipelines of a rank: the one that begins at the n
 )  # fmt: skip
 def dualpipe(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     """Two pipelines in opposite directions, forwards of one beside backwards of the other; halves at the ends."""
-    check("dualpipe", ranks, microbatches)
     if ranks % 2:
         possible = f"{ranks - 1}, {ranks + 1}" if ranks > 1 else "2"
         raise PlanError(f"schedule=dualpipe: pp={ranks} is odd, and two ways need it even; possible are pp={possible}")
+    check("dualpipe", ranks, microbatches)
     if microbatches % 2:
         raise PlanError(
             f"schedule=dualpipe: microbatches={microbatches} is odd, and each way takes half of them; "

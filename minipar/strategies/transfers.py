@@ -15,18 +15,27 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
 
-from minipar.program import Action, Forward, Instruction, Op, Value, output, saved
+from minipar.errors import PlanError
+from minipar.program import Action, Backward, BackwardInput, Forward, Instruction, Op, Value, output, saved
 from minipar.strategies.layout import Layout
 
 MOVES = ("output", "grad_output")
 
 
 def beside(actions: Sequence[Iterable[Action]], layout: Layout, step: int) -> dict[Value, Value]:
-    """What forwards beside backwards hand on, each with what the first layer of that backward reads."""
+    """What forwards beside backwards hand on, each with what the first layer of that backward reads.
+
+    PlanError if no backward comes next.
+    """
     found = {}
-    for stages, chosen in zip(layout.placement, actions, strict=True):
-        for action, after in pairwise(chosen):
+    for rank, (stages, chosen) in enumerate(zip(layout.placement, actions, strict=True)):
+        for action, after in pairwise([*chosen, None]):
             if isinstance(action, Forward) and action.beside:
+                if not isinstance(after, (Backward, BackwardInput)):
+                    raise PlanError(
+                        f"{action} on rank {rank}: beside=True, but {after} comes next; "
+                        "possible are Backward and BackwardInput"
+                    )
                 layers, trained = layout.layers(stages[action.chunk]), layout.trained(stages[after.chunk])
                 if trained:
                     found[output(layers[-1], action.microbatch, step)] = saved(trained[0], after.microbatch, step)

@@ -122,7 +122,7 @@ def test_dualpipe_v_on_an_odd_number_of_ranks(p, m):
     check(predict("dualpipe-v", p, m), p, m, (1, 1, 1), 3 * m + (p - 1))
 
 
-@pytest.mark.parametrize("times", [(1, 1.25, 0.75), (1, 1.2, 0.8), (1, 0.75, 1.25)])
+@pytest.mark.parametrize("times", [(1, 1.25, 0.75), (1, 1.2, 0.8), (1, 1.1, 0.9)])
 def test_dualpipe_at_other_times_is_within_a_few_per_cent(times):
     f, i, w = times
     for p, m in ((4, 8), (8, 16), (8, 32)):

@@ -41,6 +41,33 @@ def test_eager_1f1b_warms_up_twice_as_long():
     ]
 
 
+def test_chimera_sends_half_of_the_microbatches_up_the_ranks():
+    assert [order("chimera", rank, 4, 4) for rank in range(4)] == [
+        "F0 F1 f2 b2 f3 b3 B0 B1",
+        "F0 f2 F1 f3 b2 B0 b3 B1",
+        "f2 F0 f3 F1 B0 b2 B1 b3",
+        "f2 f3 F0 B0 F1 B1 b2 b3",
+    ]
+    plan = Plan(pp=2, schedule="chimera", microbatches=4, doubling=True)
+    assert [(type(a), a.microbatch, a.chunk) for a in plan.actions(0)][:6] == [
+        (Forward, 0, 0), (Forward, 2, 0), (Forward, 1, 1), (Forward, 3, 1), (Backward, 1, 1), (Backward, 0, 0)
+    ]  # fmt: skip
+
+
+def test_dualpipe_has_eight_steps():
+    assert [order("dualpipe", rank, 4, 8) for rank in (0, 1)] == [
+        "F0 F1 F2 f4 i4 w4 f5 F3 b5 f6 B0 b6 f7 B1 b7 I2 W2 I3 W3",
+        "F0 f4 F1 f5 F2 b4 f6 B0 F3 b5 f7 B1 b6 B2 i7 I3 w7 W3",
+    ]
+    for rank in (0, 1):  # what goes down here goes up at the other end
+        mirrored = order("dualpipe", 3 - rank, 4, 8).translate(str.maketrans("01234567", "45670123")).swapcase()
+        assert mirrored == order("dualpipe", rank, 4, 8)
+    assert [order("dualpipe-v", rank, 2, 4) for rank in (0, 1)] == [
+        "F0 F1 F2 f0 i0 w0 f1 F3 b1 f2 B0 b2 f3 B1 b3 I2 W2 I3 W3",
+        "F0 f0 F1 f1 F2 b0 f2 B0 F3 b1 f3 B1 b2 B2 i3 I3 w3 W3",
+    ]
+
+
 def test_with_fewer_microbatches_than_stages_1f1b_is_gpipe_at_the_start():
     assert order("1f1b", 0, 5, 2) == order("gpipe", 0, 5, 2) == "F0 F1 B0 B1"
     assert order("1f1b", 3, 5, 2) == "F0 F1 B0 B1"

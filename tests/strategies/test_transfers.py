@@ -1,11 +1,12 @@
 """Sends and receives, derived: where they stand, what they free, and their order on each link."""
 
+import pytest
 from hypothesis import given, settings
 
-from minipar import Plan
+from minipar import Forward, Plan, PlanError
 from minipar.program import Instruction, Op, output, param
-from minipar.strategies.transfers import insert_transfers
-from tests.interpreters import SIMPLE, compiled, programs
+from minipar.strategies.transfers import beside, insert_transfers
+from tests.interpreters import SIMPLE, compiled, programs, shape
 
 
 def work(reads=(), writes=(), frees=(), microbatch=0):
@@ -46,6 +47,33 @@ def test_a_value_read_on_two_ranks_is_sent_to_each():
     moved = insert_transfers({0: [work(writes=[X])], 1: [work(reads=[X])], 2: [work(reads=[X])]})
     assert texts(moved[0]) == ["F 0 mb0", "SEND output(0) mb0 -> 1", "SEND output(0) mb0 -> 2"]
     assert [ins.frees for ins in moved[0][1:]] == [(), (X,)]
+
+
+def test_what_is_made_beside_something_else_is_sent_after_it():
+    other = output(1, 0)
+    rows = {0: [work(writes=[X]), work(reads=[other]), work(reads=[other]), work()], 1: [work(reads=[X])]}
+    assert texts(insert_transfers(rows, {X: other})[0]) == [*["F 0 mb0"] * 3, "SEND output(0) mb0 -> 1", "F 0 mb0"]
+    assert texts(insert_transfers(rows, {X: Y})[0])[1] == "SEND output(0) mb0 -> 1"  # nobody reads that one here
+
+
+def test_a_forward_beside_a_backward():
+    """Both go to the same rank, in the order of their readers there."""
+    program = compiled("pp=4 microbatches=8 schedule=dualpipe", 4)
+    row = texts(program.ranks[1])
+    k = row.index("F 1 mb3")
+    assert row[k + 1 : k + 5] == [
+        "RECV grad_output(2) mb5 <- 0",
+        "B 2 mb5",
+        "SEND output(1) mb3 -> 2",
+        "SEND grad_output(1) mb5 -> 2",
+    ]
+    layout = Plan(pp=2, microbatches=2).layout(shape(2))
+    for after in (Forward(1), None):
+        row = [Forward(0, beside=True), *([after] if after else [])]
+        with pytest.raises(
+            PlanError, match=r"chunk=0\) on rank 0: beside=True, but .* comes next; possible are Backward"
+        ):
+            beside([row, []], layout, 0)
 
 
 def test_parameters_never_travel():
