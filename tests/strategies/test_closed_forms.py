@@ -131,6 +131,13 @@ def test_dualpipe_at_other_times_is_within_a_few_per_cent(times):
         assert v == pytest.approx(m * sum(times) + (p - 1) * one / 2, rel=0.04)
 
 
+def test_dualpipe_at_other_times():
+    """As a simulator of pairs, written apart, has it; the first pair at the turn is none."""
+    for name, rows in {"dualpipe": (2.5, 7.5, 7.5), "dualpipe-v": (3.75, 9.125, 9.125)}.items():
+        for (p, m), bubble in zip([(4, 8), (8, 16), (8, 32)], rows, strict=True):
+            check(predict(name, p, m, (1, 1.25, 0.75)), p, m, (1, 1.25, 0.75), 3 * m + bubble)
+
+
 ROWS = {  # time and the most activations, at tF = tI = tW = 1, for (p, m) = (4, 4) (4, 8) (8, 8) (8, 16) (8, 32)
     "gpipe": [(21, 4), (33, 8), (45, 8), (69, 16), (117, 32)],
     "1f1b": [(21, 4), (33, 4), (45, 8), (69, 8), (117, 8)],
