@@ -136,6 +136,7 @@ def test_dualpipe_at_other_times():
     for name, rows in {"dualpipe": (2.5, 7.5, 7.5), "dualpipe-v": (3.75, 9.125, 9.125)}.items():
         for (p, m), bubble in zip([(4, 8), (8, 16), (8, 32)], rows, strict=True):
             check(predict(name, p, m, (1, 1.25, 0.75)), p, m, (1, 1.25, 0.75), 3 * m + bubble)
+    assert predict("dualpipe", 2, 4, latency=1).time == 12 + 2  # one hop there, and one back
 
 
 ROWS = {  # time and the most activations, at tF = tI = tW = 1, for (p, m) = (4, 4) (4, 8) (8, 8) (8, 16) (8, 32)
