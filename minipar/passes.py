@@ -148,6 +148,11 @@ def _check(plan: Plan, layout: Layout, actions: Sequence[Sequence[Action]]) -> N
             f"offload=activations: not with schedule={plan.schedule}, whose backwards are split; "
             "possible are checkpoint=, or a schedule of whole backwards such as 1f1b"
         )
+    if plan.sync == "ps" and plan.splits:
+        raise PlanError(
+            f"sync=ps: not with schedule={plan.schedule}, whose backwards are split; "
+            "possible is a schedule of whole backwards such as 1f1b"
+        )
     copies = Counter(stage for mine in layout.placement for stage in mine)
     if max(copies.values()) > 1:
         for key, value in {"zero": plan.zero, "local_steps": plan.local_steps}.items():

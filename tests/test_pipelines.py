@@ -361,6 +361,10 @@ def test_placements_that_cannot_be(placement, says):
             "offload=activations: not with schedule=dualpipe, whose backwards are split; possible are checkpoint=",
         ),
         (
+            "schedule=dualpipe-v microbatches=2 sync=ps",
+            "sync=ps: not with schedule=dualpipe-v, whose backwards are split; possible is a schedule",
+        ),
+        (
             "pp=2 schedule=zb-h1 microbatches=3 offload=activations",
             "offload=activations: not with schedule=zb-h1, whose backwards are split; possible are checkpoint=",
         ),
