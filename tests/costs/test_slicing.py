@@ -6,8 +6,10 @@ import random
 from itertools import combinations, pairwise
 
 import pytest
+import torch
 
-from minipar import PlanError
+from minipar import PlanError, models
+from minipar.costs.slice_times import slice_times
 from minipar.costs.slicing import best_slices, best_uniform, fit, step_time, token_ranges
 
 
@@ -64,3 +66,16 @@ def test_a_fit_gives_back_times_of_its_own_form():
     assert found(5, 17) == pytest.approx(reference(5, 17), rel=1e-9)
     with pytest.raises(PlanError, match="measured: 1 slices; a fit needs at least 5"):
         fit({(1, 0): 1.0})
+
+
+def test_measured_times():
+    model = models.gpt(layers=1, width=16, heads=2, context=16, vocab=32)
+    x = torch.randint(32, (2, 16))
+    times = slice_times(model, (x, x), parts=2, repeats=1)
+    assert times.keys() == {(4, 0), (8, 0), (16, 0), (4, 8), (8, 8)}
+    assert min(times.values()) > 0
+    assert sum(best_slices(16, 4, fit(times))) == 16
+    with pytest.raises(PlanError, match=r"layer 0 \(Linear\) takes whole sequences"):
+        slice_times([torch.nn.Linear(2, 2)], (torch.zeros(2, 8, 2), torch.zeros(2, 8, 2)))
+    with pytest.raises(PlanError, match=r"parts=9: of 16 tokens; possible are 2 to 8 parts"):
+        slice_times(model, (x, x), parts=9)
