@@ -57,7 +57,7 @@ def test_coarser_cuts():
 
 def test_ranges():
     assert list(map(len, token_ranges(3, 10))) == [4, 3, 3]
-    assert token_ranges((1, 2), 3) == [range(0, 1), range(1, 3)]
+    assert token_ranges((1, 2), 3) == [range(1), range(1, 3)]
 
 
 def test_a_fit_gives_back_times_of_its_own_form():
