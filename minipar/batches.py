@@ -40,7 +40,13 @@ def part_of_whole(batch: Batch, program: Program, rank: int, loss: Any) -> Part:
     x, y = batch
     if count_rows(x) != count_rows(y):
         raise RankError(f"x has {count_rows(x)} rows, but y has {count_rows(y)}; each row needs its target")
-    return Part(x, y, 0, rows_of(rank, program.mesh, count_rows(x), program.microbatches), counted(y, loss))
+    return Part(x, y, 0, _rows(program, rank, count_rows(x)), counted(y, loss))
+
+
+def _rows(program: Program, rank: int, total: int) -> list[range]:
+    """Of each of a rank's micro-batches the rows; all slices of a sequence have the same."""
+    rows = rows_of(rank, program.mesh, total, program.row_microbatches)
+    return [found for found in rows for _ in range(program.slice_count)]
 
 
 def gives_rows(data: Any) -> bool:
@@ -59,7 +65,7 @@ def read_part(
     of rows than asked, or targets that it says it does not have.
     """
     total = data.length(step, size) if hasattr(data, "length") else size
-    rows = rows_of(rank, program.mesh, total, program.microbatches)
+    rows = _rows(program, rank, total)
     mine = range(rows[0].start, rows[-1].stop)
     held = program.placement[rank]
     first, last = 0 in held, program.layers - 1 in held

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minipar import randomness
+from minipar import randomness, sliced
 from minipar.batches import Batch, Part, part_of_whole
+from minipar.carrying import Carrying, Run
 from minipar.costs.halves import Arrived, input_half, left, weight_half
-from minipar.costs.profiler import weigh
+from minipar.costs.weighing import weigh
 from minipar.errors import RankError
 from minipar.kept import Kept
-from minipar.losses import counted
+from minipar.losses import counted, counts_elements
 from minipar.pieces import pieces_of
 from minipar.program import Instruction, Local, Op, Program, Staleness, Synchronous, Value, grad_output, output
 from minipar.strategies import host_layers, offload
@@ -74,6 +75,7 @@ class Compute:
     def follow(self, program: Program) -> None:
         """Compute for this program from now on, on the same layers."""
         self.program, self.pieces = program, pieces_of(program, self.rank)
+        self.carrying = Carrying(program)
 
     def _given(self, tensor: Tensor) -> Tensor:
         """An input tensor where and as the layers want it."""
@@ -121,10 +123,12 @@ class Compute:
         return sum(own for own, _ in found) / whole if whole else 1.0
 
     def rows(self, value: Value | Instruction) -> int:
+        """Rows of a micro-batch. Of a slice a number that says which one it is, too: equal numbers, equal forms."""
         counts = self.counts.get(value.step)
         if counts is None:
             counts = self.counts[value.step] = [len(rows) for rows in self.batch_of(value.step).rows]
-        return counts[value.microbatch]
+        count, slices = counts[value.microbatch], self.carrying.count
+        return count * slices + value.microbatch % slices if slices > 1 and count else count
 
     def forward(self, ins: Instruction, live: dict[Value, Any]) -> None:
         part = self.batch_of(ins.step)
@@ -133,19 +137,20 @@ class Compute:
             return
         here = range(rows.start - part.start, rows.stop - part.start)
         if ins.layers[0] == 0:
-            value = map_tensors(take_rows(part.x, here), self._given)
+            value = map_tensors(self._cut(take_rows(part.x, here), ins), self._given)
         else:
             value = live[output(ins.layers[0] - 1, ins.microbatch, ins.step)]
         kept = {value.index for value in ins.writes if value.kind == "saved"}
+        start = self.carrying.start(ins, value) if self.carrying.count > 1 else 0
         for piece in self.pieces[ins.layers, ins.microbatch]:
             trains = piece[0] in kept
             given = detach(value, requires_grad=piece[0] > self.program.first_trainable)
-            final = None
+            final: tuple[Any, float] | None = None
             if piece[-1] == self.program.layers - 1:
-                target = take_rows(part.y, here)
-                final = map_tensors(target, self._to_end), self._weight(target, part.weight)
+                y = map_tensors(take_rows(part.y, here), self._to_end)
+                final = self._cut(y, ins), self._weight(y, part.weight) / self._share(y, ins)
             with torch.set_grad_enabled(trains):
-                result, ends = self._run_piece(piece, given, final, ins, rows)
+                result, ends = self._run_piece(piece, given, final, ins, rows, start, live)
             if trains:
                 edges = [
                     (k, torch.autograd.graph.get_gradient_edge(end)) for k, end in enumerate(ends) if end.requires_grad
@@ -156,23 +161,47 @@ class Compute:
             if handed_on in ins.writes:
                 live[handed_on] = value
 
+    def _cut(self, value: Any, ins: Instruction) -> Any:
+        """The tokens of the slice that an instruction works on."""
+        slices = self.program.slices
+        return value if self.carrying.count == 1 else sliced.cut(value, slices, ins.microbatch % self.carrying.count)
+
+    def _share(self, y: Any, ins: Instruction) -> float:
+        """The part of the rows' weight in the mean that a slice has, where rows are counted and not their tokens."""
+        whole = self.carrying.count == 1 or counts_elements(y)
+        return 1.0 if whole else sliced.share(y, self.program.slices, ins.microbatch % self.carrying.count)
+
     def _run_piece(
-        self, piece: tuple[int, ...], given: Any, final: tuple[Any, int] | None, ins: Instruction, rows: range
+        self,
+        piece: tuple[int, ...],
+        given: Any,
+        final: tuple[Any, float] | None,
+        ins: Instruction,
+        rows: range,
+        start: int,
+        live: dict[Value, Any],
     ) -> tuple[Any, list[Tensor]]:
-        """Layers of one piece of the graph: what they hand on (cut off), and the tensors that backward starts from."""
-        size = len(rows)
+        """Layers of one piece of the graph: what they hand on (cut off), and the tensors that backward starts from.
+
+        final   of the last layer the targets, and what the whole batch counts; start: the first token of a slice
+        """
+        size = self.rows(ins)
         value = map_tensors(given, torch.clone) if piece[0] in self.overwriting else given
         ends: list[Tensor] = []
         for layer in piece:
             if self.dropouts[layer]:
-                randomness.at(self.dropouts[layer], self.base + ins.step, rows.start)
+                randomness.at(self.dropouts[layer], self.base + ins.step, rows.start, start)
             loss = self._scaled_loss(*final) if final and layer == piece[-1] else None
             key = layer, ins.microbatch, ins.step
+            module = self.layers[layer]
+            run = Run(self.carrying, layer, module, ins, start, live) if self.carrying.count > 1 else None
+            new = run is not None and ("carry", layer, size) not in self.sizes
+            known = [*tensors(value), *module.parameters(), *module.buffers()] if new else []
             if key in self.offloaded and torch.is_grad_enabled():
                 given_here = [*tensors(value), *(tensors(final[0]) if final else ())]
-                kept = Kept([*given_here, *self.layers[layer].parameters(), *self.layers[layer].buffers()])
+                kept = Kept([*given_here, *module.parameters(), *module.buffers()])
                 with kept.saving():
-                    value = self.layers[layer](value)
+                    value = module(value)
                     ends = [loss(value)] if loss else []
                 kept.settle(tensors(value))
                 self.kept[key] = kept
@@ -180,15 +209,17 @@ class Compute:
                 self.sizes["grad_output", layer, size] = count_bytes([t for t in tensors(value) if t.requires_grad])
                 self.sizes["saved", layer, size] = kept.nbytes
             elif ("saved", layer, size) in self.sizes or not torch.is_grad_enabled():
-                value = self.layers[layer](value)
+                value = (run or module)(value)
                 ends = [loss(value)] if loss else []
                 if ("output", layer, size) not in self.sizes:
                     self.sizes["output", layer, size] = count_bytes(value)
             else:
-                value, ends, weights = weigh(self.layers[layer], value, loss, final[0] if final else ())
+                value, ends, weights = weigh(module, value, loss, final[0] if final else (), run)
                 self.sizes["output", layer, size] = weights.output
                 self.sizes["grad_output", layer, size] = weights.grad_output
                 self.sizes["saved", layer, size] = weights.saved
+            if run is not None and new:
+                self.sizes["carry", layer, size], self.sizes["grad_carry", layer, size] = run.sizes(known)
         if not final:
             ends = differentiable(value)
         elif ins.op is Op.FORWARD:
@@ -200,7 +231,7 @@ class Compute:
         """What the micro-batch's targets count against: those of the step, or (so many times) the micro-batch's own."""
         return weight if self.every is None else max(1, counted(y, self.loss)) * self.every
 
-    def _scaled_loss(self, y: Any, weight: int) -> Callable[[Any], Tensor]:
+    def _scaled_loss(self, y: Any, weight: float) -> Callable[[Any], Tensor]:
         """The micro-batch's share of the step's mean loss: its own mean, times its part of what counts."""
         mine = counted(y, self.loss)
 
@@ -223,9 +254,14 @@ class Compute:
         for piece in reversed(self.pieces[ins.layers, i]):
             given, edges = self.graphs.pop((piece[-1], i, step))
             grads = [None if received is None else received[k] for k, _ in edges]
-            if edges:
-                torch.autograd.backward([edge for _, edge in edges], grads)
+            ends = [edge for _, edge in edges]
+            if self.carrying.count > 1:
+                self.carrying.arriving(piece, ins, live, ends, grads)
+            if ends:
+                torch.autograd.backward(ends, grads)
             received = [torch.zeros_like(t) if t.grad is None else t.grad for t in differentiable(given)]
+            if self.carrying.count > 1:
+                self.carrying.hand_back(piece, ins, live)
         for layer in ins.layers:
             self.kept.pop((layer, i, step), None)
         self._hand_back(ins, received, live)

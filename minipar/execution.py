@@ -43,6 +43,7 @@ from minipar.randomness import split_sensitive
 from minipar.saving.contents import dtype_name, outline_of
 from minipar.saving.folder import Header
 from minipar.saving.keeping import NOTHING, Share, Storing
+from minipar.sliced import ranges_of
 from minipar.state import Slice, assemble
 from minipar.strategies.versions import as_it_happened
 from minipar.tensors import count_bytes, count_rows, layers_of, map_tensors, single
@@ -240,8 +241,10 @@ def emulated_costs(program: Program, spec: DeviceSpec, job: Job, cluster: Cluste
     """The costs of a program on emulated devices; where they depend on the model, rank 0 profiles it."""
     if spec.flops is None:
         return EmulatedCosts(program, spec)
-    rows = microbatch_rows(job.batch, program.replicas, program.microbatches)
+    rows = microbatch_rows(job.batch, program.replicas, program.row_microbatches)
     computing = Plan(precision=program.precision, checkpoint="selective" if program.selective else "none")
+    if program.slice_count > 1:
+        computing = replace(computing, schedule="terapipe", slices=program.slices)
     (facts,) = cluster.run_on([0], profile_job, job, rows, False, computing)
     return EmulatedCosts(program, spec, ProfiledCosts(program, facts.profile, job.batch))
 
@@ -383,9 +386,11 @@ def profile_job(
     if plan.checkpoint == "selective":
         recomputed.check(layers)
     recomputed.choose(layers, plan.checkpoint == "selective")
-    measured = profile(layers, (x, y), loss, rows, threads=torch.get_num_threads(), optimizer=job.optimizer)
-    tapes = record(layers, x, y, loss, rows, job.optimizer, split) if memory else None
     shape = replace(shape_of(layers), names=tuple(model._modules))
+    slices, threads = ranges_of(plan, shape, [x, y]), torch.get_num_threads()
+    measured = profile(layers, (x, y), loss, rows, threads=threads, optimizer=job.optimizer, slices=slices)
+    # (Tapes are of whole rows. Of slices the memory is predicted by the program's values.)
+    tapes = record(layers, x, y, loss, rows, job.optimizer, split) if memory and not slices else None
     copies = Copies()
     if plan.offload or plan.host_layers:
         copies = measure_copies(

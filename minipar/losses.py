@@ -32,9 +32,15 @@ def check_loss(loss: Any) -> None:
         raise PlanError("loss: reduction='sum' is not possible; use 'mean' (gradients are of the mean over all rows)")
 
 
+def counts_elements(y: Any) -> bool:
+    """Whether a batch of these targets weighs by its target elements, which are integers; others weigh by rows."""
+    first = next(tensors(y), None)
+    return first is not None and not first.is_floating_point() and not first.is_complex()
+
+
 def counted(y: Any, loss: Any) -> int:
     """How much a batch weighs in a mean loss: its target elements that count, or its rows where y is not integer."""
-    first = next(tensors(y), None)
-    if first is None or first.is_floating_point() or first.is_complex():
+    if not counts_elements(y):
         return count_rows(y)
+    first = next(tensors(y))
     return int((first != option(loss, "ignore_index", -100)).sum())

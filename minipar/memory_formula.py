@@ -122,6 +122,10 @@ def per_rank(plan: Plan, model: str, batch: int | None = None) -> list[RankMemor
         raise PlanError(
             f"checkpoint=selective: {model} has no attention; possible are the others of {segments.POSSIBLE}"
         )
+    if plan.slice_count > 1:
+        raise PlanError(
+            f"memory: no formula for schedule={plan.schedule}, whose slices differ; possible is `minipar run --memory`"
+        )
     count = plan.total_microbatches
     batch = plan.dp * count if batch is None else batch
     edges = split_rows(batch, plan.dp * count)

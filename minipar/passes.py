@@ -1,7 +1,7 @@
 """The passes that make a program of a plan, in order: `Plan.compile` calls `program_of` and verifies what it gives.
 
-schedule -> layers -> checkpoint -> ZeRO -> data parallel -> compress -> host layers -> offload -> transfers -> fuse
--> clip                            each is a file of `minipar.strategies`; a step is made for one replica, and copied
+schedule -> layers -> checkpoint -> slices -> ZeRO -> data parallel -> compress -> host layers -> offload -> transfers
+-> fuse -> clip                    each is a file of `minipar.strategies`; a step is made for one replica, and copied
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from minipar.strategies.layers import expand, state_of, step_of
 from minipar.strategies.layout import Layout
 from minipar.strategies.local_sgd import average
 from minipar.strategies.priority import Seconds, all_reduce_by_priority
+from minipar.strategies.terapipe import add_carries
 from minipar.strategies.transfers import beside, insert_transfers
 from minipar.streams import Costs
 
@@ -78,6 +79,7 @@ def program_of(
         for stage in range(plan.pp):
             chunks = [(layout.trained(s), again[s]) for s in layout.placement[stage]]
             stages[stage] = recompute(stages[stage], chunks)
+            stages[stage] = add_carries(stages[stage], shape, plan.slice_count)
             stages[stage] = zero.shard(stages[stage], layout, stage, step, rule)
             if first:
                 stages[stage] = all_reduce_by_priority(stages[stage], layout, stage, step, bucket, times[stage])
@@ -110,7 +112,7 @@ def program_of(
     return Program(
         tuple(map(tuple, ranks)),
         shape.layers,
-        plan.total_microbatches,
+        layout.microbatches,
         shape.groups,
         (("dp", plan.dp), ("pp", plan.pp)),
         tuple(held) * plan.dp,
@@ -123,6 +125,8 @@ def program_of(
         folder=plan.offload_folder,
         room=plan.offload_limit,  # type: ignore[arg-type]
         selective=plan.checkpoint == "selective",
+        slices=plan.cut,
+        carries=shape.carries if plan.slice_count > 1 else (),
     )
 
 

@@ -46,6 +46,8 @@ class Plan:
     group         micro-batches that schedule=interleaved takes through one chunk before the next; default pp
     in_flight     micro-batches that schedule=ampnet has under way at most; default pp
     update_every  micro-batches of an update of schedule=ampnet; default 1
+    slices        schedule=terapipe cuts every sequence into so many slices of tokens, or into slices of these lengths,
+                  such as "4,3,2,2": they are its micro-batches; default as many as the pipeline has ranks
     bucket        gradient messages: MiB per bucket, "none" (one per parameter), "flat" (one buffer), "4x" (four of
                   about equal size), "7,3" (layers that end one), or "auto" (the size that is predicted to be best);
                   default 25, or 8 with zero=3, whose layers come one by one
@@ -86,6 +88,7 @@ class Plan:
     split: tuple[int, ...] | str | None = None
     chunks: int | None = None
     group: int | None = None
+    slices: int | tuple[int, ...] | None = None
     doubling: bool = False
     in_flight: int | None = None
     update_every: int | None = None
@@ -119,8 +122,9 @@ class Plan:
             object.__setattr__(self, key, settings.whole_number(key, getattr(self, key)))
         chosen = strategies.find(self.schedule)
         object.__setattr__(self, "doubling", settings.truth("doubling", self.doubling))
+        object.__setattr__(self, "slices", settings.slices(self.slices))
         for key in strategies.registry.OPTIONS:
-            if key != "doubling" and getattr(self, key) is not None:
+            if key not in ("doubling", "slices") and getattr(self, key) is not None:
                 object.__setattr__(self, key, settings.whole_number(key, getattr(self, key)))
             chosen.check(key, getattr(self, key))
         if self.split is not None:
@@ -163,6 +167,8 @@ class Plan:
         if chosen.asynchronous is not None:
             unflushed.check_keys(self.schedule, {key: getattr(self, key) for key in unflushed.ALONE})
             chosen.asynchronous.promise(self.pp, self.numbers)
+        if self.slice_count > 1:
+            settings.check_slices(self)
 
     @staticmethod
     def parse(text: str | Mapping[str, Any] | Plan) -> Plan:
@@ -221,8 +227,20 @@ class Plan:
         return (8 if self.zero == 3 else 25) if self.bucket is None else self.bucket
 
     @property
+    def cut(self) -> int | tuple[int, ...]:
+        """Into how many slices of tokens a sequence is cut, or their lengths; 1: it stays whole."""
+        if self.slices is not None:
+            return self.slices
+        return self.pp if "slices" in strategies.find(self.schedule).options else 1
+
+    @property
+    def slice_count(self) -> int:
+        """Into how many slices a sequence is cut."""
+        return self.cut if isinstance(self.cut, int) else len(self.cut)
+
+    @property
     def total_microbatches(self) -> int:
-        """Micro-batches per replica and step, over all rounds of accumulation."""
+        """Micro-batches of rows per replica and step, over all rounds of accumulation; each is cut into slices."""
         return self.microbatches * self.accumulate
 
     def block(self, steps: int, every: int = 0) -> int:
@@ -261,6 +279,7 @@ class Plan:
         """Which rank holds which layers of a model of this shape; split="auto" needs what the layers cost."""
         placement = self.placement()
         stages = 1 + max(map(max, placement))
+        settings.check_causal(self, shape)
         if self.pp > shape.layers:
             raise PlanError(f"pp={self.pp}: more stages than layers ({shape.layers}); possible are 1 to {shape.layers}")
         if stages > shape.layers:
@@ -286,7 +305,7 @@ class Plan:
                 raise PlanError(
                     f"split={','.join(map(str, split))}: sums to {sum(split)}, but the model has {shape.layers} layers"
                 )
-        return Layout(shape, self.dp, self.pp, split, self.total_microbatches, placement)
+        return Layout(shape, self.dp, self.pp, split, self.total_microbatches * self.slice_count, placement)
 
     def compile(
         self,
@@ -320,7 +339,7 @@ class Plan:
             shape = frozen(shape)
         layout = self.layout(shape, costs)
         steps = settings.whole_number("steps", steps)
-        size = shape.layers * self.total_microbatches * self.dp * steps
+        size = shape.layers * self.total_microbatches * self.slice_count * self.dp * steps
         if size > MOST:
             raise PlanError(f"plan {self}: {size} forwards of a layer in {steps} steps; possible are up to {MOST}")
         with paused():
@@ -332,10 +351,12 @@ class Plan:
     def actions(self, rank: int, steps: int = 1) -> list[Action]:
         """The schedule of one rank, repeated for every round of accumulation; without flushes, of several steps."""
         schedule = strategies.find(self.schedule)
-        chunks = self.chunks or schedule.chunks
-        given = {"chunks": chunks, "group": self.group, "doubling": self.doubling} | self.numbers
-        total = self.microbatches * steps
-        found = schedule.generate(rank, self.pp, total, **{key: given[key] for key in schedule.options})
+        chunks, pieces = self.chunks or schedule.chunks, self.microbatches * self.slice_count * steps
+        given = {"chunks": chunks, "group": self.group, "doubling": self.doubling, "slices": self.slice_count}
+        given |= self.numbers
+        found = schedule.generate(
+            rank, self.pp, self.microbatches * steps, **{key: given[key] for key in schedule.options}
+        )
         possible = "possible are Forward(i, chunk), Backward, BackwardInput and BackwardWeight"
         if not isinstance(found, Iterable):
             raise PlanError(f"schedule={self.schedule}: gave {found!r}; it must yield actions; {possible}")
@@ -343,9 +364,9 @@ class Plan:
         for action in chosen:
             if not isinstance(action, Action):
                 raise PlanError(f"schedule={self.schedule}: yielded {action!r}; {possible}")
-            if not hasattr(action.microbatch, "__index__") or not 0 <= action.microbatch < total:
+            if not hasattr(action.microbatch, "__index__") or not 0 <= action.microbatch < pieces:
                 raise PlanError(
-                    f"schedule={self.schedule}: {action} on rank {rank}; micro-batches count from 0 to {total - 1}"
+                    f"schedule={self.schedule}: {action} on rank {rank}; micro-batches count from 0 to {pieces - 1}"
                 )
             if not hasattr(action.chunk, "__index__") or not 0 <= action.chunk < chunks:
                 raise PlanError(
@@ -354,7 +375,7 @@ class Plan:
         if self.accumulate == 1:
             return chosen
         return [
-            replace(action, microbatch=action.microbatch + r * self.microbatches)
+            replace(action, microbatch=action.microbatch + r * pieces)
             for r in range(self.accumulate)
             for action in chosen
         ]

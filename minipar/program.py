@@ -26,9 +26,11 @@ from minipar.contracts import Synchronous as Synchronous
 from minipar.values import TIERS as TIERS
 from minipar.values import Value as Value
 from minipar.values import buffer as buffer
+from minipar.values import carry as carry
 from minipar.values import chunk as chunk
 from minipar.values import disk as disk
 from minipar.values import grad as grad
+from minipar.values import grad_carry as grad_carry
 from minipar.values import grad_output as grad_output
 from minipar.values import grad_shard as grad_shard
 from minipar.values import home as home
@@ -249,6 +251,8 @@ class Program:
     serving          the parameter servers, if there are some
     in_flight        the ranks decide as they run, with so many micro-batches under way: `ranks` is one possible order.
                      None: the order is this one
+    slices           a micro-batch is a slice of the tokens of a sequence: how many of equal lengths, or their lengths
+    carries          the layers that keep something of a sequence for its later slices
     """
 
     ranks: tuple[tuple[Instruction, ...], ...]
@@ -271,6 +275,8 @@ class Program:
     selective: bool = False
     serving: Serving | None = None
     in_flight: int | None = None
+    slices: int | tuple[int, ...] = 1
+    carries: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return sum(len(instructions) for instructions in self.ranks)
@@ -284,6 +290,16 @@ class Program:
     def workers(self) -> int:
         """The ranks that hold layers: all but parameter servers."""
         return len(self.ranks) - (self.serving.servers if self.serving else 0)
+
+    @property
+    def slice_count(self) -> int:
+        """How many slices a sequence is cut into."""
+        return self.slices if isinstance(self.slices, int) else len(self.slices)
+
+    @property
+    def row_microbatches(self) -> int:
+        """Into how many micro-batches the rows of a replica's step are split, each of them cut into slices."""
+        return self.microbatches // self.slice_count
 
     @property
     def replicas(self) -> int:

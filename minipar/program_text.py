@@ -48,6 +48,7 @@ def to_json(program: Program) -> dict[str, Any]:
         **({} if program.serving is None else {"serving": [program.serving.servers, program.serving.mode]}),
         **({"staleness": list(astuple(program.contract))} if isinstance(program.contract, Staleness) else {}),
         **({"selective": True} if program.selective else {}),
+        **({} if program.slices == 1 else {"slices": program.slices, "carries": list(program.carries)}),
         "state": [refs(sorted(values)) for values in program.state],
         "ranks": ranks,
         "values": [list(value) for value in names],
@@ -90,7 +91,13 @@ def from_json(data: dict[str, Any]) -> Program:
         serving=Serving(*data["serving"]) if "serving" in data else None,
         selective=data.get("selective", False),
         in_flight=data.get("in_flight"),
+        slices=_slices(data.get("slices", 1)),
+        carries=tuple(data.get("carries", ())),
     )
+
+
+def _slices(found: int | list[int]) -> int | tuple[int, ...]:
+    return found if isinstance(found, int) else tuple(found)
 
 
 def _contract(data: dict[str, Any]) -> Contract:

@@ -26,7 +26,10 @@ def hash64(*words: object) -> int:
 
 
 class RowDropout(nn.Module):
-    """Dropout whose mask depends on (seed, layer name, step, global row) alone. `at` says where the rows are."""
+    """Dropout whose mask depends on (seed, layer name, step, global row) alone. `at` says where the rows are.
+
+    Of a slice of a sequence (rows, tokens, ...) `at` says where its tokens begin: it sees the whole sequence's mask.
+    """
 
     def __init__(self, p: float, seed: int, name: str) -> None:
         super().__init__()
@@ -35,6 +38,7 @@ class RowDropout(nn.Module):
         self.name = name
         self.step = 0
         self.first_row = 0
+        self.first_token = 0
 
     def forward(self, x: Tensor) -> Tensor:
         """x of shape (rows, ...): the same shape, with elements zeroed with probability p, the rest scaled up."""
@@ -49,7 +53,9 @@ class RowDropout(nn.Module):
         base = hash64(self.seed, self.name, self.step)
         rows = torch.arange(self.first_row, self.first_row + len(x), device=x.device)
         key = _mix(rows * _GOLDEN + base).view(-1, 1)
-        position = torch.arange(1, x[0].numel() + 1 if len(x) else 1, device=x.device) * _GOLDEN
+        count = x[0].numel() if len(x) else 0
+        before = self.first_token * (count // x.shape[1]) if self.first_token and count else 0
+        position = torch.arange(before + 1, before + count + 1, device=x.device) * _GOLDEN
         bits = _mix(key + position).bitwise_right_shift_(11).bitwise_and_((1 << 53) - 1)
         return bits.double().mul_(2.0**-53).view(x.shape)
 
@@ -93,8 +99,12 @@ def row_dropouts(layer: nn.Module) -> list[RowDropout]:
     return [module for module in layer.modules() if isinstance(module, RowDropout)]
 
 
-def at(dropouts: Iterable[RowDropout], step: int, first_row: int) -> None:
-    """Tell dropouts which rows they see next: `first_row`, in the whole batch of `step`, and those after it."""
+def at(dropouts: Iterable[RowDropout], step: int, first_row: int, first_token: int = 0) -> None:
+    """Tell dropouts which rows they see next: `first_row`, in the whole batch of `step`, and those after it.
+
+    first_token   of a slice of sequences, whose tokens are dimension 1
+    """
     for dropout in dropouts:
         dropout.step = step
         dropout.first_row = first_row
+        dropout.first_token = first_token

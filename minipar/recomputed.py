@@ -69,7 +69,7 @@ class _Again(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Recomputed, *inputs: Tensor) -> Tensor:
         ctx.part = part
-        ctx.rows = [(dropout, dropout.step, dropout.first_row) for dropout in randomness.row_dropouts(part)]
+        ctx.rows = [(d, d.step, d.first_row, d.first_token) for d in randomness.row_dropouts(part)]
         ctx.save_for_backward(*inputs)
         return part.compute(*inputs)
 
@@ -78,8 +78,8 @@ class _Again(torch.autograd.Function):
         needed = ctx.needs_input_grad[1:]
         inputs = [x.detach().requires_grad_(need) for x, need in zip(ctx.saved_tensors, needed, strict=True)]
         with torch.enable_grad():
-            for dropout, step, first_row in ctx.rows:  # each element falls as it fell before
-                randomness.at([dropout], step, first_row)
+            for dropout, *where in ctx.rows:  # each element falls as it fell before
+                randomness.at([dropout], *where)
             result = ctx.part.compute(*inputs)
         wanted = [x for x in inputs if x.requires_grad]
         found = iter(torch.autograd.grad(result, wanted, received))

@@ -11,6 +11,7 @@ from minipar.errors import PlanError
 from minipar.strategies.consistency import Mode
 
 if TYPE_CHECKING:
+    from minipar.costs.shapes import Shape
     from minipar.plan import Plan
 
 OFFLOADS = ("activations", "optimizer", "parameters")
@@ -93,6 +94,43 @@ def split(value: object, stages: int, ranks: int, chunks: int) -> tuple[int, ...
         plan = f"pp={ranks}" if chunks == 1 else f"pp={ranks} chunks={chunks} has {stages}"
         raise PlanError(f"split={','.join(map(str, counts))}: {len(counts)} stages, but {plan}")
     return counts
+
+
+def slices(value: object) -> int | tuple[int, ...] | None:
+    """How many slices a sequence is cut into, or their lengths in tokens; None: what the schedule says."""
+    if value is None:
+        return None
+    parts = value.split(",") if isinstance(value, str) else list(value) if isinstance(value, Iterable) else [value]
+    try:
+        numbers = tuple(whole_number("slices", part) for part in parts)
+    except PlanError:
+        raise PlanError(
+            f"slices={value}: must be how many slices, or their lengths in tokens, such as 4,3,2,2"
+        ) from None
+    return numbers[0] if len(numbers) == 1 else numbers
+
+
+def check_causal(plan: Plan, shape: Shape) -> None:
+    """Refuse to cut the sequences of a model that takes them whole."""
+    if plan.slice_count > 1 and shape.whole:
+        raise PlanError(
+            f"schedule={plan.schedule}: layer {shape.whole} of this model takes whole sequences; possible are causal "
+            "models whose layers derive from minipar.sliced.Sliced, such as models.gpt, or a schedule such as 1f1b"
+        )
+
+
+def check_slices(plan: Plan) -> None:
+    """Refuse what sequences that are cut into slices do not go together with."""
+    impossible = {
+        "sync=ps": plan.sync == "ps",
+        f"local_steps={plan.local_steps}": bool(plan.local_steps),
+        "offload=activations": "activations" in plan.offload,
+        f"host_layers={','.join(plan.host_layers)}": bool(plan.host_layers),
+    }
+    for words, wanted in impossible.items():
+        if wanted:
+            name = plan.schedule
+            raise PlanError(f"{words}: not with schedule={name}, whose micro-batches are slices; possible is 1f1b")
 
 
 def bucket(value: object) -> float | str | tuple[int, ...] | None:

@@ -1,6 +1,7 @@
 """The named values that a program's instructions read, write and free. Imports nothing of minipar.
 
 output(2) mb0    saved(2) mb0    grad_output(2) mb0         of one layer and one micro-batch
+carry(2) mb0     grad_carry(2) mb0                          what one slice of a sequence keeps for the next
 param(2)         grad(2)         optimizer_state(2)         of one parameter group; *_shard: this rank's slice
 param(2) v3      of an asynchronous program: the parameters after three updates
 host(saved(2) mb0)               disk(param(2))             a copy in a slower tier
@@ -54,6 +55,16 @@ def saved(layer: int, microbatch: int, step: int = 0) -> Value:
 def saved_weight(layer: int, microbatch: int, step: int = 0) -> Value:
     """What the input half of one layer's backward leaves for the weight half."""
     return Value("saved_weight", layer, microbatch, step)
+
+
+def carry(layer: int, microbatch: int, step: int = 0) -> Value:
+    """What one layer keeps of a sequence for its later slices, such as keys and values; after one slice of it."""
+    return Value("carry", layer, microbatch, step)
+
+
+def grad_carry(layer: int, microbatch: int, step: int = 0) -> Value:
+    """The gradient of the loss in `carry(layer, microbatch)`: what all later slices have added."""
+    return Value("grad_carry", layer, microbatch, step)
 
 
 def param(group: int, version: int = -1) -> Value:

@@ -16,7 +16,7 @@ the sum of what all ranks had of it at the beginning, each exactly once (contrib
 
 from __future__ import annotations
 
-from minipar import service
+from minipar import service, slice_checks
 from minipar.agreement import check_groups, check_links
 from minipar.collector import paused
 from minipar.contributions import check_contributions, check_moves
@@ -51,6 +51,7 @@ def verify(program: Program) -> None:
             check_moves(program)
         else:
             _check_instructions(program)
+            slice_checks.check_carries(program)
             if program.serving is not None:
                 service.check_workers(program)
             for replica in range(program.replicas if program.serving is None else 0):
@@ -106,10 +107,10 @@ def _check_instructions(program: Program) -> None:
                 reason = f"{at(program, rank, index)} needs {kind}({k}), but does not read it"
                 raise refuse(program, rank, index, reason)
             for value in writes:
-                if made and value[:2] not in made:
+                if made and value[:2] not in made and value[0] not in slice_checks.KINDS:
                     raise refuse(program, rank, index, f"{at(program, rank, index)} cannot make {value}")
             for value in reads + writes:
-                if value[2] >= 0 and (value[2] != i or value[3] != step):
+                if value[2] >= 0 and (value[2] != i or value[3] != step) and value[0] not in slice_checks.KINDS:
                     if ins.stream == "compute" and " " in value[0] and value in reads:
                         continue  # it waits until a copy is done, perhaps of the micro-batch before
                     raise _mislabelled(program, rank, index, value)

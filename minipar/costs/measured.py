@@ -44,6 +44,8 @@ class Profile:
                        half found inside the layer, which it does not compute again
     forward_flops      floating-point operations of the forward: products of matrices, convolutions, attention
     backward_flops     and of the whole backward
+    carry_bytes        of a slice of sequences, what the layer keeps for the next slice, such as keys and values
+    grad_carry_bytes   the gradient of that
     saved_weight_bytes what the input half leaves for the weight half, the layer's input and gradients included
     """
 
@@ -62,6 +64,8 @@ class Profile:
     forward_flops: dict[int, tuple[int, ...]] = field(default_factory=dict)
     backward_flops: dict[int, tuple[int, ...]] = field(default_factory=dict)
     saved_weight_bytes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    carry_bytes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    grad_carry_bytes: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """One JSON object; `from_json` reads it."""

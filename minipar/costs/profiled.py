@@ -50,17 +50,21 @@ class ProfiledCosts:
     _messages: list[dict[Instruction, float]] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self._rows.extend(split_rows(self.batch, self.program.replicas * self.program.microbatches))
+        self._rows.extend(split_rows(self.batch, self.program.replicas * self.program.row_microbatches))
         if self.calibration is not None:
             self._messages.extend(self._work_on_messages(rank) for rank in range(len(self.program.ranks)))
 
     def rows(self, rank: int, microbatch: int) -> int:
-        """Rows of a micro-batch of the rank's replica."""
-        return len(self._rows[self.program.replica(rank) * self.program.microbatches + microbatch])
+        """Rows of a micro-batch of the rank's replica; of a slice the profile's key: rows * slices + its number."""
+        i, j = divmod(microbatch, self.program.slice_count)
+        count = len(self._rows[self.program.replica(rank) * self.program.row_microbatches + i])
+        return count * self.program.slice_count + j if count else 0
 
     def rows_of(self, rank: int) -> int:
         """Rows of a step that the rank's replica works on."""
-        return sum(self.rows(rank, i) for i in range(self.program.microbatches))
+        count = self.program.row_microbatches
+        first = self.program.replica(rank) * count
+        return sum(map(len, self._rows[first : first + count]))
 
     def compute(self, rank: int, ins: Instruction) -> float:
         alone = self._alone(rank, ins)
@@ -145,6 +149,8 @@ class ProfiledCosts:
                 "grad_output": self.profile.grad_output_bytes,
                 "saved": self.profile.saved_bytes,
                 "saved_weight": self.profile.saved_weight_bytes,
+                "carry": self.profile.carry_bytes,
+                "grad_carry": self.profile.grad_carry_bytes,
             }
             return tables[value.kind][rows][value.index] if rows else 0
         sizes = {

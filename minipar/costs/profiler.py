@@ -20,12 +20,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from minipar import sliced
 from minipar.costs.halves import input_half, left, weight_half
 from minipar.costs.measured import Profile
 from minipar.costs.shapes import Shape
+from minipar.costs.weighing import Weights, weigh
 from minipar.errors import PlanError
 from minipar.program import Group
-from minipar.tensors import count_bytes, count_rows, detach, differentiable, map_tensors, overwrites, storages, tensors
+from minipar.tensors import count_bytes, count_rows, detach, differentiable, map_tensors, overwrites, tensors
 
 Loss = Callable[[Any], Tensor]
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -46,7 +48,9 @@ def shape_of(model: Iterable[nn.Module]) -> Shape:
     trained = [trainable for _, trainable, _ in _groups(layers)]
     itemsize = next((p.element_size() for found in trained for p in found), 4)
     dims = tuple(tuple(tuple(p.shape) for p in found) for found in trained)
-    return Shape(len(layers), groups, name if isinstance(name, str) else "", itemsize=itemsize, dims=dims)
+    carries, whole = sliced.describe(layers)
+    title = name if isinstance(name, str) else ""
+    return Shape(len(layers), groups, title, itemsize=itemsize, dims=dims, carries=carries, whole=whole)
 
 
 def parameters_of(model: Iterable[nn.Module]) -> list[list[nn.Parameter]]:
@@ -88,6 +92,7 @@ def profile(
     repeats: int = 3,
     threads: int = 1,
     optimizer: OptimizerFactory = torch.optim.SGD,
+    slices: Sequence[range] = (),
 ) -> Profile:
     """Time and weigh each layer of `model` for every number of rows in `rows`, and one step of `optimizer`.
 
@@ -98,6 +103,8 @@ def profile(
     repeats   times are medians of so many, after one run to warm up
     threads   CPU threads that a layer may use. With one, times are of that thread's own work, so that other programs
               on the machine do not disturb them; with more, and on a GPU, they are by the clock
+
+    slices    token slices of the rows, each behind those before it: then slice j of n rows has the key n * slices + j
 
     Layers are timed one at a time, in the order of a training step: forwards first, backwards last, so that the caches
     hold what they would hold in one. The model is left as it was, with its buffers and gradients, on the device where
@@ -119,9 +126,14 @@ def profile(
     with _undisturbed(device, threads):
         for n in sorted(set(rows if rows is not None else [count_rows(x)])):
             value, target = _rows(x, n, device), _rows(y, n, device)
-            costs[n] = []
-            for run in _runs(layers, value, (loss, target), trainable_from):
-                costs[n] += _time_run(run, repeats, clock)
+            carried: dict[int, Any] = {}
+            for j, tokens in enumerate(slices or [None]):
+                key = n * max(1, len(slices)) + j
+                given, wanted = (value, target) if tokens is None else sliced.pick((value, target), tokens)
+                here = None if tokens is None else (tokens.start, j < len(slices) - 1, carried)
+                costs[key] = []
+                for run in _runs(layers, given, (loss, wanted), trainable_from, here):
+                    costs[key] += _time_run(run, repeats, clock)
         step_seconds, optimizer_bytes = _measure_step([h.trainable for h in held], optimizer, repeats, clock)
 
     def table(column: Callable[[_LayerCost], Any]) -> dict[int, tuple[Any, ...]]:
@@ -143,16 +155,9 @@ def profile(
         forward_flops=table(lambda c: c.forward_flops),
         backward_flops=table(lambda c: c.backward_flops),
         saved_weight_bytes=table(lambda c: c.left),
+        carry_bytes=table(lambda c: c.weights.carry),
+        grad_carry_bytes=table(lambda c: c.weights.grad_carry),
     )
-
-
-class Weights(NamedTuple):
-    """Bytes that a layer's forward leaves: see `Profile` for what each means."""
-
-    output: int
-    grad_output: int
-    saved: int
-    saves_output: bool
 
 
 class _LayerCost(NamedTuple):
@@ -179,29 +184,44 @@ class _Measured:
     given: int  # bytes of its input, unless that is the rows themselves
     seconds: dict[str, list[float]]
     left: list[int] = field(default_factory=list)  # bytes between the halves of its backward
+    slice: sliced.Alone | None = None
 
     def forward(self, clock: _Clock) -> tuple[Any, list[Tensor]]:
         """A timed forward: the input as a leaf, and the tensors that a backward starts from."""
         given = detach(self.value, self.input_gradient)
         start = clock()
-        output = self.layer(map_tensors(given, torch.clone) if overwrites(self.layer) else given)
-        ends = [end for end in ([self.loss(output)] if self.loss else differentiable(output)) if end.requires_grad]
+        output = (self.slice or self.layer)(map_tensors(given, torch.clone) if overwrites(self.layer) else given)
+        ends = [self.loss(output)] if self.loss else differentiable(output)
+        ends = [end for end in ends + differentiable(self.slice and self.slice.handed_on) if end.requires_grad]
         self.seconds["forward"].append(clock() - start)
         return given, ends
 
 
 def _runs(
-    layers: list[nn.Module], value: Any, final: tuple[Callable[[Any, Any], Tensor], Any], trainable_from: int
+    layers: list[nn.Module],
+    value: Any,
+    final: tuple[Callable[[Any, Any], Tensor], Any],
+    trainable_from: int,
+    here: tuple[int, bool, dict[int, Any]] | None = None,
 ) -> Iterator[list[_Measured]]:
-    """Neighbouring layers that are timed together, each weighed and warmed up: as many as keep `_KEPT` bytes."""
+    """Neighbouring layers that are timed together, each weighed and warmed up: as many as keep `_KEPT` bytes.
+
+    here   of a slice of sequences its first token, whether there is a next one, and by layer what was carried on
+    """
     run: list[_Measured] = []
     kept = 0
     for l, layer in enumerate(layers):
         layer, last = copy.deepcopy(layer), l == len(layers) - 1
         loss = partial(_of_output, *final) if last else None
         given = detach(value, l > trainable_from)
+        part = None if here is None else sliced.Alone(layer, here[0], here[2].get(l), here[1], l >= trainable_from)
         with FlopCounterMode(display=False, custom_mapping=_FLOPS) as forward:
-            output, ends, weights = weigh(layer, given, loss, final[1] if last else ())
+            output, ends, weights = weigh(layer, given, loss, final[1] if last else (), part)
+        if here is not None and part is not None:
+            ends = ends + differentiable(part.handed_on)
+            carry, gradient = part.sizes([*tensors(given), *layer.parameters(), *layer.buffers()])
+            weights = weights._replace(carry=carry, grad_carry=gradient)
+            here[2][l] = detach(part.handed_on)
         # Gradients of the same size would arrive from the next layer. This backward allocates the weights' gradients,
         # which the timed ones add to, as all micro-batches but one do.
         ends = [end for end in ends if end.requires_grad]
@@ -211,6 +231,7 @@ def _runs(
         flops = forward.get_total_flops(), backward.get_total_flops()
         before = count_bytes(value) if l else 0
         run.append(_Measured(layer, value, loss, l > trainable_from, weights, flops, before, defaultdict(list)))
+        run[-1].slice = part
         value = detach(output)
         del output, ends, given
         kept += weights.saved + weights.output
@@ -302,33 +323,6 @@ class _Clock:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return self.read()
-
-
-def weigh(layer: nn.Module, given: Any, loss: Loss | None = None, known: Any = ()) -> tuple[Any, list[Tensor], Weights]:
-    """Run a layer's forward, and the loss of its output if given, and weigh what is left.
-
-    `known`: tensors that are kept anyway, such as the loss's targets, and count for nothing. Returns the output, the
-    tensors from which a backward starts (the loss, or what can have a gradient), and the bytes.
-    """
-    saved: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved.append(tensor.detach())
-        return saved[-1]
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = layer(map_tensors(given, torch.clone) if overwrites(layer) else given)
-        ends = [loss(output)] if loss else differentiable(output)
-    given_before = storages([*tensors(given), *tensors(known), *layer.parameters(), *layer.buffers()])
-    handed_on = storages(tensors(output)).keys() - given_before.keys()
-    kept = {key: size for key, size in storages(saved).items() if key not in given_before}
-    weights = Weights(
-        count_bytes(output),
-        count_bytes([t for t in tensors(output) if t.requires_grad]),
-        sum(size for key, size in kept.items() if key not in handed_on),
-        not handed_on.isdisjoint(kept),
-    )
-    return output, ends, weights
 
 
 def _measure_step(

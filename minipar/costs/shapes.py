@@ -22,6 +22,8 @@ class Shape:
     names    of the layers, where they are known
     itemsize bytes of a number
     dims     for each group the shapes of its trainable tensors, where they are known
+    carries  the layers that keep something of a sequence for its later slices, such as keys and values
+    whole    the first layer that cannot take a sequence slice by slice; "": all of them can
     """
 
     layers: int
@@ -30,6 +32,8 @@ class Shape:
     names: tuple[str, ...] = field(default=(), compare=False)
     itemsize: int = field(default=4, compare=False)
     dims: tuple[tuple[tuple[int, ...], ...], ...] = field(default=(), compare=False)
+    carries: tuple[int, ...] = field(default=(), compare=False)
+    whole: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         if self.layers < 1:
@@ -43,10 +47,11 @@ def uniform(layers: int, bytes_per_layer: int = 4) -> Shape:
     layers = operator.index(layers)
     if layers > 1_000_000:
         raise PlanError(f"layers={layers}: too many; possible are up to 1000000")
-    return Shape(layers, tuple(Group((layer,), (bytes_per_layer,)) for layer in range(layers)), f"{layers} layers")
+    groups = tuple(Group((layer,), (bytes_per_layer,)) for layer in range(layers))
+    return Shape(layers, groups, f"{layers} layers", carries=tuple(range(layers)))
 
 
 def frozen(shape: Shape) -> Shape:
     """The same model with nothing to train: its programs run forward only, and keep nothing."""
     groups = tuple(Group(group.layers, (), sum(group.tensors) + group.frozen) for group in shape.groups)
-    return Shape(shape.layers, groups, shape.name, shape.names)
+    return Shape(shape.layers, groups, shape.name, shape.names, carries=shape.carries, whole=shape.whole)

@@ -17,6 +17,7 @@ class UnitCosts:
     input_gradient,
     weight_gradient            the halves of a split backward; default: half of `backward` each
     latency                    delay of every message
+                               a slice of a sequence is a micro-batch; its length counts
     stage_factors              multiply the compute times, per rank of the pipeline or per rank of the program
     """
 
@@ -58,7 +59,11 @@ class UnitCosts:
 
     def compute(self, rank: int, ins: Instruction) -> float:
         """Duration of a compute instruction."""
-        return self._unit[ins.op] * len(ins.layers) * self._scale[rank]
+        alone = self._unit[ins.op] * len(ins.layers) * self._scale[rank]
+        lengths = self.program.slices
+        if isinstance(lengths, int) or ins.microbatch < 0:
+            return alone
+        return alone * lengths[ins.microbatch % len(lengths)] * len(lengths) / sum(lengths)
 
     def transfer(self, rank: int, ins: Instruction) -> tuple[float, float]:
         """(time that a message occupies its link, latency before it arrives). Copies take no time."""

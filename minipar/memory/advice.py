@@ -115,6 +115,8 @@ def advising(plan: Plan, batch: int, measure: Callable[[tuple[int, ...]], Measur
     try:
         yield
     except DeviceOutOfMemory as error:
+        if plan.slice_count > 1:  # (of slices no tapes are recorded)
+            raise
         try:
             found = ways_that_fit(plan, batch, error.capacity, measure)
         except MiniparError:  # what it was about to say counts more

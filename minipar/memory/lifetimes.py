@@ -29,6 +29,8 @@ KINDS = {
     "chunk": "data",
     "incoming": "buffers",
     "saved_weight": "activations",
+    "carry": "activations",
+    "grad_carry": "activations",
 }
 
 

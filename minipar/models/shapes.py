@@ -22,7 +22,9 @@ def shape(name: str, *, element_size: int = 4, **overrides: Any) -> Shape:
     chosen = table.numbers(name, **overrides)
     groups = _gpt(chosen, element_size) if isinstance(chosen, GPT) else _mlp(chosen, element_size)
     layers = chosen.layers + 2 if isinstance(chosen, GPT) else len(chosen.widths) - 1
-    return Shape(layers, groups, title(name, chosen, overrides))
+    if isinstance(chosen, GPT):
+        return Shape(layers, groups, title(name, chosen, overrides), carries=tuple(range(1, layers - 1)))
+    return Shape(layers, groups, title(name, chosen, overrides), whole="0 (Sequential)")
 
 
 def _gpt(numbers: GPT, element_size: int) -> tuple[Group, ...]:

@@ -13,6 +13,9 @@ from minipar.errors import PlanError
 from minipar.models.initial import initialise
 from minipar.models.table import GPT, check_gpt
 from minipar.recomputed import Recomputed
+from minipar.sliced import Sliced
+
+Seen = tuple[Tensor, Tensor]  # keys and values
 
 
 def gpt(
@@ -49,7 +52,7 @@ def gpt(
     return model
 
 
-class Embed(nn.Module):
+class Embed(Sliced):
     """Tokens (B, T) to vectors (B, T, width): what the token is plus where it stands."""
 
     def __init__(self, vocab: int, context: int, width: int, dropout: float) -> None:
@@ -58,16 +61,21 @@ class Embed(nn.Module):
         self.position = nn.Embedding(context, width)
         self.dropout = _dropout(dropout)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        length, context = tokens.shape[1], self.position.num_embeddings
-        if length > context:
-            raise PlanError(f"text of {length} tokens: this model's context is {context}")
-        where = torch.arange(length, device=tokens.device)
-        return self.dropout(self.token(tokens) + self.position(where))
+    carries = False
+
+    def forward_slice(self, x: Tensor, start: int, carry: None) -> tuple[Tensor, None]:
+        end, context = start + x.shape[1], self.position.num_embeddings
+        if end > context:
+            raise PlanError(f"text of {end} tokens: this model's context is {context}")
+        where = torch.arange(start, end, device=x.device)
+        return self.dropout(self.token(x) + self.position(where)), None
 
 
-class Block(nn.Module):
-    """One transformer block, (B, T, width) to the same: attention, then the MLP, each behind a norm and added on."""
+class Block(Sliced):
+    """One transformer block, (B, T, width) to the same: attention, then the MLP, each behind a norm and added on.
+
+    It carries on the keys and values of all tokens so far, (B, heads, T, width / heads) each.
+    """
 
     def __init__(self, width: int, heads: int, dropout: float, fused: bool) -> None:
         super().__init__()
@@ -78,13 +86,17 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
         self.dropout2 = _dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout1(self.attention(self.norm1(x)))
-        return x + self.dropout2(self.mlp(self.norm2(x)))
+    def forward_slice(self, x: Tensor, start: int, carry: Seen | None) -> tuple[Tensor, Seen]:
+        seen, carry = self.attention(self.norm1(x), carry)
+        x = x + self.dropout1(seen)
+        return x + self.dropout2(self.mlp(self.norm2(x))), carry
 
 
 class Attention(nn.Module):
-    """Causal self-attention, (B, T, width) to the same: position t sees positions 0 to t."""
+    """Causal self-attention, (B, T, width) to the same: position t sees positions 0 to t.
+
+    Of a slice of a text, it takes the keys and values of the tokens before, and gives those of all tokens so far.
+    """
 
     def __init__(self, width: int, heads: int, fused: bool) -> None:
         super().__init__()
@@ -93,22 +105,27 @@ class Attention(nn.Module):
         self.core = Core() if fused else PlainCore()
         self.out = nn.Linear(width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, earlier: Seen | None = None) -> tuple[Tensor, Seen]:
         batch, length, width = x.shape
         query, key, value = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        if earlier is not None:
+            key, value = torch.cat([earlier[0], key], 2), torch.cat([earlier[1], value], 2)
         seen = self.core(query, key, value)
-        return self.out(seen.transpose(1, 2).reshape(batch, length, width))
+        return self.out(seen.transpose(1, 2).reshape(batch, length, width)), (key, value)
 
 
 class Core(Recomputed):
-    """Queries, keys and values (B, heads, T, width / heads) to what each position sees, of the same shape.
+    """Queries, keys and values (B, heads, T, width / heads) to what each position sees, of the queries' shape.
 
-    One kernel of torch's, which keeps one number for each row of the T x T scores.
+    Of a slice the queries are those of the last positions. One kernel of torch's, which keeps one number for each
+    row of the T x T scores.
     """
 
     def compute(self, *inputs: Tensor) -> Tensor:
         query, key, value = inputs
-        return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        if query.shape[-2] == key.shape[-2]:
+            return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return functional.scaled_dot_product_attention(query, key, value, attn_mask=~_later(query, key))
 
 
 class PlainCore(Recomputed):
@@ -116,22 +133,28 @@ class PlainCore(Recomputed):
 
     def compute(self, *inputs: Tensor) -> Tensor:
         query, key, value = inputs
-        length, size = query.shape[-2:]
-        later = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
-        scores = (query @ key.transpose(-2, -1) / size**0.5).masked_fill(later, float("-inf"))
-        return scores.softmax(-1) @ value
+        scores = query @ key.transpose(-2, -1) / query.shape[-1] ** 0.5
+        return scores.masked_fill(_later(query, key), float("-inf")).softmax(-1) @ value
 
 
-class Head(nn.Module):
+def _later(query: Tensor, key: Tensor) -> Tensor:
+    """Which keys a query must not see, (queries, keys): those after it. The queries are of the last positions."""
+    length, total = query.shape[-2], key.shape[-2]
+    return torch.ones(length, total, dtype=torch.bool, device=query.device).triu(1 + total - length)
+
+
+class Head(Sliced):
     """Vectors (B, T, width) to logits (B, vocab, T)."""
+
+    carries = False
 
     def __init__(self, width: int, vocab: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.logits = nn.Linear(width, vocab, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.logits(self.norm(x)).transpose(1, 2)
+    def forward_slice(self, x: Tensor, start: int, carry: None) -> tuple[Tensor, None]:
+        return self.logits(self.norm(x)).transpose(1, 2), None
 
 
 def _dropout(probability: float) -> nn.Module:

@@ -3,7 +3,7 @@
 Importing the package registers the built-in schedules.
 """
 
-from minipar.strategies import gpipe, interleaved, looped_bfs, naive, one_f_one_b, zb_v, zero_bubble
+from minipar.strategies import gpipe, interleaved, looped_bfs, naive, one_f_one_b, terapipe, zb_v, zero_bubble
 
 # isort: split
 from minipar.strategies import chimera, dualpipe, dualpipe_v
@@ -14,5 +14,6 @@ from minipar.strategies.registry import find, schedule, schedules
 
 __all__ = [
     "ampnet", "chimera", "dualpipe", "dualpipe_v", "find", "gpipe", "interleaved", "looped_bfs", "naive", "one_f_one_b",
-    "pipedream", "pipedream_2bw", "pipedream_vertical", "schedule", "schedules", "zb_v", "zero_bubble",
+    "pipedream", "pipedream_2bw", "pipedream_vertical", "schedule", "schedules", "terapipe", "zb_v",
+    "zero_bubble",
 ]  # fmt: skip

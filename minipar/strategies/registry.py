@@ -19,7 +19,7 @@ from minipar.strategies.layout import Placement, looped
 from minipar.strategies.versions import Asynchronous
 
 Generator = Callable[..., Iterator[Action]]  # of (rank, ranks, microbatches), and options
-OPTIONS = ("chunks", "group", "doubling", "in_flight", "update_every")
+OPTIONS = ("chunks", "group", "doubling", "slices", "in_flight", "update_every")
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,14 @@ class Schedule:
         """The keys of a plan that the generator takes."""
         return tuple(name for name in OPTIONS if name in inspect.signature(self.generate).parameters)
 
-    def check(self, key: str, value: int | bool | None) -> None:
+    def check(self, key: str, value: object) -> None:
         """PlanError if a plan sets an option that this schedule does not have."""
         default = {"chunks": self.chunks, "doubling": False}.get(key)
         if value is not None and value != default and key not in self.options:
             others = ", ".join(s.name for s in _schedules.values() if key in s.options)
             has = f"has {self.chunks} a rank" if key == "chunks" else "has none"
-            raise PlanError(f"{key}={value}: schedule={self.name} {has}; possible with {others}")
+            text = ",".join(map(str, value)) if isinstance(value, tuple) else value
+            raise PlanError(f"{key}={text}: schedule={self.name} {has}; possible with {others}")
 
 
 _schedules: dict[str, Schedule] = {}

@@ -82,7 +82,7 @@ def test_every_schedule_runs_every_microbatch_once_backward_after_forward(name):
             plan = Plan(pp=pp, schedule=name, microbatches=enough(name, pp, m))
             for rank in range(pp):
                 actions = plan.actions(rank)
-                places = [(i, c) for i in range(plan.microbatches) for c in range(find(name).chunks)]
+                places = [(i, c) for i in range(plan.microbatches * plan.slice_count) for c in range(find(name).chunks)]
                 if name in COPIED:  # each micro-batch goes through one of the copies
                     places = [place for place in places if Forward(*place) in actions]
                     assert len(places) == plan.microbatches

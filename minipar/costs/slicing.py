@@ -1,0 +1,170 @@
+"""How to cut sequences into slices of tokens for TeraPipe: the lengths that make a step shortest, and their times.
+
+A slice of `length` tokens behind `context` earlier ones takes t(length, context) on each of p stages. Slices follow one
+another without waiting, so the last one is through all stages after
+
+    T = t_1 + t_2 + ... + t_n + (p - 1) max t_j           fill the pipeline, and then what the slowest slice adds
+
+Long slices first, short ones later: a later slice looks back at more. Source: Li et al., "TeraPipe: Token-Level
+Pipeline Parallelism for Training Large-Scale Language Models", 2021 (its dynamic program; NumPy does the inner loop).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from minipar.costs.unit import UnitCosts
+from minipar.errors import PlanError
+from minipar.program import BACKWARDS, COMPUTE, Instruction, Op, Program, Value
+
+SliceTime = Callable[[int, int], float]  # of (length, context), in tokens
+
+
+def token_ranges(slices: int | Sequence[int], tokens: int) -> list[range]:
+    """The tokens of each slice: `slices` of equal lengths (the first ones longer), or of these lengths.
+
+    Errors: PlanError if there are fewer tokens than slices, or if the lengths do not sum to `tokens`.
+    """
+    if isinstance(slices, int):
+        if slices > tokens:
+            raise PlanError(f"slices={slices}: a sequence has {tokens} tokens; possible are 1 to {tokens} slices")
+        even, more = divmod(tokens, slices)
+        slices = [even + (k < more) for k in range(slices)]
+    elif sum(slices) != tokens:
+        words = ",".join(map(str, slices))
+        raise PlanError(f"slices={words}: sums to {sum(slices)}, but a sequence has {tokens} tokens")
+    return [range(a, b) for a, b in pairwise(accumulate(slices, initial=0))]
+
+
+def step_time(lengths: Sequence[int], stages: int, time: SliceTime) -> float:
+    """T of the module's docstring: the time until all slices are through all stages, in one direction."""
+    times = [time(len(tokens), tokens.start) for tokens in token_ranges(lengths, sum(lengths))]
+    return sum(times) + (stages - 1) * max(times)
+
+
+def best_uniform(tokens: int, stages: int, time: SliceTime) -> tuple[int, ...]:
+    """The lengths of slices of one length (of the last one: the rest), of that which is fastest."""
+    cuts = [(n,) * (tokens // n) + (tokens % n,) * (tokens % n > 0) for n in range(1, tokens + 1)]
+    return min(cuts, key=lambda lengths: step_time(lengths, stages, time))
+
+
+def best_slices(tokens: int, stages: int, time: SliceTime, multiple: int = 1, gap: float = 0.0) -> tuple[int, ...]:
+    """The lengths that make `step_time` shortest.
+
+    tokens     of a sequence
+    stages     of the pipeline
+    time       t(length, context), more for a longer slice
+    multiple   lengths are multiples of so many tokens (of the last one: the rest), for long sequences
+    gap        limits of the slowest slice that are closer to the one before are not tried; 0: the exact optimum
+
+    For each limit of the slowest slice, from the smallest on, the fastest way to the end:
+    S(i) = min over l of S(i - l) + t(l, i - l) with t within the limit. It ends where stages x limit exceeds the best.
+    Time: (tokens / multiple)^2 for each limit, of which there are as many. Errors: PlanError for sizes below 1.
+    """
+    for name, number in (("tokens", tokens), ("stages", stages), ("multiple", multiple)):
+        if number < 1:
+            raise PlanError(f"{name}={number}: must be at least 1")
+    edges = [*range(0, tokens, multiple), tokens]
+    n = len(edges) - 1
+    table = np.full((n + 1, n + 1), np.inf)  # from edge a to edge b
+    for a in range(n):
+        for b in range(a + 1, n + 1):
+            table[a, b] = time(edges[b] - edges[a], edges[a])
+    chosen: tuple[int, ...] = (tokens,)
+    best, last = np.inf, -np.inf
+    for limit in np.unique(table[np.isfinite(table)]):
+        if stages * limit > best:
+            break
+        if limit - last < gap and np.isfinite(best):
+            continue
+        last = limit
+        total, lengths = _within(table, limit, edges)
+        if total + (stages - 1) * limit < best:
+            best, chosen = total + (stages - 1) * limit, lengths
+    return chosen
+
+
+def _within(table: np.ndarray, limit: float, edges: Sequence[int]) -> tuple[float, tuple[int, ...]]:
+    """The smallest sum of times, none of them above the limit, and its lengths."""
+    allowed = np.where(table <= limit, table, np.inf)
+    n = len(edges) - 1
+    sums, before = np.full(n + 1, np.inf), [0] * (n + 1)
+    sums[0] = 0.0
+    for b in range(1, n + 1):
+        found = sums[:b] + allowed[:b, b]
+        before[b] = int(found.argmin())
+        sums[b] = found[before[b]]
+    if not np.isfinite(sums[n]):
+        return np.inf, ()
+    lengths, b = [], n
+    while b:
+        lengths.append(edges[b] - edges[before[b]])
+        b = before[b]
+    return float(sums[n]), tuple(reversed(lengths))
+
+
+@dataclass(frozen=True)
+class FittedTime:
+    """t(length, context) = a + b length + c context + d length^2 + e length context, fitted to measured times."""
+
+    factors: tuple[float, ...]
+
+    def __call__(self, length: int, context: int) -> float:
+        return max(0.0, float(np.dot(self.factors, _terms(length, context))))
+
+
+def fit(measured: dict[tuple[int, int], float]) -> FittedTime:
+    """The times of slices that were not measured, from those that were: {(length, context): seconds}, 5 or more.
+
+    By least squares of the relative errors, so that short slices count as much as long ones.
+    """
+    if len(measured) < 5:
+        raise PlanError(f"measured: {len(measured)} slices; a fit needs at least 5, of several lengths and contexts")
+    seconds = np.array(list(measured.values()))
+    terms = np.array([_terms(*key) for key in measured])
+    factors, *_ = np.linalg.lstsq(terms / seconds[:, None], np.ones(len(seconds)), rcond=None)
+    return FittedTime(tuple(map(float, factors)))
+
+
+def _terms(length: int, context: int) -> tuple[float, ...]:
+    return 1.0, length, context, length * length, length * context
+
+
+@dataclass(frozen=True)
+class SliceCosts:
+    """Costs for `simulate`: a slice takes time(length, context) forward on each rank, and `backward` times that back.
+
+    tokens   of a sequence; the program's slices say how it is cut
+    """
+
+    program: Program
+    tokens: int
+    time: SliceTime
+    backward: float = 2.0
+    latency: float = 0.0
+    _times: list[float] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        ranges = token_ranges(self.program.slices, self.tokens)
+        self._times.extend(self.time(len(tokens), tokens.start) for tokens in ranges)
+
+    def compute(self, rank: int, ins: Instruction) -> float:
+        if ins.op not in COMPUTE or ins.op is Op.STEP:
+            return 0.0
+        share = len(ins.layers) / max(1, len(self.program.share[rank]))
+        factor = self.backward if ins.op is Op.BACKWARD else self.backward / 2 if ins.op in BACKWARDS else 1.0
+        return self._times[ins.microbatch % len(self._times)] * share * factor
+
+    def transfer(self, rank: int, ins: Instruction) -> tuple[float, float]:
+        return UnitCosts(self.program, latency=self.latency).transfer(rank, ins)
+
+    def collective(self, ins: Instruction) -> float:
+        return 0.0
+
+    def size(self, rank: int, value: Value) -> float:
+        """Memory in units of a rank's activations of one slice."""
+        return 1 / max(1, len(self.program.share[rank])) if value.kind == "saved" else 0.0

@@ -1,0 +1,81 @@
+"""The lengths of token slices: the dynamic program against all cuts, the reference's row, the fit to measured times."""
+
+from __future__ import annotations
+
+import random
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+
+from minipar import PlanError, models
+from minipar.costs.slice_times import slice_times
+from minipar.costs.slicing import best_slices, best_uniform, fit, step_time, token_ranges
+
+
+def reference(length: int, context: int) -> float:
+    return 2 + length + 0.1 * length * (context + length / 2)
+
+
+def test_the_row_of_the_reference():
+    best, uniform = best_slices(32, 8, reference), best_uniform(32, 8, reference)
+    assert step_time(best, 8, reference) == pytest.approx(176.8, abs=0.05)
+    assert step_time(uniform, 8, reference) == pytest.approx(186.6, abs=0.05)
+    assert step_time([32], 8, reference) == pytest.approx(681.6, abs=0.05)
+    assert best[:6] == (4, 3, 2, 2, 2, 2)
+    assert set(best[6:]) == {1}
+
+
+def cuts(tokens: int):
+    for count in range(tokens):
+        for inner in combinations(range(1, tokens), count):
+            yield [b - a for a, b in pairwise([0, *inner, tokens])]
+
+
+@pytest.mark.parametrize("tokens", range(1, 11))
+def test_it_is_the_best_of_all_cuts(tokens):
+    draw = random.Random(tokens)
+    for stages in (1, 2, 3, 8):
+        table = {(n, c): draw.uniform(0.1, 3) * n for n in range(1, tokens + 1) for c in range(tokens)}
+        for time in (reference, lambda n, c, table=table: table[n, c]):
+            found = best_slices(tokens, stages, time)
+            assert sum(found) == tokens
+            best = min(step_time(lengths, stages, time) for lengths in cuts(tokens))
+            assert step_time(found, stages, time) == pytest.approx(best, rel=1e-12)
+
+
+def test_coarser_cuts():
+    found = best_slices(30, 4, reference, multiple=8)
+    assert all(n % 8 == 0 for n in found[:-1])
+    assert sum(found) == 30
+    exact, rough = (step_time(best_slices(32, 8, reference, gap=gap), 8, reference) for gap in (0.0, 0.5))
+    assert exact <= rough <= exact + 8 * 0.5
+    for sizes in ((0, 2, 1), (4, 0, 1), (4, 2, 0)):
+        with pytest.raises(PlanError, match="must be at least 1"):
+            best_slices(*sizes[:2], reference, sizes[2])
+
+
+def test_ranges():
+    assert list(map(len, token_ranges(3, 10))) == [4, 3, 3]
+    assert token_ranges((1, 2), 3) == [range(1), range(1, 3)]
+
+
+def test_a_fit_gives_back_times_of_its_own_form():
+    measured = {(n, c): reference(n, c) for n in (1, 2, 4, 8) for c in (0, 8, 24)}
+    found = fit(measured)
+    assert found(5, 17) == pytest.approx(reference(5, 17), rel=1e-9)
+    with pytest.raises(PlanError, match="measured: 1 slices; a fit needs at least 5"):
+        fit({(1, 0): 1.0})
+
+
+def test_measured_times():
+    model = models.gpt(layers=1, width=16, heads=2, context=16, vocab=32)
+    x = torch.randint(32, (2, 16))
+    times = slice_times(model, (x, x), parts=2, repeats=1)
+    assert times.keys() == {(4, 0), (8, 0), (16, 0), (4, 8), (8, 8)}
+    assert min(times.values()) > 0
+    assert sum(best_slices(16, 4, fit(times))) == 16
+    with pytest.raises(PlanError, match=r"layer 0 \(Linear\) takes whole sequences"):
+        slice_times([torch.nn.Linear(2, 2)], (torch.zeros(2, 8, 2), torch.zeros(2, 8, 2)))
+    with pytest.raises(PlanError, match=r"parts=9: of 16 tokens; possible are 2 to 8 parts"):
+        slice_times(model, (x, x), parts=9)
