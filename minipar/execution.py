@@ -5,7 +5,6 @@ The driver ships a `Job` to every rank; each builds the model, keeps its own lay
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
@@ -43,6 +42,7 @@ from minipar.randomness import split_sensitive
 from minipar.saving.contents import dtype_name, outline_of
 from minipar.saving.folder import Header
 from minipar.saving.keeping import NOTHING, Share, Storing
+from minipar.settings import at_least_1
 from minipar.sliced import ranges_of
 from minipar.state import Slice, assemble
 from minipar.strategies.versions import as_it_happened
@@ -276,17 +276,6 @@ def _measured(program: Program, passed: Sequence[Passed], k: int) -> Trace:
 
     series = [replace(p.series[k], times=[t - zero for t in p.series[k].times]) for p in passed if p.series]
     return Trace(program, starts, ends, size, "measured", "bytes", [p.data[k] for p in passed], series=series)
-
-
-def at_least_1(name: str, value: int) -> int:
-    """`value`, or a PlanError that names it."""
-    try:
-        number = 0 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = 0
-    if number < 1:
-        raise PlanError(f"{name}={value!r}: must be a whole number of at least 1")
-    return number
 
 
 # in the ranks ---------------------------------------------------------------------------------------------------------

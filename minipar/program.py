@@ -7,7 +7,7 @@ live, is derived from these three lists and written nowhere else.
     rank 0   F 0:2 mb0 | SEND output(1) mb0 -> 1 | ...          | RECV grad_output(1) mb0 <- 1 | B 0:2 mb0 | STEP 0:2
     rank 1               RECV output(1) mb0 <- 0 | F 2:4 mb0 | B 2:4 mb0 | SEND grad_output(1) mb0 -> 0     | STEP 2:4
 
-This module imports nothing of minipar but the values and contracts.
+This module imports nothing of minipar but actions, contracts and values.
 """
 
 from __future__ import annotations
@@ -18,6 +18,11 @@ from enum import Enum
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from minipar.actions import Action as Action
+from minipar.actions import Backward as Backward
+from minipar.actions import BackwardInput as BackwardInput
+from minipar.actions import BackwardWeight as BackwardWeight
+from minipar.actions import Forward as Forward
 from minipar.contracts import Contract as Contract
 from minipar.contracts import Local as Local
 from minipar.contracts import Serving as Serving
@@ -171,47 +176,6 @@ def span(layers: Sequence[int]) -> str:
         else:
             runs.append([layer, layer + 1])
     return ",".join(str(a) if b == a + 1 else f"{a}:{b}" for a, b in runs)
-
-
-# (Not tuples: Forward(0) and Backward(0) must differ.)
-@dataclass(frozen=True, slots=True)
-class Forward:
-    """A schedule's action: run the forward of micro-batch `microbatch` through chunk `chunk` of this rank.
-
-    beside   the backward that comes next is part of the same work, as where kernels of both overlap (DualPipe): what
-             the forward hands on is sent when both are done
-    """
-
-    microbatch: int
-    chunk: int = 0
-    beside: bool = field(default=False, repr=False, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Backward:
-    """A schedule's action: the whole backward of one micro-batch through one chunk."""
-
-    microbatch: int
-    chunk: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class BackwardInput:
-    """A schedule's action: only the gradient of the chunk's input (the zero-bubble papers' B)."""
-
-    microbatch: int
-    chunk: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class BackwardWeight:
-    """A schedule's action: only the gradient of the chunk's weights (the zero-bubble papers' W)."""
-
-    microbatch: int
-    chunk: int = 0
-
-
-Action = Forward | Backward | BackwardInput | BackwardWeight
 
 
 class Group(NamedTuple):

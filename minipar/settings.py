@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -221,3 +222,14 @@ def check_servers(plan: Plan) -> None:
             told = ",".join(value) if isinstance(value, tuple) else value
             shown = "none" if only in ((), None) else only
             raise PlanError(f"sync=ps: not together with {key}={told}; possible is {key}={shown}")
+
+
+def at_least_1(name: str, value: int) -> int:
+    """`value`, or a PlanError that names it."""
+    try:
+        number = 0 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise PlanError(f"{name}={value!r}: must be a whole number of at least 1")
+    return number

@@ -24,7 +24,7 @@ from minipar.costs.rates import Calibration, Copies
 from minipar.elementwise import check_elementwise
 from minipar.emulation import delays
 from minipar.errors import MiniparError, PlanError
-from minipar.execution import Job, Loss, Model, Optimizer, at_least_1, emulated_costs, execute, profile_job
+from minipar.execution import Job, Loss, Model, Optimizer, emulated_costs, execute, profile_job
 from minipar.memory.advice import Measured, advising
 from minipar.memory.forecast import with_memory
 from minipar.memory.series import Peak
@@ -38,6 +38,7 @@ from minipar.replaying_order import run_order
 from minipar.saving import keeping
 from minipar.saving.folder import open_folder
 from minipar.serving import Service, execute_served
+from minipar.settings import at_least_1
 from minipar.shared_cores import available_cores
 from minipar.simulator import simulate
 from minipar.trace import Trace
