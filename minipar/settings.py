@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from minipar.costs.device import quantity
 from minipar.errors import PlanError
+from minipar.strategies import segments
 from minipar.strategies.consistency import Mode
 
 if TYPE_CHECKING:
@@ -125,6 +126,7 @@ def check_slices(plan: Plan) -> None:
     impossible = {
         "sync=ps": plan.sync == "ps",
         f"local_steps={plan.local_steps}": bool(plan.local_steps),
+        f"checkpoint={plan.checkpoint}": segments.budget_of(plan.checkpoint) is not None,
         "offload=activations": "activations" in plan.offload,
         f"host_layers={','.join(plan.host_layers)}": bool(plan.host_layers),
     }

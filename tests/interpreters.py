@@ -51,8 +51,12 @@ BUILT_IN = [  # those with a flush after every step
     if schedule.generate.__module__.startswith("minipar.") and schedule.asynchronous is None
 ]
 
-# Those of one chunk a rank, and of whole backwards.
-SIMPLE = [name for name in BUILT_IN if find(name).chunks == 1 and not Plan(schedule=name, microbatches=9).splits]
+# Those of one chunk a rank, of whole backwards and whole sequences.
+SIMPLE = [
+    name
+    for name in BUILT_IN
+    if find(name).chunks == 1 and "slices" not in find(name).options and not Plan(schedule=name, microbatches=9).splits
+]
 
 
 def stages_of(schedule: str, pp: int) -> int:
