@@ -381,7 +381,7 @@ def profile_job(
     # (Tapes are of whole rows. Of slices the memory is predicted by the program's values.)
     tapes = record(layers, x, y, loss, rows, job.optimizer, split) if memory and not slices else None
     copies = Copies()
-    if plan.offload or plan.host_layers:
+    if plan.offload:
         copies = measure_copies(
             torch.device(worker.context().device), plan.offload_to == "disk", plan.offload_folder or None
         )

@@ -197,7 +197,7 @@ def train(
         bar = partial(tqdm, disable=not progress, leave=False)
         with bar(total=1, desc="profile, one layer at a time") as meter:
             rows = microbatch_rows(job.batch, plan.dp, plan.total_microbatches)
-            (facts,) = ranks.run_on([0], profile_job, job, rows, memory, plan, plan.splits)
+            (facts,) = ranks.run_on([0], profile_job, job, rows, memory, _of_layers(plan), plan.splits)
             meter.update()
         if facts.split_sensitive:
             names = ", ".join(facts.split_sensitive)
@@ -205,7 +205,7 @@ def train(
         served = plan.sync == "ps"  # whose steps run into each other: one program for all of them
         cores = available_cores() if ranks.device == "cpu" else None
         if calibration is None and plan.ranks > 1 and (ranks.emulates is None or not ranks.emulates.emulates):
-            calibration = calibrate(ranks, seconds=_QUICK, progress=progress)
+            calibration = calibrate(ranks, seconds=_QUICK, progress=progress, algorithms=False)
         costs_of = partial(
             costs_for,
             measured=facts.profile,
@@ -337,6 +337,15 @@ def costs_for(
     """What a program costs, from a profile of its model's layers; on emulated devices, what it costs there."""
     costs = ProfiledCosts(program, measured, batch, calibration=calibration, copies=copies or Copies())
     return EmulatedCosts(program, device, costs) if device is not None and device.emulates else costs
+
+
+def _of_layers(plan: Plan) -> Plan:
+    """What of a plan a rank must know to profile layers. (It may not know a schedule of the user's own.)"""
+    if plan.slice_count > 1:
+        return plan
+    selective = "selective" if plan.checkpoint == "selective" else "none"
+    away = {"offload": plan.offload, "offload_to": plan.offload_to, "offload_folder": plan.offload_folder}
+    return Plan(precision=plan.precision, checkpoint=selective, **away)  # type: ignore[arg-type]
 
 
 def predict(

@@ -36,11 +36,12 @@ _PAIRS = 28  # of up to 8 ranks all pairs are measured; of more only neighbours
 _WIDTH, _ROWS, _SQUARE = 192, 256, 256
 
 
-def calibrate(cluster: Cluster, *, seconds: float = 2.0, progress: bool = True) -> Calibration:
+def calibrate(cluster: Cluster, *, seconds: float = 2.0, progress: bool = True, algorithms: bool = True) -> Calibration:
     """Measure a cluster: rates of computing, of messages between any two ranks, and of allreduce.
 
     seconds    about how long it may take with 4 ranks; shorter is less exact
     progress   show a bar
+    algorithms also what algorithms of collectives consist of, which takes about as long again
 
     On emulated devices it measures the machine below them. Other programs on the machine disturb messages and
     collectives. Errors: PlanError for seconds that are not positive; what a rank raises; RankDied.
@@ -52,19 +53,19 @@ def calibrate(cluster: Cluster, *, seconds: float = 2.0, progress: bool = True) 
     if len(pairs) > _PAIRS:
         pairs = [(rank, rank + 1) for rank in range(size - 1)]
     with tqdm(total=2 + len(pairs), desc="calibrate", disable=not progress, leave=False) as bar:
-        found = cluster.run_with(lambda rank, done: bar.update(), _measure, pairs, seconds)
+        found = cluster.run_with(lambda rank, done: bar.update(), _measure, pairs, seconds, algorithms)
     return found[0]
 
 
 # in the ranks ---------------------------------------------------------------------------------------------------------
 
 
-def _measure(pairs: list[tuple[int, int]], seconds: float) -> Calibration:
+def _measure(pairs: list[tuple[int, int]], seconds: float, algorithms: bool) -> Calibration:
     comm = communicator.create()
     cores = available_cores() if comm.device.type == "cpu" else None
     with on_own_core() if cores is not None else nullcontext():  # as when a program runs
         found = _measure_all(comm, cores, pairs, seconds)
-    return _with_exchanges(comm, found, max(3, round(seconds * 8)))  # as when a user calls a collective
+    return _with_exchanges(comm, found, max(3, round(seconds * 8))) if algorithms else found  # as users call them
 
 
 def _measure_all(comm: Communicator, cores: int | None, pairs: list[tuple[int, int]], seconds: float) -> Calibration:
