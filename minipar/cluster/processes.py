@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import sys
 import threading
@@ -49,10 +50,45 @@ def tie_grandchildren(in_child: Callable[[], None]) -> None:
 
 
 def kill_group(leader: int) -> None:
-    """SIGKILL the process group of `leader` and `leader` itself (it may not have made its group yet)."""
+    """SIGKILL the process group of `leader` and `leader` itself (it may not have made its group yet).
+
+    A loader of torch's that is killed while it hands a batch over leaves a file of shared memory behind, named after
+    its pid: those are removed.
+    """
+    members = _members(leader)
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(leader, signal.SIGKILL)
+    for pid in members:
+        remove_shared(pid)
+
+
+def _members(leader: int) -> list[int]:
+    """The pids of a process group; none where there is no /proc."""
+    members = []
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir("/proc"):
+            with contextlib.suppress(ProcessLookupError, PermissionError, ValueError):
+                if os.getpgid(int(name)) == leader:
+                    members.append(int(name))
+    return members
+
+
+def remove_shared(pid: int, folder: str = "/dev/shm") -> None:
+    """Once process `pid` has ended (a fifth of a second is waited for that), remove the shared memory of torch's
+    that it had made and not yet unlinked."""
+    with contextlib.suppress(OSError, AttributeError):
+        watched = os.pidfd_open(pid)  # readable when it has ended, reaped or not
+        try:
+            if not select.select([watched], [], [], 0.2)[0]:
+                return  # it lives, and may still need them
+        finally:
+            os.close(watched)
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir(folder):
+            if name.startswith(f"torch_{pid}_"):
+                with contextlib.suppress(OSError):
+                    os.unlink(os.path.join(folder, name))
 
 
 def yield_to_others() -> None:
