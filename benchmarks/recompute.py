@@ -1,12 +1,15 @@
 """Recomputation beside torch.utils.checkpoint: peak bytes above the model, and time, on one rank.
 
-`tanh` layers keep one tensor each, `mlp` blocks four: there the best segment is shorter than sqrt(N).
+`tanh` layers keep one tensor each, `mlp` blocks four: there the best segment is shorter than sqrt(N). Both are thin, so
+that their outputs dwarf their weights; in `gpt` blocks, as in real models, matrix products take nearly all the time.
 checkpoint_sequential is torch's own tool, which does not checkpoint its last segment; `checkpoint` with even segments
 is the best that torch can do.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,10 +23,11 @@ from minipar.comm import communicator
 from minipar.costs.profiler import profile, shape_of
 from minipar.executor import Executor
 from minipar.memory.storages import Storages
+from minipar.models import transformer
 
-LAYERS = 64
-SIZES = {"tanh": (8192, 64), "mlp": (4096, 64)}  # rows, width: outputs much larger than weights
-SEGMENTS = {"tanh": 8, "mlp": 4}  # layers in the segment that theory says is best
+LAYERS = {"tanh": 64, "mlp": 64, "gpt": 16}
+SIZES = {"tanh": (8192, 64), "mlp": (4096, 64), "gpt": (8, 128, 384)}  # of an activation, width last
+SEGMENTS = {"tanh": 8, "mlp": 4, "gpt": 1}  # layers in the segment that theory says is best
 
 
 class Block(nn.Module):
@@ -38,9 +42,13 @@ class Block(nn.Module):
 
 def _build(kind: str) -> nn.Sequential:
     torch.manual_seed(0)
-    width = SIZES[kind][1]
-    one = (lambda: nn.Sequential(nn.Linear(width, width), nn.Tanh())) if kind == "tanh" else partial(Block, width)
-    return nn.Sequential(*(one() for _ in range(LAYERS)))
+    width = SIZES[kind][-1]
+    one: Callable[[], nn.Module] = {
+        "tanh": lambda: nn.Sequential(nn.Linear(width, width), nn.Tanh()),
+        "mlp": lambda: Block(width),
+        "gpt": lambda: transformer.Block(width, width // 64, 0.0, fused=True),
+    }[kind]
+    return nn.Sequential(*(one() for _ in range(LAYERS[kind])))
 
 
 def _of_mean_square(result: Tensor, y: Tensor) -> Tensor:
@@ -49,11 +57,11 @@ def _of_mean_square(result: Tensor, y: Tensor) -> Tensor:
 
 def _enter(kind: str) -> None:
     """In a rank: every contestant, ready to run."""
-    rows, width = SIZES[kind]
-    batch = torch.randn(rows, width), torch.randn(rows, width)
+    size = SIZES[kind]
+    batch = torch.randn(size), torch.randn(size)
     comm = communicator.create()
-    costs = profile(list(_build(kind)), batch, _of_mean_square, [rows], repeats=1)
-    for choice in ("none", str(SEGMENTS[kind]), "8", "sqrt"):
+    costs = profile(list(_build(kind)), batch, _of_mean_square, [size[0]], repeats=1)
+    for choice in dict.fromkeys(("none", str(SEGMENTS[kind]), "sqrt")):
         model = _build(kind)
         program = Plan(checkpoint=choice).compile(shape_of(list(model)), costs=costs)
         executor = Executor(program, comm, model, _of_mean_square, partial(torch.optim.SGD, lr=1e-3))
@@ -72,16 +80,16 @@ def _enter(kind: str) -> None:
 
     def even(model: nn.Sequential, x: Tensor, length: int) -> Tensor:
         layers = list(model)
-        for start in range(0, LAYERS, length):
+        for start in range(0, len(layers), length):
             x = checkpoint(nn.Sequential(*layers[start : start + length]), x, use_reentrant=False)
         return x
 
     contestants[f"{kind} torch none"] = torchs(lambda model, x: model(x))
-    for length in {8, SEGMENTS[kind]}:
-        contestants[f"{kind} torch {length}"] = torchs(partial(even, length=length))
-        contestants[f"{kind} torch sequential {length}"] = torchs(
-            lambda model, x, k=LAYERS // length: checkpoint_sequential(model, k, x, use_reentrant=False)
-        )
+    length = SEGMENTS[kind]
+    contestants[f"{kind} torch {length}"] = torchs(partial(even, length=length))
+    contestants[f"{kind} torch sequential {length}"] = torchs(
+        lambda model, x: checkpoint_sequential(model, LAYERS[kind] // length, x, use_reentrant=False)
+    )
 
 
 class _Peak(Storages):
@@ -102,16 +110,16 @@ def _peak(name: str) -> int:
 def measure(quick: bool = False) -> list[Row]:
     rows: list[Row] = []
     with Cluster(1) as cluster:
-        for kind, (count, width) in SIZES.items():
+        for kind, size in SIZES.items():
             cluster.run(_enter, kind)
             best = str(SEGMENTS[kind])
             names = ["minipar none", "torch none", *(f"minipar {k}" for k in dict.fromkeys((best, "sqrt")))]
             names += [f"torch {best}", f"torch sequential {best}"]
-            unit = count * width * 4
+            unit = math.prod(size) * 4
             peaks = {name: cluster.run(_peak, f"{kind} {name}")[0] for name in names}
             times = in_turn({f"{kind} {name}": cluster for name in names}, 3 if quick else 15, 1)
             for name in names:
-                text = f"{kind} x {LAYERS}, {name}: peak, in outputs of a layer"
+                text = f"{kind} x {LAYERS[kind]}, {name}: peak, in outputs of a layer"
                 rows.append(Row(text, peaks[name] / unit, "", note=f"{times[f'{kind} {name}'] * 1e3:.0f} ms a step"))
             mine, even, torchs = (f"minipar {best}", f"torch {best}", f"torch sequential {best}")
             for other, what in ((torchs, "checkpoint_sequential"), (even, "checkpoint, even segments")):
