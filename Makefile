@@ -27,7 +27,7 @@ lab: $(READY)
 	$(BIN)/python -m jupyterlab --ServerApp.root_dir="$(CURDIR)/lessons"
 
 lessons: $(READY)
-	$(BIN)/python tests/notebooks/refresh.py lessons/*.ipynb
+	$(BIN)/python tests/notebooks/refresh.py lessons/*.ipynb lessons/solutions/*.ipynb
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)

@@ -107,6 +107,7 @@ def test_versions_agree():
 def test_what_plans_and_draws_needs_no_torch():
     light = ["program", "plan", "verifier", "simulator", "trace", "strategies", "models", "data"]
     light += ["costs.shapes", "costs.measured", "errors", "exercise", "cli"]
+    light += ["assignments", *(f"exercises.{path.stem}" for path in (ROOT / "minipar" / "exercises").glob("[a-z]*.py"))]
     code = (
         f"import sys, minipar_widgets, {', '.join('minipar.' + name for name in light)}\nprint('torch' in sys.modules)"
     )

@@ -1,6 +1,9 @@
 """Runs the lessons and keeps what is worth keeping of their outputs: `make lessons`.
 
-    python tests/notebooks/refresh.py lessons/*.ipynb
+    python tests/notebooks/refresh.py lessons/*.ipynb lessons/solutions/*.ipynb
+    python tests/notebooks/refresh.py --exercises lessons/*.ipynb     only writes the exercises, and runs nothing
+
+The exercises of a lesson are written anew from lessons/solutions/ before it runs (minipar/assignments.py).
 
 A saved lesson must read well where nothing runs (GitHub), compare under nbval, and stay small. So: outputs and pictures
 stay; state of widgets, the clock and the versions of this machine go. The hash of the sources that were run is stored,
@@ -15,6 +18,8 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from minipar.assignments import with_exercises
 
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 
@@ -56,13 +61,31 @@ def _joined(outputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return kept
 
 
+def solutions_of(path: Path) -> Path:
+    """Where the solutions of a lesson are."""
+    return path.parent / "solutions" / path.name
+
+
+def write(path: Path, notebook: dict[str, Any]) -> None:
+    path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_exercises(path: Path) -> None:
+    """Write a lesson's part "Exercises" anew, if it has solutions."""
+    if solutions_of(path).exists():
+        write(path, with_exercises(json.loads(path.read_text()), json.loads(solutions_of(path).read_text())))
+
+
 def refresh(path: Path) -> None:
-    """Run a notebook from its first cell on, in place; a cell that fails leaves the file as it was."""
+    """Run a notebook from its first cell on, in place; a cell that fails leaves the outputs as they were."""
+    write_exercises(path)
     command = [sys.executable, "-m", "jupyter", "nbconvert", "--to", "notebook", "--execute", "--stdout"]
     done = subprocess.run([*command, str(path)], check=True, stdout=subprocess.PIPE, text=True)
-    path.write_text(json.dumps(tidy(json.loads(done.stdout)), indent=1, ensure_ascii=False) + "\n")
+    write(path, tidy(json.loads(done.stdout)))
 
 
 if __name__ == "__main__":
+    only_exercises = "--exercises" in sys.argv
     for name in sys.argv[1:]:
-        refresh(Path(name))
+        if not name.startswith("--"):
+            (write_exercises if only_exercises else refresh)(Path(name))

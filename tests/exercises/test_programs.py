@@ -1,4 +1,4 @@
-"""Checks of exercises: reference solutions pass; stubs and plausible mistakes do not, and are told why."""
+"""Lesson 01, and so formulas and schedules: solutions pass; stubs and plausible mistakes do not, and are told why."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import pytest
 import minipar
 from minipar import Backward, Forward, exercise, strategies
 from minipar.exercise import GPIPE_TIME, Target, Verdict, check
+from minipar.exercises import programs
 from minipar.program import Action
 
-TASK = Target(stages=4, microbatches=8, time=33, activations=4)
-SMALL = Target(stages=4, microbatches=8, time=60, activations=2)
+TASK = programs.TURNS
+SMALL = programs.SMALL_DEVICES
 Generator = Callable[[int, int, int], Any]
 
 
@@ -210,6 +211,30 @@ def test_schedules_that_cannot_run(
     assert reason in verdict.reason
     assert "\n" not in verdict.reason
     assert hint in verdict.hint
+
+
+def stub(rank: int, stages: int, microbatches: int) -> Iterator[Action]:
+    raise NotImplementedError("your code here")
+    yield Forward(0)
+
+
+def stub_without_yield(rank: int, stages: int, microbatches: int) -> Iterator[Action]:
+    raise NotImplementedError("your code here")
+
+
+@pytest.mark.parametrize("answer", [stub, stub_without_yield])
+def test_a_stub_is_told_that_nothing_is_written(register: Callable[[Generator], Generator], answer: Generator) -> None:
+    for task in (TASK, SMALL):
+        verdict = check(register(answer), task)
+        assert not verdict
+        assert verdict.reason == "nothing is written here yet"
+
+
+def test_a_formula_that_is_a_stub() -> None:
+    def step_time(stages: int, microbatches: int, forward: float, backward: float) -> float:
+        raise NotImplementedError("your code here")
+
+    assert check(step_time, GPIPE_TIME).reason == "nothing is written here yet"
 
 
 def test_what_an_answer_raised_is_shown_with_its_line(register: Callable[[Generator], Generator]) -> None:

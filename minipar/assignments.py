@@ -1,0 +1,117 @@
+"""Exercises of a lesson from their one source, a notebook with the solutions in it: lessons/solutions/NN_name.ipynb.
+
+    | cell, in nbgrader's convention                         | in the lesson           | in an assignment  |
+    |--------------------------------------------------------|-------------------------|-------------------|
+    | one code cell of imports                               | as it is                | as it is          |
+    | ### Exercise 1: ...                                    | as it is                | as it is          |
+    | answer: functions, ### BEGIN SOLUTION ... END SOLUTION | one cell: stubs, and    | stubs             |
+    | check: verdict = exercise.check(mine, tasks.NAME), ... | exercise.check(mine, ...) | no hidden tests |
+
+A stub is the function with `raise NotImplementedError` in the place of its solution. Notebooks are the JSON of their
+files (nbformat 4.5). Cells tagged `solution`, such as a remark on the answer, are left out of both.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+from minipar.errors import PlanError
+
+Notebook = dict[str, Any]
+Cell = dict[str, Any]
+
+STUB = 'raise NotImplementedError("your code here")'
+_CHECK = re.compile(r"^verdict = (exercise\.check\(.*\))$", re.MULTILINE)
+_PART = re.compile(r"## (\d+ )?Exercises\b")
+
+
+def source(cell: Cell) -> str:
+    return "".join(cell["source"])
+
+
+def stripped(text: str) -> str:
+    """A cell's text with a stub in the place of each solution, and without hidden tests. Errors: PlanError."""
+    kept: list[str] = []
+    region = ""
+    for line in text.split("\n"):
+        mark = re.fullmatch(r"(\s*)### (BEGIN|END) (SOLUTION|HIDDEN TESTS)\s*", line)
+        if mark is None:
+            kept += [] if region else [line]
+        elif mark[2] == "BEGIN" and not region:
+            region = mark[3]
+            if region == "SOLUTION":
+                if not mark[1]:
+                    raise PlanError(f"a solution outside of a function would leave no stub: {text.splitlines()[0]}")
+                kept.append(mark[1] + STUB)
+        elif mark[2] == "END" and region == mark[3]:
+            region = ""
+        else:
+            raise PlanError(f"`{line.strip()}` does not fit what is before it")
+    if region:
+        raise PlanError(f"### BEGIN {region} has no end")
+    return "\n".join(kept).rstrip("\n")
+
+
+def assignment(solutions: Notebook) -> Notebook:
+    """What students get: stubs, no hidden tests, no outputs; what nbgrader knows of a cell stays."""
+    made = copy.deepcopy(solutions)
+    made["cells"] = [cell for cell in made["cells"] if not _remark(cell)]
+    for cell in made["cells"]:
+        if cell["cell_type"] == "code":
+            cell["source"] = stripped(source(cell)).splitlines(keepends=True)
+    return cleared(made)
+
+
+def cleared(notebook: Notebook) -> Notebook:
+    """Without outputs, and without the hash of what was run."""
+    made = copy.deepcopy(notebook)
+    made["metadata"].pop("minipar", None)
+    for cell in made["cells"]:
+        if cell["cell_type"] == "code":
+            cell |= {"outputs": [], "execution_count": None}
+    return made
+
+
+def exercises(solutions: Notebook) -> list[Cell]:
+    """The cells of a lesson's part "Exercises": imports, and for each exercise its text and a stub with its check."""
+    made: list[Cell] = []
+    for cell in assignment(solutions)["cells"]:
+        grading = cell["metadata"].get("nbgrader", {})
+        if grading.get("grade"):
+            found = _CHECK.search(source(cell))
+            if found is None:
+                raise PlanError(f"cell {cell['id']}: a check cell has a line `verdict = exercise.check(...)`")
+            made[-1]["source"] = f"{source(made[-1])}\n\n\n{found[1]}".splitlines(keepends=True)
+        elif made or cell["cell_type"] == "code":  # the title is the lesson's own affair
+            tags = cell["metadata"].get("tags")
+            cell["metadata"] = {"tags": tags} if tags else {}
+            made.append(cell)
+    for k, cell in enumerate(made):
+        cell["id"] = f"exercises-{k}"
+    return made
+
+
+def with_exercises(lesson: Notebook, solutions: Notebook) -> Notebook:
+    """A lesson with its part "Exercises" made anew: all between the cell with that heading and the last cell.
+
+    Where an exercise is what it was, its outputs stay. PlanError if there is no such heading.
+    """
+    first, last = part(lesson)
+    had = {source(cell): cell for cell in lesson["cells"][first:last]}
+    made = [{**had[source(cell)], "id": cell["id"]} if source(cell) in had else cell for cell in exercises(solutions)]
+    return {**lesson, "cells": [*lesson["cells"][:first], *made, *lesson["cells"][last:]]}
+
+
+def part(lesson: Notebook) -> tuple[int, int]:
+    """Where a lesson's exercises are: the index of the first cell, and of the one after the last."""
+    cells = lesson["cells"]
+    for k, cell in enumerate(cells):
+        if cell["cell_type"] == "markdown" and any(map(_PART.match, source(cell).splitlines())):
+            return k + 1, len(cells) - 1
+    raise PlanError("a lesson needs a cell with the heading `## Exercises`, and one after the exercises")
+
+
+def _remark(cell: Cell) -> bool:
+    return "solution" in cell["metadata"].get("tags", ())
