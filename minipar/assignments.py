@@ -23,6 +23,10 @@ Notebook = dict[str, Any]
 Cell = dict[str, Any]
 
 STUB = 'raise NotImplementedError("your code here")'
+INSTALL = """import importlib.util
+
+if importlib.util.find_spec("minipar") is None:  # as on Google Colab: install it from the checkout this is in
+    %pip install --quiet anywidget .."""
 _CHECK = re.compile(r"^verdict = (exercise\.check\(.*\))$", re.MULTILINE)
 _PART = re.compile(r"## (\d+ )?Exercises\b")
 
@@ -102,6 +106,17 @@ def with_exercises(lesson: Notebook, solutions: Notebook) -> Notebook:
     had = {source(cell): cell for cell in lesson["cells"][first:last]}
     made = [{**had[source(cell)], "id": cell["id"]} if source(cell) in had else cell for cell in exercises(solutions)]
     return {**lesson, "cells": [*lesson["cells"][:first], *made, *lesson["cells"][last:]]}
+
+
+def with_install(lesson: Notebook) -> Notebook:
+    """A lesson with the cell that installs minipar where it is missing, after the title. Elsewhere it does nothing."""
+    metadata = {"jupyter": {"source_hidden": True}, "tags": ["remove-cell"]}  # (the tag is for the book)
+    cell = {"cell_type": "code", "id": "install", "metadata": metadata, "execution_count": None, "outputs": []}
+    title, *others = lesson["cells"]
+    others = [one for one in others if one["id"] != "install"]
+    had = next((one for one in lesson["cells"] if one["id"] == "install"), {})
+    found = {"execution_count": had["execution_count"]} if had else {}
+    return {**lesson, "cells": [title, {**cell, "source": INSTALL.splitlines(keepends=True), **found}, *others]}
 
 
 def part(lesson: Notebook) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""The command line: `minipar run | simulate | memory | schedules | doctor | bench`, for people and scripts (--json).
+"""The command line, for people and scripts (--json): `minipar simulate | run | memory | schedules | lessons | ...`.
 
 Exit status: 0 done; 2 the request cannot be (one line says why and what is possible); 1 anything else.
 """
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from minipar import lesson_commands
 from minipar.costs.device import DeviceSpec
 from minipar.errors import DeviceOutOfMemory, MiniparError, PlanError, ProgramError, StoreError
 from minipar.plan import Plan
@@ -98,6 +99,7 @@ def _parser() -> _Parser:
     one.add_argument("names", metavar="NAME", nargs="*", help="which benchmarks (default: all)")
     one.add_argument("--quick", action="store_true", help="fewer repetitions")
     one.add_argument("--picture", metavar="PATH", help="write the picture of a benchmark that draws one (comm)")
+    lesson_commands.add(commands)
     return parser
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from minipar import assignments
-from minipar.assignments import STUB, exercises, source, stripped, with_exercises
+from minipar.assignments import INSTALL, STUB, exercises, source, stripped, with_exercises, with_install
 from minipar.errors import PlanError
 from minipar.strategies import registry
 from tests.notebooks.refresh import solutions_of
@@ -83,6 +85,8 @@ def test_a_lesson_holds_the_exercises_of_its_solutions(solved: Path) -> None:
     assert [source(cell) for cell in written] == [source(cell) for cell in made], edited
     assert [cell["metadata"] for cell in written] == [cell["metadata"] for cell in made], edited
     assert with_exercises(lesson, load(solved)) == lesson
+    assert with_install(lesson) == lesson
+    assert source(lesson["cells"][1]) == INSTALL
 
 
 def test_an_edited_exercise_is_noticed() -> None:
@@ -153,3 +157,19 @@ def test_an_assignment_keeps_what_nbgrader_knows(solved: Path) -> None:
         cell["metadata"] for cell in solutions["cells"] if "solution" not in cell["metadata"].get("tags", ())
     ]
     assert not any(cell.get("outputs") for cell in made["cells"])
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_first_cell_installs_minipar_only_where_it_is_missing(
+    installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from IPython.core.inputtransformer2 import TransformerManager
+
+    asked: list[tuple[str, str]] = []
+    shell = SimpleNamespace(run_line_magic=lambda name, words: asked.append((name, words)))
+    found = object() if installed else None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found if name == "minipar" else 1 / 0)
+    code = compile(TransformerManager().transform_cell(INSTALL), "cell", "exec")
+    exec(code, {"get_ipython": lambda: shell})
+    assert asked == ([] if installed else [("pip", "install --quiet anywidget ..")])
+    assert (LESSONS / ".." / "pyproject.toml").exists()

@@ -63,7 +63,7 @@ def test_environment_has_the_same_packages_and_ranges():
 
 
 def test_extras():
-    assert set(project()["optional-dependencies"]) == {"lab", "test", "search"}
+    assert set(project()["optional-dependencies"]) == {"lab", "test", "search", "book"}
 
 
 def test_every_package_has_one_tested_version_within_its_range():
@@ -77,7 +77,7 @@ def test_every_package_has_one_tested_version_within_its_range():
 
 
 @pytest.mark.parametrize(
-    ("folder", "extras"), [("minipar", ["test", "search"]), ("widgets", ["lab"]), ("tests", ["test", "search", "lab"])]
+    ("folder", "extras"), [("minipar", ["test", "search"]), ("widgets", ["lab"]), ("tests", ["test", "search", "lab", "book"])]
 )
 def test_every_import_is_a_declared_package(folder, extras):
     lines = [*project()["dependencies"], *(line for e in extras for line in project()["optional-dependencies"][e])]
@@ -129,14 +129,17 @@ def test_the_wheel_has_both_packages_and_the_command(tmp_path):
     tree.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
-    for name in ("minipar", "widgets", "tests"):
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("minipar", "widgets", "tests", "lessons"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints"))
     (wheel,) = hatchling.WheelBuilder(str(tree)).build(directory=str(tmp_path), versions=["standard"])
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         entry_points = archive.read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
     assert "minipar/program.py" in names
     assert "minipar_widgets/__init__.py" in names
+    lessons = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "lessons").rglob("*.ipynb"))
+    assert [f"minipar/{name}" for name in lessons] == sorted(name for name in names if name.endswith(".ipynb"))
+    assert "minipar/lessons/README.md" in names
     assert {name.split("/")[0].split("-")[0] for name in names} == {"minipar", "minipar_widgets"}
     assert "minipar = minipar.cli:main" in entry_points
 

@@ -1,9 +1,10 @@
 """Runs the lessons and keeps what is worth keeping of their outputs: `make lessons`.
 
     python tests/notebooks/refresh.py lessons/*.ipynb lessons/solutions/*.ipynb
-    python tests/notebooks/refresh.py --exercises lessons/*.ipynb     only writes the exercises, and runs nothing
+    python tests/notebooks/refresh.py --generated lessons/*.ipynb     only writes what comes from elsewhere
 
-The exercises of a lesson are written anew from lessons/solutions/ before it runs (minipar/assignments.py).
+Before it runs, a lesson's exercises are written anew from lessons/solutions/, and the cell that installs minipar where
+it is missing is put in its place (minipar/assignments.py).
 
 A saved lesson must read well where nothing runs (GitHub), compare under nbval, and stay small. So: outputs and pictures
 stay; state of widgets, the clock and the versions of this machine go. The hash of the sources that were run is stored,
@@ -19,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from minipar.assignments import with_exercises
+from minipar.assignments import with_exercises, with_install
 
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 
@@ -70,22 +71,23 @@ def write(path: Path, notebook: dict[str, Any]) -> None:
     path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")
 
 
-def write_exercises(path: Path) -> None:
-    """Write a lesson's part "Exercises" anew, if it has solutions."""
+def write_generated(path: Path) -> None:
+    """Write what a lesson has from elsewhere anew: its part "Exercises", and the cell that installs minipar."""
     if solutions_of(path).exists():
-        write(path, with_exercises(json.loads(path.read_text()), json.loads(solutions_of(path).read_text())))
+        lesson, solutions = (json.loads(one.read_text()) for one in (path, solutions_of(path)))
+        write(path, with_install(with_exercises(lesson, solutions)))
 
 
 def refresh(path: Path) -> None:
     """Run a notebook from its first cell on, in place; a cell that fails leaves the outputs as they were."""
-    write_exercises(path)
+    write_generated(path)
     command = [sys.executable, "-m", "jupyter", "nbconvert", "--to", "notebook", "--execute", "--stdout"]
     done = subprocess.run([*command, str(path)], check=True, stdout=subprocess.PIPE, text=True)
     write(path, tidy(json.loads(done.stdout)))
 
 
 if __name__ == "__main__":
-    only_exercises = "--exercises" in sys.argv
+    do = write_generated if "--generated" in sys.argv else refresh
     for name in sys.argv[1:]:
         if not name.startswith("--"):
-            (write_exercises if only_exercises else refresh)(Path(name))
+            do(Path(name))
