@@ -5,6 +5,8 @@
 # make bench   measured values beside their targets
 # make soak    120 random kills of workers and servers, and other long checks
 # make lint    ruff and mypy alone
+# make book    the course as a static site, in build/book, from the saved outputs
+# make test-latest    all tests with the newest versions of everything, in an environment of its own
 # make clean   remove what tests, builds and the demo left behind (not .venv)
 #
 # Each makes .venv first, and again when pyproject.toml or constraints.txt have changed.
@@ -14,7 +16,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test lab lessons bench soak lint clean
+.PHONY: demo test lab lessons book test-latest bench soak lint clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -28,6 +30,18 @@ lab: $(READY)
 
 lessons: $(READY)
 	$(BIN)/python tests/notebooks/refresh.py lessons/*.ipynb lessons/solutions/*.ipynb
+
+book: $(READY)
+	$(BIN)/python docs/book/build.py build/book
+	@echo "open build/book/index.html"
+
+# Without constraints.txt, and always asking for newer versions: what a user who installs today gets.
+test-latest:
+	$(PYTHON) -m venv .venv-latest
+	.venv-latest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager \
+	  -e ".[lab,test,search,book]"
+	.venv-latest/bin/python -c 'import torch; print("torch", torch.__version__)'
+	.venv-latest/bin/python -m pytest $(TEST_ARGS)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)

@@ -77,7 +77,8 @@ def test_every_package_has_one_tested_version_within_its_range():
 
 
 @pytest.mark.parametrize(
-    ("folder", "extras"), [("minipar", ["test", "search"]), ("widgets", ["lab"]), ("tests", ["test", "search", "lab", "book"])]
+    ("folder", "extras"),
+    [("minipar", ["test", "search"]), ("widgets", ["lab"]), ("tests", ["test", "search", "lab", "book"])],
 )
 def test_every_import_is_a_declared_package(folder, extras):
     lines = [*project()["dependencies"], *(line for e in extras for line in project()["optional-dependencies"][e])]
