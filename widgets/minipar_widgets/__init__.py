@@ -1,3 +1,31 @@
-"""Interactive pictures of programs and traces for Jupyter. The first widgets arrive with a later issue."""
+"""Interactive pictures of programs and traces for Jupyter: zoom, hover and keys in the browser, data from the engine.
+
+Names load on first use. No widget imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
 
 __version__ = "0.1.0"
+
+_homes = {
+    "minipar_widgets.base": ("View", "Explorer"),
+    "minipar_widgets.timeline": ("Timeline",),
+}
+_home_of = {name: home for home, names in _homes.items() for name in names}
+
+__all__ = sorted(_home_of)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _home_of:
+        raise AttributeError(f"module 'minipar_widgets' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_home_of[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,91 @@
+"""What every widget does besides the live picture: one line, a PNG, a page; and the same colours everywhere."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from minipar import Plan, simulate
+from minipar.memory.series import ALL_KINDS
+from minipar.sheet import LOOKS
+from minipar_widgets import Explorer, Timeline, base
+from minipar_widgets.inline import SOURCES
+
+
+def _timeline() -> Timeline:
+    return Timeline(simulate(Plan(pp=2, microbatches=3).compile(layers=4)))
+
+
+def test_widgets_import_without_torch() -> None:
+    script = "import sys, minipar_widgets as m; [getattr(m, n) for n in m.__all__]; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], timeout=120).returncode == 0
+
+
+def test_output_has_picture_and_line_and_no_live_view_without_kernel() -> None:
+    widget = _timeline()
+    data, about = widget._repr_mimebundle_()
+    assert sorted(data) == ["image/png", "text/plain"]
+    assert base64.b64decode(data["image/png"]).startswith(b"\x89PNG")
+    assert data["text/plain"] == about["image/png"]["alt"] == widget.summary() == repr(widget)
+    assert repr(_timeline()) == repr(widget)
+
+
+def test_live_view_comes_with_a_kernel_unless_static(monkeypatch: pytest.MonkeyPatch) -> None:
+    import IPython
+
+    class Shell:
+        kernel = object()
+
+    monkeypatch.setattr(IPython, "get_ipython", Shell)
+    widget = _timeline()
+    assert widget._repr_mimebundle_()[0][base._VIEW]["model_id"] == widget.model_id
+    monkeypatch.setenv("MINIPAR_STATIC", "1")
+    assert base._VIEW not in widget._repr_mimebundle_()[0]
+
+
+def test_page_is_whole_and_asks_for_nothing() -> None:
+    page = _timeline().to_html()
+    assert not re.search(r"(src|href)=|https?://(?!www\.w3\.org)|@import", page)
+    assert page.count("<script") == page.count("</script>") == 1
+    state = json.loads(re.search(r"const state = (.*), heard", page)[1].replace("<\\/", "</"))  # type: ignore[index]
+    assert state["label"] == _timeline().summary()
+    assert "_esm" not in state
+
+
+def test_explorer_shows_its_views_and_settings() -> None:
+    class Both(Explorer):
+        def summary(self) -> str:
+            return "two timelines"
+
+        def settings(self) -> dict[str, str]:
+            return {"stages": "<2>"}
+
+    page = Both([_timeline(), _timeline()]).to_html()
+    assert page.count("<script") == 2
+    assert "widget-0" in page
+    assert "widget-1" in page
+    assert "<dt>stages</dt><dd>&lt;2&gt;</dd>" in page
+
+
+def test_problem_is_said_in_words_everywhere() -> None:
+    widget = _timeline()
+    widget.problem = "no events here"
+    widget.refresh()
+    assert repr(widget) == "Timeline: no events here"
+    assert widget.table == []
+    assert "no events here" in widget.to_html()
+    assert base64.b64decode(widget._repr_mimebundle_()[0]["image/png"]).startswith(b"\x89PNG")
+
+
+def test_colours_are_those_of_the_pictures() -> None:
+    text = (SOURCES / "shared.js").read_text()
+    for kind, look in LOOKS.items():
+        (found,) = re.findall(rf'  "{kind}": \["(\S+)", "(\S+)", "(\S+)", "(.?)", "."\]', text)
+        assert found == (look.face, look.edge, look.ink, look.hatch[:1])
+    memory = text[text.index("export const MEMORY") :]
+    assert re.findall(r'^  "(\w+)": \["#', memory, re.MULTILINE)[: len(ALL_KINDS)] == list(ALL_KINDS)

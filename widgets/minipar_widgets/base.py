@@ -1,0 +1,223 @@
+"""What every widget shares: a view that the browser draws, with its words, table and picture for where there is none.
+
+    class Ring(View):
+        name = "ring"                         # static/ring.js and ring.css (made of js/ by inline.py)
+        data = traitlets.Bytes(b"").tag(sync=True)
+
+        def summary(self): ...                # four methods that say the same in words, as a table, as a picture
+        ...
+
+A widget shows itself three ways in one output: live where a kernel is, as a PNG where not (GitHub, nbconvert), and as
+one deterministic line of text (nbval). What cannot be shown is said in words, in its place: set `problem`.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any, ClassVar
+
+import anywidget
+import ipywidgets
+import traitlets
+
+from minipar_widgets import words
+
+STATIC = Path(__file__).parent / "static"
+_VIEW = "application/vnd.jupyter.widget-view+json"
+
+
+class Shown:
+    """The ways in which a widget is shown besides the live one. Subclasses give the first four methods."""
+
+    problem: str = ""  # why there is nothing to see, in words
+
+    def summary(self) -> str:
+        """One line, the same on every run: text/plain, and the label for screen readers."""
+        raise NotImplementedError
+
+    def caption(self) -> str:
+        """What the picture shows, in a sentence or two."""
+        raise NotImplementedError
+
+    def picture(self, dark: bool = False) -> bytes:
+        """The widget as a PNG."""
+        raise NotImplementedError
+
+    def rows(self) -> list[list[str]]:
+        """The numbers as a table, the header first."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return self._line()
+
+    def _line(self) -> str:
+        return f"{type(self).__name__}: {self.problem}" if self.problem else self.summary()
+
+    def _png(self, dark: bool = False) -> bytes:
+        return words.picture(self.problem, dark) if self.problem else self.picture(dark)
+
+    def static(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The output without the live widget: PNG with its alternative text, and the line."""
+        line = self._line()
+        data = {"image/png": base64.b64encode(self._png()).decode(), "text/plain": line}
+        return data, {"image/png": {"alt": line}}
+
+    def _repr_mimebundle_(self, **_: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        data, about = self.static()
+        if live():
+            data[_VIEW] = {"version_major": 2, "version_minor": 0, "model_id": self.model_id}  # type: ignore[attr-defined]
+        return data, about
+
+    def show(self, static: bool | None = None) -> None:
+        """Display it; `static=True` shows the picture alone, as it is without a kernel, and with MINIPAR_STATIC=1."""
+        from IPython.display import display
+
+        data, about = self._repr_mimebundle_()
+        if static:
+            data.pop(_VIEW, None)
+        display(data, metadata=about, raw=True)
+
+    def section(self, place: str = "widget") -> str:
+        """The widget's part of an HTML page; `place` is an id that nothing else on the page has."""
+        raise NotImplementedError
+
+    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
+        """One self-contained page that works without network and kernel; written to `path` if given."""
+        line = escape(self._line())
+        text = _PAGE.format(title=line, body=self.section())
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+
+class View(Shown, anywidget.AnyWidget):
+    """A widget that the browser draws: data goes to it as traits, zoom and pointer never come back to the kernel.
+
+    Subclasses set `name`, add traits, and call `refresh()` when what they show has changed.
+    """
+
+    name: ClassVar[str]
+    problem = traitlets.Unicode("").tag(sync=True)
+    label = traitlets.Unicode("").tag(sync=True)  # = summary(), for screen readers
+    caption_text = traitlets.Unicode("").tag(sync=True)
+    table: Any = traitlets.List().tag(sync=True)
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        if "name" in cls.__dict__:
+            cls._esm = (STATIC / f"{cls.name}.js").read_text(encoding="utf-8")
+            cls._css = (STATIC / f"{cls.name}.css").read_text(encoding="utf-8")
+        super().__init_subclass__(**options)
+
+    def refresh(self) -> None:
+        """Send the words that belong to the data: label, caption and table."""
+        with self.hold_sync():
+            self.label = self._line()
+            self.caption_text = "" if self.problem else self.caption()
+            self.table = [] if self.problem else self.rows()
+
+    def state(self) -> dict[str, Any]:
+        """What the browser gets of this widget: its own traits, by name."""
+        inherited = set(anywidget.AnyWidget.class_traits())
+        return {key: value for key, value in self.get_state().items() if key not in inherited and key[0] != "_"}
+
+    def section(self, place: str = "widget") -> str:
+        plain = {key: _plain(value) for key, value in self.state().items()}
+        data = json.dumps(plain).replace("</", "<\\/")
+        module = self._esm.replace("export default ", "const widget = ").replace("</script", "<\\/script")
+        script = module + _MODEL.replace("STATE", data).replace("PLACE", place)
+        words = f"<noscript><p>{escape(self._line())}</p></noscript>"
+        return (
+            f'<style>{self._css}</style>\n<div id="{place}">{words}</div>\n<script type="module">\n{script}</script>\n'
+        )
+
+
+class Explorer(Shown, ipywidgets.VBox):
+    """Controls and views together: sliders change settings, Python computes, views redraw.
+
+    Subclasses fill `children`; `views` are those of them that a page without kernel can show, and `settings` says, by
+    name, where the controls stand.
+    """
+
+    @property
+    def views(self) -> Sequence[View]:
+        """The views among the children, in order."""
+        return [child for child in _descendants(self) if isinstance(child, View)]
+
+    def settings(self) -> dict[str, str]:
+        """The controls in words, for a page where they cannot be moved."""
+        return {}
+
+    def section(self, place: str = "widget") -> str:
+        facts = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in self.settings().items())
+        head = f"<p>{escape(self._line())}</p>" + (f"<dl>{facts}</dl>" if facts else "")
+        return head + "".join(view.section(f"{place}-{k}") for k, view in enumerate(self.views))
+
+
+def live() -> bool:
+    """Whether a notebook's page can be there to draw the widget: in a kernel, unless MINIPAR_STATIC=1."""
+    if os.environ.get("MINIPAR_STATIC", "") not in ("", "0"):
+        return False
+    try:
+        from IPython import get_ipython
+    except ImportError:
+        return False
+    return getattr(get_ipython(), "kernel", None) is not None
+
+
+def _descendants(widget: ipywidgets.Widget) -> list[ipywidgets.Widget]:
+    found = []
+    for child in getattr(widget, "children", ()):
+        found += [child, *([] if isinstance(child, View) else _descendants(child))]
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return {"base64": base64.b64encode(value).decode()}
+    return value
+
+
+# A model in a few lines: what the module asks of Jupyter's. (In a block: its names are its own.)
+_MODEL = """{
+const state = STATE, heard = {};
+for (const [key, value] of Object.entries(state)) {
+  if (value?.base64 === undefined) continue;
+  const text = atob(value.base64), bytes = new Uint8Array(text.length);
+  for (let k = 0; k < text.length; k++) bytes[k] = text.charCodeAt(k);
+  state[key] = new DataView(bytes.buffer);
+}
+const model = {
+  get: (key) => state[key],
+  set(key, value) { state[key] = value; for (const run of heard["change:" + key] ?? []) run(); },
+  on(event, run) { (heard[event] ??= []).push(run); },
+  off(event, run) { heard[event] = (heard[event] ?? []).filter((other) => other !== run); },
+  save_changes() {}, send() {},
+};
+widget.render({ model, el: document.getElementById("PLACE") });
+}
+"""
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark; }}
+body {{ margin: 0 auto; max-width: 1200px; padding: 1rem; background: #fff; color: #1a1a1a;
+  font: 15px/1.5 system-ui, sans-serif; }}
+dl {{ display: flex; flex-wrap: wrap; gap: .3rem 1.5rem; }} dt {{ opacity: .7; font-size: .85em; }} dd {{ margin: 0; }}
+@media (prefers-color-scheme: dark) {{ body {{ background: #161616; color: #ececec; }} }}
+</style>
+</head>
+<body>
+{body}
+</body>
+</html>
+"""

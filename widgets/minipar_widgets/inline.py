@@ -1,0 +1,117 @@
+"""Make static/<name>.js of js/<name>.js: a widget's module must be one file, since a page loads it from memory.
+
+    python -m minipar_widgets.inline            write static/
+    python -m minipar_widgets.inline --check    say what in static/ is not current (exit status 1)
+
+Imports of `./other.js` are put in its place, without what nothing uses; comments and indentation go. So that plain
+text is enough to do this, every declaration of a module begins at the start of a line, imports name what they take
+(no `as`, no default), and no two modules declare the same name. CSS: shared.css, then <name>.css if there is one.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SOURCES, STATIC = HERE / "js", HERE / "static"
+_IMPORT = re.compile(r'^import \{([^}]*)\} from "\./([\w-]+)\.js";\n', re.MULTILINE)
+_DECLARED = re.compile(r"^(?:async )?(?:function\*?|const|let|class) (\w+|\{[^}]*\})")
+_WORD = re.compile(r"[A-Za-z_$][\w$]*")
+
+
+class InlineError(Exception):
+    """A module is not written as the inliner needs it."""
+
+
+def built(sources: Path = SOURCES) -> dict[str, str]:
+    """Every file that belongs in static/, by name: those of modules with a default export."""
+    found = {}
+    style = (sources / "shared.css").read_text(encoding="utf-8")
+    for path in sorted(sources.glob("*.js")):
+        if "\nexport default " in path.read_text(encoding="utf-8"):
+            found[path.name] = inline(path)
+            own = path.with_suffix(".css")
+            found[own.name] = style + (own.read_text(encoding="utf-8") if own.exists() else "")
+    return found
+
+
+def inline(entry: Path) -> str:
+    """A module and what it imports as one module; InlineError if they are not written for it."""
+    pieces: dict[str, str] = {}  # by declared name, in order
+    seen: set[Path] = set()
+    main: list[str] = []
+
+    def add(path: Path) -> None:
+        if path in seen:
+            return
+        seen.add(path)
+        text = path.read_text(encoding="utf-8")
+        for names, other in _IMPORT.findall(text):
+            add(path.parent / f"{other}.js")
+            for name in (name.strip() for name in names.split(",")):
+                if name and name not in pieces:
+                    raise InlineError(f"{path.name} imports {name!r}, which {other}.js does not declare")
+        text = _IMPORT.sub("", text)
+        if re.search(r"^import ", text, re.MULTILINE):
+            raise InlineError(f'{path.name}: possible imports are `import {{ a, b }} from "./other.js";`')
+        for piece in _pieces(text):
+            if path == entry and piece.startswith("export default "):
+                main.append(piece)
+                continue
+            piece = piece.removeprefix("export ")
+            name = _DECLARED.match(piece)
+            if name is None:
+                raise InlineError(f"{path.name}: neither declaration nor import: {piece.splitlines()[0]!r}")
+            if name[1] in pieces:
+                raise InlineError(f"{path.name}: {name[1]!r} is declared in two modules")
+            pieces[name[1]] = piece
+
+    add(entry)
+    needed: set[str] = set()
+    ahead = ["".join(main)]
+    while ahead:
+        words = set(_WORD.findall(ahead.pop()))
+        for name in pieces.keys() - needed:
+            if words & set(_WORD.findall(name)):
+                needed.add(name)
+                ahead.append(pieces[name])
+    return "".join(piece for name, piece in pieces.items() if name in needed) + "".join(main)
+
+
+def _pieces(text: str) -> list[str]:
+    """The declarations of a module, each with all its lines, without comments and indentation."""
+    pieces: list[str] = []
+    comment = False
+    for line in text.splitlines():
+        bare = line.strip()
+        comment = comment or bare.startswith("/*")
+        if comment or not bare or bare.startswith("//"):
+            comment = comment and not bare.endswith("*/")
+            continue
+        bare = re.sub(r"\s+// .*$", "", bare)
+        if line[0] not in " \t})]`":
+            pieces.append("")
+        if not pieces:
+            raise InlineError(f"a module begins with {line!r}")
+        pieces[-1] += bare + "\n"
+    return pieces
+
+
+def main(arguments: list[str]) -> int:
+    current = built()
+    if "--check" in arguments:
+        stale = [n for n, text in current.items() if not (STATIC / n).exists() or (STATIC / n).read_text() != text]
+        stale += [path.name for path in STATIC.glob("*") if path.name not in current]
+        print("\n".join(f"static/{name} is not current: run python -m minipar_widgets.inline" for name in stale))
+        return 1 if stale else 0
+    STATIC.mkdir(exist_ok=True)
+    for name, text in current.items():
+        (STATIC / name).write_text(text, encoding="utf-8")
+        print(f"static/{name}: {len(text.encode()) / 1000:.1f} kB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

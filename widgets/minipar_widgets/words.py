@@ -1,0 +1,54 @@
+"""Words on a picture: fonts, colours of the paper, and a PNG that says why there is nothing to see."""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from functools import cache
+from typing import Any, NamedTuple
+
+from PIL import Image, ImageDraw, ImageFont
+
+
+class Paper(NamedTuple):
+    """Colours of what is not data; as in js/shared.js."""
+
+    ink: str
+    muted: str
+    rule: str
+    paper: str
+    wire: str
+    warn: str
+
+
+LIGHT = Paper("#1a1a1a", "#5c5c5c", "#dcdcdc", "#ffffff", "#8f3f6d", "#b04a00")
+DARK = Paper("#ececec", "#aaaaaa", "#3a3a3a", "#161616", "#e3b1cd", "#ff9d5c")
+
+
+def paper(dark: bool) -> Paper:
+    return DARK if dark else LIGHT
+
+
+@cache
+def font(size: float) -> Any:
+    """Pillow's own font: the same picture on every machine."""
+    return ImageFont.load_default(size)
+
+
+def png(image: Image.Image) -> bytes:
+    """A picture with few colours, as a small PNG."""
+    file = io.BytesIO()
+    image.quantize(128, dither=Image.Dither.NONE).save(file, "png", optimize=False)
+    return file.getvalue()
+
+
+def picture(text: str, dark: bool = False, width: int = 900) -> bytes:
+    """A PNG of a sentence or two, for what cannot be shown."""
+    look = paper(dark)
+    lines = [line for part in text.splitlines() for line in textwrap.wrap(part, width // 8) or [""]]
+    image = Image.new("RGB", (width, 24 + 20 * len(lines)), look.paper)
+    draw = ImageDraw.Draw(image)
+    draw.rectangle((8, 8, 11, 16 + 20 * len(lines)), fill=look.warn)
+    for k, line in enumerate(lines):
+        draw.text((20, 12 + 20 * k), line, fill=look.ink, font=font(14))
+    return png(image)
