@@ -7,7 +7,7 @@
     buffers                             what is there for a while: two gathered layers, two buckets, messages
 
 where (p, g, o) is (4, 4, 8) bytes in float32 and (2, 2, 12) in bf16 with float32 master copies, both with Adam. The
-number of micro-batches in flight is counted in the plan's own program.
+number of micro-batches in flight is counted in the plan's own program. `memory_terms` writes them out with numbers.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 5.
 """
@@ -17,11 +17,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 from minipar import settings
-from minipar.costs import presets
+from minipar.costs import divided, presets
+from minipar.costs.divided import WHOLE, Division
 from minipar.costs.profiled import split_rows
 from minipar.costs.recomputation import keep_everything, memory
+from minipar.costs.shapes import Shape
 from minipar.errors import PlanError
 from minipar.models.table import GPT
 from minipar.plan import Plan
@@ -95,29 +98,92 @@ def states(parameters: int, ranks: int, zero: int, precision: Precision = PRECIS
     )
 
 
+class Own(NamedTuple):
+    """Where a rank's model states come from. Numbers are parameters, before anything is shared out.
+
+    whole      numbers of groups that no replica shares out
+    shared     (numbers, among how many ranks) of those that ZeRO shares out: of the rest, and of experts
+    versions   of the weights that are alive at once
+    gathered   bytes for parameters of two neighbouring layers, where they come from elsewhere
+    buckets    bytes of two neighbouring gradient buckets
+    """
+
+    states: States
+    whole: int
+    shared: tuple[tuple[int, int], ...]
+    versions: int
+    gathered: int
+    buckets: int
+
+
+class Kept(NamedTuple):
+    """Where a rank's activations come from: by chunk what one micro-batch holds between forward and backward (`each`),
+    and how many are `flying` when most is held; more bytes while one goes backward; messages; the largest layer."""
+
+    held: int
+    more: int
+    messages: int
+    layer: int
+    each: tuple[int, ...] = ()
+    flying: tuple[int, ...] = ()
+
+
+class Detail(NamedTuple):
+    """A rank's bytes, and where they come from; `rows` of its largest micro-batch."""
+
+    memory: RankMemory
+    own: Own
+    kept: Kept
+    rows: int
+
+
 def in_flight(actions: Iterable[Action], sizes: Sequence[float], more: Sequence[float] = ()) -> float:
     """The most that a rank's micro-batches keep at once, where one keeps `sizes[c]` of chunk c.
 
     Of a split backward it is kept until the weight half is done. A backward takes `more[c]` while it runs.
     """
+    return _most(actions, sizes, more)[0]
+
+
+def _most(
+    actions: Iterable[Action], sizes: Sequence[float], more: Sequence[float] = ()
+) -> tuple[float, tuple[int, ...]]:
+    """The most, and how many micro-batches of each chunk keep it."""
+    counts = [0] * len(sizes)
     now = most = 0.0
+    then = tuple(counts)
     for action in actions:
-        if isinstance(action, Forward):
+        forward = isinstance(action, Forward)
+        if forward:
+            counts[action.chunk] += 1
             now += sizes[action.chunk]
-            most = max(most, now)
-            continue
-        most = max(most, now + (more[action.chunk] if more and not isinstance(action, BackwardWeight) else 0))
-        if not isinstance(action, BackwardInput):
+        extra = more[action.chunk] if more and not forward and not isinstance(action, BackwardWeight) else 0
+        if now + extra > most:
+            most, then = now + extra, tuple(counts)
+        if not forward and not isinstance(action, BackwardInput):
+            counts[action.chunk] -= 1
             now -= sizes[action.chunk]
-    return most
+    return most, then
 
 
-def per_rank(plan: Plan, model: str, batch: int | None = None) -> list[RankMemory]:
+def per_rank(
+    plan: Plan, model: str, batch: int | None = None, division: Division = WHOLE, **overrides: Any
+) -> list[RankMemory]:
     """Bytes of each rank, in rank order, for a step of `batch` rows; default one row for every micro-batch.
 
+    division    tensor and expert parallelism, of which a plan knows nothing: of one of the ranks that share a part
+    overrides   numbers that replace the model's, such as layers=48
     Errors: `PlanError` for a model that is not known, and for what does not fit it.
     """
-    numbers = presets.model(model)
+    return [detail.memory for detail in details(plan, model, batch, division, **overrides)]
+
+
+def details(
+    plan: Plan, model: str, batch: int | None = None, division: Division = WHOLE, **overrides: Any
+) -> list[Detail]:
+    """As `per_rank`, with what the bytes come from."""
+    numbers = presets.model(model, **overrides)
+    division.check(numbers, plan.dp)
     if plan.checkpoint == "selective" and not isinstance(numbers, GPT):
         raise PlanError(
             f"checkpoint=selective: {model} has no attention; possible are the others of {segments.POSSIBLE}"
@@ -130,42 +196,57 @@ def per_rank(plan: Plan, model: str, batch: int | None = None) -> list[RankMemor
     batch = plan.dp * count if batch is None else batch
     edges = split_rows(batch, plan.dp * count)
     largest = [len(edges[replica * count]) for replica in range(plan.dp)]  # the first ones have more rows
-    costs = presets.layer_costs(model, max(1, *largest)) if plan.split == "auto" else None
-    layout = replace(plan, dp=1, accumulate=1).layout(presets.shape(model, element_size=1), costs)
-    own = [_own(plan, layout, rank) for rank in range(plan.pp)]
-    found: dict[int, list[RankMemory]] = {}
+    given: dict[str, Any] = {"division": division, **overrides}
+    costs = presets.layer_costs(model, max(1, *largest), **given) if plan.split == "auto" else None
+    shape, experts = presets.shape(model, element_size=1, **overrides), 0
+    if isinstance(numbers, GPT) and division != WHOLE:
+        groups, experts = divided.groups(numbers, division)
+        shape = Shape(shape.layers, groups, shape.name)
+    layout = replace(plan, dp=1, accumulate=1).layout(shape, costs)
+    own = [_own(plan, layout, rank, experts, division.ep) for rank in range(plan.pp)]
+    found: dict[int, list[Detail]] = {}
     for rows in set(largest):
-        of_step = _activations(plan, model, layout, rows)
-        found[rows] = [_on_device(plan, *own[rank], *of_step[rank]) for rank in range(plan.pp)]
+        kept = _activations(plan, model, layout, rows, given)
+        found[rows] = [
+            Detail(_on_device(plan, own[rank], kept[rank]), own[rank], kept[rank], rows) for rank in range(plan.pp)
+        ]
     return [found[rows][rank] for rows in largest for rank in range(plan.pp)]
 
 
 # model states --------------------------------------------------------------------------------------------------------
 
 
-def _own(plan: Plan, layout: Layout, rank: int) -> tuple[States, int]:
+def _own(plan: Plan, layout: Layout, rank: int, experts: int, ep: int) -> Own:
     """Model states of a rank, and the buffers that sharding or offloading them takes."""
     precision, groups = PRECISIONS[plan.precision], layout.shape.groups
     held = layout.groups(rank)
-    kept = _versions(plan)[rank] - 1  # of the weights, besides the newest
+    versions = _versions(plan)[rank]
     # What is tied between stages stays whole: its slices would belong to ranks with different work.
-    sharded = [g for g in held if len(layout.holders(g)) == 1] if plan.dp > 1 else []
-    parts = [states(_numbers(groups[g]), plan.dp, plan.zero if g in sharded else 0, precision) for g in held]
-    stashed = precision.parameter * kept * sum(_numbers(groups[g]) for g in held)
+    alone = [g for g in held if len(layout.holders(g)) == 1]
+    among = {g: plan.dp // (ep if g >= len(groups) - experts else 1) for g in alone}
+    sharded = [g for g in alone if among[g] > 1]
+    parts = [states(_numbers(groups[g]), among.get(g, 1), plan.zero if g in sharded else 0, precision) for g in held]
+    total = sum(_numbers(groups[g]) for g in held)
     own = States(
-        stashed + sum(p.parameters for p in parts), sum(p.gradients for p in parts), sum(p.optimizer for p in parts)
+        precision.parameter * (versions - 1) * total + sum(p.parameters for p in parts),
+        sum(p.gradients for p in parts),
+        sum(p.optimizer for p in parts),
     )
-    buffers = 0
+    gathered = buckets = 0
     if "parameters" in plan.offload or (plan.zero == 3 and sharded):
         moving = held if "parameters" in plan.offload else sharded
         mine = [l for chunk in layout.chunks(rank) for l in chunk]
         layers = [sum(_numbers(groups[g]) for g in moving if l in groups[g].layers) for l in mine]
-        buffers += precision.parameter * _neighbours(layers)  # one layer computes, the next is on its way
+        gathered = precision.parameter * _neighbours(layers)  # one layer computes, the next is on its way
     if plan.zero >= 2:
         sizes = [Group(group.layers, (precision.gradient * _numbers(group),)) for group in groups]
-        buckets = split_buckets(sharded[::-1], sizes, plan.messages)
-        buffers += _neighbours([sum(sum(sizes[g].tensors) for g in bucket) for bucket in buckets])
-    return own, buffers
+        messages = split_buckets(sharded[::-1], sizes, plan.messages)
+        buckets = _neighbours([sum(sum(sizes[g].tensors) for g in bucket) for bucket in messages])
+    shared = {
+        n: sum(_numbers(groups[g]) for g in sharded if among[g] == n) for n in sorted(set(among.values())) if n > 1
+    }
+    whole = total - sum(shared.values())
+    return Own(own, whole, tuple((numbers, n) for n, numbers in shared.items() if numbers), versions, gathered, buckets)
 
 
 def _versions(plan: Plan) -> list[int]:
@@ -188,14 +269,14 @@ def _neighbours(sizes: Sequence[int]) -> int:
 # activations ---------------------------------------------------------------------------------------------------------
 
 
-def _activations(plan: Plan, model: str, layout: Layout, rows: int) -> list[tuple[int, int, int, int]]:
+def _activations(plan: Plan, model: str, layout: Layout, rows: int, given: dict[str, Any]) -> list[Kept]:
     """Per rank: bytes that wait, bytes more at the peak, buffers for messages, and the most that one layer keeps."""
     element = PRECISIONS[plan.precision].activation
     if rows == 0:
-        return [(0, 0, 0, 0)] * plan.pp
-    selective = plan.checkpoint == "selective"
-    costs = presets.layer_costs(model, rows, element, selective=selective)
-    everything = presets.layer_costs(model, rows, element).saved
+        return [Kept(0, 0, 0, 0)] * plan.pp
+    selective, division = plan.checkpoint == "selective", given["division"]
+    costs = presets.layer_costs(model, rows, element, selective=selective, **given)
+    everything = presets.layer_costs(model, rows, element, **given).saved
     steps = plan.settling_steps if plan.asynchronous else 1
     actions = [plan.actions(rank, steps) for rank in range(plan.pp)]
     schedules = segments.schedules(plan.checkpoint, layout, actions, costs)
@@ -222,24 +303,26 @@ def _activations(plan: Plan, model: str, layout: Layout, rows: int) -> list[tupl
             core = max(everything[l] - costs.saved[l] for l in layers)  # of the one that is computed again
             waiting.append(held)
             more.append(peak - held + core)
+        if division.ep > 1:  # rows on their way to experts of other ranks, and back
+            messages += 2 * division.top * costs.output[0]
         mine = [l for layers in layout.chunks(rank) for l in layers]
-        most = max(costs.saved[l] + costs.output[l] for l in mine)
-        held, peak = int(in_flight(actions[rank], waiting)), int(in_flight(actions[rank], waiting, more))
-        found.append((held, peak - held, messages, most))
+        largest = max(costs.saved[l] + costs.output[l] for l in mine)
+        (most, flying), peak = _most(actions[rank], waiting), in_flight(actions[rank], waiting, more)
+        found.append(Kept(int(most), int(peak) - int(most), messages, largest, tuple(waiting), flying))
     return found
 
 
-def _on_device(plan: Plan, own: States, gathered: int, held: int, more: int, messages: int, layer: int) -> RankMemory:
+def _on_device(plan: Plan, own: Own, kept: Kept) -> RankMemory:
     """What stays on the device, and what the host has instead."""
-    moved = {name: name in plan.offload for name in settings.OFFLOADS}
-    kept = min(held, 2 * layer) if moved["activations"] else held  # one layer in use, one on its way
-    host = own.optimizer * moved["optimizer"] + own.parameters * moved["parameters"] + held - kept
+    moved, states = {name: name in plan.offload for name in settings.OFFLOADS}, own.states
+    held = min(kept.held, 2 * kept.layer) if moved["activations"] else kept.held  # one layer in use, one on its way
+    host = states.optimizer * moved["optimizer"] + states.parameters * moved["parameters"] + kept.held - held
     return RankMemory(
-        own.parameters * (not moved["parameters"]),
-        own.gradients,
-        own.optimizer * (not moved["optimizer"]),
-        kept + more,
-        gathered + messages,
-        kept,
+        states.parameters * (not moved["parameters"]),
+        states.gradients,
+        states.optimizer * (not moved["optimizer"]),
+        held + kept.more,
+        own.gathered + own.buckets + kept.messages,
+        held,
         host,
     )

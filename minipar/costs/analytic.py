@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from minipar.costs.divided import WHOLE, Division
 from minipar.costs.recomputation import LayerCosts
 from minipar.models.table import GPT, MLP, Preset
 
@@ -75,31 +76,50 @@ def interleaved(stages: int, chunks: int) -> float:
 
 
 def layer_costs(
-    model: Preset, rows: int, element: int = 4, *, fused: bool = True, selective: bool = False
+    model: Preset,
+    rows: int,
+    element: int = 4,
+    *,
+    fused: bool = True,
+    selective: bool = False,
+    division: Division = WHOLE,
 ) -> LayerCosts:
     """Every layer of a model for a micro-batch of `rows` rows; times are operations (divide them by FLOP/s).
 
     fused        as minipar's own layers keep what they keep; otherwise as in the papers
     selective    blocks without what their attention core keeps
+    division     of what one tensor-parallel rank keeps; with experts, of the tokens that its own ones get
     """
     if isinstance(model, MLP):
         return _mlp(model, rows, element)
     size, tokens = model.context * rows * model.width, model.context * rows
     masks = bool(model.dropout) * (element if fused else 1) * size  # of one dropout
+    statistics = 4 * FLOAT * tokens * fused
     if fused:
         core = 0 if selective else FLOAT * model.heads * tokens
-        block = 15 * element * size + 2 * masks + core + 4 * FLOAT * tokens
-        logits = element * tokens * model.vocab
-        head = element * size + logits + 2 * FLOAT * tokens + FLOAT
+        logits, loss = element * tokens * model.vocab, 2 * FLOAT * tokens + FLOAT
         embed = masks + INTEGER * model.context
     else:
         core = 0 if selective else core_bytes(model, rows, element)
-        block = 15 * element * size + 2 * masks + core
-        logits = FLOAT * tokens * model.vocab
-        head, embed = element * size, masks
-    output = (*(element * size,) * (model.layers + 1), logits)
-    saved = (embed, *(block,) * model.layers, head)
-    forward = (0.0, *(float(block_flops(model, rows)),) * model.layers, float(head_flops(model, rows)))
+        logits, loss = FLOAT * tokens * model.vocab, 0
+        embed = masks
+
+    def cut(number: int) -> int:
+        return -(-number // division.tp)
+
+    def alone(number: int) -> int:  # what all tensor-parallel ranks have, unless they divide the tokens
+        return cut(number) if division.sequence else number
+
+    # inputs of the first matrices and of the second norm; queries, keys, values and what attention gives; the MLP
+    block = alone(3 * element * size + 2 * masks + statistics) + cut(4 * element * size + core)
+    mlps = division.top if division.experts else 1
+    block += cut(8 * element * size * mlps)
+    if division.experts:  # what was sent to the experts is a copy; and the router's probabilities
+        block += alone(element * size * mlps + FLOAT * tokens * division.experts)
+    output = (*(alone(element * size),) * (model.layers + 1), cut(logits))
+    saved = (alone(embed), *(block,) * model.layers, alone(element * size + loss) + cut(logits) * fused)
+    flops = block_flops(model, rows) + 16 * rows * model.context * model.width**2 * (mlps - 1)
+    forward = (0.0, *(flops / division.tp,) * model.layers, head_flops(model, rows) / division.tp)
     return LayerCosts(forward, tuple(2 * x for x in forward), output, saved, output)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from minipar.costs import analytic
+from minipar.costs.divided import WHOLE, Division
 from minipar.costs.recomputation import LayerCosts
 from minipar.costs.shapes import Shape
 from minipar.models import shapes, table
@@ -31,7 +32,15 @@ def shape(name: str, *, element_size: int = 4, **overrides: Any) -> Shape:
     return shapes.shape(name, element_size=element_size, **overrides)
 
 
-def layer_costs(name: str, rows: int, element: int = 4, *, selective: bool = False, **overrides: Any) -> LayerCosts:
+def layer_costs(
+    name: str,
+    rows: int,
+    element: int = 4,
+    *,
+    selective: bool = False,
+    division: Division = WHOLE,
+    **overrides: Any,
+) -> LayerCosts:
     """Every layer for `rows` rows: a toy's as minipar runs it, a published model's as in the papers."""
-    fused = name not in table.PUBLISHED
-    return analytic.layer_costs(model(name, **overrides), rows, element, fused=fused, selective=selective)
+    fused, numbers = name not in table.PUBLISHED, model(name, **overrides)
+    return analytic.layer_costs(numbers, rows, element, fused=fused, selective=selective, division=division)

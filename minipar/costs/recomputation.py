@@ -172,29 +172,46 @@ def halves(schedule: Sequence[Move]) -> tuple[Sequence[Move], Sequence[Move]]:
     return schedule[:count], schedule[count:]
 
 
-def memory(chain: Chain, schedule: Sequence[Move]) -> tuple[int, int]:
-    """(bytes held between forward and backward, highest bytes of all), counted layer by layer.
+class Level(NamedTuple):
+    """Bytes at a move of a schedule: the most while it runs, and what is left after it."""
+
+    during: int
+    after: int
+
+
+def course(chain: Chain, schedule: Sequence[Move]) -> list[Level]:
+    """Memory move by move, counted layer by layer.
 
     Counted are outputs, gradients of outputs and what is saved; not the chain's input, which stays throughout.
     """
-    last = len(chain) - 1
-    now = held = peak = 0
+    last, turn = len(chain) - 1, len(halves(schedule)[0]) - 1
+    now = 0
+    levels = []
     for k, (op, layer, saves, hands, drops) in enumerate(schedule):
         before = chain.output[layer - 1] if layer else 0
         if op is Op.BACKWARD:
             now += chain.gradient[layer - 1] if layer else chain.given
-            peak = max(peak, now)
+            most = now
             now -= chain.saved[layer] + before
             now -= chain.output[last] if layer == last and chain.ends else chain.gradient[layer]
-            continue
-        now += chain.output[layer] * hands + chain.saved[layer] * saves
-        peak = max(peak, now)
-        now -= before * drops
-        if op is Op.FORWARD and schedule[k + 1 : k + 2] and schedule[k + 1].op is not Op.FORWARD:
-            held = now - (0 if chain.ends else chain.output[last])
-            now = held + (0 if chain.ends else chain.gradient[last])
-            peak = max(peak, now)
-    return held, peak
+        else:
+            now += chain.output[layer] * hands + chain.saved[layer] * saves
+            most = now
+            now -= before * drops
+            if k == turn < len(schedule) - 1 and not chain.ends:  # its output is sent, its gradient comes
+                now += chain.gradient[last] - chain.output[last]
+                most = max(most, now)
+        levels.append(Level(most, now))
+    return levels
+
+
+def memory(chain: Chain, schedule: Sequence[Move]) -> tuple[int, int]:
+    """(bytes held between forward and backward, highest bytes of all), counted as in `course`."""
+    levels, turn = course(chain, schedule), len(halves(schedule)[0]) - 1
+    peak = max((level.during for level in levels), default=0)
+    if not 0 <= turn < len(schedule) - 1:
+        return 0, peak
+    return levels[turn].after - (0 if chain.ends else chain.gradient[-1]), peak
 
 
 def time(chain: Chain, schedule: Iterable[Move]) -> float:

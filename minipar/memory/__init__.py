@@ -7,9 +7,10 @@
     watching.py     whether a run follows its memory, and for how many passes it keeps what happened
     capacity.py     what `DeviceOutOfMemory` says
     advice.py       plans near one that did not fit that would, as predicted
+    neighbours.py   which plans are near one
     tape.py         what one layer allocates and frees, in order, alone on one device
     prediction.py   tapes laid along a program: the series that a rank will have
     forecast.py     that, for all ranks of a predicted trace
 
-What series, lifetimes, capacity and prediction do needs no torch.
+What series, lifetimes, neighbours, capacity and prediction do needs no torch.
 """

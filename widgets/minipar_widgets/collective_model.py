@@ -1,0 +1,225 @@
+"""A collective's program walked with real numbers: who holds what when, what each link carries, what is the least.
+
+The program, its times and its cost are those of `minipar.comm.algorithms` and `simulate`; here they only meet numbers:
+chunk c of rank r begins as 10 (r + 1) + c, so that a sum shows whose parts are in it.
+
+Source of the bounds: Chan et al., "Collective communication: theory, practice, and experience", 2007, table 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from functools import cached_property
+
+from minipar.comm import algorithms
+from minipar.comm.algorithms.moves import Setting, held
+from minipar.costs.alpha_beta import AlphaBeta
+from minipar.errors import PlanError
+from minipar.program import Op, Program
+from minipar.simulator import simulate
+from minipar.trace import Trace
+
+MOST_RANKS, MOST_CHUNKS = 16, 64
+Cell = tuple[int, int]  # value; bit r: rank r's part is in it
+
+
+@dataclass(frozen=True)
+class Links:
+    """Seconds: `alpha` of latency, `beta` for each byte, `gamma` for adding one; `far`: alpha, beta between nodes."""
+
+    alpha: float = 5e-6
+    beta: float = 1e-9
+    gamma: float = 0.0
+    far: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class Message:
+    """Chunks on their way from a rank to another one, with the numbers that they carry."""
+
+    source: int
+    target: int
+    start: float
+    end: float
+    bytes: int
+    chunks: tuple[int, ...]
+    values: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Change:
+    """From `time` on a rank holds `cell` as its chunk, or nothing (None)."""
+
+    time: float
+    rank: int
+    chunk: int
+    cell: Cell | None
+
+
+@dataclass(frozen=True)
+class Play:
+    """One collective from beginning to end."""
+
+    collective: str
+    algorithm: str
+    setting: Setting
+    nbytes: int
+    links: Links
+    trace: Trace
+    first: tuple[tuple[Cell | None, ...], ...]
+    messages: tuple[Message, ...]
+    changes: tuple[Change, ...]
+
+    @property
+    def program(self) -> Program:
+        return self.trace.program
+
+    @property
+    def ranks(self) -> int:
+        return self.setting.ranks
+
+    @cached_property
+    def last(self) -> tuple[tuple[Cell | None, ...], ...]:
+        """What every rank holds at the end."""
+        rows = [list(row) for row in self.first]
+        for change in self.changes:
+            rows[change.rank][change.chunk] = change.cell
+        return tuple(tuple(row) for row in rows)
+
+    @cached_property
+    def by_link(self) -> dict[tuple[int, int], int]:
+        """Bytes from rank to rank."""
+        found: dict[tuple[int, int], int] = {}
+        for message in self.messages:
+            key = message.source, message.target
+            found[key] = found.get(key, 0) + message.bytes
+        return found
+
+    def sent(self, rank: int) -> int:
+        return sum(size for (source, _), size in self.by_link.items() if source == rank)
+
+    @property
+    def time(self) -> float:
+        return self.trace.time
+
+    @property
+    def closed_form(self) -> float:
+        """Seconds by the algorithm's own formula, which knows one kind of link."""
+        one, setting = self.links, self.setting
+        return algorithms.cost(
+            self.collective, self.algorithm, self.ranks, self.nbytes, one.alpha, one.beta, one.gamma,
+            root=setting.root, nodes=setting.nodes,
+        )  # fmt: skip
+
+    @property
+    def least_bytes(self) -> float:
+        """What the busiest rank must send, whatever the algorithm."""
+        share = (self.ranks - 1) / self.ranks
+        factor = {"allreduce": 2 * share, "broadcast": 1.0, "reduce": 1.0}.get(self.collective, share)
+        return factor * self.nbytes if self.ranks > 1 else 0.0
+
+    @property
+    def least_time(self) -> float:
+        """Seconds that no algorithm with one port a rank can beat: latency, bytes and additions, each by itself."""
+        if self.ranks == 1:
+            return 0.0
+        adds = self.collective in ("allreduce", "reduce", "reduce_scatter")
+        add = adds * (self.ranks - 1) / self.ranks * self.nbytes * self.links.gamma
+        alpha, beta = min((self.links.alpha, self.links.beta), self.links.far or (math.inf, math.inf))
+        return max(math.ceil(math.log2(self.ranks)) * alpha, self.least_bytes * beta, add)
+
+
+def play(
+    collective: str,
+    algorithm: str,
+    ranks: int,
+    nbytes: int,
+    *,
+    root: int = 0,
+    nodes: int = 1,
+    links: Links | None = None,
+) -> Play:
+    """Walk a collective. PlanError for what cannot be, and for what would be too much to look at."""
+    links = links or Links()
+    if ranks > MOST_RANKS:
+        raise PlanError(f"ranks={ranks}: too many to look at; possible are 1 to {MOST_RANKS}")
+    program = algorithms.program(collective, algorithm, ranks, nbytes, root=root, nodes=nodes)
+    if len(program.chunks) > MOST_CHUNKS:
+        raise PlanError(
+            f"{collective} by {algorithm} cuts {nbytes} bytes into {len(program.chunks)} chunks, too many to look at; "
+            f"possible are {MOST_CHUNKS}: fewer ranks, or fewer bytes"
+        )
+    costs = AlphaBeta(program, links.alpha, links.beta, links.gamma, nodes=nodes, far=links.far)
+    trace = simulate(program, costs)
+    setting = Setting(ranks, root, nodes)
+    first = tuple(
+        tuple(
+            (number(rank, chunk, ranks), 1 << rank) if chunk in mine else None for chunk in range(len(program.chunks))
+        )
+        for rank in range(ranks)
+        for mine in [held(collective, setting, rank, len(program.chunks), False)]
+    )
+    messages, changes = _walk(trace, first)
+    return Play(collective, algorithm, setting, nbytes, links, trace, first, messages, changes)
+
+
+def number(rank: int, chunk: int, ranks: int) -> int:
+    """What a chunk of a rank begins as."""
+    return 10 * (rank + 1) + chunk % ranks
+
+
+def _walk(trace: Trace, first: tuple[tuple[Cell | None, ...], ...]) -> tuple[tuple[Message, ...], tuple[Change, ...]]:
+    """Every rank as far as it can go, again and again; receives are waited for where they stand, which changes no
+    number: a program's reads are what its writes left."""
+    program = trace.program
+    rows = [list(row) for row in first]
+    came: list[dict[tuple[int, int], Cell]] = [{} for _ in program.ranks]
+    queues: dict[tuple[int, int], deque[tuple[Message, list[Cell]]]] = {}
+    place = [0] * len(program.ranks)
+    messages: list[Message] = []
+    changes: list[Change] = []
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(program.ranks):
+            while place[rank] < len(row):
+                k = place[rank]
+                ins, start, end = row[k], trace.starts[rank][k], trace.ends[rank][k]
+                if ins.op is Op.SEND:
+                    cells = [cell for c in ins.layers if (cell := rows[rank][c]) is not None]
+                    size = sum(program.chunks[c] for c in ins.layers)
+                    values = tuple(value for value, _ in cells)
+                    message = Message(rank, ins.peer, start, end, size, ins.layers, values)
+                    queues.setdefault((rank, ins.peer), deque()).append((message, cells))
+                elif ins.op is Op.RECV:
+                    if not queues.get((ins.peer, rank)):
+                        break
+                    message, cells = queues[ins.peer, rank].popleft()
+                    messages.append(
+                        Message(*(getattr(message, f) for f in ("source", "target", "start")), end, message.bytes,
+                                message.chunks, message.values)
+                    )  # fmt: skip
+                    for c, cell in zip(ins.layers, cells, strict=True):
+                        if ins.writes[0].kind == "chunk":
+                            rows[rank][c] = cell
+                            changes.append(Change(end, rank, c, cell))
+                        else:
+                            came[rank][c, ins.peer] = cell
+                else:
+                    for value in ins.reads:
+                        if value.kind == "incoming":
+                            own, new = rows[rank][value.index], came[rank].pop((value.index, value.microbatch))
+                            assert own is not None
+                            cell = own[0] + new[0], own[1] | new[1]
+                            rows[rank][value.index] = cell
+                            changes.append(Change(end, rank, value.index, cell))
+                for value in ins.frees:
+                    if value.kind == "chunk":
+                        rows[rank][value.index] = None
+                        changes.append(Change(end, rank, value.index, None))
+                place[rank] += 1
+                moved = True
+    changes.sort(key=lambda change: change.time)  # (stable: of one moment, as they happened)
+    return tuple(sorted(messages, key=lambda m: (m.start, m.source))), tuple(changes)

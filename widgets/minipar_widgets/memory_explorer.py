@@ -1,0 +1,358 @@
+"""MemoryExplorer: what a plan needs on every rank, by kind and by formula, against a device; and what a run took."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+import ipywidgets
+import traitlets
+
+from minipar import strategies
+from minipar.costs import hardware, presets
+from minipar.costs.divided import Division
+from minipar.errors import MiniparError
+from minipar.memory_terms import KINDS, size
+from minipar.models.table import GPT
+from minipar.plan import Plan
+from minipar_widgets.base import Explorer, View
+from minipar_widgets.memory_model import (
+    FACES,
+    HATCHES,
+    MANY,
+    Choice,
+    Memory,
+    figure,
+    label,
+    measure,
+    scale_of,
+    table,
+    why_not_run,
+)
+from minipar_widgets.sketch import Sketch, ticks
+
+Peaks = Sequence[Mapping[str, int]]
+_PLOTLY = "application/vnd.plotly.v1+json"
+_OWN = "own numbers"
+_POWERS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+# The figure is drawn on no paper; its words and lines take the page's colours, so that it can be read in the dark.
+_STYLE = """<style>
+.minipar-figure { min-height: 190px; }
+.minipar-figure .js-plotly-plot text { fill: var(--jp-ui-font-color1, CanvasText) !important; }
+.minipar-figure .js-plotly-plot .bglayer rect, .minipar-figure .js-plotly-plot .legend .bg { fill: none !important; }
+</style>"""
+
+
+class MemoryView(View):
+    """The formulas of one choice, with numbers; `update(choice, measured)` shows another one."""
+
+    name = "memory"
+    data = traitlets.Dict().tag(sync=True)
+
+    def __init__(self, choice: Choice | None = None, measured: Peaks = ()) -> None:
+        super().__init__()
+        self.memory: Memory | None = None
+        self.measured: Peaks = ()
+        self.update(choice or Choice(), measured)
+
+    def update(self, choice: Choice, measured: Peaks = ()) -> None:
+        """What cannot be is said in the widget's place."""
+        with self.hold_sync():
+            try:
+                self.memory, self.measured = Memory.of(choice), measured
+                if measured and len(measured) != len(self.memory.details):
+                    raise MiniparError(
+                        f"the measured run has {len(measured)} ranks, the plan {len(self.memory.details)}"
+                    )
+                self.data = _data(self.memory, measured)
+                self.problem = ""
+            except (MiniparError, ValueError, OverflowError) as error:
+                self.memory, self.problem = None, str(error)
+            self.refresh()
+
+    def summary(self) -> str:
+        assert self.memory is not None
+        return f"{self.memory.choice}: {self.memory.verdict}"
+
+    def caption(self) -> str:
+        assert self.memory is not None
+        return self.memory.verdict
+
+    def rows(self) -> list[list[str]]:
+        assert self.memory is not None
+        rows = table(self.memory)
+        for k, kind in enumerate(KINDS):
+            term = self.memory.terms(self.memory.worst)[k]
+            filled = f"{term.formula} = {term.filled}"
+            rows.append([f"{kind} of {label([self.memory.worst])}", filled, size(term.bytes), term.note, *[""] * 5])
+        for rank, found in enumerate(self.measured):
+            rest = [size(found.get(kind, 0)) for kind in KINDS]
+            rows.append([f"measured: rank {rank}", *rest, size(sum(found.values())), "", ""])
+        return rows
+
+    def picture(self, dark: bool = False) -> bytes:
+        assert self.memory is not None
+        return _picture(self.memory, self.measured, dark)
+
+
+def _data(memory: Memory, measured: Peaks) -> dict[str, Any]:
+    groups = []
+    for k, ranks in enumerate(memory.groups):
+        detail, found = memory.details[ranks[0]].memory, measured[ranks[0]] if measured else None
+        groups.append({
+            "label": label(ranks),
+            "worst": k == 0 and len(memory.groups) > 1,
+            "total": detail.total,
+            "host": detail.host,
+            "measured": sum(found.values()) if found else None,
+            "terms": [[t.kind, t.bytes, t.formula, t.filled, t.note, found.get(t.kind, 0) if found else None]
+                      for t in memory.terms(ranks[0])],
+        })  # fmt: skip
+    device = memory.choice.device or "the device"
+    return {"groups": groups, "capacity": memory.choice.capacity, "device": device}
+
+
+def _picture(memory: Memory, measured: Peaks, dark: bool) -> bytes:
+    """The bars of all groups of ranks, and the formulas of the worst."""
+    shown = memory.groups[:MANY]
+    unit, word = scale_of(memory)
+    width, left, row = 900, 150, 22
+    sketch = Sketch(width, 64 + row * len(shown) + 26 + 34 * len(KINDS), dark)
+    most = max(
+        max(memory.details[ranks[0]].memory.total for ranks in shown), *(sum(m.values()) for m in measured or [{}])
+    )
+    near = memory.choice.capacity < 3 * most
+    whole = max(most, memory.choice.capacity if near else 0) * 1.02
+    scale = (width - left - 20) / whole
+    bottom = 30 + row * len(shown)
+    for tick in ticks(whole / unit):
+        x = left + tick * unit * scale
+        sketch.line([(x, 28), (x, bottom)], sketch.look.rule)
+        sketch.text(x, bottom + 10, f"{tick:g} {word}" if tick else "0", sketch.look.muted, 11, "mm")
+    for k, ranks in enumerate(shown):
+        x, y, held = float(left), 30 + row * k, memory.details[ranks[0]].memory
+        worst = "worst: " if k == 0 and len(shown) > 1 else ""
+        sketch.text(left - 6, y + row / 2 - 1, worst + label(ranks), size=11, anchor="rm")
+        for kind in KINDS:
+            length = getattr(held, kind) * scale
+            sketch.rect(x, y + 2, length, row - 5, FACES[kind], "#444444", HATCHES[kind])
+            x += length
+        if measured:
+            sketch.diamond(
+                left + sum(measured[ranks[0]].values()) * scale, y + row / 2, 6, "#D55E00", sketch.look.paper
+            )
+    if near:
+        x = left + memory.choice.capacity * scale
+        sketch.line([(x, 26), (x, bottom + 2)], sketch.look.warn, 2, dashed=True)
+        words = f"{memory.choice.device or 'capacity'} {size(memory.choice.capacity)}"
+        sketch.text(x - 4 if x > width / 2 else x + 4, 14, words, sketch.look.warn, 11, "rm" if x > width / 2 else "lm")
+    for k, term in enumerate(memory.terms(memory.worst)):
+        y = bottom + 36 + 34 * k
+        sketch.rect(left - 22, y - 7, 14, 14, FACES[term.kind], "#444444", HATCHES[term.kind])
+        sketch.text(left - 28, y, term.kind, size=12, anchor="rm")
+        sketch.text(left, y - 7, f"{size(term.bytes)} = {term.filled}"[:112], size=12)
+        sketch.text(left, y + 9, f"{term.formula}: {term.note}"[:125], sketch.look.muted, 11)
+    return sketch.png()
+
+
+class MemoryExplorer(Explorer):
+    """Choose a model, a device and a plan; see what every rank needs, why, and what to change for it to fit.
+
+    `measure()`, or its button, runs a small choice for real; `overlay(peaks)` shows peaks that were measured elsewhere.
+    """
+
+    def __init__(
+        self, plan: str = "dp=8 pp=4 microbatches=8 precision=bf16", model: str = "gpt2-xl", rows: int = 1
+    ) -> None:
+        chosen = Plan.parse(plan)
+        style, layout = {"description_width": "7.5em"}, {"width": "19em"}
+        both = {"style": style, "layout": layout}
+        lazy = {**both, "continuous_update": False}
+
+        def pick(name: str, options: Sequence[Any], value: Any) -> ipywidgets.Dropdown:
+            options = list(options) if value in options else sorted({*options, value})
+            return ipywidgets.Dropdown(options=options, value=value, description=name, **both)
+
+        def number(name: str, value: int, most: int, least: int = 1) -> ipywidgets.BoundedIntText:
+            return ipywidgets.BoundedIntText(value, min=least, max=most, description=name, **lazy)
+
+        self.controls: dict[str, Any] = {
+            "model": pick("model", [*presets.names(), _OWN], model),
+            "layers": number("layers", 48, 1000),
+            "width": number("width", 1600, 100_000),
+            "heads": number("heads", 25, 1000),
+            "context": number("context", 1024, 1_000_000),
+            "vocab": number("vocab", 50257, 1_000_000),
+            "device": pick("device", [*hardware.PRESETS, "own"], "a100-80gb"),
+            "capacity": ipywidgets.BoundedFloatText(80, min=0.001, max=1e6, description="memory (GB)", **lazy),
+            "dp": pick("dp", _POWERS, chosen.dp),
+            "pp": pick("pp", [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64], chosen.pp),
+            "tp": pick("tp (formula)", [1, 2, 4, 8, 16], 1),
+            "sequence": ipywidgets.Checkbox(False, description="sequence parallel", indent=True, **both),
+            "experts": pick("experts", [0, 2, 4, 8, 16, 32, 64, 128], 0),
+            "top": pick("experts a token", [1, 2, 4, 8], 1),
+            "ep": pick("ep (formula)", [1, 2, 4, 8, 16, 32, 64], 1),
+            "schedule": pick("schedule", _schedules(), chosen.schedule),
+            "microbatches": number("micro-batches", chosen.microbatches, 1024),
+            "rows": number("rows in each", rows, 4096),
+            "zero": ipywidgets.IntSlider(chosen.zero, 0, 3, description="ZeRO stage", **lazy),
+            "checkpoint": pick("recompute", ["none", "selective", "sqrt", "1", "2", "4"], str(chosen.checkpoint)),
+            "offload": ipywidgets.SelectMultiple(
+                options=["optimizer", "parameters", "activations"], value=chosen.offload, rows=3, description="offload",
+                **both,
+            ),
+            "precision": pick("precision", ["float32", "bf16"], chosen.precision),
+        }  # fmt: skip
+        self.view = MemoryView()
+        self.chart = ipywidgets.Output()
+        self.chart.add_class("minipar-figure")
+        self.run_button = ipywidgets.Button(description="measure a run", icon="play", layout={"width": "11em"})
+        self.note = ipywidgets.HTML()
+        self._measured: tuple[str, Peaks] = ("", ())
+        panel = ipywidgets.HBox(list(self.controls.values()), layout={"flex_flow": "row wrap"})
+        head = ipywidgets.HBox([self.run_button, self.note], layout={"align_items": "center"})
+        super().__init__([ipywidgets.HTML(_STYLE), panel, head, self.chart, self.view])
+        for control in self.controls.values():
+            control.observe(self._changed, "value")
+        self.run_button.on_click(self.measure)
+        self._changed()
+
+    @property
+    def choice(self) -> Choice:
+        """What the controls say. Errors: PlanError."""
+        now = {name: control.value for name, control in self.controls.items()}
+        own = now["model"] == _OWN
+        keys = ("layers", "width", "heads", "context", "vocab")
+        model = "gpt2-xl" if own else now["model"]
+        words = ("dp", "pp", "schedule", "microbatches", "zero", "checkpoint", "precision")
+        plan = Plan(**{key: now[key] for key in words}, offload=tuple(now["offload"]))
+        capacity = hardware.find(now["device"]).memory if now["device"] != "own" else now["capacity"] * 1e9
+        tp = now["tp"] if self._transformer else 1
+        division = Division(tp, now["sequence"] and tp > 1)
+        if now["experts"] and self._transformer:
+            division = Division(tp, division.sequence, now["experts"], now["top"], now["ep"])
+        numbers = {key: now[key] for key in keys} if own else {}
+        device = "" if now["device"] == "own" else now["device"]
+        return Choice(plan, model, numbers, now["rows"], int(capacity or 0), device, division)
+
+    @property
+    def _transformer(self) -> bool:
+        """Whether the model has something for tp and ep to divide."""
+        name = self.controls["model"].value
+        return name == _OWN or isinstance(presets.model(name), GPT)
+
+    def _changed(self, change: Any = None) -> None:
+        now = {name: control.value for name, control in self.controls.items()}
+        for name in ("layers", "width", "heads", "context", "vocab"):
+            self.controls[name].layout.display = "" if now["model"] == _OWN else "none"
+        self.controls["capacity"].layout.display = "" if now["device"] == "own" else "none"
+        for name in ("tp", "experts"):
+            self.controls[name].layout.display = "" if self._transformer else "none"
+        self.controls["sequence"].layout.display = "" if now["tp"] > 1 else "none"
+        for name in ("top", "ep"):
+            self.controls[name].layout.display = "" if now["experts"] and self._transformer else "none"
+        try:
+            choice = self.choice
+        except MiniparError as error:
+            self.view.memory, self.view.problem = None, str(error)
+            self.view.refresh()
+            self.run_button.disabled = True
+            self.chart.outputs = ()
+            return
+        reason = why_not_run(choice)
+        self.run_button.disabled, self.run_button.tooltip = bool(reason), reason or "train two steps on this machine"
+        measured = self._measured[1] if self._measured[0] == str(choice) else ()
+        self.note.value = escape("a real run: " + reason if reason else "" if measured else "two steps, on real ranks")
+        self.view.update(choice, measured)
+        self._draw()
+
+    def _draw(self) -> None:
+        if self.view.memory is None:
+            self.chart.outputs = ()
+            return
+        data = {_PLOTLY: self.figure().to_plotly_json(), "text/plain": self.view.caption()}
+        data[_PLOTLY]["config"] = {"displaylogo": False, "responsive": True}
+        self.chart.outputs = ({"output_type": "display_data", "data": _without_arrays(data), "metadata": {}},)
+
+    def figure(self) -> Any:
+        """The bars of all ranks, as a plotly figure. MiniparError where there is nothing to draw."""
+        if self.view.memory is None:
+            raise MiniparError(self.view.problem)
+        return figure(self.view.memory, self.view.measured)
+
+    def measure(self, _: Any = None) -> None:
+        """Run the choice for two steps on this machine, and lay the measured peaks over the formulas."""
+        choice = self.choice
+        self.run_button.disabled = True
+        self.note.value = f"running {escape(str(choice))} ..."
+        try:
+            self.overlay(measure(choice))
+        except MiniparError as error:
+            self.note.value = escape(str(error))
+        finally:
+            self.run_button.disabled = bool(why_not_run(choice))
+
+    def overlay(self, peaks: Peaks) -> None:
+        """Show measured peaks over the present choice: bytes by kind of each rank, as `trace.peak_by_kind(rank)`."""
+        self._measured = str(self.choice), list(peaks)
+        self._changed()
+        if self.view.memory is not None:
+            found = sum(peaks[self.view.memory.worst].values())
+            formula = self.view.memory.details[self.view.memory.worst].memory.total
+            self.note.value = (
+                f"measured on rank {self.view.memory.worst}: {size(found)}, by formula {size(formula)}; "
+                "the run also has input rows and temporaries, which no formula here counts"
+            )
+
+    def settings(self) -> dict[str, str]:
+        if self.view.memory is None:
+            return {}
+        one = self.view.memory.choice
+        return {
+            "model": one.model,
+            "plan": str(one.plan),
+            "rows": str(one.rows),
+            "device": f"{one.device} {size(one.capacity)}",
+        }
+
+    def section(self, place: str = "widget") -> str:
+        """The view, and the figure of all ranks as pictures for light and dark."""
+        images = [base64.b64encode(self._png(dark)).decode() for dark in (False, True)]
+        line = escape(self._line(), quote=True)
+        picture = (
+            f'<picture><source media="(prefers-color-scheme: dark)" srcset="data:image/png;base64,{images[1]}">'
+            f'<img alt="{line}" style="max-width:100%" src="data:image/png;base64,{images[0]}"></picture>'
+        )
+        return super().section(place) + picture
+
+    @property
+    def problem(self) -> str:
+        return self.view.problem
+
+    def summary(self) -> str:
+        return self.view.summary()
+
+    def caption(self) -> str:
+        return self.view.caption()
+
+    def picture(self, dark: bool = False) -> bytes:
+        return self.view.picture(dark)
+
+    def rows(self) -> list[list[str]]:
+        return self.view.rows()
+
+
+def _schedules() -> list[str]:
+    """The schedules for which there is a formula: not those that cut sequences."""
+    return [one.name for one in strategies.schedules() if "slices" not in one.options]
+
+
+def _without_arrays(value: Any) -> Any:
+    """Plain lists and numbers of a plotly figure's JSON."""
+    if isinstance(value, dict):
+        return {key: _without_arrays(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_arrays(one) for one in value]
+    return value.tolist() if hasattr(value, "tolist") else value

@@ -1,0 +1,199 @@
+"""What the memory explorer shows of a choice of model, device and plan: the numbers of `memory_formula`, in groups of
+ranks that are alike; and what a real run of it took."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+from minipar import memory_formula, memory_terms
+from minipar.costs.divided import WHOLE, Division
+from minipar.errors import PlanError
+from minipar.memory_formula import Detail
+from minipar.memory_terms import KINDS, Term, size
+from minipar.models.table import PRESETS
+from minipar.plan import Plan
+
+MOST_RANKS = 4  # of a run that an explorer starts
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen.
+
+    numbers    that replace the model's, such as {"layers": 48}
+    rows       of each micro-batch
+    capacity   bytes of a device, called `device`
+    """
+
+    plan: Plan = field(default_factory=Plan)
+    model: str = "gpt2-xl"
+    numbers: Mapping[str, int] = field(default_factory=dict)
+    rows: int = 1
+    capacity: int = 80 * 10**9
+    device: str = "a100-80gb"
+    division: Division = WHOLE
+
+    @property
+    def batch(self) -> int:
+        return self.plan.dp * self.plan.total_microbatches * self.rows
+
+    def __str__(self) -> str:
+        own = "".join(f" {key}={value}" for key, value in self.numbers.items())
+        more = {"tp": self.division.tp, "ep": self.division.ep, "experts": self.division.experts}
+        words = [f"{key}={value}" for key, value in more.items() if value > 1]
+        return " ".join([f"{self.model}{own}, {self.plan}", *words]) + f", {self.rows} row{'s' * (self.rows != 1)} a micro-batch"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on all ranks of a choice. Errors, when made: PlanError for what cannot be."""
+
+    choice: Choice
+    details: tuple[Detail, ...]
+
+    @staticmethod
+    def of(choice: Choice) -> Memory:
+        one = choice
+        found = memory_formula.details(one.plan, one.model, one.batch, one.division, **one.numbers)
+        return Memory(choice, tuple(found))
+
+    @cached_property
+    def worst(self) -> int:
+        """The rank that needs most."""
+        return max(range(len(self.details)), key=lambda rank: self.details[rank].memory.total)
+
+    @cached_property
+    def groups(self) -> list[list[int]]:
+        """Ranks with the same numbers, the group of the worst first, the others as they come."""
+        alike: dict[object, list[int]] = {}
+        for rank, detail in enumerate(self.details):
+            alike.setdefault((detail.memory, detail.rows), []).append(rank)
+        return sorted(alike.values(), key=lambda ranks: self.worst not in ranks)
+
+    def terms(self, rank: int) -> list[Term]:
+        return memory_terms.terms(self.choice.plan, self.details[rank])
+
+    @cached_property
+    def verdict(self) -> str:
+        one = self.choice
+        return memory_terms.verdict(
+            one.plan, one.model, one.batch, one.capacity, one.division, one.device, **one.numbers
+        )
+
+
+def label(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0 to 7`, or `ranks 0, 4, ... 28`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return "ranks " + (", ".join(map(str, ranks)) if len(ranks) < 5 else f"{ranks[0]}, {ranks[1]}, ... {ranks[-1]}")
+
+
+def table(memory: Memory) -> list[list[str]]:
+    """A row for each group of ranks, in readable bytes."""
+    rows = [["ranks", *KINDS, "total", "of the device", "on the host"]]
+    for ranks in memory.groups:
+        one = memory.details[ranks[0]].memory
+        share = f"{one.total / memory.choice.capacity:.1%}"
+        rows.append(
+            [label(ranks), *(size(getattr(one, kind)) for kind in KINDS), size(one.total), share, size(one.host)]
+        )
+    return rows
+
+
+# a real run ----------------------------------------------------------------------------------------------------------
+
+
+def why_not_run(choice: Choice) -> str:
+    """Why a choice cannot be run here, in words; "" if it can."""
+    if choice.model not in PRESETS:
+        return f"{choice.model} is too large to be built here; possible are {', '.join(PRESETS)}"
+    if choice.division != WHOLE:
+        return "tp and ep are formulas here; possible is tp=1 ep=1 experts=0"
+    if choice.plan.ranks > MOST_RANKS:
+        return f"{choice.plan.ranks} ranks are many for this machine; possible are up to {MOST_RANKS}"
+    return ""
+
+
+def measure(choice: Choice) -> list[dict[str, int]]:
+    """Train two steps by the choice on real ranks of this machine (with Adam, as the formulas count): every rank's peak
+    by kind, as the tracker found it. Imports torch. Errors: PlanError for what cannot be run."""
+    if reason := why_not_run(choice):
+        raise PlanError(reason)
+    import torch
+
+    from minipar import data, models
+    from minipar.training import train
+
+    run = train(
+        partial(models.build, choice.model, **choice.numbers),
+        data.for_model(choice.model, **choice.numbers),
+        choice.plan,
+        steps=2,
+        batch=choice.batch,
+        optimizer=partial(torch.optim.AdamW, lr=1e-3),
+        memory=True,
+        progress=False,
+    )
+    return [run.trace.peak_by_kind(rank) for rank in range(choice.plan.ranks)]
+
+
+# the figure ----------------------------------------------------------------------------------------------------------
+
+FACES = {
+    "parameters": "#0072B2",
+    "gradients": "#E69F00",
+    "optimizer": "#009E73",
+    "activations": "#56B4E9",
+    "buffers": "#CC79A7",
+}
+HATCHES = {"parameters": "", "gradients": "/", "optimizer": "", "activations": "\\", "buffers": "x"}
+MANY = 24  # bars
+
+
+def figure(memory: Memory, measured: Sequence[Mapping[str, int]] = ()) -> Any:
+    """Bars by kind against the device's capacity, the worst ranks first, as a plotly figure."""
+    import plotly.graph_objects as go
+
+    shown = memory.groups[:MANY]
+    names = [("worst: " if k == 0 and len(memory.groups) > 1 else "") + label(ranks) for k, ranks in enumerate(shown)]
+    unit, word = scale_of(memory)
+    found = go.Figure()
+    for k, kind in enumerate(KINDS):
+        filled = [memory.terms(ranks[0])[k] for ranks in shown]
+        hover = [f"{kind}: {size(term.bytes)}<br>{term.formula}<br>= {term.filled}" for term in filled]
+        found.add_bar(
+            y=names, x=[term.bytes / unit for term in filled], name=kind, orientation="h", hovertext=hover,
+            hoverinfo="text", marker={"color": FACES[kind], "line": {"color": "#444", "width": 0.6}, "pattern": {
+                "shape": HATCHES[kind], "fgcolor": "#333", "size": 5, "solidity": 0.2}},
+        )  # fmt: skip
+    if measured:
+        points = [sum(measured[ranks[0]].values()) for ranks in shown]
+        found.add_scatter(
+            y=names, x=[x / unit for x in points], mode="markers", name="measured", hoverinfo="text",
+            hovertext=[f"measured: {size(x)}" for x in points],
+            marker={"symbol": "diamond", "size": 12, "color": "#D55E00", "line": {"color": "#fff", "width": 1.5}},
+        )  # fmt: skip
+    limit = memory.choice.capacity / unit
+    most = max(memory.details[memory.worst].memory.total / unit, *(x.x[0] for x in found.data[-1:]))
+    if limit < 3 * most:  # (a capacity far to the right would leave the bars no room; the words tell it)
+        text = f"{memory.choice.device or 'capacity'} {size(memory.choice.capacity)}"
+        found.add_vline(x=limit, line={"color": "#b04a00", "width": 2, "dash": "dash"}, annotation={"text": text})
+    found.update_layout(
+        barmode="stack", height=130 + 30 * len(shown), margin={"l": 10, "r": 20, "t": 34, "b": 44},
+        legend={"orientation": "h", "y": -0.2, "yref": "container", "yanchor": "bottom", "traceorder": "normal"},
+        paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)", font={"size": 12},
+        xaxis={"title": {"text": f"{word} on each rank"}, "gridcolor": "rgba(128,128,128,0.3)", "rangemode": "tozero"},
+        yaxis={"autorange": "reversed", "automargin": True},
+    )  # fmt: skip
+    return found
+
+
+def scale_of(memory: Memory) -> tuple[int, str]:
+    """The unit of an axis."""
+    most = memory.details[memory.worst].memory.total
+    return next(((whole, name) for name, whole in (("GiB", 2**30), ("MiB", 2**20)) if most >= whole), (2**10, "KiB"))

@@ -1,0 +1,102 @@
+"""A picture of rectangles, lines and words for where no browser draws: in the colours of js/shared.js, by Pillow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from PIL import Image, ImageColor, ImageDraw
+
+from minipar_widgets import words
+
+FINE = 2  # drawn so much larger, so that slanted lines are smooth
+Point = tuple[float, float]
+
+
+class Sketch:
+    """A drawing surface of so many pixels; colours are names or `#rrggbb`."""
+
+    def __init__(self, width: float, height: float, dark: bool = False) -> None:
+        self.width, self.height, self.dark = round(width), round(height), dark
+        self.look = words.paper(dark)
+        self._image = Image.new("RGB", (FINE * self.width, FINE * self.height), self.look.paper)
+        self._draw = ImageDraw.Draw(self._image)
+
+    def rect(
+        self, x: float, y: float, width: float, height: float, face: str = "", edge: str = "", mark: str = ""
+    ) -> None:
+        r"""A rectangle, hatched with "/", "\" or "x" in the colour of its edge if a mark is given."""
+        if width <= 0 or height <= 0:
+            return
+        box = (FINE * x, FINE * y, max(FINE * x, FINE * (x + width) - 1), max(FINE * y, FINE * (y + height) - 1))
+        if face:
+            self._draw.rectangle(box, fill=face)
+        if mark and face:
+            self._hatch(box, edge or shade(face, -0.4), mark)
+        if edge:
+            self._draw.rectangle(box, outline=edge, width=FINE)
+
+    def _hatch(self, box: tuple[float, float, float, float], ink: str, mark: str) -> None:
+        left, top, right, bottom = (round(x) for x in box)
+        tile = Image.new("L", (max(1, right - left + 1), max(1, bottom - top + 1)), 0)
+        pen, tall = ImageDraw.Draw(tile), tile.height
+        for x in range(-tall, tile.width + tall, 6 * FINE):
+            if mark in "/x":
+                pen.line((x, tall, x + tall, 0), fill=255, width=FINE)
+            if mark in "\\x":
+                pen.line((x, 0, x + tall, tall), fill=255, width=FINE)
+        self._image.paste(Image.new("RGB", tile.size, ink), (left, top), tile)
+
+    def line(self, points: Sequence[Point], ink: str, width: float = 1.0, dashed: bool = False) -> None:
+        """A line through the points."""
+        fine = [(FINE * x, FINE * y) for x, y in points]
+        if not dashed:
+            self._draw.line(fine, fill=ink, width=round(FINE * width))
+            return
+        for (a, b), (c, d) in pairwise(fine):
+            length = max(1e-9, ((c - a) ** 2 + (d - b) ** 2) ** 0.5)
+            for k in range(0, int(length), 5 * FINE):
+                start, end = k / length, min(1.0, (k + 3 * FINE) / length)
+                dash = (a + (c - a) * start, b + (d - b) * start, a + (c - a) * end, b + (d - b) * end)
+                self._draw.line(dash, fill=ink, width=round(FINE * width))
+
+    def dot(self, x: float, y: float, radius: float, face: str, edge: str = "") -> None:
+        box = (FINE * (x - radius), FINE * (y - radius), FINE * (x + radius), FINE * (y + radius))
+        self._draw.ellipse(box, fill=face, outline=edge or face, width=FINE)
+
+    def diamond(self, x: float, y: float, radius: float, face: str, edge: str) -> None:
+        corners = [(x, y - radius), (x + radius, y), (x, y + radius), (x - radius, y)]
+        self._draw.polygon([(FINE * a, FINE * b) for a, b in corners], fill=face, outline=edge, width=FINE)
+
+    def text(self, x: float, y: float, text: str, ink: str = "", size: float = 12, anchor: str = "lm") -> None:
+        """Words whose left (l), middle (m) or right (r) edge, and middle (m) or top (t), is at the point."""
+        font = words.font(FINE * size)
+        self._draw.text(
+            (FINE * x, FINE * y), text, fill=ink or self.look.ink, font=font, anchor=anchor.replace("t", "a")
+        )
+
+    def measure(self, text: str, size: float = 12) -> float:
+        """How wide words are."""
+        return float(words.font(FINE * size).getlength(text)) / FINE
+
+    def png(self) -> bytes:
+        return words.png(self._image.resize((self.width, self.height), Image.Resampling.LANCZOS))
+
+
+def shade(colour: str, by: float) -> str:
+    """A colour made lighter (by > 0) or darker."""
+    parts: Any = ImageColor.getrgb(colour)[:3]
+    goal = 255 if by > 0 else 0
+    return "#" + "".join(f"{round(part + (goal - part) * abs(by)):02x}" for part in parts)
+
+
+def ticks(top: float, most: int = 6) -> list[float]:
+    """Round numbers from 0 to `top` for an axis."""
+    if not top > 0:
+        return [0.0]
+    power = 10.0 ** (len(str(int(top / most))) - 1) if top >= most else 1e-9
+    while not any(top / (step * power) <= most for step in (1, 2, 5)):
+        power *= 10
+    step = next(step for step in (1, 2, 5) if top / (step * power) <= most) * power
+    return [k * step for k in range(int(top / step) + 1)]
