@@ -39,4 +39,6 @@ def deadlock(walk: Walk, stuck: list[int]) -> ProgramError:
         for r in cycle
     ]
     chain = " -> ".join(map(str, [*cycle, cycle[0]]))
-    return ProgramDeadlock(f"deadlock: ranks wait for each other in a circle, {chain}", "\n".join(lines))
+    error = ProgramDeadlock(f"deadlock: ranks wait for each other in a circle, {chain}", "\n".join(lines))
+    error.places = tuple((r, walk.place[r]) for r in cycle)
+    return error

@@ -24,7 +24,12 @@ class PlanError(MiniparError):
 
 
 class ProgramError(MiniparError):
-    """A program that cannot run, with the shortest explanation of why not."""
+    """A program that cannot run, with the shortest explanation of why not.
+
+    places   (rank, index) of the instructions that it names, where it names some
+    """
+
+    places: tuple[tuple[int, int], ...] = ()
 
 
 class RankError(MiniparError):

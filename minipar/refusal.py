@@ -16,4 +16,6 @@ def refuse(program: Program, rank: int, index: int, reason: str) -> ProgramError
     instructions = program.ranks[rank]
     low, high = max(0, index - 3), min(len(instructions), index + 3)
     lines = [f"  {'->' if k == index else '  '} {k:4d}  {instructions[k]}" for k in range(low, high)]
-    return ProgramError(reason, f"rank {rank}:\n" + "\n".join(lines))
+    error = ProgramError(reason, f"rank {rank}:\n" + "\n".join(lines))
+    error.places = ((rank, index),)
+    return error

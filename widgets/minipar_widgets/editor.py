@@ -1,0 +1,209 @@
+"""ScheduleEditor: a small schedule taken in hand. Blocks are moved, and the engine says at once what comes of it.
+
+    editor = ScheduleEditor("1f1b", stages=4, microbatches=8)      drag blocks, or select them and press Shift and arrow
+    editor.trace                                                   the prediction of what stands there now
+    editor.code()                                                  the same as a schedule to keep
+    Plan(pp=4, microbatches=8, schedule="by-hand")                 it is registered, for plans, the explorer and train
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import traitlets
+from minipar import captions, sheet
+from minipar.errors import MiniparError
+from minipar.plan import Plan
+from minipar.program import Program
+from minipar.trace import Trace
+
+from minipar_widgets import orders, words
+from minipar_widgets.base import View
+from minipar_widgets.orders import Judgement, Order
+
+KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+LANE, LEFT, WIDTH = 30, 56, 900
+
+
+class ScheduleEditor(View):
+    """An order of forwards and backwards to be moved about by hand; see the top of the file.
+
+    start               a schedule's name, with `stages` and `microbatches`; a plan; or a program that a plan gave
+    schedule            the name under which the order is registered, again after each change
+    forward, backward   times of one micro-batch on one rank's whole share; `latency` of a message
+    """
+
+    name = "editor"
+    board = traitlets.Dict().tag(sync=True)  # what the engine says of an order: see `_tell`
+    order = traitlets.Dict().tag(sync=True)  # what stands in the browser: {"id": n, "ranks": [["F0", ...], ...]}
+    editable = traitlets.Bool(True).tag(sync=True)
+
+    def __init__(
+        self,
+        start: str | Plan | Program = "1f1b",
+        stages: int = 4,
+        microbatches: int = 4,
+        *,
+        schedule: str = "by-hand",
+        forward: float = 1.0,
+        backward: float = 2.0,
+        latency: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.schedule = schedule
+        self._costs = (forward, backward, latency)
+        self._id = 0
+        self._now: Order | None = None
+        self._judgement = Judgement(None)
+        self.observe(lambda change: self._asked(change["new"]), "order")
+        self.load(start, stages, microbatches)
+
+    def load(self, start: str | Plan | Program, stages: int = 4, microbatches: int = 4) -> None:
+        """Begin again with another order."""
+        try:
+            found, self.problem = orders.order_of(start, stages, microbatches), ""
+            self._id += 1
+            self._judge(found)
+        except MiniparError as error:
+            self.problem = str(error)
+            self.board = {"id": self._id, "ranks": []}
+            self.refresh()
+
+    @property
+    def trace(self) -> Trace | None:
+        """The prediction of the order as it stands; None where it cannot run."""
+        return self._judgement.trace
+
+    @property
+    def complaint(self) -> str:
+        """Why the order cannot run, in one line; empty if it can."""
+        return self.problem or self._judgement.reason
+
+    @property
+    def words(self) -> orders.Words:
+        """The order as it stands: per rank words such as `F0`."""
+        return self._now.words if self._now is not None else ()
+
+    def code(self) -> str:
+        """The order as Python: a generator with `@minipar.schedule`, for a cell or a file."""
+        return orders.code(self._now, self.schedule) if self._now is not None else ""
+
+    def _asked(self, order: dict[str, Any]) -> None:
+        if self._now is None or not order:
+            return
+        ranks = order.get("ranks", [])
+        self._id = max(self._id, int(order.get("id", 0)))
+        self._judge(Order(tuple(map(tuple, ranks)), self._now.microbatches, self._now.stages))
+
+    def _judge(self, order: Order) -> None:
+        self._now = order
+        self._judgement = orders.judge(order, self.schedule, *self._costs)
+        with self.hold_sync():
+            self.board = self._tell()
+            self.refresh()
+
+    def _tell(self) -> dict[str, Any]:
+        """Blocks with their times, and words: all that the browser shows."""
+        assert self._now is not None
+        order, found = self._now, self._judgement
+        ranks = []
+        for rank, row in enumerate(order.words):
+            ranks.append([])
+            for k, word in enumerate(row):
+                span = found.spans[rank][k]
+                ranks[rank].append(
+                    {
+                        "word": word,
+                        "stage": orders.stage_of(order, rank, word),
+                        "microbatch": orders.action_of(word).microbatch,
+                        "start": span[0] if span else None,
+                        "end": span[1] if span else None,
+                        "takes": self._takes(word),
+                        "guilty": (rank, k) in found.guilty,
+                    }
+                )
+        return {
+            "id": self._id,
+            "ranks": ranks,
+            "reason": found.reason,
+            "details": found.details,
+            "facts": self._facts(),
+            "code": self.code(),
+        }
+
+    def _takes(self, word: str) -> float:
+        forward, backward, _ = self._costs
+        assert self._now is not None
+        return {"F": forward, "B": backward}.get(word[0], backward / 2) / self._now.chunks
+
+    def _facts(self) -> str:
+        found = self._judgement
+        if found.trace is None:
+            return ""
+        same = f" · this is {' and '.join(found.same_as)}" if found.same_as else ""
+        return captions.facts(found.trace) + same
+
+    # words, table, picture --------------------------------------------------------------------------------------------
+
+    def summary(self) -> str:
+        assert self._now is not None
+        size = f"{len(self.words)} ranks, {self._now.microbatches} micro-batches"
+        return f"ScheduleEditor {self.schedule}: {size}; " + (
+            f"cannot run: {self.complaint}" if self.complaint else self._facts()
+        )
+
+    def caption(self) -> str:
+        return (
+            "Each block is a forward (F), a backward (B) or one of its halves (I, W) of a micro-batch. Drag a block along "
+            "its rank, or select it with the arrow keys and move it with Shift and arrow; the engine verifies every "
+            "order. Messages are inserted by themselves."
+        )
+
+    def rows(self) -> list[list[str]]:
+        trace = self.trace
+        idle = [f"{captions.idle(trace, rank):.1%}" if trace else "" for rank in range(len(self.words))]
+        held = [f"{n:g}" for n in trace.in_flight()] if trace else [""] * len(self.words)
+        return [
+            ["rank", "order", "idle", "activations held"],
+            *([str(rank), " ".join(row), idle[rank], held[rank]] for rank, row in enumerate(self.words)),
+        ]
+
+    def picture(self, dark: bool = False) -> bytes:
+        from PIL import Image, ImageDraw
+
+        look = words.paper(dark)
+        rows = self.board["ranks"]
+        stop = max((b["end"] for row in rows for b in row if b["end"] is not None), default=0.0)
+        lanes, whole = [], stop
+        for row in rows:
+            now, lane = stop, []
+            for b in row:  # what never runs follows what has run, as in editor.js
+                start, end = (b["start"], b["end"]) if b["end"] is not None else (now, now + b["takes"])
+                now = max(now, end) if b["end"] is None else now
+                whole = max(whole, end)
+                lane.append((b, start, end))
+            lanes.append(lane)
+        scale = (WIDTH - LEFT - 12) / (whole or 1.0)
+        image = Image.new("RGB", (WIDTH, LANE * len(rows) + 34), look.paper)
+        draw = ImageDraw.Draw(image)
+        for rank, lane in enumerate(lanes):
+            top = 4 + rank * LANE
+            draw.text((6, top + LANE / 2 - 2), f"rank {rank}", fill=look.ink, font=words.font(12), anchor="lm")
+            for b, start, end in lane:
+                colours = sheet.LOOKS[KINDS[b["word"][0]]]
+                box = (LEFT + start * scale, top, LEFT + max(end * scale - 1, start * scale + 1), top + LANE - 5)
+                runs = b["end"] is not None
+                edge, width = (look.warn, 3) if b["guilty"] else (colours.edge, 1)
+                draw.rectangle(box, fill=colours.face if runs else look.paper, outline=edge, width=width)
+                if box[2] - box[0] > 4 + 6.5 * len(b["word"]):
+                    middle = ((box[0] + box[2]) / 2, (box[1] + box[3]) / 2)
+                    ink = colours.ink if runs else look.ink
+                    draw.text(middle, b["word"], fill=ink, font=words.font(11), anchor="mm")
+        line = f"cannot run: {self.complaint}" if self.complaint else self._facts()
+        draw.text((6, LANE * len(rows) + 12), line[:150], fill=look.warn if self.complaint else look.ink, font=words.font(12))
+        return words.png(image)
+
+    def state(self) -> dict[str, Any]:
+        """For a page without kernel: it can be played, not changed."""
+        return super().state() | {"editable": False}
