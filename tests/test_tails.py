@@ -188,7 +188,8 @@ OPERATIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "square": lambda m, x: x * x, "view": lambda m, x: x.reshape(-1, 2).reshape(x.shape), "double": lambda m, x: x + x,
     "norm": lambda m, x: nn.functional.layer_norm(x, (WIDTH,)), "in place": lambda m, x: (x * 1).mul_(2),
     "softmax": lambda m, x: x.softmax(-1), "nested": lambda m, x: checkpoint(m.up, x, use_reentrant=False),
-    "turn": lambda m, x: x.flip(-1), "max": lambda m, x: torch.maximum(x, m.down(x)), "sort": lambda m, x: x.sort(-1)[0],
+    "turn": lambda m, x: x.flip(-1), "max": lambda m, x: torch.maximum(x, m.down(x)),
+    "sort": lambda m, x: x.sort(-1)[0],
     "mask": lambda m, x: torch.where(x > 0, x, 0.1 * x), "cube": lambda m, x: Cube.apply(x),
 }  # fmt: skip
 
