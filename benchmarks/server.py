@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import threading
 import time
 from functools import partial
 from statistics import median
@@ -31,37 +30,46 @@ from minipar.training import Run
 
 SIZES = {"1 KB": 1 << 10, "64 KB": 1 << 16, "4 MB": 4 << 20, "40 MB": 40 << 20}
 MODES = ("sync", "async", "ssp:3", "k-of-n:3/4")
+_TURN = 10  # rounds
 _FORWARD, _BACKWARD, _SLOWER = 0.004, 0.008, 5.0
 
 
 def _messages(folder: str, size: int, rounds: int) -> list[tuple[float, float]] | None:
-    """Rank 0: seconds of a push and a pull, and of gloo's send and receive. Rank 1 answers."""
+    """Rank 0: seconds of a push and a pull, and of gloo's send and receive. Rank 1 answers the ones, rank 2 the others.
+
+    They take turns every ten rounds, so that both meet the same machine, each with its caches warm.
+    """
     rank = worker.context().rank
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     x, y = torch.zeros(size // 4), torch.zeros(size // 4)
-    total = rounds + 3
+    total = -(-rounds // _TURN) * _TURN
     if rank == 1:
-        settings = Settings(1, total, cast(Any, _NoUpdate), Mode("async"))
-        thread = threading.Thread(target=server.serve, args=(folder, 0, settings, [x]))
-        thread.start()
         for _ in range(total):
             dist.recv(y, 0)
             dist.send(y, 0)
-        thread.join()
+    if rank == 2:
+        settings = Settings(1, total + 1, cast(Any, _NoUpdate), Mode("async"))
+        server.serve(folder, 0, settings, [x])
+    if rank:
         return None
     ps = pushing.connect(folder, 0)
     ps.next_step()
-    times = []
-    for _ in range(total):
-        start = time.perf_counter()
-        ps.push("x", x)
-        ps.next_step()
-        middle = time.perf_counter()
-        dist.send(x, 1)
-        dist.recv(y, 1)
-        times.append((middle - start, time.perf_counter() - middle))
-    return times[2:-1]  # (the last step ends it, without parameters)
+    ours, gloos = [], []
+    for _ in range(total // _TURN):
+        for _ in range(_TURN):
+            start = time.perf_counter()
+            ps.push("x", x)
+            ps.next_step()
+            ours.append(time.perf_counter() - start)
+        for _ in range(_TURN):
+            start = time.perf_counter()
+            dist.send(x, 1)
+            dist.recv(y, 1)
+            gloos.append(time.perf_counter() - start)
+    ps.push("x", x)
+    ps.next_step()  # (the last step ends it, without parameters)
+    return list(zip(ours, gloos, strict=True))[_TURN:]
 
 
 class _NoUpdate:
@@ -76,9 +84,9 @@ class _NoUpdate:
 
 def _transport(quick: bool) -> list[Row]:
     rows = []
-    with Cluster(2, device="cpu") as cluster:
+    with Cluster(3, device="cpu") as cluster:
         for name, size in SIZES.items():
-            rounds = (10 if quick else 40) if size >= 4 << 20 else (50 if quick else 400)
+            rounds = (20 if quick else 40) if size >= 4 << 20 else (50 if quick else 400)
             folder = tempfile.mkdtemp(prefix="bench-server-")
             try:
                 meeting.open_folder(folder, [key_of("x", torch.zeros(size // 4))])

@@ -27,6 +27,7 @@ from minipar.losses import counted, counts_elements
 from minipar.pieces import pieces_of
 from minipar.program import Instruction, Local, Op, Program, Staleness, Synchronous, Value, grad_output, output
 from minipar.strategies import host_layers, offload
+from minipar.tails import Tails
 from minipar.tensors import (
     count_bytes,
     detach,
@@ -65,6 +66,7 @@ class Compute:
         self.left: dict[tuple[int, int, int], list[Arrived]] = {}  # between the halves of a backward
         self.trained: dict[tuple[int, ...], list[Tensor]] = {}
         self.graphs: dict[tuple[int, int, int], tuple[Any, list[tuple[int, Any]]]] = {}
+        self.tails = Tails()
 
     def work(self, ins: Instruction, live: dict[Value, Any]) -> None:
         """A compute instruction on layers, of whatever kind."""
@@ -160,6 +162,8 @@ class Compute:
             handed_on = output(piece[-1], ins.microbatch, ins.step)
             if handed_on in ins.writes:
                 live[handed_on] = value
+        del value, result, ends
+        self.tails.settle()
 
     def _cut(self, value: Any, ins: Instruction) -> Any:
         """The tokens of the slice that an instruction works on."""
@@ -186,6 +190,8 @@ class Compute:
         final   of the last layer the targets, and what the whole batch counts; start: the first token of a slice
         """
         size = self.rows(ins)
+        handed_on = output(piece[-1], ins.microbatch, ins.step) in ins.writes
+        unread = None if final or handed_on or self.overwriting else piece[-1]  # its output's numbers go nowhere
         value = map_tensors(given, torch.clone) if piece[0] in self.overwriting else given
         ends: list[Tensor] = []
         for layer in piece:
@@ -209,7 +215,10 @@ class Compute:
                 self.sizes["grad_output", layer, size] = count_bytes([t for t in tensors(value) if t.requires_grad])
                 self.sizes["saved", layer, size] = kept.nbytes
             elif ("saved", layer, size) in self.sizes or not torch.is_grad_enabled():
-                value = (run or module)(value)
+                if run is None and layer == unread:
+                    value = self.tails.run(layer, module, value)
+                else:
+                    value = (run or module)(value)
                 ends = [loss(value)] if loss else []
                 if ("output", layer, size) not in self.sizes:
                     self.sizes["output", layer, size] = count_bytes(value)

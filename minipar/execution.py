@@ -377,7 +377,8 @@ def profile_job(
     recomputed.choose(layers, plan.checkpoint == "selective")
     shape = replace(shape_of(layers), names=tuple(model._modules))
     slices, threads = ranges_of(plan, shape, [x, y]), torch.get_num_threads()
-    measured = profile(layers, (x, y), loss, rows, threads=threads, optimizer=job.optimizer, slices=slices)
+    again = plan.checkpoint not in ("none", "selective")
+    measured = profile(layers, (x, y), loss, rows, 3, threads, job.optimizer, slices, again)
     # (Tapes are of whole rows. Of slices the memory is predicted by the program's values.)
     tapes = record(layers, x, y, loss, rows, job.optimizer, split) if memory and not slices else None
     copies = Copies()

@@ -21,6 +21,7 @@ import struct
 from collections import deque
 from collections.abc import Callable
 from enum import IntEnum
+from itertools import islice
 from typing import NamedTuple
 
 from torch import Tensor
@@ -31,6 +32,7 @@ _HEADER = struct.Struct("<iiiqqqq")
 _NONCE = _PROOF = 32
 _BUFFER = 4 << 20  # asked for; the kernel gives what its limits allow
 _SMALL = 1 << 14
+_PIECES = 16  # of what waits to be written, in one call
 _AT_ONCE = 64  # messages read from one connection before the others have their turn
 MOST_TEXT = 1 << 16  # bytes of a text
 
@@ -39,7 +41,7 @@ class What(IntEnum):
     HELLO = 1  # client: who it is (JSON)
     WELCOME = 2  # server: the number of its incarnation
     PUSH = 3  # worker: its part of one key's gradient
-    ACK = 4  # server 0: a step's gradient is at all servers
+    ACK = 4  # worker to server 0: tell me when this step's gradient is at all servers; and the answer
     PULL = 5  # worker to server 0
     ANSWER = 6  # a server's parameters
     LEAVE = 7  # worker to server 0
@@ -233,30 +235,29 @@ class Peer:
 
     def send(self, message: Message, data: memoryview | bytes = b"", written: Callable[[], None] | None = None) -> None:
         """Write a message, or remember it; `written` is called when the kernel has all of it."""
-        header = _HEADER.pack(*message[:-1], len(data))
-        small = len(data) < _SMALL  # a copy is cheaper than another call
-        self._out.append((memoryview(header + bytes(data) if small else header), written if small else None))
-        if not small:
+        self._out.append((memoryview(_HEADER.pack(*message[:-1], len(data))), None if len(data) else written))
+        if len(data):
             self._out.append((memoryview(data), written))
         self.flush()
 
     def flush(self) -> None:
         """Write what the kernel takes. A connection that has ended only forgets."""
         while self._out and not self.ended:
-            data, written = self._out[0]
-            try:
-                done = self.socket.send(data)
+            try:  # (a header and its bytes at once: the other side is woken once)
+                done = self.socket.sendmsg([data for data, _ in islice(self._out, _PIECES)])
             except BlockingIOError:
                 return
             except OSError:
                 self.ended = True
                 break
-            if done < len(data):
-                self._out[0] = data[done:], written
-            else:
-                self._out.popleft()
+            while self._out and done >= len(self._out[0][0]):
+                data, written = self._out.popleft()
+                done -= len(data)
                 if written is not None:
                     written()
+            if done:
+                data, written = self._out[0]
+                self._out[0] = data[done:], written
         if self.ended:
             self._out.clear()
 

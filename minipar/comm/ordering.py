@@ -62,7 +62,7 @@ class Server:
         self.requests: dict[int, int] = {}
         self.saved: set[int] = set()  # servers that have the newest snapshot
         self.ending: set[int] | None = None  # servers that have come to the end
-        self.unacknowledged: dict[int, int] = {}  # an answer says it, too, if it is ready at once
+        self.questions: dict[int, int] = {}  # workers that want to know when this step of theirs is at all servers
         self.taking: list[Row] = []
         self.ready = self.broken = False
 
@@ -180,9 +180,9 @@ class Server:
             if not self.rule.known(peer.worker, message.step):
                 pushed = self.shard.pushing(peer.worker, peer.life, message.step, message.version, message.number)
                 if message.key in pushed.missing:
-                    return self.shard.room(pushed, message.key)
+                    return pushed.room.bytes[message.key]
             return memoryview(bytearray(size))  # it was here before: not twice
-        from_worker = peer.worker >= 0 and what in (What.PULL, What.LEAVE)
+        from_worker = peer.worker >= 0 and what in (What.PULL, What.ACK, What.LEAVE)
         from_server = peer.server >= 0 and what in BETWEEN_SERVERS
         if size or not (from_worker or from_server):
             raise Refused(f"message {what} of {size} bytes is none that server {self.number} expects")
@@ -200,6 +200,10 @@ class Server:
             self.requests[peer.worker] = number
             if not self.arrivals.wait(peer.worker):
                 self.rule.ask(peer.worker)
+        elif what == What.ACK:
+            self.questions[peer.worker] = step
+            if self.rule.known(peer.worker, step):
+                self._acknowledge(peer.worker, step)
         elif what == What.LEAVE:
             if peer.worker in self.rule.members:
                 self._tell_row(self.rule.leave(peer.worker))
@@ -266,8 +270,6 @@ class Server:
         worker, step = peer.worker, message.step
         pushed = self.shard.pushed.get((worker, peer.life))
         known = self.rule.known(worker, step)
-        if known and self.number == 0:
-            self.board.tell(peer, Message(What.ACK, worker=worker, step=step))
         if known or pushed is None or message.key not in pushed.missing:
             return
         pushed.missing.discard(message.key)
@@ -283,9 +285,15 @@ class Server:
         """Server 0: a gradient is whole at a server. Once it is at all of them, it counts."""
         if self.arrivals.whole(worker, step, life, server):
             self.rule.push(worker, step)
-            self.unacknowledged[worker] = step
+            self._acknowledge(worker, step)
             if self.arrivals.awaited(worker):
                 self.rule.ask(worker)
+
+    def _acknowledge(self, worker: int, step: int) -> None:
+        """A step's gradient is at all servers: say so, if that is what the worker waits for."""
+        if self.questions.get(worker) == step:
+            del self.questions[worker]
+            self.board.tell(self.workers.get(worker), Message(What.ACK, worker=worker, step=step))
 
     # what happens ----------------------------------------------------------------------------------------------------
 
@@ -298,9 +306,6 @@ class Server:
             due = every and rows[-1].kind is Kind.APPLY and self.rule.version % every == 0
             if due and len(self.saved) in (0, self.count):  # (not before all have the one before)
                 self._save_all()
-        for worker, step in self.unacknowledged.items():
-            self.board.tell(self.workers.get(worker), Message(What.ACK, worker=worker, step=step))
-        self.unacknowledged.clear()
         if not self.rule.members:
             self._end()
 
@@ -335,7 +340,6 @@ class Server:
         peer, flat = self.workers.get(row.worker), self.shard.flat
         if peer is None:
             return
-        self.unacknowledged.pop(row.worker, None)
         self.heard[row.worker] = time.monotonic()
         size = self.shard.nbytes if row.step < self.settings.steps else 0  # (at the end there is no more to work on)
 

@@ -60,6 +60,7 @@ class Servers:
             [(server, piece) for server, pieces in enumerate(self._pieces) for piece in pieces if piece.tensor == k]
             for k in range(len(self.keys))
         ]
+        self._places = {(k, server) for k, homes in enumerate(self._homes) for server, _ in homes}
         # What the servers keep, each in one run of bytes; a key that is cut gets memory of its own.
         self._flats = [torch.zeros(length(pieces), dtype=torch.uint8) for pieces in self._pieces]
         self._bytes = [bytes_of(flat) for flat in self._flats]
@@ -73,7 +74,7 @@ class Servers:
         self.rows, self.of = 1, 1
         self.missing: set[tuple[int, int]] = set()  # parts of keys, by server, that this step has not pushed yet
         self.pushed: dict[int, Tensor] = {}  # the others, until all servers have the step
-        self.unacknowledged = -1  # the step whose acknowledgement is awaited
+        self.unacknowledged = -1  # the step that servers may not have yet
         self.sent = self.received = 0  # bytes of gradients, and of parameters
         self._again()
 
@@ -198,7 +199,7 @@ class Servers:
         self.received += sum(flat.numel() for flat in self._flats) if answer.size else 0
         self.pushed.clear()
         self.unacknowledged = -1  # (nobody gets an answer before that)
-        self.missing = {(k, server) for k, homes in enumerate(self._homes) for server, _ in homes}
+        self.missing = set(self._places)
         for k, homes in enumerate(self._homes):
             if len(homes) > 1:
                 whole = bytes_of(self._values[k])
@@ -224,8 +225,7 @@ class Servers:
         """
         k = self._find(index, "push")
         key = self.keys[k]
-        form = gradient.shape == torch.Size(key.shape) and gradient.dtype is key.type
-        if not form:
+        if gradient.shape != self._values[k].shape or gradient.dtype is not self._values[k].dtype:
             kind = f"{str(gradient.dtype).removeprefix('torch.')} {tuple(gradient.shape)}"
             raise RankError(f"worker {self.worker}: push of key {index!r} as {kind}; the servers have it as {key}")
         parts = {(k, home) for home, _ in self._homes[k] if server in (None, home)}
@@ -261,6 +261,7 @@ class Servers:
         """Wait until all servers have the gradient of this step."""
         while self.unacknowledged >= 0:
             try:
+                self.lines[0].send(Message(What.ACK, worker=self.worker, step=self.unacknowledged))
                 self._take(self.lines[0], What.ACK)
             except ConnectionError:
                 if self._again():

@@ -64,6 +64,16 @@ def length(pieces: Sequence[Piece]) -> int:
     return pieces[-1].place + pieces[-1].size if pieces else 0
 
 
+class Room:
+    """Memory for one gradient, and the pieces in it: made once and used again for the next gradients."""
+
+    def __init__(self, keys: Sequence[Key], pieces: Sequence[Piece], flat: Tensor) -> None:
+        self.flat = flat
+        whole = bytes_of(flat)
+        self.bytes = {p.tensor: whole[p.place : p.place + p.size] for p in pieces}
+        self.views = [view(flat, keys[p.tensor], p) for p in pieces]
+
+
 @dataclass
 class Pushed:
     """A worker's gradient of one step, as far as it is here. It is the gradient of `rows` of the `of` rows of a step,
@@ -74,7 +84,7 @@ class Pushed:
     step: int
     rows: int
     of: int
-    flat: Tensor
+    room: Room
     missing: set[int] = field(default_factory=set)  # tensors of which the piece is not here yet
 
 
@@ -94,7 +104,7 @@ class Shard:
         # (a server may have nothing to keep, where servers outnumber elements)
         self.optimizer = optimizer(self.parameters) if self.parameters else None
         self.readers: list[Peer] = []  # who may still be reading `flat`
-        self.spare: list[Tensor] = []
+        self.spare: list[Room] = []
         self.pushed: dict[tuple[int, int], Pushed] = {}  # by worker and life
         # Runs of pieces of one type are summed in one go.
         self.runs: list[tuple[torch.dtype, int, int]] = []
@@ -117,15 +127,13 @@ class Shard:
         if found is None or found.step != step:
             if found is not None:
                 self.let_go(found)
-            flat = self.spare.pop() if self.spare else torch.empty(self.nbytes, dtype=torch.uint8)
-            found = Pushed(worker, life, step, rows, of, flat, {p.tensor for p in self.pieces})
+            room = self.spare.pop() if self.spare else self._room(torch.empty(self.nbytes, dtype=torch.uint8))
+            found = Pushed(worker, life, step, rows, of, room, set(self.by_tensor))
             self.pushed[worker, life] = found
         return found
 
-    def room(self, pushed: Pushed, tensor: int) -> memoryview:
-        """Memory for one key's piece of a gradient."""
-        piece = self.by_tensor[tensor]
-        return bytes_of(pushed.flat)[piece.place : piece.place + piece.size]
+    def _room(self, flat: Tensor) -> Room:
+        return Room(self.keys, self.pieces, flat)
 
     def find(self, worker: int, step: int) -> Pushed | None:
         """A worker's gradient of a step that is whole."""
@@ -134,25 +142,25 @@ class Shard:
 
     def let_go(self, pushed: Pushed) -> None:
         del self.pushed[pushed.worker, pushed.life]
-        self.spare.append(pushed.flat)
+        self.spare.append(pushed.room)
 
     def apply(self, taken: Sequence[Pushed]) -> None:
         """Sum gradients, in this order, into the gradient of the mean over their rows; update; let them go."""
         if not taken:
             return
         if self.optimizer is not None:
-            total = taken[0].flat
+            total = taken[0].room.flat
             rows = sum(p.rows for p in taken)
             scale = taken[0].of / rows if 0 < rows != taken[0].of else 1.0
             for dtype, start, stop in self.runs if len(taken) > 1 or scale != 1 else ():
                 sums = total[start:stop].view(dtype)
                 for other in taken[1:]:
-                    sums += other.flat[start:stop].view(dtype)
+                    sums += other.room.flat[start:stop].view(dtype)
                 if scale != 1:
                     sums *= scale
             self._spare_readers()
-            for piece, parameter in zip(self.pieces, self.parameters, strict=True):
-                parameter.grad = view(total, self.keys[piece.tensor], piece)
+            for gradient, parameter in zip(taken[0].room.views, self.parameters, strict=True):
+                parameter.grad = gradient
             self.optimizer.step()
             for parameter in self.parameters:
                 parameter.grad = None
@@ -196,7 +204,7 @@ class Shard:
                     numbers[f"{k}/{name}"] = value
         whole = [p for p in self.pushed.values() if not p.missing]
         for k, pushed in enumerate(whole):
-            tensors[f"pushed/{k}"] = pushed.flat
+            tensors[f"pushed/{k}"] = pushed.room.flat
         facts = [[p.worker, p.life, p.step, p.rows, p.of] for p in whole]
         return tensors, {"numbers": numbers, "pushed": facts}
 
@@ -205,7 +213,7 @@ class Shard:
         self._take(tensors["parameters"].clone())
         self.readers = []
         self.pushed = {
-            (worker, life): Pushed(worker, life, step, rows, of, tensors[f"pushed/{k}"].clone())
+            (worker, life): Pushed(worker, life, step, rows, of, self._room(tensors[f"pushed/{k}"].clone()))
             for k, (worker, life, step, rows, of) in enumerate(facts["pushed"])
         }
         if self.optimizer is None:

@@ -47,6 +47,8 @@ class Profile:
     carry_bytes        of a slice of sequences, what the layer keeps for the next slice, such as keys and values
     grad_carry_bytes   the gradient of that
     saved_weight_bytes what the input half leaves for the weight half, the layer's input and gradients included
+    recompute          median seconds of the layer's forward in a recomputation that ends with it: operations whose
+                       numbers no backward needs are left out. Measured when asked for
     """
 
     forward: dict[int, tuple[float, ...]]
@@ -66,6 +68,7 @@ class Profile:
     saved_weight_bytes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     carry_bytes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     grad_carry_bytes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    recompute: dict[int, tuple[float, ...]] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """One JSON object; `from_json` reads it."""

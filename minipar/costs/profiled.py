@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from minipar.costs.measured import Profile
 from minipar.costs.rates import ORDINARY, Calibration, Copies
-from minipar.program import COMPUTE, COPIES, SERVICE, Instruction, Op, Program, Value, home, tier
+from minipar.program import COMPUTE, COPIES, SERVICE, Instruction, Op, Program, Value, home, output, tier
 from minipar.strategies.shares import shares_of
 from minipar.volumes import carried, hops, summed
 
@@ -108,7 +108,12 @@ class ProfiledCosts:
         tables = {Op.BACKWARD: self.profile.backward, Op.BACKWARD_INPUT: self.profile.backward_input}
         tables[Op.BACKWARD_WEIGHT] = self.profile.backward_weight
         table = tables.get(ins.op, self.profile.forward)
-        return sum(table[rows][layer] for layer in ins.layers)
+        seconds = sum(table[rows][layer] for layer in ins.layers)
+        if ins.op is Op.RECOMPUTE and self.profile.recompute:
+            last = ins.layers[-1]
+            if output(last, ins.microbatch, ins.step) not in ins.writes:
+                seconds += self.profile.recompute[rows][last] - self.profile.forward[rows][last]
+        return seconds
 
     def transfer(self, rank: int, ins: Instruction) -> tuple[float, float]:
         if ins.op in COPIES:

@@ -27,6 +27,7 @@ from minipar.costs.shapes import Shape
 from minipar.costs.weighing import Weights, weigh
 from minipar.errors import PlanError
 from minipar.program import Group
+from minipar.tails import Tails
 from minipar.tensors import count_bytes, count_rows, detach, differentiable, map_tensors, overwrites, tensors
 
 Loss = Callable[[Any], Tensor]
@@ -93,6 +94,7 @@ def profile(
     threads: int = 1,
     optimizer: OptimizerFactory = torch.optim.SGD,
     slices: Sequence[range] = (),
+    recompute: bool = False,
 ) -> Profile:
     """Time and weigh each layer of `model` for every number of rows in `rows`, and one step of `optimizer`.
 
@@ -101,6 +103,7 @@ def profile(
     loss      loss(output, y) -> a scalar
     rows      sizes of micro-batches; default: all rows of the batch
     repeats   times are medians of so many, after one run to warm up
+    recompute also time each layer as the end of a recomputation (not of slices)
     threads   CPU threads that a layer may use. With one, times are of that thread's own work, so that other programs
               on the machine do not disturb them; with more, and on a GPU, they are by the clock
 
@@ -133,6 +136,9 @@ def profile(
                 here = None if tokens is None else (tokens.start, j < len(slices) - 1, carried)
                 costs[key] = []
                 for run in _runs(layers, given, (loss, wanted), trainable_from, here):
+                    if recompute and tokens is None:
+                        for each in run:
+                            each.recompute(repeats, clock)
                     costs[key] += _time_run(run, repeats, clock)
         step_seconds, optimizer_bytes = _measure_step([h.trainable for h in held], optimizer, repeats, clock)
 
@@ -157,6 +163,7 @@ def profile(
         saved_weight_bytes=table(lambda c: c.left),
         carry_bytes=table(lambda c: c.weights.carry),
         grad_carry_bytes=table(lambda c: c.weights.grad_carry),
+        recompute=table(lambda c: c.recompute) if recompute and not slices else {},
     )
 
 
@@ -169,6 +176,7 @@ class _LayerCost(NamedTuple):
     forward_flops: int
     backward_flops: int
     left: int
+    recompute: float
 
 
 @dataclass
@@ -195,6 +203,22 @@ class _Measured:
         ends = [end for end in ends + differentiable(self.slice and self.slice.handed_on) if end.requires_grad]
         self.seconds["forward"].append(clock() - start)
         return given, ends
+
+    def recompute(self, repeats: int, clock: _Clock) -> None:
+        """Time the forward as the executor runs it where nobody reads the output, if that is any shorter."""
+        if self.loss or overwrites(self.layer):
+            return
+        tails = Tails()
+        for k in range(repeats + 1):
+            given = detach(self.value, self.input_gradient)
+            start = clock()
+            output = tails.run(0, self.layer, given)
+            if k:
+                self.seconds["recompute"].append(clock() - start)
+            del output
+            tails.settle()
+            if not tails.shortens(0, given):
+                return
 
 
 def _runs(
@@ -283,6 +307,7 @@ def _time_run(run: list[_Measured], repeats: int, clock: _Clock) -> list[_LayerC
             each.weights,
             *each.flops,
             each.left[0],
+            median(each.seconds["recompute"] or each.seconds["forward"]),
         )
         for each in run
     ]

@@ -337,7 +337,7 @@ def test_answers_on_their_way_keep_their_version():
     shard.readers.append(Slow())
     for step in range(2):
         pushed = shard.pushing(0, 1, step, 1, 1)
-        pushed.flat.view(torch.float64).fill_(1.0)
+        pushed.room.flat.view(torch.float64).fill_(1.0)
         pushed.missing.clear()
         shard.apply([pushed])
         assert torch.equal(before, kept)
