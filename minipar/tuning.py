@@ -20,6 +20,7 @@ from minipar.costs.shapes import Shape
 from minipar.errors import PlanError
 from minipar.plan import Plan
 from minipar.program import Program
+from minipar.sheet import picture
 from minipar.simulator import simulate
 from minipar.strategies.bucket_size import sizes
 from minipar.strategies.data_parallel import Bucket
@@ -68,10 +69,8 @@ class BucketCurve:
         return "\n".join(lines)
 
     def plot(self, width: float = 7.0) -> Figure:
-        """The curve as a matplotlib figure: predicted outlined, measured filled."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(width, 3.2), layout="constrained")
+        """The curve as a matplotlib figure that shows itself: predicted outlined, measured filled."""
+        figure = picture()(figsize=(width, 3.2), layout="constrained")
         axes, places = figure.subplots(), range(len(self.buckets))
         predicted, measured = ([t * 1e3 for t in times] for times in (self.predicted, self.measured))
         axes.plot(places, predicted, "o--", color=COLOUR, markerfacecolor="none", label="predicted")
@@ -83,6 +82,7 @@ class BucketCurve:
         axes.set_xlabel("bucket")
         axes.set_title(f"{self.plan}: best is {self._names()[self.buckets.index(self.best)]}", fontsize=9)
         axes.legend()
+        figure.alt = f"Time of a step over the size of its buckets.\n{self}"  # type: ignore[attr-defined]
         return figure
 
 

@@ -320,6 +320,9 @@ def _check_end(program: Program, rank: int, live: set[Value]) -> None:
         reason = f"{value} is never freed: written by {at(program, rank, writer)}"
         raise refuse(program, rank, writer, reason)
     for value in sorted(final - live):
-        freer = max(k for k, ins in enumerate(program.ranks[rank]) if value in ins.frees)
+        freers = [k for k, ins in enumerate(program.ranks[rank]) if value in ins.frees]
+        if not freers:  # as in a collective that forgets a rank
+            raise ProgramError(f"rank {rank} must end with {value}, but never has it")
+        freer = freers[-1]
         reason = f"{value} must outlive the program, but {at(program, rank, freer)} frees it"
         raise refuse(program, rank, freer, reason)
