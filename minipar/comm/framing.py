@@ -229,6 +229,11 @@ class Peer:
         return self.socket.fileno()
 
     @property
+    def unread(self) -> bool:
+        """Whether something was taken in and not looked at: no selector tells of that."""
+        return self._read < self._staged
+
+    @property
     def busy(self) -> bool:
         """Whether something is still to be written."""
         return bool(self._out)

@@ -26,10 +26,16 @@ class Switchboard:
         self.selector = selectors.DefaultSelector()
         self.selector.register(listener, selectors.EVENT_READ)
         self.peers: dict[Peer, int] = {}  # what the selector waits for at each
+        self.unread: list[Peer] = []  # had more to say than its turn was long
 
     def wait(self, seconds: float) -> None:
         """Until something comes or can be written, at most so long; and see to it."""
-        for key, events in self.selector.select(seconds):
+        unread, self.unread = self.unread, []
+        ready = self.selector.select(0 if unread else seconds)
+        for peer in unread:
+            if peer in self.peers:
+                self._attend(peer, selectors.EVENT_READ)
+        for key, events in ready:
             if key.fileobj is self.listener:
                 self._accept()
             elif key.fileobj in self.peers:  # (an event before may have ended it)
@@ -69,6 +75,8 @@ class Switchboard:
             self.gone(peer)
         else:
             self._watch(peer)
+            if peer.unread:
+                self.unread.append(peer)
 
     def _watch(self, peer: Peer) -> None:
         """Wait for room to write only where something is to be written."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import struct
 import threading
 import time
+from contextlib import closing
 from functools import partial
 
 import pytest
@@ -18,6 +20,7 @@ from minipar.comm import meeting, pushing, server, snapshot
 from minipar.comm.framing import Line, Message, What
 from minipar.comm.served import Settings
 from minipar.comm.shard import Shard, key_of, pieces_of
+from minipar.comm.switchboard import Switchboard
 from minipar.errors import RankDied, RankError, ServerClosed
 from minipar.strategies.consistency import Kind, Mode, Row
 from minipar.strategies.shares import cut
@@ -342,3 +345,23 @@ def test_answers_on_their_way_keep_their_version():
         shard.apply([pushed])
         assert torch.equal(before, kept)
     assert not torch.equal(shard.flat, kept)
+
+
+def test_many_small_messages_at_once_are_all_heard():
+    """More than a connection's turn is long, taken in by one read: nothing more comes that would wake the server."""
+    near, far = socket.socketpair()
+    heard: list[Message] = []
+    memory = memoryview(bytearray(8))
+    with closing(socket.socket(socket.AF_UNIX)) as listener, closing(far):
+        listener.bind("")
+        listener.listen()
+        board = Switchboard(
+            listener, b"", lambda peer, message: memory[: message.size], lambda _, m: heard.append(m), lambda _: None
+        )
+        board.adopt(near)
+        header = struct.Struct("<iiiqqqq")
+        far.sendall(b"".join(header.pack(What.PUSH, k, 0, 0, 0, 0, 8) + bytes(8) for k in range(200)))
+        for _ in range(20):
+            board.wait(0.05)
+        board.close()
+    assert [message.key for message in heard] == list(range(200))

@@ -1,9 +1,9 @@
 """ScheduleEditor: a small schedule taken in hand. Blocks are moved, and the engine says at once what comes of it.
 
-    editor = ScheduleEditor("1f1b", stages=4, microbatches=8)      drag blocks, or select them and press Shift and arrow
-    editor.trace                                                   the prediction of what stands there now
-    editor.code()                                                  the same as a schedule to keep
-    Plan(pp=4, microbatches=8, schedule="by-hand")                 it is registered, for plans, the explorer and train
+editor = ScheduleEditor("1f1b", stages=4, microbatches=8)      drag blocks, or select them and press Shift and arrow
+editor.trace                                                   the prediction of what stands there now
+editor.code()                                                  the same as a schedule to keep
+Plan(pp=4, microbatches=8, schedule="by-hand")                 it is registered, for plans, the explorer and train
 """
 
 from __future__ import annotations
@@ -201,7 +201,9 @@ class ScheduleEditor(View):
                     ink = colours.ink if runs else look.ink
                     draw.text(middle, b["word"], fill=ink, font=words.font(11), anchor="mm")
         line = f"cannot run: {self.complaint}" if self.complaint else self._facts()
-        draw.text((6, LANE * len(rows) + 12), line[:150], fill=look.warn if self.complaint else look.ink, font=words.font(12))
+        draw.text(
+            (6, LANE * len(rows) + 12), line[:150], fill=look.warn if self.complaint else look.ink, font=words.font(12)
+        )
         return words.png(image)
 
     def state(self) -> dict[str, Any]:

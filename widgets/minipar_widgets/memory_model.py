@@ -44,7 +44,10 @@ class Choice:
         own = "".join(f" {key}={value}" for key, value in self.numbers.items())
         more = {"tp": self.division.tp, "ep": self.division.ep, "experts": self.division.experts}
         words = [f"{key}={value}" for key, value in more.items() if value > 1]
-        return " ".join([f"{self.model}{own}, {self.plan}", *words]) + f", {self.rows} row{'s' * (self.rows != 1)} a micro-batch"
+        return (
+            " ".join([f"{self.model}{own}, {self.plan}", *words])
+            + f", {self.rows} row{'s' * (self.rows != 1)} a micro-batch"
+        )
 
 
 @dataclass(frozen=True)

@@ -195,9 +195,7 @@ def register(order: Order, name: str) -> None:
     )(by_hand)
 
 
-def judge(
-    order: Order, name: str, forward: float = 1.0, backward: float = 2.0, latency: float = 0.0
-) -> Judgement:
+def judge(order: Order, name: str, forward: float = 1.0, backward: float = 2.0, latency: float = 0.0) -> Judgement:
     """Register an order under `name`, and see whether it can run, and how long it takes."""
     nothing = tuple((None,) * len(row) for row in order.words)
     try:
@@ -294,7 +292,11 @@ def _same_as(order: Order, name: str) -> tuple[str, ...]:
 
 def code(order: Order, name: str) -> str:
     """The order as Python: a schedule that a cell or a file can register."""
-    used = [kind.__name__ for letter, kind in ACTIONS.items() if any(word[0] == letter for row in order.words for word in row)]
+    used = [
+        kind.__name__
+        for letter, kind in ACTIONS.items()
+        if any(word[0] == letter for row in order.words for word in row)
+    ]
     marks = [mark for mark in (".", "&") if any(mark in word for row in order.words for word in row)]
     function = re.sub(r"\W", "_", name)
     if not function.isidentifier() or keyword.iskeyword(function):
@@ -308,7 +310,13 @@ def code(order: Order, name: str) -> str:
         "ORDER = (",
         *(f'    "{" ".join(row)}",' for row in order.words),
         ")",
-        "ACTIONS = {" + ", ".join(f'"{LETTERS[ACTIONS[letter]]}": {kind.__name__}' for letter, kind in ACTIONS.items() if kind.__name__ in used) + "}",
+        "ACTIONS = {"
+        + ", ".join(
+            f'"{LETTERS[ACTIONS[letter]]}": {kind.__name__}'
+            for letter, kind in ACTIONS.items()
+            if kind.__name__ in used
+        )
+        + "}",
         "",
         "",
         f'@minipar.schedule("{name}"{options})',
@@ -334,7 +342,9 @@ def _placement(order: Order) -> tuple[str, list[str]]:
     """The decorator's options that say where the stages are, and what they import."""
     ranks, chunks = len(order.stages), order.chunks
     known = [
-        name for name, where in PLACEMENTS.items() if tuple(tuple(where(r, ranks, chunks)) for r in range(ranks)) == order.stages
+        name
+        for name, where in PLACEMENTS.items()
+        if tuple(tuple(where(r, ranks, chunks)) for r in range(ranks)) == order.stages
     ]
     count = f", chunks={chunks}" if chunks > 1 else ""
     if known and known[0] == "looped":
