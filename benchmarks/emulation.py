@@ -21,7 +21,10 @@ from minipar.execution import Job, execute, profile_job
 
 TIMES = {"forward": 0.020, "backward": 0.040}
 PLANS = ("pp=4 schedule=gpipe microbatches=8", "pp=4 schedule=1f1b microbatches=8", "dp=4 microbatches=8")
-PIPELINES = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "zb-v")
+PIPELINES = (
+    "gpipe", "1f1b", "eager-1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "zb-v", "chimera", "dualpipe",
+    "dualpipe-v", "pipedream", "pipedream-vertical", "pipedream-2bw", "ampnet",
+)  # fmt: skip
 WIDTH, ROWS, LAYERS = 256, 256, 8
 
 
@@ -56,7 +59,7 @@ def measure(quick: bool = False) -> list[Row]:
                     Row(f"emulated, {device}, {plan}: |measured / predicted - 1|", abs(measured / predicted - 1), "",
                         0.05, None, note)
                 )  # fmt: skip
-                if program.replicas == 1:
+                if Plan.parse(plan).pp > 1:
                     bubbles = prediction.bubble_of_total(), done.trace.bubble_of_total()
                     text = f"emulated, {device}, {plan}: |measured - predicted bubble of total|"
                     note = f"{bubbles[0]:.1%} predicted, {bubbles[1]:.1%} measured"
