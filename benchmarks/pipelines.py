@@ -1,4 +1,5 @@
-"""Pipelines beside torch.distributed.pipelining: 16 x (Linear 512 + GELU), 8 micro-batches of 8 rows, 4 ranks.
+"""Pipelines beside torch.distributed.pipelining: 16 x (Linear 512 + GELU), 8 micro-batches of 8 rows, 4 ranks;
+then of 128 rows.
 
 torch runs twice: in processes as torch starts them, and in ranks of minipar's own, whose C library keeps freed memory
 (which makes both faster). The targets are for the first; the second is the executors alone. minipar's ranks keep to the
@@ -33,6 +34,7 @@ from minipar.costs.shapes import uniform
 from minipar.executor import Executor
 
 RANKS, LAYERS, WIDTH, MICROBATCHES, ROWS = 4, 16, 512, 8, 8
+LARGER = 128  # rows of a micro-batch
 MUST = {"gpipe": 0.7, "1f1b": 0.85, "interleaved": 0.85, "zb-v": 0.85}
 TORCHS = {
     "gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B,
@@ -46,15 +48,15 @@ def _build() -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS)))
 
 
-def _rows() -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(MICROBATCHES * ROWS, WIDTH), torch.randn(MICROBATCHES * ROWS, WIDTH)
+def _rows(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(MICROBATCHES * rows, WIDTH), torch.randn(MICROBATCHES * rows, WIDTH)
 
 
-def _enter_torch() -> None:
+def _enter_torch(rows: int) -> None:
     """In a rank: torch's pipelines, ready to run."""
     rank = communicator.create().rank
     dist.init_process_group("gloo")
-    x, y = _rows()
+    x, y = _rows(rows)
     for name, schedule_class in TORCHS.items():
         held = Plan(pp=RANKS, schedule=name, microbatches=MICROBATCHES).layout(uniform(LAYERS))
         count = len(held.split)
@@ -79,11 +81,11 @@ def _enter_torch() -> None:
         contestants[f"torch {name}"] = step
 
 
-def _enter_minipar() -> None:
+def _enter_minipar(rows: int) -> None:
     """In a rank: minipar's pipelines, ready to run."""
     comm = communicator.create()
     as_in_training()
-    batch = _rows()
+    batch = _rows(rows)
     for name in MUST:
         model = _build()
         program = Plan(pp=RANKS, schedule=name, microbatches=MICROBATCHES).compile(shape_of(list(model)))
@@ -94,10 +96,10 @@ def _enter_minipar() -> None:
     share = LAYERS // RANKS
     module = nn.Sequential(*list(_build())[:share])
     update_alone = torch.optim.SGD(module.parameters(), lr=0.01)
-    gradient = torch.randn(ROWS, WIDTH)
+    gradient = torch.randn(rows, WIDTH)
 
     def compute_alone() -> None:
-        for x in batch[0].split(ROWS):
+        for x in batch[0].split(rows):
             module(x.detach().requires_grad_()).backward(gradient)
         update_alone.step()
         update_alone.zero_grad()
@@ -126,9 +128,9 @@ def _halves(rounds: int) -> tuple[float, float]:
 
 def measure(quick: bool = False) -> list[Row]:
     with Cluster(RANKS) as ours, Cluster(RANKS, keep_freed_memory=False) as plain, Cluster(RANKS) as like_ours:
-        ours.run(_enter_minipar)
+        ours.run(_enter_minipar, ROWS)
         for cluster in (plain, like_ours):
-            cluster.run(_enter_torch)
+            cluster.run(_enter_torch, ROWS)
         rows = []
         for name, must in MUST.items():
             # One schedule at a time. The same contestant has two names, so that the table can have both.
@@ -149,4 +151,18 @@ def measure(quick: bool = False) -> list[Row]:
         (whole, halves), *_ = ours.run(_halves, 30 if quick else 300)
         note = f"{whole * 1e3:.2f} and {halves * 1e3:.2f} ms; 4 layers, 8 rows"
         rows.append(Row("backward in halves / whole backward, all ranks busy", halves / whole, "", note=note))
+    return rows + _larger(quick)
+
+
+def _larger(quick: bool) -> list[Row]:
+    """Micro-batches for which the layers, not the executor, decide."""
+    rows = []
+    with Cluster(RANKS) as ours, Cluster(RANKS, keep_freed_memory=False) as plain:
+        ours.run(_enter_minipar, LARGER)
+        plain.run(_enter_torch, LARGER)
+        for name in MUST:
+            found = in_turn({name: ours, f"torch {name}": plain}, 5 if quick else 15)
+            mine, torchs = found[name], found[f"torch {name}"]
+            text = f"{name}, {RANKS} ranks, {MICROBATCHES} x {LARGER} rows: time / torch"
+            rows.append(Row(text, mine / torchs, "", 1.05, note=f"{mine * 1e3:.0f} and {torchs * 1e3:.0f} ms"))
     return rows
