@@ -1,0 +1,104 @@
+"""A plan, chosen for a model and so many devices, under a target of time and of memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from minipar.costs import on_paper
+from minipar.costs.device import DeviceSpec
+from minipar.errors import MiniparError
+from minipar.exercises.kinds.verdict import Verdict, raised
+from minipar.memory_formula import RankMemory
+from minipar.plan import Plan
+from minipar.program import Op
+from minipar.trace import Trace
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A function that returns a plan, as text or as a `Plan`, which is judged by `costs.on_paper.predict`.
+
+    model, batch   a name of `costs.presets`, and the rows of a step: the whole batch counts, however it is cut
+    device         as for `Cluster(device=)`; with flops=
+    ranks          devices there are; a plan may use fewer
+    time           seconds of a step, at most; None: as long as it likes
+    memory         bytes on every rank, at most; None: all that the device has
+    """
+
+    model: str
+    batch: int
+    device: str | DeviceSpec
+    ranks: int
+    time: float | None = None
+    memory: int | None = None
+
+    def predict(self, plan: Plan | str) -> on_paper.OnPaper:
+        return on_paper.predict(plan, self.model, self.device, self.batch)
+
+    def judge(self, answer: Any) -> Verdict:
+        if callable(answer):
+            try:
+                answer = answer()
+            except Exception as error:
+                return raised(error, "your function")
+        if not isinstance(answer, (str, Plan)):
+            return Verdict(False, f"{answer!r} is no plan", 'return its words, such as "dp=2 microbatches=4"')
+        try:
+            plan = Plan.parse(answer)
+            if plan.ranks > self.ranks:
+                return Verdict(False, f"`{plan}` needs {plan.ranks} devices", f"there are {self.ranks}")
+            found = self.predict(plan)
+        except MiniparError as error:
+            return Verdict(False, f"`{answer}` cannot be", error.reason)
+        return self._judge(found)
+
+    def _judge(self, found: on_paper.OnPaper) -> Verdict:
+        most = self.memory if self.memory is not None else DeviceSpec.parse(self.device).memory
+        rank = max(range(len(found.ranks)), key=found.memory.__getitem__)
+        held, seconds, name = found.memory[rank], found.trace.time, f"`{found.plan}`"
+        if most is not None and held > most:
+            reason = f"{name} needs {held / MIB:.1f} MiB on rank {rank}; the target is {most / MIB:.1f} MiB"
+            return Verdict(False, reason, _smaller(found.plan, found.ranks[rank], held - most))
+        if self.time is not None and seconds > self.time:
+            reason = f"{name} fits, {held / MIB:.1f} MiB, but takes {seconds:.3g} s; the target is {self.time:g} s"
+            return Verdict(False, reason, _faster(found.trace))
+        met = [f"{seconds:.3g} s" + (f" of at most {self.time:g} s" if self.time is not None else "")]
+        met.append(f"{held / MIB:.1f} MiB" + (f" of at most {most / MIB:.1f} MiB" if most is not None else ""))
+        return Verdict(True, f"{name}: {', '.join(met)}")
+
+
+def _smaller(plan: Plan, rank: RankMemory, excess: int) -> str:
+    """What holds most, and which words of a plan are about it."""
+    words = {
+        "optimizer": "shared out by zero=1, kept elsewhere by offload=optimizer, cut by pp",
+        "activations": "fewer with smaller micro-batches, recomputed by checkpoint=1; a pipeline holds several at once",
+        "parameters": "cut by pp, shared out by zero=3",
+        "gradients": "cut by pp, shared out by zero=2",
+        "buffers": "a smaller bucket= makes them smaller",
+    }
+    sizes = sorted(words, key=lambda kind: -getattr(rank, kind))
+    parts = ", ".join(f"{kind} {getattr(rank, kind) / MIB:.1f}" for kind in sizes if getattr(rank, kind))
+    return f"{excess / MIB:.1f} MiB too much of: {parts}. {sizes[0]}: {words[sizes[0]]}"
+
+
+def _faster(trace: Trace) -> str:
+    """What the time is lost to: uneven ranks, waiting, or work that is done twice."""
+    busy = trace.busy
+    again = sum(
+        end - start
+        for row, starts, ends in zip(trace.program.ranks, trace.starts, trace.ends, strict=True)
+        for ins, start, end in zip(row, starts, ends, strict=True)
+        if ins.op is Op.RECOMPUTE
+    )
+    average = sum(busy) / len(busy)
+    lost = {
+        f"the busiest rank works {max(busy):.3g} s, the average {average:.3g} s: cut the layers more evenly (split=)":
+            max(busy) - average,
+        f"recomputing takes {again / len(busy):.3g} s of each rank: is so much of it needed?": again / len(busy),
+        f"the busiest rank waits for {trace.time - max(busy):.3g} s: for other stages (more micro-batches), or for"
+        " messages (fewer bytes, or less often)": trace.time - max(busy),
+    }  # fmt: skip
+    return max(lost, key=lambda words: lost[words])
