@@ -89,7 +89,7 @@ def _activations(plan: Plan, detail: Detail) -> Term:
     filled = " + ".join(f"{n} × {size(each)}" for n, each in flying) + more
     formula = "f × a" if len(flying) == 1 else "Σ f × a"
     note = f"f micro-batches of {rows} wait for their backward, each with a"
-    note += f"; b more while one goes backward; checkpoint={plan.checkpoint}" if more else ""
+    note += "; b more while one goes backward" if more else ""
     return Term("activations", bytes_here, formula + " + b" * bool(more), filled or "0 B", note)
 
 

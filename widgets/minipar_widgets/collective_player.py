@@ -10,6 +10,7 @@ import traitlets
 from minipar.comm import algorithms
 from minipar.errors import MiniparError
 from minipar.memory_terms import size
+from minipar.program import Op
 from minipar_widgets.base import Explorer, View
 from minipar_widgets.collective_model import MOST_RANKS, Cell, Links, Play, play
 from minipar_widgets.sketch import Sketch
@@ -95,7 +96,15 @@ def _data(one: Play) -> dict[str, Any]:
     moments = sorted({round(x / scale, 9) for m in one.messages for x in (m.start, m.end)} | {0.0})
     changes = [[round(c.time / scale, 9), c.rank, c.chunk, c.cell] for c in one.changes]
     ranks = range(one.ranks)
+    adds = [
+        [round(one.trace.starts[rank][k] / scale, 9), round(one.trace.ends[rank][k] / scale, 9), rank, c]
+        for rank, row in enumerate(one.program.ranks)
+        for k, ins in enumerate(row)
+        if ins.op is Op.REDUCE
+        for c in ins.layers
+    ]
     return {
+        "adds": adds,
         "unit": unit,
         "time": round(one.time / scale, 9),
         "nodes": one.setting.nodes,
@@ -244,7 +253,8 @@ class CollectivePlayer(Explorer):
             "adding": f"{self.adding.value:.3g} GB/s",
         }
         if self.nodes.value > 1:
-            shown["nodes"] = f"{self.nodes.value}, links between them {self.far.value:g} times slower"
+            slower = f"{self.far.value:g} times slower" if self.far.value > 1 else "as fast as inside"
+            shown["nodes"] = f"{self.nodes.value}, links between them {slower}"
         return shown
 
     @property

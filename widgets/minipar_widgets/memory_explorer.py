@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
@@ -17,6 +16,7 @@ from minipar.errors import MiniparError
 from minipar.memory_terms import KINDS, size
 from minipar.models.table import GPT
 from minipar.plan import Plan
+from minipar_widgets import chart
 from minipar_widgets.base import Explorer, View
 from minipar_widgets.memory_model import (
     FACES,
@@ -34,15 +34,8 @@ from minipar_widgets.memory_model import (
 from minipar_widgets.sketch import Sketch, ticks
 
 Peaks = Sequence[Mapping[str, int]]
-_PLOTLY = "application/vnd.plotly.v1+json"
 _OWN = "own numbers"
 _POWERS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
-# The figure is drawn on no paper; its words and lines take the page's colours, so that it can be read in the dark.
-_STYLE = """<style>
-.minipar-figure { min-height: 190px; }
-.minipar-figure .js-plotly-plot text { fill: var(--jp-ui-font-color1, CanvasText) !important; }
-.minipar-figure .js-plotly-plot .bglayer rect, .minipar-figure .js-plotly-plot .legend .bg { fill: none !important; }
-</style>"""
 
 
 class MemoryView(View):
@@ -152,8 +145,10 @@ def _picture(memory: Memory, measured: Peaks, dark: bool) -> bytes:
         y = bottom + 36 + 34 * k
         sketch.rect(left - 22, y - 7, 14, 14, FACES[term.kind], "#444444", HATCHES[term.kind])
         sketch.text(left - 28, y, term.kind, size=12, anchor="rm")
-        sketch.text(left, y - 7, f"{size(term.bytes)} = {term.filled}"[:112], size=12)
-        sketch.text(left, y + 9, f"{term.formula}: {term.note}"[:125], sketch.look.muted, 11)
+        sketch.text(left, y - 7, sketch.cut(f"{size(term.bytes)} = {term.filled}", width - left - 8), size=12)
+        sketch.text(
+            left, y + 9, sketch.cut(f"{term.formula}: {term.note}", width - left - 8, 11), sketch.look.muted, 11
+        )
     return sketch.png()
 
 
@@ -206,14 +201,13 @@ class MemoryExplorer(Explorer):
             "precision": pick("precision", ["float32", "bf16"], chosen.precision),
         }  # fmt: skip
         self.view = MemoryView()
-        self.chart = ipywidgets.Output()
-        self.chart.add_class("minipar-figure")
+        self.chart = chart.Chart(200)
         self.run_button = ipywidgets.Button(description="measure a run", icon="play", layout={"width": "11em"})
         self.note = ipywidgets.HTML()
         self._measured: tuple[str, Peaks] = ("", ())
         panel = ipywidgets.HBox(list(self.controls.values()), layout={"flex_flow": "row wrap"})
         head = ipywidgets.HBox([self.run_button, self.note], layout={"align_items": "center"})
-        super().__init__([ipywidgets.HTML(_STYLE), panel, head, self.chart, self.view])
+        super().__init__([panel, head, self.chart, self.view])
         for control in self.controls.values():
             control.observe(self._changed, "value")
         self.run_button.on_click(self.measure)
@@ -259,22 +253,14 @@ class MemoryExplorer(Explorer):
             self.view.memory, self.view.problem = None, str(error)
             self.view.refresh()
             self.run_button.disabled = True
-            self.chart.outputs = ()
+            self.chart.show(None, "")
             return
         reason = why_not_run(choice)
         self.run_button.disabled, self.run_button.tooltip = bool(reason), reason or "train two steps on this machine"
         measured = self._measured[1] if self._measured[0] == str(choice) else ()
         self.note.value = escape("a real run: " + reason if reason else "" if measured else "two steps, on real ranks")
         self.view.update(choice, measured)
-        self._draw()
-
-    def _draw(self) -> None:
-        if self.view.memory is None:
-            self.chart.outputs = ()
-            return
-        data = {_PLOTLY: self.figure().to_plotly_json(), "text/plain": self.view.caption()}
-        data[_PLOTLY]["config"] = {"displaylogo": False, "responsive": True}
-        self.chart.outputs = ({"output_type": "display_data", "data": _without_arrays(data), "metadata": {}},)
+        self.chart.show(self.figure() if self.view.memory is not None else None, self.view._line())
 
     def figure(self) -> Any:
         """The bars of all ranks, as a plotly figure. MiniparError where there is nothing to draw."""
@@ -319,13 +305,7 @@ class MemoryExplorer(Explorer):
 
     def section(self, place: str = "widget") -> str:
         """The view, and the figure of all ranks as pictures for light and dark."""
-        images = [base64.b64encode(self._png(dark)).decode() for dark in (False, True)]
-        line = escape(self._line(), quote=True)
-        picture = (
-            f'<picture><source media="(prefers-color-scheme: dark)" srcset="data:image/png;base64,{images[1]}">'
-            f'<img alt="{line}" style="max-width:100%" src="data:image/png;base64,{images[0]}"></picture>'
-        )
-        return super().section(place) + picture
+        return super().section(place) + chart.picture(self._line(), self._png(False), self._png(True))
 
     @property
     def problem(self) -> str:
@@ -347,12 +327,3 @@ class MemoryExplorer(Explorer):
 def _schedules() -> list[str]:
     """The schedules for which there is a formula: not those that cut sequences."""
     return [one.name for one in strategies.schedules() if "slices" not in one.options]
-
-
-def _without_arrays(value: Any) -> Any:
-    """Plain lists and numbers of a plotly figure's JSON."""
-    if isinstance(value, dict):
-        return {key: _without_arrays(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_without_arrays(one) for one in value]
-    return value.tolist() if hasattr(value, "tolist") else value

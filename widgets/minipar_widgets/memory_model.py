@@ -15,6 +15,7 @@ from minipar.memory_formula import Detail
 from minipar.memory_terms import KINDS, Term, size
 from minipar.models.table import PRESETS
 from minipar.plan import Plan
+from minipar_widgets import chart
 
 MOST_RANKS = 4  # of a run that an explorer starts
 
@@ -186,13 +187,8 @@ def figure(memory: Memory, measured: Sequence[Mapping[str, int]] = ()) -> Any:
     if limit < 3 * most:  # (a capacity far to the right would leave the bars no room; the words tell it)
         text = f"{memory.choice.device or 'capacity'} {size(memory.choice.capacity)}"
         found.add_vline(x=limit, line={"color": "#b04a00", "width": 2, "dash": "dash"}, annotation={"text": text})
-    found.update_layout(
-        barmode="stack", height=130 + 30 * len(shown), margin={"l": 10, "r": 20, "t": 34, "b": 44},
-        legend={"orientation": "h", "y": -0.2, "yref": "container", "yanchor": "bottom", "traceorder": "normal"},
-        paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)", font={"size": 12},
-        xaxis={"title": {"text": f"{word} on each rank"}, "gridcolor": "rgba(128,128,128,0.3)", "rangemode": "tozero"},
-        yaxis={"autorange": "reversed", "automargin": True},
-    )  # fmt: skip
+    found.update_layout(barmode="stack", **chart.layout(130 + 30 * len(shown), f"{word} on each rank"))
+    found.update_layout(xaxis={"rangemode": "tozero"}, yaxis={"autorange": "reversed", "showgrid": False})
     return found
 
 

@@ -12,6 +12,8 @@ from minipar_widgets import words
 
 FINE = 2  # drawn so much larger, so that slanted lines are smooth
 Point = tuple[float, float]
+# What Pillow's own font, which is the same on every machine, has no signs for.
+_SIGNS = str.maketrans({"×": "x", "÷": "/", "Σ": "sum of", "→": "->", "≤": "<=", "√": "sqrt ", "′": "'"})
 
 
 class Sketch:
@@ -78,7 +80,13 @@ class Sketch:
 
     def measure(self, text: str, size: float = 12) -> float:
         """How wide words are."""
-        return float(words.font(FINE * size).getlength(text)) / FINE
+        return float(words.font(FINE * size).getlength(text.translate(_SIGNS))) / FINE
+
+    def cut(self, text: str, width: float, size: float = 12) -> str:
+        """As much of a text as there is room for."""
+        while self.measure(text, size) > width:
+            text = text.rstrip(".").rpartition(" ")[0] + "..."
+        return text
 
     def png(self) -> bytes:
         return words.png(self._image.resize((self.width, self.height), Image.Resampling.LANCZOS))

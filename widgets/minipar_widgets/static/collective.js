@@ -286,7 +286,7 @@ tipbox.style.top = `${y + 14}px`;
 dispose() { for (const end of ends) end(); root.remove(); },
 };
 }
-const EDGE = 6, HEAD = 22, STRIP = 34;
+const EDGE = 6, HEAD = 22, STRIP = 38;
 const PACE = 0.9;
 function stateAt(play, t) {
 const cells = play.first.map((row) => row.slice());
@@ -304,21 +304,26 @@ sent[source] += bytes * (end > start ? Math.min(1, (t - start) / (end - start)) 
 return { cells, flying, sent };
 }
 function moment(play, t, step) {
-const slack = 1e-9 * play.time, moments = play.moments;
-if (step > 0) return moments.find((m) => m > t + slack) ?? play.time;
-return [...moments].reverse().find((m) => m < t - slack) ?? 0;
+const slack = 1e-9 * play.time, m = play.moments;
+const stops = [0, ...m.slice(1).map((time, k) => (m[k] + time) / 2), play.time];
+if (step > 0) return stops.find((stop) => stop > t + slack) ?? play.time;
+return stops.reverse().find((stop) => stop < t - slack) ?? 0;
 }
 function sentence(play, t) {
 const { cells, flying } = stateAt(play, t);
 const at = `${short(t)} of ${short(play.time)} ${play.unit}`;
-if (!flying.length) {
+const adding = addedAt(play, t).map(([, , rank, chunk]) => `rank ${rank} adds to chunk ${chunk}`);
+if (!flying.length && !adding.length) {
 const whole = cells.filter((row, r) => row.every((cell, c) => (cell?.[1] ?? 0) === (play.last[r][c]?.[1] ?? 0))).length;
 return `${at}: nothing is on its way; ${whole} of ${cells.length} ranks hold what they end with`;
 }
-const said = flying.slice(0, 3).map(([source, target, , , , chunks, values]) =>
-`rank ${source} sends ${chunks.length > 1 ? `${chunks.length} chunks` : `chunk ${chunks[0]}, ${values[0]},`} to rank ${target}`);
-const more = flying.length > 3 ? `; and ${flying.length - 3} more messages` : "";
-return `${at}: ${said.join("; ")}${more}`;
+const said = flying.map(([source, target, , , , chunks, values]) =>
+`rank ${source} sends ${chunks.length > 1 ? `${chunks.length} chunks` : `chunk ${chunks[0]}, ${values[0]},`} to rank ${target}`).concat(adding);
+const more = said.length > 3 ? `; and ${said.length - 3} more` : "";
+return `${at}: ${said.slice(0, 3).join("; ")}${more}`;
+}
+function addedAt(play, t) {
+return play.adds.filter(([start, end]) => start <= t && t < end);
 }
 function count(parts) {
 let n = 0;
@@ -328,12 +333,13 @@ return n;
 function places(play, width) {
 const ranks = play.first.length, chunks = play.sizes.length, wide = width >= 720;
 const circle = wide ? Math.min(280, 0.3 * width) : Math.min(220, width - 2 * EDGE);
-const left = (wide ? circle + 24 : 0) + 58, bars = width >= 480 ? Math.min(170, 0.2 * width) : 90;
+const left = (wide ? circle + 24 : 0) + 58, least = width >= 480 ? 170 : 90;
 const top = (wide ? 0 : circle + 10) + HEAD;
 const row = Math.max(18, Math.min(40, 300 / ranks));
-const cell = Math.min(64, (width - EDGE - left - bars - 14) / chunks);
+const cell = Math.min(64, (width - EDGE - left - least - 14) / chunks);
+const barsLeft = left + chunks * cell + 14, bars = Math.min(340, width - EDGE - barsLeft);
 const height = Math.max(wide ? circle : 0, top + ranks * row) + 12 + STRIP;
-return { wide, circle, left, bars, top, row, cell, chunks, ranks, height, barsLeft: left + chunks * cell + 14, strip: height - STRIP };
+return { wide, circle, left, bars, top, row, cell, chunks, ranks, height, barsLeft, strip: height - STRIP };
 }
 function onCircle(p, rank) {
 const angle = (2 * Math.PI * rank) / p.ranks - Math.PI / 2, radius = p.circle / 2 - 18;
@@ -482,6 +488,12 @@ const cell = cells[rank][c], goal = now.last[rank][c];
 drawCell(ctx, now, p, rank, c, cell, cell && goal && cell[1] === goal[1] && (count(goal[1]) > 1 || t >= now.time), look);
 }
 }
+for (const [, , rank, chunk] of addedAt(now, t)) {
+ctx.strokeStyle = LOOKS.reduce[0];
+ctx.lineWidth = 3;
+ctx.strokeRect(p.left + chunk * p.cell + 1, p.top + rank * p.row + 1, p.cell - 4, p.row - 5);
+words(ctx, "+", p.left + (chunk + 1) * p.cell - 9, p.top + rank * p.row + 8, "#fefefe", "center", 12);
+}
 for (const message of flying) drawMessage(ctx, p, message, t);
 drawBars(ctx, now, p, sent, look);
 drawStrip(ctx, now, p, t, width, look);
@@ -527,8 +539,8 @@ before = performance.now();
 playing = requestAnimationFrame(tick);
 }
 const tools = [
-["⏮", "to the beginning (Home)", () => { stop(); seek(0); }], ["◀", "one step back (left arrow)", () => step(-1)],
-["▶ play", "play", toggle], ["▶", "one step on (right arrow)", () => step(1)], ["⏭", "to the end (End)", () => { stop(); seek(play().time); }],
+["|◀", "to the beginning (Home)", () => { stop(); seek(0); }], ["◁", "one step back (left arrow)", () => step(-1)],
+["▶ play", "play", toggle], ["▷", "one step on (right arrow)", () => step(1)], ["▶|", "to the end (End)", () => { stop(); seek(play().time); }],
 ].map(([label, title, run]) => make("button", { type: "button", title, "aria-label": title, onclick: run }, label));
 const button = tools[2];
 button.style.minWidth = "6em";
@@ -554,7 +566,7 @@ const parts = cell && [...Array(p.ranks).keys()].filter((r) => cell[1] & (1 << r
 view.tip(event.offsetX, event.offsetY, cell ? `rank ${rank}, chunk ${chunk}: ${cell[0]}\nparts of ranks ${parts}` : null);
 });
 view.listen(view.canvas, "pointerleave", () => view.tip(0, 0, null));
-const changed = () => { stop(); t = play().time ? moment(play(), 0, 1) / 2 : 0; seek(t); };
+const changed = () => { stop(); seek(moment(play(), 0, 1)); };
 model.on("change:play", changed);
 if (!model.get("problem")) changed();
 return () => { cancelAnimationFrame(playing); model.off("change:play", changed); view.dispose(); };

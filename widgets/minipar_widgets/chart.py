@@ -1,0 +1,68 @@
+"""A plotly figure among other widgets: as plain data, drawn by JupyterLab's plotly in the page's colours."""
+
+from __future__ import annotations
+
+import base64
+from html import escape
+from typing import Any
+
+import ipywidgets
+
+_PLOTLY = "application/vnd.plotly.v1+json"
+# The figure has no paper of its own; its words take the page's colour, so that they can be read in the dark.
+_STYLE = """<style>
+.minipar-figure { min-height: HEIGHTpx; }
+.minipar-figure .js-plotly-plot text { fill: var(--jp-ui-font-color1, CanvasText) !important; }
+.minipar-figure .js-plotly-plot .bglayer rect, .minipar-figure .js-plotly-plot .legend .bg { fill: none !important; }
+</style>"""
+
+
+class Chart(ipywidgets.VBox):
+    """The place of a figure; `height` in pixels is kept free, so that nothing jumps while another one is drawn."""
+
+    def __init__(self, height: int) -> None:
+        self.output = ipywidgets.Output()
+        self.output.add_class("minipar-figure")
+        super().__init__([ipywidgets.HTML(_STYLE.replace("HEIGHT", str(height))), self.output])
+
+    def show(self, figure: Any, words: str) -> None:
+        """Draw a plotly figure; `words` are for where it cannot be drawn. None: nothing."""
+        if figure is None:
+            self.output.outputs = ()
+            return
+        drawn = plain(figure.to_plotly_json()) | {"config": {"displaylogo": False, "responsive": True}}
+        data = {_PLOTLY: drawn, "text/plain": words}
+        self.output.outputs = ({"output_type": "display_data", "data": data, "metadata": {}},)
+
+
+def plain(value: Any) -> Any:
+    """Lists and numbers of what may hold arrays."""
+    if isinstance(value, dict):
+        return {key: plain(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(one) for one in value]
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def layout(height: int, x: str, y: str = "") -> dict[str, Any]:
+    """What figures here have in common: no paper, a legend below, quiet lines."""
+    grid = {"gridcolor": "rgba(128,128,128,0.3)", "zerolinecolor": "rgba(128,128,128,0.5)", "automargin": True}
+    return {
+        "height": height,
+        "margin": {"l": 10, "r": 20, "t": 34, "b": 44},
+        "legend": {"orientation": "h", "y": 0, "yref": "container", "yanchor": "bottom", "traceorder": "normal"},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "font": {"size": 12},
+        "xaxis": {"title": {"text": x}, **grid},
+        "yaxis": {"title": {"text": y}, **grid},
+    }
+
+
+def picture(line: str, light: bytes, dark: bytes) -> str:
+    """HTML of a PNG, with another one for dark pages."""
+    images = [base64.b64encode(image).decode() for image in (light, dark)]
+    return (
+        f'<picture><source media="(prefers-color-scheme: dark)" srcset="data:image/png;base64,{images[1]}">'
+        f'<img alt="{escape(line)}" style="max-width:100%" src="data:image/png;base64,{images[0]}"></picture>'
+    )

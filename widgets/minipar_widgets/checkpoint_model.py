@@ -1,0 +1,215 @@
+"""One chain of layers, forward and backward on one device, move by move: what the checkpoint explorer shows.
+
+The schedule is the one that `checkpoint=` compiles to (`strategies/segments.py`), memory is counted by
+`costs/recomputation.course`; nothing is computed here but times and where values begin and end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import accumulate
+from typing import NamedTuple
+
+from minipar.costs import presets
+from minipar.costs.recomputation import (
+    Chain,
+    LayerCosts,
+    Level,
+    Move,
+    at_once,
+    course,
+    every,
+    in_segments,
+    keep_everything,
+    memory,
+    square_root,
+    time,
+)
+from minipar.costs.shapes import uniform
+from minipar.errors import PlanError
+from minipar.plan import Plan
+from minipar.program import Op
+from minipar.strategies import segments
+
+MOST_LAYERS = 64
+WIDTH = 256  # of the layers that can be run
+MODEL = "mlp-tiny"  # whose numbers are replaced
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The chain: `count` equal layers. Without `rows` each hands on 1 unit, keeps `saved` units besides, takes 1
+    unit of time forward and `backward` back; with them they are Linear and GELU, WIDTH wide, in bytes."""
+
+    count: int = 16
+    saved: int = 1
+    backward: float = 2.0
+    rows: int = 0
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.count <= MOST_LAYERS:
+            raise PlanError(f"layers={self.count}: possible are 2 to {MOST_LAYERS}")
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return (WIDTH,) * (self.count + 1)
+
+    @property
+    def costs(self) -> LayerCosts:
+        if self.rows:
+            return presets.layer_costs(MODEL, self.rows, widths=self.widths)
+        return LayerCosts.equal(self.count, 1, self.saved, 1.0, self.backward)
+
+    @property
+    def chain(self) -> Chain:
+        return self.costs.chain(0, self.count)
+
+
+class Point(NamedTuple):
+    """Segments of `length` layers (0: nothing is recomputed): highest memory, and time of everything."""
+
+    length: int
+    peak: int
+    time: float
+
+
+class Life(NamedTuple):
+    """A value from the end of the move that made it to the end of the one that frees it (`first`, `last` of moves)."""
+
+    kind: str  # "output" or "saved"
+    layer: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Tape:
+    """A schedule of a chain, and what it costs."""
+
+    layers: Layers
+    word: str
+    moves: tuple[Move, ...]
+
+    @cached_property
+    def chain(self) -> Chain:
+        return self.layers.chain
+
+    @cached_property
+    def levels(self) -> list[Level]:
+        return course(self.chain, self.moves)
+
+    @cached_property
+    def ends(self) -> list[float]:
+        """When each move is done; each begins when the one before it is."""
+        chain = self.chain
+        return list(accumulate((chain.backward if m.op is Op.BACKWARD else chain.forward)[m.layer] for m in self.moves))
+
+    @property
+    def peak(self) -> int:
+        return max(level.during for level in self.levels)
+
+    @property
+    def again(self) -> int:
+        """Layers that run forward again."""
+        return sum(move.op is Op.RECOMPUTE for move in self.moves)
+
+    @cached_property
+    def lives(self) -> list[Life]:
+        found = []
+        open_: dict[tuple[str, int], int] = {}
+
+        def end(kind: str, layer: int, k: int) -> None:
+            if (kind, layer) in open_:
+                found.append(Life(kind, layer, open_.pop((kind, layer)), k))
+
+        last = len(self.chain) - 1
+        for k, move in enumerate(self.moves):
+            if move.op is Op.BACKWARD:
+                end("saved", move.layer, k)
+                end("output", move.layer - 1, k)
+                if move.layer == last:
+                    end("output", last, k)
+                continue
+            if move.hands:
+                open_.setdefault(("output", move.layer), k)
+            if move.saves:
+                open_.setdefault(("saved", move.layer), k)
+            if move.drops:
+                end("output", move.layer - 1, k)
+        return sorted(found, key=lambda life: (life.first, life.layer))
+
+
+def tape(layers: Layers, word: str) -> Tape:
+    """The schedule that `checkpoint=word` means for these layers: "none", "sqrt", K, a budget ("5B", "2MiB") or the
+    layers at which segments begin. PlanError for what cannot be, with what is possible."""
+    plan = Plan(checkpoint=word)
+    if plan.checkpoint == "selective":
+        raise PlanError("checkpoint=selective: is for attention; possible are none, sqrt, K, a budget, or layers")
+    layout = plan.layout(uniform(layers.count))
+    (found,) = segments.schedules(plan.checkpoint, layout, [plan.actions(0)], layers.costs)
+    return Tape(layers, word, at_once(found) if found else keep_everything(layers.count))
+
+
+def curve(layers: Layers) -> list[Point]:
+    """Peak and time for no recomputation and for segments of every length, as `checkpoint=K` makes them."""
+    chain, found = layers.chain, []
+    for length in range(layers.count + 1):
+        moves = at_once(in_segments(layers.count, every(layers.count, length) if length else ()))
+        found.append(Point(length, memory(chain, moves)[1], time(chain, moves)))
+    return found
+
+
+def best_length(layers: Layers) -> int:
+    """The length that `checkpoint=sqrt` takes: sqrt(N a_in / a_saved), which is sqrt(N) if a layer saves what it hands
+    on."""
+    return square_root(layers.count, layers.chain)
+
+
+class Run(NamedTuple):
+    """A real step of segments of `length`: highest bytes of activations on the rank, and seconds."""
+
+    length: int
+    peak: int
+    seconds: float
+
+
+def lengths_to_measure(count: int, most: int = 6) -> list[int]:
+    """No recomputation, and lengths from 1 to all layers, about equally far apart on a logarithmic scale."""
+    steps = [round(count ** (k / (most - 2))) for k in range(most - 1)]
+    return sorted({0, *steps})
+
+
+def measure(layers: Layers, lengths: Sequence[int], steps: int = 4) -> list[Run]:
+    """Train the layers on one real rank of this machine, for each length: bytes as the tracker found them, and the
+    fastest step's seconds (of a run without the tracker, which takes time). Imports torch."""
+    if not layers.rows:
+        raise PlanError("measure: layers in units are on paper only; possible are Linear and GELU")
+    import torch
+
+    from minipar import data, models
+    from minipar.cluster import Cluster
+    from minipar.training import train
+
+    found = []
+    source = data.for_model(MODEL, widths=layers.widths)
+    with Cluster(1, device="cpu") as cluster:
+        for length in lengths:
+            both = []
+            for followed in (True, False):
+                run = train(
+                    partial(models.build, MODEL, widths=layers.widths),
+                    source,
+                    f"checkpoint={length or 'none'}",
+                    cluster=cluster,
+                    steps=1 if followed else steps,
+                    batch=layers.rows,
+                    optimizer=partial(torch.optim.SGD, lr=0.1),
+                    memory=followed,
+                    progress=False,
+                )
+                both.append(run)
+            curve_of = both[0].trace.memory(0).kinds["activations"]
+            found.append(Run(length, int(max(curve_of)), min(both[1].step_times)))
+    return found
