@@ -16,6 +16,7 @@ from minipar.plan import Plan
 from minipar.program import Program, Value
 from minipar.simulator import simulate
 from minipar.trace import Trace
+from minipar.verifier import verify
 
 STAGES, MICROBATCHES, CHUNKS = 16, 64, 4  # the most that the explorer offers
 KEPT = 16  # programs
@@ -72,12 +73,13 @@ def explore(settings: Settings) -> Found:
     program = None
     try:
         plan = settings.plan()
-        program = _program(plan)
-        _verified(plan)
+        generate = strategies.find(plan.schedule).generate  # a schedule made by hand may have changed under its name
+        program = _program(plan, generate)
+        _verified(plan, generate)
         trace = simulate(
             program, backward=settings.ratio, latency=settings.latency, stage_factors=settings.factors[: plan.pp]
         )
-        return Found(trace.program, trace, "", *_settled(plan))
+        return Found(trace.program, trace, "", *_settled(plan, generate))
     except MiniparError as error:
         return Found(program, problem=str(error))
 
@@ -89,19 +91,17 @@ def layers_of(plan: Plan) -> int:
 
 
 @lru_cache(KEPT)
-def _program(plan: Plan) -> Program:
+def _program(plan: Plan, generate: object) -> Program:
     return plan.compile(layers=layers_of(plan), check=False)
 
 
 @lru_cache(KEPT)
-def _verified(plan: Plan) -> None:
-    from minipar.verifier import verify
-
-    verify(_program(plan))
+def _verified(plan: Plan, generate: object) -> None:
+    verify(_program(plan, generate))
 
 
 @lru_cache(KEPT)
-def _settled(plan: Plan) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _settled(plan: Plan, generate: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Staleness and versions of a run long enough; they follow from the order alone, so times do not matter."""
     if not plan.asynchronous:
         return (0,) * plan.pp, (1,) * plan.pp
