@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets as ui
 from minipar import captions, strategies
+from minipar.collector import paused
 from minipar.errors import MiniparError
 from minipar.plan import Plan
 from minipar.simulator import simulate
@@ -34,12 +35,12 @@ class ScheduleExplorer(Explorer):
 
     def __init__(self, settings: Settings | None = None, **given: Any) -> None:
         self.now = settings or Settings(**given)
+        self.found = Found()
         self.run: Run | None = None
         self._attempt: running.Attempt | None = None
         self._setting = False
         self._make_controls()
-        self.found = exploring.explore(self.now)
-        self.timeline = Timeline(self.found.trace or simulate(Plan().compile(layers=1)))
+        self.timeline = Timeline(simulate(Plan().compile(layers=1)))
         self._facts = ui.HTML()
         self._program = ui.HTML(layout={"flex": "1 1 260px", "min_width": "240px", "max_width": "100%"})
         picture = ui.Box([self.timeline], layout={"flex": "3 1 520px", "min_width": "280px", "display": "block"})
@@ -108,7 +109,6 @@ class ScheduleExplorer(Explorer):
         )
         if len(self._rows.children) != stages:
             self._rows.children = self._factors[:stages]
-        self.found = exploring.explore(self.now)
         self._tell()
 
     def set(self, **given: Any) -> Found:
@@ -133,19 +133,21 @@ class ScheduleExplorer(Explorer):
     # what is shown ----------------------------------------------------------------------------------------------------
 
     def _tell(self) -> None:
-        """The found prediction, or the complaint in its place."""
+        """The prediction, as soon as it is there; then what takes longer: verify's complaint, if any, and the rest."""
         self.chunks.disabled = "chunks" not in strategies.find(self.now.schedule).options
-        found = self.found
-        with self.timeline.hold_sync():
-            if found.trace is not None:
-                self.timeline.update(found.trace)
-                self._facts.value = _words(exploring.facts(found))
-            else:
+        with paused():
+            self.found = exploring.predict(self.now)
+            if self.found.trace is not None:
+                self.timeline.update(self.found.trace)
+                self.found = exploring.checked(self.found)
+            found = self.found
+            if found.trace is None:
                 self.timeline.problem = found.problem
                 self.timeline.refresh()
-                self._facts.value = _words("these settings are impossible: the picture's place says why")
-        text = found.program.text(limit=LINES) if found.program is not None else "no program: no plan fits these numbers"
-        self._program.value = _listing(text)
+            impossible = "these settings are impossible: the picture's place says why"
+            self._facts.value = _words(exploring.facts(found) if found.trace is not None else impossible)
+            nothing = "no program: no plan fits these numbers"
+            self._program.value = _listing(found.program.text(limit=LINES) if found.program is not None else nothing)
         self.start.disabled = found.trace is None or self._attempt is not None
 
     # running ----------------------------------------------------------------------------------------------------------
