@@ -2,6 +2,7 @@
 # make test    ruff, mypy and all tests, every cell of the lessons included
 # make lab     JupyterLab, in lessons/
 # make lessons run the lessons again and save their outputs, after an edit
+# make gallery docs/gallery.md and its pictures, after a change of a view
 # make bench   measured values beside their targets
 # make soak    120 random kills of workers and servers, and other long checks
 # make lint    ruff and mypy alone
@@ -16,7 +17,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test lab lessons book test-latest bench soak lint clean
+.PHONY: demo test lab lessons gallery book test-latest bench soak lint clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -42,6 +43,9 @@ test-latest:
 	  -e ".[lab,test,search,book]"
 	.venv-latest/bin/python -c 'import torch; print("torch", torch.__version__)'
 	.venv-latest/bin/python -m pytest $(TEST_ARGS)
+
+gallery: $(READY)
+	$(BIN)/python -m minipar_widgets.gallery docs
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)

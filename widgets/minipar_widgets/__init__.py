@@ -13,6 +13,8 @@ __version__ = "0.1.0"
 _homes = {
     "minipar_widgets.base": ("View", "Explorer"),
     "minipar_widgets.timeline": ("Timeline",),
+    "minipar_widgets.schedule_explorer": ("ScheduleExplorer",),
+    "minipar_widgets.editor": ("ScheduleEditor",),
 }
 _home_of = {name: home for home, names in _homes.items() for name in names}
 

@@ -1,12 +1,12 @@
 """What the schedule explorer shows for given settings: the program, its prediction, its staleness. No widget here.
 
-Every change of a slider comes through `explore`, which has 100 ms for 16 stages and 64 micro-batches. So programs are
-kept: what they cost (ratio, latency, slow stages) changes without compiling and verifying them again.
+A slider has 100 ms for 16 stages and 64 micro-batches. So programs are kept, since what they cost (ratio, latency, slow
+stages) changes without compiling them again; and `predict` comes before `complaint`, so that the picture need not wait
+for verify.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -16,6 +16,7 @@ from minipar.plan import Plan
 from minipar.program import Program, Value
 from minipar.simulator import simulate
 from minipar.trace import Trace
+from minipar.verifier import verify
 
 STAGES, MICROBATCHES, CHUNKS = 16, 64, 4  # the most that the explorer offers
 KEPT = 16  # programs
@@ -41,13 +42,11 @@ class Settings:
 
     def plan(self) -> Plan:
         """The plan; PlanError where the schedule does not take these numbers."""
-        takes = "chunks" in strategies.find(self.schedule).options
-        return Plan(
-            pp=self.stages,
-            microbatches=self.microbatches,
-            schedule=self.schedule,
-            chunks=self.chunks if takes else None,
-        )
+        takes = strategies.find(self.schedule).options
+        chunks = self.chunks if "chunks" in takes else None
+        if "slices" in takes:  # then these are its micro-batches, all of one sequence
+            return Plan(pp=self.stages, slices=self.microbatches, schedule=self.schedule, chunks=chunks)
+        return Plan(pp=self.stages, microbatches=self.microbatches, schedule=self.schedule, chunks=chunks)
 
 
 @dataclass(frozen=True)
@@ -56,30 +55,54 @@ class Found:
 
     program     there is one, too, where `verify` refuses it
     problem     one line, with the evidence in further ones; empty if there is a prediction
-    staleness   per rank of a long run: updates between the version a forward used and the one its gradient went into
-    versions    per rank the versions of its parameters that are alive at once
     """
 
+    plan: Plan | None = None
     program: Program | None = None
     trace: Trace | None = None
     problem: str = ""
-    staleness: tuple[int, ...] = ()
-    versions: tuple[int, ...] = ()
 
 
-def explore(settings: Settings) -> Found:
-    """Compile, verify and simulate; impossible settings are answered in words."""
-    program = None
+def predict(settings: Settings) -> Found:
+    """Compile and simulate; impossible settings are answered in words. `complaint` says whether verify agrees."""
+    plan = program = None
     try:
         plan = settings.plan()
-        program = _program(plan)
-        _verified(plan)
+        program = _program(plan, _generator(plan))
         trace = simulate(
             program, backward=settings.ratio, latency=settings.latency, stage_factors=settings.factors[: plan.pp]
         )
-        return Found(trace.program, trace, "", *_settled(plan))
     except MiniparError as error:
-        return Found(program, problem=str(error))
+        why = complaint(plan) if plan is not None and program is not None else ""
+        return Found(plan, program, problem=why or str(error))
+    return Found(plan, trace.program, trace)
+
+
+def checked(found: Found) -> Found:
+    """The same, or verify's complaint instead of the prediction."""
+    why = complaint(found.plan) if found.plan is not None and found.trace is not None else ""
+    return Found(found.plan, found.program, problem=why) if why else found
+
+
+def explore(settings: Settings) -> Found:
+    """`predict`, and then `verify`."""
+    return checked(predict(settings))
+
+
+def complaint(plan: Plan) -> str:
+    """What verify says against the plan's program; empty if nothing."""
+    return _complaint(plan, _generator(plan))
+
+
+def settled(plan: Plan) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Per rank of a run long enough: the updates between the version a forward used and the one its gradient went
+    into, and the versions of its parameters that are alive at once."""
+    return _settled(plan, _generator(plan))
+
+
+def _generator(plan: Plan) -> object:
+    """Belongs to the key of what is kept: a schedule made by hand may have changed under its name."""
+    return strategies.find(plan.schedule).generate
 
 
 def layers_of(plan: Plan) -> int:
@@ -89,24 +112,26 @@ def layers_of(plan: Plan) -> int:
 
 
 @lru_cache(KEPT)
-def _program(plan: Plan) -> Program:
+def _program(plan: Plan, generate: object) -> Program:
     return plan.compile(layers=layers_of(plan), check=False)
 
 
 @lru_cache(KEPT)
-def _verified(plan: Plan) -> None:
-    from minipar.verifier import verify
-
-    verify(_program(plan))
+def _complaint(plan: Plan, generate: object) -> str:
+    try:
+        verify(_program(plan, generate))
+    except MiniparError as error:
+        return str(error)
+    return ""
 
 
 @lru_cache(KEPT)
-def _settled(plan: Plan) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Staleness and versions of a run long enough; they follow from the order alone, so times do not matter."""
+def _settled(plan: Plan, generate: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """They follow from the order alone, so times do not matter."""
     if not plan.asynchronous:
         return (0,) * plan.pp, (1,) * plan.pp
     program = plan.compile(layers=layers_of(plan), steps=plan.settling_steps, check=False)
-    if program.in_flight is not None:  # whose ranks decide by what has arrived
+    if program.in_flight is not None:  # (whose ranks decide by what has arrived)
         trace = simulate(program)
     else:
         nothing = [[0.0] * len(row) for row in program.ranks]
@@ -129,25 +154,19 @@ def facts(found: Found) -> str:
 
 def staleness(found: Found) -> str:
     """How old the weights are that gradients were made of."""
-    old, versions = max(found.staleness), max(found.versions)
-    if old == 0 and versions == 1:
-        return "staleness 0: one version of the weights"
-    return f"staleness {old} (rank {found.staleness.index(old)}), up to {versions} versions of the weights"
+    assert found.plan is not None
+    old, versions = settled(found.plan)
+    if max(old) == 0 and max(versions) == 1:
+        return "staleness 0, one version of the weights"
+    return f"staleness {max(old)} (rank {old.index(max(old))}), up to {max(versions)} versions of the weights"
 
 
 def table(found: Found) -> list[list[str]]:
     """Per rank idle time, activations at once, staleness and versions; the header first."""
     assert found.trace is not None
+    assert found.plan is not None
     held = found.trace.in_flight()
+    old, versions = settled(found.plan)
     head = ["rank", "idle", "activations at once", "staleness", "versions of weights"]
-    return [
-        head,
-        *(
-            [str(r), f"{captions.idle(found.trace, r):.1%}", f"{held[r]:g}", *_pair(found, r)]
-            for r in range(len(found.trace.program.ranks))
-        ),
-    ]
-
-
-def _pair(found: Found, rank: int) -> Iterable[str]:
-    return str(found.staleness[rank]), str(found.versions[rank])
+    rows = zip(range(len(held)), held, old, versions, strict=True)
+    return [head, *([str(r), f"{captions.idle(found.trace, r):.1%}", f"{n:g}", str(s), str(v)] for r, n, s, v in rows)]

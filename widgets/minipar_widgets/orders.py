@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import keyword
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from minipar import strategies
@@ -218,12 +220,22 @@ def judge(order: Order, name: str, forward: float = 1.0, backward: float = 2.0, 
 def _as_far_as_possible(program: Program, costs: UnitCosts) -> Trace:
     """The trace of what runs before the ranks wait for each other in a circle."""
     walk = Walk(program)
-    try:
+    with suppress(Deadlock):
         walk.run()
-    except Deadlock:
-        pass
-    begun = tuple(row[: walk.place[rank]] for rank, row in enumerate(program.ranks))
-    return simulate(replace(program, ranks=begun), costs)
+    begun = [list(row[: walk.place[rank]]) for rank, row in enumerate(program.ranks)]
+    sent = Counter((rank, ins.peer) for rank, row in enumerate(begun) for ins in row if ins.op is Op.SEND)
+    joined = Counter((rank, ins.group) for rank, row in enumerate(begun) for ins in row if ins.group)
+    for rank, row in enumerate(begun):  # what came before the circle, but waits for what comes after it
+        came: Counter[object] = Counter()
+        kept = []
+        for ins in row:
+            link = (ins.peer, rank) if ins.op is Op.RECV else ins.group
+            came[link] += 1
+            most = sent[ins.peer, rank] if ins.op is Op.RECV else min((joined[r, ins.group] for r in ins.group), default=0)
+            if (ins.op is not Op.RECV and not ins.group) or came[link] <= most:
+                kept.append(ins)
+        begun[rank] = kept
+    return simulate(replace(program, ranks=tuple(map(tuple, begun))), costs)
 
 
 def _spans(order: Order, trace: Trace) -> tuple[tuple[Span | None, ...], ...]:

@@ -5,7 +5,7 @@
 //
 // The functions above `render` are pure, and tested by editor.test.mjs.
 
-import { FONT, bar, frame, make, short, ticks } from "./shared.js";
+import { FONT, LOOKS, bar, frame, make, short, ticks } from "./shared.js";
 
 export const KINDS = { F: "forward", B: "backward", I: "input gradient", W: "weight gradient" };
 const LANE = 36, LEFT = 58, RIGHT = 14, TOP = 6, AXIS = 34;
@@ -94,8 +94,7 @@ const named = (b, rank) => `${b.word}: ${KINDS[b.word[0]]} of micro-batch ${b.mi
 function render({ model, el }) {
   let board = model.get("board"), order = wordsOf(board), id = board.id;
   let place = laid(board), chosen = null, drag = null, waiting = null, late = 0, clock = null, ticking = 0;
-  const first = order, undone = [];
-  let past = [];
+  const first = order, past = [], undone = [];
   const editable = () => model.get("editable");
 
   const view = frame(model, el, {
@@ -106,17 +105,16 @@ function render({ model, el }) {
       Home: () => choose(chosen?.[0] ?? 0, 0), End: () => choose(chosen?.[0] ?? 0, 1e9),
       Tab: () => next(1), "Shift+Tab": () => next(-1), Escape: () => view.canvas.blur(),
       "Shift+ArrowLeft": () => nudge(-1), "Shift+ArrowRight": () => nudge(1), s: halve, z: undo, y: redo, " ": play,
-      ",": () => jump(-1), ".": () => jump(1),
+      ".": jump,
     },
   });
   const verdict = make("div", { class: "mp-verdict", "aria-live": "polite" });
-  const why = make("pre", { class: "mp-why", tabindex: 0, "aria-label": "the lines of the program that show it" });
-  const code = make("pre", { class: "mp-why", tabindex: 0, "aria-label": "the order as Python" });
-  const copied = make("button", { type: "button", onclick: copy }, "copy");
+  const [why, code] = ["where", "code"].map((label) => make("pre", { class: "mp-why", tabindex: 0, "aria-label": label }));
+  const copy = make("button", { type: "button", onclick: () => navigator.clipboard.writeText(code.textContent) }, "copy");
   view.readout.before(verdict, why);
-  view.root.append(make("details", {}, make("summary", {}, "the order as code"), copied, code));
+  view.root.append(make("details", {}, make("summary", {}, "the order as code"), copy, code));
   const player = view.button("▶ play", "play (space)", play);
-  view.button("step", "go to the next start (.)", () => jump(1));
+  view.button("step", "go to the next start (.)", jump);
   const edits = [
     view.button("undo", "undo (z)", undo), view.button("redo", "redo (y)", redo),
     view.button("split / join", "split a backward into its halves, or join them (s)", halve),
@@ -132,7 +130,8 @@ function render({ model, el }) {
     ctx.font = `12px ${FONT}`;
     ctx.textBaseline = "middle";
     ctx.lineWidth = 1;
-    for (const t of ticks(0, place.time, (width - LEFT) / 60)) {
+    const until = board.reason ? place.stop : place.time; // what never runs has no time
+    for (const t of ticks(0, until, ((width - LEFT) / 60) * (until / place.time))) {
       ctx.fillStyle = look.rule;
       ctx.fillRect(Math.round(x(t, width)), TOP, 1, bottom - TOP);
       ctx.fillStyle = look.muted;
@@ -140,7 +139,7 @@ function render({ model, el }) {
       ctx.fillText(short(t), x(t, width), bottom + 11);
     }
     ctx.textAlign = "right";
-    ctx.fillText("units of the forward", width - RIGHT, bottom + 26);
+    ctx.fillText(`time in units of the forward${until < place.time ? "; dashed: never runs" : ""}`, width - RIGHT, bottom + 26);
     place.rows.forEach((row, rank) => {
       ctx.fillStyle = look.ink;
       ctx.font = `12px ${FONT}`;
@@ -165,37 +164,41 @@ function render({ model, el }) {
   }
 
   function block(ctx, b, rank, k, from, to, look) {
-    const top = y(rank) + 3, tall = LANE - 6, mine = chosen && chosen[0] === rank && chosen[1] === k;
-    const wide = Math.max(2, to - from - 1), lifted = drag?.to != null && drag.rank === rank && drag.k === k;
-    const faint = !b.runs || (clock != null && b.start > clock + 1e-9);
-    ctx.globalAlpha = lifted ? 0.25 : faint ? 0.4 : 1;
-    const roomy = wide >= 4 + 6.2 * b.word.length;
-    bar(ctx, KINDS[b.word[0]], from, top, wide, tall, roomy ? b.word : "");
-    if (!roomy && wide >= 7) stacked(ctx, b.word, from + wide / 2, top + tall / 2);
+    const top = y(rank) + 3, tall = LANE - 6, wide = Math.max(2, to - from - 1), { word } = b;
+    const lifted = drag?.to != null && drag.rank === rank && drag.k === k;
+    if (b.runs) {
+      ctx.globalAlpha = lifted ? 0.25 : clock != null && b.start > clock + 1e-9 ? 0.4 : 1;
+      bar(ctx, KINDS[word[0]], from, top, wide, tall);
+    } else {
+      ctx.setLineDash([3, 2]);
+      outline(ctx, from, top, wide, tall, look.muted, 1);
+      ctx.setLineDash([]);
+    }
+    ctx.fillStyle = b.runs ? LOOKS[KINDS[word[0]]][2] : look.ink;
+    ctx.textAlign = "center";
+    ctx.textBaseline = "middle";
+    const middle = from + wide / 2, centre = top + tall / 2;
+    if (wide >= 4 + 6.5 * word.length) text(ctx, word, middle, centre, 11);
+    else if (wide >= 2 + 5.2 * (word.length - 1)) {
+      text(ctx, word[0], middle, centre - 5, 9);
+      text(ctx, word.slice(1), middle, centre + 6, 9);
+    }
     ctx.globalAlpha = 1;
-    if (clock != null && b.runs && b.start <= clock + 1e-9 && clock < b.end) outline(ctx, from, top, wide, tall, look.ink, 2);
     if (b.guilty) {
       outline(ctx, from, top, wide, tall, look.warn, 3);
       ctx.fillStyle = look.warn;
-      ctx.font = `bold 13px ${FONT}`;
-      ctx.textAlign = "center";
-      ctx.textBaseline = "middle";
-      ctx.fillText("!", from + wide / 2, top + tall - 5);
+      text(ctx, "!", from + wide - 6, top + 8, "bold 13");
     }
-    if (mine) {
+    if (clock != null && b.runs && b.start <= clock + 1e-9 && clock < b.end) outline(ctx, from, top, wide, tall, look.ink, 2);
+    if (chosen?.[0] === rank && chosen[1] === k) {
       outline(ctx, from, top, wide, tall, look.paper, 4);
       outline(ctx, from, top, wide, tall, look.focus, 2.5);
     }
   }
 
-  /** A word in two lines, where one line has no room. */
-  function stacked(ctx, word, middle, centre) {
-    ctx.fillStyle = { F: "#fefefe", W: "#fefefe" }[word[0]] || "#201400";
-    ctx.textAlign = "center";
-    ctx.textBaseline = "middle";
-    ctx.font = `9px ${FONT}`;
-    ctx.fillText(word[0], middle, centre - 5);
-    ctx.fillText(word.slice(1), middle, centre + 6);
+  function text(ctx, words, left, top, size) {
+    ctx.font = `${size}px ${FONT}`;
+    ctx.fillText(words, left, top);
   }
 
   function outline(ctx, left, top, wide, tall, colour, width) {
@@ -217,31 +220,27 @@ function render({ model, el }) {
 
   /** From what the chosen block waits for, and to what waits for it. */
   function arrows(ctx, width, look) {
-    const [rank, k] = chosen, me = place.rows[rank]?.[k];
-    if (!me) return;
+    const [rank, k] = chosen;
+    if (!place.rows[rank]?.[k]) return;
     const { needs, feeds } = linked(place.rows, rank, k);
     const point = ([r, at], end) => [x(place.rows[r][at][end], width), y(r) + LANE / 2];
-    for (const [pairs, dash] of [[needs.map((one) => [one, [rank, k]]), []], [feeds.map((one) => [[rank, k], one]), [3, 3]]]) {
-      for (const [a, b] of pairs) {
-        const [[x0, y0], [x1, y1]] = [point(a, "end"), point(b, "start")];
-        ctx.strokeStyle = ctx.fillStyle = look.wire;
-        ctx.lineWidth = 2;
-        ctx.setLineDash(dash);
-        ctx.beginPath();
-        ctx.moveTo(x0, y0);
-        ctx.lineTo(x1, y1);
-        ctx.stroke();
-        ctx.setLineDash([]);
-        const angle = Math.atan2(y1 - y0, x1 - x0);
-        ctx.beginPath();
-        for (const turn of [0, 2.7, -2.7]) {
-          const [px, py] = [x1 + (turn ? 9 : 0) * Math.cos(angle + turn), y1 + (turn ? 9 : 0) * Math.sin(angle + turn)];
-          if (turn) ctx.lineTo(px, py);
-          else ctx.moveTo(px, py);
-        }
-        ctx.closePath();
-        ctx.fill();
-      }
+    const links = [...needs.map((one) => [one, chosen, []]), ...feeds.map((one) => [chosen, one, [3, 3]])];
+    ctx.strokeStyle = ctx.fillStyle = look.wire;
+    ctx.lineWidth = 2;
+    for (const [a, b, dash] of links) {
+      const [x0, y0] = point(a, "end"), [x1, y1] = point(b, "start"), angle = Math.atan2(y1 - y0, x1 - x0);
+      const turned = (by) => [x1 + 9 * Math.cos(angle + by), y1 + 9 * Math.sin(angle + by)];
+      ctx.setLineDash(dash);
+      ctx.beginPath();
+      ctx.moveTo(x0, y0);
+      ctx.lineTo(x1, y1);
+      ctx.stroke();
+      ctx.setLineDash([]);
+      ctx.beginPath();
+      ctx.moveTo(x1, y1);
+      ctx.lineTo(...turned(2.7));
+      ctx.lineTo(...turned(-2.7));
+      ctx.fill();
     }
   }
 
@@ -253,7 +252,7 @@ function render({ model, el }) {
     chosen = [rank, Math.max(0, Math.min(k, row.length - 1))];
     const b = row[chosen[1]];
     const when = b.runs ? `${short(b.start)} to ${short(b.end)}` : "never runs";
-    view.say(`${named(b, rank)}, place ${chosen[1] + 1} of ${row.length}, ${when}${b.guilty ? "; the complaint names it" : ""}`);
+    view.say(`${named(b, rank)}, place ${chosen[1] + 1} of ${row.length}, ${when}${b.guilty ? ", complained of" : ""}`);
     view.repaint();
   }
   const step = (by) => (chosen ? choose(chosen[0], chosen[1] + by) : choose(0, 0));
@@ -273,7 +272,7 @@ function render({ model, el }) {
   // changing ---------------------------------------------------------------------------------------------------------
 
   function may() {
-    if (!editable()) view.say("There is no kernel here to verify a change: this page can be played, not changed.");
+    if (!editable()) view.say("No kernel is here to verify a change: this page can only be played.");
     return editable();
   }
   function send(ranks) {
@@ -284,47 +283,36 @@ function render({ model, el }) {
     clearTimeout(late);
     late = setTimeout(() => view.say("The kernel has not answered yet."), 3000);
   }
+  function keep(ranks) {
+    past.push(ranks);
+    undone.length = 0;
+  }
   function change(ranks, remember = true) {
     if (!may() || JSON.stringify(ranks) === JSON.stringify(order)) return;
-    if (remember) { past = [...past.slice(-199), order]; undone.length = 0; }
+    if (remember) keep(order);
     order = ranks;
     stop();
     send(ranks);
   }
-  const with_ = (rank, words) => order.map((row, r) => (r === rank ? words : row));
+  const with_ = (ranks, rank, words) => ranks.map((row, r) => (r === rank ? words : row));
   function nudge(by) {
     if (!chosen) return;
     const [rank, k] = chosen, to = k + by;
     if (to < 0 || to >= order[rank].length || !editable()) return void may();
     chosen = [rank, to];
-    change(with_(rank, moved(order[rank], k, to)));
+    change(with_(order, rank, moved(order[rank], k, to)));
   }
   function halve() {
     if (!chosen) return view.say("Select a backward first, or one of its halves.");
     const [rank, k] = chosen;
-    change(with_(rank, split(order[rank], k)));
+    change(with_(order, rank, split(order[rank], k)));
   }
-  function undo() {
-    if (!past.length || !may()) return;
-    undone.push(order);
-    change(past.pop(), false);
+  function again(from, to) {
+    if (!from.length || !may()) return;
+    to.push(order);
+    change(from.pop(), false);
   }
-  function redo() {
-    if (!undone.length || !may()) return;
-    past.push(order);
-    change(undone.pop(), false);
-  }
-  async function copy() {
-    try {
-      await navigator.clipboard.writeText(code.textContent);
-      copied.textContent = "copied";
-    } catch {
-      getSelection().selectAllChildren(code); // no permission: mark it, so that Ctrl+C takes it
-      copied.textContent = "marked: press Ctrl+C";
-    }
-    setTimeout(() => (copied.textContent = "copy"), 2500);
-  }
-
+  const undo = () => again(past, undone), redo = () => again(undone, past);
   // playing ----------------------------------------------------------------------------------------------------------
 
   function stop() {
@@ -341,7 +329,7 @@ function render({ model, el }) {
     if (ticking) return stop();
     const whole = place.stop, from = clock == null || clock >= whole ? 0 : clock;
     if (!whole) return view.say("Nothing runs, so there is nothing to play.");
-    if (matchMedia("(prefers-reduced-motion: reduce)").matches) return jump(1);
+    if (matchMedia("(prefers-reduced-motion: reduce)").matches) return jump();
     const begin = performance.now(), speed = whole / Math.max(3000, Math.min(15000, 300 * place.rows.flat().length));
     player.textContent = "❚❚ pause";
     const tick = (now) => {
@@ -352,11 +340,12 @@ function render({ model, el }) {
     };
     ticking = requestAnimationFrame(tick);
   }
-  function jump(by) {
+  function jump() {
     stop();
-    const all = moments(place.rows, place.stop), now = clock ?? -1;
-    const to = by > 0 ? all.find((t) => t > now + 1e-9) : all.findLast((t) => t < now - 1e-9);
-    if (to == null) { clock = null; view.say("The end."); view.repaint(); } else show(to);
+    const to = moments(place.rows, place.stop).find((t) => t > (clock ?? -1) + 1e-9);
+    if (to != null) return show(to);
+    clock = null;
+    view.repaint();
   }
 
   // pointer ----------------------------------------------------------------------------------------------------------
@@ -387,7 +376,7 @@ function render({ model, el }) {
       drag.to = to;
       if (to !== drag.k || drag.asked) { // the verdict on where it is now, before it is dropped
         drag.asked = true;
-        send(drag.base.map((row, r) => (r === drag.rank ? moved(row, drag.k, to) : row)));
+        send(with_(drag.base, drag.rank, moved(drag.base[drag.rank], drag.k, to)));
       }
     }
     view.repaint();
@@ -399,9 +388,8 @@ function render({ model, el }) {
     drag = null;
     if (taken && to !== k) {
       chosen = [rank, to];
-      past = [...past.slice(-199), base];
-      undone.length = 0;
-      order = base.map((row, r) => (r === rank ? moved(row, k, to) : row));
+      keep(base);
+      order = with_(base, rank, moved(base[rank], k, to));
     }
     if (to != null) send(order);
     view.repaint();
@@ -427,8 +415,8 @@ function render({ model, el }) {
     const newest = waiting, found = wordsOf(answer);
     waiting = null;
     if (answer.id > id) { // Python has put another order here
-      [id, order, chosen, past] = [answer.id, found, null, []];
-      undone.length = 0;
+      [id, order, chosen] = [answer.id, found, null];
+      past.length = undone.length = 0;
     } else if (newest && JSON.stringify(newest) !== JSON.stringify(found)) send(newest);
     words();
     if (drag) return; // the picture stays as it is while a block is in the hand

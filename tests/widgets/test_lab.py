@@ -1,0 +1,180 @@
+"""The gallery notebook as people use it: in a real JupyterLab, with a browser, and without any network.
+
+Run all cells, move a slider, drag a block, run on real ranks, save, and open the saved notebook without a kernel.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.notebooks.refresh import tidy
+
+CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
+pytestmark = [pytest.mark.browser, pytest.mark.skipif(not os.path.exists(CHROMIUM), reason="needs Chromium")]
+ROOT = Path(__file__).parents[2]
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-quic", "--no-first-run",
+         "--disable-component-update"]  # fmt: skip
+WAIT = 60_000  # ms, for whatever is waited for: the machine may be slow
+
+
+@contextmanager
+def lab(folder: Path) -> Iterator[str]:
+    """A private JupyterLab in a folder; its address."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    own = {f"JUPYTER_{name}": str(folder / name.lower()) for name in ("CONFIG_DIR", "DATA_DIR", "RUNTIME_DIR")}
+    own |= {"JUPYTERLAB_SETTINGS_DIR": str(folder / "settings"), "JUPYTERLAB_WORKSPACES_DIR": str(folder / "workspaces")}
+    news = folder / "settings" / "@jupyterlab" / "apputils-extension"
+    news.mkdir(parents=True)
+    (news / "notification.jupyterlab-settings").write_text('{"fetchNews": "false", "checkForUpdates": false}')
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "widgets")])
+    command = [
+        sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}", "--port-retries=0",
+        "--IdentityProvider.token=", f"--ServerApp.root_dir={folder / 'work'}", "--LabApp.expose_app_in_browser=True",
+    ]  # fmt: skip
+    with (folder / "lab.log").open("w") as log:
+        server = subprocess.Popen(
+            command, env={**os.environ, **own, "PYTHONPATH": paths}, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            address = f"http://127.0.0.1:{port}"
+            until = time.monotonic() + 60
+            while True:
+                try:
+                    urllib.request.urlopen(f"{address}/api/status", timeout=2).read()
+                    break
+                except OSError:
+                    assert server.poll() is None, (folder / "lab.log").read_text()
+                    assert time.monotonic() < until, (folder / "lab.log").read_text()
+                    time.sleep(0.1)
+            yield address
+        finally:
+            os.killpg(server.pid, signal.SIGTERM)
+            try:
+                server.wait(15)
+            except subprocess.TimeoutExpired:
+                os.killpg(server.pid, signal.SIGKILL)
+                server.wait(15)
+
+
+class Watched:
+    """A page that may talk to this machine only, and whose complaints are kept."""
+
+    def __init__(self, page: Any) -> None:
+        self.page, self.outside, self.errors = page, [], []
+        page.route("**/*", self._route)
+        page.on("console", lambda message: message.type == "error" and self.errors.append(message.text))
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+
+    def _route(self, route: Any) -> None:
+        if route.request.url.startswith(("http://127.0.0.1:", "data:", "blob:")):
+            return route.continue_()
+        self.outside.append(route.request.url)
+        return route.abort()
+
+    def open(self, address: str, path: str, kernel: bool = True) -> None:
+        """JupyterLab with a notebook."""
+        self.page.goto(f"{address}/lab?reset", wait_until="domcontentloaded")
+        self.page.wait_for_function("window.jupyterapp !== undefined", timeout=WAIT)
+        self.page.evaluate(
+            """async ([path, kernel]) => {
+              await window.jupyterapp.restored;
+              const open = {path, factory: 'Notebook'};
+              if (!kernel) open.kernelPreference = {shouldStart: false, canStart: false, autoStartDefault: false};
+              const panel = await window.jupyterapp.commands.execute('docmanager:open', open);
+              await panel.context.ready;
+              await panel.revealed;
+              window.panel = panel;
+              if (kernel) await panel.sessionContext.ready;
+            }""",
+            [path, kernel],
+        )
+
+    def run_all(self) -> None:
+        self.page.wait_for_function(
+            "window.panel.sessionContext.session?.kernel?.status === 'idle'", timeout=WAIT
+        )
+        assert self.page.evaluate("window.jupyterapp.commands.execute('notebook:run-all-cells')") is True
+
+
+def code_cells(path: Path) -> list[dict[str, Any]]:
+    return [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+
+
+def test_notebook_in_a_real_lab_without_network(tmp_path: Path) -> None:
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+    notebook = tmp_path / "work" / "explorer.ipynb"
+    notebook.parent.mkdir()
+    source = json.loads((ROOT / "lessons" / "explorer.ipynb").read_text())
+    for cell in source["cells"]:
+        if cell["cell_type"] == "code":
+            cell["outputs"], cell["execution_count"] = [], None
+    notebook.write_text(json.dumps(source))
+    with lab(tmp_path) as address, playwright.sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        page = browser.new_page(viewport={"width": 1400, "height": 1000})
+        page.set_default_timeout(WAIT)
+        seen = Watched(page)
+        seen.open(address, "explorer.ipynb")
+        seen.run_all()
+        page.wait_for_function("window.panel.sessionContext.session.kernel.status === 'idle'", timeout=WAIT)
+
+        explorer = page.locator(".jp-OutputArea-output:has(.noUi-handle)").first
+        explorer.scroll_into_view_if_needed()
+        caption = explorer.locator(".mp-caption").first
+        before = caption.inner_text()
+        assert "time 33" in before
+        handle = explorer.locator(".noUi-handle").nth(1)  # micro-batches
+        handle.focus()
+        handle.press("ArrowRight")
+        playwright.expect(caption).to_contain_text("time 36")
+
+        editor = page.locator(".minipar:has(.mp-verdict)").first
+        editor.scroll_into_view_if_needed()
+        verdict = editor.locator(".mp-verdict")
+        fine = verdict.inner_text()
+        assert fine.startswith("✓")
+        canvas = editor.locator("canvas")
+        canvas.focus()
+        for key in ("ArrowRight", "End", *["Shift+ArrowLeft"] * 9):  # the last backward of rank 0 goes too far ahead
+            canvas.press(key)
+        playwright.expect(verdict).to_contain_text("cannot run")
+        editor.get_by_role("button", name="back to the first order").click()
+        playwright.expect(verdict).to_have_text(fine)
+
+        explorer.get_by_role("button", name="run it").click()
+        playwright.expect(caption).to_contain_text("measured", timeout=WAIT)
+
+        page.evaluate("window.jupyterapp.commands.execute('docmanager:save')")
+        page.wait_for_function("!window.panel.context.model.dirty")
+        saved = code_cells(notebook)
+        assert all(cell["execution_count"] for cell in saved)
+        assert not [out for cell in saved for out in cell["outputs"] if out["output_type"] == "error"]
+        pictures = [out for cell in saved for out in cell["outputs"] if "image/png" in out.get("data", {})]
+        assert len(pictures) >= 3
+        assert seen.errors == []
+
+        page.evaluate("window.panel.sessionContext.shutdown()")
+        notebook.write_text(json.dumps(tidy(json.loads(notebook.read_text()))))  # as lessons are committed
+        seen.open(address, "explorer.ipynb", kernel=False)
+        page.wait_for_selector(".jp-OutputArea-output img")
+        assert page.locator(".jp-OutputArea-output img").count() >= 1
+        assert "model not found" not in page.inner_text(".jp-Notebook")
+        assert seen.outside == []
+        assert seen.errors == []
+        browser.close()

@@ -1,0 +1,124 @@
+"""A training run that a widget starts: on real ranks, in a thread of its own, with progress; it can be stopped.
+
+The ranks emulate the device that the sliders describe, so that the measured timeline has the shape of the predicted
+one. torch is imported when the first run starts, and no sooner.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from minipar.costs.device import DeviceSpec
+from minipar.costs.unit import UnitCosts
+from minipar.errors import MiniparError
+from minipar.plan import Plan
+from minipar.program import Program
+
+if TYPE_CHECKING:
+    from minipar.cluster import Cluster
+    from minipar.training import Run
+
+Tell = Callable[[int, int, str], None]  # steps done, of how many, and what is going on
+Done = Callable[["Run | None", str], None]  # the run, or why there is none
+
+
+def device(forward: float, ratio: float, latency: float, factors: tuple[float, ...]) -> DeviceSpec:
+    """An emulated device: a micro-batch's forward on one rank takes `forward` seconds, the rest in proportion."""
+    given = {"forward": forward, "backward": forward * ratio, "latency": forward * latency}
+    name = " ".join(f"{key}={seconds * 1e3:g}ms" for key, seconds in given.items() if seconds)
+    if factors and set(factors) != {1.0}:
+        name += f" factors={','.join(f'{x:g}' for x in factors)}"
+    return DeviceSpec(costs=partial(_costs, stage_factors=factors, **given), name=name)
+
+
+def _costs(program: Program, **given: Any) -> UnitCosts:
+    return UnitCosts(program, **given)
+
+
+def task(plan: Plan, layers: int) -> tuple[Callable[[], Any], Any]:
+    """A small model of so many layers, and its data: a perceptron, or a GPT for schedules that cut sequences."""
+    from minipar import data, models
+
+    if plan.slice_count > 1:
+        context = max(32, plan.slice_count)
+        return partial(models.gpt, layers=layers - 2, width=32, heads=2, context=context), data.stdlib_text(context)
+    return partial(models.mlp, widths=(32, *[64] * (layers - 1), 256)), data.for_model("mlp-tiny")
+
+
+class Attempt:
+    """One run, from `start()` to the call of `done`. Both `tell` and `done` are called in the run's own thread."""
+
+    def __init__(self, plan: Plan, layers: int, device: DeviceSpec, steps: int, tell: Tell, done: Done) -> None:
+        self._arguments = (plan, layers, device, steps)
+        self._tell, self._done = tell, done
+        self._cluster: Cluster | None = None
+        self._lock = threading.Lock()
+        self.cancelled = False
+        self.thread = threading.Thread(target=self._work, name="minipar run", daemon=True)
+
+    def start(self) -> None:
+        self.thread.start()
+
+    def cancel(self) -> None:
+        """End the ranks, wherever they are. `done` is called soon."""
+        with self._lock:
+            self.cancelled = True
+            if self._cluster is not None:
+                _end(self._cluster)
+
+    def _work(self) -> None:
+        run, words = None, ""
+        try:
+            run = self._train()
+        except MiniparError as error:
+            words = str(error)
+        except Exception as error:  # whatever it is, it is said in the widget and not lost in a thread
+            words = f"{type(error).__name__}: {error}"
+        self._done(None, "stopped") if self.cancelled else self._done(run, words)
+
+    def _train(self) -> Run:
+        plan, layers, spec, steps = self._arguments
+        self._tell(0, steps, "loading torch")
+        from minipar.training import train
+
+        self._tell(0, steps, f"starting {plan.ranks} processes")
+        cluster = _reporting(plan.ranks, spec, lambda k: self._tell(k, steps, "training"))
+        try:
+            with self._lock:
+                self._cluster = cluster
+                if self.cancelled:
+                    raise MiniparError("stopped")
+            self._tell(0, steps, "training")
+            model, source = task(plan, layers)
+            rows = plan.total_microbatches
+            return train(model, source, plan, cluster=cluster, steps=steps, batch=rows, progress=False)
+        finally:
+            with self._lock:
+                self._cluster = None
+            cluster.close()
+
+
+def _end(cluster: Cluster) -> None:
+    for rank in range(cluster.size):
+        cluster.end_rank(rank)
+
+
+def _reporting(ranks: int, spec: DeviceSpec, heard: Callable[[int], None]) -> Cluster:
+    """A cluster that tells of every pass that all ranks have finished."""
+    from minipar.cluster import Cluster
+
+    class Reporting(Cluster):
+        def run_with(self, callback: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+            reports = [0] * ranks
+
+            def both(rank: int, value: Any) -> None:
+                callback(rank, value)
+                reports[rank] += 1
+                heard(min(reports))
+
+            return super().run_with(both, function, *args, **kwargs)
+
+    return Reporting(ranks, device=spec)

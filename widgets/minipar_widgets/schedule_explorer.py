@@ -1,0 +1,239 @@
+"""ScheduleExplorer: sliders for a schedule and what things cost; the timeline, the numbers and the program follow."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+import ipywidgets as ui
+from minipar import captions, strategies
+from minipar.collector import paused
+from minipar.errors import MiniparError
+from minipar.plan import Plan
+from minipar.simulator import simulate
+
+from minipar_widgets import exploring, running
+from minipar_widgets.base import Explorer
+from minipar_widgets.exploring import Found, Settings
+from minipar_widgets.timeline import Timeline
+
+if TYPE_CHECKING:
+    from minipar.training import Run
+
+LINES = 30  # of each rank's program that are shown
+_WIDE, _HALF = {"width": "330px"}, {"width": "200px"}
+_LABEL = {"description_width": "120px"}
+
+
+class ScheduleExplorer(Explorer):
+    """Every schedule of `minipar schedules`, predicted as you move the sliders, and run when you press *run it*.
+
+    settings   where the sliders begin; as keywords too: ScheduleExplorer(schedule="zb-h1", stages=4, microbatches=12)
+    found      what comes of the settings: `found.trace`, `found.program`, or `found.problem` in words
+    run        the last real run, with `run.trace` and `run.predicted`; None before the first
+    """
+
+    def __init__(self, settings: Settings | None = None, **given: Any) -> None:
+        self.now = settings or Settings(**given)
+        self.found = Found()
+        self.run: Run | None = None
+        self._attempt: running.Attempt | None = None
+        self._setting = False
+        self._make_controls()
+        self.timeline = Timeline(simulate(Plan().compile(layers=1)))
+        self._facts = ui.HTML()
+        self._program = ui.HTML(layout={"flex": "1 1 260px", "min_width": "240px", "max_width": "100%"})
+        picture = ui.Box([self.timeline], layout={"flex": "3 1 520px", "min_width": "280px", "display": "block"})
+        side_by_side = {"flex_flow": "row wrap", "align_items": "flex-start", "width": "100%"}
+        super().__init__(
+            [
+                ui.Box(self._controls, layout={"flex_flow": "row wrap", "width": "100%"}),
+                self._slower,
+                self._facts,
+                ui.Box([picture, self._program], layout=side_by_side),
+                ui.Box(self._running, layout={"flex_flow": "row wrap", "align_items": "center", "width": "100%"}),
+            ],
+            layout={"width": "100%"},
+        )
+        self._tell()
+
+    # controls ---------------------------------------------------------------------------------------------------------
+
+    def _make_controls(self) -> None:
+        now = self.now
+        names = [schedule.name for schedule in strategies.schedules()]
+        look: dict[str, Any] = {"style": _LABEL, "layout": _WIDE}
+        self.schedule = ui.Dropdown(options=names, value=now.schedule, description="schedule", **look)
+        self.stages = ui.IntSlider(now.stages, 1, exploring.STAGES, description="stages (ranks)", **look)
+        self.microbatches = ui.IntSlider(
+            now.microbatches, 1, exploring.MICROBATCHES, description="micro-batches", **look
+        )
+        self.chunks = ui.IntSlider(now.chunks or 2, 1, exploring.CHUNKS, description="chunks a rank", **look)
+        self.ratio = ui.FloatSlider(now.ratio, min=0.5, max=4, step=0.1, description="backward/forward", **look)
+        self.latency = ui.FloatSlider(now.latency, min=0, max=2, step=0.05, description="latency/forward", **look)
+        self._factors = [
+            ui.FloatSlider(
+                (*now.factors, *[1.0] * exploring.STAGES)[rank], min=0.5, max=3, step=0.1, description=f"rank {rank}",
+                style={"description_width": "55px"}, layout={"width": "230px"}, readout_format=".1f",
+            )
+            for rank in range(exploring.STAGES)
+        ]  # fmt: skip
+        self._rows = ui.Box(self._factors[: now.stages], layout={"flex_flow": "row wrap"})
+        self._slower = ui.Accordion([self._rows], titles=["imbalance: how much slower each rank computes"])
+        self._controls = [self.schedule, self.stages, self.microbatches, self.chunks, self.ratio, self.latency]
+        for control in [*self._controls, *self._factors]:
+            control.observe(self._moved, "value")
+
+        self.forward = ui.IntSlider(20, 5, 100, 5, description="a forward takes (ms)", style=_LABEL, layout=_WIDE)
+        self.steps = ui.IntSlider(3, 1, 20, description="steps", style={"description_width": "45px"}, layout=_HALF)
+        self.start = ui.Button(description="run it", icon="play", tooltip="train on real ranks that emulate this device")
+        self.cancel = ui.Button(description="cancel", icon="stop", disabled=True, layout={"width": "100px"})
+        self.progress = ui.IntProgress(0, 0, 1, layout={"width": "160px", "visibility": "hidden"})
+        self.report = ui.HTML()
+        self.start.on_click(lambda _: self.begin())
+        self.cancel.on_click(lambda _: self.stop())
+        self._running = [self.forward, self.steps, self.start, self.cancel, self.progress, self.report]
+
+    def _moved(self, _: Any) -> None:
+        if self._setting:
+            return
+        stages = self.stages.value
+        self.now = Settings(
+            self.schedule.value,
+            stages,
+            self.microbatches.value,
+            self.chunks.value,
+            self.ratio.value,
+            self.latency.value,
+            tuple(slider.value for slider in self._factors[:stages]),
+        )
+        if len(self._rows.children) != stages:
+            self._rows.children = self._factors[:stages]
+        self._tell()
+
+    def set(self, **given: Any) -> Found:
+        """Move controls, as the mouse would, and see what comes of it; names as in `Settings`."""
+        controls = {name: getattr(self, name) for name in ("schedule", "stages", "microbatches", "chunks", "ratio", "latency")}
+        unknown = [name for name in given if name not in (*controls, "factors")]
+        if unknown:
+            raise MiniparError(f"set({unknown[0]}=...): unknown; possible are {', '.join(controls)}, factors")
+        self._setting = True
+        try:
+            for name, value in given.items():
+                if name == "factors":
+                    for slider, factor in zip(self._factors, value, strict=False):
+                        slider.value = factor
+                else:
+                    controls[name].value = value
+        finally:
+            self._setting = False
+        self._moved(None)
+        return self.found
+
+    # what is shown ----------------------------------------------------------------------------------------------------
+
+    def _tell(self) -> None:
+        """The prediction, as soon as it is there; then what takes longer: verify's complaint, if any, and the rest."""
+        self.chunks.disabled = "chunks" not in strategies.find(self.now.schedule).options
+        with paused():
+            self.found = exploring.predict(self.now)
+            if self.found.trace is not None:
+                self.timeline.update(self.found.trace)
+                self.found = exploring.checked(self.found)
+            found = self.found
+            if found.trace is None:
+                self.timeline.problem = found.problem
+                self.timeline.refresh()
+            impossible = "these settings are impossible: the picture's place says why"
+            self._facts.value = _words(exploring.facts(found) if found.trace is not None else impossible)
+            nothing = "no program: no plan fits these numbers"
+            self._program.value = _listing(found.program.text(limit=LINES) if found.program is not None else nothing)
+        self.start.disabled = found.trace is None or self._attempt is not None
+
+    # running ----------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Start a real run of what is shown. It goes on beside the notebook; `cancel` ends it."""
+        if self._attempt is not None or self.found.trace is None:
+            return
+        now, plan = self.now, self.now.plan()
+        spec = running.device(self.forward.value / 1e3, now.ratio, now.latency, now.factors)
+        self.start.disabled, self.cancel.disabled = True, False
+        self.progress.max, self.progress.layout.visibility = self.steps.value, "visible"
+        layers = exploring.layers_of(plan)
+        self._attempt = running.Attempt(plan, layers, spec, self.steps.value, self._told, self._ended)
+        self._attempt.start()
+
+    def stop(self) -> None:
+        """End a run that is going on."""
+        if self._attempt is not None:
+            self.cancel.disabled = True
+            self.report.value = _words("stopping")
+            self._attempt.cancel()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Until the run that is going on has ended."""
+        if self._attempt is not None:
+            self._attempt.thread.join(timeout)
+
+    def _told(self, done: int, steps: int, what: str) -> None:
+        self.progress.value = done
+        self.report.value = _words(f"{what}: step {done} of {steps}" if what == "training" else what)
+
+    def _ended(self, run: Run | None, words: str) -> None:
+        self._attempt = None
+        self.cancel.disabled, self.start.disabled = True, self.found.trace is None
+        self.progress.layout.visibility = "hidden"
+        self.progress.value = 0
+        if run is None:
+            self.report.value = _words(words)
+            return
+        self.run = run
+        self.timeline.update(run.trace, run.predicted)
+        self._facts.value = _words(f"measured: {captions.facts(run.trace)}")
+        error = f"{run.prediction_error:+.1%}".replace("+0.0%", "0.0%")
+        self.report.value = _words(
+            f"loss {run.losses[0]:.3f} to {run.losses[-1]:.3f}; the prediction was off by {error}; "
+            "move a slider to go on predicting"
+        )
+
+    # words, table, picture --------------------------------------------------------------------------------------------
+
+    def settings(self) -> dict[str, str]:
+        now = self.now
+        factors = ", ".join(f"{x:g}" for x in now.factors) if set(now.factors) - {1.0} else "none"
+        return {
+            "schedule": now.schedule,
+            "stages": str(now.stages),
+            "micro-batches": str(now.microbatches),
+            **({} if self.chunks.disabled else {"chunks a rank": str(now.chunks)}),
+            "backward / forward": f"{now.ratio:g}",
+            "latency / forward": f"{now.latency:g}",
+            "imbalance": factors,
+        }
+
+    def summary(self) -> str:
+        now = self.now
+        what = f"ScheduleExplorer {now.schedule}, {now.stages} stages, {now.microbatches} micro-batches"
+        return f"{what}: {self.found.problem.splitlines()[0] if self.found.problem else exploring.facts(self.found)}"
+
+    def caption(self) -> str:
+        return self.timeline.caption()
+
+    def picture(self, dark: bool = False) -> bytes:
+        return self.timeline._png(dark)
+
+    def rows(self) -> list[list[str]]:
+        return exploring.table(self.found) if self.found.trace is not None else []
+
+
+def _words(text: str) -> str:
+    return f'<div role="status" aria-live="polite" style="line-height:1.4">{escape(text)}</div>'
+
+
+def _listing(text: str) -> str:
+    style = (
+        "max-height:460px; overflow:auto; margin:0; padding:6px 8px; font-size:12px; line-height:1.35;"
+        "background:var(--jp-layout-color1, transparent); color:inherit; border:1px solid var(--jp-border-color2, #aaa)"
+    )
+    return f'<pre tabindex="0" aria-label="the program" style="{style}">{escape(text)}</pre>'
