@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from minipar.errors import MiniparError
-from minipar.program import COLLECTIVES, Instruction, Op
+from minipar.program import COLLECTIVES, Instruction, Op, Program, span
 from minipar.trace import Trace
 
 _KINDS = {
@@ -90,13 +90,23 @@ def amount(trace: Trace, size: float) -> str:
 
 
 def facts(trace: Trace) -> str:
-    """One line: time, both bubbles, peak memory and where it is."""
+    """One line: time, both bubbles, peak memory and where it is; of a model with branches, where its layers are."""
     peaks = trace.peak_memory()
     top = max(range(len(peaks)), key=peaks.__getitem__)
     return (
         f"time {duration(trace, trace.time)} · bubble {trace.bubble_of_total():.1%} of total, "
         f"{trace.bubble_of_ideal():.1%} of ideal · peak memory {amount(trace, peaks[top])} (rank {top})"
+        f"{_held(trace.program)}"
     )
+
+
+def _held(program: Program) -> str:
+    """Which rank has which layers, where they branch."""
+    if not program.edges:
+        return ""
+    own = program.placement[: len(program.ranks) // program.replicas]
+    shown = [f"{rank} has {span(layers)}" for rank, layers in enumerate(own[:8])]
+    return " · layers: rank " + ", ".join(shown) + (f", and {len(own) - 8} more ranks" if len(own) > 8 else "")
 
 
 def idle(trace: Trace, rank: int) -> float:

@@ -65,7 +65,9 @@ def _parser() -> _Parser:
 
     one = command("simulate", _simulate, _show_simulate, "predict a plan's step with costs given by hand")
     one.add_argument("plan", metavar="PLAN", help="key=value words in one string, such as 'pp=4 microbatches=8'")
-    one.add_argument("--layers", type=_count, required=True, help="number of equal layers")
+    shape = one.add_mutually_exclusive_group(required=True)
+    shape.add_argument("--layers", type=_count, help="number of equal layers")
+    shape.add_argument("--model", help="or those of a preset, such as branchy: their number, ties and edges")
     one.add_argument("--steps", type=_count, default=None, help="training steps (default 1)")
     one.add_argument("--forward", type=_time, default=1.0, help="time of a micro-batch's forward on one rank's share")
     one.add_argument("--backward", type=_time, default=None, help="time of its backward (default 2)")
@@ -151,7 +153,11 @@ def _simulate(options: argparse.Namespace) -> dict[str, Any]:
     from minipar.simulator import simulate
 
     plan = Plan.parse(options.plan)
-    program = plan.compile(layers=options.layers, steps=options.steps or 1)
+    from minipar.costs import presets, shapes
+
+    shape = presets.shape(options.model) if options.model else shapes.uniform(options.layers)
+    costs = presets.layer_costs(options.model, 1) if options.model else None
+    program = plan.compile(shape, steps=options.steps or 1, costs=costs)
     halves = (options.input_gradient, options.weight_gradient)
     backward = options.backward
     if backward is None:
@@ -167,7 +173,7 @@ def _simulate(options: argparse.Namespace) -> dict[str, Any]:
     )
     trace = run = predicted(program)
     if plan.asynchronous and options.steps is None:  # versions are those of a run, of which one step is the beginning
-        run = predicted(plan.compile(layers=options.layers, steps=plan.settling_steps, check=False))
+        run = predicted(plan.compile(shape, steps=plan.settling_steps, check=False, costs=costs))
     if not math.isfinite(trace.time):
         raise PlanError("the times given add up to more than a number can hold; use smaller ones")
     return {

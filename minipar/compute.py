@@ -11,6 +11,7 @@ graph at all: a recomputation makes it later.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -141,7 +142,8 @@ class Compute:
         if ins.layers[0] == 0:
             value = map_tensors(self._cut(take_rows(part.x, here), ins), self._given)
         else:
-            value = live[output(ins.layers[0] - 1, ins.microbatch, ins.step)]
+            found = [live[output(a, ins.microbatch, ins.step)] for a in self.program.wiring.inputs[ins.layers[0]]]
+            value = found[0] if len(found) == 1 else tuple(found)
         kept = {value.index for value in ins.writes if value.kind == "saved"}
         start = self.carrying.start(ins, value) if self.carrying.count > 1 else 0
         for piece in self.pieces[ins.layers, ins.microbatch]:
@@ -258,8 +260,7 @@ class Compute:
         i, step = ins.microbatch, ins.step
         if not self.rows(ins):
             return
-        final = self.program.layers - 1
-        received = None if ins.layers[-1] == final else live[grad_output(ins.layers[-1], i, step)]
+        received, given = self._arrived(ins, live), None
         for piece in reversed(self.pieces[ins.layers, i]):
             given, edges = self.graphs.pop((piece[-1], i, step))
             grads = [None if received is None else received[k] for k, _ in edges]
@@ -273,15 +274,14 @@ class Compute:
                 self.carrying.hand_back(piece, ins, live)
         for layer in ins.layers:
             self.kept.pop((layer, i, step), None)
-        self._hand_back(ins, received, live)
+        self._hand_back(ins, given, received, live)
 
     def backward_input(self, ins: Instruction, live: dict[Value, Any]) -> None:
         """The input half of a backward; what it leaves is `saved_weight`. See `costs/halves.py`."""
         i, step = ins.microbatch, ins.step
         if not self.rows(ins):
             return
-        final = self.program.layers - 1
-        received = None if ins.layers[-1] == final else live[grad_output(ins.layers[-1], i, step)]
+        received, given = self._arrived(ins, live), None
         for piece in reversed(self.pieces[ins.layers, i]):
             given, edges = self.graphs.pop((piece[-1], i, step))
             inputs = differentiable(given) if piece[0] > self.program.first_trainable else []
@@ -291,7 +291,7 @@ class Compute:
             if ("saved_weight", piece[-1], self.rows(ins)) not in self.sizes:
                 self._weigh_left(piece, arrived, self.rows(ins), bool(inputs), given, grads)
             received = [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, found, strict=True)]
-        self._hand_back(ins, received, live)
+        self._hand_back(ins, given, received, live)
 
     def backward_weight(self, ins: Instruction, live: dict[Value, Any]) -> None:
         """The weight half, from where the input half left off."""
@@ -321,16 +321,32 @@ class Compute:
             found[piece[0]] = self.sizes["saved", piece[0], rows] + before + count_bytes(grads)
         self.sizes.update({("saved_weight", layer, rows): size for layer, size in found.items()})
 
-    def _hand_back(self, ins: Instruction, received: list[Tensor] | None, live: dict[Value, Any]) -> None:
-        i, step, first = ins.microbatch, ins.step, self.program.first_trainable
-        if ins.layers[0] > first:
-            value = grad_output(ins.layers[0] - 1, i, step)
-            live[value] = received
-            self.weigh(value, live[value])
+    def _arrived(self, ins: Instruction, live: dict[Value, Any]) -> list[Tensor] | None:
+        """The gradient of what an instruction hands on, the sum of all readers'; None of the last layer."""
+        out = self.program.wiring.out[ins.layers[-1]]
+        found = [live[grad_output(e, ins.microbatch, ins.step)] for e in out]
+        return (
+            [reduce(torch.add, parts) for parts in zip(*found, strict=True)] if len(out) > 1 else (found or [None])[0]
+        )
+
+    def _hand_back(self, ins: Instruction, given: Any, received: list[Tensor] | None, live: dict[Value, Any]) -> None:
+        """The gradients of an instruction's inputs, each to the layer that it is from."""
+        first, layer = self.program.first_trainable, ins.layers[0]
+        into = self.program.wiring.into[layer]
+        start = 0
+        for k, (e, source) in enumerate(zip(into, self.program.wiring.inputs[layer], strict=True)):
+            mine = received
+            if received is not None and len(into) > 1:
+                count = len(differentiable(given[k]))
+                mine, start = received[start : start + count], start + count
+            if source >= first:
+                value = grad_output(e, ins.microbatch, ins.step)
+                live[value] = mine
+                self.weigh(value, mine)
 
     def weigh(self, value: Value, content: Any) -> None:
         """Note the size of a value that this rank got or made at the border of its layers."""
-        key = (value.kind, value.index, self.rows(value))
+        key = (value.kind, self.program.source(value), self.rows(value))
         if key not in self.sizes:
             self.sizes[key] = count_bytes(content)
 

@@ -36,6 +36,7 @@ from minipar.memory.recorded import Tapes
 from minipar.memory.series import Series
 from minipar.memory.tape import record
 from minipar.memory.watching import SERIES, Watching
+from minipar.network import Network, edges_of
 from minipar.plan import Plan
 from minipar.program import Action, Local, Program, Value
 from minipar.randomness import split_sensitive
@@ -94,9 +95,9 @@ class Job:
         if not isinstance(model, nn.Module) or not layers_of(model):
             kind = type(model).__name__
             raise PlanError(f"model: a {kind} without layers; possible is an nn.Sequential or a list of layers")
-        if type(model).forward is not nn.Sequential.forward:
+        if type(model).forward not in (nn.Sequential.forward, Network.forward):
             kind = type(model).__name__
-            raise PlanError(f"model: a {kind} with a forward of its own; possible is an nn.Sequential or a list")
+            raise PlanError(f"model: a {kind} with a forward of its own; possible are nn.Sequential, Network, a list")
         return model.to(self.dtype)
 
     def batches(self, step: int) -> tuple[Any, Any]:
@@ -375,12 +376,13 @@ def profile_job(
     if plan.checkpoint == "selective":
         recomputed.check(layers)
     recomputed.choose(layers, plan.checkpoint == "selective")
-    shape = replace(shape_of(layers), names=tuple(model._modules))
+    shape = replace(shape_of(layers), names=tuple(model._modules), edges=edges_of(model))
     slices, threads = ranges_of(plan, shape, [x, y]), torch.get_num_threads()
     again = plan.checkpoint not in ("none", "selective")
-    measured = profile(layers, (x, y), loss, rows, 3, threads, job.optimizer, slices, again)
-    # (Tapes are of whole rows. Of slices the memory is predicted by the program's values.)
-    tapes = record(layers, x, y, loss, rows, job.optimizer, split) if memory and not slices else None
+    measured = profile(cast(nn.Sequential, model), (x, y), loss, rows, 3, threads, job.optimizer, slices, again)
+    # (Tapes are of whole rows and chains. Of others the memory is predicted by the program's values.)
+    chain = memory and not slices and not shape.edges
+    tapes = record(layers, x, y, loss, rows, job.optimizer, split) if chain else None
     copies = Copies()
     if plan.offload:
         copies = measure_copies(

@@ -30,6 +30,7 @@ from minipar.costs.profiler import parameters_of
 from minipar.deciding import Deciding
 from minipar.emulation import Clock, Delays, stamp_later
 from minipar.errors import RankError
+from minipar.network import edges_of
 from minipar.offloading import Copy, Offloading, frozen_parameters
 from minipar.pieces import check_fit
 from minipar.program import COLLECTIVES, COMPUTE, COPIES, Action, Instruction, Local, Op, Program, Value, home, tier
@@ -88,7 +89,7 @@ class Executor:
         container = model if isinstance(model, nn.Module) else nn.Sequential(*model)
         randomness.replace_dropout(container, seed)
         layers: list[nn.Module] = layers_of(container)
-        check_fit(program, layers)
+        check_fit(program, layers, edges_of(container))
         recomputed.choose(layers, program.selective)
         self.comm = comm
         self.compute = Compute(program, comm.rank, comm.device, layers, loss)
@@ -329,5 +330,5 @@ class Executor:
         """Bytes of a value on this rank, as measured when it was there."""
         value = home(value)
         if value.microbatch >= 0:
-            return self.compute.sizes.get((value.kind, value.index, self.compute.rows(value)), 0)
+            return self.compute.sizes.get((value.kind, self.program.source(value), self.compute.rows(value)), 0)
         return self.state.size(value)

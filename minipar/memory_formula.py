@@ -26,7 +26,7 @@ from minipar.costs.profiled import split_rows
 from minipar.costs.recomputation import keep_everything, memory
 from minipar.costs.shapes import Shape
 from minipar.errors import PlanError
-from minipar.models.table import GPT
+from minipar.models.table import GPT, Branchy
 from minipar.plan import Plan
 from minipar.program import Action, BackwardInput, BackwardWeight, Forward, Group, Program
 from minipar.staleness import alive
@@ -192,6 +192,11 @@ def details(
         raise PlanError(
             f"memory: no formula for schedule={plan.schedule}, whose slices differ; possible is `minipar run --memory`"
         )
+    if plan.place is not None or isinstance(numbers, Branchy):
+        what = (
+            f"{model}, whose layers branch" if isinstance(numbers, Branchy) else "place=, which cuts stages in pieces"
+        )
+        raise PlanError(f"memory: no formula for {what}; possible is `minipar run --memory`")
     count = plan.total_microbatches
     batch = plan.dp * count if batch is None else batch
     edges = split_rows(batch, plan.dp * count)

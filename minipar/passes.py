@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from minipar.costs.measured import Profile
 from minipar.costs.recomputation import LayerCosts
 from minipar.costs.shapes import Shape
+from minipar.edges import wiring
 from minipar.errors import PlanError
 from minipar.program import Action, Forward, Instruction, Local, Program, Serving, Synchronous
 from minipar.strategies import compress as compression
@@ -45,7 +46,8 @@ def program_of(
     costs_of: Callable[[Program], Costs] | None = None,
 ) -> Program:
     """The program of `steps` training steps, not verified yet; the arguments are those of `Plan.compile`."""
-    actions = [plan.actions(stage, steps if plan.asynchronous else 1) for stage in range(plan.pp)]
+    count = steps if plan.asynchronous else 1
+    actions = [plan.actions(rank, count, len(mine)) for rank, mine in enumerate(layout.placement)]
     _check(plan, layout, actions)
     if plan.asynchronous:
         again = segments.schedules(plan.checkpoint, layout, actions, costs)
@@ -72,6 +74,7 @@ def program_of(
     on_host = host_layers.groups_of(placed, layout)
     alone = [frozenset(layout.trainable(s)) if plan.local_steps else sharded[s] | on_host for s in range(plan.pp)]
     keep = [kept_gradients(layout, stage, bucket, alone[stage]) for stage in range(plan.pp)]
+    joined = wiring(shape.edges, shape.layers).alone if shape.edges else None
     ranks: list[list[Instruction]] = [[] for _ in range(plan.ranks)]
     due: list[list[Instruction]] = [[] for _ in range(plan.pp)]  # updates of the step before
     for step in range(steps):
@@ -99,10 +102,11 @@ def program_of(
                 update = average(update, layout, stage, step, step == steps - 1, plan.local_steps, bucket)
             if first:
                 update, due[stage] = due[stage], priority.updates(update, stages[stage])
-                stages[stage] = fuse(priority.update_late(stages[stage], update))
+                stages[stage] = fuse(priority.update_late(stages[stage], update), joined)
                 stages[stage] += due[stage] if step == steps - 1 else []
             else:
-                stages[stage] = fuse(stages[stage]) + (update if plan.clip is None else clip(update, layout))
+                stages[stage] = fuse(stages[stage], joined)
+                stages[stage] += update if plan.clip is None else clip(update, layout)
         for replica in range(plan.dp):
             for stage in range(plan.pp):
                 ranks[layout.rank(replica, stage)] += _moved(stages[stage], replica * plan.pp)
@@ -127,6 +131,7 @@ def program_of(
         selective=plan.checkpoint == "selective",
         slices=plan.cut,
         carries=shape.carries if plan.slice_count > 1 else (),
+        edges=shape.edges,
     )
 
 

@@ -7,20 +7,26 @@ from collections.abc import Sequence
 from torch import nn
 
 from minipar.costs.profiler import shape_of
+from minipar.edges import Edges
 from minipar.errors import RankError
 from minipar.program import BACKWARDS, Op, Program
 
 _GRAPH = (Op.FORWARD, Op.RECOMPUTE, *BACKWARDS)
 
 
-def check_fit(program: Program, layers: Sequence[nn.Module]) -> None:
-    """Refuse a model with other layers, other ties, or more to train than the program was compiled for.
+def check_fit(program: Program, layers: Sequence[nn.Module], edges: Edges = ()) -> None:
+    """Refuse a model with other layers, edges or ties, or more to train than the program was compiled for.
 
     A program that trains nothing (inference) takes any model of its layers.
     """
     groups = shape_of(layers).groups
     planned = {group.layers: group.trainable for group in program.groups}
     same = len(layers) == program.layers and planned.keys() == {group.layers for group in groups}
+    if same and edges != program.edges:
+        raise RankError(
+            f"program {program.name!r} was compiled for another model: with edges {program.edges or 'of a chain'}, not "
+            f"{edges or 'of a chain'}; compile it for minipar.costs.profiler.shape_of(model)"
+        )
     trains = any(planned.values())
     if not same or any(trains and group.trainable and not planned[group.layers] for group in groups):
         raise RankError(

@@ -5,7 +5,6 @@ A plan is keywords in Python, `key=value` words in a string, or a table in TOML;
 
 from __future__ import annotations
 
-import difflib
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -18,8 +17,8 @@ from minipar.costs.recomputation import LayerCosts
 from minipar.costs.shapes import Shape, frozen, uniform
 from minipar.errors import PlanError
 from minipar.program import Action, BackwardWeight, Program
+from minipar.strategies import branches, segments, unflushed
 from minipar.strategies import compress as compression
-from minipar.strategies import segments, unflushed
 from minipar.strategies.layout import Layout, place
 from minipar.streams import Costs
 from minipar.verifier import verify
@@ -41,6 +40,8 @@ class Plan:
     microbatches  micro-batches per replica and round
     accumulate    rounds of `microbatches` before the optimizer steps
     split         layers per stage, such as "3,3,4,2"; default even, the first stages larger; or "auto", by cost
+    place         which rank has each layer, such as "0,0,1,1,0", instead of `split`: any layer on any rank; "branches":
+                  those of a model with branches side by side; "none": stages of neighbouring layers
     chunks        stages on each rank; default what the schedule says, for most of them 1
     doubling      with schedule=chimera: two micro-batches go forward together, for more of them than ranks
     group         micro-batches that schedule=interleaved takes through one chunk before the next; default pp
@@ -86,6 +87,7 @@ class Plan:
     microbatches: int = 1
     accumulate: int = 1
     split: tuple[int, ...] | str | None = None
+    place: tuple[int, ...] | str | None = None
     chunks: int | None = None
     group: int | None = None
     slices: int | tuple[int, ...] | None = None
@@ -114,7 +116,8 @@ class Plan:
     on_death: str = "abort"
 
     def __new__(cls, *_: object, **keys: object) -> Plan:
-        _check_keys(keys)  # so that a wrong keyword gets the same answer as a wrong word
+        # (so that a wrong keyword gets the same answer as a wrong word)
+        settings.check_keys(keys, [field.name for field in fields(cls)])
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -127,6 +130,9 @@ class Plan:
             if key not in ("doubling", "slices") and getattr(self, key) is not None:
                 object.__setattr__(self, key, settings.whole_number(key, getattr(self, key)))
             chosen.check(key, getattr(self, key))
+        object.__setattr__(self, "place", branches.parse(self.place, self.pp))
+        if self.place is not None:
+            branches.check_place(self)
         if self.split is not None:
             held = self.placement()
             counts = settings.split(self.split, 1 + max(map(max, held)), self.pp, len(held[0]))
@@ -188,7 +194,7 @@ class Plan:
             table = dict(text)
         else:
             raise PlanError(f"plan {text!r}: must be a Plan, words such as 'pp=2 dp=2', or a table of these keys")
-        _check_keys(table)
+        settings.check_keys(table, [field.name for field in fields(Plan)])
         return Plan(**table)
 
     @property
@@ -277,9 +283,18 @@ class Plan:
 
     def layout(self, shape: Shape, costs: LayerCosts | Profile | None = None) -> Layout:
         """Which rank holds which layers of a model of this shape; split="auto" needs what the layers cost."""
+        settings.check_causal(self, shape)
+        branches.check_shape(self, shape)
+        if isinstance(self.bucket, tuple) and self.bucket[0] >= shape.layers:
+            words = ",".join(map(str, self.bucket))
+            raise PlanError(
+                f"bucket={words}: the model has {shape.layers} layers; possible are 0 to {shape.layers - 1}"
+            )
+        if self.place is not None:
+            split, placement = branches.stages(branches.ranks_of(self.place, shape, self.pp), self.pp)
+            return Layout(shape, self.dp, self.pp, split, self.total_microbatches, placement)
         placement = self.placement()
         stages = 1 + max(map(max, placement))
-        settings.check_causal(self, shape)
         if self.pp > shape.layers:
             raise PlanError(f"pp={self.pp}: more stages than layers ({shape.layers}); possible are 1 to {shape.layers}")
         if stages > shape.layers:
@@ -287,18 +302,13 @@ class Plan:
                 f"pp={self.pp} chunks={len(placement[0])}: {stages} stages, more than layers ({shape.layers}); "
                 f"possible are chunks=1 to {shape.layers // self.pp} where the schedule takes them, or fewer ranks"
             )
-        if isinstance(self.bucket, tuple) and self.bucket[0] >= shape.layers:
-            words = ",".join(map(str, self.bucket))
-            raise PlanError(
-                f"bucket={words}: the model has {shape.layers} layers; possible are 0 to {shape.layers - 1}"
-            )
         if self.split is None:
             even, more = divmod(shape.layers, stages)
             split = tuple(even + (s < more) for s in range(stages))
         elif self.split == "auto":
             from minipar.costs.partition import split_by_cost  # (it needs NumPy)
 
-            split = split_by_cost(costs, shape.layers, stages, self.total_microbatches)
+            split = split_by_cost(costs, shape.layers, stages, self.total_microbatches, shape.edges)
         else:
             split = tuple(int(n) for n in self.split)
             if sum(split) != shape.layers:
@@ -348,14 +358,20 @@ class Plan:
                 verify(program)
         return program
 
-    def actions(self, rank: int, steps: int = 1) -> list[Action]:
-        """The schedule of one rank, repeated for every round of accumulation; without flushes, of several steps."""
+    def actions(self, rank: int, steps: int = 1, held: int = 1) -> list[Action]:
+        """The schedule of one rank, repeated for every round of accumulation; without flushes, of several steps.
+
+        held   with `place` the stages of the rank; all ranks then follow the schedule's order for a pipeline of one
+        """
         schedule = strategies.find(self.schedule)
         chunks, pieces = self.chunks or schedule.chunks, self.microbatches * self.slice_count * steps
+        ranks = self.pp
+        if self.place is not None:
+            rank, ranks, chunks = 0, 1, held if "chunks" in schedule.options else 1
         given = {"chunks": chunks, "group": self.group, "doubling": self.doubling, "slices": self.slice_count}
         given |= self.numbers
         found = schedule.generate(
-            rank, self.pp, self.microbatches * steps, **{key: given[key] for key in schedule.options}
+            rank, ranks, self.microbatches * steps, **{key: given[key] for key in schedule.options}
         )
         possible = "possible are Forward(i, chunk), Backward, BackwardInput and BackwardWeight"
         if not isinstance(found, Iterable):
@@ -372,6 +388,8 @@ class Plan:
                 raise PlanError(
                     f"schedule={self.schedule}: {action} on rank {rank}; chunks count from 0 to {chunks - 1}"
                 )
+        if self.place is not None and chunks < held:
+            chosen = branches.through(chosen, held)
         if self.accumulate == 1:
             return chosen
         return [
@@ -379,12 +397,3 @@ class Plan:
             for r in range(self.accumulate)
             for action in chosen
         ]
-
-
-def _check_keys(keys: Iterable[object]) -> None:
-    known = [field.name for field in fields(Plan)]
-    for key in keys:
-        if key not in known:
-            close = difflib.get_close_matches(str(key), known, 1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise PlanError(f"plan key {key!r}: unknown; possible are {', '.join(known)}{hint}")

@@ -7,7 +7,7 @@ live, is derived from these three lists and written nowhere else.
     rank 0   F 0:2 mb0 | SEND output(1) mb0 -> 1 | ...          | RECV grad_output(1) mb0 <- 1 | B 0:2 mb0 | STEP 0:2
     rank 1               RECV output(1) mb0 <- 0 | F 2:4 mb0 | B 2:4 mb0 | SEND grad_output(1) mb0 -> 0     | STEP 2:4
 
-This module imports nothing of minipar but actions, contracts and values.
+This module imports nothing of minipar but actions, contracts, edges and values.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from enum import Enum
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from minipar import edges as graphs
 from minipar.actions import Action as Action
 from minipar.actions import Backward as Backward
 from minipar.actions import BackwardInput as BackwardInput
@@ -198,7 +199,7 @@ class Program:
     """Per rank a tuple of instructions, and what their readers must know to judge them.
 
     ranks            instructions of each rank, in the order in which its loop walks them
-    layers           number of layers of the model; layer l reads what layer l-1 hands on
+    layers           number of layers of the model; layer l reads what layer l-1 hands on, or what `edges` say
     microbatches     per replica and step (every round of accumulation counted)
     groups           parameter groups, by index
     mesh             axis sizes, slowest first: rank = dp index * pp + pp index
@@ -217,6 +218,7 @@ class Program:
                      None: the order is this one
     slices           a micro-batch is a slice of the tokens of a sequence: how many of equal lengths, or their lengths
     carries          the layers that keep something of a sequence for its later slices
+    edges            of a model with branches (see `minipar.edges`); (): a chain. grad_output(e, i) is of edge e
     """
 
     ranks: tuple[tuple[Instruction, ...], ...]
@@ -241,6 +243,7 @@ class Program:
     in_flight: int | None = None
     slices: int | tuple[int, ...] = 1
     carries: tuple[int, ...] = ()
+    edges: graphs.Edges = ()
 
     def __len__(self) -> int:
         return sum(len(instructions) for instructions in self.ranks)
@@ -305,6 +308,15 @@ class Program:
     def first_trainable(self) -> int:
         """The first layer with a trainable parameter. Layers before it need no backward."""
         return min((min(g.layers) for g in self.groups if g.trainable), default=self.layers)
+
+    @cached_property
+    def wiring(self) -> graphs.Wiring:
+        """Which layer reads what which other one hands on."""
+        return graphs.wiring(self.edges, self.layers)
+
+    def source(self, value: Value) -> int:
+        """The layer that an activation is of: of grad_output the one whose output it is a gradient of."""
+        return self.edges[value.index][0] if self.edges and value.kind == "grad_output" else value.index
 
     @cached_property
     def placement(self) -> tuple[tuple[int, ...], ...]:

@@ -49,6 +49,7 @@ def to_json(program: Program) -> dict[str, Any]:
         **({"staleness": list(astuple(program.contract))} if isinstance(program.contract, Staleness) else {}),
         **({"selective": True} if program.selective else {}),
         **({} if program.slices == 1 else {"slices": program.slices, "carries": list(program.carries)}),
+        **({"edges": [list(edge) for edge in program.edges]} if program.edges else {}),
         "state": [refs(sorted(values)) for values in program.state],
         "ranks": ranks,
         "values": [list(value) for value in names],
@@ -93,6 +94,7 @@ def from_json(data: dict[str, Any]) -> Program:
         in_flight=data.get("in_flight"),
         slices=_slices(data.get("slices", 1)),
         carries=tuple(data.get("carries", ())),
+        edges=tuple((a, b) for a, b in data.get("edges", ())),
     )
 
 

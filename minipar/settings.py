@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import operator
 import re
 from collections.abc import Iterable
@@ -21,6 +22,15 @@ OFFLOADS = ("activations", "optimizer", "parameters")
 
 SYNCS = ("allreduce", "ps")
 ON_DEATH = ("abort", "continue")
+
+
+def check_keys(keys: Iterable[object], known: list[str]) -> None:
+    """Refuse what is no key of a plan."""
+    for key in keys:
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, 1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise PlanError(f"plan key {key!r}: unknown; possible are {', '.join(known)}{hint}")
 
 
 def whole_number(key: str, value: object, least: int = 1, most: int | None = None) -> int:

@@ -230,7 +230,7 @@ def train(
             assert known.tapes is not None
             return known.shape, known.profile, known.tapes, known.data_bytes
 
-        with bar(total=steps, desc=str(plan)) as meter, advising(plan, job.batch, measure):
+        with bar(total=steps, desc=str(plan)) as meter, advising(plan, job.batch, measure, bool(program.edges)):
             done = execute(
                 program,
                 job,

@@ -43,7 +43,7 @@ def output(layer: int, microbatch: int, step: int = 0) -> Value:
 
 
 def grad_output(layer: int, microbatch: int, step: int = 0) -> Value:
-    """The gradient of the loss in `output(layer, microbatch)`."""
+    """The gradient of the loss in `output(layer, microbatch)`; with branches, as it comes through edge `layer`."""
     return Value("grad_output", layer, microbatch, step)
 
 

@@ -22,6 +22,7 @@ from minipar.collector import paused
 from minipar.contributions import check_contributions, check_moves
 from minipar.errors import ProgramError
 from minipar.program import (
+    BACKWARDS,
     COLLECTIVES,
     COPIES,
     SERVICE,
@@ -73,6 +74,9 @@ def verify(program: Program) -> None:
 # 1. each instruction ------------------------------------------------------------------------------------------------
 
 
+_ON_LAYERS = (Op.FORWARD, Op.RECOMPUTE, *BACKWARDS)
+
+
 def _check_instructions(program: Program) -> None:
     known: dict[tuple[Op, tuple[int, ...]], tuple[frozenset[tuple[str, int]], frozenset[tuple[str, int]]]] = {}
     for rank, instructions in enumerate(program.ranks):
@@ -94,6 +98,11 @@ def _check_instructions(program: Program) -> None:
                 count = len(program.groups) if op is Op.STEP or op in COLLECTIVES else program.layers
                 if not layers or min(layers) < 0 or max(layers) >= count:
                     reason = f"{at(program, rank, index)} works on a layer or parameter group that is not there"
+                    raise refuse(program, rank, index, reason)
+                if program.edges and op in _ON_LAYERS and not program.wiring.alone.issuperset(sorted(layers)[1:]):
+                    reason = (
+                        f"{at(program, rank, index)}: its layers are no chain; possible is one instruction for each"
+                    )
                     raise refuse(program, rank, index, reason)
                 known[op, layers] = _needs(program, op, layers)
             needed, made = known[op, layers]
@@ -161,18 +170,19 @@ def _needs(
         return _needs_of_state(program, op, layers)
     params = {("param", g) for layer in layers for g in program.groups_of_layer[layer]}
     if op is Op.FORWARD or op is Op.RECOMPUTE:
-        first = min(layers)
-        reads = params | ({("output", first - 1)} if first else set())
+        reads = params | {("output", a) for a in program.wiring.inputs[min(layers)]}
         return frozenset(reads), frozenset((kind, layer) for layer in layers for kind in ("output", "saved"))
     left = {("saved_weight", layer) for layer in layers}
     grads = {("grad", g) for _, g in params}
     if op is Op.BACKWARD_WEIGHT:
         return frozenset(params | left), frozenset(grads)
     last = max(layers)
-    kept = {("saved", layer) for layer in layers} | {("output", layer - 1) for layer in layers if layer}
-    given = ("output" if last == program.layers - 1 else "grad_output", last)
-    made = {("grad_output", layer - 1) for layer in layers} | (grads if op is Op.BACKWARD else left)
-    return frozenset(params | kept | {given}), frozenset(made)
+    kept = {("saved", layer) for layer in layers} | {
+        ("output", a) for layer in layers for a in program.wiring.inputs[layer]
+    }
+    given = {("grad_output", e) for e in program.wiring.out[last]} or {("output", last)}
+    made = {("grad_output", e) for layer in layers for e in program.wiring.into[layer]}
+    return frozenset(params | kept | given), frozenset(made | (grads if op is Op.BACKWARD else left))
 
 
 def _needs_of_state(

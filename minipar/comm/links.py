@@ -102,7 +102,8 @@ class Links:
 
     def tag(self, value: Value) -> int:
         """A number of its own for every value: a message can never be taken for another one."""
-        i = (value.step * self.program.microbatches + value.microbatch) * self.program.layers + value.index
+        width = max(self.program.layers, len(self.program.edges))
+        i = (value.step * self.program.microbatches + value.microbatch) * width + value.index
         return (2 * i + (value.kind == "grad_output")) * TENSORS
 
     def start(self) -> None:
@@ -255,8 +256,9 @@ class _Inbox:
         rows = self.links.rows(value)
         if value.kind == "output":
             return self.links.forms.get(("in", self.peer, value.index, rows))
-        key = ("grad", self.peer, value.index, rows)
-        sent = self.links.forms.get(("out", self.peer, value.index, rows))
+        layer = self.links.program.source(value)
+        key = ("grad", self.peer, layer, rows)
+        sent = self.links.forms.get(("out", self.peer, layer, rows))
         if key not in self.links.forms and sent is not None:
             # The gradient of an output: one tensor for each floating-point tensor in it.
             like = differentiable(allocate(sent, torch.device("meta")))

@@ -21,7 +21,7 @@ from itertools import pairwise
 
 from minipar.costs.divided import WHOLE, Division
 from minipar.costs.recomputation import LayerCosts
-from minipar.models.table import GPT, MLP, Preset
+from minipar.models.table import GPT, MLP, Branchy, Preset, convolutions
 
 FLOAT, INTEGER = 4, 8  # bytes: of statistics, and of logits in the paper; of positions
 
@@ -38,6 +38,8 @@ def parameters(model: Preset) -> int:
     """Numbers in the whole model."""
     if isinstance(model, MLP):
         return sum(a * b + b for a, b in pairwise(model.widths))
+    if isinstance(model, Branchy):
+        return sum((given * side**2 + 1) * made for given, made, side in convolutions(model))
     tokens = (1 if model.tied else 2) * model.vocab
     return model.layers * block_parameters(model) + (tokens + model.context + 2) * model.width
 
@@ -92,6 +94,8 @@ def layer_costs(
     """
     if isinstance(model, MLP):
         return _mlp(model, rows, element)
+    if isinstance(model, Branchy):
+        return _branchy(model, rows, element)
     size, tokens = model.context * rows * model.width, model.context * rows
     masks = bool(model.dropout) * (element if fused else 1) * size  # of one dropout
     statistics = 4 * FLOAT * tokens * fused
@@ -129,6 +133,21 @@ def _mlp(mlp: MLP, rows: int, element: int) -> LayerCosts:
     forward = tuple(2.0 * rows * a * b for a, b in pairwise(mlp.widths))
     saved = (*output[:-1], output[-1] + FLOAT)
     return LayerCosts(forward, tuple(2 * x for x in forward), output, saved, output)
+
+
+def _branchy(model: Branchy, rows: int, element: int) -> LayerCosts:
+    # A ReLU keeps its output alone. The pooling layer keeps the mean that its convolution is given, the head that of
+    # the image.
+    image = model.inputs
+    table = convolutions(model)
+    pools = range(6, 7 * model.blocks, 7)
+    made = [*((out or given) * image for given, out, _ in table[:-1]), model.classes]
+    output = tuple(element * rows * size for size in made)
+    saved = [element * rows * table[l][0] * image if l in pools else 0 for l in range(len(table))]
+    saved[-1] = element * rows * table[-1][0] + output[-1] + FLOAT
+    pixels = [image] * (len(table) - 1) + [1]
+    forward = tuple(2.0 * rows * n * given * out * k * k for n, (given, out, k) in zip(pixels, table, strict=True))
+    return LayerCosts(forward, tuple(2 * x for x in forward), output, tuple(saved), output)
 
 
 # operations ----------------------------------------------------------------------------------------------------------

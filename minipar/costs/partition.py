@@ -30,6 +30,7 @@ import numpy as np
 
 from minipar.costs.measured import Profile
 from minipar.costs.recomputation import LayerCosts
+from minipar.edges import Edges
 from minipar.errors import PlanError
 
 EXACT = 1e-13  # relative; rounding errors of sums are as large
@@ -267,11 +268,14 @@ def _minima(values: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarr
     return np.where(empty, np.inf, found)
 
 
-def split_by_cost(costs: LayerCosts | Profile | None, layers: int, stages: int, microbatches: int) -> tuple[int, ...]:
+def split_by_cost(
+    costs: LayerCosts | Profile | None, layers: int, stages: int, microbatches: int, edges: Edges = ()
+) -> tuple[int, ...]:
     """Layers of each stage for a plan's split="auto": the exact partition of what the layers cost.
 
     A profile is in seconds, so its messages count too, outputs and their gradients at `LINK` bytes a second. The times
-    of LayerCosts may be in any unit, operations for instance; messages are free then.
+    of LayerCosts may be in any unit, operations for instance; messages are free then. With branches (`edges`) a cut
+    costs all outputs that cross it; that stages may then work side by side is not taken into account.
     Errors: `PlanError` without costs, or with costs of another number of layers.
     """
     if costs is None:
@@ -284,6 +288,9 @@ def split_by_cost(costs: LayerCosts | Profile | None, layers: int, stages: int, 
         raise PlanError(f"costs: of {len(known.forward)} layers, but the model has {layers}")
     times = [a + b for a, b in zip(known.forward, known.backward, strict=True)]
     messages = [a + b for a, b in zip(known.output, known.gradient, strict=True)] if known is not costs else None
+    if messages is not None and edges:
+        last = [max((b for a, b in edges if a == layer), default=layer) for layer in range(layers)]
+        messages = [sum(messages[a] for a in range(cut + 1) if last[a] > cut) for cut in range(layers)]
     return partition(times, stages, microbatches, activations=messages, bandwidth=LINK).split
 
 

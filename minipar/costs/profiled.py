@@ -157,7 +157,7 @@ class ProfiledCosts:
                 "carry": self.profile.carry_bytes,
                 "grad_carry": self.profile.grad_carry_bytes,
             }
-            return tables[value.kind][rows][value.index] if rows else 0
+            return tables[value.kind][rows][self.program.source(value)] if rows else 0
         sizes = {
             "param": self.profile.parameter_bytes,
             "grad": self.profile.gradient_bytes,

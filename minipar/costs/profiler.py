@@ -25,7 +25,9 @@ from minipar.costs.halves import input_half, left, weight_half
 from minipar.costs.measured import Profile
 from minipar.costs.shapes import Shape
 from minipar.costs.weighing import Weights, weigh
+from minipar.edges import wiring
 from minipar.errors import PlanError
+from minipar.network import edges_of
 from minipar.program import Group
 from minipar.tails import Tails
 from minipar.tensors import count_bytes, count_rows, detach, differentiable, map_tensors, overwrites, tensors
@@ -51,7 +53,8 @@ def shape_of(model: Iterable[nn.Module]) -> Shape:
     dims = tuple(tuple(tuple(p.shape) for p in found) for found in trained)
     carries, whole = sliced.describe(layers)
     title = name if isinstance(name, str) else ""
-    return Shape(len(layers), groups, title, itemsize=itemsize, dims=dims, carries=carries, whole=whole)
+    edges = edges_of(model)
+    return Shape(len(layers), groups, title, itemsize=itemsize, dims=dims, carries=carries, whole=whole, edges=edges)
 
 
 def parameters_of(model: Iterable[nn.Module]) -> list[list[nn.Parameter]]:
@@ -121,7 +124,7 @@ def profile(
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise PlanError(f"batch: must be a pair (x, y) of rows and targets, not a {type(batch).__name__}")
     x, y = batch
-    held = _groups(layers)
+    held, inputs = _groups(layers), wiring(edges_of(model), len(layers)).inputs
     trainable_from = min((min(h.layers) for h in held if h.trainable), default=len(layers))
     device = next((p.device for h in held for p in (*h.trainable, *h.frozen)), torch.device("cpu"))
     clock = _Clock(device, threads)
@@ -135,7 +138,7 @@ def profile(
                 given, wanted = (value, target) if tokens is None else sliced.pick((value, target), tokens)
                 here = None if tokens is None else (tokens.start, j < len(slices) - 1, carried)
                 costs[key] = []
-                for run in _runs(layers, given, (loss, wanted), trainable_from, here):
+                for run in _runs(layers, inputs, given, (loss, wanted), trainable_from, here):
                     if recompute and tokens is None:
                         for each in run:
                             each.recompute(repeats, clock)
@@ -223,6 +226,7 @@ class _Measured:
 
 def _runs(
     layers: list[nn.Module],
+    inputs: Sequence[Sequence[int]],
     value: Any,
     final: tuple[Callable[[Any, Any], Tensor], Any],
     trainable_from: int,
@@ -230,12 +234,18 @@ def _runs(
 ) -> Iterator[list[_Measured]]:
     """Neighbouring layers that are timed together, each weighed and warmed up: as many as keep `_KEPT` bytes.
 
-    here   of a slice of sequences its first token, whether there is a next one, and by layer what was carried on
+    inputs   for each layer those whose outputs it reads
+    here     of a slice of sequences its first token, whether there is a next one, and by layer what was carried on
     """
+    made: dict[int, Any] = {}
+    until = {a: l for l, read in enumerate(inputs) for a in read}  # the last one that reads it
     run: list[_Measured] = []
     kept = 0
     for l, layer in enumerate(layers):
         layer, last = copy.deepcopy(layer), l == len(layers) - 1
+        if l:
+            value = made[inputs[l][0]] if len(inputs[l]) == 1 else tuple(made[a] for a in inputs[l])
+            made = {a: output for a, output in made.items() if until[a] > l}
         loss = partial(_of_output, *final) if last else None
         given = detach(value, l > trainable_from)
         part = None if here is None else sliced.Alone(layer, here[0], here[2].get(l), here[1], l >= trainable_from)
@@ -256,7 +266,7 @@ def _runs(
         before = count_bytes(value) if l else 0
         run.append(_Measured(layer, value, loss, l > trainable_from, weights, flops, before, defaultdict(list)))
         run[-1].slice = part
-        value = detach(output)
+        made[l] = detach(output)
         del output, ends, given
         kept += weights.saved + weights.output
         if kept >= _KEPT:

@@ -7,8 +7,9 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from minipar.edges import Edges
 from minipar.errors import PlanError
 from minipar.program import Group
 
@@ -24,6 +25,7 @@ class Shape:
     dims     for each group the shapes of its trainable tensors, where they are known
     carries  the layers that keep something of a sequence for its later slices, such as keys and values
     whole    the first layer that cannot take a sequence slice by slice; "": all of them can
+    edges    (from, to) between layers, as `minipar.edges.numbered` gives them; (): a chain
     """
 
     layers: int
@@ -34,6 +36,7 @@ class Shape:
     dims: tuple[tuple[tuple[int, ...], ...], ...] = field(default=(), compare=False)
     carries: tuple[int, ...] = field(default=(), compare=False)
     whole: str = field(default="", compare=False)
+    edges: Edges = ()
 
     def __post_init__(self) -> None:
         if self.layers < 1:
@@ -54,4 +57,4 @@ def uniform(layers: int, bytes_per_layer: int = 4) -> Shape:
 def frozen(shape: Shape) -> Shape:
     """The same model with nothing to train: its programs run forward only, and keep nothing."""
     groups = tuple(Group(group.layers, (), sum(group.tensors) + group.frozen) for group in shape.groups)
-    return Shape(shape.layers, groups, shape.name, shape.names, carries=shape.carries, whole=shape.whole)
+    return replace(shape, groups=groups, dims=())

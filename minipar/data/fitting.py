@@ -8,7 +8,7 @@ from minipar.data.images import Digits
 from minipar.data.sources import Source
 from minipar.data.text import Text, Windows
 from minipar.errors import PlanError
-from minipar.models.table import GPT, preset
+from minipar.models.table import GPT, Branchy, preset
 
 
 def for_model(name: str, seed: int = 0, **overrides: Any) -> Source:
@@ -21,6 +21,8 @@ def for_model(name: str, seed: int = 0, **overrides: Any) -> Source:
         if chosen.vocab < Text.vocab:
             raise PlanError(f"vocab={chosen.vocab}: the text of {name} has {Text.vocab} different bytes")
         return Text(seed, chosen.context)
+    if isinstance(chosen, Branchy):
+        return Digits(seed)
     inputs, classes = chosen.widths[0], chosen.widths[-1]
     if chosen.data == "digits":
         if inputs != Digits.inputs or classes < Digits.classes:

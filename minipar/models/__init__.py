@@ -1,6 +1,6 @@
 """Small models as `nn.Sequential`s of layers, ready to be cut into stages, and presets of them by name.
 
-    model = models.build("gpt-tiny")            # or models.gpt(layers=4, ...), models.mlp(widths=...)
+    model = models.build("gpt-tiny")            # or models.gpt(layers=4, ...), models.mlp(widths=...), models.branchy()
     shape = models.shape("gpt-tiny")            # what a plan needs of it; never imports torch
     models.presets()                            # the names
 
@@ -12,18 +12,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from minipar.models.shapes import shape
-from minipar.models.table import GPT, MLP, PRESETS, preset, presets, title
+from minipar.models.table import GPT, MLP, PRESETS, Branchy, preset, presets, title
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from minipar.models.inception import branchy
     from minipar.models.initial import initialise
     from minipar.models.perceptron import mlp
     from minipar.models.transformer import gpt
 
-__all__ = ["GPT", "MLP", "PRESETS", "build", "gpt", "initialise", "mlp", "preset", "presets", "shape"]
+__all__ = [
+    "GPT", "MLP", "PRESETS", "Branchy", "branchy", "build", "gpt", "initialise", "mlp", "preset", "presets", "shape",
+]  # fmt: skip
 
 _LAZY = {
+    "branchy": "minipar.models.inception",
     "gpt": "minipar.models.transformer",
     "mlp": "minipar.models.perceptron",
     "initialise": "minipar.models.initial",
@@ -39,7 +43,11 @@ def build(name: str, **overrides: Any) -> nn.Sequential:
     if isinstance(chosen, GPT):
         from minipar.models.transformer import gpt
 
-        model = gpt(**chosen.numbers())
+        model: nn.Sequential = gpt(**chosen.numbers())
+    elif isinstance(chosen, Branchy):
+        from minipar.models.inception import branchy
+
+        model = branchy(**chosen.numbers())
     else:
         from minipar.models.perceptron import mlp
 

@@ -9,8 +9,19 @@ from itertools import pairwise
 from typing import Any
 
 from minipar.costs.shapes import Shape
+from minipar.edges import numbered
 from minipar.models import table
-from minipar.models.table import GPT, MLP, check_gpt, check_mlp, title
+from minipar.models.table import (
+    GPT,
+    MLP,
+    Branchy,
+    check_branchy,
+    check_gpt,
+    check_mlp,
+    convolutions,
+    edges_of_blocks,
+    title,
+)
 from minipar.program import Group
 
 
@@ -20,6 +31,8 @@ def shape(name: str, *, element_size: int = 4, **overrides: Any) -> Shape:
     Errors: `PlanError` for an unknown preset or number.
     """
     chosen = table.numbers(name, **overrides)
+    if isinstance(chosen, Branchy):
+        return _branchy(chosen, element_size, title(name, chosen, overrides))
     groups = _gpt(chosen, element_size) if isinstance(chosen, GPT) else _mlp(chosen, element_size)
     layers = chosen.layers + 2 if isinstance(chosen, GPT) else len(chosen.widths) - 1
     if isinstance(chosen, GPT):
@@ -57,3 +70,11 @@ def _mlp(numbers: MLP, element_size: int) -> tuple[Group, ...]:
     return tuple(
         Group((l,), (a * b * element_size, b * element_size)) for l, (a, b) in enumerate(pairwise(numbers.widths))
     )
+
+
+def _branchy(numbers: Branchy, element_size: int, name: str) -> Shape:
+    check_branchy(numbers)
+    sizes = [(out * given * side**2, out) if out else () for given, out, side in convolutions(numbers)]
+    groups = tuple(Group((l,), tuple(n * element_size for n in found)) for l, found in enumerate(sizes))
+    edges = numbered(edges_of_blocks(numbers.blocks), len(groups))
+    return Shape(len(groups), groups, name, whole="0 (Stem)", edges=edges)

@@ -42,7 +42,22 @@ class MLP:
         return {"widths": self.widths}
 
 
-Preset = GPT | MLP
+@dataclass(frozen=True)
+class Branchy:
+    """The numbers of `models.branchy`: `blocks` of four branches of `width` channels, for images of 64 grey values."""
+
+    blocks: int = 2
+    width: int = 16
+    data = "digits"
+    inputs = 64
+    classes = 10
+
+    def numbers(self) -> dict[str, Any]:
+        """The keyword arguments of `models.branchy`."""
+        return {"blocks": self.blocks, "width": self.width}
+
+
+Preset = GPT | MLP | Branchy
 
 PRESETS: dict[str, Preset] = {
     # Small enough that two steps take seconds, on any machine.
@@ -53,6 +68,8 @@ PRESETS: dict[str, Preset] = {
     "gpt-demo": GPT(layers=8, width=192, heads=6, context=128),
     "mlp-tiny": MLP(),
     "mlp-digits": MLP(widths=(64, 128, 128, 10), data="digits"),
+    # Inception-like: layers with edges, four branches in each of two blocks.
+    "branchy": Branchy(),
     # The model of the benchmarks: 16 layers of Linear(512, 512) and GELU.
     "mlp-wide": MLP(widths=(512,) * 17),
 }
@@ -143,3 +160,31 @@ def check_mlp(numbers: MLP) -> None:
     widths = numbers.widths
     if len(widths) < 2 or any(not isinstance(w, int) or isinstance(w, bool) or w < 1 for w in widths):
         raise PlanError(f"widths={widths!r}: must be 2 or more whole numbers of at least 1")
+
+
+def check_branchy(numbers: Branchy) -> None:
+    """Errors: `PlanError` for sizes that make no model."""
+    for key, value in numbers.numbers().items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1 + (key == "width"):
+            raise PlanError(f"{key}={value!r}: must be a whole number of at least {1 + (key == 'width')}")
+
+
+def edges_of_blocks(blocks: int) -> list[tuple[int, int]]:
+    """The edges between the layers of `models.branchy`."""
+    edges = []
+    for first in range(1, 7 * blocks, 7):
+        edges += [(first - 1, first + k) for k in (0, 1, 3, 5)]
+        edges += [(first + 1, first + 2), (first + 3, first + 4)]
+        edges += [(first + k, first + 6) for k in (0, 2, 4, 5)]
+    return [*edges, (7 * blocks, 7 * blocks + 1)]
+
+
+def convolutions(numbers: Branchy) -> list[tuple[int, int, int]]:
+    """For each layer of `models.branchy` the channels it is given, those it makes and the side of its kernel; a join
+    has no kernel: it makes 0. The head is a kernel of side 1."""
+    found, width = [(1, numbers.width, 3)], numbers.width
+    for block in range(numbers.blocks):
+        given = 4 * width if block else width
+        found += [(given, width, 1), (given, width // 2, 1), (width // 2, width, 3), (given, width // 2, 1)]
+        found += [(width // 2, width, 5), (given, width, 1), (4 * width, 0, 0)]
+    return [*found, (4 * width, numbers.classes, 1)]

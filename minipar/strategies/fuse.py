@@ -16,13 +16,16 @@ from minipar.program import BACKWARDS, Instruction, Op, Part
 FUSIBLE = (Op.FORWARD, Op.RECOMPUTE, *BACKWARDS)
 
 
-def fuse(instructions: Iterable[Instruction]) -> list[Instruction]:
-    """One rank's instructions with runs of neighbouring layers merged."""
+def fuse(instructions: Iterable[Instruction], alone: frozenset[int] | None = None) -> list[Instruction]:
+    """One rank's instructions with runs of neighbouring layers merged.
+
+    alone   of a model with branches the layers that read the one before them and nothing else (`edges.alone`)
+    """
     result: list[Instruction] = []
     run: list[Instruction] = []
     for ins in instructions:
         if run:
-            if _continues(run[-1], ins):
+            if _continues(run[-1], ins) and (alone is None or max(run[-1].layers[0], ins.layers[0]) in alone):
                 run.append(ins)
                 continue
             result.append(_merge(run) if len(run) > 1 else run[0])

@@ -11,12 +11,12 @@
 
 Autograd needs a layer's input until its backward is done, so B frees it. After I, saved_weight owns what W still needs:
 of a product of matrices the layer's input, and the gradient that arrived. Layers before the first trainable one keep
-nothing and have no backward. The last layer's forward includes the loss.
+nothing and have no backward. The last layer's forward includes the loss. Of models with branches see `branches.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from minipar.errors import PlanError
 from minipar.program import (
@@ -36,6 +36,7 @@ from minipar.program import (
     saved,
     saved_weight,
 )
+from minipar.strategies import branches
 from minipar.strategies.layout import Layout
 
 
@@ -50,7 +51,8 @@ def expand(actions: Sequence[Iterable[Action]], layout: Layout, step: int = 0) -
     last = shape.layers - 1
     # One Value object each, shared by all instructions that name it: dictionaries then compare by identity.
     out = [[output(layer, i, step) for i in range(microbatches)] for layer in range(shape.layers)]
-    gout = [[grad_output(layer, i, step) for i in range(microbatches)] for layer in range(shape.layers)]
+    count = max(shape.layers, len(shape.edges))
+    gout = [[grad_output(edge, i, step) for i in range(microbatches)] for edge in range(count)]
     kept = [[saved(layer, i, step) for i in range(microbatches)] for layer in range(shape.layers)]
     left = [[saved_weight(layer, i, step) for i in range(microbatches)] for layer in range(shape.layers)]
     params = [tuple(param(k) for k in groups_of[layer]) for layer in range(shape.layers)]
@@ -78,6 +80,11 @@ def expand(actions: Sequence[Iterable[Action]], layout: Layout, step: int = 0) -
         mine = (left[layer][i],)
         return Instruction(Op.BACKWARD_WEIGHT, (layer,), i, step, mine + params[layer], grads[layer], mine)
 
+    run: Callable[[int, int], Instruction] = forward
+    back_of: Callable[[int, int, bool], Instruction] = backward
+    if shape.edges:
+        run, back_of = branches.instructions(shape, first, step, (out, gout, kept, left), params, grads)
+
     ranks = []
     for rank, chosen in enumerate(actions):
         chunks = layout.chunks(rank)
@@ -90,16 +97,16 @@ def expand(actions: Sequence[Iterable[Action]], layout: Layout, step: int = 0) -
             layers = chunks[action.chunk]
             back = [layer for layer in reversed(layers) if layer >= first]
             if isinstance(action, Forward):
-                instructions += [forward(layer, i) for layer in layers]
+                instructions += [run(layer, i) for layer in layers]
             elif isinstance(action, (Backward, BackwardInput)):
-                instructions += [backward(layer, i, isinstance(action, Backward)) for layer in back]
+                instructions += [back_of(layer, i, isinstance(action, Backward)) for layer in back]
             elif isinstance(action, BackwardWeight):
                 instructions += [weights(layer, i) for layer in back]
             else:
                 raise PlanError(
                     f"{action}: a schedule yields Forward(i, chunk), Backward, BackwardInput, BackwardWeight"
                 )
-        ranks.append(instructions)
+        ranks.append(branches.free_after_last_read(instructions) if shape.edges else instructions)
     return ranks
 
 
