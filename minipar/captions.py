@@ -90,13 +90,18 @@ def amount(trace: Trace, size: float) -> str:
 
 
 def facts(trace: Trace) -> str:
-    """One line: time, both bubbles, peak memory and where it is; of a model with branches, where its layers are."""
+    """One line: time, both bubbles, peak memory and where it is. Of a collective, which computes nothing that one would
+    wait for, what the ranks send instead of bubbles; of a model with branches, where its layers are."""
     peaks = trace.peak_memory()
     top = max(range(len(peaks)), key=peaks.__getitem__)
+    if trace.program.chunks:
+        sent = trace.bytes_sent()
+        work = f"a rank sends up to {mebibytes(max(sent))} MiB (rank {max(range(len(sent)), key=sent.__getitem__)})"
+    else:
+        work = f"bubble {trace.bubble_of_total():.1%} of total, {trace.bubble_of_ideal():.1%} of ideal"
     return (
-        f"time {duration(trace, trace.time)} · bubble {trace.bubble_of_total():.1%} of total, "
-        f"{trace.bubble_of_ideal():.1%} of ideal · peak memory {amount(trace, peaks[top])} (rank {top})"
-        f"{_held(trace.program)}"
+        f"time {duration(trace, trace.time)} · {work} · peak memory {amount(trace, peaks[top])} (rank {top})"
+        + _held(trace.program)
     )
 
 
@@ -114,6 +119,13 @@ def idle(trace: Trace, rank: int) -> float:
     return max(0.0, 1 - trace.busy[rank] / trace.time) if trace.time else 0.0
 
 
+def share(trace: Trace, rank: int) -> str:
+    """What stands beside a rank's lane: how much of the time it is idle, or, in a collective, what it sends."""
+    if trace.program.chunks:
+        return f"sends {mebibytes(trace.bytes_sent()[rank])} MiB"
+    return f"{idle(trace, rank):.0%} idle"
+
+
 def description(traces: Sequence[Trace]) -> str:
     """The picture in words, for those who do not see it."""
     lines = []
@@ -121,7 +133,8 @@ def description(traces: Sequence[Trace]) -> str:
         ranks = len(trace.program.ranks)
         shown = ", ".join(f"rank {r} {idle(trace, r):.0%}" for r in range(min(ranks, 16)))
         more = f" and {ranks - 16} more ranks" if ranks > 16 else ""
-        lines.append(f"{name.capitalize()} timeline of {ranks} ranks: {facts(trace)}. Idle: {shown}{more}.")
+        idling = "" if trace.program.chunks else f" Idle: {shown}{more}."
+        lines.append(f"{name.capitalize()} timeline of {ranks} ranks: {facts(trace)}.{idling}")
         if trace.note:
             lines.append(f"{trace.note.rstrip('.')}.")
     return " ".join(lines)

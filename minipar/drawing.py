@@ -235,7 +235,7 @@ def _label_lanes(axes: Axes, sheet: Sheet) -> None:
     for t, trace in enumerate(sheet.traces):
         for rank in range(sheet.ranks):
             y = rank * sheet.pitch + sum(sheet.zone("forward", t)) / 2
-            words, across = f"{captions.idle(trace, rank):.0%} idle", axes.get_yaxis_transform()
+            words, across = captions.share(trace, rank), axes.get_yaxis_transform()
             axes.text(1 + 0.1 * inch, y, words, transform=across, size=8, color=MUTED, va="center_baseline")
 
 

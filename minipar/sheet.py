@@ -73,7 +73,11 @@ class Sheet:
         self.curves = _alike(traces)
         self.key = self._peaks()
         self.key_head = ["peak in MiB" if traces[0].unit == "bytes" else "peak", " / ".join(self.names)][: self.count]
-        self.right = 0.35 + 0.066 * max(len(words) for words in [*(f"{a}  {b}" for a, b in self.key), *self.key_head])
+        beside = [
+            captions.share(trace, rank) for trace in traces[:1] for rank in range(min(len(trace.program.ranks), 64))
+        ]
+        keys = [*(f"{a}  {b}" for a, b in self.key), *self.key_head]
+        self.right = 0.35 + 0.066 * max(map(len, [*keys, *beside]))
         self.pitch = self.count + (0.22 if self.count == 2 else 0.0)  # from rank to rank, in lanes
         lanes = self.ranks * self.pitch - (self.pitch - self.count)
         tall = 0.5 if any(kind in found for found in bars for kind in BENEATH) else 0.36
@@ -186,7 +190,7 @@ def _alike(traces: Sequence[Trace]) -> list[list[int]]:
 def _ranks(ranks: Sequence[int]) -> str:
     if len(ranks) < 4:
         return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
-    return f"rank {ranks[0]} and {len(ranks) - 1} alike"
+    return f"rank {ranks[0]} and {len(ranks) - 1} like it"
 
 
 def _lines(sentence: str, letters: int) -> list[str]:

@@ -161,6 +161,18 @@ def test_idle_time_stands_beside_each_lane():
 # two traces -----------------------------------------------------------------------------------------------------------
 
 
+def test_a_collective_says_what_it_sends_rather_than_how_idle_it_is():
+    from minipar.comm.algorithms import program
+    from minipar.costs.alpha_beta import AlphaBeta
+
+    one = program("broadcast", "tree", 4, 4 << 20, root=1)
+    figure = drawing.draw([simulate(one, AlphaBeta(one, 1e-4, 1e-9))])
+    assert [t for t in texts(figure) if t.startswith("sends")] == [f"sends {n}.00 MiB" for n in (0, 8, 4, 0)]
+    assert "a rank sends up to 8.00 MiB (rank 1)" in figure.alt
+    assert "idle" not in figure.alt.lower()
+    assert "bubble" not in figure.alt
+
+
 def test_predicted_outlined_over_measured_filled():
     predicted, measured = pair(pp=2, microbatches=4)
     figure = drawing.draw([predicted, measured])
@@ -316,7 +328,7 @@ def test_memory_curves_are_the_traces():
 
 
 def test_replicas_with_the_same_curve_share_it():
-    for dp, label in ((2, "ranks 0, 2"), (16, "rank 0 and 15 alike")):
+    for dp, label in ((2, "ranks 0, 2"), (16, "rank 0 and 15 like it")):
         axes = drawing.draw([unit(pp=2, dp=dp, microbatches=4)]).axes[1]
         assert [t.get_text() for t in axes.texts][1] == f"{label}  2"
         assert sum(not line.get_label().startswith("_") for line in axes.lines) == 2

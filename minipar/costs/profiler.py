@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode
 
 from minipar import sliced
+from minipar.costs.flops import FLOPS
 from minipar.costs.halves import input_half, left, weight_half
 from minipar.costs.measured import Profile
 from minipar.costs.shapes import Shape
@@ -249,7 +250,7 @@ def _runs(
         loss = partial(_of_output, *final) if last else None
         given = detach(value, l > trainable_from)
         part = None if here is None else sliced.Alone(layer, here[0], here[2].get(l), here[1], l >= trainable_from)
-        with FlopCounterMode(display=False, custom_mapping=_FLOPS) as forward:
+        with FlopCounterMode(display=False, custom_mapping=FLOPS) as forward:
             output, ends, weights = weigh(layer, given, loss, final[1] if last else (), part)
         if here is not None and part is not None:
             ends = ends + differentiable(part.handed_on)
@@ -259,7 +260,7 @@ def _runs(
         # Gradients of the same size would arrive from the next layer. This backward allocates the weights' gradients,
         # which the timed ones add to, as all micro-batches but one do.
         ends = [end for end in ends if end.requires_grad]
-        with FlopCounterMode(display=False, custom_mapping=_FLOPS) as backward:
+        with FlopCounterMode(display=False, custom_mapping=FLOPS) as backward:
             if ends:
                 torch.autograd.backward(ends, _ones(ends))
         flops = forward.get_total_flops(), backward.get_total_flops()
@@ -330,21 +331,6 @@ def _ones(ends: Sequence[Tensor]) -> list[Tensor]:
 # What autograd keeps of the layers that are timed together: more than the caches next to a core hold, and little
 # beside a device's memory.
 _KEPT = 64 * 2**20
-
-
-def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query, key, value))
-
-
-def _attention_backward_flops(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(gradient, query, key, value))
-
-
-# Attention on the CPU has operators of its own, which torch's counter does not know.
-_FLOPS = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
-}
 
 
 class _Clock:
