@@ -20,16 +20,16 @@ def for_model(name: str, seed: int = 0, **overrides: Any) -> Source:
     if isinstance(chosen, GPT):
         if chosen.vocab < Text.vocab:
             raise PlanError(f"vocab={chosen.vocab}: the text of {name} has {Text.vocab} different bytes")
-        return Text(seed, chosen.context)
+        return Text(chosen.context, seed=seed)
     if isinstance(chosen, Branchy):
-        return Digits(seed)
+        return Digits(seed=seed)
     inputs, classes = chosen.widths[0], chosen.widths[-1]
     if chosen.data == "digits":
         if inputs != Digits.inputs or classes < Digits.classes:
             raise PlanError(
                 f"widths={chosen.widths}: digits go from {Digits.inputs} numbers to {Digits.classes} classes"
             )
-        return Digits(seed)
+        return Digits(seed=seed)
     if classes < Windows.vocab:
         raise PlanError(f"widths={chosen.widths}: the text has {Windows.vocab} different bytes, so as many classes")
-    return Windows(seed, inputs)
+    return Windows(inputs, seed=seed)

@@ -51,7 +51,7 @@ def digits(seed: int = 0) -> Digits:
 
     Errors: `PlanError` where scikit-learn is not installed.
     """
-    return Digits(seed)
+    return Digits(seed=seed)
 
 
 @lru_cache(maxsize=1)

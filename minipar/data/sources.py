@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,7 +25,7 @@ class Source(ABC):
     seed   which rows a step draws; the data and its split into train and validation do not depend on it
     """
 
-    seed: int = 0
+    seed: int = field(default=0, kw_only=True)
 
     @abstractmethod
     def places(self, split: str) -> int:

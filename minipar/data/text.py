@@ -98,7 +98,7 @@ def stdlib_text(context: int = 64, seed: int = 0, limit: int = LIMIT) -> Text:
     Every tenth file is validation, the others are train. Nothing is read yet.
     Errors: `PlanError` for a context below 1 or above what the text can fill.
     """
-    return Text(seed, context, limit)
+    return Text(context, limit, seed=seed)
 
 
 def stdlib_windows(window: int = 32, seed: int = 0, limit: int = LIMIT) -> Windows:
@@ -106,7 +106,7 @@ def stdlib_windows(window: int = 32, seed: int = 0, limit: int = LIMIT) -> Windo
 
     Errors: `PlanError` for a window below 1 or above what the text can fill.
     """
-    return Windows(seed, window, limit)
+    return Windows(window, limit, seed=seed)
 
 
 def files() -> list[str]:

@@ -29,7 +29,7 @@ def records(tmp_path):
 
 
 def test_tokens(tokens, tmp_path):
-    source = data.Tokens(path=tokens, context=8, held_out=100)
+    source = data.Tokens(tokens, 8, held_out=100)
     assert (source.windows("train"), source.windows("validation")) == (112, 12)  # (900 - 8) / 8, (100 - 8) / 8
     x, y = source.batch(0, 5)
     assert x.dtype == y.dtype == torch.int64
@@ -46,7 +46,7 @@ def test_tokens(tokens, tmp_path):
 
 
 def test_records(records):
-    source = data.Records(x=records[0], y=records[1], held_out=5)
+    source = data.Records(*records, held_out=5)
     rows = data.Epochs(source)
     x, y = (torch.cat(part) for part in zip(*(rows.batch(step, 4) for step in range(4)), strict=True))
     assert y.dtype == torch.int64
