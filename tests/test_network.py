@@ -77,19 +77,14 @@ def check(clusters, text: str, model, data=None, steps: int = 2, **options: obje
 
 
 PLANS = [
-    "microbatches=3",
     "pp=2 place=branches microbatches=3",
-    "pp=2 place=branches schedule=gpipe microbatches=3 accumulate=2",
+    "pp=2 place=branches schedule=gpipe microbatches=2 accumulate=2",
     "pp=2 place=branches schedule=looped-bfs microbatches=4",
     "pp=2 place=1,0,1,0,1,0,1,0 schedule=zb-h1 microbatches=3",
-    "pp=2 split=3,5 microbatches=4",
     "pp=2 split=auto schedule=gpipe microbatches=3",
     "pp=2 schedule=interleaved microbatches=4",
     "pp=2 schedule=chimera microbatches=4",
-    "pp=2 schedule=zb-v microbatches=3",
-    "dp=2 zero=3 bucket=0.0001",
     "pp=4 split=2,1,3,2 microbatches=5",
-    "pp=4 schedule=zb-h1 microbatches=4",
     "pp=4 place=0,1,1,2,3,3,0,0 schedule=looped-bfs microbatches=3",
     "pp=2 dp=2 place=branches microbatches=2 zero=3",
     "pp=2 dp=2 place=branches schedule=zb-h1 microbatches=3 zero=2 bucket=none",
@@ -103,8 +98,8 @@ def test_every_placement_equals_plain_torch(clusters, text):
     check(clusters, text, partial(toy, tied=True, frozen=(3,)))
 
 
-@pytest.mark.parametrize("text", ["pp=2 place=0,1,0,1,0,1,0,0 microbatches=3", "pp=4 microbatches=4", "pp=2 dp=2"])
-@pytest.mark.parametrize("frozen", [(0, 1, 2, 3), (0, 4, 5), (7,), tuple(range(8))])
+@pytest.mark.parametrize("text", ["pp=2 place=0,1,0,1,0,1,0,0 microbatches=3", "pp=4 microbatches=4"])
+@pytest.mark.parametrize("frozen", [(0, 1, 2, 3), (0, 4, 5), tuple(range(8))])
 def test_frozen_layers_and_a_skip_around_everything(clusters, text, frozen):
     check(clusters, text, partial(toy, skip=True, frozen=frozen), rows(11))
 
@@ -121,11 +116,9 @@ def test_branchy_on_the_digits(clusters):
     for text in ("pp=4 place=branches schedule=looped-bfs microbatches=3", "pp=2 place=branches microbatches=2"):
         model, loss = partial(models.build, "branchy", width=4), nn.functional.cross_entropy
         run = check(clusters, text, model, data.digits(), loss=loss, batch=12, memory=text.startswith("pp=2"))
-        assert run.losses[0] > run.losses[-1] or len(run.losses) < 2
+        assert run.losses[0] > run.losses[1]
         assert run.predicted.program.ranks == run.program.ranks
-        assert all(
-            abs(a - b) / b < 0.02 for a, b in zip(run.predicted.bytes_sent(), run.trace.bytes_sent(), strict=True)
-        )
+        assert run.predicted.bytes_sent() == run.trace.bytes_sent()
 
 
 def test_measured_and_profiled_sizes_are_those_of_each_edge(clusters):
@@ -151,9 +144,8 @@ class Difference(nn.Module):
 def test_a_profile_gives_joins_what_they_read():
     model = toy().double()
     found = profile(model, rows(5), mse, [5], repeats=1)
-    assert (
-        found.output_bytes[5] == tuple(5 * 6 * 8 * n for n in (1, 2, 1, 1, 1, 1, 1, 1))[:1] + found.output_bytes[5][1:]
-    )
+    number = 5 * 6 * 8
+    assert found.output_bytes[5] == (number, 2 * number + 5 * 8, *(number,) * 6)
     assert len(found.forward[5]) == 8
     assert shape_of(model).edges == model.edges != ()
     assert shape_of(list(model)).edges == ()

@@ -12,7 +12,7 @@ from minipar import models
 from minipar.costs import analytic, presets
 from minipar.costs.analytic import block_bytes, input_bytes
 from minipar.costs.profiler import profile
-from minipar.models import GPT
+from minipar.models import GPT, Branchy
 
 GiB = 2**30
 
@@ -102,7 +102,8 @@ def test_every_byte_of_minipar_s_own_layers(name: str, rows: int) -> None:
     if isinstance(numbers, GPT):
         x = y = torch.randint(numbers.vocab, (rows, numbers.context))
     else:
-        x, y = torch.randn(rows, numbers.widths[0]), torch.randint(numbers.widths[-1], (rows,))
+        ends = (64, 10) if isinstance(numbers, Branchy) else (numbers.widths[0], numbers.widths[-1])
+        x, y = torch.randn(rows, ends[0]), torch.randint(ends[1], (rows,))
     measured = profile(models.build(name), (x, y), cross_entropy, [rows], repeats=1)
     costs = presets.layer_costs(name, rows)
     assert costs.output == measured.output_bytes[rows]
