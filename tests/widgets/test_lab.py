@@ -38,10 +38,7 @@ def lab(folder: Path) -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     own = {f"JUPYTER_{name}": str(folder / name.lower()) for name in ("CONFIG_DIR", "DATA_DIR", "RUNTIME_DIR")}
-    own |= {
-        "JUPYTERLAB_SETTINGS_DIR": str(folder / "settings"),
-        "JUPYTERLAB_WORKSPACES_DIR": str(folder / "workspaces"),
-    }
+    own |= {"JUPYTERLAB_SETTINGS_DIR": str(folder / "settings"), "JUPYTERLAB_WORKSPACES_DIR": str(folder / "workspaces")}
     news = folder / "settings" / "@jupyterlab" / "apputils-extension"
     news.mkdir(parents=True)
     (news / "notification.jupyterlab-settings").write_text('{"fetchNews": "false", "checkForUpdates": false}')
@@ -109,7 +106,9 @@ class Watched:
         )
 
     def run_all(self) -> None:
-        self.page.wait_for_function("window.panel.sessionContext.session?.kernel?.status === 'idle'", timeout=WAIT)
+        self.page.wait_for_function(
+            "window.panel.sessionContext.session?.kernel?.status === 'idle'", timeout=WAIT
+        )
         assert self.page.evaluate("window.jupyterapp.commands.execute('notebook:run-all-cells')") is True
 
 

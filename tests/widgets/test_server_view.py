@@ -90,7 +90,7 @@ def test_a_worker_that_died_and_came_back(clusters, tmp_path) -> None:  # type: 
         "dp=3 sync=ps mode=async on_death=continue", cluster=clusters(4), steps=6, batch=9,
         loss=torch.nn.functional.mse_loss, progress=False,
     )  # fmt: skip
-    view = ServerView(run.trace, run.service.deaths)
+    view = ServerView(run.trace, run.service)
     assert view.problem == ""
     assert view.found is not None
     assert [bool(w.away) for w in view.found.workers] == [False, True, False]

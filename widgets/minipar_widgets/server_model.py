@@ -12,10 +12,12 @@ from typing import NamedTuple
 from minipar import captions
 from minipar.errors import MiniparError
 from minipar.program import COMPUTE, Op
+from minipar.strategies.consistency import Kind, Row
 from minipar.trace import Trace
 
 MOST_STEPS = 20_000
 SLOW = 1.25  # times the median of all workers
+LONG = 0.2  # seconds
 _SERVER = {Op.ACCEPT: "receives", Op.APPLY: "updates", Op.REPLY: "answers"}
 
 
@@ -96,8 +98,12 @@ class Served:
         return self.trace.program.serving.mode
 
 
-def served(trace: Trace) -> Served:
-    """Read a trace. MiniparError for what has no parameter servers, or too many steps to look at."""
+def served(trace: Trace, order: Sequence[Row] = ()) -> Served:
+    """Read a trace. MiniparError for what has no parameter servers, or too many steps to look at.
+
+    order   of the servers (`run.service.order`), which says exactly who came back; without it, who was not heard of for
+            long is taken to have been away
+    """
     captions.check([trace])
     program = trace.program
     if program.serving is None:
@@ -119,9 +125,15 @@ def served(trace: Trace) -> Served:
     middle = [median(step.busy for step in steps) if steps else 0.0 for steps in found]
     usual = median([x for x in middle if x] or [0.0])
     cycles = [b.pull[0] - a.pull[0] for steps in found for a, b in pairwise(steps)]
-    gap = 0.5 * median(cycles) if cycles and trace.kind == "measured" else float("inf")
+    gap = max(LONG, 2 * median(cycles)) if cycles and trace.kind == "measured" else float("inf")
+    returns = _returns(order)
     workers = [
-        Worker(rank, steps, _away(steps, gap), middle[rank] / usual if usual else 1.0)
+        Worker(
+            rank,
+            steps,
+            _away(steps, returns.get(rank, []) if order else None, gap),
+            middle[rank] / usual if usual else 1.0,
+        )
         for rank, steps in enumerate(found)
     ]
     return Served(trace, tuple(workers), acts, tuple(updates))
@@ -180,8 +192,24 @@ def _span(row: Sequence[tuple[str, float, float]]) -> tuple[float, float]:
     return min((start for _, start, _ in row), default=0.0), max((end for _, _, end in row), default=0.0)
 
 
-def _away(steps: Sequence[Step], gap: float) -> tuple[tuple[float, float], ...]:
+def _returns(order: Sequence[Row]) -> dict[int, list[int]]:
+    """Of every worker the steps with which it began again. (The first JOIN of a worker is its beginning.)"""
+    found: dict[int, list[int]] = {}
+    known: set[int] = set()
+    for row in order:
+        if row.kind is Kind.JOIN and row.worker in known:
+            found.setdefault(row.worker, []).append(row.step)
+        elif row.kind is Kind.JOIN:
+            known.add(row.worker)
+    return found
+
+
+def _away(steps: Sequence[Step], returns: Sequence[int] | None, gap: float) -> tuple[tuple[float, float], ...]:
     """A worker asks for parameters as soon as it has pushed. Where it does not, it was not there: what it computed
     before it died is in no trace, nor is the time until it was started again."""
     ends = [0.0, *(step.push[1] for step in steps)]
-    return tuple((end, step.pull[0]) for end, step in zip(ends, steps, strict=False) if step.pull[0] - end > gap)
+    between = [(end, step.pull[0], step.step) for end, step in zip(ends, steps, strict=False)]
+    if returns is None:
+        return tuple((a, b) for a, b, _ in between if b - a > gap)
+    firsts = [next(((a, b) for a, b, step in between if step >= first), None) for first in returns]
+    return tuple(one for one in dict.fromkeys(firsts) if one is not None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import traitlets
@@ -21,25 +20,26 @@ _FACES = {"F": "#0072B2", "B": "#E69F00", "I": "#F6CF78", "W": "#8F5F00", "R": "
 class ServerView(View):
     """Workers and servers of a trace of a plan with sync=ps, simulated or run.
 
-    deaths   what the servers' run said of ranks that died and came back (`run.service.deaths`), for the caption
+    service   of the run (`run.service`): who died, and when it came back. Without it, a worker that is not heard of for
+              long between two steps is taken to have been away
 
-    A worker that is not heard of between two steps was away. `update(trace)` shows another one.
+    `update(trace, service)` shows another one.
     """
 
     name = "server"
     data = traitlets.Dict().tag(sync=True)
 
-    def __init__(self, trace: Trace, deaths: Sequence[str] = ()) -> None:
+    def __init__(self, trace: Trace, service: Any = None) -> None:
         super().__init__()
         self.found: Served | None = None
-        self.update(trace, deaths)
+        self.update(trace, service)
 
-    def update(self, trace: Trace, deaths: Sequence[str] = ()) -> None:
+    def update(self, trace: Trace, service: Any = None) -> None:
         """Show another trace. What cannot be shown is said in the widget's place."""
-        self.deaths = list(deaths)
+        self.deaths = list(service.deaths) if service is not None else []
         with self.hold_sync():
             try:
-                self.found = served(trace)
+                self.found = served(trace, service.order if service is not None else ())
                 self.data = self._data(self.found)
                 self.problem = ""
             except MiniparError as error:
