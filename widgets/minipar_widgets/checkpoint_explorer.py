@@ -230,6 +230,7 @@ class CheckpointExplorer(Explorer):
         self.run_button.disabled = not now["kind"].value
         self.note.value = escape(self._said())
         self.view.update(self.layers, self.word)
+        self.problem = self.view.problem
         self.chart.show(self.figure(), self.view._line())
 
     def _said(self) -> str:
@@ -310,10 +311,6 @@ class CheckpointExplorer(Explorer):
             return page
         line = f"peak memory over the length of segments, least at {best_length(self.layers)}"
         return page + chart.picture(line, *(_curves(self.layers, self.runs, dark) for dark in (False, True)))
-
-    @property
-    def problem(self) -> str:
-        return self.view.problem
 
     def summary(self) -> str:
         return self.view.summary()

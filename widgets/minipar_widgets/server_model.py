@@ -180,11 +180,11 @@ def _steps(
         else:
             row.append((ins.op.value, start, end))
     found = []
-    for step, row in spans.items():
-        pull, push = _span(row["pull"]), _span(row["push"])
+    for step, parts in spans.items():
+        pull, push = _span(parts["pull"]), _span(parts["push"])
         update = into.get((rank, step), -1)
         applied = updates[update] if update >= 0 else push[1]
-        found.append(Step(step, pull, tuple(row["work"]), push, given.get((rank, step), 0), update, applied))
+        found.append(Step(step, pull, tuple(parts["work"]), push, given.get((rank, step), 0), update, applied))
     return tuple(sorted(found, key=lambda one: one.pull))
 
 

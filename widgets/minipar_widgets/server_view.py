@@ -160,17 +160,17 @@ def _picture(one: Served, dark: bool) -> bytes:
     def height(version: float) -> float:
         return top + chart - 16 - version / high * (chart - 30)
 
-    for version in ticks(high, 5):
-        sketch.line([(left, height(version)), (width - 12, height(version))], sketch.look.rule)
-        sketch.text(left - 6, height(version), f"v{version:g}", sketch.look.muted, 11, "rm")
+    for mark in ticks(high, 5):
+        sketch.line([(left, height(mark)), (width - 12, height(mark))], sketch.look.rule)
+        sketch.text(left - 6, height(mark), f"v{mark:g}", sketch.look.muted, 11, "rm")
     for n, worker in enumerate(one.workers):
         hue = _HUES[n % len(_HUES)]
         shift = (n - (len(one.workers) - 1) / 2) * min(3.0, 24 / len(one.workers))
         for x in worker.steps:
-            y = height(x.version) + shift
-            sketch.line([(at(x.pull[1]), y), (at(x.applied), y)], hue, 2, dashed=bool(n % 2))
+            line = height(x.version) + shift
+            sketch.line([(at(x.pull[1]), line), (at(x.applied), line)], hue, 2, dashed=bool(n % 2))
             if x.late:
-                sketch.line([(at(x.applied), y), (at(x.applied), height(x.update))], hue, 1, dashed=True)
+                sketch.line([(at(x.applied), line), (at(x.applied), height(x.update))], hue, 1, dashed=True)
     points = [(float(left), height(0))]
     for k, time in enumerate(one.updates):
         points += [(at(time), height(k)), (at(time), height(k + 1))]

@@ -19,15 +19,15 @@ export function firstAfter(list, t, end) {
   return low;
 }
 
-/** Those of the entries [.., start, end] of a lane that show in [from, to], without what would lie under a pixel that is
- * drawn already: at most about two for each of `width` pixels. */
+/** Those of a lane's entries that show in [from, to], without those inside a column of pixels that is drawn already: at
+ * most two for each of `width` columns. */
 export function visible(list, from, to, width, start, end) {
-  const found = [], pixel = (to - from) / Math.max(1, width);
-  let drawn = -Infinity;
+  const found = [], column = (t) => Math.floor(((t - from) / (to - from)) * width);
+  let drawn = -1;
   for (let k = firstAfter(list, from, end); k < list.length && start(list[k]) < to; k++) {
-    if (end(list[k]) - start(list[k]) < pixel && end(list[k]) < drawn + pixel) continue;
+    if (column(end(list[k])) <= drawn) continue;
     found.push(list[k]);
-    drawn = end(list[k]);
+    drawn = column(end(list[k]));
   }
   return found;
 }

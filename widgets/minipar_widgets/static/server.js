@@ -326,12 +326,12 @@ else low = middle + 1;
 return low;
 }
 function visible(list, from, to, width, start, end) {
-const found = [], pixel = (to - from) / Math.max(1, width);
-let drawn = -Infinity;
+const found = [], column = (t) => Math.floor(((t - from) / (to - from)) * width);
+let drawn = -1;
 for (let k = firstAfter(list, from, end); k < list.length && start(list[k]) < to; k++) {
-if (end(list[k]) - start(list[k]) < pixel && end(list[k]) < drawn + pixel) continue;
+if (column(end(list[k])) <= drawn) continue;
 found.push(list[k]);
-drawn = end(list[k]);
+drawn = column(end(list[k]));
 }
 return found;
 }
