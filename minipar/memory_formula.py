@@ -312,8 +312,8 @@ def _activations(plan: Plan, model: str, layout: Layout, rows: int, given: dict[
             messages += 2 * division.top * costs.output[0]
         mine = [l for layers in layout.chunks(rank) for l in layers]
         largest = max(costs.saved[l] + costs.output[l] for l in mine)
-        (most, flying), peak = _most(actions[rank], waiting), in_flight(actions[rank], waiting, more)
-        found.append(Kept(int(most), int(peak) - int(most), messages, largest, tuple(waiting), flying))
+        (most, flying), top = _most(actions[rank], waiting), in_flight(actions[rank], waiting, more)
+        found.append(Kept(int(most), int(top) - int(most), messages, largest, tuple(waiting), flying))
     return found
 
 

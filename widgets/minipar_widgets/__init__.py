@@ -15,6 +15,10 @@ _homes = {
     "minipar_widgets.timeline": ("Timeline",),
     "minipar_widgets.schedule_explorer": ("ScheduleExplorer",),
     "minipar_widgets.editor": ("ScheduleEditor",),
+    "minipar_widgets.memory_explorer": ("MemoryExplorer",),
+    "minipar_widgets.collective_player": ("CollectivePlayer",),
+    "minipar_widgets.checkpoint_explorer": ("CheckpointExplorer",),
+    "minipar_widgets.server_view": ("ServerView",),
 }
 _home_of = {name: home for home, names in _homes.items() for name in names}
 

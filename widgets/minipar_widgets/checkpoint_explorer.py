@@ -230,6 +230,7 @@ class CheckpointExplorer(Explorer):
         self.run_button.disabled = not now["kind"].value
         self.note.value = escape(self._said())
         self.view.update(self.layers, self.word)
+        self.problem = self.view.problem
         self.chart.show(self.figure(), self.view._line())
 
     def _said(self) -> str:
@@ -311,10 +312,6 @@ class CheckpointExplorer(Explorer):
         line = f"peak memory over the length of segments, least at {best_length(self.layers)}"
         return page + chart.picture(line, *(_curves(self.layers, self.runs, dark) for dark in (False, True)))
 
-    @property
-    def problem(self) -> str:
-        return self.view.problem
-
     def summary(self) -> str:
         return self.view.summary()
 
@@ -365,13 +362,13 @@ def _curves(layers: Layers, runs: Sequence[Run], dark: bool) -> bytes:
         sketch.text(left - 6, y, f"{tick:g} {word}", sketch.look.muted, 11, "rm")
     for length in range(1, layers.count + 1, max(1, layers.count // 16)):
         sketch.text(at(length, 0)[0], height - 34, str(length), sketch.look.muted, 11, "mm")
-    sketch.text(width / 2, height - 14, "layers in a segment; the star: sqrt(N)", sketch.look.muted, 11, "mm")
+    sketch.text(width / 2, height - 14, "layers in a segment; the diamond: sqrt(N)", sketch.look.muted, 11, "mm")
     sketch.line([at(p.length, p.peak) for p in points[1:]], "#0072B2", 2)
     for p in points[1:]:
         sketch.dot(*at(p.length, p.peak), 2.5, "#0072B2")
     y = at(1, points[0].peak)[1]
     sketch.line([(left, y), (width - 24, y)], sketch.look.muted, 1, dashed=True)
-    sketch.text(width - 26, y + 9, "no recomputation", sketch.look.muted, 11, "rm")
+    sketch.text(left + 4, y + 9, "no recomputation", sketch.look.muted, 11)
     for run in runs:
         if run.length:
             sketch.diamond(*at(run.length, run.peak), 6, "#0072B2", sketch.look.paper)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from minipar.comm import algorithms
@@ -197,10 +197,7 @@ def _walk(trace: Trace, first: tuple[tuple[Cell | None, ...], ...]) -> tuple[tup
                     if not queues.get((ins.peer, rank)):
                         break
                     message, cells = queues[ins.peer, rank].popleft()
-                    messages.append(
-                        Message(*(getattr(message, f) for f in ("source", "target", "start")), end, message.bytes,
-                                message.chunks, message.values)
-                    )  # fmt: skip
+                    messages.append(replace(message, end=end))
                     for c, cell in zip(ins.layers, cells, strict=True):
                         if ins.writes[0].kind == "chunk":
                             rows[rank][c] = cell

@@ -222,6 +222,7 @@ class CollectivePlayer(Explorer):
             self.collective.value, self.algorithm.value, self.ranks.value, nbytes,
             root=self.root.value if self.rooted else 0, nodes=self.nodes.value, links=links,
         )  # fmt: skip
+        self.problem = self.view.problem
 
     @property
     def rooted(self) -> bool:
@@ -256,10 +257,6 @@ class CollectivePlayer(Explorer):
             slower = f"{self.far.value:g} times slower" if self.far.value > 1 else "as fast as inside"
             shown["nodes"] = f"{self.nodes.value}, links between them {slower}"
         return shown
-
-    @property
-    def problem(self) -> str:
-        return self.view.problem
 
     def summary(self) -> str:
         return self.view.summary()

@@ -252,6 +252,7 @@ class MemoryExplorer(Explorer):
         except MiniparError as error:
             self.view.memory, self.view.problem = None, str(error)
             self.view.refresh()
+            self.problem = self.view.problem
             self.run_button.disabled = True
             self.chart.show(None, "")
             return
@@ -260,6 +261,7 @@ class MemoryExplorer(Explorer):
         measured = self._measured[1] if self._measured[0] == str(choice) else ()
         self.note.value = escape("a real run: " + reason if reason else "" if measured else "two steps, on real ranks")
         self.view.update(choice, measured)
+        self.problem = self.view.problem
         self.chart.show(self.figure() if self.view.memory is not None else None, self.view._line())
 
     def figure(self) -> Any:
@@ -306,10 +308,6 @@ class MemoryExplorer(Explorer):
     def section(self, place: str = "widget") -> str:
         """The view, and the figure of all ranks as pictures for light and dark."""
         return super().section(place) + chart.picture(self._line(), self._png(False), self._png(True))
-
-    @property
-    def problem(self) -> str:
-        return self.view.problem
 
     def summary(self) -> str:
         return self.view.summary()

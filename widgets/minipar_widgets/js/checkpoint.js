@@ -4,7 +4,7 @@ import { bar, fill, FONT, frame, LOOKS, make, short, ticks } from "./shared.js";
 
 const LEFT = 64, RIGHT = 12, TOP = 8, TALL = 120;
 const KINDS = { F: "forward", R: "recompute", B: "backward" };
-const DOES = { F: "forward through", R: "runs again", B: "backward through" };
+const DOES = { F: "forward through", R: "again forward through", B: "backward through" };
 
 /** Time and memory of every move: [start, end, during, after]. */
 export function spans(data) {
@@ -31,12 +31,16 @@ export function sentence(data, k) {
   if (op === "R" && !hands) does[1] = "keeps what it saves, not its output";
   if (drops && op !== "B") does.push(`the output of layer ${layer - 1} is dropped`);
   return `move ${k + 1} of ${data.moves.length}: ${does.join(", ")}; memory ${size(data, during)}, then ${size(data, after)}; ` +
-    `${output.length} outputs and what ${saved.length} layers saved are there`;
+    `${some(output.length, "output")} and what ${some(saved.length, "layer")} saved are there`;
 }
 
 /** An amount of memory in words. */
 export function size(data, amount) {
-  return data.unit === "MiB" ? `${short(amount / 2 ** 20)} MiB` : `${amount} units`;
+  return data.unit === "MiB" ? `${short(amount / 2 ** 20)} MiB` : some(amount, "unit");
+}
+
+function some(count, what) {
+  return `${count} ${what}${count === 1 ? "" : "s"}`;
 }
 
 function row(count) {

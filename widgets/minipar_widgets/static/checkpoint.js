@@ -314,7 +314,7 @@ dispose() { for (const end of ends) end(); root.remove(); },
 }
 const LEFT = 64, RIGHT = 12, TOP = 8, TALL = 120;
 const KINDS = { F: "forward", R: "recompute", B: "backward" };
-const DOES = { F: "forward through", R: "runs again", B: "backward through" };
+const DOES = { F: "forward through", R: "again forward through", B: "backward through" };
 function spans(data) {
 let before = 0;
 return data.moves.map(([, , , , , end, during, after]) => {
@@ -335,10 +335,13 @@ if (op !== "B") does.push(saves ? "keeps what it saves" : "keeps nothing but its
 if (op === "R" && !hands) does[1] = "keeps what it saves, not its output";
 if (drops && op !== "B") does.push(`the output of layer ${layer - 1} is dropped`);
 return `move ${k + 1} of ${data.moves.length}: ${does.join(", ")}; memory ${size(data, during)}, then ${size(data, after)}; ` +
-`${output.length} outputs and what ${saved.length} layers saved are there`;
+`${some(output.length, "output")} and what ${some(saved.length, "layer")} saved are there`;
 }
 function size(data, amount) {
-return data.unit === "MiB" ? `${short(amount / 2 ** 20)} MiB` : `${amount} units`;
+return data.unit === "MiB" ? `${short(amount / 2 ** 20)} MiB` : some(amount, "unit");
+}
+function some(count, what) {
+return `${count} ${what}${count === 1 ? "" : "s"}`;
 }
 function row(count) {
 return Math.max(8, Math.min(20, 340 / count));

@@ -1,0 +1,141 @@
+"""The checkpoint explorer: the tape is what plans compile to, its memory is what is alive, and K has a best value."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from minipar.costs.shapes import uniform
+from minipar.errors import PlanError
+from minipar.plan import Plan
+from minipar.program import Op
+from minipar_widgets import CheckpointExplorer
+from minipar_widgets.checkpoint_explorer import CheckpointView
+from minipar_widgets.checkpoint_model import Layers, best_length, curve, lengths_to_measure, measure, tape
+
+WORDS = ["none", "sqrt", "1", "3", "5", "16", "3,7,11", "20B", "12B"]
+
+
+@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("layers", [Layers(16), Layers(16, saved=3, backward=1.5)])
+def test_tape_is_the_program_s(word: str, layers: Layers) -> None:
+    if word == "12B" and layers.saved == 3:
+        pytest.skip("below the least budget")
+    program = Plan(checkpoint=word).compile(uniform(16), costs=layers.costs)
+    ran = []
+    for ins in program.ranks[0]:
+        if ins.op is not Op.STEP:
+            order = ins.layers if ins.op is not Op.BACKWARD else sorted(ins.layers, reverse=True)
+            ran += [(ins.op, layer) for layer in order]
+    assert [(move.op, move.layer) for move in tape(layers, word).moves] == ran
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_memory_is_what_is_alive(word: str) -> None:
+    """Outputs, saved values and the gradient on its way, added up by their lives."""
+    layers = Layers(16, saved=2)
+    one = tape(layers, word)
+    chain = one.chain
+    for k, (move, level) in enumerate(zip(one.moves, one.levels, strict=True)):
+        alive = [life for life in one.lives if life.first <= k < life.last]
+        kept = sum(chain.output[life.layer] if life.kind == "output" else chain.saved[life.layer] for life in alive)
+        gone = [m.layer for m in one.moves[: k + 1] if m.op is Op.BACKWARD]
+        gradient = chain.gradient[gone[-1] - 1] if gone and gone[-1] else 0
+        assert level.after == kept + gradient, (k, move)
+        assert level.during >= level.after
+    assert one.levels[-1].after == 0
+
+
+def test_square_root_is_the_least_of_all_lengths() -> None:
+    for count in (4, 9, 16, 25, 36, 64):
+        layers = Layers(count, saved=0)
+        points = curve(layers)
+        least = min(point.peak for point in points[1:])
+        assert best_length(layers) == round(math.sqrt(count))
+        assert points[best_length(layers)].peak <= least + 1
+        assert points[0].time < points[best_length(layers)].time <= points[0].time + count
+
+
+def test_budgets_are_kept() -> None:
+    for budget in (6, 8, 12, 20):
+        one = tape(Layers(16), f"{budget}B")
+        assert one.peak <= budget
+    assert tape(Layers(16), "6B").ends[-1] > tape(Layers(16), "20B").ends[-1]
+
+
+@pytest.mark.parametrize(
+    ("layers", "word", "says"),
+    [
+        (Layers(16), "2B", "too small; the least is"),
+        (Layers(16), "17", "checkpoint=17: the model has 16 layers"),
+        (Layers(16), "selective", "is for attention"),
+        (Layers(16), "some", "must be none, sqrt"),
+        (Layers(16), "9,3", "ascending order"),
+    ],
+)
+def test_what_cannot_be_is_said_in_words(layers: Layers, word: str, says: str) -> None:
+    view = CheckpointView(layers, word)
+    assert says in view.problem
+    assert view.table == []
+    view.update(layers, "4")
+    assert view.problem == ""
+    with pytest.raises(PlanError, match="possible are 2 to 64"):
+        Layers(65)
+
+
+def test_controls_change_tape_and_curves() -> None:
+    explorer = CheckpointExplorer()
+    assert "checkpoint=sqrt" in explorer.summary()
+    explorer.controls["way"].value = "every K layers"
+    explorer.controls["length"].value = 8
+    assert explorer.view.found is not None
+    assert explorer.view.found.moves == tape(Layers(16), "8").moves
+    explorer.controls["layers"].value = 6  # K follows
+    assert explorer.word == "6"
+    explorer.controls["way"].value = "a budget"
+    explorer.controls["budget"].value = 5
+    assert "too small" in explorer.problem
+    assert "too small" in explorer.to_html()
+    explorer.controls["budget"].value = 60
+    assert explorer.problem == ""
+    explorer.controls["way"].value = "layers"
+    explorer.controls["starts"].value = "2,4"
+    assert explorer.word == "2,4"
+    explorer.controls["starts"].value = "2"
+    assert explorer.word == "2,"
+    assert explorer.problem == ""
+
+
+def test_figure_has_the_sqrt_point_on_the_curve() -> None:
+    explorer = CheckpointExplorer(25)
+    explorer.controls["saved"].value = 0
+    memory, time, star = explorer.figure().data
+    assert "√N = 5" in star.name
+    assert list(star.x) == [5]
+    assert star.y[0] == memory.y[list(memory.x).index(5)] == min(memory.y)
+    assert max(time.y) < 4 / 3 + 1e-9
+
+
+def test_measured_runs_lie_near_the_curve() -> None:
+    """Real layers on a real rank: the bytes of activations, for some lengths."""
+    layers = Layers(8, rows=256)
+    points = curve(layers)
+    for run in measure(layers, [0, 3, 8], steps=2):
+        # The formula counts layer by layer; the run has temporaries of a gradient besides.
+        assert run.peak == pytest.approx(points[run.length].peak, rel=0.15)
+        assert run.seconds > 0
+    assert lengths_to_measure(16) == [0, 1, 2, 4, 8, 16]
+    with pytest.raises(PlanError, match="on paper only"):
+        measure(Layers(8), [1])
+
+
+def test_every_way_of_showing() -> None:
+    explorer = CheckpointExplorer()
+    assert repr(explorer) == repr(CheckpointExplorer()) == explorer.summary()
+    assert json.loads(json.dumps(explorer.view.tape))["layers"] == 16
+    assert len(explorer.picture()) < 25_000
+    assert len(explorer.rows()) == 1 + 17
+    assert len(explorer.view.rows()) == 1 + len(explorer.view.tape["moves"])
+    assert explorer.to_html().count("<script") == 1

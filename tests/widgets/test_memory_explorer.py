@@ -1,0 +1,175 @@
+"""The memory explorer: numbers of the one formula, in groups, against a device; a plain plotly figure; a real run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from minipar.memory_formula import per_rank
+from minipar.memory_terms import KINDS, size
+from minipar.models.table import PRESETS
+from minipar.plan import Plan
+from minipar_widgets import MemoryExplorer
+from minipar_widgets.memory_explorer import MemoryView
+from minipar_widgets.memory_model import Choice, Memory, label, measure, why_not_run
+
+CHOICE = Choice(Plan.parse("dp=2 pp=4 microbatches=8 zero=1 precision=bf16"), "gpt2-medium", rows=2)
+
+
+def test_bars_are_the_formula_s_for_every_rank() -> None:
+    memory = Memory.of(CHOICE)
+    whole = per_rank(CHOICE.plan, "gpt2-medium", 2 * 8 * 2)
+    assert sorted(rank for ranks in memory.groups for rank in ranks) == list(range(8))
+    for ranks in memory.groups:
+        assert {whole[rank] for rank in ranks} == {memory.details[ranks[0]].memory}
+    assert memory.worst in memory.groups[0]
+    assert max(rank.total for rank in whole) == whole[memory.worst].total
+    figure = memory_figure()
+    for trace, kind in zip(figure.data, KINDS, strict=True):
+        assert trace.name == kind
+        assert [x * 2**30 for x in trace.x] == pytest.approx([getattr(whole[g[0]], kind) for g in memory.groups])
+        assert trace.orientation == "h"
+    assert len({(trace.marker.color, trace.marker.pattern.shape) for trace in figure.data}) == len(KINDS)
+
+
+def memory_figure():  # type: ignore[no-untyped-def]
+    explorer = MemoryExplorer("dp=2 pp=4 microbatches=8 zero=1 precision=bf16", "gpt2-medium", rows=2)
+    return explorer.figure()
+
+
+def test_figure_is_plain_and_small() -> None:
+    """A FigureWidget would put five megabytes of script into every notebook."""
+    import plotly.graph_objects as go
+
+    explorer = MemoryExplorer()
+    assert type(explorer.figure()) is go.Figure
+    (output,) = explorer.chart.output.outputs
+    text = json.dumps(output)
+    assert len(text) < 40_000
+    assert output["data"]["text/plain"] == explorer.summary()
+
+
+def test_labels_of_ranks() -> None:
+    assert [label(x) for x in ([3], [0, 1, 2], [0, 4, 8, 12], list(range(0, 40, 4)))] == [
+        "rank 3", "ranks 0 to 2", "ranks 0, 4, 8, 12", "ranks 0, 4, ... 36",
+    ]  # fmt: skip
+
+
+def test_controls_change_what_is_shown() -> None:
+    explorer = MemoryExplorer("dp=8 pp=4 microbatches=8 precision=bf16", "megatron-18b")
+    assert "Does not fit" in explorer.summary()
+    before = explorer.view.data
+    explorer.controls["zero"].value = 3
+    assert explorer.view.data != before
+    assert "Fits" in explorer.summary()
+    explorer.controls["model"].value = "own numbers"
+    explorer.controls["layers"].value = 12
+    assert explorer.choice.numbers["layers"] == 12
+    assert explorer.view.memory is not None
+    assert explorer.view.memory.details[0].memory == per_rank(
+        explorer.choice.plan, "gpt2-xl", 64, **explorer.choice.numbers
+    )[0]  # fmt: skip
+    explorer.controls["device"].value = "own"
+    explorer.controls["capacity"].value = 0.001
+    assert explorer.choice.capacity == 10**6
+    assert "Does not fit" in explorer.summary()
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"model": "gpt-tiny", "pp": 8}, "pp=8: more stages than layers"),
+        ({"tp": 16}, "tp=16: must divide 25 heads"),
+        ({"experts": 4, "ep": 32}, "ep=32: must divide dp=8 and experts=4"),
+        ({"model": "mlp-tiny", "pp": 1, "checkpoint": "selective"}, "has no attention"),
+        ({"zero": 1, "offload": ("parameters",)}, "offload=parameters: zero=1 keeps whole ones"),
+    ],
+)
+def test_what_cannot_be_is_said_in_words(settings: dict[str, object], says: str) -> None:
+    explorer = MemoryExplorer()
+    for name, value in settings.items():
+        explorer.controls[name].value = value
+    assert says in explorer.problem
+    assert says in repr(explorer)
+    assert explorer.view.table == []
+    assert explorer.chart.output.outputs == ()
+    assert explorer.run_button.disabled
+    assert says in explorer.to_html()
+    assert explorer._repr_mimebundle_()[0]["image/png"]
+
+
+def test_what_has_no_part_is_not_asked_for() -> None:
+    """Experts that were switched off, and a model that is no transformer, leave nothing that cannot be undone."""
+    explorer = MemoryExplorer()
+    explorer.controls["experts"].value, explorer.controls["ep"].value = 8, 8
+    explorer.controls["tp"].value = 4  # 25 heads
+    explorer.controls["experts"].value = 0
+    assert "tp=4" in explorer.problem
+    explorer.controls["model"].value = "mlp-wide"
+    assert explorer.problem == ""
+    assert explorer.controls["tp"].layout.display == "none"
+
+
+def test_only_small_models_are_run() -> None:
+    assert "too large to be built" in why_not_run(CHOICE)
+    assert "ranks are many" in why_not_run(Choice(Plan(dp=8), "gpt-tiny"))
+    assert why_not_run(Choice(Plan(dp=2), "gpt-tiny")) == ""
+    explorer = MemoryExplorer()
+    assert explorer.run_button.disabled
+    assert "too large" in explorer.run_button.tooltip
+
+
+def test_measured_points_are_the_run_s() -> None:
+    """A real run on two ranks: points in figure, view and table; the formula is near it."""
+    explorer = MemoryExplorer("pp=2 microbatches=2", "gpt-tiny", rows=4)
+    explorer.measure()
+    peaks = explorer.view.measured
+    assert len(peaks) == 2, explorer.note.value
+    assert "measured on rank" in explorer.note.value
+    assert explorer.view.memory is not None
+    for rank, found in enumerate(peaks):
+        formula = explorer.view.memory.details[rank].memory
+        assert found["parameters"] == formula.parameters
+        assert found["optimizer"] == pytest.approx(formula.optimizer, rel=0.01)
+    scatter = explorer.figure().data[-1]
+    assert scatter.name == "measured"
+    assert [x * 2**20 for x in scatter.x] == pytest.approx(
+        [sum(peaks[g[0]].values()) for g in explorer.view.memory.groups]
+    )
+    assert explorer.view.data["groups"][0]["measured"] == sum(peaks[explorer.view.memory.worst].values())
+    assert [row[0] for row in explorer.rows()[-2:]] == ["measured: rank 0", "measured: rank 1"]
+    assert size(sum(peaks[1].values())) in explorer.rows()[-1]
+    explorer.controls["zero"].value = 1  # another plan has not been run
+    assert explorer.view.measured == ()
+
+
+def test_a_run_of_other_ranks_is_refused() -> None:
+    view = MemoryView(Choice(Plan(dp=2), "gpt-tiny"), [{"parameters": 1}])
+    assert view.problem == "the measured run has 1 ranks, the plan 2"
+
+
+def test_what_is_run_here_is_known() -> None:
+    assert all(why_not_run(Choice(Plan(), name)) == "" for name in PRESETS)
+    with pytest.raises(Exception, match="too large"):
+        measure(CHOICE)
+
+
+def test_no_torch_is_imported() -> None:
+    script = (
+        "import sys; from minipar_widgets import MemoryExplorer; e = MemoryExplorer(); e.to_html(); e.figure();"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], timeout=120).returncode == 0
+
+
+def test_every_way_of_showing() -> None:
+    explorer = MemoryExplorer()
+    assert repr(explorer) == repr(MemoryExplorer()) == explorer.summary()
+    assert len(explorer.picture()) < 30_000
+    page = explorer.to_html()
+    assert page.count("<script") == 1
+    assert 'prefers-color-scheme: dark)" srcset' in page
+    assert len(page) < 150_000
