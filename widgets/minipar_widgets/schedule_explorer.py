@@ -6,7 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets as ui
-from minipar import captions, strategies
+from minipar import strategies
 from minipar.collector import paused
 from minipar.errors import MiniparError
 from minipar.plan import Plan
@@ -43,13 +43,13 @@ class ScheduleExplorer(Explorer):
         self.timeline = Timeline(simulate(Plan().compile(layers=1)))
         self._facts = ui.HTML()
         self._program = ui.HTML(layout={"flex": "1 1 260px", "min_width": "240px", "max_width": "100%"})
-        picture = ui.Box([self.timeline], layout={"flex": "3 1 520px", "min_width": "280px", "display": "block"})
+        wide = {"flex": "3 1 520px", "min_width": "280px", "display": "block"}
+        picture = ui.Box([self.timeline, self._facts], layout=wide)
         side_by_side = {"flex_flow": "row wrap", "align_items": "flex-start", "width": "100%"}
         super().__init__(
             [
                 ui.Box(self._controls, layout={"flex_flow": "row wrap", "width": "100%"}),
                 self._slower,
-                self._facts,
                 ui.Box([picture, self._program], layout=side_by_side),
                 ui.Box(self._running, layout={"flex_flow": "row wrap", "align_items": "center", "width": "100%"}),
             ],
@@ -84,7 +84,7 @@ class ScheduleExplorer(Explorer):
         for control in [*self._controls, *self._factors]:
             control.observe(self._moved, "value")
 
-        self.forward = ui.IntSlider(20, 5, 100, 5, description="a forward takes (ms)", style=_LABEL, layout=_WIDE)
+        self.forward = ui.IntSlider(20, 5, 100, 5, description="a forward takes (ms)", style={"description_width": "140px"}, layout=_WIDE)
         self.steps = ui.IntSlider(3, 1, 20, description="steps", style={"description_width": "45px"}, layout=_HALF)
         self.start = ui.Button(description="run it", icon="play", tooltip="train on real ranks that emulate this device")
         self.cancel = ui.Button(description="cancel", icon="stop", disabled=True, layout={"width": "100px"})
@@ -144,8 +144,7 @@ class ScheduleExplorer(Explorer):
             if found.trace is None:
                 self.timeline.problem = found.problem
                 self.timeline.refresh()
-            impossible = "these settings are impossible: the picture's place says why"
-            self._facts.value = _words(exploring.facts(found) if found.trace is not None else impossible)
+            self._facts.value = _words(exploring.staleness(found) if found.trace is not None else "")
             nothing = "no program: no plan fits these numbers"
             self._program.value = _listing(found.program.text(limit=LINES) if found.program is not None else nothing)
         self.start.disabled = found.trace is None or self._attempt is not None
@@ -190,7 +189,7 @@ class ScheduleExplorer(Explorer):
             return
         self.run = run
         self.timeline.update(run.trace, run.predicted)
-        self._facts.value = _words(f"measured: {captions.facts(run.trace)}")
+        self._facts.value = ""
         error = f"{run.prediction_error:+.1%}".replace("+0.0%", "0.0%")
         self.report.value = _words(
             f"loss {run.losses[0]:.3f} to {run.losses[-1]:.3f}; the prediction was off by {error}; "
@@ -233,7 +232,7 @@ def _words(text: str) -> str:
 
 def _listing(text: str) -> str:
     style = (
-        "max-height:460px; overflow:auto; margin:0; padding:6px 8px; font-size:12px; line-height:1.35;"
+        "max-height:460px; overflow:auto; white-space:pre; margin:0; padding:6px 8px; font-size:12px; line-height:1.35;"
         "background:var(--jp-layout-color1, transparent); color:inherit; border:1px solid var(--jp-border-color2, #aaa)"
     )
     return f'<pre tabindex="0" aria-label="the program" style="{style}">{escape(text)}</pre>'

@@ -138,8 +138,10 @@ function render({ model, el }) {
       ctx.textAlign = "center";
       ctx.fillText(short(t), x(t, width), bottom + 11);
     }
+    ctx.fillStyle = look.muted;
     ctx.textAlign = "right";
-    ctx.fillText(`time in units of the forward${until < place.time ? "; dashed: never runs" : ""}`, width - RIGHT, bottom + 26);
+    const axis = until ? `time in units of the forward${until < place.time ? "; dashed: never runs" : ""}` : "in order, without times";
+    ctx.fillText(axis, width - RIGHT, bottom + 26);
     place.rows.forEach((row, rank) => {
       ctx.fillStyle = look.ink;
       ctx.font = `12px ${FONT}`;
@@ -170,6 +172,10 @@ function render({ model, el }) {
       ctx.globalAlpha = lifted ? 0.25 : clock != null && b.start > clock + 1e-9 ? 0.4 : 1;
       bar(ctx, KINDS[word[0]], from, top, wide, tall);
     } else {
+      ctx.globalAlpha = 0.25;
+      ctx.fillStyle = LOOKS[KINDS[word[0]]][0];
+      ctx.fillRect(from, top, wide, tall);
+      ctx.globalAlpha = 1;
       ctx.setLineDash([3, 2]);
       outline(ctx, from, top, wide, tall, look.muted, 1);
       ctx.setLineDash([]);
@@ -191,8 +197,8 @@ function render({ model, el }) {
     }
     if (clock != null && b.runs && b.start <= clock + 1e-9 && clock < b.end) outline(ctx, from, top, wide, tall, look.ink, 2);
     if (chosen?.[0] === rank && chosen[1] === k) {
-      outline(ctx, from, top, wide, tall, look.paper, 4);
-      outline(ctx, from, top, wide, tall, look.focus, 2.5);
+      outline(ctx, from + 3, top + 3, wide - 6, tall - 6, look.paper, 4);
+      outline(ctx, from + 2, top + 2, wide - 4, tall - 4, look.focus, 2.5);
     }
   }
 
@@ -312,7 +318,8 @@ function render({ model, el }) {
     to.push(order);
     change(from.pop(), false);
   }
-  const undo = () => again(past, undone), redo = () => again(undone, past);
+  function undo() { again(past, undone); }
+  function redo() { again(undone, past); }
   // playing ----------------------------------------------------------------------------------------------------------
 
   function stop() {

@@ -421,8 +421,10 @@ ctx.fillStyle = look.muted;
 ctx.textAlign = "center";
 ctx.fillText(short(t), x(t, width), bottom + 11);
 }
+ctx.fillStyle = look.muted;
 ctx.textAlign = "right";
-ctx.fillText(`time in units of the forward${until < place.time ? "; dashed: never runs" : ""}`, width - RIGHT, bottom + 26);
+const axis = until ? `time in units of the forward${until < place.time ? "; dashed: never runs" : ""}` : "in order, without times";
+ctx.fillText(axis, width - RIGHT, bottom + 26);
 place.rows.forEach((row, rank) => {
 ctx.fillStyle = look.ink;
 ctx.font = `12px ${FONT}`;
@@ -452,6 +454,10 @@ if (b.runs) {
 ctx.globalAlpha = lifted ? 0.25 : clock != null && b.start > clock + 1e-9 ? 0.4 : 1;
 bar(ctx, KINDS[word[0]], from, top, wide, tall);
 } else {
+ctx.globalAlpha = 0.25;
+ctx.fillStyle = LOOKS[KINDS[word[0]]][0];
+ctx.fillRect(from, top, wide, tall);
+ctx.globalAlpha = 1;
 ctx.setLineDash([3, 2]);
 outline(ctx, from, top, wide, tall, look.muted, 1);
 ctx.setLineDash([]);
@@ -473,8 +479,8 @@ text(ctx, "!", from + wide - 6, top + 8, "bold 13");
 }
 if (clock != null && b.runs && b.start <= clock + 1e-9 && clock < b.end) outline(ctx, from, top, wide, tall, look.ink, 2);
 if (chosen?.[0] === rank && chosen[1] === k) {
-outline(ctx, from, top, wide, tall, look.paper, 4);
-outline(ctx, from, top, wide, tall, look.focus, 2.5);
+outline(ctx, from + 3, top + 3, wide - 6, tall - 6, look.paper, 4);
+outline(ctx, from + 2, top + 2, wide - 4, tall - 4, look.focus, 2.5);
 }
 }
 function text(ctx, words, left, top, size) {
@@ -583,7 +589,8 @@ if (!from.length || !may()) return;
 to.push(order);
 change(from.pop(), false);
 }
-const undo = () => again(past, undone), redo = () => again(undone, past);
+function undo() { again(past, undone); }
+function redo() { again(undone, past); }
 function stop() {
 cancelAnimationFrame(ticking);
 ticking = 0;
