@@ -26,6 +26,7 @@ class Target:
     time                at most this long, in the unit of `forward` and `backward`; None: as long as it likes
     activations         at most so many micro-batches' activations on every rank; None: all of them
     forward, backward   of one micro-batch on one rank
+    latency             of a message
 
     The schedule must also be able to run with other numbers of stages and micro-batches.
     """
@@ -36,6 +37,7 @@ class Target:
     activations: float | None = None
     forward: float = 1.0
     backward: float = 2.0
+    latency: float = 0.0
 
     def judge(self, answer: Any) -> Verdict:
         found = [known for known in strategies.schedules() if known.generate is answer]
@@ -50,7 +52,7 @@ class Target:
         if refusal is not None:
             return refusal
         program = _compile(name, self.stages, self.microbatches)
-        trace = simulate(program, forward=self.forward, backward=self.backward)
+        trace = simulate(program, forward=self.forward, backward=self.backward, latency=self.latency)
         held = [float(x) for x in trace.in_flight()]
         if self.time is not None and trace.time > self.time + 1e-9:
             wait, rank, index = _longest_wait(trace)
