@@ -57,7 +57,7 @@ def lines(
     if "y" in log:
         axes.set_yscale("log")
     elif all(value >= 0 for points in curves.values() for _, value in points):
-        axes.set_ylim(bottom=0.0)
+        axes.set_ylim(0.0, 1.08 * max(value for points in curves.values() for _, value in points) or 1.0)
     axes.grid(color="#DDDDDD", linewidth=0.6)
     axes.set_axisbelow(True)
     if len(curves) > 1:

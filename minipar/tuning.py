@@ -77,11 +77,11 @@ class BucketCurve:
         if measured:
             axes.plot(places, measured, "o-", color=COLOUR, label="measured")
         axes.set_xticks(list(places), self._names(), rotation=45, ha="right", fontsize=8)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.08 * max((*predicted, *measured)))
         axes.set_ylabel("step (ms)")
         axes.set_xlabel("bucket")
         axes.set_title(f"{self.plan}: best is {self._names()[self.buckets.index(self.best)]}", fontsize=9)
-        axes.legend()
+        axes.legend(loc="lower left", frameon=False)
         figure.alt = f"Time of a step over the size of its buckets.\n{self}"  # type: ignore[attr-defined]
         return figure
 
