@@ -82,7 +82,7 @@ class Deciding:
         """Whether the k-th message from a peer is there. (The gradient of what has not begun is not.)"""
         if not 0 <= peer < len(self.program.ranks) or k >= (self.total if begun is None else begun):
             return False
-        arrival = self.links.look(value, peer)
+        arrival = self.links.look((value,), peer)
         return arrival is not None and arrival <= time.perf_counter()
 
     def _wait(self, forwards: int, backwards: int, since: float) -> None:

@@ -164,7 +164,8 @@ class Executor:
                 starts[index] = times[k] if k >= 0 else begin
                 ends[index] = times[-1]
                 links.reach(ins.peer)
-                pending[ins.writes[0]] = (index, ins.peer)
+                for value in ins.writes:
+                    pending[value] = (index, ins.peer)
                 continue
             if pending:
                 for value in ins.reads:
@@ -188,11 +189,10 @@ class Executor:
             elif op is BACKWARD_INPUT:
                 compute.backward_input(ins, live)
             elif op is SEND:
-                value = ins.reads[0]
-                content = live.get(value)
-                arrival = device.sent(index, ins.peer, count_bytes(content)) if device is not None else 0.0
-                links.send(value, content, ins.peer, arrival)
-                del content  # or this name would keep it until the next SEND
+                contents = [live.get(value) for value in ins.reads]
+                arrival = device.sent(index, ins.peer, count_bytes(contents)) if device is not None else 0.0
+                links.send(ins.reads, contents, ins.peer, arrival)
+                del contents  # or this name would keep them until the next SEND
             elif op in COPIES:
                 self._copy(index, ins)
                 continue
@@ -233,11 +233,17 @@ class Executor:
         """Wait for a message, or for the collective that writes a value."""
         index, what = self.pending.pop(value)
         if isinstance(what, int):
-            if self.compute.rows(value):
-                self.live[value], arrival = self.links.receive(value, what)
-                self.compute.weigh(value, self.live[value])
-                if self.watch is not None:
-                    self.watch.received(self.live[value])
+            message = self.instructions[index].writes
+            for other in message:
+                self.pending.pop(other, None)
+            present = [other for other in message if self.compute.rows(other)]
+            if present:
+                contents, arrival = self.links.receive(message, what)
+                for other, content in zip(present, contents, strict=True):
+                    self.live[other] = content
+                    self.compute.weigh(other, content)
+                    if self.watch is not None:
+                        self.watch.received(content)
                 if self.device is not None:
                     self.device.arrived(arrival, index)
             self.ends[index] = time.perf_counter()

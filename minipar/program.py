@@ -159,7 +159,9 @@ def piece_of(ins: Instruction) -> tuple[int, int] | None:
 
 
 def _moved(values: Sequence[Value]) -> str:
-    return str(values[0]) if len(values) == 1 else f"{values[0].kind}({span([value.index for value in values])})"
+    if len(values) > 1 and values[0].microbatch < 0:  # chunks
+        return f"{values[0].kind}({span([value.index for value in values])})"
+    return ", ".join(map(str, values))
 
 
 def message(ins: Instruction) -> tuple[Value, ...]:

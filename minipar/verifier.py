@@ -84,8 +84,10 @@ def _check_instructions(program: Program) -> None:
             op, layers, i, step, reads, writes = ins[:6]
             if op is Op.SEND or op is Op.RECV:
                 moved, other = (reads, writes) if op is Op.SEND else (writes, reads)
-                if len(moved) != 1 or other:
-                    raise refuse(program, rank, index, f"{at(program, rank, index)}: {op.value} moves one value")
+                if not moved or other or len(set(moved)) < len(moved):
+                    raise refuse(
+                        program, rank, index, f"{at(program, rank, index)}: {op.value} moves values, each once"
+                    )
                 if moved[0][2] != i or moved[0][3] != step:
                     raise _mislabelled(program, rank, index, moved[0])
                 continue

@@ -413,7 +413,9 @@ class _Machine:
             return found[0]
         if source[0] == "link":
             messages = self.sent.get(source[1], [])
-            return messages[turn] if len(messages) > turn else None
+            if len(messages) > turn and len(messages[turn]) <= source[2]:
+                raise Wrong(f"a message of {source[1]} has less than its receiver expects")
+            return messages[turn][source[2]] if len(messages) > turn else None
         joined = self.joined[source[1]][turn]
         if len(joined) < len(source[1]):
             return None
@@ -455,10 +457,11 @@ class _Machine:
         elif ins.op is Op.STEP:
             self.update(rank, ins)
         elif ins.op is Op.SEND:
-            self.sent.setdefault((rank, ins.peer), []).append(memory[ins.reads[0]])
+            self.sent.setdefault((rank, ins.peer), []).append([memory[value] for value in ins.reads])
         elif ins.op is Op.RECV:
             link = (ins.peer, rank)
-            underway[ins.writes[0]] = (("link", link), self.received[link])
+            for k, value in enumerate(ins.writes):
+                underway[value] = (("link", link, k), self.received[link])
             self.received[link] += 1
         elif ins.op is Op.ALL_REDUCE:
             self.reduce(rank, ins)

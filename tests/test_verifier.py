@@ -186,8 +186,14 @@ def test_a_label_that_is_not_that_of_the_values(pipeline):
         (0, 8, {"reads": ()}, "rank 0 instruction 8 `STEP 0:2` needs grad(0), but does not read it"),
         (0, 0, {"writes": (grad(0),)}, "rank 0 instruction 0 `F 0:2 mb0` cannot make grad(0)"),
         (0, 5, {"writes": (grad(3),)}, "rank 0 instruction 5 `B 0:2 mb0` cannot make grad(3)"),
-        (0, 1, {"reads": ()}, "rank 0 instruction 1 `SEND 1 mb0`: SEND moves one value"),
-        (1, 0, {"writes": ()}, "rank 1 instruction 0 `RECV 1 mb0`: RECV moves one value"),
+        (0, 1, {"reads": ()}, "rank 0 instruction 1 `SEND 1 mb0`: SEND moves values, each once"),
+        (
+            0,
+            1,
+            {"reads": (output(1, 0),) * 2},
+            "rank 0 instruction 1 `SEND output(1) mb0, output(1) mb0 -> 1`: SEND moves values, each once",
+        ),
+        (1, 0, {"writes": ()}, "rank 1 instruction 0 `RECV 1 mb0`: RECV moves values, each once"),
         (
             0,
             0,

@@ -5,7 +5,7 @@ shorter. So a receiver must know shape and dtype beforehand:
 
     first time a layer's output of n rows crosses a link     header (structure, shapes, dtypes) | data
     afterwards                                               data, if the sender finds it still fits; else an error
-    several tensors in one value                             one message, if they are short (packing.py)
+    several tensors in one value, or values in one SEND      one message, if they are short (packing.py)
     gradients                                                like the output that was sent, no header ever
 
 On emulated devices each message is followed by another one: the time of its emulated arrival.
@@ -40,9 +40,12 @@ _HEADER, _ARRIVAL = TENSORS - 1, TENSORS - 2
 class Received:
     """A message on its way: buffers, and the handles that fill them."""
 
-    value: Any
+    contents: list[Any]
     handles: list[Handle]
     arrival: Tensor | None
+
+
+Values = tuple[Value, ...]
 
 
 def acknowledgements(program: Program, rank: int) -> dict[tuple[int, int], int]:
@@ -66,7 +69,7 @@ def acknowledgements(program: Program, rank: int) -> dict[tuple[int, int], int]:
                 used = max(used, position.pop(value, 0))
             if ins.op is Op.RECV and ins.peer == rank:
                 received += 1
-                position[ins.writes[0]] = received
+                position.update(dict.fromkeys(ins.writes, received))
             elif ins.op is Op.SEND and ins.peer == rank:
                 known[peer, sent] = used
                 sent += 1
@@ -95,8 +98,8 @@ class Links:
         for ins in program.ranks[comm.rank]:
             if ins.op is Op.RECV:
                 inbox = self.inboxes.setdefault(ins.peer, _Inbox(self, ins.peer))
-                inbox.positions[ins.writes[0]] = len(inbox.order)
-                inbox.order.append(ins.writes[0])
+                inbox.positions[ins.writes] = len(inbox.order)
+                inbox.order.append(ins.writes)
             elif ins.op is Op.SEND:
                 self.outgoing[ins.peer] = deque()
 
@@ -119,47 +122,57 @@ class Links:
         inbox.reached += 1
         inbox.post(inbox.reached + self.program.receives_ahead)
 
-    def send(self, value: Value, content: Any, peer: int, arrival: float = 0.0) -> None:
+    def present(self, message: Values) -> Values:
+        """What really travels of a message: values of micro-batches that have rows."""
+        return tuple(value for value in message if self.rows(value))
+
+    def send(self, message: Values, contents: list[Any], peer: int, arrival: float = 0.0) -> None:
         """Start sending; never blocks. Raises RankError if the message is not what the receiver expects."""
         queue = self.outgoing[peer]
-        rows = self.rows(value)
-        if rows == 0:
+        here = self.present(message)
+        if not here:
             queue.append([])
             return
-        tag, isend = self.tag(value), self.comm.isend
+        found = dict(zip(message, contents, strict=True))
+        tag, isend = self.tag(here[0]), self.comm.isend
         handles = []
-        if value.kind == "output":
-            form, known = spec(content), self.forms.get(("out", peer, value.index, rows))
-            if known is None:
-                self.forms["out", peer, value.index, rows] = form
-                handles.append(isend(_encode(form, value), peer, tag + _HEADER))
-            elif form != known:
-                raise RankError(
-                    f"{value} has another form than before, which rank {peer} does not expect: "
-                    f"{json.dumps(form)} instead of {json.dumps(known)}",
-                    "A layer's output may depend on the number of rows only.",
-                )
-        for k, tensor in enumerate(parts_of(content)):
+        new: list[Any] = []
+        for value in here:
+            if value.kind == "output":
+                form, key = spec(found[value]), ("out", peer, value.index, self.rows(value))
+                known = self.forms.setdefault(key, form)
+                if known is form:
+                    new.append(form)
+                elif form != known:
+                    raise RankError(
+                        f"{value} has another form than before, which rank {peer} does not expect: "
+                        f"{json.dumps(form)} instead of {json.dumps(known)}",
+                        "A layer's output may depend on the number of rows only.",
+                    )
+        if new:
+            handles.append(isend(_encode(new, here), peer, tag + _HEADER))
+        for k, tensor in enumerate(parts_of([found[value] for value in here])):
             handles.append(isend(tensor, peer, tag + k))
         if self.emulated:
             handles.append(isend(torch.tensor([arrival], dtype=torch.float64), peer, tag + _ARRIVAL))
         queue.append(handles)
 
-    def receive(self, value: Value, peer: int) -> tuple[Any, float]:
-        """Wait for a message that was posted before: its content and the time of its emulated arrival (0 without).
+    def receive(self, message: Values, peer: int) -> tuple[list[Any], float]:
+        """Wait for a message that was posted before: the contents of the values that are present, and the time of its
+        emulated arrival (0 without).
 
         Forgets the sends that it acknowledges.
         """
         inbox = self.inboxes[peer]
-        received = inbox.wait(value)
-        self._forget(peer, self.done.get((peer, inbox.positions[value]), 0))
-        return received.value, 0.0 if received.arrival is None else received.arrival.item()
+        received = inbox.wait(message)
+        self._forget(peer, self.done.get((peer, inbox.positions[message]), 0))
+        return received.contents, 0.0 if received.arrival is None else received.arrival.item()
 
-    def look(self, value: Value, peer: int) -> float | None:
-        """When the next message from a peer, of this value, has arrived (on an emulated link); None: it is not here."""
-        if self.rows(value) == 0:
+    def look(self, message: Values, peer: int) -> float | None:
+        """When the next message from a peer, this one, has arrived (on an emulated link); None: it is not here."""
+        if not self.present(message):
             return 0.0
-        received = self.inboxes[peer].look(value)
+        received = self.inboxes[peer].look(message)
         if received is None:
             return None
         return 0.0 if received.arrival is None else received.arrival.item()
@@ -189,68 +202,75 @@ class _Inbox:
     def __init__(self, links: Links, peer: int) -> None:
         self.links = links
         self.peer = peer
-        self.order: list[Value] = []
-        self.positions: dict[Value, int] = {}
+        self.order: list[Values] = []
+        self.positions: dict[Values, int] = {}
         self.reached = 0
         self.posted = 0
         self.due = 0
         self.header: tuple[Tensor, Handle] | None = None
-        self.open: dict[Value, Received] = {}
-        self.seen: set[Value] = set()  # of those, the ones that are known to be complete
+        self.open: dict[Values, Received] = {}
+        self.seen: set[Values] = set()  # of those, the ones that are known to be complete
 
     def post(self, due: int) -> None:
         """Post receives until `due` of them are, or until one whose form is not known yet."""
         self.due = max(self.due, min(due, len(self.order)))
         links, comm = self.links, self.links.comm
         while self.posted < self.due and self.header is None:
-            value = self.order[self.posted]
-            if links.rows(value) == 0:
+            message = self.order[self.posted]
+            here = links.present(message)
+            if not here:
                 self.posted += 1
                 continue
-            form = self._form(value)
-            if form is None:
-                if value.kind == "output":
-                    buffer = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-                    handle = comm.irecv(buffer, self.peer, links.tag(value) + _HEADER)
-                    self.header = (buffer, handle)
+            tag = links.tag(here[0])
+            if self._new(here):
+                buffer = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+                self.header = (buffer, comm.irecv(buffer, self.peer, tag + _HEADER))
                 return
-            content, places = places_for(allocate(form, comm.device))
-            tag = links.tag(value)
+            forms = [self._form(value) for value in here]
+            if None in forms:
+                return
+            contents, places = places_for([allocate(form, comm.device) for form in forms])
             handles = [comm.irecv(t, self.peer, tag + k) for k, t in enumerate(places)]
             arrival = None
             if links.emulated:
                 arrival = torch.empty(1, dtype=torch.float64)
                 handles.append(comm.irecv(arrival, self.peer, tag + _ARRIVAL))
-            self.open[value] = Received(content, handles, arrival)
+            self.open[message] = Received(contents, handles, arrival)
             self.posted += 1
 
-    def wait(self, value: Value) -> Received:
-        if value not in self.open:
-            self.post(self.positions[value] + 1)
-        while value not in self.open:
+    def wait(self, message: Values) -> Received:
+        if message not in self.open:
+            self.post(self.positions[message] + 1)
+        while message not in self.open:
             if self.header is None:
-                raise RankError(f"{value} from rank {self.peer} is expected before its form is known")
+                raise RankError(f"{message[0]} from rank {self.peer} is expected before its form is known")
             buffer, handle = self.header
             handle.wait()
-            first = self.order[self.posted]
-            self.links.forms["in", self.peer, first.index, self.links.rows(first)] = _decode(buffer)
+            new = self._new(self.links.present(self.order[self.posted]))
+            for value, form in zip(new, _decode(buffer), strict=True):
+                self.links.forms["in", self.peer, value.index, self.links.rows(value)] = form
             self.header = None
             self.post(self.due)
-        received = self.open.pop(value)
-        self.seen.discard(value)
+        received = self.open.pop(message)
+        self.seen.discard(message)
         for handle in received.handles:
             handle.wait()
         return received
 
-    def look(self, value: Value) -> Received | None:
+    def look(self, message: Values) -> Received | None:
         """The next message, if it is here; `wait` will hand it out."""
-        if value in self.seen:
-            return self.open[value]
+        if message in self.seen:
+            return self.open[message]
         if not self.links.comm.readable([self.peer], 0.0):
             return None
-        self.open[value] = received = self.wait(value)
-        self.seen.add(value)
+        self.open[message] = received = self.wait(message)
+        self.seen.add(message)
         return received
+
+    def _new(self, here: Values) -> list[Value]:
+        """The outputs whose form the sender announces, since it sends them for the first time."""
+        new = [value for value in here if value.kind == "output" and self._form(value) is None]
+        return list({(value.index, self.links.rows(value)): value for value in reversed(new)}.values())[::-1]
 
     def _form(self, value: Value) -> Any:
         rows = self.links.rows(value)
@@ -266,8 +286,8 @@ class _Inbox:
         return self.links.forms.get(key)
 
 
-def _encode(form: Any, value: Value) -> Tensor:
-    text = json.dumps(form).encode()
+def _encode(forms: list[Any], message: Values) -> Tensor:
+    text, value = json.dumps(forms).encode(), message[0]
     if len(text) > HEADER_BYTES - 4:
         raise RankError(f"{value} has too many tensors to announce in {HEADER_BYTES} bytes: {text[:80].decode()}...")
     if text.count(b"dtype") > _ARRIVAL:

@@ -73,7 +73,7 @@ class EmulatedCosts:
             by_function = self.transfers_by_function
             return self._table[0].transfer(rank, ins) if by_function else (0.0, self.spec.latency or 0.0)
         own = self._own("the size of a message")
-        size = sum(part.bytes for part in ins.parts) if ins.op in SERVICE else own.size(rank, ins.reads[0])
+        size = sum(part.bytes for part in ins.parts) if ins.op in SERVICE else sum(own.size(rank, v) for v in ins.reads)
         return (size / self.spec.bandwidth, self.spec.latency or 0.0) if size else (0.0, 0.0)
 
     def _copy(self, rank: int, ins: Instruction) -> tuple[float, float]:

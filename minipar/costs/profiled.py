@@ -74,19 +74,20 @@ class ProfiledCosts:
         """Seconds that a rank works on sending and receiving, by the compute instruction that has to wait for it."""
         assert self.calibration is not None
         found: dict[Instruction, float] = {}
-        received: set[Value] = set()
+        received: dict[Value, tuple[Value, ...]] = {}  # each with all of its message
         before: Instruction | None = None
         for ins in self.program.ranks[rank]:
             if ins.op is Op.RECV:
-                received.update(ins.writes)
+                received.update(dict.fromkeys(ins.writes, ins.writes))
             elif ins.op is Op.SEND and before is not None:
-                size = self.size(rank, ins.reads[0])
+                size = sum(self.size(rank, value) for value in ins.reads)
                 found[before] = found.get(before, 0.0) + (self.calibration.send.at(size) if size else 0.0)
             elif ins.op in COMPUTE:
-                for value in received.intersection(ins.reads):
-                    size = self.size(rank, value)
+                for came in {received[value] for value in ins.reads if value in received}:
+                    size = sum(self.size(rank, value) for value in came)
                     found[ins] = found.get(ins, 0.0) + (self.calibration.receive.at(size) if size else 0.0)
-                    received.discard(value)
+                    for value in came:
+                        del received[value]
                 before = ins
         return found
 
@@ -126,7 +127,8 @@ class ProfiledCosts:
                 line = copies.to_host if away else copies.from_host
             count = max(1, len(self.program.groups[value.index].tensors)) if value.microbatch < 0 else 1
             return self.size(rank, value) * line.per_byte + count * line.fixed, 0.0
-        size = sum(part.bytes for part in ins.parts) if ins.op in SERVICE else self.size(rank, ins.reads[0])
+        served = ins.op in SERVICE
+        size = sum(part.bytes for part in ins.parts) if served else sum(self.size(rank, value) for value in ins.reads)
         if size and self.calibration is not None:
             if ins.op in SERVICE:  # (both ranks' own work is the server's time)
                 line = self.calibration.message(rank, ins.peer)

@@ -89,10 +89,10 @@ class Walk:
         self.state = program.state[rank] if program.state else frozenset()
         self.kept = {value.index for value in self.state if value.kind == "grad"}
         row = program.ranks[rank]
-        self.receives: dict[int, list[Value]] = {}
+        self.receives: dict[int, list[tuple[Value, ...]]] = {}
         for ins in row:
             if ins.op is Op.RECV:
-                self.receives.setdefault(ins.peer, []).append(ins.writes[0])
+                self.receives.setdefault(ins.peer, []).append(ins.writes)
         self.posted = dict.fromkeys(self.receives, 0)
         self.reached = dict.fromkeys(self.receives, 0)
         before = self.series.before
@@ -261,10 +261,11 @@ class Walk:
         for peer in peers or self.receives:
             due = min(self.reached[peer] + ahead, len(self.receives[peer]))
             while self.posted[peer] < due:
-                value = self.receives[peer][self.posted[peer]]
+                values = self.receives[peer][self.posted[peer]]
                 self.posted[peer] += 1
-                size = self.sizes.size(self.rank, value)
-                self.live[value] = self.make(size, value.index, "live", "buffers")
+                for value in values:
+                    size = self.sizes.size(self.rank, value)
+                    self.live[value] = self.make(size, value.index, "live", "buffers")
 
     # computing -------------------------------------------------------------------------------------------------------
 

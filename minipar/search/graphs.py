@@ -83,7 +83,7 @@ class GraphCosts:
         return self.graph.costs[ins.layers[0]] * (1 if ins.op is Op.FORWARD else 2) / 3
 
     def transfer(self, rank: int, ins: Instruction) -> tuple[float, float]:
-        return self.size(rank, ins.reads[0]) / self.graph.bandwidth, 0.0
+        return sum(self.size(rank, value) for value in ins.reads) / self.graph.bandwidth, 0.0
 
     def collective(self, ins: Instruction) -> float:
         return 0.0

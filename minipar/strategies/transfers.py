@@ -12,7 +12,7 @@ order on each link (NCCL has no tags), so a RECV whose reader comes late may mov
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from types import MappingProxyType
 
 from minipar.errors import PlanError
@@ -90,13 +90,14 @@ def insert_transfers(
             reader = min(reader, moves[value][1])  # not later than any receive after it
             readers.append(reader)
         to, origin = f"send {target}", f"recv {source}"
-        for value, reader in zip(sends, reversed(readers), strict=True):
-            position = moves[value][0]
-            _, index, i, step = value
-            recv = Instruction(Op.RECV, (index,), i, step, (), (value,), (), origin, source)
-            before[target].setdefault(reader, []).append(recv)
-            frees = () if value in read_here or last_target[value] != target else (value,)
-            send = Instruction(Op.SEND, (index,), i, step, (value,), (), frees, to, target)
+        first_read = dict(zip(sends, reversed(readers), strict=True))
+        for position, found in groupby(sends, key=lambda value: moves[value][0]):
+            values = tuple(found)  # ready at the same moment, for the same rank: one message
+            _, index, i, step = values[0]
+            recv = Instruction(Op.RECV, (index,), i, step, (), values, (), origin, source)
+            before[target].setdefault(first_read[values[0]], []).append(recv)
+            frees = tuple(v for v in values if v not in read_here and last_target[v] == target)
+            send = Instruction(Op.SEND, (index,), i, step, values, (), frees, to, target)
             after[source].setdefault(position, []).append(send)
 
     result = {}

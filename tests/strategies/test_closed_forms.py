@@ -9,6 +9,7 @@ import pytest
 
 from minipar import Plan, simulate
 from minipar.cli import main
+from minipar.program import Op
 from minipar.trace import Trace
 
 TIMES = [(1.0, 1.0, 1.0), (1.0, 1.25, 0.75), (2.0, 1.5, 0.5), (0.5, 3.0, 2.5), (1.0, 2.0, 0.0), (3.0, 1.0, 1.0)]
@@ -105,16 +106,23 @@ def test_chimera_with_forward_doubling(f, b, p, m):
         assert trace.in_flight() == [3 * p // 2 + 1 + min(d, p - 1 - d) for d in range(p)]
 
 
+def moved(trace):
+    """Values that travel in a step."""
+    return sum(len(ins.reads) for row in trace.program.ranks for ins in row if ins.op is Op.SEND)
+
+
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (2, 6), (4, 8), (4, 14), (6, 12), (8, 16), (8, 32)])
 def test_dualpipe_at_equal_times(p, m):
     trace = predict("dualpipe", p, m)
     check(trace, p, m, (1, 1, 1), 3 * m + (p / 2 - 1) * 2)
     assert trace.in_flight() == [p + 1] * p
-    assert trace.messages_per_microbatch() == 2 * (p - 1)
+    assert moved(trace) == 2 * (p - 1) * m
+    assert trace.messages_per_microbatch() < 2 * (p - 1) or p == 2  # what goes the same way at once is one message
     trace = predict("dualpipe-v", p, m)
     check(trace, p, m, (1, 1, 1), 3 * m + (p - 1))
     assert trace.in_flight() == [p + 1 / 2] * p
-    assert trace.messages_per_microbatch() == 4 * (p - 1)
+    assert moved(trace) == 4 * (p - 1) * m
+    assert trace.messages_per_microbatch() < 4 * (p - 1)
 
 
 @pytest.mark.parametrize(("p", "m"), [(1, 2), (3, 6), (5, 13)])
