@@ -26,7 +26,7 @@ STATES = Formula(
     (
         (lambda n, dp, pp, zero: 16 * n, "which of these does a plan divide, and by what?"),
         (lambda n, dp, pp, zero: 16 * n / pp, "zero= shares out some of the 16 bytes over the dp replicas: which?"),
-        (lambda n, dp, pp, zero: 16 * n / (dp * pp), "without zero= every replica has everything; zero=1 shares one kind"),
+        (lambda n, dp, pp, zero: 16 * n / (dp * pp), "without zero= a replica has everything; zero=1 shares one kind"),
         (lambda n, dp, pp, zero: 16 * n / pp / (dp if zero else 1), "only zero=3 shares out all of it"),
         (lambda n, dp, pp, zero: n * (16 - 4 * zero * (1 - 1 / dp)) / pp, "Adam's state is 8 bytes, a gradient 4"),
     ),
