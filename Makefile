@@ -26,8 +26,8 @@ demo: $(READY)
 test: lint
 	$(BIN)/python -m pytest $(TEST_ARGS)
 
-lab: $(READY)
-	$(BIN)/python -m jupyterlab --ServerApp.root_dir="$(CURDIR)/lessons"
+lab: $(READY)  # (docs/jupyter: without the menus that nbgrader adds for teachers)
+	JUPYTER_CONFIG_PATH="$(CURDIR)/docs/jupyter:$$JUPYTER_CONFIG_PATH" $(BIN)/python -m jupyterlab --ServerApp.root_dir="$(CURDIR)/lessons"
 
 lessons: $(READY)
 	$(BIN)/python tests/notebooks/refresh.py lessons/*.ipynb lessons/solutions/*.ipynb

@@ -10,16 +10,17 @@ what has no formula here: the optimizer's own time, and what an instruction need
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from minipar import memory_formula
-from minipar.costs import presets
+from minipar.costs import analytic, presets
 from minipar.costs.device import DeviceSpec
 from minipar.costs.emulated import EmulatedCosts
 from minipar.costs.measured import Profile
 from minipar.costs.profiled import ProfiledCosts, microbatch_rows
 from minipar.errors import PlanError
 from minipar.memory_formula import PRECISIONS, RankMemory
+from minipar.models.table import GPT
 from minipar.plan import Plan
 from minipar.simulator import simulate
 from minipar.trace import Trace
@@ -53,17 +54,26 @@ def predict(plan: Plan | str, model: str, device: DeviceSpec | str, batch: int) 
         raise PlanError(
             f"batch={batch}: fewer rows than the {plan.dp * plan.total_microbatches} micro-batches of plan {plan}"
         )
-    measured = profile(model, microbatch_rows(batch, plan.dp, plan.total_microbatches), plan.precision)
+    rows = microbatch_rows(batch, plan.dp, plan.total_microbatches)
+    measured = profile(model, rows, plan.precision, selective=plan.checkpoint == "selective")
     element = PRECISIONS[plan.precision].activation
     program = plan.compile(presets.shape(model, element_size=element), costs=measured)
     trace = simulate(program, EmulatedCosts(program, spec, ProfiledCosts(program, measured, batch)))
     return OnPaper(plan, trace, memory_formula.per_rank(plan, model, batch))
 
 
-def profile(model: str, rows: Iterable[int], precision: str = "float32") -> Profile:
-    """What `minipar.profile` would measure of a model, from formulas; seconds are those of a device with 1 FLOP/s."""
-    kinds = PRECISIONS[precision]
-    by_rows = {count: presets.layer_costs(model, count, kinds.activation) for count in rows}
+def profile(model: str, rows: Iterable[int], precision: str = "float32", selective: bool = False) -> Profile:
+    """What `minipar.profile` would measure of a model, from formulas; seconds are those of a device with 1 FLOP/s.
+
+    selective   the backward of a block runs its attention core forward again
+    """
+    kinds, numbers = PRECISIONS[precision], presets.model(model)
+    by_rows = {count: presets.layer_costs(model, count, kinds.activation, selective=selective) for count in rows}
+    if selective and isinstance(numbers, GPT):
+        for count, costs in by_rows.items():
+            core = analytic.core_flops(numbers, count)
+            inner = tuple(flops + core for flops in costs.backward[1:-1])
+            by_rows[count] = replace(costs, backward=(costs.backward[0], *inner, costs.backward[-1]))
     sizes = [sum(group.tensors) for group in presets.shape(model, element_size=1).groups]
     first = next(iter(by_rows.values()))
     return Profile(

@@ -31,6 +31,12 @@ def test_recomputing_all_layers_adds_a_forward() -> None:
     assert 1.25 * WORK < found.trace.time <= analytic.step_flops(DEMO, 16, again=1) / 8e9
 
 
+def test_selective_recomputation_adds_the_attention_cores() -> None:
+    found = on_paper.predict("microbatches=4 checkpoint=selective", "gpt-demo", DEVICE, 16)
+    cores = DEMO.layers * analytic.core_flops(DEMO, 16)
+    assert found.trace.time == pytest.approx(WORK + cores / 8e9, rel=1e-6)
+
+
 def test_data_parallel_without_overlap_is_compute_and_a_ring() -> None:
     found = on_paper.predict("dp=4 overlap=none bucket=flat", "gpt-demo", DEVICE, 16)
     ring = 2 * 3 / 4 * STATES / 100e6 + 2 * 3 * 1e-3

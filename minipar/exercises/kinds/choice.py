@@ -60,14 +60,18 @@ class Choice:
         rank = max(range(len(found.ranks)), key=found.memory.__getitem__)
         held, seconds, name = found.memory[rank], found.trace.time, f"`{found.plan}`"
         if most is not None and held > most:
-            reason = f"{name} needs {held / MIB:.1f} MiB on rank {rank}; the target is {most / MIB:.1f} MiB"
+            reason = f"{name} needs {_size(held)} on rank {rank}; the target is {_size(most)}"
             return Verdict(False, reason, _smaller(found.plan, found.ranks[rank], held - most))
         if self.time is not None and seconds > self.time:
-            reason = f"{name} fits, {held / MIB:.1f} MiB, but takes {seconds:.3g} s; the target is {self.time:g} s"
+            reason = f"{name} fits, {_size(held)}, but takes {seconds:.3g} s; the target is {self.time:g} s"
             return Verdict(False, reason, _faster(found.trace))
         met = [f"{seconds:.3g} s" + (f" of at most {self.time:g} s" if self.time is not None else "")]
-        met.append(f"{held / MIB:.1f} MiB" + (f" of at most {most / MIB:.1f} MiB" if most is not None else ""))
+        met.append(f"{_size(held)}" + (f" of at most {_size(most)}" if most is not None else ""))
         return Verdict(True, f"{name}: {', '.join(met)}")
+
+
+def _size(count: int) -> str:
+    return f"{count / MIB:.1f} MiB" if count < 10 * 2**30 else f"{count / 2**30:.1f} GiB"
 
 
 def _smaller(plan: Plan, rank: RankMemory, excess: int) -> str:
@@ -80,8 +84,8 @@ def _smaller(plan: Plan, rank: RankMemory, excess: int) -> str:
         "buffers": "a smaller bucket= makes them smaller",
     }
     sizes = sorted(words, key=lambda kind: -getattr(rank, kind))
-    parts = ", ".join(f"{kind} {getattr(rank, kind) / MIB:.1f}" for kind in sizes if getattr(rank, kind))
-    return f"{excess / MIB:.1f} MiB too much of: {parts}. {sizes[0]}: {words[sizes[0]]}"
+    parts = ", ".join(f"{kind} {_size(getattr(rank, kind))}" for kind in sizes if getattr(rank, kind))
+    return f"{_size(excess)} too much of: {parts}. {sizes[0]}: {words[sizes[0]]}"
 
 
 def _faster(trace: Trace) -> str:

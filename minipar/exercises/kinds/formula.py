@@ -17,12 +17,14 @@ class Formula:
     names      what the arguments are called, in order
     cases      arguments to try; enough of them that no constant agrees
     mistakes   wrong formulas that are often written, each with the hint that its author needs
+    judge_name what gives the right number, in words
     """
 
     names: tuple[str, ...]
     truth: Callable[..., float]
     cases: tuple[tuple[float, ...], ...]
     mistakes: tuple[tuple[Callable[..., float], str], ...] = ()
+    judge_name: str = "the simulator"
 
     def judge(self, answer: Any) -> Verdict:
         if not callable(answer):
@@ -43,10 +45,10 @@ class Formula:
         right = [self.truth(*case) for case in self.cases]
         wrong = [k for k, (x, y) in enumerate(zip(given, right, strict=True)) if not _close(x, y)]
         if not wrong:
-            return Verdict(True, f"your function agrees with the simulator in all {len(right)} cases")
+            return Verdict(True, f"your function agrees with {self.judge_name} in all {len(right)} cases")
         k = wrong[0]
         words = ", ".join(f"{name}={x:g}" for name, x in zip(self.names, self.cases[k], strict=True))
-        reason = f"for {words} your function gives {given[k]:g}, the simulator {right[k]:g}"
+        reason = f"for {words} your function gives {given[k]:g}, {self.judge_name} {right[k]:g}"
         return Verdict(
             False, reason, self._hint(given) or f"it agrees in {len(right) - len(wrong)} of {len(right)} cases"
         )
