@@ -34,7 +34,10 @@ _VIEW = "application/vnd.jupyter.widget-view+json"
 class Shown:
     """The ways in which a widget is shown besides the live one. Subclasses give the first four methods."""
 
-    problem: str = ""  # why there is nothing to see, in words
+    @property
+    def problem(self) -> str:
+        """Why there is nothing to see, in words; empty if there is something."""
+        return ""
 
     def summary(self) -> str:
         """One line, the same on every run: text/plain, and the label for screen readers."""
@@ -102,7 +105,7 @@ class View(Shown, anywidget.AnyWidget):
     """
 
     name: ClassVar[str]
-    problem = traitlets.Unicode("").tag(sync=True)
+    problem: Any = traitlets.Unicode("").tag(sync=True)  # type: ignore[assignment]
     label = traitlets.Unicode("").tag(sync=True)  # = summary(), for screen readers
     caption_text = traitlets.Unicode("").tag(sync=True)
     table: Any = traitlets.List().tag(sync=True)
@@ -128,7 +131,7 @@ class View(Shown, anywidget.AnyWidget):
     def section(self, place: str = "widget") -> str:
         plain = {key: _plain(value) for key, value in self.state().items()}
         data = json.dumps(plain).replace("</", "<\\/")
-        module = self._esm.replace("export default ", "const widget = ").replace("</script", "<\\/script")
+        module = self._esm.replace("export default{", "const widget={").replace("</script", "<\\/script")
         script = module + _MODEL.replace("STATE", data).replace("PLACE", place)
         words = f"<noscript><p>{escape(self._line())}</p></noscript>"
         return (
