@@ -34,10 +34,7 @@ _VIEW = "application/vnd.jupyter.widget-view+json"
 class Shown:
     """The ways in which a widget is shown besides the live one. Subclasses give the first four methods."""
 
-    @property
-    def problem(self) -> str:
-        """Why there is nothing to see, in words; empty if there is something."""
-        return ""
+    problem: str = ""  # why there is nothing to see, in words
 
     def summary(self) -> str:
         """One line, the same on every run: text/plain, and the label for screen readers."""
@@ -105,7 +102,7 @@ class View(Shown, anywidget.AnyWidget):
     """
 
     name: ClassVar[str]
-    problem: Any = traitlets.Unicode("").tag(sync=True)  # type: ignore[assignment]
+    problem: Any = traitlets.Unicode("").tag(sync=True)
     label = traitlets.Unicode("").tag(sync=True)  # = summary(), for screen readers
     caption_text = traitlets.Unicode("").tag(sync=True)
     table: Any = traitlets.List().tag(sync=True)
