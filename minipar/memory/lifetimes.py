@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minipar.memory.series import ALL_KINDS, Curve
 from minipar.program import Op, Value, grad, tier, version_of
@@ -56,16 +56,16 @@ def lives(trace: Trace, rank: int) -> list[Life]:
     """Every value on the device of a rank, those that it begins with first; of a version made in place, the first."""
     row, starts, ends = trace.program.ranks[rank], trace.starts[rank], trace.ends[rank]
     first = trace.span[0]
-    found: list[Life] = []
+    found: list[list[Any]] = []
     live: dict[Value, int] = {}  # its place in `found`
 
-    def begin(life: Life) -> None:
-        live[life.value] = len(found)
-        found.append(life)
+    def begin(value: Value, start: float, size: float, held: bool = False) -> None:
+        live[value] = len(found)
+        found.append([value, start, None, size, held])
 
     for value in trace.program.state[rank] if trace.program.state else ():
         if tier(value) == "device":
-            begin(Life(value, first, None, trace.size(rank, value), True))
+            begin(value, first, trace.size(rank, value), True)
     for k, ins in enumerate(row):
         # a version of parameters that is made of one that nothing needs any more: in place
         old = {v.index: v for v in ins.frees if version_of(v) >= 0} if ins.op is Op.STEP else {}
@@ -76,12 +76,12 @@ def lives(trace: Trace, rank: int) -> list[Life]:
             elif value not in live and tier(value) == "device":
                 # (what an input half leaves is part of what it found)
                 start = ends[k] if value.kind == "saved_weight" else starts[k]
-                begin(Life(value, max(first, start), None, _size(trace, rank, value)))
+                begin(value, max(first, start), _size(trace, rank, value))
         for value in ins.frees:
             place = live.pop(value, None)
             if place is not None:
-                found[place] = found[place]._replace(end=ends[k])
-    return found
+                found[place][2] = ends[k]
+    return [Life(*one) for one in found]
 
 
 def lifetimes(trace: Trace, rank: int) -> Curve:

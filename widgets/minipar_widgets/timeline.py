@@ -18,7 +18,7 @@ from minipar_widgets.details import Arrays, details
 from minipar_widgets.packing import pack
 from minipar_widgets.raster import raster
 
-AT_ONCE = 20_000  # events whose details are found before the first picture; of more the page asks for them after it
+AT_ONCE = 3_000  # events whose details are found before the first picture; of more the page asks for them after it
 MANY = 300_000  # events; of more there are no texts, causes, idle times and memory curves
 
 
@@ -112,7 +112,7 @@ class Timeline(View):
             "later": not light and len(found) > AT_ONCE,
             "highest": 0 if light else self._highest(),
             "capacity": self.capacity / unit if self.capacity else 0,
-            "peak": 0 if light else max(self.traces[-1].peak_memory()) / unit,
+            "memory": not light and any(max(trace.peak_memory()) for trace in self.traces),
         }
 
     def _highest(self) -> int:
@@ -124,7 +124,7 @@ class Timeline(View):
         """Send texts, causes, idle times and memory, if they are not there yet."""
         if self.found or self.problem or self.about["light"]:
             return
-        self.found = arrays, facts = details(self.columns)
+        self.found = arrays, facts = details(self.columns, self.about["memory"])
         with self.hold_sync():
             data, layout = pack(arrays)
             self.more = {**facts, "layout": layout}

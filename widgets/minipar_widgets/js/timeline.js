@@ -327,7 +327,7 @@ function render({ model, el }) {
     name: "timeline", hint: KEYS, draw,
     height(full) {
       if (!about.lanes) return 40;
-      plan = layout(about, full, streams, !about.light);
+      plan = layout(about, full, streams, about.memory);
       return plan.$height;
     },
     keys: {
