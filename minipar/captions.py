@@ -162,6 +162,12 @@ def check(traces: Sequence[Trace]) -> None:
 
 
 def _check_times(trace: Trace) -> None:
+    import numpy as np
+
+    ranks = len(trace.program.ranks)
+    if not ranks == len(trace.starts) == len(trace.ends):
+        times = min(len(trace.starts), len(trace.ends))
+        raise MiniparError(f"the {trace.kind} trace has times of {times} ranks, but its program has {ranks}")
     for rank, row in enumerate(trace.program.ranks):
         starts, ends = trace.starts[rank], trace.ends[rank]
         if not len(row) == len(starts) == len(ends):
@@ -169,9 +175,9 @@ def _check_times(trace: Trace) -> None:
                 f"rank {rank} of the {trace.kind} trace has {len(row)} instructions, "
                 f"but {len(starts)} starts and {len(ends)} ends"
             )
-        for index, (ins, start, end) in enumerate(zip(row, starts, ends, strict=True)):
-            if start <= end < math.inf and start > -math.inf:
-                continue
+        first, last = np.asarray(starts, float), np.asarray(ends, float)
+        for index in np.flatnonzero(~((first <= last) & (last < np.inf) & (first > -np.inf))).tolist():
+            ins, start, end = row[index], starts[index], ends[index]
             if ins.op is Op.RECV and math.isfinite(start) and math.isfinite(end):
                 continue  # a message may arrive before its receive is posted
             raise MiniparError(

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from minipar import lesson_commands
+from minipar import freezing, lesson_commands
 from minipar.costs.device import DeviceSpec
 from minipar.errors import DeviceOutOfMemory, MiniparError, PlanError, ProgramError, StoreError
 from minipar.plan import Plan
@@ -88,6 +88,7 @@ def _parser() -> _Parser:
     one.add_argument("--check", action="store_true", help="compare every gradient with plain torch's")
     one.add_argument("--memory", action="store_true", help="follow every allocation: peaks with all that is in them")
     one.add_argument("--emulate", type=_device, metavar="SPEC", help=_EMULATE)
+    one.add_argument("--live", action="store_true", help="draw progress, loss and the current step while it runs")
 
     one = command("memory", _memory, _show_memory, "bytes on every rank of a plan, from formulas")
     one.add_argument("plan", metavar="PLAN", help="key=value words, such as 'zero=3 dp=8 checkpoint=sqrt'")
@@ -102,6 +103,7 @@ def _parser() -> _Parser:
     one.add_argument("--quick", action="store_true", help="fewer repetitions")
     one.add_argument("--picture", metavar="PATH", help="write the picture of a benchmark that draws one (comm)")
     lesson_commands.add(commands)
+    freezing.add(commands)
     return parser
 
 
@@ -210,6 +212,7 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from minipar.cluster import Cluster
+    from minipar.following import Screen
     from minipar.traffic import in_words
     from minipar.training import train
 
@@ -227,7 +230,8 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
             reference=True,
             check=options.check,
             memory=options.memory,
-            progress=not options.json and sys.stderr.isatty(),
+            progress=not options.json and not options.live and sys.stderr.isatty(),
+            watch=Screen() if options.live else None,
         )
     assert run.reference is not None
     predicted, measured = run.predicted, run.trace

@@ -13,6 +13,8 @@ from minipar.trace import Event, Trace
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from minipar_widgets import Timeline
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -67,6 +69,12 @@ class Comparison:
         from minipar import drawing
 
         return drawing.draw([self.other, self.trace], **options)
+
+    def show(self, **options: Any) -> Timeline:
+        """Both timelines to take hold of, with the difference of every instruction. See `minipar_widgets.Timeline`."""
+        from minipar_widgets import Timeline
+
+        return Timeline(self.trace, self.other, **options)
 
     def to_svg(self, **options: Any) -> str:
         """The picture of both as SVG text."""

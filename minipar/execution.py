@@ -31,6 +31,7 @@ from minipar.elementwise import check_elementwise
 from minipar.emulation import Delays, delays
 from minipar.errors import PlanError
 from minipar.executor import Executor, Record
+from minipar.following import Following, Telling, Watch
 from minipar.losses import check_loss
 from minipar.memory.recorded import Tapes
 from minipar.memory.series import Series
@@ -167,6 +168,7 @@ def execute(
     passes: int = 1,
     keep_gradients: bool = True,
     report: Callable[[int], None] = lambda done: None,
+    watch: Watch | None = None,
     check: bool = True,
     costs: EmulatedCosts | None = None,
     memory: bool = False,
@@ -176,6 +178,7 @@ def execute(
     """Run a program on real processes, `passes` times in a row (each is `program.steps` training steps).
 
     report(k)   called when all ranks have finished pass k
+    watch       called with a `Moment` of the run at most ten times a second
     check       verify the program first: one that cannot run would wait for ever
     costs       of the emulated devices, if the cluster has such; default: from the cluster's DeviceSpec
     memory      follow every storage of every rank: the trace then has `series` (it takes time: not for timing)
@@ -192,20 +195,14 @@ def execute(
     if program.sharded:
         check_elementwise(job.optimizer, f"program {program.name!r} shards optimizer states")
     programs = [program] * at_least_1("passes", passes) + ([rest] if rest is not None else [])
-    told = [0] * len(programs)
-
-    def tell(rank: int, done: int) -> None:
-        told[done] += 1
-        if told[done] == count:
-            report(done)
-
+    tell = Following(programs, report, watch)
     with nullcontext(cluster) if cluster is not None else Cluster(count) as ranks:
         if costs is None and ranks.emulates is not None and ranks.emulates.emulates:
             costs = emulated_costs(program, ranks.emulates, job, ranks)
         slow = [_delays(costs, rank, rest) for rank in range(count)] if costs is not None else None
         watching = Watching(memory, None if ranks.emulates is None else ranks.emulates.memory)
         with storing.around():
-            passed = ranks.run_with(tell, _passes, job, programs, keep_gradients, slow, watching, storing)
+            passed = ranks.run_with(tell, _passes, job, programs, keep_gradients, slow, watching, storing, bool(watch))
 
     losses = [sum(p.losses[k][s] for p in passed) for k, each in enumerate(programs) for s in range(each.losses)]
     times = [max(max(p.ends[k]) for p in passed) - min(min(p.starts[k]) for p in passed) for k in range(len(programs))]
@@ -289,8 +286,9 @@ def _passes(
     slow: list[tuple[Delays, Delays | None]] | None,
     watching: Watching,
     storing: Storing,
+    watched: bool = False,
 ) -> Passed:
-    comm = communicator.create()
+    comm, telling = communicator.create(), Telling(watched)
     mine, last = slow[comm.rank] if slow is not None else (None, None)
     program = programs[0]
     model = job.build()
@@ -318,7 +316,7 @@ def _passes(
             base += each.steps
             header = replace(header, step=base)
             storing.after(executor, outline, header, k == len(programs) - 1)
-            worker.report(k)
+            worker.report(telling.news(k, records[-1].losses, records[-1].starts, records[-1].ends))
             if not sizes or executor.compute.counts != rows:  # steps of an epoch's end have fewer rows
                 rows = executor.compute.counts
                 sizes.append(_sizes(executor))

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from minipar.comparison import Comparison
     from minipar.kineto import Source
+    from minipar_widgets import Timeline
 
 
 class Event(NamedTuple):
@@ -294,6 +295,12 @@ class Trace:
         from minipar import drawing
 
         return drawing.draw([self], **options)
+
+    def show(self, **options: Any) -> Timeline:
+        """The picture to take hold of: zoom, ask, play. See `minipar_widgets.Timeline`, which takes the options."""
+        from minipar_widgets import Timeline
+
+        return Timeline(self, **options)
 
     def to_svg(self, **options: Any) -> str:
         """The picture as SVG text, with a title and a description for screen readers."""

@@ -25,6 +25,7 @@ from minipar.elementwise import check_elementwise
 from minipar.emulation import delays
 from minipar.errors import MiniparError, PlanError
 from minipar.execution import Job, Loss, Model, Optimizer, emulated_costs, execute, profile_job
+from minipar.following import Watch
 from minipar.memory.advice import Measured, advising
 from minipar.memory.forecast import with_memory
 from minipar.memory.series import Peak
@@ -152,6 +153,7 @@ def train(
     save: str | os.PathLike[str] | None = None,
     save_every: int | None = None,
     keep: bool | None = None,
+    watch: Watch | None = None,
 ) -> Run:
     """Train a model by a plan, on real processes.
 
@@ -169,6 +171,7 @@ def train(
     resume      a folder with a saved run, of any plan: go on after its last step, with what is given here
     save        a folder that the ranks save the run to, at its end and after every `save_every` steps of it
     keep        bring parameters and optimizer states back, for `Run.save`; default: if all are at most 64 MiB
+    watch       called with a `following.Moment` at most ten times a second (asynchronous: at the end; sync=ps: never)
 
     Raises PlanError where plan, model, batch and cluster do not fit together; DeviceOutOfMemory, with plans that would
     fit, on emulated devices of limited memory; SaveError where `resume` has no saved run of this model, or where
@@ -241,6 +244,7 @@ def train(
                 check=False,
                 memory=memory,
                 storing=storing,
+                watch=watch,
                 report=lambda k: meter.update(block if k < steps // block else steps % block),
             )
         sizes = [block] * (steps // block) + ([steps % block] if rest is not None else [])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minipar.memory.series import ALL_KINDS, Curve
 from minipar.program import Op, Value, grad, tier, version_of
@@ -39,34 +39,60 @@ def _size(trace: Trace, rank: int, value: Value) -> float:
     return trace.size(rank, grad(value.index) if version_of(value) >= 0 else value)
 
 
-def lifetimes(trace: Trace, rank: int) -> Curve:
-    """Memory of a rank over time: live from the start of a value's writer to the end of what frees it."""
+class Life(NamedTuple):
+    """One value while it is live: from the start of what writes it to the end of what frees it; `end` None: to the end.
+
+    `held`: the rank had it before the first instruction.
+    """
+
+    value: Value
+    start: float
+    end: float | None
+    size: float
+    held: bool = False
+
+
+def lives(trace: Trace, rank: int) -> list[Life]:
+    """Every value on the device of a rank, those that it begins with first; of a version made in place, the first."""
     row, starts, ends = trace.program.ranks[rank], trace.starts[rank], trace.ends[rank]
     first = trace.span[0]
-    changes: list[tuple[float, int, str, float]] = []  # frees come before allocations of the same moment
-    live = set(trace.program.state[rank]) if trace.program.state else set()
-    for value in live:
-        if tier(value) != "device":
-            continue
-        changes.append((first, 0, KINDS[value.kind], trace.size(rank, value)))
+    found: list[list[Any]] = []
+    live: dict[Value, int] = {}  # its place in `found`
+
+    def begin(value: Value, start: float, size: float, held: bool = False) -> None:
+        live[value] = len(found)
+        found.append([value, start, None, size, held])
+
+    for value in trace.program.state[rank] if trace.program.state else ():
+        if tier(value) == "device":
+            begin(value, first, trace.size(rank, value), True)
     for k, ins in enumerate(row):
         # a version of parameters that is made of one that nothing needs any more: in place
-        in_place = {v.index for v in ins.frees if version_of(v) >= 0} if ins.op is Op.STEP else set()
+        old = {v.index: v for v in ins.frees if version_of(v) >= 0} if ins.op is Op.STEP else {}
         for value in ins.writes:
-            if version_of(value) >= 0 and value.index in in_place:
-                live.add(value)
+            if version_of(value) >= 0 and value.index in old:
+                if old[value.index] in live:
+                    live[value] = live.pop(old[value.index])
             elif value not in live and tier(value) == "device":
-                live.add(value)
                 # (what an input half leaves is part of what it found)
                 start = ends[k] if value.kind == "saved_weight" else starts[k]
-                changes.append((max(first, start), 1, KINDS[value.kind], _size(trace, rank, value)))
+                begin(value, max(first, start), _size(trace, rank, value))
         for value in ins.frees:
-            if tier(value) != "device" or (version_of(value) >= 0 and value.index in in_place):
-                continue
-            live.discard(value)
-            changes.append((ends[k], 0, KINDS[value.kind], -_size(trace, rank, value)))
+            place = live.pop(value, None)
+            if place is not None:
+                found[place][2] = ends[k]
+    return [Life(*one) for one in found]
+
+
+def lifetimes(trace: Trace, rank: int) -> Curve:
+    """Memory of a rank over time: live from the start of a value's writer to the end of what frees it."""
+    changes: list[tuple[float, int, str, float]] = []  # frees come before allocations of the same moment
+    for value, start, end, size, held in lives(trace, rank):
+        changes.append((start, 0 if held else 1, KINDS[value.kind], size))
+        if end is not None:
+            changes.append((end, 0, KINDS[value.kind], -(_size(trace, rank, value) if held else size)))
     if trace.data:
-        changes.append((first, 0, "data", trace.data[rank]))
+        changes.append((trace.span[0], 0, "data", trace.data[rank]))
     changes.sort(key=lambda change: change[:2])
     now = dict.fromkeys(ALL_KINDS, 0.0)
     times: list[float] = []

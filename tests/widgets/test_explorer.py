@@ -97,10 +97,10 @@ def test_a_complaint_of_verify_stands_in_place_beside_the_program() -> None:
 def test_controls_move_what_is_shown() -> None:
     explorer = ScheduleExplorer(schedule="gpipe", stages=2, microbatches=2)
     assert explorer.chunks.disabled
-    before = explorer.timeline.start
+    before = explorer.timeline.data
     explorer.microbatches.value = 5
     assert explorer.now.microbatches == 5
-    assert explorer.timeline.start != before
+    assert explorer.timeline.data != before
     assert "5 micro-batches" in explorer.summary()
     explorer.schedule.value = "looped-bfs"
     assert not explorer.chunks.disabled

@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _homes = {
     "minipar_widgets.base": ("View", "Explorer"),
     "minipar_widgets.timeline": ("Timeline",),
+    "minipar_widgets.live_run": ("live", "LiveRun"),
     "minipar_widgets.schedule_explorer": ("ScheduleExplorer",),
     "minipar_widgets.editor": ("ScheduleEditor",),
     "minipar_widgets.memory_explorer": ("MemoryExplorer",),

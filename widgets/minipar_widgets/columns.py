@@ -1,4 +1,4 @@
-"""A trace as columns: what the browser and the static picture draw from. 13 bytes an event, and its text.
+"""A trace as columns: what the browser and the static picture draw from. 21 bytes an event.
 
 Lanes are sorted by trace (0 the upper one), rank and stream; the events of a lane by start. An event is
 
@@ -6,10 +6,9 @@ Lanes are sorted by trace (0 the upper one), rank and stream; the events of a la
     length float32   (a receive has none: it is an arrival; when it was posted is in its text)
     kind   uint8     position in KINDS
     number int32     the micro-batch; -1: none
-    name   uint32    position in `names`, texts in which `#` stands for the micro-batch
     index  uint32    position in the rank's program
 
-Values derived from a program never disagree with it: `Columns.text(k)` is `str(instruction)`, which a test holds.
+Events that overlap on a stream get a further lane, `recv 0 (2)`.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -51,28 +51,46 @@ class Lane:
 class Columns:
     """Events of one trace or two, lane by lane; see the top of the module."""
 
+    traces: Sequence[Trace] = field(repr=False)
     lanes: list[Lane]
     start: np.ndarray
     length: np.ndarray
     kind: np.ndarray
     number: np.ndarray
-    name: np.ndarray
     index: np.ndarray
-    names: list[str] = field(repr=False)
 
     def __len__(self) -> int:
         return len(self.start)
 
+    @cached_property
+    def named(self) -> tuple[np.ndarray, list[str]]:
+        """For each event the position of its text in a list of texts in which `#` stands for the micro-batch."""
+        names: dict[str, int] = {}
+        keys: dict[Any, int] = {}
+        found = np.zeros(len(self), np.uint32)
+        for lane in self.lanes:
+            row = self.traces[lane.trace].program.ranks[lane.rank]
+            here = slice(lane.first, lane.last)
+            found[here] = [_name(row[k], keys, names) for k in self.index[here].tolist()]
+        return found, list(names)
+
     def text(self, k: int) -> str:
         """The instruction of event k as its program prints it."""
-        return self.names[self.name[k]].replace("#", str(self.number[k]))
+        places, names = self.named
+        return names[places[k]].replace("#", str(self.number[k]))
+
+    @cached_property
+    def places(self) -> list[list[np.ndarray]]:
+        """Per trace and rank the event of each instruction."""
+        found = [[np.zeros(len(row), np.uint32) for row in trace.program.ranks] for trace in self.traces]
+        for lane in self.lanes:
+            found[lane.trace][lane.rank][self.index[lane.first : lane.last]] = np.arange(lane.first, lane.last)
+        return found
 
 
 def columns(traces: Sequence[Trace]) -> Columns:
-    """The columns of a predicted and a measured trace, or of one trace."""
+    """The columns of one trace, or of a predicted and a measured one. The names are made at their first use."""
     scale = captions.clock(traces).scale
-    names: dict[str, int] = {}
-    keys: dict[Any, int] = {}
     lanes: list[Lane] = []
     parts: list[tuple[np.ndarray, ...]] = []
     done = 0
@@ -83,26 +101,45 @@ def columns(traces: Sequence[Trace]) -> Columns:
                 continue
             start = (np.asarray(trace.starts[rank], float) - first) * scale
             end = (np.asarray(trace.ends[rank], float) - first) * scale
-            kind = np.fromiter((_CODE_OF[ins[0]] for ins in row), np.uint8, len(row))
+            kind = np.array([_CODE_OF[ins[0]] for ins in row], np.uint8)
+            number = np.array([ins[2] if ins[0] is not Op.REDUCE else ins[1][0] for ins in row], np.int32)
             start = np.where(kind == RECEIVE, end, start)
-            number = np.fromiter((ins[2] for ins in row), np.int32, len(row))
-            name = np.fromiter((_name(ins, keys, names) for ins in row), np.uint32, len(row))
             streams: dict[str, int] = {"compute": 0}
-            stream = np.fromiter((streams.setdefault(ins[7], len(streams)) for ins in row), np.int32, len(row))
-            order = np.lexsort((np.arange(len(row)), start, stream))
-            parts.append(tuple(c[order] for c in (start, end - start, kind, number, name, np.arange(len(row)))))
+            stream = np.array([streams.setdefault(ins[7], len(streams)) for ins in row], np.int32)
+            order = np.lexsort((start, stream))
             edges = np.searchsorted(stream[order], np.arange(len(streams) + 1))
-            lanes += [Lane(t, rank, s, done + int(edges[k]), done + int(edges[k + 1])) for s, k in streams.items()]
-            done += len(row)
-    types = (np.float64, np.float32, np.uint8, np.int32, np.uint32, np.uint32)
+            for name, k in streams.items():
+                mine = order[edges[k] : edges[k + 1]]
+                for n, places in enumerate(_apart(mine, start, end)):
+                    label = name + (f" ({n + 1})" if n else "")
+                    lanes.append(Lane(t, rank, label, done, done + len(places)))
+                    done += len(places)
+                    parts.append((start[places], (end - start)[places], kind[places], number[places], places))
+    types = (np.float64, np.float32, np.uint8, np.int32, np.uint32)
     joined = [np.concatenate(c).astype(dtype) for c, dtype in zip(zip(*parts, strict=True), types, strict=True)]
-    start, length, kinds, numbers, texts, index = joined
-    return Columns(lanes, start, length, kinds, numbers, texts, index, list(names))
+    return Columns(traces, lanes, *joined)
+
+
+def _apart(places: np.ndarray, start: np.ndarray, end: np.ndarray) -> list[np.ndarray]:
+    """The events of a stream, sorted by start, as lanes in which no two overlap. Usually one."""
+    ends = end[places]
+    if not len(places) or (ends[:-1] <= start[places][1:] + 1e-12 * abs(ends[-1])).all():
+        return [places]
+    lanes: list[list[int]] = []
+    free: list[float] = []
+    for place in places.tolist():
+        k = next((k for k, time in enumerate(free) if time <= start[place]), len(free))
+        if k == len(free):
+            lanes.append([])
+            free.append(0.0)
+        lanes[k].append(place)
+        free[k] = end[place]
+    return [np.array(lane) for lane in lanes]
 
 
 def _name(ins: Instruction, keys: dict[Any, int], names: dict[str, int]) -> int:
     """Position of the instruction's text in `names`; found by what it depends on, since printing takes long."""
-    op, layers, microbatch, _, reads, writes, *_, peer, _, _, name = ins
+    op, layers, microbatch, _, reads, writes, _, _, peer, _, _, name = ins
     key: Any
     if name:
         key = name

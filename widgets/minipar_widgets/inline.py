@@ -3,9 +3,10 @@
     python -m minipar_widgets.inline            write static/
     python -m minipar_widgets.inline --check    say what in static/ is not current (exit status 1)
 
-Imports of `./other.js` are put in its place, without what nothing uses; comments and indentation go. So that plain
-text is enough to do this, every declaration of a module begins at the start of a line, imports name what they take
-(no `as`, no default), and no two modules declare the same name. CSS: shared.css, then <name>.css if there is one.
+Imports of `./other.js` are put in its place, without what nothing uses, and the whole is made shorter (shortening.py).
+So that plain text is enough to do this, every declaration of a module begins at the start of a line, imports name what
+they take (no `as`, no default), and no two modules declare the same name. CSS: shared.css, then <name>.css if there is
+one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+
+from minipar_widgets.shortening import shorten
 
 HERE = Path(__file__).parent
 SOURCES, STATIC = HERE / "js", HERE / "static"
@@ -31,7 +34,7 @@ def built(sources: Path = SOURCES) -> dict[str, str]:
     style = (sources / "shared.css").read_text(encoding="utf-8")
     for path in sorted(sources.glob("*.js")):
         if "\nexport default " in path.read_text(encoding="utf-8"):
-            found[path.name] = inline(path)
+            found[path.name] = shorten(inline(path))
             own = path.with_suffix(".css")
             found[own.name] = style + (own.read_text(encoding="utf-8") if own.exists() else "")
     return found

@@ -4,78 +4,189 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import traitlets
 
 from minipar import captions
+from minipar.comparison import Comparison
 from minipar.errors import MiniparError
+from minipar.idleness import REASONS, idle_split
 from minipar.trace import Trace
-from minipar_widgets import words
 from minipar_widgets.base import View
 from minipar_widgets.columns import KINDS, MOST, Columns, columns
+from minipar_widgets.details import Arrays, details
+from minipar_widgets.packing import pack
+from minipar_widgets.raster import raster
+
+AT_ONCE = 3_000  # events whose details are found before the first picture; of more the page asks for them after it
+MANY = 300_000  # events; of more there are no texts, causes, idle times and memory curves
 
 
 class Timeline(View):
-    """A lane per rank and stream, the memory under it.
+    """A lane per rank and stream, and the memory under it.
 
     trace      what is shown: predicted or measured
     predicted  another trace of the same ranks, drawn above it, instruction for instruction if the programs are the same
+    capacity   of the devices, in the unit of the memory (bytes), as a line in the memory
 
-    What cannot be drawn is said in words in the widget's place. `update(trace, predicted)` shows something else.
+    `update` shows something else; `window` is what is seen, in the unit of the time axis; `selected` names the event
+    that is chosen. What cannot be drawn is said in words in the widget's place.
     """
 
     name = "timeline"
     about = traitlets.Dict().tag(sync=True)
-    start = traitlets.Bytes(b"").tag(sync=True)
-    length = traitlets.Bytes(b"").tag(sync=True)
-    kind = traitlets.Bytes(b"").tag(sync=True)
-    number = traitlets.Bytes(b"").tag(sync=True)
+    data = traitlets.Bytes(b"").tag(sync=True)
+    more = traitlets.Dict().tag(sync=True)
+    details = traitlets.Bytes(b"").tag(sync=True)
+    window: Any = traitlets.List().tag(sync=True)
+    selected = traitlets.Unicode("").tag(sync=True)
 
-    def __init__(self, trace: Trace, predicted: Trace | None = None, **options: Any) -> None:
+    def __init__(
+        self, trace: Trace, predicted: Trace | None = None, capacity: float | None = None, **options: Any
+    ) -> None:
         super().__init__(**options)
-        self.update(trace, predicted)
+        self.on_msg(self._asked)
+        self.update(trace, predicted, capacity)
 
-    def update(self, trace: Trace, predicted: Trace | None = None) -> None:
+    def update(self, trace: Trace, predicted: Trace | None = None, capacity: float | None = None) -> None:
         """Show another trace, or two."""
         self.traces = [trace] if predicted is None else [predicted, trace]
+        self.capacity = capacity
+        self.found: tuple[Arrays, dict[str, Any]] | None = None
         with self.hold_sync():
+            self.more, self.details = {}, b""
             try:
-                captions.check(self.traces)
-                count = sum(len(t.program) for t in self.traces)
-                if count > MOST:
-                    raise MiniparError(f"{count:,} events are too many for one picture; possible are {MOST:,}")
-                self._fill(columns(self.traces))
+                self._check()
+                self.columns = columns(self.traces)
                 self.problem = ""
+                self._fill(self.columns)
+                if len(self.columns) <= AT_ONCE:
+                    self.find_details()
             except MiniparError as error:
-                self.problem = str(error)
+                self.problem, self.about = str(error), {}
             self.refresh()
 
+    def _check(self) -> None:
+        if not all(isinstance(trace, Trace) for trace in self.traces):
+            kinds = ", ".join(type(trace).__name__ for trace in self.traces)
+            raise MiniparError(
+                f"Timeline shows a Trace, not {kinds}; possible are simulate(...), Run.trace, Trace.from_kineto"
+            )
+        count = sum(len(trace.program) for trace in self.traces)
+        if count > MOST:
+            raise MiniparError(
+                f"{count:,} events are more than one picture can show; possible are {MOST:,}: fewer ranks, steps or "
+                "micro-batches show the same pattern"
+            )
+        captions.check(self.traces)
+
+    @property
+    def same(self) -> bool:
+        """Whether there are two traces of one program, so that instructions can be compared."""
+        if len(self.traces) < 2:
+            return False
+        try:
+            Comparison(self.traces[1], self.traces[0])
+        except MiniparError:
+            return False
+        return True
+
     def _fill(self, found: Columns) -> None:
-        self.columns = found
         clock = captions.clock(self.traces)
-        self.start, self.length = found.start.tobytes(), found.length.tobytes()
-        self.kind, self.number = found.kind.tobytes(), found.number.tobytes()
+        shown = np.bincount(found.kind, minlength=len(KINDS))
+        arrays = {key: getattr(found, key) for key in ("start", "length", "kind", "number", "index")}
+        self.data, layout = pack(arrays)
+        light = len(found) > MANY
+        unit = 2**20 if self.traces[0].unit == "bytes" else 1
         self.about = {
+            "layout": layout,
             "unit": clock.unit,
             "kinds": KINDS,
+            "shown": [kind for kind, count in zip(KINDS, shown, strict=True) if count],
             "traces": captions.names(self.traces),
+            "same": self.same,
             "span": max(t.time for t in self.traces) * clock.scale,
             "ranks": len(self.traces[0].program.ranks),
             "lanes": [[lane.trace, lane.rank, lane.stream, lane.first, lane.last] for lane in found.lanes],
+            "light": light,
+            "later": not light and len(found) > AT_ONCE,
+            "highest": 0 if light else self._highest(),
+            "capacity": self.capacity / unit if self.capacity else 0,
+            "memory": not light and any(max(trace.peak_memory()) for trace in self.traces),
         }
 
+    def _highest(self) -> int:
+        """The rank with the highest memory."""
+        peaks = self.traces[-1].peak_memory()
+        return max(range(len(peaks)), key=peaks.__getitem__)
+
+    def find_details(self) -> None:
+        """Send texts, causes, idle times and memory, if they are not there yet."""
+        if self.found or self.problem or self.about["light"]:
+            return
+        self.found = arrays, facts = details(self.columns, self.about["memory"])
+        with self.hold_sync():
+            data, layout = pack(arrays)
+            self.more = {**facts, "layout": layout}
+            self.details = data
+
+    def _asked(self, _: Any, content: Any, __: Any) -> None:
+        if content.get("want") == "details":
+            self.find_details()
+
+    def state(self) -> dict[str, Any]:
+        self.find_details()
+        return super().state()
+
+    # words and picture -----------------------------------------------------------------------------------------------
+
     def summary(self) -> str:
-        return " | ".join(trace.summary() for trace in self.traces)
+        if not self.about["light"]:
+            return "; ".join(trace.summary() for trace in self.traces)
+        return "; ".join(
+            f"{t.kind} trace: {len(t.program.ranks)} ranks, {len(t.program)} instructions, {_times(t)}"
+            for t in self.traces
+        )
 
     def caption(self) -> str:
-        return "\n".join(captions.facts(trace) for trace in self.traces)
+        lines = []
+        for trace, name in zip(self.traces, captions.names(self.traces), strict=True):
+            if self.about["light"]:
+                note = f"{len(trace.program):,} events: memory and texts are shown of up to {MANY:,}"
+                lines.append(f"{name}: {_times(trace)} · {note}")
+            else:
+                lines.append(f"{name}: {captions.facts(trace)}")
+            lines += [trace.note] if trace.note else []
+        return "\n".join(lines)
 
     def rows(self) -> list[list[str]]:
-        rows = [["trace", "rank", "busy", "idle", "peak memory"]]
+        """Per rank and trace: busy and idle time, why it was idle, peak memory."""
+        light = self.about["light"]
+        idle = [] if light else [f"idle: {reason}" for reason in REASONS]
+        rows = [["trace", "rank", "busy", "idle", *idle, *([] if light else ["peak memory"])]]
         for trace, name in zip(self.traces, captions.names(self.traces), strict=True):
-            for rank, peak in enumerate(trace.peak_memory()):
-                busy = captions.duration(trace, trace.busy[rank])
-                rows.append([name, str(rank), busy, f"{captions.idle(trace, rank):.1%}", captions.amount(trace, peak)])
+            for rank, busy in enumerate(trace.busy):
+                row = [name, str(rank), captions.duration(trace, busy), f"{captions.idle(trace, rank):.1%}"]
+                if not light:
+                    row += [captions.duration(trace, part) for part in idle_split(trace, rank).values()]
+                    row.append(captions.amount(trace, trace.peak_memory()[rank]))
+                rows.append(row)
         return rows
 
+    def differences(self, limit: int = 20) -> str:
+        """The instructions whose durations differ most between the two traces, as text."""
+        if len(self.traces) < 2:
+            raise MiniparError("differences: there is one trace; Timeline(trace, predicted) compares two")
+        return Comparison(self.traces[1], self.traces[0]).table(limit)
+
     def picture(self, dark: bool = False) -> bytes:
-        return words.picture(self.caption(), dark)
+        self.find_details()
+        return raster(self, dark)
+
+
+def _times(trace: Trace) -> str:
+    """Of a trace whose memory would take long to find."""
+    return (
+        f"time {captions.duration(trace, trace.time)}, bubble {trace.bubble_of_total():.1%} of total "
+        f"({trace.bubble_of_ideal():.1%} of ideal)"
+    )

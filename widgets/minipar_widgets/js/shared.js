@@ -34,8 +34,8 @@ export const LOOKS = {
 export const MEMORY = {
   "parameters": ["#0072B2", ""],
   "gradients": ["#E69F00", "/"],
-  "optimizer": ["#009E73", ""],
-  "activations": ["#56B4E9", "\\"],
+  "optimizer": ["#009E73", "\\"],
+  "activations": ["#56B4E9", ""],
   "buffers": ["#CC79A7", "x"],
   "data": ["#999933", ""],
   "temporary": ["#9a9a9a", "/"],
@@ -46,29 +46,21 @@ export const FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-s
 const LIGHT = { ink: "#1a1a1a", muted: "#5c5c5c", rule: "#dcdcdc", paper: "#ffffff", wire: "#8f3f6d", focus: "#0072B2", warn: "#b04a00" };
 const DARK = { ink: "#ececec", muted: "#aaaaaa", rule: "#3a3a3a", paper: "#161616", wire: "#e3b1cd", focus: "#56B4E9", warn: "#ff9d5c" };
 
-/** Whether a CSS colour is dark; null where it is none. */
-export function isDark(colour) {
-  const hex = /^#([0-9a-f]{3,8})$/i.exec(colour.trim());
-  let parts;
-  if (hex) {
-    const digits = hex[1].length < 6 ? [...hex[1]].map((d) => d + d).join("") : hex[1];
-    parts = [0, 2, 4].map((k) => parseInt(digits.slice(k, k + 2), 16));
-  } else {
-    const found = /^rgba?\(([^)]+)\)/.exec(colour.trim());
-    if (!found) return { black: true, white: false }[colour.trim()] ?? null;
-    parts = found[1].split(/[\s,/]+/).map(Number);
-  }
-  return 0.299 * parts[0] + 0.587 * parts[1] + 0.114 * parts[2] < 128;
+/** Whether a colour of the form #rrggbb is dark. */
+export function isDark(hex) {
+  const [r, g, b] = [1, 3, 5].map((k) => parseInt(hex.slice(k, k + 2), 16));
+  return 0.299 * r + 0.587 * g + 0.114 * b < 128;
 }
 
-/** Colours of the page around an element: JupyterLab's, VS Code's, or light or dark as the system says. */
+/** Colours for the page around an element: on JupyterLab's paper or VS Code's, or light or dark as the system says. */
 export function theme(el) {
-  const style = getComputedStyle(el);
-  const of = (...names) => names.map((n) => style.getPropertyValue(n).trim()).find(Boolean) || "";
-  const paper = of("--jp-layout-color0", "--vscode-editor-background");
-  const dark = (paper ? isDark(paper) : null) ?? matchMedia("(prefers-color-scheme: dark)").matches;
+  const style = getComputedStyle(el), ctx = document.createElement("canvas").getContext("2d");
+  const named = style.getPropertyValue("--jp-layout-color0") || style.getPropertyValue("--vscode-editor-background");
+  ctx.fillStyle = named.trim(); // a canvas gives any colour back as #rrggbb, if nothing shines through
+  const known = named && ctx.fillStyle[0] === "#";
+  const dark = known ? isDark(ctx.fillStyle) : matchMedia("(prefers-color-scheme: dark)").matches;
   const look = { ...(dark ? DARK : LIGHT), dark };
-  if (paper) look.paper = paper;
+  if (known) look.paper = ctx.fillStyle;
   return look;
 }
 
@@ -94,6 +86,11 @@ export function ticks(from, to, most) {
 const escape = (text) => String(text).replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[c]);
 const n2 = (x) => +x.toFixed(2);
 
+const PEN = ["fillStyle", "strokeStyle", "lineWidth", "globalAlpha", "font", "textAlign", "textBaseline"];
+const UP = "M0 6L6 0M-1 1L1 -1M5 7L7 5";
+const DOWN = "M0 0L6 6M-1 5L1 7M5 -1L7 1";
+const MARKS = { "/": UP, "\\": DOWN, "x": UP + DOWN };
+
 /** A context with the calls of canvas that widgets use, which writes SVG. `toString()` gives the picture. */
 export function svgContext(width, height, title = "") {
   const parts = [], defs = new Map(), stack = [];
@@ -103,11 +100,13 @@ export function svgContext(width, height, title = "") {
     fillStyle: "#000", strokeStyle: "#000", lineWidth: 1, globalAlpha: 1, font: "10px sans-serif", textAlign: "start",
     textBaseline: "alphabetic",
     save() {
-      stack.push([ctx.fillStyle, ctx.strokeStyle, ctx.lineWidth, ctx.globalAlpha, ctx.font, ctx.textAlign, ctx.textBaseline, dash]);
+      stack.push({ dash, pen: Object.fromEntries(PEN.map((key) => [key, ctx[key]])) });
       open.push(0);
     },
     restore() {
-      [ctx.fillStyle, ctx.strokeStyle, ctx.lineWidth, ctx.globalAlpha, ctx.font, ctx.textAlign, ctx.textBaseline, dash] = stack.pop();
+      const last = stack.pop();
+      dash = last.dash;
+      Object.assign(ctx, last.pen);
       parts.push("</g>".repeat(open.pop()));
     },
     translate(x, y) { group(`transform="translate(${n2(x)} ${n2(y)})"`); },
@@ -152,9 +151,8 @@ export function svgContext(width, height, title = "") {
     measureText(text) { return { width: String(text).length * 0.56 * /([\d.]+)px/.exec(ctx.font)[1] }; },
     hatch(mark, face, edge) {
       const id = `h${mark.charCodeAt(0)}${face}${edge}`.replace(/[^\w]/g, "");
-      const d = { "/": "M0 6L6 0", "\\": "M0 0L6 6", "x": "M0 6L6 0M0 0L6 6" }[mark];
       defs.set(id, `<pattern id="${id}" width="6" height="6" patternUnits="userSpaceOnUse"><rect width="6" height="6" ` +
-        `fill="${face}"/><path d="${d}" stroke="${edge}" stroke-width=".8"/></pattern>`);
+        `fill="${face}"/><path d="${MARKS[mark]}" stroke="${edge}" stroke-width=".8"/></pattern>`);
       return `url(#${id})`;
     },
     toString() {
@@ -188,32 +186,42 @@ export function fill(ctx, face, edge, mark) {
     c.fillRect(0, 0, 6, 6);
     c.strokeStyle = edge;
     c.lineWidth = 0.8;
-    c.beginPath();
-    if (mark !== "\\") for (const d of [-6, 0, 6]) { c.moveTo(d - 1, 7); c.lineTo(d + 7, -1); }
-    if (mark !== "/") for (const d of [-6, 0, 6]) { c.moveTo(d - 1, -1); c.lineTo(d + 7, 7); }
-    c.stroke();
+    c.stroke(new Path2D(MARKS[mark]));
     patterns.set(key, tile);
   }
   return ctx.createPattern(patterns.get(key), "repeat");
 }
 
+/** A filled rectangle. */
+export function drawRect(ctx, colour, x, y, width, height, alpha = 1) {
+  ctx.globalAlpha = alpha;
+  ctx.fillStyle = colour;
+  ctx.fillRect(x, y, width, height);
+  ctx.globalAlpha = 1;
+}
+
+/** The edge of a rectangle, inside it. */
+export function drawEdge(ctx, colour, x, y, width, height, thick = 1) {
+  ctx.strokeStyle = colour;
+  ctx.lineWidth = thick;
+  ctx.strokeRect(x + thick / 2, y + thick / 2, Math.max(0, width - thick), Math.max(0, height - thick));
+}
+
+/** Words at a point: `align` left, center or right of it, their middle at y; `weight` is "bold " or nothing. */
+export function drawText(ctx, words, x, y, colour, align = "left", size = 11, weight = "") {
+  ctx.fillStyle = colour;
+  ctx.font = `${weight}${size}px ${FONT}`;
+  ctx.textAlign = align;
+  ctx.textBaseline = "middle";
+  ctx.fillText(words, x, y);
+}
+
 /** A bar of a kind with its edge, and its text where there is room for it. */
 export function bar(ctx, kind, x, y, width, height, text = "") {
-  const [face, edge, ink, hatch] = LOOKS[kind];
-  ctx.fillStyle = fill(ctx, face, edge, hatch);
-  ctx.fillRect(x, y, width, height);
-  if (width >= 3) {
-    ctx.strokeStyle = edge;
-    ctx.lineWidth = 1;
-    ctx.strokeRect(x + 0.5, y + 0.5, width - 1, height - 1);
-  }
-  if (text && height >= 9 && width >= 4 + 6.2 * text.length) {
-    ctx.fillStyle = ink;
-    ctx.font = `${Math.min(11, height - 1)}px ${FONT}`;
-    ctx.textAlign = "center";
-    ctx.textBaseline = "middle";
-    ctx.fillText(text, x + width / 2, y + height / 2 + 0.5);
-  }
+  const [face, rim, ink, hatch] = LOOKS[kind];
+  drawRect(ctx, fill(ctx, face, rim, hatch), x, y, width, height);
+  if (width >= 3) drawEdge(ctx, rim, x, y, width, height);
+  if (text && height >= 9 && width >= 4 + 6.2 * text.length) drawText(ctx, text, x + width / 2, y + height / 2 + 0.5, ink, "center", Math.min(11, height - 1));
 }
 
 /** An element with attributes and children; `on...` are listeners. */
@@ -247,7 +255,7 @@ function download(content, type, name) {
  *
  * It reads the traits `problem` (shown in the drawing's place), `label`, `caption` and `table` of the model, and follows
  * them. `canvas: false` gives an empty `stage` for other content. What comes back:
- * root, stage, canvas, toolbar, look() now, repaint() in the next frame, paint() at once, say(text) in the readout,
+ * root, stage, canvas, toolbar, repaint() in the next frame, paint() at once, say(text) in the readout,
  * tip(x, y, text or null) beside the pointer, button(label, title, run), listen(target, event, run), dispose().
  */
 export function frame(model, el, { name, height, draw, keys = {}, canvas = true, hint = "" }) {
@@ -255,11 +263,11 @@ export function frame(model, el, { name, height, draw, keys = {}, canvas = true,
   const get = (trait, other) => model.get(trait) ?? other;
   const toolbar = make("div", { class: "mp-toolbar", role: "toolbar", "aria-label": `${name} tools` });
   const stage = make("div", { class: "mp-stage" });
-  const readout = make("div", { class: "mp-readout", "aria-live": "polite", role: "status" });
+  const readout = make("div", { class: "mp-readout", "aria-live": "polite" });
   const caption = make("div", { class: "mp-caption" });
   const holder = make("div", { class: "mp-table", hidden: true, tabindex: 0, role: "region", "aria-label": "the same as a table" });
   const problem = make("div", { class: "mp-problem", role: "alert", hidden: true });
-  const tipbox = make("div", { class: "mp-tip", role: "presentation", hidden: true });
+  const tipbox = make("div", { class: "mp-tip", hidden: true });
   const root = make("div", { class: "minipar", "data-lm-suppress-shortcuts": "true" }, toolbar, problem, stage, readout, caption, holder);
   const surface = canvas ? make("canvas", { tabindex: 0, role: "application", "aria-roledescription": name }) : null;
   if (surface) stage.append(surface);
@@ -271,32 +279,32 @@ export function frame(model, el, { name, height, draw, keys = {}, canvas = true,
     ends.push(() => target.removeEventListener(event, run, options));
   };
   const button = (label, title, run, pressed) => {
-    const made = make("button", { type: "button", title, "aria-label": title, "aria-pressed": pressed, onclick: run }, label);
+    const made = make("button", { type: "button", title, "aria-label": title, "aria-pressed": pressed?.toString(), onclick: run }, label);
     toolbar.append(made);
     return made;
   };
 
   let look = null, waiting = 0;
   const size = () => {
-    const width = Math.max(240, Math.floor(stage.clientWidth || 800));
-    return [width, Math.round(height(width))];
+    const wide = Math.max(240, Math.floor(stage.clientWidth || 800));
+    return [wide, Math.round(height(wide))];
   };
   function paint() {
     if (waiting) cancelAnimationFrame(waiting);
     waiting = 0;
     if (!surface || !root.isConnected || get("problem", "")) return;
     look ??= theme(root);
-    const [width, tall] = size(), ratio = window.devicePixelRatio || 1;
-    if (surface.width !== Math.round(width * ratio) || surface.height !== Math.round(tall * ratio)) {
-      surface.width = Math.round(width * ratio);
+    const [wide, tall] = size(), ratio = window.devicePixelRatio || 1;
+    if (surface.width !== Math.round(wide * ratio) || surface.height !== Math.round(tall * ratio)) {
+      surface.width = Math.round(wide * ratio);
       surface.height = Math.round(tall * ratio);
-      surface.style.width = `${width}px`;
+      surface.style.width = `${wide}px`;
       surface.style.height = `${tall}px`;
     }
     const ctx = surface.getContext("2d");
     ctx.setTransform(ratio, 0, 0, ratio, 0, 0);
-    ctx.clearRect(0, 0, width, tall);
-    draw(ctx, width, tall, look);
+    ctx.clearRect(0, 0, wide, tall);
+    draw(ctx, wide, tall, look);
   }
   const repaint = () => { if (!waiting) waiting = requestAnimationFrame(paint); };
   const restyle = () => {
@@ -319,17 +327,17 @@ export function frame(model, el, { name, height, draw, keys = {}, canvas = true,
 
   if (surface && draw) {
     const picture = (type) => {
-      const [width, tall] = size(), background = (ctx) => { ctx.fillStyle = look.paper; ctx.fillRect(0, 0, width, tall); };
+      const [wide, tall] = size(), background = (ctx) => { ctx.fillStyle = look.paper; ctx.fillRect(0, 0, wide, tall); };
       if (type === "svg") {
-        const ctx = svgContext(width, tall, get("label", name));
+        const ctx = svgContext(wide, tall, get("label", name));
         background(ctx);
-        draw(ctx, width, tall, look);
+        draw(ctx, wide, tall, look);
         return download(ctx.toString(), "image/svg+xml", `${name}.svg`);
       }
-      const copy = make("canvas", { width: 2 * width, height: 2 * tall }), ctx = copy.getContext("2d");
+      const copy = make("canvas", { width: 2 * wide, height: 2 * tall }), ctx = copy.getContext("2d");
       ctx.scale(2, 2);
       background(ctx);
-      draw(ctx, width, tall, look);
+      draw(ctx, wide, tall, look);
       copy.toBlob((blob) => download(blob, "image/png", `${name}.png`));
     };
     button("PNG", "save PNG", () => picture("png"));
@@ -365,7 +373,6 @@ export function frame(model, el, { name, height, draw, keys = {}, canvas = true,
 
   return {
     root, stage, canvas: surface, toolbar, readout, button, listen, paint, repaint,
-    look: () => look,
     say(text) { if (readout.textContent !== text) readout.textContent = text; },
     tip(x, y, text) {
       tipbox.hidden = !text;
@@ -377,4 +384,15 @@ export function frame(model, el, { name, height, draw, keys = {}, canvas = true,
     },
     dispose() { for (const end of ends) end(); root.remove(); },
   };
+}
+
+const ARRAYS = { f8: Float64Array, f4: Float32Array, u4: Uint32Array, i4: Int32Array, u1: Uint8Array };
+
+/** The arrays that packing.py put into one binary trait; without a copy, unless the bytes are not aligned. */
+export function unpack(view, layout) {
+  const aligned = view.byteOffset % 8 === 0;
+  const buffer = aligned ? view.buffer : new Uint8Array(view.buffer, view.byteOffset, view.byteLength).slice().buffer;
+  const found = {};
+  for (const [name, [type, at, count]] of Object.entries(layout)) found[name] = new ARRAYS[type](buffer, (aligned ? view.byteOffset : 0) + at, count);
+  return found;
 }

@@ -1,40 +1,431 @@
-// The timeline: lanes per rank and stream. First form: all bars, no zoom.
-import { bar, FONT, frame, ticks } from "./shared.js";
+// The timeline: lanes per rank and stream, one trace or a measured one under its prediction, the memory below.
+//
+//   legend
+//   overview   how many ranks compute, and which part is seen below
+//   rank 0     |F0|F1|..|B0|   compute; a strip under it says why it is idle; thin lanes for the other streams
+//   memory     of the chosen rank, stacked by kind; lines of the others
+import { drawEdge, drawRect, drawText, fill, frame, LOOKS, short, ticks, unpack } from "./shared.js";
+import { boundary, chain, IDLE, inverse, layout, LEFT, RIGHT, twins } from "./events.js";
+import { curveOf, drawMemory, lanePainter } from "./lanes.js";
+import { filled, hit, search } from "./lod.js";
 
-function column(model, key, Type) {
-  const view = model.get(key);
-  const bytes = new Uint8Array(view.buffer, view.byteOffset, view.byteLength);
-  return new Type(bytes.slice().buffer);
-}
+const KEYS = "Arrows: time and rank; + and -: zoom; Home: all; Tab: next event; Escape, then Tab: leave.";
 
 function render({ model, el }) {
-  const view = frame(model, el, {
-    name: "timeline",
-    height: () => 40 + 24 * model.get("about").lanes.length,
-    draw(ctx, width, height, look) {
-      const about = model.get("about");
-      const start = column(model, "start", Float64Array), length = column(model, "length", Float32Array);
-      const kind = column(model, "kind", Uint8Array), number = column(model, "number", Int32Array);
-      const left = 90, scale = (width - left - 10) / about.span;
-      ctx.font = `11px ${FONT}`;
-      about.lanes.forEach(([, rank, stream, first, last], row) => {
-        const y = 4 + 24 * row;
-        ctx.fillStyle = look.ink;
-        ctx.font = `11px ${FONT}`;
-        ctx.textAlign = "left";
-        ctx.textBaseline = "middle";
-        ctx.fillText(`${rank} ${stream}`, 2, y + 10);
-        for (let k = first; k < last; k++) {
-          const text = number[k] >= 0 ? String(number[k]) : "";
-          bar(ctx, about.kinds[kind[k]], left + start[k] * scale, y, Math.max(1, length[k] * scale), 20, text);
-        }
-      });
-      ctx.fillStyle = look.muted;
-      for (const t of ticks(0, about.span, 8)) ctx.fillText(String(t), left + t * scale, height - 10);
+  let about, traces, strips, begins, takes, sorts, numbers, indices, firsts, painter, view, plan;
+  let more, twin, after, share, worst, streams = true, arrows = false, along = false;
+  let t0 = 0, t1 = 1, extent = 1, rank = 0, chosen = -1, over = -1, cursor = null, brush = null, drag = null, leaving = false;
+  let playing = false, told = 0, asked = false, wait = 0, past = [];
+
+  function load() {
+    about = model.get("about");
+    if (!about.lanes) return;
+    const found = unpack(model.get("data"), about.layout);
+    [begins, takes, sorts, numbers, indices] = [found.start, found.length, found.kind, found.number, found.index];
+    traces = about.traces;
+    strips = about.lanes;
+    firsts = strips.map((lane) => lane[3]);
+    painter = lanePainter(about, begins, takes, sorts, numbers);
+    twin = about.same ? null : new Int32Array(0);
+    extent = t1 = about.span || 1;
+    t0 = 0;
+    rank = about.highest;
+    chosen = over = -1;
+    cursor = brush = share = worst = null;
+    asked = false;
+    past = [];
+    enrich();
+  }
+  function enrich() {
+    const given = model.get("more");
+    more = given.names && about.lanes ? { ...given, ...unpack(model.get("details"), given.layout) } : null;
+    after = null;
+    if (view) redraw();
+  }
+
+  // events ------------------------------------------------------------------------------------------------------------
+
+  const redraw = () => view.repaint();
+  const two = () => traces.length > 1;
+  const laneOf = (k) => strips[search(firsts, 0, firsts.length, k + 1) - 1];
+  const kindOf = (k) => about.kinds[sorts[k]];
+  const endOf = (k) => begins[k] + takes[k];
+  const nameOf = (k) => more ? more.names[more.name[k]].replaceAll("#", numbers[k]) : kindOf(k) + (numbers[k] < 0 ? "" : ` mb${numbers[k]}`);
+  const within = (lane, a, b) => filled(begins, takes, lane[3], lane[4], a, b);
+  const time = (t) => short(t) + (about.unit === "ms" ? " ms" : "");
+  const rowOf = (k) => plan.$rows.find((lane) => lane.$first <= k && k < lane.$last);
+  const twinOf = (k) => (twin ??= twins(strips, indices))[k] ?? -1;
+  const idleAt = (lane, t) => {
+    const mine = more?.idle.find((one) => one[0] === lane.$trace && one[1] === lane.$rank);
+    return mine ? hit(more.idle_start, more.idle_length, mine[2], mine[3], t, 0) : -1;
+  };
+  const reason = (k) => IDLE[more.idle_kind[k] - about.kinds.length];
+
+  /** Pairs (earlier, later): what event k depends on, and what depends on it, through messages to compute. */
+  function causes(k) {
+    if (!more) return [];
+    after ??= inverse(more.before, more.before_of);
+    const passes = (j) => sorts[j] > 6;
+    return [...chain(k, more.before, more.before_of, passes).map(([a, b]) => [b, a]), ...chain(k, ...after, passes)];
+  }
+
+  function describe(k) {
+    const [trace, number, stream] = laneOf(k), arrival = kindOf(k) === "receive", other = twinOf(k), [one, both] = traces;
+    const lines = [`rank ${number} · ${nameOf(k)}${stream === "compute" ? "" : ` · ${stream}`}`];
+    lines.push((both ? `${traces[trace]} ` : "") + (arrival ? `arrived at ${time(begins[k])}` : `${time(begins[k])} to ${time(endOf(k))}: ${time(takes[k])}`));
+    if (other >= 0) {
+      const [p, m] = trace ? [other, k] : [k, other], from = arrival ? begins : takes, more = from[m] - from[p];
+      lines.push(`${one} ${time(from[p])}, ${both} ${time(from[m])}: ${more < 0 ? "−" : "+"}${time(Math.abs(more))}`);
+    }
+    return lines.join("\n");
+  }
+
+  /** What every rank does at a time. */
+  function moment(t) {
+    const parts = [];
+    for (const lane of plan.$rows) {
+      if (!lane.$main || (lane.$rank !== rank && about.ranks > 8)) continue;
+      const k = hit(begins, takes, lane.$first, lane.$last, t, 0), j = idleAt(lane, t);
+      parts.push(`${two() ? `${traces[lane.$trace]} ` : ""}rank ${lane.$rank} ${k >= 0 ? nameOf(k) : j >= 0 ? `idle (${reason(j)})` : "idle"}`);
+    }
+    view.say(`at ${time(t)}: ${parts.join(", ")}. ${held(t).replaceAll("\n", ", ")}`);
+  }
+  /** What the chosen rank holds at a time. */
+  function held(t) {
+    const last = traces.length - 1, one = curveOf(more, last, rank), k = one ? search(more.memory_time, one[2], one[3], t * (1 + 1e-12)) - 1 : -1;
+    if (!one || k < one[2]) return "";
+    const lines = [`rank ${rank} holds ${short(more.memory_total[k])} ${more.memory_unit}`], live = [];
+    for (const kind of more.memory_kinds) if (more[`memory_${kind}`][k] > 0) lines.push(`${kind} ${short(more[`memory_${kind}`][k])}`);
+    const mine = more.live?.find((each) => each[0] === last && each[1] === rank);
+    for (let j = mine?.[2]; j < mine?.[3]; j++) if (more.live_start[j] <= t && t < more.live_end[j]) live.push(j);
+    live.sort((a, b) => more.live_size[b] - more.live_size[a]);
+    const rest = live.length > 6 ? ` and ${live.length - 6} more` : "";
+    if (live.length) lines.push(`live: ${live.slice(0, 6).map((j) => more.values[more.live_name[j]]).join(", ")}${rest}`);
+    return lines.join("\n");
+  }
+  function bubble(a, b) {
+    return traces.map((name, trace) => {
+      let busy = 0;
+      for (const lane of strips) if (lane[0] === trace && lane[2] === "compute") busy += within(lane, a, b);
+      const whole = about.ranks * (b - a), part = (x) => `${(100 * x).toFixed(1)}%`;
+      return `${name}: bubble ${part(1 - busy / whole)} of total, ${busy ? part(whole / busy - 1) : "all"} of ideal`;
+    }).join("; ");
+  }
+
+  // drawing -----------------------------------------------------------------------------------------------------------
+
+  const area = (full) => Math.max(50, Math.round(full - LEFT - RIGHT));
+  const xOf = (t, full) => LEFT + ((t - t0) / (t1 - t0)) * area(full);
+
+  function legend(ctx, look) {
+    for (const [word, x, y] of plan.$legend) {
+      const known = LOOKS[word], idle = IDLE.indexOf(word.slice(6));
+      if (idle >= 0) drawRect(ctx, [look.rule, look.muted, look.warn][idle], x, y + 6, 14, 4);
+      else {
+        if (!word.endsWith("(outlined)")) drawRect(ctx, known ? fill(ctx, known[0], known[1], known[3]) : look.muted, x, y + 2, 14, 11);
+        drawEdge(ctx, known ? known[1] : look.muted, x, y + 2, 14, 11);
+      }
+      drawText(ctx, word, x + 19, y + 8, look.ink);
+    }
+  }
+  /** How many ranks compute, over the whole time. (Of long traces a sample of 16 ranks.) */
+  function overview(ctx, full, look) {
+    const wide = area(full), y = plan.$overview, columns = Math.min(wide, 300);
+    if (!share) {
+      share = new Float64Array(columns);
+      const rows = strips.filter((lane) => lane[2] === "compute" && lane[0] === traces.length - 1);
+      const some = rows.filter((_, k) => k % Math.ceil(rows.length / 16) === 0);
+      for (const lane of some) {
+        for (let x = 0; x < columns; x++) share[x] += within(lane, (x * extent) / columns, ((x + 1) * extent) / columns) / ((extent / columns) * some.length);
+      }
+    }
+    drawRect(ctx, look.rule, LEFT, y, wide, 14, 0.5);
+    share.forEach((part, x) => drawRect(ctx, look.muted, LEFT + (x * wide) / share.length, y + 14 * (1 - part), wide / share.length + 0.5, 14 * part));
+    drawEdge(ctx, look.focus, LEFT + (t0 / extent) * wide, y - 1, Math.max(3, ((t1 - t0) / extent) * wide), 16, 2);
+    drawText(ctx, "overview", 4, y + 7, look.muted);
+    drawText(ctx, t1 - t0 >= extent ? "all" : `1/${short(extent / (t1 - t0))}`, full - 2, y + 7, look.muted, "right");
+  }
+  function axis(ctx, full, look) {
+    for (const t of ticks(t0, t1, Math.max(2, Math.floor(area(full) / 90)))) {
+      const x = Math.round(xOf(t, full));
+      drawRect(ctx, look.rule, x, plan.$overview + 18, 1, plan.$bottom - plan.$overview - 18);
+      drawText(ctx, short(t), x, plan.$bottom + 9, look.muted, "center");
+    }
+    drawText(ctx, about.unit === "ms" ? "time (ms)" : "time", full - 2, plan.$bottom + 9, look.muted, "right");
+  }
+  function gutters(ctx, full, look) {
+    let until = -1;
+    for (const lane of plan.$rows) {
+      if (!lane.$main || lane.$y < until) continue;
+      const y = lane.$y + Math.max(6, lane.$tall / 2), busy = filled(begins, takes, lane.$first, lane.$last, t0, t1) / (t1 - t0);
+      const second = two() && lane.$trace && lane.$tall >= 10, mine = lane.$rank === rank;
+      drawText(ctx, second ? `  ${traces[1]}` : `rank ${lane.$rank}`, 4, y, mine ? look.focus : look.ink, "left", 11, mine ? "bold " : "");
+      if (lane.$tall >= 6) drawText(ctx, `${Math.round(100 * Math.max(0, 1 - busy))}% idle`, full - 2, y, look.muted, "right");
+      until = lane.$y + Math.max(13, lane.$tall);
+    }
+  }
+  function box(ctx, k, full, colour, thick) {
+    const lane = rowOf(k);
+    if (!lane || begins[k] > t1 || endOf(k) < t0) return;
+    const a = Math.max(LEFT - 1, xOf(begins[k], full)), b = Math.min(full - RIGHT + 1, xOf(endOf(k), full));
+    drawEdge(ctx, colour, a - 1, lane.$y - 1, Math.max(4, b - a + 2), lane.$tall + 2, thick);
+  }
+  function arrow(ctx, [a, b], full, colour) {
+    const one = rowOf(a), other = rowOf(b), x = xOf(endOf(a), full), to = xOf(begins[b], full);
+    if (!one || !other || Math.max(x, to) < LEFT || Math.min(x, to) > full - RIGHT) return;
+    const y = one.$y + one.$tall / 2, end = other.$y + other.$tall / 2, bend = Math.min(30, Math.abs(to - x) / 2 + 6);
+    ctx.strokeStyle = ctx.fillStyle = colour;
+    ctx.lineWidth = 1.3;
+    ctx.beginPath();
+    ctx.moveTo(x, y);
+    ctx.bezierCurveTo(x + bend, y, to - bend, end, to, end);
+    ctx.stroke();
+    ctx.beginPath();
+    ctx.moveTo(to, end);
+    ctx.lineTo(to - 6, end - 3);
+    ctx.lineTo(to - 6, end + 3);
+    ctx.fill();
+  }
+  function overlays(ctx, full, look) {
+    const wide = area(full), top = plan.$overview + 18, shown = over >= 0 ? over : chosen;
+    let count = 0, before = -1;
+    ctx.save();
+    ctx.beginPath();
+    ctx.rect(LEFT - 2, top, wide + 4, plan.$height);
+    ctx.clip();
+    for (const k of along && more ? more.path : []) {
+      if (begins[k] <= t1 && endOf(k) >= t0 && count++ < 3000) {
+        box(ctx, k, full, look.warn, 2.5);
+        if (before >= 0 && laneOf(before)[0] === laneOf(k)[0] && laneOf(before)[1] !== laneOf(k)[1]) arrow(ctx, [before, k], full, look.warn);
+      }
+      before = k;
+    }
+    count = 0;
+    for (const lane of arrows && more ? plan.$rows : []) {
+      for (const k of painter.visible(lane, t0, t1, 400)) {
+        if (kindOf(k) !== "receive") continue;
+        for (let i = more.before[k]; i < more.before[k + 1] && count++ < 400; i++) arrow(ctx, [more.before_of[i], k], full, look.wire);
+      }
+    }
+    if (shown >= 0) {
+      for (const pair of causes(shown)) {
+        arrow(ctx, pair, full, look.wire);
+        for (const k of pair) box(ctx, k, full, look.wire, 1.5);
+      }
+      box(ctx, twinOf(shown), full, look.focus, 2);
+      box(ctx, shown, full, look.ink, 2);
+    }
+    if (brush) {
+      const [a, b] = brushed().map((t) => xOf(t, full));
+      drawRect(ctx, look.focus, a, top, b - a, plan.$axis - top, 0.25);
+    }
+    if (cursor !== null) {
+      const x = xOf(cursor, full);
+      if (playing) drawRect(ctx, look.paper, x, top, LEFT + wide - x + 2, plan.$bottom - top, 0.75);
+      drawRect(ctx, look.ink, x - 0.5, top, 1, plan.$bottom - top);
+    }
+    ctx.restore();
+  }
+  function draw(ctx, full, _, look) {
+    if (!about.lanes) return;
+    axis(ctx, full, look);
+    legend(ctx, look);
+    overview(ctx, full, look);
+    painter.paint(ctx, area(full), look, plan, t0, t1, more);
+    gutters(ctx, full, look);
+    if (plan.$memory && more?.memory) drawMemory(ctx, area(full), look, plan, t0, t1, more, about, rank);
+    overlays(ctx, full, look);
+    if (about.later && !more && !asked) {
+      asked = true;
+      model.send({ want: "details" });
+    }
+  }
+
+  // windows, keys and buttons -------------------------------------------------------------------------------------------
+
+  function show(a, b, keep = true) {
+    const size = Math.min(extent, Math.max(extent * 1e-7, b - a));
+    a = Math.max(0, Math.min(extent - size, a));
+    if (keep) past.push([t0, t1]);
+    [t0, t1] = [a, a + size];
+    clearTimeout(wait);
+    wait = setTimeout(() => tell("window", [t0, t1]), 150);
+    redraw();
+  }
+  const tell = (trait, value) => {
+    model.set(trait, value);
+    model.save_changes();
+  };
+  const brushed = () => [...brush].sort((a, b) => a - b);
+  const zoom = (factor, t = cursor ?? (t0 + t1) / 2) => show(t - (t - t0) * factor, t + (t1 - t) * factor, false);
+  const pan = (part) => show(t0 + part * (t1 - t0), t1 + part * (t1 - t0), false);
+  const whole = () => show(0, extent);
+  const around = (t) => (t < t0 || t > t1) && show(t - (t1 - t0) / 3, t + (2 * (t1 - t0)) / 3, false);
+
+  function choose(k) {
+    chosen = k;
+    if (k >= 0) {
+      rank = laneOf(k)[1];
+      cursor = begins[k];
+      around(cursor);
+      view.say(describe(k).replaceAll("\n", ", "));
+      tell("selected", nameOf(k));
+    }
+    redraw();
+  }
+  function next(step) {
+    const lane = chosen >= 0 ? laneOf(chosen) : strips.find((one) => one[0] === traces.length - 1 && one[1] === rank);
+    const k = chosen >= 0 ? chosen + step : step > 0 ? search(begins, lane[3], lane[4], t0) : -1;
+    const stays = !leaving && k >= lane[3] && k < lane[4];
+    leaving = false;
+    choose(stays ? k : -1);
+    return stays;
+  }
+  function turn(step) {
+    rank = Math.max(0, Math.min(about.ranks - 1, rank + step));
+    chosen = -1;
+    moment(cursor ?? t0);
+    redraw();
+  }
+  function step(sign) {
+    cursor = boundary(begins, takes, plan.$rows.filter((lane) => lane.$main), cursor ?? t0, sign);
+    around(cursor);
+    moment(cursor);
+    redraw();
+  }
+  function play() {
+    playing = !playing;
+    playButton.textContent = playing ? "pause" : "play";
+    playButton.setAttribute("aria-pressed", playing);
+    redraw();
+    if (!playing) return;
+    if (cursor === null || cursor >= t1) cursor = t0;
+    const still = matchMedia("(prefers-reduced-motion: reduce)").matches;
+    let last = performance.now();
+    const tick = (now) => {
+      if (!playing || !view.root.isConnected) return;
+      if (cursor >= t1) return play();
+      if (!still) cursor = Math.min(t1, cursor + ((t1 - t0) * (now - last)) / 15000);
+      else if (now - last > 700) step(1);
+      if (!still || now - last > 700) last = now;
+      if (now - told > 400) moment(cursor, (told = now));
+      redraw();
+      requestAnimationFrame(tick);
+    };
+    requestAnimationFrame(tick);
+  }
+  /** The largest differences between the two traces, one after the other. */
+  function difference() {
+    if (!about.same) return view.say("there is one trace: nothing to compare");
+    const by = (k) => Math.abs(takes[k] - takes[twinOf(k)]);
+    worst ??= Array.from(begins.keys()).filter((k) => twinOf(k) >= 0 && twinOf(k) < k).sort((a, b) => by(b) - by(a));
+    choose(worst[(worst.indexOf(chosen) + 1) % worst.length]);
+  }
+
+  load();
+  view = frame(model, el, {
+    name: "timeline", hint: KEYS, draw,
+    height(full) {
+      if (!about.lanes) return 40;
+      plan = layout(about, full, streams, about.memory);
+      return plan.$height;
+    },
+    keys: {
+      "ArrowLeft": () => pan(-0.15), "ArrowRight": () => pan(0.15), "ArrowUp": () => turn(-1), "ArrowDown": () => turn(1),
+      "+": () => zoom(0.6), "=": () => zoom(0.6), "-": () => zoom(1 / 0.6), "Home": whole,
+      "Tab": () => next(1), "Shift+Tab": () => next(-1), "Backspace": () => past.length && show(...past.pop(), false),
+      "Enter": () => chosen >= 0 && show(begins[chosen] - takes[chosen], begins[chosen] + 2 * takes[chosen]),
+      "Escape"() {
+        leaving = true;
+        brush = cursor = null;
+        if (playing) play();
+        choose(-1);
+      },
+      " ": play, ".": () => step(1), ",": () => step(-1), "d": difference, "c": () => critical.click(), "m": () => all.click(), "s": () => lanes.click(),
     },
   });
-  model.on("change:start", view.repaint);
-  return () => { model.off("change:start", view.repaint); view.dispose(); };
+  const toggle = (label, title, set, on) => {
+    const made = view.button(label, title, () => {
+      made.setAttribute("aria-pressed", set());
+      redraw();
+    }, on);
+    return made;
+  };
+  const playButton = view.button("play", "play (space), step with . and ,", play, false);
+  view.button("+", "zoom in (+)", () => zoom(0.6));
+  view.button("−", "zoom out (-)", () => zoom(1 / 0.6));
+  view.button("all", "show all (Home)", whole);
+  const critical = toggle("critical path", "what the makespan consists of (c)", () => (along = !along), false);
+  const all = toggle("messages", "arrows from send to receive (m)", () => (arrows = !arrows), false);
+  const lanes = toggle("streams", "lanes besides compute (s)", () => (streams = !streams), true);
+  if (about.same) view.button("differences", "the next largest difference (d)", difference);
+
+  // pointer -------------------------------------------------------------------------------------------------------------
+
+  const board = view.canvas;
+  const at = (event) => {
+    const place = board.getBoundingClientRect(), x = event.clientX - place.left, y = event.clientY - place.top, part = (x - LEFT) / area(place.width);
+    return [x, y, t0 + part * (t1 - t0), part, plan.$rows.find((lane) => y >= lane.$y && y < lane.$y + lane.$tall + lane.$strip)];
+  };
+  view.listen(board, "pointermove", (event) => {
+    const [x, y, t, part, lane] = at(event), size = t1 - t0;
+    if (drag?.pan) return show(part * extent - size / 2, part * extent + size / 2, false);
+    if (drag) {
+      brush = [drag.t, Math.max(t0, Math.min(t1, t))];
+      const [a, b] = brushed();
+      view.say(`${time(a)} to ${time(b)}: ${bubble(a, b)}`);
+      return redraw();
+    }
+    const inside = part >= 0 && part <= 1;
+    if (!playing) cursor = inside ? t : null;
+    over = lane && inside ? hit(begins, takes, lane.$first, lane.$last, t, (3 * size) / area(board.clientWidth)) : -1;
+    const idle = lane?.$main && inside ? idleAt(lane, t) : -1;
+    view.tip(x, y, over >= 0 ? describe(over) : idle >= 0 ? `rank ${lane.$rank} idle (${reason(idle)})\n${time(more.idle_length[idle])}` : inside && plan.$memory && y > plan.$memory ? held(t) : "");
+    redraw();
+  });
+  view.listen(board, "pointerleave", () => {
+    over = -1;
+    if (!playing) cursor = null;
+    view.tip(0, 0, "");
+    redraw();
+  });
+  view.listen(board, "pointerdown", (event) => {
+    const [x, y, t] = at(event);
+    if (event.button || x < LEFT) return;
+    drag = { x, t, pan: y > plan.$overview - 4 && y < plan.$overview + 18 };
+    board.setPointerCapture(event.pointerId);
+  });
+  view.listen(board, "pointerup", (event) => {
+    const [x, , , , lane] = at(event);
+    if (drag && !drag.pan && brush && Math.abs(x - drag.x) > 4) show(...brushed());
+    else if (drag && !drag.pan) {
+      if (lane) rank = lane.$rank;
+      choose(over);
+    }
+    drag = brush = null;
+    redraw();
+  });
+  view.listen(board, "dblclick", whole);
+  view.listen(board, "wheel", (event) => {
+    if (!event.ctrlKey && document.activeElement !== board) return; // the page scrolls
+    event.preventDefault();
+    if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) pan(event.deltaX / 800);
+    else zoom(1.0015 ** event.deltaY, at(event)[2]);
+  }, { passive: false });
+
+  const changed = () => {
+    load();
+    redraw();
+  };
+  model.on("change:data", changed);
+  model.on("change:details", enrich);
+  return () => {
+    model.off("change:data", changed);
+    model.off("change:details", enrich);
+    clearTimeout(wait);
+    playing = false;
+    view.dispose();
+  };
 }
 
 export default { render };

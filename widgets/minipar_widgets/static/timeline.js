@@ -1,343 +1,41 @@
-const LOOKS = {
-"forward": ["#0072B2", "#004a75", "#fefefe", "", "F"],
-"backward": ["#E69F00", "#7a5300", "#201400", "", "B"],
-"input gradient": ["#F6CF78", "#7a5300", "#201400", "", "I"],
-"weight gradient": ["#8F5F00", "#5c3d00", "#fefefe", "", "W"],
-"recompute": ["#56B4E9", "#1f6d9c", "#201400", "", "R"],
-"optimizer step": ["#009E73", "#00664a", "#fefefe", "", "S"],
-"reduce": ["#009E73", "#00664a", "#fefefe", "", "+"],
-"message": ["#CC79A7", "#8f3f6c", "#fefefe", "/", "M"],
-"receive": ["#8f3f6d", "#8f3f6d", "#fefefe", "", "r"],
-"collective": ["#CC79A7", "#8f3f6c", "#fefefe", "x", "C"],
-"copy": ["#9a9a9a", "#6a6a6a", "#fefefe", "", "c"],
-};
-const FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif";
-const LIGHT = { ink: "#1a1a1a", muted: "#5c5c5c", rule: "#dcdcdc", paper: "#ffffff", wire: "#8f3f6d", focus: "#0072B2", warn: "#b04a00" };
-const DARK = { ink: "#ececec", muted: "#aaaaaa", rule: "#3a3a3a", paper: "#161616", wire: "#e3b1cd", focus: "#56B4E9", warn: "#ff9d5c" };
-function isDark(colour) {
-const hex = /^#([0-9a-f]{3,8})$/i.exec(colour.trim());
-let parts;
-if (hex) {
-const digits = hex[1].length < 6 ? [...hex[1]].map((d) => d + d).join("") : hex[1];
-parts = [0, 2, 4].map((k) => parseInt(digits.slice(k, k + 2), 16));
-} else {
-const found = /^rgba?\(([^)]+)\)/.exec(colour.trim());
-if (!found) return { black: true, white: false }[colour.trim()] ?? null;
-parts = found[1].split(/[\s,/]+/).map(Number);
-}
-return 0.299 * parts[0] + 0.587 * parts[1] + 0.114 * parts[2] < 128;
-}
-function theme(el) {
-const style = getComputedStyle(el);
-const of = (...names) => names.map((n) => style.getPropertyValue(n).trim()).find(Boolean) || "";
-const paper = of("--jp-layout-color0", "--vscode-editor-background");
-const dark = (paper ? isDark(paper) : null) ?? matchMedia("(prefers-color-scheme: dark)").matches;
-const look = { ...(dark ? DARK : LIGHT), dark };
-if (paper) look.paper = paper;
-return look;
-}
-function ticks(from, to, most) {
-const rough = (to - from) / Math.max(1, most);
-if (!(rough > 0) || !isFinite(rough)) return [];
-const power = 10 ** Math.floor(Math.log10(rough));
-const step = [1, 2, 5, 10].map((k) => k * power).find((s) => s >= rough * 0.999999);
-const found = [];
-for (let k = Math.ceil(from / step - 1e-9); k * step <= to + step * 1e-9; k++) found.push(+(k * step).toPrecision(12));
-return found;
-}
-const escape = (text) => String(text).replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[c]);
-const n2 = (x) => +x.toFixed(2);
-function svgContext(width, height, title = "") {
-const parts = [], defs = new Map(), stack = [];
-let path = [], clips = 0, dash = "";
-const open = [];
-const ctx = {
-fillStyle: "#000", strokeStyle: "#000", lineWidth: 1, globalAlpha: 1, font: "10px sans-serif", textAlign: "start",
-textBaseline: "alphabetic",
-save() {
-stack.push([ctx.fillStyle, ctx.strokeStyle, ctx.lineWidth, ctx.globalAlpha, ctx.font, ctx.textAlign, ctx.textBaseline, dash]);
-open.push(0);
-},
-restore() {
-[ctx.fillStyle, ctx.strokeStyle, ctx.lineWidth, ctx.globalAlpha, ctx.font, ctx.textAlign, ctx.textBaseline, dash] = stack.pop();
-parts.push("</g>".repeat(open.pop()));
-},
-translate(x, y) { group(`transform="translate(${n2(x)} ${n2(y)})"`); },
-rotate(angle) { group(`transform="rotate(${n2((angle * 180) / Math.PI)})"`); },
-clip() {
-const id = `clip${++clips}-${width}x${height}`;
-parts.push(`<clipPath id="${id}"><path d="${path.join("")}"/></clipPath>`);
-group(`clip-path="url(#${id})"`);
-},
-beginPath() { path = []; },
-moveTo(x, y) { path.push(`M${n2(x)} ${n2(y)}`); },
-lineTo(x, y) { path.push(`L${n2(x)} ${n2(y)}`); },
-bezierCurveTo(...c) { path.push(`C${c.map(n2).join(" ")}`); },
-quadraticCurveTo(...c) { path.push(`Q${c.map(n2).join(" ")}`); },
-rect(x, y, w, h) { path.push(`M${n2(x)} ${n2(y)}h${n2(w)}v${n2(h)}h${n2(-w)}Z`); },
-arc(x, y, r, from, to) {
-const at = (a) => `${n2(x + r * Math.cos(a))} ${n2(y + r * Math.sin(a))}`;
-const arc = (a, b) => `A${n2(r)} ${n2(r)} 0 ${b - a > Math.PI ? 1 : 0} 1 ${at(b)}`;
-const half = to - from > 6.283 ? from + Math.PI : to;
-path.push(`${path.length ? "L" : "M"}${at(from)}${arc(from, half)}${half < to ? arc(half, to) : ""}`);
-},
-closePath() { path.push("Z"); },
-setLineDash(list) { dash = list.join(" "); },
-fill() { parts.push(`<path d="${path.join("")}" fill="${ctx.fillStyle}"${alpha()}/>`); },
-stroke() { parts.push(`<path d="${path.join("")}" fill="none"${lines()}/>`); },
-fillRect(x, y, w, h) {
-parts.push(`<rect x="${n2(x)}" y="${n2(y)}" width="${n2(w)}" height="${n2(h)}" fill="${ctx.fillStyle}"${alpha()}/>`);
-},
-strokeRect(x, y, w, h) {
-parts.push(`<rect x="${n2(x)}" y="${n2(y)}" width="${n2(w)}" height="${n2(h)}" fill="none"${lines()}/>`);
-},
-clearRect() {},
-fillText(text, x, y) {
-const [, weight, size] = /^(.*?)([\d.]+)px/.exec(ctx.font);
-const anchor = { center: "middle", right: "end", end: "end" }[ctx.textAlign] || "start";
-const shift = { middle: 0.35, top: 0.8, hanging: 0.8, bottom: -0.2 }[ctx.textBaseline] || 0;
-parts.push(
-`<text x="${n2(x)}" y="${n2(y + shift * size)}" font-size="${size}"${weight.includes("bold") ? ' font-weight="bold"' : ""}` +
-`${anchor === "start" ? "" : ` text-anchor="${anchor}"`} fill="${ctx.fillStyle}"${alpha()}>${escape(text)}</text>`,
-);
-},
-measureText(text) { return { width: String(text).length * 0.56 * /([\d.]+)px/.exec(ctx.font)[1] }; },
-hatch(mark, face, edge) {
-const id = `h${mark.charCodeAt(0)}${face}${edge}`.replace(/[^\w]/g, "");
-const d = { "/": "M0 6L6 0", "\\": "M0 0L6 6", "x": "M0 6L6 0M0 0L6 6" }[mark];
-defs.set(id, `<pattern id="${id}" width="6" height="6" patternUnits="userSpaceOnUse"><rect width="6" height="6" ` +
-`fill="${face}"/><path d="${d}" stroke="${edge}" stroke-width=".8"/></pattern>`);
-return `url(#${id})`;
-},
-toString() {
-return `<svg xmlns="http://www.w3.org/2000/svg" width="${width}" height="${height}" viewBox="0 0 ${width} ${height}" ` +
-`font-family="${escape(FONT)}" role="img"><title>${escape(title)}</title><defs>${[...defs.values()].join("")}</defs>` +
-`${parts.join("")}${"</g>".repeat(open.reduce((a, b) => a + b, 0))}</svg>`;
-},
-};
-function group(attributes) {
-parts.push(`<g ${attributes}>`);
-if (open.length) open[open.length - 1]++;
-else open.push(1);
-}
-const alpha = () => (ctx.globalAlpha < 1 ? ` opacity="${n2(ctx.globalAlpha)}"` : "");
-const lines = () => ` stroke="${ctx.strokeStyle}" stroke-width="${n2(ctx.lineWidth)}"${dash ? ` stroke-dasharray="${dash}"` : ""}${alpha()}`;
-return ctx;
-}
-const patterns = new Map();
-function fill(ctx, face, edge, mark) {
-if (!mark) return face;
-if (ctx.hatch) return ctx.hatch(mark, face, edge);
-const key = face + edge + mark;
-if (!patterns.has(key)) {
-const tile = document.createElement("canvas");
-tile.width = tile.height = 6;
-const c = tile.getContext("2d");
-c.fillStyle = face;
-c.fillRect(0, 0, 6, 6);
-c.strokeStyle = edge;
-c.lineWidth = 0.8;
-c.beginPath();
-if (mark !== "\\") for (const d of [-6, 0, 6]) { c.moveTo(d - 1, 7); c.lineTo(d + 7, -1); }
-if (mark !== "/") for (const d of [-6, 0, 6]) { c.moveTo(d - 1, -1); c.lineTo(d + 7, 7); }
-c.stroke();
-patterns.set(key, tile);
-}
-return ctx.createPattern(patterns.get(key), "repeat");
-}
-function bar(ctx, kind, x, y, width, height, text = "") {
-const [face, edge, ink, hatch] = LOOKS[kind];
-ctx.fillStyle = fill(ctx, face, edge, hatch);
-ctx.fillRect(x, y, width, height);
-if (width >= 3) {
-ctx.strokeStyle = edge;
-ctx.lineWidth = 1;
-ctx.strokeRect(x + 0.5, y + 0.5, width - 1, height - 1);
-}
-if (text && height >= 9 && width >= 4 + 6.2 * text.length) {
-ctx.fillStyle = ink;
-ctx.font = `${Math.min(11, height - 1)}px ${FONT}`;
-ctx.textAlign = "center";
-ctx.textBaseline = "middle";
-ctx.fillText(text, x + width / 2, y + height / 2 + 0.5);
-}
-}
-function make(tag, attributes = {}, ...children) {
-const el = document.createElement(tag);
-for (const [name, value] of Object.entries(attributes)) {
-if (name.startsWith("on")) el.addEventListener(name.slice(2), value);
-else if (value !== false && value != null) el.setAttribute(name, value === true ? "" : value);
-}
-el.append(...children);
-return el;
-}
-function table(rows, label) {
-const number = (k) => rows.slice(1).every((row) => /^[-+\d.,\s%x]*$/.test(row[k] ?? ""));
-const right = (rows[0] || []).map((_, k) => (number(k) ? "mp-n" : null));
-const line = (cells, tag) => make("tr", {}, ...cells.map((c, k) => make(tag, { class: right[k], scope: tag === "th" && "col" }, String(c))));
-return make("table", { "aria-label": label }, make("thead", {}, ...rows.slice(0, 1).map((r) => line(r, "th"))),
-make("tbody", {}, ...rows.slice(1).map((r) => line(r, "td"))));
-}
-function download(content, type, name) {
-const url = URL.createObjectURL(content instanceof Blob ? content : new Blob([content], { type }));
-make("a", { href: url, download: name }).click();
-setTimeout(() => URL.revokeObjectURL(url), 10_000);
-}
-function frame(model, el, { name, height, draw, keys = {}, canvas = true, hint = "" }) {
-const ends = [];
-const get = (trait, other) => model.get(trait) ?? other;
-const toolbar = make("div", { class: "mp-toolbar", role: "toolbar", "aria-label": `${name} tools` });
-const stage = make("div", { class: "mp-stage" });
-const readout = make("div", { class: "mp-readout", "aria-live": "polite", role: "status" });
-const caption = make("div", { class: "mp-caption" });
-const holder = make("div", { class: "mp-table", hidden: true, tabindex: 0, role: "region", "aria-label": "the same as a table" });
-const problem = make("div", { class: "mp-problem", role: "alert", hidden: true });
-const tipbox = make("div", { class: "mp-tip", role: "presentation", hidden: true });
-const root = make("div", { class: "minipar", "data-lm-suppress-shortcuts": "true" }, toolbar, problem, stage, readout, caption, holder);
-const surface = canvas ? make("canvas", { tabindex: 0, role: "application", "aria-roledescription": name }) : null;
-if (surface) stage.append(surface);
-stage.append(tipbox);
-el.append(root);
-const listen = (target, event, run, options) => {
-target.addEventListener(event, run, options);
-ends.push(() => target.removeEventListener(event, run, options));
-};
-const button = (label, title, run, pressed) => {
-const made = make("button", { type: "button", title, "aria-label": title, "aria-pressed": pressed, onclick: run }, label);
-toolbar.append(made);
-return made;
-};
-let look = null, waiting = 0;
-const size = () => {
-const width = Math.max(240, Math.floor(stage.clientWidth || 800));
-return [width, Math.round(height(width))];
-};
-function paint() {
-if (waiting) cancelAnimationFrame(waiting);
-waiting = 0;
-if (!surface || !root.isConnected || get("problem", "")) return;
-look ??= theme(root);
-const [width, tall] = size(), ratio = window.devicePixelRatio || 1;
-if (surface.width !== Math.round(width * ratio) || surface.height !== Math.round(tall * ratio)) {
-surface.width = Math.round(width * ratio);
-surface.height = Math.round(tall * ratio);
-surface.style.width = `${width}px`;
-surface.style.height = `${tall}px`;
-}
-const ctx = surface.getContext("2d");
-ctx.setTransform(ratio, 0, 0, ratio, 0, 0);
-ctx.clearRect(0, 0, width, tall);
-draw(ctx, width, tall, look);
-}
-const repaint = () => { if (!waiting) waiting = requestAnimationFrame(paint); };
-const restyle = () => {
-look = theme(root);
-root.dataset.dark = look.dark;
-for (const key of ["ink", "muted", "rule", "paper", "focus", "warn"]) root.style.setProperty(`--mp-${key}`, look[key]);
-repaint();
-};
-const words = () => {
-const wrong = get("problem", "");
-problem.hidden = !wrong;
-problem.textContent = wrong;
-stage.hidden = toolbar.hidden = !!wrong;
-caption.textContent = get("caption_text", "");
-surface?.setAttribute("aria-label", `${get("label", name)} ${hint}`.trim());
-if (!holder.hidden) fillTable();
-repaint();
-};
-const fillTable = () => holder.replaceChildren(table(get("table", []), get("label", name)));
-if (surface && draw) {
-const picture = (type) => {
-const [width, tall] = size(), background = (ctx) => { ctx.fillStyle = look.paper; ctx.fillRect(0, 0, width, tall); };
-if (type === "svg") {
-const ctx = svgContext(width, tall, get("label", name));
-background(ctx);
-draw(ctx, width, tall, look);
-return download(ctx.toString(), "image/svg+xml", `${name}.svg`);
-}
-const copy = make("canvas", { width: 2 * width, height: 2 * tall }), ctx = copy.getContext("2d");
-ctx.scale(2, 2);
-background(ctx);
-draw(ctx, width, tall, look);
-copy.toBlob((blob) => download(blob, "image/png", `${name}.png`));
-};
-button("PNG", "save PNG", () => picture("png"));
-button("SVG", "save SVG", () => picture("svg"));
-}
-const asTable = button("table", "show as table", () => {
-holder.hidden = !holder.hidden;
-asTable.setAttribute("aria-pressed", !holder.hidden);
-if (!holder.hidden) fillTable();
-}, "false");
-if (surface) {
-listen(surface, "keydown", (event) => {
-const run = keys[(event.shiftKey && event.key.length > 1 ? "Shift+" : "") + event.key];
-if (event.ctrlKey || event.metaKey || event.altKey) return;
-if (run && run(event) !== false) event.preventDefault();
-if (run || event.key.length === 1) event.stopPropagation();
-});
-}
-for (const trait of ["problem", "label", "caption_text", "table"]) {
-const event = `change:${trait}`;
-model.on(event, words);
-ends.push(() => model.off(event, words));
-}
-const sizes = new ResizeObserver(repaint);
-sizes.observe(stage);
-const themes = new MutationObserver(restyle);
-themes.observe(document.body, { attributes: true });
-listen(matchMedia("(prefers-color-scheme: dark)"), "change", restyle);
-ends.push(() => sizes.disconnect(), () => themes.disconnect(), () => cancelAnimationFrame(waiting));
-restyle();
-words();
-return {
-root, stage, canvas: surface, toolbar, readout, button, listen, paint, repaint,
-look: () => look,
-say(text) { if (readout.textContent !== text) readout.textContent = text; },
-tip(x, y, text) {
-tipbox.hidden = !text;
-if (!text) return;
-tipbox.textContent = text;
-const room = stage.clientWidth - tipbox.offsetWidth - 4;
-tipbox.style.left = `${Math.max(0, Math.min(x + 12, room))}px`;
-tipbox.style.top = `${y + 14}px`;
-},
-dispose() { for (const end of ends) end(); root.remove(); },
-};
-}
-function column(model, key, Type) {
-const view = model.get(key);
-const bytes = new Uint8Array(view.buffer, view.byteOffset, view.byteLength);
-return new Type(bytes.slice().buffer);
-}
-function render({ model, el }) {
-const view = frame(model, el, {
-name: "timeline",
-height: () => 40 + 24 * model.get("about").lanes.length,
-draw(ctx, width, height, look) {
-const about = model.get("about");
-const start = column(model, "start", Float64Array), length = column(model, "length", Float32Array);
-const kind = column(model, "kind", Uint8Array), number = column(model, "number", Int32Array);
-const left = 90, scale = (width - left - 10) / about.span;
-ctx.font = `11px ${FONT}`;
-about.lanes.forEach(([, rank, stream, first, last], row) => {
-const y = 4 + 24 * row;
-ctx.fillStyle = look.ink;
-ctx.font = `11px ${FONT}`;
-ctx.textAlign = "left";
-ctx.textBaseline = "middle";
-ctx.fillText(`${rank} ${stream}`, 2, y + 10);
-for (let k = first; k < last; k++) {
-const text = number[k] >= 0 ? String(number[k]) : "";
-bar(ctx, about.kinds[kind[k]], left + start[k] * scale, y, Math.max(1, length[k] * scale), 20, text);
-}
-});
-ctx.fillStyle = look.muted;
-for (const t of ticks(0, about.span, 8)) ctx.fillText(String(t), left + t * scale, height - 10);
-},
-});
-model.on("change:start", view.repaint);
-return () => { model.off("change:start", view.repaint); view.dispose(); };
-}
-export default { render };
+let ha=Math.abs,n=Math.max,Ma=Math.floor,ta=Math.ceil,Eb=Math.PI,z=Math.round,F=Math.min;let Ya={forward:["#0072B2","#004a75","#fefefe","","F"],backward:["#E69F00","#7a5300","#201400","","B"],"input gradient":["#F6CF78","#7a5300","#201400","","I"],"weight gradient":["#8F5F00","#5c3d00","#fefefe","","W"],recompute:["#56B4E9","#1f6d9c","#201400","","R"],"optimizer step":["#009E73","#00664a","#fefefe","","S"],reduce:["#009E73","#00664a","#fefefe","","+"],message:["#CC79A7","#8f3f6c","#fefefe","/","M"],receive:["#8f3f6d","#8f3f6d","#fefefe","","r"],collective:["#CC79A7","#8f3f6c","#fefefe","x","C"],copy:["#9a9a9a","#6a6a6a","#fefefe","","c"]},hb={parameters:["#0072B2",""],gradients:["#E69F00","/"],optimizer:["#009E73","\\"],activations:["#56B4E9",""],buffers:["#CC79A7","x"],data:["#999933",""],temporary:["#9a9a9a","/"]},ge="system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif",Le={ink:"#1a1a1a",muted:"#5c5c5c",rule:"#dcdcdc",paper:"#ffffff",wire:"#8f3f6d",focus:"#0072B2",warn:"#b04a00"},bf={ink:"#ececec",muted:"#aaaaaa",rule:"#3a3a3a",paper:"#161616",wire:"#e3b1cd",focus:"#56B4E9",warn:"#ff9d5c"};
+function ue(se){let[r,g,b]=[1,3,5].map((k)=>parseInt(se.slice(k,k+2),16));return .299*r+.587*g+.114*b<128}
+function Td(el){let style=getComputedStyle(el),f=document.createElement("canvas").getContext("2d"),Md=style.getPropertyValue("--jp-layout-color0")||style.getPropertyValue("--vscode-editor-background");f.fillStyle=Md.trim();let ma=Md&&f.fillStyle[0]==="#",dark=ma?ue(f.fillStyle):matchMedia("(prefers-color-scheme: dark)").matches,l={...(dark?bf:Le),dark};if(ma)l.paper=f.fillStyle;return l}
+function bb(x){let T=ha(x);if(!T)return"0";if(T<.001)return x.toFixed(6);return x.toLocaleString("en",{maximumFractionDigits:T<10?3:T<100?2:1})}
+function Ud(from,to,Ia){let rc=(to-from)/n(1,Ia);if(!(rc>0)||!isFinite(rc))return[];let Se=10**Ma(Math.log10(rc)),Ca=[1,2,5,10].map((k)=>k*Se).find((s)=>s>=rc*.999999),J=[];for(let k=ta(from/Ca-1e-9);k*Ca<=to+Ca*1e-9;k++)J.push(+(k*Ca).toPrecision(12));return J}
+let xc=(sa)=>String(sa).replace(/[&<>"]/g,(c)=>({"&":"&amp;","<":"&lt;",">":"&gt;",'"':"&quot;"})[c]),n2=(x)=>+x.toFixed(2),lf=["fillStyle","strokeStyle","lineWidth","globalAlpha","font","textAlign","textBaseline"],UP="M0 6L6 0M-1 1L1 -1M5 7L7 5",fe="M0 0L6 6M-1 5L1 7M5 -1L7 1",Gd={"/":UP,"\\":fe,x:UP+fe};
+function gd(width,height,title=""){let Aa=[],pe=new Map(),Pd=[],path=[],Pe=0,dash="",Hb=[],f={fillStyle:"#000",strokeStyle:"#000",lineWidth:1,globalAlpha:1,font:"10px sans-serif",textAlign:"start",textBaseline:"alphabetic",save(){Pd.push({dash,pen:Object.fromEntries(lf.map((key)=>[key,f[key]]))});Hb.push(0)},restore(){let E=Pd.pop();dash=E.dash;Object.assign(f,E.pen);Aa.push("</g>".repeat(Hb.pop()))},translate(x,y){bd(`transform="translate(${n2(x)} ${n2(y)})"`)},rotate(Ne){bd(`transform="rotate(${n2((Ne*180)/Eb)})"`)},clip(){let id=`clip${++Pe}-${width}x${height}`;Aa.push(`<clipPath id="${id}"><path d="${path.join("")}"/></clipPath>`);bd(`clip-path="url(#${id})"`)},beginPath(){path=[]},moveTo(x,y){path.push(`M${n2(x)} ${n2(y)}`)},lineTo(x,y){path.push(`L${n2(x)} ${n2(y)}`)},bezierCurveTo(...c){path.push(`C${c.map(n2).join(" ")}`)},quadraticCurveTo(...c){path.push(`Q${c.map(n2).join(" ")}`)},rect(x,y,w,h){path.push(`M${n2(x)} ${n2(y)}h${n2(w)}v${n2(h)}h${n2(-w)}Z`)},arc(x,y,r,from,to){let at=(a)=>`${n2(x+r*Math.cos(a))} ${n2(y+r*Math.sin(a))}`,arc=(a,b)=>`A${n2(r)} ${n2(r)} 0 ${b-a>Eb?1:0} 1 ${at(b)}`,zd=to-from>6.283?from+Eb:to;path.push(`${path.length?"L":"M"}${at(from)}${arc(from,zd)}${zd<to?arc(zd,to):""}`)},closePath(){path.push("Z")},setLineDash(gf){dash=gf.join(" ")},fill(){Aa.push(`<path d="${path.join("")}" fill="${f.fillStyle}"${yb()}/>`)},stroke(){Aa.push(`<path d="${path.join("")}" fill="none"${na()}/>`)},fillRect(x,y,w,h){Aa.push(`<rect x="${n2(x)}" y="${n2(y)}" width="${n2(w)}" height="${n2(h)}" fill="${f.fillStyle}"${yb()}/>`)},strokeRect(x,y,w,h){Aa.push(`<rect x="${n2(x)}" y="${n2(y)}" width="${n2(w)}" height="${n2(h)}" fill="none"${na()}/>`)},clearRect(){},fillText(sa,x,y){let[,Gc,T]=/^(.*?)([\d.]+)px/.exec(f.font),kd={center:"middle",right:"end",end:"end"}[f.textAlign]||"start",Ue={middle:.35,top:.8,hanging:.8,bottom:-.2}[f.textBaseline]||0;Aa.push(`<text x="${n2(x)}" y="${n2(y+Ue*T)}" font-size="${T}"${Gc.includes("bold")?' font-weight="bold"':""}`+`${kd==="start"?"":` text-anchor="${kd}"`} fill="${f.fillStyle}"${yb()}>${xc(sa)}</text>`,)},measureText(sa){return{width:String(sa).length*.56*/([\d.]+)px/.exec(f.font)[1]}},hatch(eb,ob,dc){let id=`h${eb.charCodeAt(0)}${ob}${dc}`.replace(/[^\w]/g,"");pe.set(id,`<pattern id="${id}" width="6" height="6" patternUnits="userSpaceOnUse"><rect width="6" height="6" `+`fill="${ob}"/><path d="${Gd[eb]}" stroke="${dc}" stroke-width=".8"/></pattern>`);return`url(#${id})`},toString(){return`<svg xmlns="http://www.w3.org/2000/svg" width="${width}" height="${height}" viewBox="0 0 ${width} ${height}" `+`font-family="${xc(ge)}" role="img"><title>${xc(title)}</title><defs>${[...pe.values()].join("")}</defs>`+`${Aa.join("")}${"</g>".repeat(Hb.reduce((a,b)=>a+b,0))}</svg>`}};function bd(attributes){Aa.push(`<g ${attributes}>`);if(Hb.length)Hb[Hb.length-1]++;else Hb.push(1)}let yb=()=>(f.globalAlpha<1?` opacity="${n2(f.globalAlpha)}"`:""),na=()=>` stroke="${f.strokeStyle}" stroke-width="${n2(f.lineWidth)}"${dash?` stroke-dasharray="${dash}"`:""}${yb()}`;return f}
+let Ib=new Map();
+function fill(f,ob,dc,eb){if(!eb)return ob;if(f.hatch)return f.hatch(eb,ob,dc);let key=ob+dc+eb;if(!Ib.has(key)){let hd=document.createElement("canvas");hd.width=hd.height=6;let c=hd.getContext("2d");c.fillStyle=ob;c.fillRect(0,0,6,6);c.strokeStyle=dc;c.lineWidth=.8;c.stroke(new Path2D(Gd[eb]));Ib.set(key,hd)}return f.createPattern(Ib.get(key),"repeat")}
+function R(f,W,x,y,width,height,yb=1){f.globalAlpha=yb;f.fillStyle=W;f.fillRect(x,y,width,height);f.globalAlpha=1}
+function nb(f,W,x,y,width,height,oa=1){f.strokeStyle=W;f.lineWidth=oa;f.strokeRect(x+oa/2,y+oa/2,n(0,width-oa),n(0,height-oa))}
+function S(f,da,x,y,W,Me="left",T=11,Gc=""){f.fillStyle=W;f.font=`${Gc}${T}px ${ge}`;f.textAlign=Me;f.textBaseline="middle";f.fillText(da,x,y)}
+function qa(Sd,attributes={},...xd){let el=document.createElement(Sd);for(let[name,Pa]of Object.entries(attributes)){if(name.startsWith("on"))el.addEventListener(name.slice(2),Pa);else if(Pa!==!1&&Pa!=null)el.setAttribute(name,Pa===!0?"":Pa)}el.append(...xd);return el}
+function Ve(Qa,Pb){let number=(k)=>Qa.slice(1).every((kb)=>/^[-+\d.,\s%x]*$/.test(kb[k]??"")),right=(Qa[0]||[]).map((_,k)=>(number(k)?"mp-n":null)),Ha=(Kb,Sd)=>qa("tr",{},...Kb.map((c,k)=>qa(Sd,{class:right[k],scope:Sd==="th"&&"col"},String(c))));return qa("table",{"aria-label":Pb},qa("thead",{},...Qa.slice(0,1).map((r)=>Ha(r,"th"))),qa("tbody",{},...Qa.slice(1).map((r)=>Ha(r,"td"))))}
+function download(bc,type,name){let af=URL.createObjectURL(bc instanceof Blob?bc:new Blob([bc],{type}));qa("a",{href:af,download:name}).click();setTimeout(()=>URL.revokeObjectURL(af),10_000)}
+function Re(model,el,{name,height,draw,keys={},canvas=!0,hint=""}){let pa=[],get=(Vb,U)=>model.get(Vb)??U,toolbar=qa("div",{class:"mp-toolbar",role:"toolbar","aria-label":`${name} tools`}),stage=qa("div",{class:"mp-stage"}),readout=qa("div",{class:"mp-readout","aria-live":"polite"}),Mc=qa("div",{class:"mp-caption"}),Va=qa("div",{class:"mp-table",hidden:!0,tabindex:0,role:"region","aria-label":"the same as a table"}),gc=qa("div",{class:"mp-problem",role:"alert",hidden:!0}),mb=qa("div",{class:"mp-tip",hidden:!0}),root=qa("div",{class:"minipar","data-lm-suppress-shortcuts":"true"},toolbar,gc,stage,readout,Mc,Va),H=canvas?qa("canvas",{tabindex:0,role:"application","aria-roledescription":name}):null;if(H)stage.append(H);stage.append(mb);el.append(root);let listen=(rd,C,mc,Qc)=>{rd.addEventListener(C,mc,Qc);pa.push(()=>rd.removeEventListener(C,mc,Qc))},button=(Pb,title,mc,de)=>{let Ac=qa("button",{type:"button",title,"aria-label":title,"aria-pressed":de?.toString(),onclick:mc},Pb);toolbar.append(Ac);return Ac},l=null,Ua=0,T=()=>{let q=n(240,Ma(stage.clientWidth||800));return[q,z(height(q))]};function paint(){if(Ua)cancelAnimationFrame(Ua);Ua=0;if(!H||!root.isConnected||get("problem",""))return;l??=Td(root);let[q,Q]=T(),N=window.devicePixelRatio||1;if(H.width!==z(q*N)||H.height!==z(Q*N)){H.width=z(q*N);H.height=z(Q*N);H.style.width=`${q}px`;H.style.height=`${Q}px`}let f=H.getContext("2d");f.setTransform(N,0,0,N,0,0);f.clearRect(0,0,q,Q);draw(f,q,Q,l)}let repaint=()=>{if(!Ua)Ua=requestAnimationFrame(paint)},hc=()=>{l=Td(root);root.dataset.dark=l.dark;for(let key of["ink","muted","rule","paper","focus","warn"])root.style.setProperty(`--mp-${key}`,l[key]);repaint()},da=()=>{let jd=get("problem","");gc.hidden=!jd;gc.textContent=jd;stage.hidden=toolbar.hidden=!!jd;Mc.textContent=get("caption_text","");H?.setAttribute("aria-label",`${get("label",name)} ${hint}`.trim());if(!Va.hidden)lc();repaint()},lc=()=>Va.replaceChildren(Ve(get("table",[]),get("label",name)));if(H&&draw){let wa=(type)=>{let[q,Q]=T(),Jb=(f)=>{f.fillStyle=l.paper;f.fillRect(0,0,q,Q)};if(type==="svg"){let f=gd(q,Q,get("label",name));Jb(f);draw(f,q,Q,l);return download(f.toString(),"image/svg+xml",`${name}.svg`)}let copy=qa("canvas",{width:2*q,height:2*Q}),f=copy.getContext("2d");f.scale(2,2);Jb(f);draw(f,q,Q,l);copy.toBlob((ef)=>download(ef,"image/png",`${name}.png`))};button("PNG","save PNG",()=>wa("png"));button("SVG","save SVG",()=>wa("svg"))}let Xd=button("table","show as table",()=>{Va.hidden=!Va.hidden;Xd.setAttribute("aria-pressed",!Va.hidden);if(!Va.hidden)lc()},"false");if(H){listen(H,"keydown",(C)=>{let mc=keys[(C.shiftKey&&C.key.length>1?"Shift+":"")+C.key];if(C.ctrlKey||C.metaKey||C.altKey)return;if(mc&&mc(C)!==!1)C.preventDefault();if(mc||C.key.length===1)C.stopPropagation()})}for(let Vb of["problem","label","caption_text","table"]){let C=`change:${Vb}`;model.on(C,da);pa.push(()=>model.off(C,da))}let Od=new ResizeObserver(repaint);Od.observe(stage);let sd=new MutationObserver(hc);sd.observe(document.body,{attributes:!0});listen(matchMedia("(prefers-color-scheme: dark)"),"change",hc);pa.push(()=>Od.disconnect(),()=>sd.disconnect(),()=>cancelAnimationFrame(Ua));hc();da();return{root,stage,canvas:H,toolbar,readout,button,listen,paint,repaint,say(sa){if(readout.textContent!==sa)readout.textContent=sa},tip(x,y,sa){mb.hidden=!sa;if(!sa)return;mb.textContent=sa;let Cd=stage.clientWidth-mb.offsetWidth-4;mb.style.left=`${n(0,F(x+12,Cd))}px`;mb.style.top=`${y+14}px`},dispose(){for(let end of pa)end();root.remove()}}}
+let ee={f8:Float64Array,f4:Float32Array,u4:Uint32Array,i4:Int32Array,u1:Uint8Array};
+function td(L,layout){let Kc=L.byteOffset%8===0,buffer=Kc?L.buffer:new Uint8Array(L.buffer,L.byteOffset,L.byteLength).slice().buffer,J={};for(let[name,[type,at,Za]]of Object.entries(layout))J[name]=new ee[type](buffer,(Kc?L.byteOffset:0)+at,Za);return J}
+let ib=15,Ed=4;
+function za(start,D,E,t){while(D<E){let middle=(D+E)>>>1;if(start[middle]<t)D=middle+1;else E=middle}return D}
+function Kb(start,length,kind,D,E,from,to,width,Ec=new Uint8Array(width)){Ec.fill(0,0,width);let scale=width/(to-from),k=za(start,D,E,from);if(k>D&&(start[k-1]+length[k-1]-from)*scale>0)k--;let now=-1,Bc=0,kinds=new Uint8Array(16),ka=new Float64Array(16);function Zc(){let ia=0,qd=ka[0];for(let j=1;j<Bc;j++){qd+=ka[j];if(ka[j]>ka[ia]||(ka[j]===ka[ia]&&kinds[j]<kinds[ia]))ia=j}let ra=ta(qd*ib-1e-6);Ec[now]=16*(kinds[ia]+1)+(ra<Ed?Ed:ra>ib?ib:ra)}function add(x,La,ea){if(x!==now){if(now>=0)Zc();now=x;Bc=1;kinds[0]=La;ka[0]=ea;return}for(let j=0;j<Bc;j++){if(kinds[j]===La){ka[j]+=ea;return}}kinds[Bc]=La;ka[Bc++]=ea}for(;k<E;k++){let a=(start[k]-from)*scale;if(a>=width)break;let b=a+length[k]*scale;if(a<0)a=0;if(b>width)b=width;let x=a|0,end=b|0,La=kind[k];if(x===end){add(x,La,b-a);continue}add(x,La,x+1-a);if(end-x>1){Zc();now=-1;Ec.fill(16*(La+1)+ib,x+1,end)}if(b>end)add(end,La,b-end)}if(now>=0)Zc();return Ec}
+function jf(kb){let J=[];for(let x=0;x<kb.length;){let end=x+1;while(end<kb.length&&kb[end]===kb[x])end++;if(kb[x])J.push([x,end,kb[x]]);x=end}return J}
+function te(start,length,D,E,t,Te){let k=za(start,D,E,t),ia=-1,Gb=Te;for(let j of[k-1,k]){if(j<D||j>=E)continue;let Xc=n(0,start[j]-t,t-start[j]-length[j]);if(Xc<Gb||(Xc===Gb&&ia<0)||(Xc===0&&start[j]<=t)){ia=j;Gb=Xc}}return ia}
+function ka(start,length,D,E,from,to){let qd=0;for(let k=n(D,za(start,D,E,from)-1);k<E&&start[k]<to;k++){qd+=n(0,F(to,start[k]+length[k])-n(from,start[k]))}return qd}
+function Nd(aa,Pa,D,E,from,to,width,Ec=new Int32Array(width)){let Ca=(to-from)/width,k=za(aa,D,E,from);for(let x=0;x<width;x++){let end=from+(x+1)*Ca,ia=k-1>=D?k-1:-1;for(;k<E&&(aa[k]<end||(x===width-1&&aa[k]<=end));k++){if(ia<0||Pa[k]>Pa[ia])ia=k}Ec[x]=ia}return Ec}
+let Ye=(se)=>[1,3,5].map((k)=>parseInt(se.slice(k,k+2),16));
+function cd(Ab,paper,Ia=1){let J=new Uint32Array(256),Db=Ye(paper);Ab.forEach((ob,La)=>{let fb=Ye(ob);for(let ra=0;ra<=ib;ra++){let[r,g,b]=fb.map((c,k)=>z(Db[k]+((c-Db[k])*Ia*ra)/ib));J[16*(La+1)+ra]=(255<<24)|(b<<16)|(g<<8)|r}});return J}
+function ie(Ja,width,kb,top,height,ink,Ha,hatch){let D=top*width;for(let x=0;x<width;x++)Ja[D+x]=ink[kb[x]];for(let y=1;y<height;y++)Ja.copyWithin(D+y*width,D,D+width);let x=0;while(x<width){let eb=kb[x]&&hatch[(kb[x]>>4)-1];if(!eb){x++;continue}for(let y=0;y<height;y++){let Sb=(x+top+y)%6;if(Sb===0||(eb===2&&(x-y+6000)%6===0))Ja[D+y*width+x]=Ha[kb[x]]}x++}}
+let vd=["fill","wait","overhead"],Z=74,pc=62,oc=92;
+function layout(u,width,lb,memory){let Fe=ta(u.ranks/640),lanes=u.lanes.map(([Oa,Y,Ub,D,E])=>({Fa:Oa,la:Y,ya:D,Sa:E,Ta:Ub==="compute"})),shown=lanes.filter((e)=>e.la%Fe===0).sort((a,b)=>a.la-b.la||a.Fa-b.Fa),Ld=shown.filter((e)=>e.Ta).length,kf=shown.length-Ld,height=(Cd)=>F(22,n(1,Ma(Cd/n(1,Ld)))-4),Q=height(620-7*kf),Hd=lb&&Q>=9;if(!Hd)Q=n(1,height(620));let Qb=[],Qa=[],x=0,y=0,da=[...u.shown,...vd.map((xa)=>`idle: ${xa}`)];if(u.traces.length>1)da.push(`${u.traces[0]} (outlined)`,`${u.traces[1]} (filled)`);for(let xa of da){let T=32+6.1*xa.length;if(x+T>width&&x){x=0;y+=17}Qb.push([xa,x,y]);x+=T}let pb=y+24,Bb=Q>=10?4:0;y=pb+22;let before=shown[0]?.la;for(let e of shown){if(!e.Ta&&!Hd)continue;if(e.la!==before)y+=Bb;before=e.la;let Xe=e.Ta?Bb:0;Qa.push({...e,$y:y,ba:e.Ta?Q:6,tc:Xe});y+=(e.Ta?Q:6)+Xe+(Bb?1:0)}let Yb=y+3,zb=memory?Yb+8:0;return{Wd:Qb,Da:pb,ua:Qa,Sc:Yb,xb:zb,gb:memory?zb+oc:Yb,Jc:(memory?zb+oc+18:Yb)+20}}
+function wd(v,P,Qa,t,vb){let ia=vb*Infinity;for(let{ya:D,Sa:E}of Qa){let k=za(v,D,E,t);for(let j=n(D,k-3);j<F(E,k+3);j++){for(let aa of[v[j],v[j]+P[j]]){if(vb*(aa-t)>1e-7*n(1,ha(t))&&vb*(ia-aa)>0)ia=aa}}}return isFinite(ia)?ia:t}
+function We(lanes,jb){let J=new Int32Array(jb.length).fill(-1),qb=new Map();for(let[Oa,Y,,D,E]of lanes){for(let k=D;k<E;k++){let key=Y*4194304+jb[k],U=qb.get(key);if(!Oa)qb.set(key,k);else if(U!==undefined){J[k]=U;J[U]=k}}}return J}
+function ae(before,ic){let Za=before.length-1,pa=new Uint32Array(Za+2),Cb=new Uint32Array(ic.length);for(let k of ic)pa[k+2]++;for(let k=2;k<pa.length;k++)pa[k]+=pa[k-1];for(let k=0;k<Za;k++)for(let i=before[k];i<before[k+1];i++)Cb[pa[ic[i]+1]++]=k;return[pa,Cb]}
+function Kd(k,pa,Cb,Rb){let J=[],qc=[k],qb=new Set(qc);while(qc.length&&J.length<200){let j=qc.pop();for(let i=pa[j];i<pa[j+1];i++){let U=Cb[i];J.push([j,U]);if(!qb.has(U)&&Rb(U))qc.push(U);qb.add(U)}}return J}
+let Fd=Object.values(Ya).map((V)=>({"/":1,x:2})[V[3]]??0);
+function Ic(u,v,P,Ka,va){let da=u.kinds,Rc=u.traces.length>1,H=null,Ga=null,wa=null,Ja=null,Ha=null,vb="";function visible(e,K,M,Ia){let k=n(e.ya,za(v,e.ya,e.Sa,K)-1),end=za(v,e.ya,e.Sa,M);return end-k>Ia?[]:Array.from({length:end-k},(_,i)=>k+i)}let Oc=(l)=>[...da.map((kind)=>Ya[kind][0]),l.rule,l.muted,l.warn],od=(e,o)=>(e.tc&&o?o.idle.find((V)=>V[0]===e.Fa&&V[1]===e.la):null);function Ae(q,l,B,K,M,o,N){let now=[K,M,q,N,l.paper,B.Sc,B.ua.length,!!o].join();if(vb===now)return;vb=now;let G=z(q*N),top=B.ua[0].$y-2,na=ta((B.Sc-top)*N);if(wa?.width!==G||wa.height!==na){H=new OffscreenCanvas(G,na);Ga=H.getContext("2d");wa=Ga.createImageData(G,na);Ja=new Uint32Array(wa.data.buffer);Ha=new Uint8Array(G)}Ja.fill(0);let paper=l.paper,Ab=Oc(l),Be=da.map((kind)=>Ya[kind][1]),A=cd(Ab,paper),Ze=cd(Be,paper),Bd=cd(Ab,paper,.4),ce=cd(Be,paper,.4);for(let e of B.ua){let y=z((e.$y-top)*N),Q=n(1,z(e.ba*N)),Ba=Rc&&!e.Fa;Kb(v,P,Ka,e.ya,e.Sa,K,M,G,Ha);ie(Ja,G,Ha,y,Q,Ba?Bd:A,Ba?ce:Ze,Fd);if(e.ba>5)je(e,y,Q,Ba?A:Ze,Ba?z(1.3*N):1,G,K,M,N);let X=od(e,o);if(!X)continue;Kb(o.idle_start,o.idle_length,o.idle_kind,X[2],X[3],K,M,G,Ha);ie(Ja,G,Ha,y+Q,z((e.tc-1)*N),A,A,Fd)}Ga.putImageData(wa,0,0)}function je(e,top,Q,ink,oa,G,K,M,N){let scale=G/(M-K);for(let k of visible(e,K,M,G/3)){let a=z((v[k]-K)*scale),b=z((v[k]+P[k]-K)*scale),jc=b-a<1.5*N;if(b-a<4*N&&!jc)continue;if(jc)b=a+ta(1.5*N);let W=ink[16*(Ka[k]+1)+15],from=n(0,a),to=F(G,b);for(let y=0;y<Q;y++){let df=(top+y)*G,cb=jc||y<oa||y>=Q-oa;for(let x=from;x<to;x++)if(cb||x<a+oa||x>=b-oa)Ja[df+x]=W}}}function Ke(f,q,l,B,K,M,o){let Jd=new Uint8Array(q),Ab=Oc(l),Bb=(Ee,be,Qe,D,end,y,Q,Bd)=>{Kb(Ee,be,Qe,D,end,K,M,q,Jd);for(let[a,b,ne]of jf(Jd)){let La=(ne>>4)-1,ma=Ya[da[La]];R(f,ma?fill(f,ma[0],ma[1],ma[3]):Ab[La],Z+a,y,b-a,Q,((ne&15)/15)*Bd)}};for(let e of B.ua){let Ba=Rc&&!e.Fa,X=od(e,o);Bb(v,P,Ka,e.ya,e.Sa,e.$y,e.ba,Ba?.4:1);if(X)Bb(o.idle_start,o.idle_length,o.idle_kind,X[2],X[3],e.$y+e.ba,3,1);for(let k of visible(e,K,M,q/3)){let[a,b]=pa(k,q,K,M);if(b-a>=4&&e.ba>8)nb(f,Ya[da[Ka[k]]][Ba?0:1],a,e.$y,b-a,e.ba)}}}let pa=(k,q,K,M)=>[v[k],v[k]+P[k]].map((t)=>Z+n(0,F(1,(t-K)/(M-K)))*q);function ve(f,q,l,B,K,M){let left=2500;for(let e of B.ua){if(e.ba<11)continue;let T=F(11,e.ba-2),qb=visible(e,K,M,q/8).filter((k)=>va[k]>=0).map((k)=>[k,...pa(k,q,K,M)]),Pc=(sa)=>qb.filter(([k,a,b])=>b-a>=.62*T*sa(k).length+3),xe=(k)=>Ya[da[Ka[k]]][4]+va[k],Oe=(k)=>`${va[k]}`,sa=Pc(xe).length>=.7*qb.length?xe:Oe,O=Pc(sa);left-=O.length;if(O.length<.4*qb.length||left<0)continue;for(let[k,a,b]of O){S(f,sa(k),(a+b)/2,e.$y+e.ba/2+.5,Rc&&!e.Fa?l.ink:Ya[da[Ka[k]]][2],"center",T)}}}function paint(f,q,l,B,K,M,o){if(!B.ua.length)return;if(f.hatch)Ke(f,q,l,B,K,M,o);else{let N=f.getTransform().a;Ae(q,l,B,K,M,o,N);f.imageSmoothingEnabled=!1;f.drawImage(H,Z,B.ua[0].$y-2,q,wa.height/N)}ve(f,q,l,B,K,M)}return{paint,visible}}
+let cc=(o,Oa,Y)=>o?.memory?.find((V)=>V[0]===Oa&&V[1]===Y);
+function Yc(f,q,l,B,K,M,o,u,Y){let top=B.xb,bottom=top+oc,E=u.traces.length-1,aa=o.memory_time,sb=o.memory_total,X=cc(o,E,Y),ab=u.capacity,Ia=0;for(let ja of sb)if(ja>Ia)Ia=ja;if(ab&&ab<4*Ia)Ia=n(Ia,ab);let Xb=(ja)=>bottom-(ja/(1.08*Ia||1))*oc,at=Nd(aa,sb,X[2],X[3],K,M,q),zb=new Float64Array(q);for(let kind of o.memory_kinds){let oe=o[`memory_${kind}`],W=fill(f,hb[kind][0],l.paper,hb[kind][1]);for(let x=0,end=0;x<q;x=end){let k=at[x],ja=k<0?0:n(0,oe[k]),Db=zb[x];while(end<q&&at[end]===k)zb[end++]+=ja;if(ja)R(f,W,Z+x,Xb(Db+ja),end-x,Xb(Db)-Xb(Db+ja))}}let Ha=(V,W,oa,dash)=>{let sc=Nd(aa,sb,V[2],V[3],K,M,q);f.strokeStyle=W;f.lineWidth=oa;f.setLineDash(dash);f.beginPath();sc.forEach((k,x)=>{if(x&&k===sc[x-1])return;if(x)f.lineTo(Z+x,Xb(sb[sc[x-1]]??0));f.lineTo(Z+x,Xb(sb[k]??0))});f.lineTo(Z+q,Xb(sb[sc[q-1]]??0));f.stroke();f.setLineDash([])};if(u.ranks<=8)for(let V of o.memory)if(V[0]===E&&V[1]!==Y)Ha(V,l.muted,.6,[1,2]);if(E)Ha(cc(o,0,Y),l.ink,1.2,[4,3]);Ha(X,l.ink,1.4,[]);if(ab&&ab<=1.08*Ia){R(f,l.warn,Z,Xb(ab),q,1.5);S(f,`capacity ${bb(ab)} ${o.memory_unit}`,Z+q-2,Xb(ab)-7,l.warn,"right")}for(let ja of Ud(0,Ia,4))S(f,bb(ja),Z-4,Xb(ja),l.muted,"right");let da=[`memory of rank ${Y} (${o.memory_unit}):`,...o.memory_kinds,...(E?[`${u.traces[0]} dashed`]:[])],x=4;for(let xa of da){if(hb[xa])R(f,fill(f,hb[xa][0],l.paper,hb[xa][1]),(x+=6),bottom+22,11,9);S(f,xa,(x+=hb[xa]?14:0),bottom+27,l.ink);x+=6.1*xa.length}S(f,`peak ${bb(n(...sb.subarray(X[2],X[3])))}`,Z+q+pc-2,top+6,l.muted,"right")}
+let cf="Arrows: time and rank; + and -: zoom; Home: all; Tab: next event; Escape, then Tab: leave.";
+function render({model,el}){let u,traces,Xa,v,P,Ka,va,jb,yc,fc,L,B,o,Je,Tc,rb,Wb,lb=!0,uc=!1,Uc=!1,K=0,M=1,ca=1,Y=0,O=-1,fb=-1,I=null,Ga=null,db=null,ec=!1,fa=!1,He=0,Wc=!1,Dd=0,dd=[];function we(){u=model.get("about");if(!u.lanes)return;let J=td(model.get("data"),u.layout);[v,P,Ka,va,jb]=[J.start,J.length,J.kind,J.number,J.index];traces=u.traces;Xa=u.lanes;yc=Xa.map((e)=>e[3]);fc=Ic(u,v,P,Ka,va);Je=u.same?null:new Int32Array(0);ca=M=u.span||1;K=0;Y=u.highest;O=fb=-1;I=Ga=rb=Wb=null;Wc=!1;dd=[];wc()}function wc(){let ad=model.get("more");o=ad.names&&u.lanes?{...ad,...td(model.get("details"),ad.layout)}:null;Tc=null;if(L)ga()}let ga=()=>L.repaint(),Rc=()=>traces.length>1,Wa=(k)=>Xa[za(yc,0,yc.length,k+1)-1],zc=(k)=>u.kinds[Ka[k]],Nb=(k)=>v[k]+P[k],Dc=(k)=>o?o.names[o.name[k]].replaceAll("#",va[k]):zc(k)+(va[k]<0?"":` mb${va[k]}`),ud=(e,a,b)=>ka(v,P,e[3],e[4],a,b),aa=(t)=>bb(t)+(u.unit==="ms"?" ms":""),fd=(k)=>B.ua.find((e)=>e.ya<=k&&k<e.Sa),wb=(k)=>(Je??=We(Xa,jb))[k]??-1,nd=(e,t)=>{let X=o?.idle.find((V)=>V[0]===e.Fa&&V[1]===e.la);return X?te(o.idle_start,o.idle_length,X[2],X[3],t,0):-1},pd=(k)=>vd[o.idle_kind[k]-u.kinds.length];function me(k){if(!o)return[];Tc??=ae(o.before,o.before_of);let Rb=(j)=>Ka[j]>6;return[...Kd(k,o.before,o.before_of,Rb).map(([a,b])=>[b,a]),...Kd(k,...Tc,Rb)]}function vc(k){let[Oa,number,Ub]=Wa(k),Lc=zc(k)==="receive",U=wb(k),[V,ke]=traces,na=[`rank ${number} · ${Dc(k)}${Ub==="compute"?"":` · ${Ub}`}`];na.push((ke?`${traces[Oa]} `:"")+(Lc?`arrived at ${aa(v[k])}`:`${aa(v[k])} to ${aa(Nb(k))}: ${aa(P[k])}`));if(U>=0){let[p,m]=Oa?[U,k]:[k,U],from=Lc?v:P,o=from[m]-from[p];na.push(`${V} ${aa(from[p])}, ${ke} ${aa(from[m])}: ${o<0?"−":"+"}${aa(ha(o))}`)}return na.join("\n")}function Cc(t){let Aa=[];for(let e of B.ua){if(!e.Ta||(e.la!==Y&&u.ranks>8))continue;let k=te(v,P,e.ya,e.Sa,t,0),j=nd(e,t);Aa.push(`${Rc()?`${traces[e.Fa]} `:""}rank ${e.la} ${k>=0?Dc(k):j>=0?`idle (${pd(j)})`:"idle"}`)}L.say(`at ${aa(t)}: ${Aa.join(", ")}. ${re(t).replaceAll("\n",", ")}`)}function re(t){let E=traces.length-1,V=cc(o,E,Y),k=V?za(o.memory_time,V[2],V[3],t*(1+1e-12))-1:-1;if(!V||k<V[2])return"";let na=[`rank ${Y} holds ${bb(o.memory_total[k])} ${o.memory_unit}`],live=[];for(let kind of o.memory_kinds)if(o[`memory_${kind}`][k]>0)na.push(`${kind} ${bb(o[`memory_${kind}`][k])}`);let X=o.live?.find((qe)=>qe[0]===E&&qe[1]===Y);for(let j=X?.[2];j<X?.[3];j++)if(o.live_start[j]<=t&&t<o.live_end[j])live.push(j);live.sort((a,b)=>o.live_size[b]-o.live_size[a]);let hf=live.length>6?` and ${live.length-6} more`:"";if(live.length)na.push(`live: ${live.slice(0,6).map((j)=>o.values[o.live_name[j]]).join(", ")}${hf}`);return na.join("\n")}function le(a,b){return traces.map((name,Oa)=>{let ac=0;for(let e of Xa)if(e[0]===Oa&&e[2]==="compute")ac+=ud(e,a,b);let cb=u.ranks*(b-a),ea=(x)=>`${(100*x).toFixed(1)}%`;return`${name}: bubble ${ea(1-ac/cb)} of total, ${ac?ea(cb/ac-1):"all"} of ideal`}).join("; ")}let tb=(A)=>n(50,z(A-Z-pc)),Hc=(t,A)=>Z+((t-K)/(M-K))*tb(A);function Qb(f,l){for(let[xa,x,y]of B.Wd){let ma=Ya[xa],idle=vd.indexOf(xa.slice(6));if(idle>=0)R(f,[l.rule,l.muted,l.warn][idle],x,y+6,14,4);else{if(!xa.endsWith("(outlined)"))R(f,ma?fill(f,ma[0],ma[1],ma[3]):l.muted,x,y+2,14,11);nb(f,ma?ma[1]:l.muted,x,y+2,14,11)}S(f,xa,x+19,y+8,l.ink)}}function pb(f,A,l){let q=tb(A),y=B.Da,G=F(q,300);if(!rb){rb=new Float64Array(G);let Qa=Xa.filter((e)=>e[2]==="compute"&&e[0]===traces.length-1),De=Qa.filter((_,k)=>k%ta(Qa.length/16)===0);for(let e of De){for(let x=0;x<G;x++)rb[x]+=ud(e,(x*ca)/G,((x+1)*ca)/G)/((ca/G)*De.length)}}R(f,l.rule,Z,y,q,14,.5);rb.forEach((ea,x)=>R(f,l.muted,Z+(x*q)/rb.length,y+14*(1-ea),q/rb.length+.5,14*ea));nb(f,l.focus,Z+(K/ca)*q,y-1,n(3,((M-K)/ca)*q),16,2);S(f,"overview",4,y+7,l.muted);S(f,M-K>=ca?"all":`1/${bb(ca/(M-K))}`,A-2,y+7,l.muted,"right")}function Yb(f,A,l){for(let t of Ud(K,M,n(2,Ma(tb(A)/90)))){let x=z(Hc(t,A));R(f,l.rule,x,B.Da+18,1,B.gb-B.Da-18);S(f,bb(t),x,B.gb+9,l.muted,"center")}S(f,u.unit==="ms"?"time (ms)":"time",A-2,B.gb+9,l.muted,"right")}function Yd(f,A,l){let Vd=-1;for(let e of B.ua){if(!e.Ta||e.$y<Vd)continue;let y=e.$y+n(6,e.ba/2),ac=ka(v,P,e.ya,e.Sa,K,M)/(M-K),Ce=Rc()&&e.Fa&&e.ba>=10,X=e.la===Y;S(f,Ce?`  ${traces[1]}`:`rank ${e.la}`,4,y,X?l.focus:l.ink,"left",11,X?"bold ":"");if(e.ba>=6)S(f,`${z(100*n(0,1-ac))}% idle`,A-2,y,l.muted,"right");Vd=e.$y+n(13,e.ba)}}function Id(f,k,A,W,oa){let e=fd(k);if(!e||v[k]>M||Nb(k)<K)return;let a=n(Z-1,Hc(v[k],A)),b=F(A-pc+1,Hc(Nb(k),A));nb(f,W,a-1,e.$y-1,n(4,b-a+2),e.ba+2,oa)}function Vc(f,[a,b],A,W){let V=fd(a),U=fd(b),x=Hc(Nb(a),A),to=Hc(v[b],A);if(!V||!U||n(x,to)<Z||F(x,to)>A-pc)return;let y=V.$y+V.ba/2,end=U.$y+U.ba/2,he=F(30,ha(to-x)/2+6);f.strokeStyle=f.fillStyle=W;f.lineWidth=1.3;f.beginPath();f.moveTo(x,y);f.bezierCurveTo(x+he,y,to-he,end,to,end);f.stroke();f.beginPath();f.moveTo(to,end);f.lineTo(to-6,end-3);f.lineTo(to-6,end+3);f.fill()}function Ad(f,A,l){let q=tb(A),top=B.Da+18,shown=fb>=0?fb:O,Za=0,before=-1;f.save();f.beginPath();f.rect(Z-2,top,q+4,B.Jc);f.clip();for(let k of Uc&&o?o.path:[]){if(v[k]<=M&&Nb(k)>=K&&Za++<3000){Id(f,k,A,l.warn,2.5);if(before>=0&&Wa(before)[0]===Wa(k)[0]&&Wa(before)[1]!==Wa(k)[1])Vc(f,[before,k],A,l.warn)}before=k}Za=0;for(let e of uc&&o?B.ua:[]){for(let k of fc.visible(e,K,M,400)){if(zc(k)!=="receive")continue;for(let i=o.before[k];i<o.before[k+1]&&Za++<400;i++)Vc(f,[o.before_of[i],k],A,l.wire)}}if(shown>=0){for(let ze of me(shown)){Vc(f,ze,A,l.wire);for(let k of ze)Id(f,k,A,l.wire,1.5)}Id(f,wb(shown),A,l.focus,2);Id(f,shown,A,l.ink,2)}if(Ga){let[a,b]=Zb().map((t)=>Hc(t,A));R(f,l.focus,a,top,b-a,B.Sc-top,.25)}if(I!==null){let x=Hc(I,A);if(fa)R(f,l.paper,x,top,Z+q-x+2,B.gb-top,.75);R(f,l.ink,x-.5,top,1,B.gb-top)}f.restore()}function draw(f,A,_,l){if(!u.lanes)return;Yb(f,A,l);Qb(f,l);pb(f,A,l);fc.paint(f,tb(A),l,B,K,M,o);Yd(f,A,l);if(B.xb&&o?.memory)Yc(f,tb(A),l,B,K,M,o,u,Y);Ad(f,A,l);if(u.later&&!o&&!Wc){Wc=!0;model.send({want:"details"})}}function ub(a,b,ff=!0){let T=F(ca,n(ca*1e-7,b-a));a=n(0,F(ca-T,a));if(ff)dd.push([K,M]);[K,M]=[a,a+T];clearTimeout(Dd);Dd=setTimeout(()=>Ge("window",[K,M]),150);ga()}let Ge=(Vb,Pa)=>{model.set(Vb,Pa);model.save_changes()},Zb=()=>[...Ga].sort((a,b)=>a-b),kc=(md,t=I??(K+M)/2)=>ub(t-(t-K)*md,t+(M-t)*md,!1),pan=(ea)=>ub(K+ea*(M-K),M+ea*(M-K),!1),cb=()=>ub(0,ca),ld=(t)=>(t<K||t>M)&&ub(t-(M-K)/3,t+(2*(M-K))/3,!1);function Lb(k){O=k;if(k>=0){Y=Wa(k)[1];I=v[k];ld(I);L.say(vc(k).replaceAll("\n",", "));Ge("selected",Dc(k))}ga()}function ye(Ca){let e=O>=0?Wa(O):Xa.find((V)=>V[0]===traces.length-1&&V[1]===Y),k=O>=0?O+Ca:Ca>0?za(v,e[3],e[4],K):-1,Qd=!ec&&k>=e[3]&&k<e[4];ec=!1;Lb(Qd?k:-1);return Qd}function Ie(Ca){Y=n(0,F(u.ranks-1,Y+Ca));O=-1;Cc(I??K);ga()}function Ca(vb){I=wd(v,P,B.ua.filter((e)=>e.Ta),I??K,vb);ld(I);Cc(I);ga()}function ed(){fa=!fa;Tb.textContent=fa?"pause":"play";Tb.setAttribute("aria-pressed",fa);ga();if(!fa)return;if(I===null||I>=M)I=K;let Rd=matchMedia("(prefers-reduced-motion: reduce)").matches,E=performance.now(),jc=(now)=>{if(!fa||!L.root.isConnected)return;if(I>=M)return ed();if(!Rd)I=F(M,I+((M-K)*(now-E))/15000);else if(now-E>700)Ca(1);if(!Rd||now-E>700)E=now;if(now-He>400)Cc(I,(He=now));ga();requestAnimationFrame(jc)};requestAnimationFrame(jc)}function Mb(){if(!u.same)return L.say("there is one trace: nothing to compare");let by=(k)=>ha(P[k]-P[wb(k)]);Wb??=Array.from(v.keys()).filter((k)=>wb(k)>=0&&wb(k)<k).sort((a,b)=>by(b)-by(a));Lb(Wb[(Wb.indexOf(O)+1)%Wb.length])}we();L=Re(model,el,{name:"timeline",hint:cf,draw,height(A){if(!u.lanes)return 40;B=layout(u,A,lb,u.memory);return B.Jc},keys:{ArrowLeft:()=>pan(-.15),ArrowRight:()=>pan(.15),ArrowUp:()=>Ie(-1),ArrowDown:()=>Ie(1),"+":()=>kc(.6),"=":()=>kc(.6),"-":()=>kc(1/.6),Home:cb,Tab:()=>ye(1),"Shift+Tab":()=>ye(-1),Backspace:()=>dd.length&&ub(...dd.pop(),!1),Enter:()=>O>=0&&ub(v[O]-P[O],v[O]+2*P[O]),"Escape"(){ec=!0;Ga=I=null;if(fa)ed();Lb(-1)}," ":ed,".":()=>Ca(1),",":()=>Ca(-1),d:Mb,c:()=>yd.click(),m:()=>Hd.click(),s:()=>lanes.click()}});let Fc=(Pb,title,set,on)=>{let Ac=L.button(Pb,title,()=>{Ac.setAttribute("aria-pressed",set());ga()},on);return Ac},Tb=L.button("play","play (space), step with . and ,",ed,!1);L.button("+","zoom in (+)",()=>kc(.6));L.button("−","zoom out (-)",()=>kc(1/.6));L.button("all","show all (Home)",cb);let yd=Fc("critical path","what the makespan consists of (c)",()=>(Uc=!Uc),!1),Hd=Fc("messages","arrows from send to receive (m)",()=>(uc=!uc),!1),lanes=Fc("streams","lanes besides compute (s)",()=>(lb=!lb),!0);if(u.same)L.button("differences","the next largest difference (d)",Mb);let Na=L.canvas,at=(C)=>{let Sb=Na.getBoundingClientRect(),x=C.clientX-Sb.left,y=C.clientY-Sb.top,ea=(x-Z)/tb(Sb.width);return[x,y,K+ea*(M-K),ea,B.ua.find((e)=>y>=e.$y&&y<e.$y+e.ba+e.tc)]};L.listen(Na,"pointermove",(C)=>{let[x,y,t,ea,e]=at(C),T=M-K;if(db?.pan)return ub(ea*ca-T/2,ea*ca+T/2,!1);if(db){Ga=[db.t,n(K,F(M,t))];let[a,b]=Zb();L.say(`${aa(a)} to ${aa(b)}: ${le(a,b)}`);return ga()}let Ob=ea>=0&&ea<=1;if(!fa)I=Ob?t:null;fb=e&&Ob?te(v,P,e.ya,e.Sa,t,(3*T)/tb(Na.clientWidth)):-1;let idle=e?.Ta&&Ob?nd(e,t):-1;L.tip(x,y,fb>=0?vc(fb):idle>=0?`rank ${e.la} idle (${pd(idle)})\n${aa(o.idle_length[idle])}`:Ob&&B.xb&&y>B.xb?re(t):"");ga()});L.listen(Na,"pointerleave",()=>{fb=-1;if(!fa)I=null;L.tip(0,0,"");ga()});L.listen(Na,"pointerdown",(C)=>{let[x,y,t]=at(C);if(C.button||x<Z)return;db={x,t,pan:y>B.Da-4&&y<B.Da+18};Na.setPointerCapture(C.pointerId)});L.listen(Na,"pointerup",(C)=>{let[x,,,,e]=at(C);if(db&&!db.pan&&Ga&&ha(x-db.x)>4)ub(...Zb());else if(db&&!db.pan){if(e)Y=e.la;Lb(fb)}db=Ga=null;ga()});L.listen(Na,"dblclick",cb);L.listen(Na,"wheel",(C)=>{if(!C.ctrlKey&&document.activeElement!==Na)return;C.preventDefault();if(ha(C.deltaX)>ha(C.deltaY))pan(C.deltaX/800);else kc(1.0015**C.deltaY,at(C)[2])},{passive:!1});let Nc=()=>{we();ga()};model.on("change:data",Nc);model.on("change:details",wc);return()=>{model.off("change:data",Nc);model.off("change:details",wc);clearTimeout(Dd);fa=!1;L.dispose()}}
+export default{render};

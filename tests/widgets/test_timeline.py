@@ -1,0 +1,289 @@
+"""The timeline's data and static picture: what is drawn is the trace, pixel by pixel against brute force."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import io
+import json
+import shutil
+import subprocess
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from minipar import Plan, Trace, simulate
+from minipar.critical_path import messages
+from minipar.idleness import idle_times
+from minipar.memory.lifetimes import lives
+from minipar.program import Instruction, Op, Program
+from minipar_widgets import Timeline
+from minipar_widgets.columns import KINDS, columns
+from minipar_widgets.details import coarse, details, reads
+from minipar_widgets.inline import SOURCES
+from minipar_widgets.raster import FAINT, STRONG, cells
+
+PLANS = [
+    "pp=4 microbatches=8",
+    "pp=2 dp=2 microbatches=4 zero=1 bucket=none",
+    "pp=4 schedule=zb-h1 microbatches=6",
+    "dp=4 zero=3 checkpoint=sqrt",
+    "pp=4 schedule=pipedream microbatches=6",
+    "dp=2 zero=2 offload=optimizer,activations",
+    "pp=2 schedule=terapipe slices=4",
+]
+FOUR = simulate(Plan(pp=4, microbatches=8).compile(layers=8), latency=0.25)
+
+EMPTY = dataclasses.replace(FOUR, program=Program(((),), 1, 1, ()), starts=[[]], ends=[[]])
+
+
+def _trace(plan: str) -> Trace:
+    parsed = Plan.parse(plan)
+    return simulate(parsed.compile(layers=8, steps=2 if parsed.asynchronous else 1), latency=0.25)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_columns_are_the_trace(plan: str) -> None:
+    trace = _trace(plan)
+    found = columns([trace])
+    seen = set()
+    for lane in found.lanes:
+        row = trace.program.ranks[lane.rank]
+        previous = -1.0
+        for k in range(lane.first, lane.last):
+            index = int(found.index[k])
+            ins = row[index]
+            seen.add((lane.rank, index))
+            assert found.text(k) == str(ins)
+            assert lane.stream.split(" (")[0] == ins.stream
+            end = trace.ends[lane.rank][index]
+            start = end if ins.op is Op.RECV else trace.starts[lane.rank][index]
+            assert found.start[k] == pytest.approx(start)
+            assert found.length[k] == pytest.approx(end - start, abs=1e-5)
+            assert found.start[k] >= previous - 1e-9  # sorted, and apart
+            previous = found.start[k] + found.length[k] if ins.op is not Op.RECV else found.start[k]
+            assert found.places[0][lane.rank][index] == k
+    assert len(seen) == len(found) == len(trace.program)
+
+
+def test_overlapping_events_get_lanes_of_their_own() -> None:
+    copy = Instruction(Op.FETCH, (), -1, 0, stream="copy", name="c")
+    program = Program(((copy,) * 4,), 1, 1, ())
+    trace = Trace(program, [[0.0, 1.0, 2.0, 2.5]], [[2.0, 3.0, 4.0, 2.6]], lambda rank, value: 0)
+    found = columns([trace])
+    assert [lane.stream for lane in found.lanes] == ["compute", "copy", "copy (2)", "copy (3)"]
+    for lane in found.lanes:
+        here = slice(lane.first, lane.last)
+        ends = found.start[here] + found.length[here]
+        assert (ends[:-1] <= found.start[here][1:] + 1e-9).all()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_details_are_the_engines(plan: str) -> None:
+    trace = _trace(plan)
+    found = columns([trace])
+    arrays, facts = details(found)
+    assert [str(facts["names"][k]) for k in arrays["name"][:3]]
+    sent = {(found.places[0][a[0]][a[1]], found.places[0][b[0]][b[1]]) for a, b in messages(trace.program)}
+    before, of = arrays["before"], arrays["before_of"]
+    pairs = {(of[i], k) for k in range(len(found)) for i in range(before[k], before[k + 1])}
+    assert sent <= pairs
+    for early, late in pairs:  # nothing is read before it is there
+        assert found.start[early] <= found.start[late] + found.length[late] + 1e-9
+    path = [(e.rank, e.index) for e in trace.critical_path()]
+    assert [found.places[0][r][k] for r, k in path] == arrays["path"].tolist()
+    for _, rank, first, last in facts["idle"]:
+        assert arrays["idle_start"][first:last].tolist() == [p.start for p in idle_times(trace, rank)]
+    for _, rank, first, last in facts["memory"]:
+        assert float(arrays["memory_total"][first:last].max()) == pytest.approx(trace.memory(rank).peak)
+        sums = sum(arrays[f"memory_{kind}"][first:last] for kind in facts["memory_kinds"])
+        np.testing.assert_allclose(sums, arrays["memory_total"][first:last], atol=1e-4)
+    for _, rank, first, last in facts["live"]:
+        curve = trace.memory(rank)
+        for k in range(0, len(curve.times) - 1, 3):
+            time, total = (curve.times[k] + curve.times[k + 1]) / 2, curve.total[k]
+            if curve.times[k + 1] - curve.times[k] < 1e-6:
+                continue
+            now = slice(first, last)
+            live = (arrays["live_start"][now] <= time) & (time < arrays["live_end"][now])
+            assert arrays["live_size"][now][live].sum() == pytest.approx(total, abs=1e-4)
+
+
+def test_reads_name_the_last_writer() -> None:
+    found = set(reads(FOUR.program))
+    row = FOUR.program.ranks[1]
+    receive = next(k for k, ins in enumerate(row) if ins.op is Op.RECV)
+    forward = next(k for k, ins in enumerate(row) if set(ins.reads) & set(row[receive].writes))
+    assert (1, forward, 1, receive) in found
+
+
+def test_long_curves_keep_their_peaks() -> None:
+    total = np.random.default_rng(1).random(50_000)
+    total[[0, 31_234]] = 3.0, 9.0
+    kept = coarse(total)
+    assert 31_234 in kept
+    assert kept[0] == 0
+    assert kept[-1] == len(total) - 1
+    assert len(kept) <= 4096
+    assert (np.diff(kept) > 0).all()
+
+
+def test_lives_say_what_the_curve_is_made_of() -> None:
+    for rank in range(4):
+        found = lives(FOUR, rank)
+        assert max(sum(one.size for one in found if one.start <= t < (one.end or 1e9)) for t in (1.0, 5.0, 20.0)) > 0
+
+
+# level of detail ------------------------------------------------------------------------------------------------------
+
+moments = st.lists(
+    st.tuples(st.floats(0, 3), st.one_of(st.just(0.0), st.floats(0, 4)), st.integers(0, 4)), min_size=1, max_size=60
+)
+
+
+def _lane(drawn: list[tuple[float, float, int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    gaps, lengths, kinds = (np.array(column, float) for column in zip(*drawn, strict=True))
+    lengths = lengths.astype(np.float32).astype(float)
+    start = np.cumsum(gaps) + np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    return start, lengths.astype(np.float32), kinds.astype(np.uint8)
+
+
+@settings(max_examples=150, deadline=None)
+@given(moments, st.floats(0, 20), st.floats(0.1, 100), st.integers(1, 60))
+def test_cells_follow_the_rule(drawn: list[tuple[float, float, int]], begin: float, size: float, width: int) -> None:
+    start, length, kind = _lane(drawn)
+    row = cells(start, length, kind, begin, begin + size, width)
+    step = size / width
+    for x in range(width):
+        a, b = begin + x * step, begin + (x + 1) * step
+        inside = np.clip(np.minimum(b, start + length) - np.maximum(a, start), 0, None) / step
+        shares = np.bincount(kind, inside, 5)
+        slack = 1e-5 + 1e-9 * (start[-1] + size) / step
+        if row[x] == 0:
+            assert shares.sum() <= slack
+            continue
+        code, strength = (row[x] >> 4) - 1, row[x] & 15
+        assert shares[code] >= shares.max() - slack
+        exact = shares.sum() * STRONG
+        assert strength >= min(STRONG, max(FAINT, exact - 16 * slack))
+        assert strength <= max(FAINT, exact + 1 + 16 * slack)
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node (18 or newer) on this machine")
+def test_browser_and_static_picture_follow_one_rule() -> None:
+    random = np.random.default_rng(5)
+    cases: list[dict[str, Any]] = []
+    for _ in range(60):
+        n = int(random.integers(1, 200))
+        parts = random.random(n), random.choice([0, 0.01, 1, 5], n) * random.random(n), random.integers(0, 5, n)
+        drawn = list(zip(*parts, strict=True))
+        start, length, kind = _lane(drawn)
+        begin, end = float(random.random() * start[-1] * 0.5), float(start[-1] + 2)
+        width = int(random.integers(1, 300))
+        mine = cells(start, length, kind, begin, end, width).tolist()
+        lists = {"s": start.tolist(), "l": length.tolist(), "k": kind.tolist(), "mine": mine}
+        cases.append({**lists, "b": begin, "e": end, "w": width})
+    script = f"""
+      import {{ cells }} from "{(SOURCES / "lod.js").as_uri()}";
+      let text = ""; for await (const part of process.stdin) text += part;
+      let pixels = 0, wrong = 0;
+      for (const c of JSON.parse(text)) {{
+        const columns = [Float64Array.from(c.s), Float32Array.from(c.l), Uint8Array.from(c.k)];
+        const row = cells(...columns, 0, c.s.length, c.b, c.e, c.w);
+        c.mine.forEach((cell, x) => {{ pixels++; wrong += cell !== row[x]; }});
+      }}
+      console.log(pixels, wrong);"""
+    done = subprocess.run(
+        ["node", "--input-type=module", "-e", script],
+        input=json.dumps(cases),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    pixels, wrong = map(int, done.stdout.split())
+    assert pixels > 3000
+    assert wrong <= pixels // 1000  # (an event on the very edge of a pixel may round to either side)
+
+
+# the widget -----------------------------------------------------------------------------------------------------------
+
+
+def test_picture_shows_the_bars() -> None:
+    image = np.asarray(Image.open(io.BytesIO(Timeline(FOUR).picture())).convert("RGB")).astype(int)
+    blue = (abs(image - [0x00, 0x72, 0xB2]).sum(2) < 24).mean()
+    orange = (abs(image - [0xE6, 0x9F, 0x00]).sum(2) < 24).mean()
+    assert 0.02 < blue < orange  # backwards take twice as long
+    dark = np.asarray(Image.open(io.BytesIO(Timeline(FOUR).picture(dark=True))).convert("L"))
+    assert np.median(dark) < 40
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Timeline("text"), "Timeline shows a Trace, not str"),  # type: ignore[arg-type]
+        (lambda: Timeline(EMPTY), "is empty"),
+        (lambda: Timeline(dataclasses.replace(FOUR, starts=[[9.9] * len(r) for r in FOUR.starts])), "runs from"),
+        (lambda: Timeline(dataclasses.replace(FOUR, starts=FOUR.starts[:2])), "times of 2 ranks"),
+        (lambda: Timeline(FOUR, _trace("dp=2")), "2 and 4 ranks"),
+        (lambda: Timeline(_many(5_000_000)), "5,000,000 events are more"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_drawn_is_said_in_words(make: Any, words: str) -> None:
+    widget = make()
+    assert words in widget.problem
+    assert widget.problem in repr(widget)
+    data, _ = widget._repr_mimebundle_()
+    assert base64.b64decode(data["image/png"]).startswith(b"\x89PNG")
+    assert json.dumps(widget.problem)[1:-1] in widget.to_html()
+
+
+def _many(count: int) -> Trace:
+    class Long(tuple):  # type: ignore[type-arg]
+        def __len__(self) -> int:
+            return count
+
+    return Trace(Program((Long(),), 1, 1, ()), [[]], [[]], lambda rank, value: 0)
+
+
+def test_two_traces_of_one_program_are_compared() -> None:
+    slower = simulate(FOUR.program, forward=1.5, backward=2.0)
+    widget = Timeline(slower, FOUR)
+    assert widget.about["same"]
+    assert len({row[0] for row in widget.rows()[1:]}) == 2
+    assert "F" in widget.differences(3)
+    other = Timeline(_trace("pp=4 microbatches=4"), FOUR)
+    assert not other.about["same"]
+    assert not other.problem
+
+
+def test_large_traces_get_their_details_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minipar_widgets.timeline.AT_ONCE", 10)
+    widget = Timeline(FOUR)
+    assert widget.more == {}
+    assert widget.about["later"]
+    widget._asked(None, {"want": "details"}, None)
+    assert widget.more["names"]
+    monkeypatch.setattr("minipar_widgets.timeline.MANY", 20)
+    light = Timeline(FOUR)
+    light.find_details()
+    assert light.more == {}
+    assert "164 instructions" in light.summary()
+    assert light.rows()[0] == ["trace", "rank", "busy", "idle"]
+    assert Image.open(io.BytesIO(light.picture())).width == 1000
+
+
+def test_same_trace_same_output() -> None:
+    first, second = Timeline(FOUR), Timeline(FOUR)
+    assert first._repr_mimebundle_() == second._repr_mimebundle_()
+    assert first.to_html() == second.to_html()
+
+
+def test_kinds_are_those_of_the_pictures() -> None:
+    from minipar.sheet import LOOKS
+
+    assert tuple(LOOKS) == KINDS

@@ -1,0 +1,155 @@
+"""What a timeline says about its events besides when they ran: texts, causes, idle times, memory. Slower to find.
+
+Everything is derived by the engine (`critical_path`, `idleness`, `lifetimes`); here it becomes arrays for the browser.
+Events are numbered as in `columns.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from minipar import captions
+from minipar.critical_path import critical_path, messages
+from minipar.idleness import REASONS, idle_times
+from minipar.memory.lifetimes import KINDS as KIND_OF_VALUE
+from minipar.memory.lifetimes import lives
+from minipar.memory.series import ALL_KINDS
+from minipar.program import Program, Value
+from minipar.trace import Trace
+from minipar_widgets.columns import KINDS, Columns
+
+IDLE = {reason: len(KINDS) + k for k, reason in enumerate(REASONS)}  # codes of idle times, after those of events
+_FINEST = 4096  # moments of a memory curve that are sent; longer ones keep the highest of each part
+_VALUES = 50_000  # values that are sent by name
+
+Arrays = dict[str, np.ndarray]
+
+
+def details(columns: Columns, memory: bool = True) -> tuple[Arrays, dict[str, Any]]:
+    """Arrays and lists for the browser.
+
+    name, names                 for each event its text, with `#` for the micro-batch
+    before, before_of           the events whose results event k reads: before_of[before[k] : before[k + 1]]
+    path                        the events of each trace's critical path
+    idle_start, _length, _kind  idle times, those of lane k (see `idle`) from `idle[k][2]` to `idle[k][3]`
+    memory                      per trace and rank a curve: times, and one column for each kind
+    live                        values by name: when, how large (only while there are not too many)
+    """
+    name, names = columns.named
+    arrays: Arrays = {"name": name}
+    facts: dict[str, Any] = {"names": names}
+    _causes(columns, arrays)
+    arrays["path"] = np.array(
+        [columns.places[t][e.rank][e.index] for t, trace in enumerate(columns.traces) for e in critical_path(trace)],
+        np.uint32,
+    )
+    _idle(columns.traces, arrays, facts)
+    if memory:
+        _memory(columns.traces, arrays, facts)
+        _live(columns.traces, arrays, facts)
+    return arrays, facts
+
+
+def _causes(columns: Columns, arrays: Arrays) -> None:
+    """Whose results each event reads: the last writer of each value on its rank; of a RECV its SEND."""
+    pairs: list[tuple[int, int]] = []
+    for t, trace in enumerate(columns.traces):
+        places = [found.tolist() for found in columns.places[t]]
+        pairs += [(places[r][k], places[rank][index]) for r, k, rank, index in reads(trace.program)]
+    both = np.array(sorted(set(pairs)), np.uint32).reshape(-1, 2)
+    arrays["before"] = np.searchsorted(both[:, 0], np.arange(len(columns) + 1)).astype(np.uint32)
+    arrays["before_of"] = both[:, 1].copy()
+
+
+def reads(program: Program) -> list[tuple[int, int, int, int]]:
+    """(rank, index, rank, index): the first instruction reads what the second wrote, or receives what it sent."""
+    found = [(*receive, *send) for send, receive in messages(program)]
+    for rank, row in enumerate(program.ranks):
+        writer: dict[Value, int] = {}
+        for k, ins in enumerate(row):
+            found += [(rank, k, rank, j) for j in {writer[value] for value in ins.reads if value in writer}]
+            for value in ins.writes:
+                writer[value] = k
+    return found
+
+
+def _idle(traces: Sequence[Trace], arrays: Arrays, facts: dict[str, Any]) -> None:
+    scale = captions.clock(traces).scale
+    lanes: list[list[int]] = []
+    rows: list[tuple[float, float, int]] = []
+    for t, trace in enumerate(traces):
+        for rank in range(len(trace.program.ranks)):
+            mine = idle_times(trace, rank)
+            lanes.append([t, rank, len(rows), len(rows) + len(mine)])
+            zero = trace.span[0]
+            rows += [((p.start - zero) * scale, (p.end - p.start) * scale, IDLE[p.reason]) for p in mine]
+    table = np.array(rows, float).reshape(-1, 3)
+    arrays["idle_start"] = table[:, 0].copy()
+    arrays["idle_length"] = table[:, 1].astype(np.float32)
+    arrays["idle_kind"] = table[:, 2].astype(np.uint8)
+    facts["idle"] = lanes
+
+
+def _memory(traces: Sequence[Trace], arrays: Arrays, facts: dict[str, Any]) -> None:
+    """Curves of all ranks end to end; `memory` says for each where it begins and ends."""
+    scale, unit = captions.clock(traces).scale, 2**20 if traces[0].unit == "bytes" else 1
+    times, columns, where, done = [], [], [], 0
+    for t, trace in enumerate(traces):
+        for rank in range(len(trace.program.ranks)):
+            curve = trace.memory(rank)
+            time = (np.array(curve.times, float) - trace.span[0]) * scale
+            kinds = np.array([curve.kinds[kind] for kind in ALL_KINDS], float).reshape(len(ALL_KINDS), -1) / unit
+            keep = coarse(kinds.sum(0))
+            times.append(time[keep])
+            columns.append(kinds[:, keep])
+            where.append([t, rank, done, done + len(keep)])
+            done += len(keep)
+    stacked = np.concatenate(columns, 1)
+    shown = [k for k in range(len(ALL_KINDS)) if (stacked[k] > 1e-12).any()]
+    arrays["memory_time"] = np.concatenate(times)
+    for k in shown:
+        arrays[f"memory_{ALL_KINDS[k]}"] = stacked[k].astype(np.float32)
+    arrays["memory_total"] = stacked.sum(0).astype(np.float32)
+    facts["memory"] = where
+    facts["memory_kinds"] = [ALL_KINDS[k] for k in shown]
+    facts["memory_unit"] = "MiB" if unit > 1 else "activations"
+
+
+def coarse(total: np.ndarray) -> np.ndarray:
+    """Which moments of a curve to keep: all, or of equal parts the first, the highest, the lowest and the last."""
+    if len(total) <= _FINEST:
+        return np.arange(len(total))
+    edges = np.linspace(0, len(total), _FINEST // 4 + 1).astype(int)
+    parts = [
+        (a, a + int(total[a:b].argmax()), a + int(total[a:b].argmin()), b - 1) for a, b in pairwise(edges.tolist())
+    ]
+    return np.unique(np.array(parts))
+
+
+def _live(traces: Sequence[Trace], arrays: Arrays, facts: dict[str, Any]) -> None:
+    scale, unit = captions.clock(traces).scale, 2**20 if traces[0].unit == "bytes" else 1
+    rows: list[tuple[float, float, float, int, int]] = []
+    names: dict[str, int] = {}
+    where = []
+    for t, trace in enumerate(traces):
+        zero, last = trace.span
+        for rank in range(len(trace.program.ranks)):
+            begin = len(rows)
+            for life in sorted(lives(trace, rank), key=lambda life: (life.start, str(life.value))):
+                end = last + 1 if life.end is None else life.end
+                kind = ALL_KINDS.index(KIND_OF_VALUE[life.value.kind])
+                name = names.setdefault(str(life.value), len(names))
+                if life.size:
+                    rows.append(((life.start - zero) * scale, (end - zero) * scale, life.size / unit, kind, name))
+            where.append([t, rank, begin, len(rows)])
+        if len(rows) > _VALUES:
+            return
+    table = np.array(rows, float).reshape(-1, 5)
+    for k, (key, dtype) in enumerate((("start", "f8"), ("end", "f8"), ("size", "f4"), ("kind", "u1"), ("name", "u4"))):
+        arrays[f"live_{key}"] = table[:, k].astype(dtype)
+    facts["live"] = where
+    facts["values"] = list(names)

@@ -1,0 +1,173 @@
+// Level of detail: what a lane with any number of events looks like, pixel by pixel. Pure functions on typed arrays.
+//
+//   events    |F|F|B..|  |F|    sorted by start, none begins before the one before it has ended
+//   pixels    [F][B][B][B][ ][F]
+//
+// A pixel shows the kind that fills most of it (of equals the lower code), as strongly as all kinds together fill it. An
+// event that takes no time, or far less than a pixel, is still seen: it gives its pixel at least the strength FAINT.
+// The static picture (raster.py) follows the same rule, and both are tested against a raster by brute force.
+
+export const STRONG = 15;
+export const FAINT = 4;
+
+/** The first k in [first, last) with start[k] >= t; last if there is none. */
+export function search(start, first, last, t) {
+  while (first < last) {
+    const middle = (first + last) >>> 1;
+    if (start[middle] < t) first = middle + 1;
+    else last = middle;
+  }
+  return first;
+}
+
+/**
+ * One byte a pixel of [from, to): 0 where nothing is, or 16 * (kind + 1) + strength. Pixel x is the time from
+ * from + x / scale to from + (x + 1) / scale.
+ */
+export function cells(start, length, kind, first, last, from, to, width, out = new Uint8Array(width)) {
+  out.fill(0, 0, width);
+  const scale = width / (to - from);
+  let k = search(start, first, last, from);
+  if (k > first && (start[k - 1] + length[k - 1] - from) * scale > 0) k--;
+  let now = -1, many = 0;
+  const kinds = new Uint8Array(16), filled = new Float64Array(16);
+
+  function flush() {
+    let best = 0, sum = filled[0];
+    for (let j = 1; j < many; j++) {
+      sum += filled[j];
+      if (filled[j] > filled[best] || (filled[j] === filled[best] && kinds[j] < kinds[best])) best = j;
+    }
+    const strength = Math.ceil(sum * STRONG - 1e-6);
+    out[now] = 16 * (kinds[best] + 1) + (strength < FAINT ? FAINT : strength > STRONG ? STRONG : strength);
+  }
+  function add(x, code, part) {
+    if (x !== now) {
+      if (now >= 0) flush();
+      now = x;
+      many = 1;
+      kinds[0] = code;
+      filled[0] = part;
+      return;
+    }
+    for (let j = 0; j < many; j++) {
+      if (kinds[j] === code) {
+        filled[j] += part;
+        return;
+      }
+    }
+    kinds[many] = code;
+    filled[many++] = part;
+  }
+
+  for (; k < last; k++) {
+    let a = (start[k] - from) * scale;
+    if (a >= width) break;
+    let b = a + length[k] * scale;
+    if (a < 0) a = 0;
+    if (b > width) b = width;
+    const x = a | 0, end = b | 0, code = kind[k];
+    if (x === end) {
+      add(x, code, b - a);
+      continue;
+    }
+    add(x, code, x + 1 - a);
+    if (end - x > 1) {
+      flush();
+      now = -1;
+      out.fill(16 * (code + 1) + STRONG, x + 1, end);
+    }
+    if (b > end) add(end, code, b - end);
+  }
+  if (now >= 0) flush();
+  return out;
+}
+
+/** Runs of equal pixels as [from, to, cell], for drawings made of rectangles; empty pixels are left out. */
+export function runs(row) {
+  const found = [];
+  for (let x = 0; x < row.length; ) {
+    let end = x + 1;
+    while (end < row.length && row[end] === row[x]) end++;
+    if (row[x]) found.push([x, end, row[x]]);
+    x = end;
+  }
+  return found;
+}
+
+/** The event of a lane at time t, or the nearest one that is at most `reach` away; -1 if there is none. */
+export function hit(start, length, first, last, t, reach) {
+  const k = search(start, first, last, t);
+  let best = -1, distance = reach;
+  for (const j of [k - 1, k]) {
+    if (j < first || j >= last) continue;
+    const away = Math.max(0, start[j] - t, t - start[j] - length[j]);
+    if (away < distance || (away === distance && best < 0) || (away === 0 && start[j] <= t)) {
+      best = j;
+      distance = away;
+    }
+  }
+  return best;
+}
+
+/** Time that the events of a lane fill within [from, to]. */
+export function filled(start, length, first, last, from, to) {
+  let sum = 0;
+  for (let k = Math.max(first, search(start, first, last, from) - 1); k < last && start[k] < to; k++) {
+    sum += Math.max(0, Math.min(to, start[k] + length[k]) - Math.max(from, start[k]));
+  }
+  return sum;
+}
+
+/**
+ * A step curve (value[k] from time[k] on) in pixels: for each the index of its highest moment, so that no peak is lost;
+ * -1 before the first time. Among equals the earliest counts.
+ */
+export function peaks(time, value, first, last, from, to, width, out = new Int32Array(width)) {
+  const step = (to - from) / width;
+  let k = search(time, first, last, from);
+  for (let x = 0; x < width; x++) {
+    const end = from + (x + 1) * step;
+    let best = k - 1 >= first ? k - 1 : -1; // what holds when the pixel begins
+    for (; k < last && (time[k] < end || (x === width - 1 && time[k] <= end)); k++) {
+      if (best < 0 || value[k] > value[best]) best = k;
+    }
+    out[x] = best;
+  }
+  return out;
+}
+
+const rgb = (hex) => [1, 3, 5].map((k) => parseInt(hex.slice(k, k + 2), 16));
+
+/** Pixels (ABGR, as in ImageData on all machines that browsers run on) of every cell: `face` over `paper`, by strength. */
+export function inks(faces, paper, most = 1) {
+  const found = new Uint32Array(256), under = rgb(paper);
+  faces.forEach((face, code) => {
+    const over = rgb(face);
+    for (let strength = 0; strength <= STRONG; strength++) {
+      const [r, g, b] = over.map((c, k) => Math.round(under[k] + ((c - under[k]) * most * strength) / STRONG));
+      found[16 * (code + 1) + strength] = (255 << 24) | (b << 16) | (g << 8) | r;
+    }
+  });
+  return found;
+}
+
+/** Write a lane's cells into pixels, from row `top` for `height` rows; hatched where `hatch[code]` is 1 (/) or 2 (x). */
+export function blit(pixels, width, row, top, height, ink, line, hatch) {
+  const first = top * width;
+  for (let x = 0; x < width; x++) pixels[first + x] = ink[row[x]];
+  for (let y = 1; y < height; y++) pixels.copyWithin(first + y * width, first, first + width);
+  let x = 0;
+  while (x < width) {
+    const mark = row[x] && hatch[(row[x] >> 4) - 1];
+    if (!mark) {
+      x++;
+      continue;
+    }
+    for (let y = 0; y < height; y++) {
+      const place = (x + top + y) % 6;
+      if (place === 0 || (mark === 2 && (x - y + 6000) % 6 === 0)) pixels[first + y * width + x] = line[row[x]];
+    }
+    x++;
+  }
+}

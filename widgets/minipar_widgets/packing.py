@@ -1,0 +1,34 @@
+"""Arrays for the browser: many in one binary trait, each at an address that JavaScript can read in place.
+
+data, layout = pack({"start": float64 array, "kind": uint8 array})
+layout = {"start": ["f8", offset in bytes, count], ...}          unpack() in js/shared.js reads it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+Layout = dict[str, list[Any]]
+_TYPES = ("f8", "f4", "u4", "i4", "u1")
+
+
+def pack(arrays: Mapping[str, np.ndarray]) -> tuple[bytes, Layout]:
+    """The arrays as bytes, and where each of them is. Types: float64, float32, uint32, int32, uint8."""
+    parts: list[bytes] = []
+    layout: Layout = {}
+    at = 0
+    for name, array in arrays.items():
+        code = array.dtype.str[1:]
+        if code not in _TYPES:
+            raise TypeError(
+                f"{name}: {array.dtype} is no type that the browser reads; possible are {', '.join(_TYPES)}"
+            )
+        data = array.astype(array.dtype.newbyteorder("<")).tobytes()
+        layout[name] = [code, at, len(array)]
+        padding = -len(data) % 8
+        parts += [data, bytes(padding)]
+        at += len(data) + padding
+    return b"".join(parts), layout
