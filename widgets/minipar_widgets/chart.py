@@ -11,7 +11,6 @@ import ipywidgets
 _PLOTLY = "application/vnd.plotly.v1+json"
 # The figure has no paper of its own; its words take the page's colour, so that they can be read in the dark.
 _STYLE = """<style>
-.minipar-figure { min-height: HEIGHTpx; }
 .minipar-figure .js-plotly-plot text { fill: var(--jp-ui-font-color1, CanvasText) !important; }
 .minipar-figure .js-plotly-plot .bglayer rect, .minipar-figure .js-plotly-plot .legend .bg { fill: none !important; }
 </style>"""
@@ -23,7 +22,8 @@ class Chart(ipywidgets.VBox):
     def __init__(self, height: int) -> None:
         self.output = ipywidgets.Output()
         self.output.add_class("minipar-figure")
-        super().__init__([ipywidgets.HTML(_STYLE.replace("HEIGHT", str(height))), self.output])
+        self.output.layout.min_height = f"{height}px"
+        super().__init__([ipywidgets.HTML(_STYLE), self.output])
 
     def show(self, figure: Any, words: str) -> None:
         """Draw a plotly figure; `words` are for where it cannot be drawn. None: nothing."""
