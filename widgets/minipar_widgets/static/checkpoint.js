@@ -409,7 +409,7 @@ words(ctx, short(t), at(t), top + tall + 11, look.muted, "center");
 words(ctx, data.clock, right, top + tall + 24, look.muted, "right");
 }
 function render({ model, el }) {
-let k = -1, timer = 0;
+let k = -1, timer = 0, speed = 1;
 const data = () => model.get("tape");
 const right = (width) => width - RIGHT;
 const scale = (width) => {
@@ -418,7 +418,7 @@ return (t) => LEFT + ((right(width) - LEFT) * t) / end;
 };
 const view = frame(model, el, {
 name: "checkpoint",
-hint: "Arrow keys step, space plays, Home and End go to the ends.",
+hint: "Arrow keys step, space plays, Home and End go to the ends, plus and minus change the speed.",
 height: () => TOP + data().layers * row(data().layers) + TALL,
 draw(ctx, width, height, look) {
 const now = data(), h = row(now.layers), at = scale(width), bottom = TOP + now.layers * h;
@@ -437,6 +437,7 @@ line(ctx, look.focus, 1.5, [], [at(end), TOP], [at(end), height - 28]);
 },
 keys: {
 ArrowRight: () => step(1), ArrowLeft: () => step(-1), Home: () => go(-1), End: () => go(data().moves.length - 1), " ": () => toggle(),
+"+": () => faster(2), "-": () => faster(0.5),
 },
 });
 function seek(to) {
@@ -457,7 +458,12 @@ if (timer) return stop();
 if (k >= data().moves.length - 1) k = -1;
 button.textContent = "❚❚ pause";
 button.setAttribute("aria-label", "pause");
-timer = setInterval(() => { seek(k + 1); if (k >= data().moves.length - 1) stop(); }, Math.max(60, Math.min(500, 12000 / data().moves.length)));
+timer = setInterval(() => { seek(k + 1); if (k >= data().moves.length - 1) stop(); }, Math.max(60, Math.min(500, 12000 / data().moves.length)) / speed);
+}
+function faster(by) {
+speed = Math.max(0.25, Math.min(8, speed * by));
+if (timer) { stop(); toggle(); }
+view.say(`speed ${speed}`);
 }
 const tools = [
 ["|◀", "to the beginning (Home)", () => go(-1)], ["◁", "one move back (left arrow)", () => step(-1)], ["▶ play", "play", toggle],
