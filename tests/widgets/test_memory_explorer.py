@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from minipar.costs import presets
 from minipar.memory_formula import per_rank
 from minipar.memory_terms import KINDS, size
 from minipar.models.table import PRESETS
@@ -99,6 +100,14 @@ def test_what_cannot_be_is_said_in_words(settings: dict[str, object], says: str)
     assert explorer.run_button.disabled
     assert says in explorer.to_html()
     assert explorer._repr_mimebundle_()[0]["image/png"]
+
+
+def test_every_model_has_numbers_or_words() -> None:
+    explorer = MemoryExplorer("", "gpt-tiny")
+    for name in presets.names():
+        explorer.controls["model"].value = name
+        assert explorer.problem or explorer.view.memory is not None
+        assert name in repr(explorer) or explorer.problem
 
 
 def test_what_has_no_part_is_not_asked_for() -> None:

@@ -9,11 +9,12 @@ from typing import Any
 import ipywidgets
 
 _PLOTLY = "application/vnd.plotly.v1+json"
-# The figure has no paper of its own; its words take the page's colour, so that they can be read in the dark.
+# The figure has no paper of its own; its words take the page's colour, so that they can be read in the dark. The height
+# is said again because JupyterLab draws anew when its theme changes, and what is out of sight then has none.
 _STYLE = """<style>
-.minipar-figure { min-height: HEIGHTpx; }
-.minipar-figure .js-plotly-plot text { fill: var(--jp-ui-font-color1, CanvasText) !important; }
-.minipar-figure .js-plotly-plot .bglayer rect, .minipar-figure .js-plotly-plot .legend .bg { fill: none !important; }
+.PLACE .js-plotly-plot text { fill: var(--jp-ui-font-color1, CanvasText) !important; }
+.PLACE .js-plotly-plot .bglayer rect, .PLACE .js-plotly-plot .legend .bg { fill: none !important; }
+.PLACE .js-plotly-plot, .PLACE .js-plotly-plot .svg-container { min-height: HEIGHTpx; }
 </style>"""
 
 
@@ -21,15 +22,19 @@ class Chart(ipywidgets.VBox):
     """The place of a figure; `height` in pixels is kept free, so that nothing jumps while another one is drawn."""
 
     def __init__(self, height: int) -> None:
-        self.output = ipywidgets.Output()
-        self.output.add_class("minipar-figure")
-        super().__init__([ipywidgets.HTML(_STYLE.replace("HEIGHT", str(height))), self.output])
+        self.output, self.paper = ipywidgets.Output(layout={"min_height": f"{height}px"}), ipywidgets.HTML()
+        self.place = f"minipar-{self.output.model_id[:8]}"  # (a page may have several, of different heights)
+        self.output.add_class(self.place)
+        super().__init__([self.paper, self.output])
 
     def show(self, figure: Any, words: str) -> None:
         """Draw a plotly figure; `words` are for where it cannot be drawn. None: nothing."""
         if figure is None:
             self.output.outputs = ()
             return
+        height = str(figure.layout.height)
+        self.paper.value = _STYLE.replace("PLACE", self.place).replace("HEIGHT", height)
+        self.output.layout.min_height = f"{height}px"
         drawn = plain(figure.to_plotly_json()) | {"config": {"displaylogo": False, "responsive": True}}
         data = {_PLOTLY: drawn, "text/plain": words}
         self.output.outputs = ({"output_type": "display_data", "data": data, "metadata": {}},)

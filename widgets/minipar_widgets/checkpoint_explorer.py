@@ -190,7 +190,7 @@ class CheckpointExplorer(Explorer):
         }  # fmt: skip
         self.view = CheckpointView()
         self.chart = chart.Chart(300)
-        self.run_button = ipywidgets.Button(description="measure", icon="play", layout={"width": "9em"})
+        self.run_button = ipywidgets.Button(description="measure", icon="play", layout={"width": "9em", "flex": "none"})
         self.note = ipywidgets.HTML()
         self.runs: list[Run] = []
         panel = ipywidgets.HBox(list(self.controls.values()), layout={"flex_flow": "row wrap"})
@@ -277,9 +277,9 @@ class CheckpointExplorer(Explorer):
         )
         text = f"√N a/s = {best}" if best != round(math.sqrt(layers.count)) else f"√N = {best}"
         points_of(text, [best], [points[best].peak / unit], "#D55E00", "star")
-        found.add_hline(
-            y=none.peak / unit, line={"dash": "dash", "color": "#888"}, annotation={"text": "no recomputation"}
-        )
+        found.add_hline(y=none.peak / unit, line={"dash": "dash", "color": "#888"})
+        above = {"xref": "paper", "x": 0.01, "xanchor": "left", "yanchor": "bottom", "showarrow": False}
+        found.add_annotation(y=none.peak / unit, text="no recomputation", **above)
         runs = [run for run in self.runs if run.length]
         base = next((run.seconds for run in self.runs if not run.length), 0.0)
         if runs and base:
@@ -292,7 +292,8 @@ class CheckpointExplorer(Explorer):
             "side": "right",
             "title": {"text": "time"},
             "showgrid": False,
-            "rangemode": "tozero",
+            "dtick": 0.25,
+            "range": [0, 1.75],
         }
         found.update_layout(yaxis2=second, yaxis={"rangemode": "tozero"})
         return found

@@ -202,7 +202,9 @@ class MemoryExplorer(Explorer):
         }  # fmt: skip
         self.view = MemoryView()
         self.chart = chart.Chart(200)
-        self.run_button = ipywidgets.Button(description="measure a run", icon="play", layout={"width": "11em"})
+        self.run_button = ipywidgets.Button(
+            description="measure a run", icon="play", layout={"width": "13em", "flex": "none"}
+        )
         self.note = ipywidgets.HTML()
         self._measured: tuple[str, Peaks] = ("", ())
         panel = ipywidgets.HBox(list(self.controls.values()), layout={"flex_flow": "row wrap"})

@@ -186,7 +186,9 @@ def figure(memory: Memory, measured: Sequence[Mapping[str, int]] = ()) -> Any:
     most = max(memory.details[memory.worst].memory.total / unit, *(x.x[0] for x in found.data[-1:]))
     if limit < 3 * most:  # (a capacity far to the right would leave the bars no room; the words tell it)
         text = f"{memory.choice.device or 'capacity'} {size(memory.choice.capacity)}"
-        found.add_vline(x=limit, line={"color": "#b04a00", "width": 2, "dash": "dash"}, annotation={"text": text})
+        found.add_vline(x=limit, line={"color": "#b04a00", "width": 2, "dash": "dash"})
+        above = {"yref": "paper", "y": 1, "yanchor": "bottom", "showarrow": False}
+        found.add_annotation(x=limit, text=text, xanchor="center" if limit < 0.8 * most else "right", **above)
     found.update_layout(barmode="stack", **chart.layout(130 + 30 * len(shown), f"{word} on each rank"))
     found.update_layout(xaxis={"rangemode": "tozero"}, yaxis={"autorange": "reversed", "showgrid": False})
     return found

@@ -114,7 +114,7 @@ function drawMemory(ctx, data, at, top, right, look) {
 }
 
 function render({ model, el }) {
-  let k = -1, timer = 0;
+  let k = -1, timer = 0, speed = 1;
   const data = () => model.get("tape");
   const right = (width) => width - RIGHT;
   const scale = (width) => {
@@ -124,7 +124,7 @@ function render({ model, el }) {
 
   const view = frame(model, el, {
     name: "checkpoint",
-    hint: "Arrow keys step, space plays, Home and End go to the ends.",
+    hint: "Arrow keys step, space plays, Home and End go to the ends, plus and minus change the speed.",
     height: () => TOP + data().layers * row(data().layers) + TALL,
     draw(ctx, width, height, look) {
       const now = data(), h = row(now.layers), at = scale(width), bottom = TOP + now.layers * h;
@@ -143,6 +143,7 @@ function render({ model, el }) {
     },
     keys: {
       ArrowRight: () => step(1), ArrowLeft: () => step(-1), Home: () => go(-1), End: () => go(data().moves.length - 1), " ": () => toggle(),
+      "+": () => faster(2), "-": () => faster(0.5),
     },
   });
 
@@ -164,7 +165,12 @@ function render({ model, el }) {
     if (k >= data().moves.length - 1) k = -1;
     button.textContent = "❚❚ pause";
     button.setAttribute("aria-label", "pause");
-    timer = setInterval(() => { seek(k + 1); if (k >= data().moves.length - 1) stop(); }, Math.max(60, Math.min(500, 12000 / data().moves.length)));
+    timer = setInterval(() => { seek(k + 1); if (k >= data().moves.length - 1) stop(); }, Math.max(60, Math.min(500, 12000 / data().moves.length)) / speed);
+  }
+  function faster(by) {
+    speed = Math.max(0.25, Math.min(8, speed * by));
+    if (timer) { stop(); toggle(); }
+    view.say(`speed ${speed}`);
   }
   const tools = [
     ["|◀", "to the beginning (Home)", () => go(-1)], ["◁", "one move back (left arrow)", () => step(-1)], ["▶ play", "play", toggle],

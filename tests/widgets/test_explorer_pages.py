@@ -1,0 +1,229 @@
+"""The explorers' pages in a real browser, without any network: keys, pointer, play, table, saving, dark and narrow."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minipar import Plan, simulate
+from minipar_widgets import CheckpointExplorer, CollectivePlayer, MemoryExplorer, ServerView
+from minipar_widgets.base import Shown
+
+CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
+pytestmark = [pytest.mark.browser, pytest.mark.skipif(not os.path.exists(CHROMIUM), reason="needs Chromium")]
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-quic", "--no-first-run",
+         "--disable-component-update"]  # fmt: skip
+
+
+def _server() -> Shown:
+    program = Plan.parse("dp=3 sync=ps mode=async").compile(layers=4, steps=6)
+    return ServerView(simulate(program, latency=0.1, stage_factors=(1, 1.2, 2, 1)))
+
+
+EXPLORERS = {
+    "collective": CollectivePlayer,
+    "memory": MemoryExplorer,
+    "checkpoint": CheckpointExplorer,
+    "server": _server,
+}
+KEYS = {"server": ("+", "ArrowRight", "ArrowDown", "-", "Home")}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+    with playwright.sync_playwright() as play:
+        opened = play.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("pages")
+    found = {}
+    for name, make in EXPLORERS.items():
+        found[name] = folder / f"{name}.html"
+        make().to_html(found[name])
+    return found
+
+
+class Seen:
+    """A page, what it complained of, and what it asked for."""
+
+    def __init__(self, browser: Any, path: Path, width: int = 1000, **options: Any) -> None:
+        self.page = browser.new_page(viewport={"width": width, "height": 900}, **options)
+        self.errors: list[str] = []
+        self.outside: list[str] = []
+        self.page.on("console", lambda message: message.type == "error" and self.errors.append(message.text))
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("request", lambda request: self._ask(request.url))
+        self.page.goto(path.as_uri())
+        self.canvas = self.page.locator("canvas").first
+        self.canvas.wait_for()
+        self.page.wait_for_function("document.querySelector('canvas').width > 300 || innerWidth < 500")
+
+    def _ask(self, url: str) -> None:
+        if not url.startswith(("file:", "data:", "blob:")):
+            self.outside.append(url)
+
+    def readout(self) -> str:
+        return str(self.page.locator(".mp-readout").first.text_content())
+
+    def colours(self) -> int:
+        """How many colours the canvas has: one or two if it is blank."""
+        return int(self.page.evaluate(
+            """() => {
+              const c = document.querySelector('canvas'), found = new Set();
+              const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;
+              for (let k = 0; k < d.length; k += 4) found.add(d[k] << 16 | d[k + 1] << 8 | d[k + 2]);
+              return found.size;
+            }"""
+        ))  # fmt: skip
+
+    def close(self) -> None:
+        assert self.errors == []
+        assert self.outside == []
+        self.page.close()
+
+
+@pytest.mark.parametrize("name", EXPLORERS)
+def test_keys_walk_and_speak(browser: Any, pages: dict[str, Path], name: str) -> None:
+    seen = Seen(browser, pages[name])
+    assert seen.colours() > 10
+    seen.canvas.focus()
+    heard = []
+    for key in KEYS.get(name, ("ArrowRight", "ArrowRight", "ArrowLeft", "End", "Home")):
+        seen.canvas.press(key)
+        heard.append(seen.readout())
+    assert all(heard)
+    assert heard[0] != heard[1]
+    assert len(set(heard)) >= 3
+    assert seen.canvas.get_attribute("aria-label")
+    assert seen.canvas.evaluate("el => getComputedStyle(el).outlineStyle") == "solid"
+    seen.close()
+
+
+@pytest.mark.parametrize("name", EXPLORERS)
+def test_table_and_pictures(browser: Any, pages: dict[str, Path], name: str, tmp_path: Path) -> None:
+    seen = Seen(browser, pages[name])
+    table = seen.page.get_by_role("button", name="show as table")
+    assert table.get_attribute("aria-pressed") == "false"
+    table.click()
+    assert seen.page.locator(".mp-table tr").count() > 3
+    for kind, begins in (("PNG", b"\x89PNG"), ("SVG", b"<svg")):
+        with seen.page.expect_download() as download:
+            seen.page.get_by_role("button", name=f"save {kind}").click()
+        saved = tmp_path / download.value.suggested_filename
+        download.value.save_as(saved)
+        content = saved.read_bytes()
+        assert content.startswith(begins)
+        if kind == "SVG":
+            import xml.etree.ElementTree as tree
+
+            assert len(list(tree.fromstring(content).iter())) > 20
+    seen.close()
+
+
+@pytest.mark.parametrize("name", EXPLORERS)
+def test_dark_and_narrow(browser: Any, pages: dict[str, Path], name: str) -> None:
+    dark = Seen(browser, pages[name], color_scheme="dark")
+    assert dark.page.locator(".minipar").first.get_attribute("data-dark") == "true"
+    assert dark.colours() > 10
+    dark.close()
+    narrow = Seen(browser, pages[name], width=400)
+    wider = narrow.page.evaluate("document.documentElement.scrollWidth - innerWidth")
+    assert wider <= 0, f"{wider} pixels stick out"
+    narrow.close()
+
+
+@pytest.mark.parametrize("name", EXPLORERS)
+def test_pointer_asks(browser: Any, pages: dict[str, Path], name: str) -> None:
+    seen = Seen(browser, pages[name])
+    box = seen.canvas.bounding_box()
+    tip = seen.page.locator(".mp-tip").first
+    said = set()
+    for x in range(30, int(box["width"]), 47):
+        for y in range(10, int(box["height"]), 31):
+            seen.page.mouse.move(box["x"] + x, box["y"] + y)
+            if tip.is_visible():
+                said.add(tip.inner_text())
+        if len(said) >= 3:
+            break
+    assert len(said) >= 3
+    seen.close()
+
+
+@pytest.mark.parametrize("name", ["collective", "checkpoint"])
+def test_it_plays_to_the_end(browser: Any, pages: dict[str, Path], name: str) -> None:
+    seen = Seen(browser, pages[name])
+    seen.canvas.focus()
+    for _ in range(5):
+        seen.canvas.press("+")  # faster
+    seen.canvas.press(" ")
+    assert seen.page.get_by_role("button", name="pause").count() == 1
+    seen.page.get_by_role("button", name="play", exact=True).wait_for(timeout=60_000)
+    wanted = r"4 of 4 ranks hold" if name == "collective" else r"move 47 of 47"
+    assert re.search(wanted, seen.readout())
+    seen.close()
+
+
+def test_reduced_motion_steps(browser: Any, pages: dict[str, Path]) -> None:
+    seen = Seen(browser, pages["collective"], reduced_motion="reduce")
+    seen.canvas.press("Home")
+    before = seen.readout()
+    seen.canvas.press(" ")
+    seen.page.wait_for_function(f"document.querySelector('.mp-readout').textContent !== {before!r}")
+    seen.canvas.press(" ")
+    assert "rank 0 sends" in seen.readout()
+    seen.close()
+
+
+def test_tab_walks_the_steps_of_a_worker_and_lets_go(browser: Any, pages: dict[str, Path]) -> None:
+    seen = Seen(browser, pages["server"])
+    seen.canvas.focus()
+    heard = []
+    for _ in range(6):
+        seen.canvas.press("Tab")
+        heard.append(seen.readout())
+    assert [text.partition(":")[0] for text in heard] == [f"worker 0, step {k}" for k in range(6)]
+    seen.canvas.press("Tab")
+    assert seen.page.evaluate("document.activeElement.tagName") != "CANVAS"
+    seen.canvas.press("ArrowDown")
+    assert seen.readout().startswith("worker 1: 6 steps")
+    seen.close()
+
+
+@pytest.mark.parametrize("name", EXPLORERS)
+def test_redraw_is_quick(browser: Any, pages: dict[str, Path], name: str) -> None:
+    """A generous bound: the budget itself is for an idle machine."""
+    seen = Seen(browser, pages[name])
+    fastest = seen.page.evaluate(
+        """async () => { const c = document.querySelector('canvas'); c.focus(); let best = 1e9;
+          for (let k = 0; k < 20; k++) { const t = performance.now();
+            c.dispatchEvent(new KeyboardEvent('keydown', {key: k % 2 ? 'ArrowLeft' : 'ArrowRight', bubbles: true}));
+            await new Promise(requestAnimationFrame); await new Promise((r) => setTimeout(r));
+            best = Math.min(best, performance.now() - t); } return best; }"""
+    )
+    assert fastest < 120
+    seen.close()
+
+
+def test_a_problem_has_its_place(browser: Any, tmp_path: Path) -> None:
+    explorer = MemoryExplorer()
+    explorer.controls["tp"].value = 16
+    path = tmp_path / "problem.html"
+    explorer.to_html(path)
+    page = browser.new_page()
+    page.goto(path.as_uri())
+    alert = page.get_by_role("alert")
+    alert.wait_for()
+    assert "tp=16: must divide 25 heads" in alert.inner_text()
+    assert not page.locator("canvas").is_visible()
+    page.close()
