@@ -23,7 +23,9 @@ def test_every_schedule_is_explored(name: str) -> None:
     plan = Plan.parse(found.trace.program.name)
     old, versions = exploring.settled(plan)
     assert (max(old) > 0) == plan.asynchronous
-    run = simulate(plan.compile(layers=exploring.layers_of(plan), steps=plan.settling_steps if plan.asynchronous else 1))
+    run = simulate(
+        plan.compile(layers=exploring.layers_of(plan), steps=plan.settling_steps if plan.asynchronous else 1)
+    )
     assert list(old) == run.staleness()
     assert list(versions) == run.weight_versions()
 

@@ -39,7 +39,10 @@ def lab(folder: Path) -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     own = {f"JUPYTER_{name}": str(folder / name.lower()) for name in ("CONFIG_DIR", "DATA_DIR", "RUNTIME_DIR")}
-    own |= {"JUPYTERLAB_SETTINGS_DIR": str(folder / "settings"), "JUPYTERLAB_WORKSPACES_DIR": str(folder / "workspaces")}
+    own |= {
+        "JUPYTERLAB_SETTINGS_DIR": str(folder / "settings"),
+        "JUPYTERLAB_WORKSPACES_DIR": str(folder / "workspaces"),
+    }
     settings = {  # no news from outside; and every cell is drawn, not only those in sight
         "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
         "notebook-extension/tracker": {"windowingMode": "none"},
@@ -112,9 +115,7 @@ class Watched:
         )
 
     def run_all(self) -> None:
-        self.page.wait_for_function(
-            "window.panel.sessionContext.session?.kernel?.status === 'idle'", timeout=WAIT
-        )
+        self.page.wait_for_function("window.panel.sessionContext.session?.kernel?.status === 'idle'", timeout=WAIT)
         assert self.page.evaluate("window.jupyterapp.commands.execute('notebook:run-all-cells')") is True
 
 

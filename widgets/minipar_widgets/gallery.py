@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from minipar import Plan, simulate
-
 import minipar_widgets as views
+from minipar import Plan, simulate
 from minipar_widgets.base import Shown
 
 HEAD = """# Gallery
 
-All views of `minipar_widgets`, as the static pictures that stand for them where nothing runs. In JupyterLab they are alive: `lessons/explorer.ipynb` has all of them on one page, and `widget.to_html("page.html")` makes a page of each that works without a kernel. Made by `make gallery`.
+All views of `minipar_widgets`, as the static pictures that stand for them where nothing runs. In JupyterLab they are
+alive: `lessons/explorer.ipynb` has all of them on one page, and `widget.to_html("page.html")` makes a page of each
+that works without a kernel. Made by `make gallery`.
 """
 
 
@@ -39,22 +40,22 @@ def exhibits() -> list[Exhibit]:
     return [
         Exhibit(
             "ScheduleExplorer",
-            "Sliders for the schedule, the sizes and what things cost; timeline, memory, staleness and program follow at "
-            "once. *run it* trains on real ranks and puts the measured timeline under the predicted one.",
+            "Sliders for the schedule, the sizes and what things cost; timeline, memory, staleness and program "
+            "follow at once. *run it* trains on real ranks and puts the measured timeline under the predicted one.",
             'ScheduleExplorer(schedule="zb-h1", stages=4, microbatches=8)',
             partial(_explorer, schedule="zb-h1", stages=4, microbatches=8),
         ),
         Exhibit(
             "ScheduleEditor",
-            "A small schedule taken in hand: drag a block, or move it with the keyboard, and the engine verifies the order "
-            "at once. What comes of it plays step by step, and is exported as code.",
+            "A small schedule taken in hand: drag a block, or move it with the keyboard, and the engine verifies the "
+            "order at once. What comes of it plays step by step, and is exported as code.",
             'ScheduleEditor("1f1b", stages=4, microbatches=6)',
             partial(_editor, "1f1b", stages=4, microbatches=6),
         ),
         Exhibit(
             "Timeline",
-            "One trace, or a measured one under its prediction: zoom, walk from event to event, ask what waits for what. "
-            "Traces of torch's own profiler open in it, too.",
+            "One trace, or a measured one under its prediction: zoom, walk from event to event, ask what waits for "
+            "what. Traces of torch's own profiler open in it, too.",
             "Timeline(simulate(program))",
             _timeline,
         ),
@@ -62,16 +63,16 @@ def exhibits() -> list[Exhibit]:
 
 
 def _explorer(**given: object) -> Shown:
-    return views.ScheduleExplorer(**given)  # type: ignore[no-any-return]
+    return views.ScheduleExplorer(**given)
 
 
 def _editor(start: str, **given: object) -> Shown:
-    return views.ScheduleEditor(start, **given)  # type: ignore[no-any-return]
+    return views.ScheduleEditor(start, **given)
 
 
 def _timeline() -> Shown:
     program = Plan(pp=4, microbatches=8, schedule="1f1b", dp=2).compile(layers=8)
-    return views.Timeline(simulate(program, latency=0.2))  # type: ignore[no-any-return]
+    return views.Timeline(simulate(program, latency=0.2))
 
 
 def write(folder: Path) -> list[Path]:

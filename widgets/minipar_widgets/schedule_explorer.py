@@ -6,12 +6,12 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets as ui
+
 from minipar import strategies
 from minipar.collector import paused
 from minipar.errors import MiniparError
 from minipar.plan import Plan
 from minipar.simulator import simulate
-
 from minipar_widgets import exploring, running
 from minipar_widgets.base import Explorer
 from minipar_widgets.exploring import Found, Settings
@@ -84,9 +84,13 @@ class ScheduleExplorer(Explorer):
         for control in [*self._controls, *self._factors]:
             control.observe(self._moved, "value")
 
-        self.forward = ui.IntSlider(20, 5, 100, 5, description="a forward takes (ms)", style={"description_width": "140px"}, layout=_WIDE)
+        self.forward = ui.IntSlider(
+            20, 5, 100, 5, description="a forward takes (ms)", style={"description_width": "140px"}, layout=_WIDE
+        )
         self.steps = ui.IntSlider(3, 1, 20, description="steps", style={"description_width": "45px"}, layout=_HALF)
-        self.start = ui.Button(description="run it", icon="play", tooltip="train on real ranks that emulate this device")
+        self.start = ui.Button(
+            description="run it", icon="play", tooltip="train on real ranks that emulate this device"
+        )
         self.cancel = ui.Button(description="cancel", icon="stop", disabled=True, layout={"width": "100px"})
         self.progress = ui.IntProgress(0, 0, 1, layout={"width": "160px", "visibility": "hidden"})
         self.report = ui.HTML()
@@ -113,7 +117,9 @@ class ScheduleExplorer(Explorer):
 
     def set(self, **given: Any) -> Found:
         """Move controls, as the mouse would, and see what comes of it; names as in `Settings`."""
-        controls = {name: getattr(self, name) for name in ("schedule", "stages", "microbatches", "chunks", "ratio", "latency")}
+        controls = {
+            name: getattr(self, name) for name in ("schedule", "stages", "microbatches", "chunks", "ratio", "latency")
+        }
         unknown = [name for name in given if name not in (*controls, "factors")]
         if unknown:
             raise MiniparError(f"set({unknown[0]}=...): unknown; possible are {', '.join(controls)}, factors")
