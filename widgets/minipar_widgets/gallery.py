@@ -49,8 +49,8 @@ EXHIBITS = (
     Exhibit(
         "ScheduleExplorer",
         "Sliders for the schedule, its sizes and what things cost: the timeline, the memory, the staleness and the "
-        "program follow at once, and settings that cannot be are answered in words. *run it* trains a small model on real "
-        "processes that emulate such devices, and puts the measured timeline under the predicted one.",
+        "program follow at once, and settings that cannot be are answered in words. *run it* trains a small model on "
+        "real processes that emulate such devices, and puts the measured timeline under the predicted one.",
         'ScheduleExplorer(schedule="1f1b", stages=4, microbatches=8)',
     ),
     Exhibit(
