@@ -39,11 +39,12 @@ class ScheduleExplorer(Explorer):
         self.run: Run | None = None
         self._attempt: running.Attempt | None = None
         self._setting = False
+        self._chunks = self.now.chunks or 2
         self._make_controls()
         self.timeline = Timeline(simulate(Plan().compile(layers=1)))
         self._facts = ui.HTML()
         self._program = ui.HTML(layout={"flex": "1 1 260px", "min_width": "240px", "max_width": "100%"})
-        wide = {"flex": "3 1 520px", "min_width": "280px", "display": "block"}
+        wide = {"flex": "3 1 520px", "min_width": "280px", "min_height": "320px", "display": "block"}  # no jumps
         picture = ui.Box([self.timeline, self._facts], layout=wide)
         side_by_side = {"flex_flow": "row wrap", "align_items": "flex-start", "width": "100%"}
         super().__init__(
@@ -68,7 +69,7 @@ class ScheduleExplorer(Explorer):
         self.microbatches = ui.IntSlider(
             now.microbatches, 1, exploring.MICROBATCHES, description="micro-batches", **look
         )
-        self.chunks = ui.IntSlider(now.chunks or 2, 1, exploring.CHUNKS, description="chunks a rank", **look)
+        self.chunks = ui.IntSlider(self._chunks, 1, exploring.CHUNKS, description="chunks a rank", **look)
         self.ratio = ui.FloatSlider(now.ratio, min=0.5, max=4, step=0.1, description="backward/forward", **look)
         self.latency = ui.FloatSlider(now.latency, min=0, max=2, step=0.05, description="latency/forward", **look)
         self._factors = [
@@ -102,11 +103,12 @@ class ScheduleExplorer(Explorer):
         if self._setting:
             return
         stages = self.stages.value
+        self._chunks = self._chunks if self.chunks.disabled else self.chunks.value
         self.now = Settings(
             self.schedule.value,
             stages,
             self.microbatches.value,
-            self.chunks.value,
+            self._chunks,
             self.ratio.value,
             self.latency.value,
             tuple(slider.value for slider in self._factors[:stages]),
@@ -114,6 +116,11 @@ class ScheduleExplorer(Explorer):
         if len(self._rows.children) != stages:
             self._rows.children = self._factors[:stages]
         self._tell()
+
+    def _show_chunks(self, count: int) -> None:
+        self._setting, before = True, self._setting
+        self.chunks.value = count
+        self._setting = before
 
     def set(self, **given: Any) -> Found:
         """Move controls, as the mouse would, and see what comes of it; names as in `Settings`."""
@@ -129,6 +136,9 @@ class ScheduleExplorer(Explorer):
                 if name == "factors":
                     for slider, factor in zip(self._factors, value, strict=False):
                         slider.value = factor
+                elif name == "chunks":
+                    self._chunks = value
+                    self._show_chunks(value)
                 else:
                     controls[name].value = value
         finally:
@@ -140,7 +150,9 @@ class ScheduleExplorer(Explorer):
 
     def _tell(self) -> None:
         """The prediction, as soon as it is there; then what takes longer: verify's complaint, if any, and the rest."""
-        self.chunks.disabled = "chunks" not in strategies.find(self.now.schedule).options
+        chosen = strategies.find(self.now.schedule)
+        self.chunks.disabled = "chunks" not in chosen.options
+        self._show_chunks(chosen.chunks if self.chunks.disabled else self._chunks)
         with paused():
             self.found = exploring.predict(self.now)
             if self.found.trace is not None:
@@ -238,7 +250,7 @@ def _words(text: str) -> str:
 
 def _listing(text: str) -> str:
     style = (
-        "max-height:460px; overflow:auto; white-space:pre; margin:0; padding:6px 8px; font-size:12px; line-height:1.35;"
+        "height:440px; width:0; min-width:100%; box-sizing:border-box; overflow:auto; white-space:pre; margin:0; padding:6px 8px; font-size:12px; line-height:1.35;"
         "background:var(--jp-layout-color1, transparent); color:inherit; border:1px solid var(--jp-border-color2, #aaa)"
     )
     return f'<pre tabindex="0" aria-label="the program" style="{style}">{escape(text)}</pre>'
