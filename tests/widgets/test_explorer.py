@@ -104,6 +104,12 @@ def test_controls_move_what_is_shown() -> None:
     assert "5 micro-batches" in explorer.summary()
     explorer.schedule.value = "looped-bfs"
     assert not explorer.chunks.disabled
+    explorer.chunks.value = 3
+    assert len(explorer.found.program.placement[0]) == 3  # type: ignore[union-attr]
+    explorer.schedule.value = "1f1b"
+    assert explorer.chunks.value == 1  # what it has, while it takes no other number
+    explorer.schedule.value = "looped-bfs"
+    assert explorer.chunks.value == 3
     explorer.stages.value = 3
     assert len(explorer._rows.children) == 3
     explorer._factors[2].value = 2.0

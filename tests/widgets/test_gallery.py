@@ -1,17 +1,28 @@
-"""docs/gallery.md shows every view, in small pictures, and is what the command writes."""
+"""docs/gallery.md and lessons/explorer.ipynb show every view, by the same lines, in small pictures."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+
+import pytest
 
 import minipar_widgets
 from minipar_widgets import gallery
 from minipar_widgets.base import Shown
+from tests.notebooks.refresh import source_hash, tidy
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS, NOTEBOOK = ROOT / "docs", ROOT / "lessons" / "explorer.ipynb"
 
 
-def test_gallery_is_current_and_small(tmp_path: Path) -> None:
+def test_every_public_view_is_in_it() -> None:
+    public = {name for name in minipar_widgets.__all__ if isinstance(getattr(minipar_widgets, name), type)}
+    views = {name for name in public if issubclass(getattr(minipar_widgets, name), Shown)} - {"View", "Explorer"}
+    assert views == {exhibit.name for exhibit in gallery.EXHIBITS}
+
+
+def test_page_is_what_the_command_writes_and_small(tmp_path: Path) -> None:
     written = gallery.write(tmp_path)
     assert (DOCS / "gallery.md").read_text() == (tmp_path / "gallery.md").read_text(), "run `make gallery`"
     for path in written[1:]:
@@ -19,8 +30,20 @@ def test_gallery_is_current_and_small(tmp_path: Path) -> None:
     assert sorted(p.name for p in (DOCS / "gallery").iterdir()) == sorted(p.name for p in written[1:])
 
 
-def test_every_public_view_is_in_it() -> None:
-    shown = {exhibit.name for exhibit in gallery.exhibits()}
-    public = {name for name in minipar_widgets.__all__ if isinstance(getattr(minipar_widgets, name), type)}
-    views = {name for name in public if issubclass(getattr(minipar_widgets, name), Shown)} - {"View", "Explorer"}
-    assert views == shown
+@pytest.mark.parametrize("exhibit", gallery.EXHIBITS, ids=lambda exhibit: exhibit.name)
+def test_every_view_is_on_the_notebook_s_page_with_its_words(exhibit: gallery.Exhibit) -> None:
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    texts = ["".join(cell["source"]) for cell in cells]
+    k = texts.index(exhibit.code)
+    assert texts[k - 1].endswith(f"\n\n{exhibit.says}")
+    (output,) = cells[k]["outputs"]
+    line = "".join(output["data"]["text/plain"])
+    assert line == output["metadata"]["image/png"]["alt"] == repr(exhibit.make())
+    assert "image/png" in output["data"]
+
+
+def test_notebook_was_run_as_it_is_and_is_frozen() -> None:
+    notebook = json.loads(NOTEBOOK.read_text())
+    assert notebook["metadata"]["minipar"]["source_sha256"] == source_hash(notebook), "edited since: make lessons"
+    assert notebook == tidy(json.loads(json.dumps(notebook)))
+    assert NOTEBOOK.stat().st_size < 200_000

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from minipar import Plan, simulate, strategies
 from minipar.errors import MiniparError, PlanError
 from minipar.program import Backward, BackwardWeight, Forward
-from minipar_widgets import orders
+from minipar_widgets import judging, orders
 from minipar_widgets.orders import Order
 
 SCHEDULES = [s.name for s in strategies.schedules() if s.asynchronous is None and "slices" not in s.options]
@@ -42,7 +42,7 @@ def test_every_schedule_can_be_taken_in_hand(name: str) -> None:
     assert order == orders.order_of(plan)
     if "&" not in str(order.words):  # (which a program no longer says)
         assert order.words == orders.order_of(program).words
-    found = orders.judge(order, "test-by-hand")
+    found = judging.judge(order, "test-by-hand")
     truth = simulate(program)
     assert found.reason == ""
     assert found.trace is not None
@@ -65,7 +65,7 @@ def test_deadlock_names_the_guilty_and_shows_how_far_the_ranks_come() -> None:
     order = orders.order_of("gpipe", 2, 2)
     # rank 1 wants micro-batch 1 first, which rank 0 sends only after a backward that needs rank 1
     stuck = _changed(_changed(order, 0, "F0", "B0", "F1", "B1"), 1, "F1", "F0", "B1", "B0")
-    found = orders.judge(stuck, "test-by-hand")
+    found = judging.judge(stuck, "test-by-hand")
     assert found.trace is None
     assert "deadlock" in found.reason
     assert found.guilty == {(0, 1), (1, 0)}
@@ -73,7 +73,7 @@ def test_deadlock_names_the_guilty_and_shows_how_far_the_ranks_come() -> None:
 
 
 def test_backward_before_forward_is_named() -> None:
-    found = orders.judge(_changed(orders.order_of("gpipe", 2, 2), 1, "F0", "B1", "F1", "B0"), "test-by-hand")
+    found = judging.judge(_changed(orders.order_of("gpipe", 2, 2), 1, "F0", "B1", "F1", "B0"), "test-by-hand")
     assert "backward before forward" in found.reason
     assert found.guilty == {(1, 1)}
     assert found.details
@@ -82,17 +82,17 @@ def test_backward_before_forward_is_named() -> None:
 
 def test_missing_and_doubled_words_are_complaints_too() -> None:
     order = orders.order_of("gpipe", 2, 2)
-    assert "missing" in orders.judge(_changed(order, 1, "F0", "F1", "B0"), "test-by-hand").reason
-    assert "doubled" in orders.judge(_changed(order, 1, "F0", "F1", "B0", "B1", "B1"), "test-by-hand").reason
-    assert "no action" in orders.judge(_changed(order, 1, "F0", "F1", "B0", "Q1"), "test-by-hand").reason
-    assert "micro-batches count from 0 to 1" in orders.judge(_changed(order, 1, "F5"), "test-by-hand").reason
+    assert "missing" in judging.judge(_changed(order, 1, "F0", "F1", "B0"), "test-by-hand").reason
+    assert "doubled" in judging.judge(_changed(order, 1, "F0", "F1", "B0", "B1", "B1"), "test-by-hand").reason
+    assert "no action" in judging.judge(_changed(order, 1, "F0", "F1", "B0", "Q1"), "test-by-hand").reason
+    assert "micro-batches count from 0 to 1" in judging.judge(_changed(order, 1, "F5"), "test-by-hand").reason
 
 
 def test_a_backward_in_halves_fills_the_bubble() -> None:
     order = orders.order_of("1f1b", 2, 2)
-    whole = orders.judge(order, "test-by-hand").trace
+    whole = judging.judge(order, "test-by-hand").trace
     halves = _changed(order, 1, "F0", "I0", "F1", "I1", "W0", "W1")
-    split = orders.judge(halves, "test-by-hand").trace
+    split = judging.judge(halves, "test-by-hand").trace
     assert whole is not None
     assert split is not None
     assert split.time < whole.time
@@ -107,9 +107,9 @@ def test_a_forward_that_lost_its_backward_is_an_ordinary_one() -> None:
 def _programs(order: Order, name: str) -> tuple[str, str]:
     """The program of the registered order, and that of its exported code, which is run as a file of its own."""
     plan = Plan(pp=len(order.words), microbatches=order.microbatches, schedule=name)
-    orders.register(order, name)
+    judging.register(order, name)
     registered = plan.compile(layers=order.layers, check=False)
-    orders.register(_changed(order, 0, "F0"), name)  # so that only the code can bring it back
+    judging.register(_changed(order, 0, "F0"), name)  # so that only the code can bring it back
     text = orders.code(order, name)
     linecache.cache["exported.py"] = (len(text), None, text.splitlines(True), "exported.py")
     exec(compile(text, "exported.py", "exec"), {"__name__": "exported"})
@@ -130,7 +130,7 @@ def test_any_order_of_a_rank_is_judged_and_exported(data: st.DataObject) -> None
     order = orders.order_of(data.draw(st.sampled_from(["1f1b", "zb-h1", "zb-v", "chimera"])), 2, 4)
     for rank in range(2):
         order = _changed(order, rank, *data.draw(st.permutations(order.words[rank])))
-    found = orders.judge(order, "test-by-hand")
+    found = judging.judge(order, "test-by-hand")
     assert (found.trace is None) == bool(found.reason)
     assert all(place[1] < len(order.words[place[0]]) for place in found.guilty)
     if found.trace is not None:
@@ -148,6 +148,6 @@ def test_code_of_another_size_is_refused_in_words() -> None:
     exec(orders.code(orders.order_of("gpipe", 2, 2), "test-sized"), {})
     with pytest.raises(PlanError, match="possible are pp=2 microbatches=2"):
         Plan(pp=3, microbatches=2, schedule="test-sized").compile(layers=3)
-    orders.register(orders.order_of("gpipe", 2, 2), "test-sized")
+    judging.register(orders.order_of("gpipe", 2, 2), "test-sized")
     with pytest.raises(PlanError, match="possible are pp=2 microbatches=2"):
         Plan(pp=3, microbatches=2, schedule="test-sized").compile(layers=3)

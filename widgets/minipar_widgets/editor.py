@@ -8,19 +8,19 @@ Plan(pp=4, microbatches=8, schedule="by-hand")                 it is registered,
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import traitlets
+
 from minipar import captions, sheet
 from minipar.errors import MiniparError
 from minipar.plan import Plan
 from minipar.program import Program
 from minipar.trace import Trace
-
-from minipar_widgets import orders, words
+from minipar_widgets import judging, orders, words
 from minipar_widgets.base import View
-from minipar_widgets.orders import Judgement, Order
+from minipar_widgets.judging import Judgement
+from minipar_widgets.orders import Order
 
 KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 LANE, LEFT, WIDTH = 30, 56, 900
@@ -98,7 +98,7 @@ class ScheduleEditor(View):
 
     def _judge(self, order: Order) -> None:
         self._now = order
-        self._judgement = orders.judge(order, self.schedule, *self._costs)
+        self._judgement = judging.judge(order, self.schedule, *self._costs)
         with self.hold_sync():
             self.board = self._tell()
             self.refresh()
@@ -107,7 +107,7 @@ class ScheduleEditor(View):
         """Blocks with their times, and words: all that the browser shows."""
         assert self._now is not None
         order, found = self._now, self._judgement
-        ranks = []
+        ranks: list[list[dict[str, Any]]] = []
         for rank, row in enumerate(order.words):
             ranks.append([])
             for k, word in enumerate(row):
@@ -115,7 +115,7 @@ class ScheduleEditor(View):
                 ranks[rank].append(
                     {
                         "word": word,
-                        "stage": orders.stage_of(order, rank, word),
+                        "stage": order.stage(rank, word),
                         "microbatch": orders.action_of(word).microbatch,
                         "start": span[0] if span else None,
                         "end": span[1] if span else None,
@@ -155,9 +155,9 @@ class ScheduleEditor(View):
 
     def caption(self) -> str:
         return (
-            "Each block is a forward (F), a backward (B) or one of its halves (I, W) of a micro-batch. Drag a block along "
-            "its rank, or select it with the arrow keys and move it with Shift and arrow; the engine verifies every "
-            "order. Messages are inserted by themselves."
+            "Each block is a forward (F), a backward (B) or one of its halves (I, W) of a micro-batch. Drag a block "
+            "along its rank, or select it with the arrow keys and move it with Shift and arrow; the engine verifies "
+            "every order. Messages are inserted by themselves."
         )
 
     def rows(self) -> list[list[str]]:

@@ -2,76 +2,97 @@
 
     python -m minipar_widgets.gallery [FOLDER]       default: docs/, where `make gallery` runs it
 
-Everything in it is predicted, so that it comes out the same on every machine.
+Everything in it is predicted, so that it comes out the same on every machine. lessons/explorer.ipynb has the same
+views, made by the same lines.
 """
 
 from __future__ import annotations
 
+import ast
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import Any
 
-from minipar import Plan, simulate
-
-import minipar_widgets as views
 from minipar_widgets.base import Shown
 
 HEAD = """# Gallery
 
-All views of `minipar_widgets`, as the static pictures that stand for them where nothing runs. In JupyterLab they are alive: `lessons/explorer.ipynb` has all of them on one page, and `widget.to_html("page.html")` makes a page of each that works without a kernel. Made by `make gallery`.
+All views of `minipar_widgets`, as the static pictures that stand for them where nothing runs. In JupyterLab they are
+alive: `lessons/explorer.ipynb` has all of them on one page, and `widget.to_html("page.html")` makes a page of each
+that works without a kernel. Made by `make gallery`.
 """
+IMPORTS = "from minipar import Plan, simulate\nfrom minipar_widgets import *"
 
 
 @dataclass(frozen=True)
 class Exhibit:
-    """One view: what it is called, two sentences, the line that makes it, and the same to be called."""
+    """A view: what it is called, two sentences on it, and the lines that make it."""
 
     name: str
     says: str
-    line: str
-    make: Callable[[], Shown]
+    code: str
+
+    def make(self) -> Shown:
+        """What the last of its lines gives."""
+        names: dict[str, Any] = {}
+        exec(IMPORTS, names)
+        *first, last = ast.parse(self.code).body
+        assert isinstance(last, ast.Expr)
+        exec(compile(ast.Module(first, []), self.name, "exec"), names)
+        made = eval(compile(ast.Expression(last.value), self.name, "eval"), names)
+        assert isinstance(made, Shown)
+        return made
 
 
-def exhibits() -> list[Exhibit]:
-    """Every view, in the order of the notebook."""
-    return [
-        Exhibit(
-            "ScheduleExplorer",
-            "Sliders for the schedule, the sizes and what things cost; timeline, memory, staleness and program follow at "
-            "once. *run it* trains on real ranks and puts the measured timeline under the predicted one.",
-            'ScheduleExplorer(schedule="zb-h1", stages=4, microbatches=8)',
-            partial(_explorer, schedule="zb-h1", stages=4, microbatches=8),
-        ),
-        Exhibit(
-            "ScheduleEditor",
-            "A small schedule taken in hand: drag a block, or move it with the keyboard, and the engine verifies the order "
-            "at once. What comes of it plays step by step, and is exported as code.",
-            'ScheduleEditor("1f1b", stages=4, microbatches=6)',
-            partial(_editor, "1f1b", stages=4, microbatches=6),
-        ),
-        Exhibit(
-            "Timeline",
-            "One trace, or a measured one under its prediction: zoom, walk from event to event, ask what waits for what. "
-            "Traces of torch's own profiler open in it, too.",
-            "Timeline(simulate(program))",
-            _timeline,
-        ),
-    ]
-
-
-def _explorer(**given: object) -> Shown:
-    return views.ScheduleExplorer(**given)  # type: ignore[no-any-return]
-
-
-def _editor(start: str, **given: object) -> Shown:
-    return views.ScheduleEditor(start, **given)  # type: ignore[no-any-return]
-
-
-def _timeline() -> Shown:
-    program = Plan(pp=4, microbatches=8, schedule="1f1b", dp=2).compile(layers=8)
-    return views.Timeline(simulate(program, latency=0.2))  # type: ignore[no-any-return]
+EXHIBITS = (
+    Exhibit(
+        "ScheduleExplorer",
+        "Sliders for the schedule, its sizes and what things cost: the timeline, the memory, the staleness and the "
+        "program follow at once, and settings that cannot be are answered in words. *run it* trains a small model on "
+        "real processes that emulate such devices, and puts the measured timeline under the predicted one.",
+        'ScheduleExplorer(schedule="1f1b", stages=4, microbatches=8)',
+    ),
+    Exhibit(
+        "ScheduleEditor",
+        "Drag a block along its rank, or select it with the arrow keys and move it with Shift and arrow: the engine "
+        "verifies every order, and says what is wrong with one that would hang. *split* cuts a backward into the half "
+        "that the rank before waits for and the half that can wait; the order can be played, and taken away as code.",
+        'ScheduleEditor("1f1b", stages=4, microbatches=6)',
+    ),
+    Exhibit(
+        "Timeline",
+        "One trace, or a measured one under its prediction: zoom with `+` and `-`, walk with the arrow keys, ask what "
+        "waits for what. Here two replicas of a pipeline, whose gradients are summed at the end.",
+        'program = Plan(pp=4, dp=2, microbatches=8, schedule="1f1b").compile(layers=8)\n'
+        "Timeline(simulate(program, latency=0.2))",
+    ),
+    Exhibit(
+        "MemoryExplorer",
+        "What a plan needs on every rank, by kind and by formula, against a device; and what to change so that it "
+        "fits. A small model's plan can be run, and what was measured is laid over it.",
+        "MemoryExplorer()",
+    ),
+    Exhibit(
+        "CheckpointExplorer",
+        "The tape of forward, drop, forward again and backward, and how memory and time depend on the length of the "
+        "segments, with the best length marked. *measure* runs some lengths on a real rank.",
+        'CheckpointExplorer(layers=16, checkpoint="sqrt")',
+    ),
+    Exhibit(
+        "CollectivePlayer",
+        "How chunks go from rank to rank, step by step, with real numbers in them. The cost is that of the alpha-beta "
+        "model, beside the least that any algorithm must send.",
+        'CollectivePlayer("allreduce", "ring", ranks=4)',
+    ),
+    Exhibit(
+        "ServerView",
+        "Workers and parameter servers over time: versions pulled and pushed, and how old the parameters of each "
+        "gradient were. Here one of three workers is slow, and nobody waits for it.",
+        'served = Plan.parse("dp=3 sync=ps mode=async").compile(layers=4, steps=6)\n'
+        "ServerView(simulate(served, latency=0.1, stage_factors=(1, 1.2, 2.5, 1)))",
+    ),
+)
 
 
 def write(folder: Path) -> list[Path]:
@@ -79,14 +100,14 @@ def write(folder: Path) -> list[Path]:
     pictures = folder / "gallery"
     pictures.mkdir(parents=True, exist_ok=True)
     text, written = [HEAD], []
-    for exhibit in exhibits():
+    for exhibit in EXHIBITS:
         widget = exhibit.make()
         path = pictures / f"{exhibit.name}.png"
         path.write_bytes(widget.picture())
         written.append(path)
-        caption = widget.caption().replace("\n", " ")
+        caption = " ".join(widget.caption().split())
         text.append(
-            f"## {exhibit.name}\n\n{exhibit.says}\n\n```python\n{exhibit.line}\n```\n\n"
+            f"## {exhibit.name}\n\n{exhibit.says}\n\n```python\n{exhibit.code}\n```\n\n"
             f"![{widget.summary()}](gallery/{exhibit.name}.png)\n\n*{caption}*\n"
         )
     page = folder / "gallery.md"

@@ -3,40 +3,22 @@
     rank 0   F0 F1 B0 B1            F forward, B backward, I and W its halves (input and weight gradient) of a
     rank 1   F0 B0 F1 B1            micro-batch; F0.1 through chunk 1; F0& beside the backward that follows
 
-An `Order` is judged by the engine alone: it is registered as a schedule like any other, compiled, verified, simulated.
-Where it cannot run, the judgement says why, where, and how far the ranks would come.
+They are taken from schedules, plans and programs, and given back as code. judging.py says whether they can run.
 """
 
 from __future__ import annotations
 
 import keyword
 import re
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from minipar import strategies
 from minipar.costs.shapes import uniform
-from minipar.costs.unit import UnitCosts
-from minipar.errors import Deadlock, MiniparError, PlanError, ProgramError
+from minipar.errors import MiniparError, PlanError
 from minipar.plan import Plan
-from minipar.program import (
-    Action,
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Forward,
-    Instruction,
-    Op,
-    Program,
-    message,
-)
-from minipar.simulator import simulate
-from minipar.strategies.layout import both_ways, looped, place, wave
-from minipar.trace import Trace
-from minipar.verifier import verify
-from minipar.walk import Walk
+from minipar.program import Action, Backward, BackwardInput, BackwardWeight, Forward, Op, Program
+from minipar.strategies.layout import both_ways, looped, wave
 
 MOST = 1_000  # actions: more are no longer moved by hand
 ACTIONS: dict[str, type[Forward | Backward | BackwardInput | BackwardWeight]] = {
@@ -46,9 +28,9 @@ ACTIONS: dict[str, type[Forward | Backward | BackwardInput | BackwardWeight]] = 
     "W": BackwardWeight,
 }
 LETTERS = {kind: letter for letter, kind in ACTIONS.items()}
+OPS = {"F": Op.FORWARD, "B": Op.BACKWARD, "I": Op.BACKWARD_INPUT, "W": Op.BACKWARD_WEIGHT}
 PLACEMENTS = {"looped": looped, "wave": wave, "both_ways": both_ways}
 Words = tuple[tuple[str, ...], ...]
-Span = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -73,25 +55,9 @@ class Order:
         """One for each stage, so that instructions read `F 2 mb5`."""
         return 1 + max(map(max, self.stages))
 
-
-@dataclass(frozen=True)
-class Judgement:
-    """What the engine says of an order.
-
-    trace     the prediction, if it can run
-    reason    why it cannot, in one line; empty if it can
-    details   the lines of the program that show it
-    guilty    (rank, place in its words) of what the reason names
-    spans     per rank and word start and end; None: it never runs, or nothing is known of when
-    same_as   names of schedules that have this very order
-    """
-
-    trace: Trace | None
-    reason: str = ""
-    details: str = ""
-    guilty: frozenset[tuple[int, int]] = frozenset()
-    spans: tuple[tuple[Span | None, ...], ...] = ()
-    same_as: tuple[str, ...] = ()
+    def stage(self, rank: int, word: str) -> int:
+        """The stage that a word runs, on its rank."""
+        return self.stages[rank][min(action_of(word).chunk, self.chunks - 1)]
 
 
 # words ----------------------------------------------------------------------------------------------------------------
@@ -150,18 +116,15 @@ def _of_program(program: Program) -> Order:
             f"the program {program.name!r} is of no plan, so nobody knows its stages: {error.reason}; "
             "possible are a schedule's name, a plan, or a program that plan.compile(...) gave"
         ) from None
-    letters = {
-        Op.FORWARD: Forward, Op.BACKWARD: Backward, Op.BACKWARD_INPUT: BackwardInput,
-        Op.BACKWARD_WEIGHT: BackwardWeight,
-    }  # fmt: skip
+    kinds = {op: ACTIONS[letter] for letter, op in OPS.items()}
     words = []
     for rank in range(plan.pp):
         found: list[str] = []
         for ins in program.ranks[rank]:
-            if ins.op in letters and ins.step == 0:
+            if ins.op in kinds and ins.step == 0:
                 own = [c for c, layers in enumerate(layout.chunks(rank)) if set(layers) & set(ins.layers)]
                 ascending = own if ins.op is Op.FORWARD else own[::-1]
-                found += [word_of(letters[ins.op](ins.microbatch, c)) for c in ascending]
+                found += [word_of(kinds[ins.op](ins.microbatch, c)) for c in ascending]
         words.append(tuple(dict.fromkeys(found)))
     return _checked(Order(tuple(words), program.microbatches, plan.placement()))
 
@@ -173,180 +136,43 @@ def _checked(order: Order) -> Order:
     return order
 
 
-# the judgement --------------------------------------------------------------------------------------------------------
-
-
-def register(order: Order, name: str) -> None:
-    """Make the order known as a schedule, for `Plan(schedule=name)`, the explorer and `train`."""
-
-    def by_hand(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
-        """An order made by hand."""
-        if (ranks, microbatches) != (len(order.words), order.microbatches):
-            raise PlanError(
-                f"schedule={name}: was made by hand; possible are pp={len(order.words)} "
-                f"microbatches={order.microbatches}"
-            )
-        yield from actions_of(order.words[rank])
-
-    strategies.schedule(
-        name,
-        paper="made by hand",
-        needs=f"p = {len(order.words)}, m = {order.microbatches}",
-        placement=lambda rank, ranks, chunks: order.stages[rank % len(order.stages)],
-        chunks=order.chunks,
-    )(by_hand)
-
-
-def judge(order: Order, name: str, forward: float = 1.0, backward: float = 2.0, latency: float = 0.0) -> Judgement:
-    """Register an order under `name`, and see whether it can run, and how long it takes."""
-    nothing = tuple((None,) * len(row) for row in order.words)
-    try:
-        register(order, name)
-        plan = Plan(pp=len(order.words), microbatches=order.microbatches, schedule=name)
-        program = plan.compile(layers=order.layers, check=False)
-        costs = UnitCosts(program, forward, backward, latency=latency)
-    except MiniparError as error:
-        return Judgement(None, error.reason, error.details, spans=nothing)
-    try:
-        verify(program)
-    except ProgramError as error:
-        guilty = frozenset(_place(order, program.ranks[rank][index], rank) for rank, index in error.places)
-        spans = _spans(order, _as_far_as_possible(program, costs)) if isinstance(error, Deadlock) else nothing
-        return Judgement(None, error.reason, error.details, guilty - {None}, spans)  # type: ignore[arg-type]
-    trace = simulate(program, forward=forward, backward=backward, latency=latency)
-    return Judgement(trace, spans=_spans(order, trace), same_as=_same_as(order, name))
-
-
-def _as_far_as_possible(program: Program, costs: UnitCosts) -> Trace:
-    """The trace of what runs before the ranks wait for each other in a circle."""
-    walk = Walk(program)
-    with suppress(Deadlock):
-        walk.run()
-    begun = [list(row[: walk.place[rank]]) for rank, row in enumerate(program.ranks)]
-    sent = Counter((rank, ins.peer) for rank, row in enumerate(begun) for ins in row if ins.op is Op.SEND)
-    joined = Counter((rank, ins.group) for rank, row in enumerate(begun) for ins in row if ins.group)
-    for rank, row in enumerate(begun):  # what came before the circle, but waits for what comes after it
-        came: Counter[object] = Counter()
-        kept = []
-        for ins in row:
-            link = (ins.peer, rank) if ins.op is Op.RECV else ins.group
-            came[link] += 1
-            most = sent[ins.peer, rank] if ins.op is Op.RECV else min((joined[r, ins.group] for r in ins.group), default=0)
-            if (ins.op is not Op.RECV and not ins.group) or came[link] <= most:
-                kept.append(ins)
-        begun[rank] = kept
-    return simulate(replace(program, ranks=tuple(map(tuple, begun))), costs)
-
-
-def _spans(order: Order, trace: Trace) -> tuple[tuple[Span | None, ...], ...]:
-    """When each word runs. Neighbouring chunks may run as one instruction: then each has its part of the time."""
-    found: list[dict[tuple[Op, int, int], Span]] = []
-    for rank, row in enumerate(trace.program.ranks):
-        found.append({})
-        for index, ins in enumerate(row):
-            if ins.op in _OPS.values():
-                start, end = trace.starts[rank][index], trace.ends[rank][index]
-                layers = ins.layers if ins.op is Op.FORWARD else sorted(ins.layers, reverse=True)
-                each = (end - start) / len(layers)
-                for k, layer in enumerate(layers):
-                    found[rank][ins.op, ins.microbatch, layer] = (start + k * each, start + (k + 1) * each)
-    return tuple(
-        tuple(found[rank].get(_key(order, rank, word)) for word in words) for rank, words in enumerate(order.words)
-    )
-
-
-_OPS = {"F": Op.FORWARD, "B": Op.BACKWARD, "I": Op.BACKWARD_INPUT, "W": Op.BACKWARD_WEIGHT}
-
-
-def stage_of(order: Order, rank: int, word: str) -> int:
-    """The stage that a word runs, on its rank."""
-    return order.stages[rank][min(action_of(word).chunk, order.chunks - 1)]
-
-
-def _key(order: Order, rank: int, word: str) -> tuple[Op, int, int]:
-    return _OPS[word[0]], action_of(word).microbatch, stage_of(order, rank, word)
-
-
-def _place(order: Order, ins: Instruction, rank: int) -> tuple[int, int] | None:
-    """The word that an instruction comes from; of a message the one that makes or reads what is moved."""
-    if ins.op in (Op.SEND, Op.RECV):
-        value = message(ins)[0]
-        forwards = value.kind == "output"
-        made = value.index if forwards else value.index + 1
-        layer = made if ins.op is Op.SEND else value.index + 1 if forwards else value.index
-        wanted = [(op, ins.microbatch, layer) for op in _OPS.values() if (op is Op.FORWARD) == forwards]
-    else:
-        wanted = [(ins.op, ins.microbatch, layer) for layer in ins.layers]
-    for k, word in enumerate(order.words[rank]):
-        if _key(order, rank, word) in wanted:
-            return rank, k
-    return None
-
-
-def _same_as(order: Order, name: str) -> tuple[str, ...]:
-    """The schedules that give this order, of all that do without options."""
-    found = []
-    for schedule in strategies.schedules():
-        try:
-            if schedule.name == name or schedule.asynchronous is not None or "slices" in schedule.options:
-                continue
-            if place(schedule.placement, len(order.words), schedule.chunks) == order.stages:
-                theirs = order_of(schedule.name, len(order.words), order.microbatches)
-                if theirs.words == order.words:
-                    found.append(schedule.name)
-        except MiniparError:
-            continue  # not in this size
-    return tuple(found)
-
-
 # code -----------------------------------------------------------------------------------------------------------------
 
 
 def code(order: Order, name: str) -> str:
     """The order as Python: a schedule that a cell or a file can register."""
-    used = [
-        kind.__name__
-        for letter, kind in ACTIONS.items()
-        if any(word[0] == letter for row in order.words for word in row)
-    ]
-    marks = [mark for mark in (".", "&") if any(mark in word for row in order.words for word in row)]
+    every = {word[0] for row in order.words for word in row}
+    used = {letter: kind.__name__ for letter, kind in ACTIONS.items() if letter in every}
     function = re.sub(r"\W", "_", name)
     if not function.isidentifier() or keyword.iskeyword(function):
         function = "by_hand"
     options, imports = _placement(order)
+    text = str(order.words)
+    ranks, microbatches = len(order.words), order.microbatches
+    chunk = ', int(word[1:].partition(".")[2] or 0)' if "." in text else ""
+    beside = ', **{"beside": True} if word.endswith("&") else {}' if "&" in text else ""
+    number = 'word[1:].partition(".")[0]' if chunk else "word[1:]"
+    if beside:
+        number, chunk = number.replace("word", 'word.rstrip("&")'), chunk.replace("word", 'word.rstrip("&")')
     lines = [
         "import minipar",
-        f"from minipar import {', '.join(sorted(used))}",
+        f"from minipar import {', '.join(sorted(used.values()))}",
         *imports,
         "",
         "ORDER = (",
         *(f'    "{" ".join(row)}",' for row in order.words),
         ")",
-        "ACTIONS = {"
-        + ", ".join(
-            f'"{LETTERS[ACTIONS[letter]]}": {kind.__name__}'
-            for letter, kind in ACTIONS.items()
-            if kind.__name__ in used
-        )
-        + "}",
+        "ACTIONS = {" + ", ".join(f'"{letter}": {kind}' for letter, kind in used.items()) + "}",
         "",
         "",
         f'@minipar.schedule("{name}"{options})',
         f"def {function}(rank, stages, microbatches):",
-        f'    """Made by hand, for {len(order.words)} ranks and {order.microbatches} micro-batches."""',
-        f"    if (stages, microbatches) != ({len(order.words)}, {order.microbatches}):",
-        f'        raise minipar.PlanError("{name}: possible are pp={len(order.words)} microbatches={order.microbatches}")',
+        f'    """Made by hand, for {ranks} ranks and {microbatches} micro-batches."""',
+        f"    if (stages, microbatches) != ({ranks}, {microbatches}):",
+        f'        raise minipar.PlanError("{name}: possible are pp={ranks} microbatches={microbatches}")',
         "    for word in ORDER[rank].split():",
+        f"        yield ACTIONS[word[0]](int({number}){chunk}{beside})",
     ]
-    if "&" in marks:
-        lines.append('        beside = {"beside": True} if word.endswith("&") else {}')
-        lines.append('        word = word.rstrip("&")')
-    more = ", **beside" if "&" in marks else ""
-    if "." in marks:
-        lines.append('        i, _, chunk = word[1:].partition(".")')
-        lines.append(f"        yield ACTIONS[word[0]](int(i), int(chunk or 0){more})")
-    else:
-        lines.append(f"        yield ACTIONS[word[0]](int(word[1:]){more})")
     return "\n".join(lines) + "\n"
 
 

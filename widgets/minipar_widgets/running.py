@@ -27,7 +27,7 @@ Done = Callable[["Run | None", str], None]  # the run, or why there is none
 
 def device(forward: float, ratio: float, latency: float, factors: tuple[float, ...]) -> DeviceSpec:
     """An emulated device: a micro-batch's forward on one rank takes `forward` seconds, the rest in proportion."""
-    given = {"forward": forward, "backward": forward * ratio, "latency": forward * latency}
+    given: dict[str, Any] = {"forward": forward, "backward": forward * ratio, "latency": forward * latency}
     name = " ".join(f"{key}={seconds * 1e3:g}ms" for key, seconds in given.items() if seconds)
     if factors and set(factors) != {1.0}:
         name += f" factors={','.join(f'{x:g}' for x in factors)}"

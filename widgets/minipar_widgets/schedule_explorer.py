@@ -6,12 +6,12 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets as ui
+
 from minipar import strategies
 from minipar.collector import paused
 from minipar.errors import MiniparError
 from minipar.plan import Plan
 from minipar.simulator import simulate
-
 from minipar_widgets import exploring, running
 from minipar_widgets.base import Explorer
 from minipar_widgets.exploring import Found, Settings
@@ -39,11 +39,12 @@ class ScheduleExplorer(Explorer):
         self.run: Run | None = None
         self._attempt: running.Attempt | None = None
         self._setting = False
+        self._chunks = self.now.chunks or 2
         self._make_controls()
         self.timeline = Timeline(simulate(Plan().compile(layers=1)))
         self._facts = ui.HTML()
         self._program = ui.HTML(layout={"flex": "1 1 260px", "min_width": "240px", "max_width": "100%"})
-        wide = {"flex": "3 1 520px", "min_width": "280px", "display": "block"}
+        wide = {"flex": "3 1 520px", "min_width": "280px", "min_height": "320px", "display": "block"}  # no jumps
         picture = ui.Box([self.timeline, self._facts], layout=wide)
         side_by_side = {"flex_flow": "row wrap", "align_items": "flex-start", "width": "100%"}
         super().__init__(
@@ -68,7 +69,7 @@ class ScheduleExplorer(Explorer):
         self.microbatches = ui.IntSlider(
             now.microbatches, 1, exploring.MICROBATCHES, description="micro-batches", **look
         )
-        self.chunks = ui.IntSlider(now.chunks or 2, 1, exploring.CHUNKS, description="chunks a rank", **look)
+        self.chunks = ui.IntSlider(self._chunks, 1, exploring.CHUNKS, description="chunks a rank", **look)
         self.ratio = ui.FloatSlider(now.ratio, min=0.5, max=4, step=0.1, description="backward/forward", **look)
         self.latency = ui.FloatSlider(now.latency, min=0, max=2, step=0.05, description="latency/forward", **look)
         self._factors = [
@@ -84,9 +85,13 @@ class ScheduleExplorer(Explorer):
         for control in [*self._controls, *self._factors]:
             control.observe(self._moved, "value")
 
-        self.forward = ui.IntSlider(20, 5, 100, 5, description="a forward takes (ms)", style={"description_width": "140px"}, layout=_WIDE)
+        self.forward = ui.IntSlider(
+            20, 5, 100, 5, description="a forward takes (ms)", style={"description_width": "140px"}, layout=_WIDE
+        )
         self.steps = ui.IntSlider(3, 1, 20, description="steps", style={"description_width": "45px"}, layout=_HALF)
-        self.start = ui.Button(description="run it", icon="play", tooltip="train on real ranks that emulate this device")
+        self.start = ui.Button(
+            description="run it", icon="play", tooltip="train on real ranks that emulate this device"
+        )
         self.cancel = ui.Button(description="cancel", icon="stop", disabled=True, layout={"width": "100px"})
         self.progress = ui.IntProgress(0, 0, 1, layout={"width": "160px", "visibility": "hidden"})
         self.report = ui.HTML()
@@ -98,11 +103,12 @@ class ScheduleExplorer(Explorer):
         if self._setting:
             return
         stages = self.stages.value
+        self._chunks = self._chunks if self.chunks.disabled else self.chunks.value
         self.now = Settings(
             self.schedule.value,
             stages,
             self.microbatches.value,
-            self.chunks.value,
+            self._chunks,
             self.ratio.value,
             self.latency.value,
             tuple(slider.value for slider in self._factors[:stages]),
@@ -111,9 +117,16 @@ class ScheduleExplorer(Explorer):
             self._rows.children = self._factors[:stages]
         self._tell()
 
+    def _show_chunks(self, count: int) -> None:
+        self._setting, before = True, self._setting
+        self.chunks.value = count
+        self._setting = before
+
     def set(self, **given: Any) -> Found:
         """Move controls, as the mouse would, and see what comes of it; names as in `Settings`."""
-        controls = {name: getattr(self, name) for name in ("schedule", "stages", "microbatches", "chunks", "ratio", "latency")}
+        controls = {
+            name: getattr(self, name) for name in ("schedule", "stages", "microbatches", "chunks", "ratio", "latency")
+        }
         unknown = [name for name in given if name not in (*controls, "factors")]
         if unknown:
             raise MiniparError(f"set({unknown[0]}=...): unknown; possible are {', '.join(controls)}, factors")
@@ -123,6 +136,9 @@ class ScheduleExplorer(Explorer):
                 if name == "factors":
                     for slider, factor in zip(self._factors, value, strict=False):
                         slider.value = factor
+                elif name == "chunks":
+                    self._chunks = value
+                    self._show_chunks(value)
                 else:
                     controls[name].value = value
         finally:
@@ -134,7 +150,9 @@ class ScheduleExplorer(Explorer):
 
     def _tell(self) -> None:
         """The prediction, as soon as it is there; then what takes longer: verify's complaint, if any, and the rest."""
-        self.chunks.disabled = "chunks" not in strategies.find(self.now.schedule).options
+        chosen = strategies.find(self.now.schedule)
+        self.chunks.disabled = "chunks" not in chosen.options
+        self._show_chunks(chosen.chunks if self.chunks.disabled else self._chunks)
         with paused():
             self.found = exploring.predict(self.now)
             if self.found.trace is not None:
@@ -232,7 +250,7 @@ def _words(text: str) -> str:
 
 def _listing(text: str) -> str:
     style = (
-        "max-height:460px; overflow:auto; white-space:pre; margin:0; padding:6px 8px; font-size:12px; line-height:1.35;"
+        "height:440px; width:0; min-width:100%; box-sizing:border-box; overflow:auto; white-space:pre; margin:0; padding:6px 8px; font-size:12px; line-height:1.35;"
         "background:var(--jp-layout-color1, transparent); color:inherit; border:1px solid var(--jp-border-color2, #aaa)"
     )
     return f'<pre tabindex="0" aria-label="the program" style="{style}">{escape(text)}</pre>'
