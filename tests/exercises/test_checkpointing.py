@@ -55,7 +55,7 @@ def test_wrong_lengths(answer, reason, hint):
 
 
 def backward_in(layers, starts, again=lambda start: start > 0):
-    """Forward, then segments that begin at `starts`, the last one first; `again(k)`: the k-th from the end runs again."""
+    """Forward, then segments from `starts`, the last one first; `again(k)`: the k-th from the end runs again."""
     for layer in range(layers):
         yield F, layer
     end = layers
