@@ -28,8 +28,8 @@ class _Look(NamedTuple):
 
 
 KINDS = {  # from the ground up: what stays first
-    "parameters": _Look("#0072B2", ""),
     "optimizer": _Look("#009E73", ""),
+    "parameters": _Look("#0072B2", ""),
     "data": _Look("#9a9a9a", ""),
     "gradients": _Look("#E69F00", "//"),
     "activations": _Look("#56B4E9", "\\\\"),

@@ -29,10 +29,10 @@ def test_every_kind_has_a_look_of_its_own():
 def test_words_and_areas():
     figure = memory_picture.owners(trace(), title="mine")
     assert figure.alt.startswith("Predicted memory of rank 0 over 12")
-    assert "at its peak 57.00 MiB, of which parameters 16.00 MiB, optimizer 32.00 MiB, gradients 4.00 MiB" in figure.alt
+    assert "at its peak 57.00 MiB, of which optimizer 32.00 MiB, parameters 16.00 MiB, gradients 4.00 MiB" in figure.alt
     (axes,) = figure.axes
     shown = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert shown == ["activations", "gradients", "optimizer", "parameters"]  # as they lie, from the top
+    assert shown == ["activations", "gradients", "parameters", "optimizer"]  # as they lie, from the top
     assert axes.get_title(loc="left") == "mine"
     bundle, metadata = figure._repr_mimebundle_()
     assert metadata["image/png"]["alt"] == bundle["text/plain"] == figure.alt
