@@ -23,6 +23,11 @@ _KINDS = {
     Op.REDUCE: "reduce",
     Op.SEND: "message",
     Op.RECV: "receive",
+    Op.PUSH: "message",
+    Op.PULL: "receive",
+    Op.ACCEPT: "receive",
+    Op.APPLY: "optimizer step",
+    Op.REPLY: "message",
 }
 
 

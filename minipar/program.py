@@ -361,7 +361,7 @@ class Program:
         lines = [f"program {self.name or 'of hand'}: {len(self.ranks)} ranks, {len(self)} instructions"]
         for r in range(len(self.ranks)) if rank is None else [rank]:
             instructions = self.ranks[r]
-            layers = f"layers {span(self.placement[r])}, " if self.layers else ""
+            layers = f"layers {span(self.placement[r])}, " if self.placement[r] else ""
             lines.append(f"rank {r}: {layers}{len(instructions)} instructions")
             lines += [f"  {k:4d}  {ins}" for k, ins in enumerate(instructions[:limit])]
             if len(instructions) > limit:

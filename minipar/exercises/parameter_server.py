@@ -75,6 +75,8 @@ class PullRule:
             return Verdict(False, f"{answer!r} is no function", "def may_pull(worker, clocks, bound): ...")
         for bound, speeds in self.cases:
             wrong = self._run(answer, bound, speeds)
+            if wrong is not None and wrong.reason.startswith("nothing"):  # it is a stub
+                return wrong
             if wrong is not None:
                 where = f"bound {bound}, steps of {', '.join(f'{s:g}' for s in speeds)} s: "
                 return replace(wrong, reason=where + wrong.reason)

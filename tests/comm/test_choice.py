@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from itertools import product
 
+import cloudpickle
 import pytest
+import torch
 
 from minipar import PlanError, simulate
+from minipar.comm import communicator, operations
 from minipar.comm.algorithms import COLLECTIVES, names, program
 from minipar.comm.choice import CalibratedCosts, choose, predicted
 from minipar.costs.rates import Line
 from tests.costs.test_rates import FOUND
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 ALL = FOUND.exchanged(4)[0]
 
@@ -65,3 +71,51 @@ def test_one_rank_needs_no_rates():
     assert set(predicted("allreduce", 1, 8, alone).values()) == {0.0}
     with pytest.raises(PlanError, match="knows no exchanges"):
         predicted("allreduce", 2, 8, alone)
+
+
+# by real ranks
+
+
+def by_auto(rates, size, call="allreduce"):
+    """How a rank does a collective with algorithm="auto", and whether the result is right."""
+    comm = communicator.create()
+    comm.rates, chosen, real = rates, [], operations._choose
+
+    def noted(*args, **options):
+        group, how = real(*args, **options)
+        chosen.append(how)
+        return group, how
+
+    operations._choose = noted
+    try:
+        x = torch.arange(size, dtype=torch.float64) * (comm.rank + 1)
+        found = getattr(comm, call)(x, algorithm="auto")
+    finally:
+        operations._choose, comm.rates = real, None
+    rows = size * (comm.rank + 1) // comm.size - size * comm.rank // comm.size
+    right = len(found) == rows if call == "reduce_scatter" else torch.equal(found, torch.arange(size) * 6.0)
+    return chosen, right
+
+
+def test_auto_goes_by_the_rates_that_the_ranks_know(clusters):
+    """Three ranks, so that ring, tree and halving-doubling differ; every rank takes the same."""
+    everyone = ((3, Line(1e-4, 2e-9), Line(2e-4, 2e-9)),)
+    latency = replace(FOUND, ranks=3, exchange=everyone, allreduce=((3, Line(1.0, 0.0)),))
+    bytes_ = replace(
+        latency, alone=Line(0.0, 1e-7), exchange=((3, Line(0.0, 1e-7), Line(0.0, 1e-7)),), add=Line(0.0, 0.0)
+    )
+    backend = replace(latency, allreduce=((3, Line(0.0, 0.0)),))
+    seen = set()
+    for rates, size in ((latency, 6), (latency, 60_000), (bytes_, 60_000), (backend, 60_000)):
+        wanted = choose("allreduce", 3, 8 * size, rates)
+        found = clusters(3).run(by_auto, rates, size)
+        assert found == [([wanted if wanted != "backend" else "shared"], True)] * 3
+        seen.add(wanted)
+    assert "backend" in seen
+    assert len(seen) >= 3, "the rates differ enough for different algorithms"
+    wanted = choose("reduce_scatter", 3, 480, latency)
+    assert clusters(3).run(by_auto, latency, 60, "reduce_scatter") == [([wanted], True)] * 3
+
+
+def test_auto_without_rates_is_as_without_an_algorithm(clusters):
+    assert clusters(3).run(by_auto, None, 60) == [(["shared"], True)] * 3
