@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 from minipar.cluster import Cluster
 from minipar.costs.calibration import calibrate
 from minipar.costs.device import DeviceSpec
-from minipar.costs.emulated import EmulatedCosts
+from minipar.costs.emulated import EmulatedCosts, as_emulated
 from minipar.costs.measured import Profile
 from minipar.costs.profiled import ProfiledCosts, microbatch_rows
 from minipar.costs.rates import Calibration, Copies
@@ -218,7 +218,8 @@ def train(
             copies=facts.copies,
         )
         block = steps if served or plan.asynchronous else plan.block(steps, every)
-        compiled = partial(plan.compile, facts.shape, costs=facts.profile, costs_of=costs_of)
+        planned = as_emulated(facts.profile, ranks.emulates)
+        compiled = partial(plan.compile, facts.shape, costs=planned, costs_of=costs_of)
         program, rest = compiled(steps=block), compiled(steps=steps % block) if steps % block else None
         predicted = predict(
             program, facts.profile, job.batch, cores, facts.data_bytes, calibration, ranks.emulates, facts.copies

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -212,7 +213,11 @@ def test_loss_curves_of_all_methods_in_one_picture(clusters):
     assert len({round(losses[-1], 6) for losses in found.values()}) == len(found)  # no two are the same run
     first = [losses[0] for name, losses in found.items() if name in ("1F1B, synchronous", "PipeDream-2BW")]
     assert first[0] == pytest.approx(first[1])  # before any update
-    assert len(convergence.plot(found).axes[0].lines) == len(found)
+    figure: Any = convergence.plot(found)
+    assert len(figure.axes[0].lines) == len(found)
+    shown, _ = figure._repr_mimebundle_()
+    assert shown["image/png"], "it shows itself in a notebook"
+    assert shown["text/plain"].startswith(f"1F1B, synchronous: {found['1F1B, synchronous'][0]:.2f} to ")
 
 
 def test_the_command_line(capsys):

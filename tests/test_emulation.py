@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -11,9 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from minipar import Cluster, Plan, simulate, terminal
+from minipar import Cluster, Plan, models, simulate, terminal, train
 from minipar.costs.device import DeviceSpec
-from minipar.costs.emulated import EmulatedCosts
+from minipar.costs.emulated import EmulatedCosts, as_emulated
+from minipar.costs.measured import Profile
 from minipar.costs.profiled import ProfiledCosts, microbatch_rows
 from minipar.costs.profiler import shape_of
 from minipar.emulation import LATE, Clock, Delays
@@ -164,6 +166,37 @@ def test_what_depends_on_the_model_needs_a_profile() -> None:
     program = Plan.parse("dp=2").compile(layers=2)
     with pytest.raises(PlanError, match="needs a profile"):
         simulate(program, EmulatedCosts(program, DeviceSpec(bandwidth=1e9)))
+
+
+def test_split_auto_is_by_what_layers_take_on_the_device() -> None:
+    """Six layers that take about equally long here; on the device the last one takes all the time."""
+    rows = torch.randn(8, 4), torch.arange(8)
+    with Cluster(2, device="flops=10MFLOP/s") as cluster:
+        done = train(
+            partial(models.mlp, (4, 4, 4, 4, 4, 64, 64)), rows, "pp=2 microbatches=2 split=auto",
+            cluster=cluster, steps=1, progress=False,
+        )  # fmt: skip
+    assert done.program.placement == ((0, 1, 2, 3, 4), (5,))
+    profile = Profile({2: (3.0,)}, {2: (5.0,)}, {}, {}, {}, (), (), (), (), 0.0,
+                      forward_flops={2: (100,)}, backward_flops={2: (300,)})  # fmt: skip
+    assert as_emulated(profile, DeviceSpec(flops=10)).forward == {2: (10.0,)}
+    assert as_emulated(profile, DeviceSpec(flops=10)).backward == {2: (30.0,)}
+    assert as_emulated(profile, TIMES) == as_emulated(profile, None) == profile
+
+
+class Asks(nn.Module):
+    """Has autograd what it imports at its first backward?"""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert "torch.fx.experimental.symbolic_shapes" in sys.modules
+        return x
+
+
+def test_what_autograd_imports_is_there_before_a_run_begins() -> None:
+    with Cluster(2, device=TIMES) as fresh:
+        asking = Job(lambda: [Asks(), nn.Linear(16, 16), nn.Linear(16, 16)], job().data, loss=nn.functional.mse_loss)
+        program = Plan.parse("pp=2 schedule=pipedream microbatches=2").compile(shape_of(list(asking.build())))
+        assert execute(program, asking, cluster=fresh).losses
 
 
 def test_a_cluster_refuses_what_is_no_device() -> None:

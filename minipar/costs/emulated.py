@@ -10,16 +10,32 @@ the shape that this predicts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from minipar.costs.device import DeviceSpec
+from minipar.costs.measured import Profile
 from minipar.costs.profiled import ProfiledCosts
 from minipar.costs.unit import UnitCosts
 from minipar.errors import PlanError
 from minipar.program import COPIES, SERVICE, Instruction, Op, Program, Value
 from minipar.streams import Costs
 from minipar.volumes import carried, hops
+
+
+def as_emulated(profile: Profile, spec: DeviceSpec | None) -> Profile:
+    """A profile with the times that layers take on a device of so many operations a second: to plan for that device.
+
+    It is the same where the spec has no such rate.
+    """
+    if spec is None or spec.flops is None:
+        return profile
+    rate = spec.flops
+
+    def seconds(operations: dict[int, tuple[int, ...]]) -> dict[int, tuple[float, ...]]:
+        return {rows: tuple(n / rate for n in layers) for rows, layers in operations.items()}
+
+    return replace(profile, forward=seconds(profile.forward_flops), backward=seconds(profile.backward_flops))
 
 
 @dataclass(frozen=True)

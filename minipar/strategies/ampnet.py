@@ -31,6 +31,7 @@ from minipar.strategies.registry import schedule
 from minipar.strategies.versions import Asynchronous, newest
 
 Run = Callable[[int, Action, float], tuple[float, float]]
+Rule = Callable[[int, int, int, int, int, int, int, int], Action | None]  # arguments and result of `choose`
 _FREE, _OUTPUT, _GRADIENT = -1, 0, 1
 
 
@@ -49,10 +50,11 @@ def choose(
     return None
 
 
-def decide(ranks: int, total: int, in_flight: int, run: Run) -> list[list[Action]]:
+def decide(ranks: int, total: int, in_flight: int, run: Run, rule: Rule = choose) -> list[list[Action]]:
     """The order of every rank, if all follow the rule. Of one moment, a rank first gets free, then looks at what came.
 
-    run   (rank, action, time) -> when the rank is free again, and when the next rank has what the action hands on
+    run    (rank, action, time) -> when the rank is free again, and when the next rank has what the action hands on
+    rule   what a rank does next, by what `choose` is told
     """
     orders: list[list[Action]] = [[] for _ in range(ranks)]
     done = [[0, 0] for _ in range(ranks)]
@@ -65,7 +67,7 @@ def decide(ranks: int, total: int, in_flight: int, run: Run) -> list[list[Action
             free[rank] = True
         else:
             arrived[rank][what] += 1
-        action = choose(rank, ranks, total, in_flight, *done[rank], *arrived[rank]) if free[rank] else None
+        action = rule(rank, ranks, total, in_flight, *done[rank], *arrived[rank]) if free[rank] else None
         if action is None:
             continue
         there = isinstance(action, Forward)
