@@ -159,7 +159,7 @@ def piece_of(ins: Instruction) -> tuple[int, int] | None:
 
 
 def _moved(values: Sequence[Value]) -> str:
-    if len(values) > 1 and values[0].microbatch < 0:  # chunks
+    if len(values) > 1 and values[0].kind in ("chunk", "incoming"):
         return f"{values[0].kind}({span([value.index for value in values])})"
     return ", ".join(map(str, values))
 

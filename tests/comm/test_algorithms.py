@@ -48,7 +48,7 @@ def test_what_is_offered():
     assert names("all_to_all") == ("direct",)
 
 
-@pytest.mark.parametrize("ranks", [*range(1, 10), 16, 64])
+@pytest.mark.parametrize("ranks", [*range(1, 10), 16, 32])
 @pytest.mark.parametrize(("collective", "algorithm"), OFFERED)
 def test_every_rank_is_in_the_result_exactly_once(collective, algorithm, ranks):
     everyone = Counter(range(ranks))

@@ -53,7 +53,7 @@ def brute_force(chain, speeds):
     return min(sum(t) + (chain["microbatches"] - 1) * max(t) for t in times)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=50)
 @given(chains())
 def test_equal_to_brute_force(chain):
     found = partition(**chain)
@@ -64,7 +64,7 @@ def test_equal_to_brute_force(chain):
     assert found.order == tuple(range(chain["stages"]))
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=8)
 @given(chains(most=6))
 def test_every_order_of_the_ranks_is_tried(chain):
     found = partition(**chain, reorder=True)

@@ -131,7 +131,7 @@ print(len(seen), after["VmHWM"] - before["VmHWM"], after["RssAnon"] - before["Rs
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_file_larger_than_the_memory_allowed(tmp_path):
     """512 MiB are read whole, an epoch in random order, by a process that may have 64 MiB more and grows by less."""
-    count, width = 2048, 65536  # a row has 256 KiB
+    count, width = 1024, 131072  # a row has 512 KiB
     x = np.lib.format.open_memmap(tmp_path / "x.npy", mode="w+", dtype=np.float32, shape=(count, width))
     x[:, 0] = np.arange(count)  # the rest is a hole in the file
     x.flush()

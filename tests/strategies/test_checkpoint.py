@@ -127,7 +127,7 @@ def fits(program: Program, choice: object) -> object:
 
 
 @given(programs(), st.sampled_from(CHOICES[1:]))
-@settings(max_examples=250, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 def test_every_plan_with_checkpoints_verifies_and_is_right(plain, choice):
     program = checkpointed(plain, fits(plain, choice))
     verify(program)

@@ -88,7 +88,7 @@ anything = st.recursive(
 
 
 @given(anything)
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 def test_any_value_is_a_choice_or_a_plan_error(value):
     try:
         plan = Plan(checkpoint=value)
