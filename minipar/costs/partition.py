@@ -13,7 +13,8 @@ free cuts the sum is always the same, and the best partition is that of the smal
 
 The allowed i of a j are neighbours, so a table of minima over runs answers all j of a stage at once, in O(n log n).
 least(T) falls as T grows. So bounds are bisected (branch and bound): of a < T <= b no partition is better than
-least(b) + (m - 1) a, and where that beats nothing found, the interval is done. That also makes 10,000 layers cheap.
+least(b) + (m - 1) a, and where that beats nothing found, the interval is done; the most promising one is next. That
+also makes 10,000 layers cheap. `chains.py` has the dynamic program.
 
 Sources: Zheng et al., "Alpa", 2022, section 5.2 (the objective; it tries all bounds in turn); Narayanan et al.,
 "PipeDream: Generalized Pipeline Parallelism for DNN Training", 2019, section 3.1 (`partition_replicated`).
@@ -24,16 +25,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import accumulate, pairwise
 
 import numpy as np
 
+from minipar.costs.chains import EXACT, Chain
 from minipar.costs.measured import Profile
 from minipar.costs.recomputation import LayerCosts
 from minipar.edges import Edges
 from minipar.errors import PlanError
 
-EXACT = 1e-13  # relative; rounding errors of sums are as large
+WIDE, CLOSE = 1e-3, 1e-5  # intervals of bounds are halved down to this part of a bound; then cut no closer to an end
 MOST_ORDERS = 50_000
 LINK = 1.5e9  # bytes a second, as ProfiledCosts assumes
 
@@ -73,7 +76,7 @@ def partition(
     reorder      try every order of the ranks (those of equal speed are not told apart) and take the best; otherwise
                  stage s runs on rank s
 
-    O(stages * layers * log(layers)) for a bound, and some 10 to 100 bounds. Of equally good ones, any.
+    At most O(stages * layers * log(layers)) for a bound, and some 10 to 200 bounds. Of equally good ones, any.
     Errors: `PlanError` for tables that do not fit, costs below 0, speeds not above 0, more stages than layers, or more
     than 50,000 orders.
     """
@@ -164,108 +167,29 @@ def _distinct(left: list[int], rates: Sequence[float]) -> Iterable[tuple[int, ..
 def _best(
     work: list[float], cuts: list[float], rates: list[float], microbatches: int, order: tuple[int, ...]
 ) -> Partition:
-    chain = _Chain(work, cuts, rates)
+    chain = Chain(work, cuts, rates)
     first = chain.solve(math.inf)
     assert first is not None
-    best, best_time = first, step_time(first.times, microbatches)
-    open_bounds = [(0.0, max(first.times), math.fsum(first.times))]  # a < T <= b, and least(b)
+    best, best_time, after = first, step_time(first.times, microbatches), microbatches - 1
+    least = math.fsum(first.times)
+    open_bounds = [(least, 0.0, max(first.times), least)]  # no faster than the first number; a < T <= b, and least(b)
     while open_bounds:
-        a, b, least = open_bounds.pop()
-        if least + (microbatches - 1) * a >= best_time * (1 - EXACT):
-            continue
+        fastest, a, b, least = heappop(open_bounds)
+        if fastest >= best_time * (1 - EXACT):
+            break
         middle = (a + b) / 2
+        if b - a <= WIDE * b:  # above the first of these least(b) is not worth it
+            middle = min((best_time - least) / after, b - (b - a) * CLOSE)
         if not a < middle < b:
             continue
+        heappush(open_bounds, (least + after * middle, middle, b, least))
         found = chain.solve(middle)
-        open_bounds.append((middle, b, least))
         if found is not None:
             total, slowest = math.fsum(found.times), max(found.times)
             if step_time(found.times, microbatches) < best_time:
                 best, best_time = found, step_time(found.times, microbatches)
-            open_bounds.append((a, min(slowest, middle), total))
+            heappush(open_bounds, (total + after * a, a, min(slowest, middle), total))
     return Partition(best.split, best.times, best_time, order)
-
-
-@dataclass(frozen=True)
-class _Found:
-    split: tuple[int, ...]
-    times: tuple[float, ...]
-
-
-class _Chain:
-    """Layers and ranks, ready for many bounds."""
-
-    def __init__(self, work: list[float], cuts: list[float], rates: list[float]) -> None:
-        self.before = np.concatenate([[0.0], np.cumsum(np.array(work, dtype=float))])  # work of the first j layers
-        self.cuts = np.concatenate([[0.0], np.array(cuts, dtype=float)])
-        self.work, self.cut_list, self.rates = work, cuts, rates
-
-    def solve(self, bound: float) -> _Found | None:
-        """The split of least sum whose stages take at most `bound`; None if there is none."""
-        bands = self._bands(bound * (1 + EXACT))
-        if bands is None:
-            return None
-        values, low = np.zeros(1), 0  # least(s - 1, i) for i = low, low + 1, ...
-        history = []
-        for rate, (start, stop) in zip(self.rates, bands, strict=True):
-            work, cuts = self.before[start:stop], self.cuts[start:stop]
-            # Layers i..j-1 take (before[j] - before[i]) / rate + cuts[j]: allowed from the first i on that is
-            # late enough.
-            allowed = work - (bound * (1 + EXACT) - cuts) * rate if bound < math.inf else np.zeros(stop - start)
-            sources = self.before[low : low + len(values)]
-            first = np.searchsorted(sources, allowed)
-            last = np.minimum(np.arange(start, stop), low + len(values)) - low
-            offered = values - sources / rate
-            history.append((low, start, offered, first, last))
-            values, low = _minima(offered, first, last) + work / rate + cuts, start
-        if not values[-1] < math.inf:
-            return None
-        split, j = [], len(self.work)
-        for low, start, offered, first, last in reversed(history):
-            window = offered[first[j - start] : last[j - start]]
-            i = low + int(first[j - start]) + int(np.argmin(window))
-            split.append(j - i)
-            j = i
-        split.reverse()
-        ends = pairwise(accumulate(split, initial=0))
-        times = (
-            math.fsum(self.work[i:j]) / v + self.cut_list[j - 1] for (i, j), v in zip(ends, self.rates, strict=True)
-        )
-        return _Found(tuple(split), tuple(times))
-
-    def _bands(self, bound: float) -> list[tuple[int, int]] | None:
-        """Where each stage can end, if cuts were free: range(start, stop); None if the layers do not fit."""
-        n, p = len(self.work), len(self.rates)
-        high, reach = [], 0
-        for s, rate in enumerate(self.rates):
-            furthest = np.searchsorted(self.before, self.before[reach] + bound * rate, side="right") - 1
-            reach = min(int(furthest), n - (p - 1 - s))
-            high.append(reach)
-        low, reach = [], n
-        for s in reversed(range(p)):
-            low.append(reach)
-            reach = max(int(np.searchsorted(self.before, self.before[reach] - bound * self.rates[s])), s)
-        low.reverse()
-        bands = [(a, b + 1) for a, b in zip(low, high, strict=True)]
-        return bands if all(a < b for a, b in bands) else None
-
-
-def _minima(values: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
-    """The least of values[first[k] : last[k]] for each k; infinite where that is empty.
-
-    Level d of the table has the least of each 2^d neighbours, and every run is two of these, perhaps overlapping.
-    """
-    length = last - first
-    level = np.frexp(np.maximum(length, 1).astype(float))[1] - 1
-    table = np.full((int(level.max()) + 1, len(values)), np.inf)
-    table[0] = values
-    for d in range(1, len(table)):
-        half, size = 2 ** (d - 1), len(values) - 2**d + 1
-        np.minimum(table[d - 1, :size], table[d - 1, half : half + size], out=table[d, :size])
-    empty = length <= 0
-    first, level, last = np.where(empty, 0, first), np.where(empty, 0, level), np.where(empty, 1, last)
-    found = np.minimum(table[level, first], table[level, last - 2**level])
-    return np.where(empty, np.inf, found)
 
 
 def split_by_cost(

@@ -4,11 +4,13 @@ import itertools
 import math
 import time
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minipar import Plan, models, simulate
+from minipar.costs import chains as bounded
 from minipar.costs import presets
 from minipar.costs.partition import partition, partition_replicated, split_by_cost, stage_times, step_time
 from minipar.costs.recomputation import LayerCosts
@@ -142,6 +144,34 @@ def test_ten_thousand_layers():
             split[s], split[s + 1] = split[s] + move, split[s + 1] - move
             times = stage_times(costs, split, speeds=[1, 1, 2, 2, 1, 3, 1, 1], activations=messages)
             assert step_time(times, 32) >= found.time
+
+
+@pytest.mark.parametrize("microbatches", [4, 64])
+def test_ten_thousand_layers_on_64_unequal_ranks(microbatches):
+    costs = [1 + (k * 7919) % 13 for k in range(10_000)]
+    messages = [(k * 104729) % 11 for k in range(10_000)]
+    speeds = [1 + (k * 31) % 17 / 7 for k in range(64)]
+    start = time.process_time()
+    found = partition(costs, 64, microbatches, speeds=speeds, activations=messages)
+    assert time.process_time() - start < 15, "a rough bound on a busy machine"
+    times = stage_times(costs, found.split, speeds=speeds, activations=messages)
+    assert (found.times, found.time) == (times, step_time(times, microbatches))
+    for s in range(63):
+        for move in (-1, 1):
+            split = list(found.split)
+            split[s], split[s + 1] = split[s] + move, split[s + 1] - move
+            if min(split) > 0:
+                other = stage_times(costs, split, speeds=speeds, activations=messages)
+                assert step_time(other, microbatches) >= found.time
+
+
+@pytest.mark.parametrize("long", [0, 1, 10**9])
+def test_minima_of_runs(monkeypatch, long):
+    """By both ways of looking them up, empty runs included."""
+    monkeypatch.setattr(bounded, "LONG", long)
+    values = np.array([3.0, 1.0, 4.0, 1.5, 9.0, 2.0])
+    first, last = np.array([0, 0, 1, 2, 3, 5, 6]), np.array([1, 4, 3, 2, 6, 6, 6])
+    assert bounded.minima(values, first, last).tolist() == [3.0, 1.0, 1.0, np.inf, 1.5, 2.0, np.inf]
 
 
 def test_the_objective_is_what_gpipe_takes():

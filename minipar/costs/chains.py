@@ -1,0 +1,111 @@
+"""The dynamic program of `partition`: the least sum of stage times, where no stage may take more than a bound.
+
+    least(s, j) = min over i of  least(s - 1, i) + t(i..j on rank s),   where t <= bound
+
+The allowed i of a j are neighbours, so a table of minima over runs answers all j of a stage at once. Of each stage only
+ends within a band are possible: before it the layers do not fit on the stages that follow, behind it not on those that
+come before.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+EXACT = 1e-13  # relative; rounding errors of sums are as large
+LONG = 128  # a run of so many values is cheaper to look up in a table of minima than to go through
+
+
+@dataclass(frozen=True)
+class Found:
+    """A partition: layers and time of each stage."""
+
+    split: tuple[int, ...]
+    times: tuple[float, ...]
+
+
+class Chain:
+    """Layers and ranks, ready for many bounds."""
+
+    def __init__(self, work: list[float], cuts: list[float], rates: list[float]) -> None:
+        self.before = np.concatenate([[0.0], np.cumsum(np.array(work, dtype=float))])  # work of the first j layers
+        self.cuts = np.concatenate([[0.0], np.array(cuts, dtype=float)])
+        self.places = np.arange(len(work) + 1)
+        self.work, self.cut_list, self.rates = work, cuts, rates
+
+    def solve(self, bound: float) -> Found | None:
+        """The split of least sum whose stages take at most `bound`; None if there is none."""
+        limit = bound * (1 + EXACT)
+        bands = self._bands(limit)
+        if bands is None:
+            return None
+        values, low = np.zeros(1), 0  # least(s - 1, i) for i = low, low + 1, ...
+        history = []
+        for rate, (start, stop) in zip(self.rates, bands, strict=True):
+            # Layers i..j-1 take done[j] - given[i]: allowed from the first i on that is late enough.
+            done = self.before[start:stop] / rate + self.cuts[start:stop]
+            given = self.before[low : low + len(values)] / rate
+            first = given.searchsorted(done - limit)
+            last = np.minimum(self.places[start:stop] - low, len(values))
+            offered = values - given
+            history.append((low, start, offered, first, last))
+            values, low = minima(offered, first, last) + done, start
+        if not values[-1] < math.inf:
+            return None
+        split, j = [], len(self.work)
+        for low, start, offered, first, last in reversed(history):
+            window = offered[first[j - start] : last[j - start]]
+            i = low + int(first[j - start]) + int(np.argmin(window))
+            split.append(j - i)
+            j = i
+        split.reverse()
+        ends = pairwise(accumulate(split, initial=0))
+        times = (
+            math.fsum(self.work[i:j]) / v + self.cut_list[j - 1] for (i, j), v in zip(ends, self.rates, strict=True)
+        )
+        return Found(tuple(split), tuple(times))
+
+    def _bands(self, bound: float) -> list[tuple[int, int]] | None:
+        """Where each stage can end, if cuts were free: range(start, stop); None if the layers do not fit."""
+        n, p = len(self.work), len(self.rates)
+        before = self.before
+        high, reach = [], 0
+        for s, rate in enumerate(self.rates):
+            furthest = before.searchsorted(before[reach] + bound * rate, side="right") - 1
+            reach = min(int(furthest), n - (p - 1 - s))
+            high.append(reach)
+        low, reach = [], n
+        for s in reversed(range(p)):
+            low.append(reach)
+            reach = max(int(before.searchsorted(before[reach] - bound * self.rates[s])), s)
+        low.reverse()
+        bands = [(a, b + 1) for a, b in zip(low, high, strict=True)]
+        return bands if all(a < b for a, b in bands) else None
+
+
+def minima(values: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+    """The least of values[first[k] : last[k]] for each k; infinite where that is empty.
+
+    Short runs are gone through. For long ones level d of a table has the least of each 2^d neighbours, and every run is
+    two of these, perhaps overlapping.
+    """
+    length = last - first
+    empty = length <= 0
+    if length.sum() <= LONG * len(length):
+        runs = np.empty(2 * len(first), dtype=np.intp)
+        runs[::2], runs[1::2] = first, last
+        found: np.ndarray = np.minimum.reduceat(np.append(values, np.inf), runs)[::2]
+        found[empty] = np.inf
+        return found
+    level = np.frexp(np.maximum(length, 1).astype(float))[1] - 1
+    table = np.full((int(level.max()) + 1, len(values)), np.inf)
+    table[0] = values
+    for d in range(1, len(table)):
+        half, size = 2 ** (d - 1), len(values) - 2**d + 1
+        np.minimum(table[d - 1, :size], table[d - 1, half : half + size], out=table[d, :size])
+    first, level, last = np.where(empty, 0, first), np.where(empty, 0, level), np.where(empty, 1, last)
+    found = np.minimum(table[level, first], table[level, last - 2**level])
+    return np.where(empty, np.inf, found)
