@@ -31,9 +31,6 @@ SETTINGS: dict[str, Any] = {
     "release": __version__,
     "extensions": ["myst_nb"],
     "nb_execution_mode": "off",
-    "nb_ipywidgets_js": {},  # from a network; pictures stand in for widgets
-    "nb_mime_priority_overrides": [("html", "image/png", 1)],
-    "myst_enable_extensions": [],  # (no $...$: formulas in the lessons are text)
     "myst_heading_anchors": 3,
     "suppress_warnings": ["myst.header"],  # solutions have a title, and then exercises
     "html_theme": "alabaster",
@@ -44,7 +41,7 @@ SETTINGS: dict[str, Any] = {
         "font_family": "system-ui, sans-serif",
         "head_font_family": "system-ui, sans-serif",
     },
-    "html_sidebars.**": ["about.html", "searchfield.html", "navigation.html"],
+    "html_sidebars": {"**": ["about.html", "searchfield.html", "navigation.html"]},
     "html_static_path": [str(Path(__file__).parent / "static")],
     "html_css_files": ["book.css"],
     "html_copy_source": False,
