@@ -81,7 +81,7 @@ def _lesson(path: Path) -> Lesson:
 def copy_lessons(target: Path) -> Copied:
     """The lessons as they are, with their outputs, to read and to work in; solutions beside them, as links expect."""
     home = folder()
-    pages = [home / "README.md", *sorted(home.glob(NAMES)), *sorted(home.glob(f"solutions/{NAMES}"))]
+    pages = [home / "README.md", *sorted(home.glob("*.ipynb")), *sorted(home.glob(f"solutions/{NAMES}"))]
     return _copied(target, ((path.relative_to(home), path.read_text(encoding="utf-8")) for path in pages))
 
 

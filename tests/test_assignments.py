@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -125,7 +126,7 @@ def test_the_form_of_the_solutions(solved: Path) -> None:
         assert "### BEGIN SOLUTION" in source(cells[answer])
         text = source(cells[check])
         assert text.index("verdict = exercise.check(") < text.index("\nprint(verdict)\nassert verdict")
-        assert "assert" in text.partition("### BEGIN HIDDEN TESTS")[2]
+        assert re.search(r"\bassert |verify\(", text.partition("### BEGIN HIDDEN TESTS")[2])
 
 
 def test_a_stub_can_be_run_and_is_not_passed(solved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,9 +31,6 @@ SETTINGS: dict[str, Any] = {
     "release": __version__,
     "extensions": ["myst_nb"],
     "nb_execution_mode": "off",
-    "nb_ipywidgets_js": {},  # from a network; pictures stand in for widgets
-    "nb_mime_priority_overrides": [("html", "image/png", 1)],
-    "myst_enable_extensions": [],  # (no $...$: formulas in the lessons are text)
     "myst_heading_anchors": 3,
     "suppress_warnings": ["myst.header"],  # solutions have a title, and then exercises
     "html_theme": "alabaster",
@@ -44,7 +41,7 @@ SETTINGS: dict[str, Any] = {
         "font_family": "system-ui, sans-serif",
         "head_font_family": "system-ui, sans-serif",
     },
-    "html_sidebars.**": ["about.html", "searchfield.html", "navigation.html"],
+    "html_sidebars": {"**": ["about.html", "searchfield.html", "navigation.html"]},
     "html_static_path": [str(Path(__file__).parent / "static")],
     "html_css_files": ["book.css"],
     "html_copy_source": False,
@@ -57,13 +54,13 @@ def build(target: Path, names: Sequence[str] = ()) -> None:
     """Write the site of these lessons (default: all, and their solutions) to a folder, which is emptied first."""
     lessons = sorted((ROOT / "lessons").glob(NAMES))
     chosen = [path for path in lessons if not names or path.name in names]
+    parts = [*chosen, *(path.parent / "solutions" / path.name for path in chosen)]
     with tempfile.TemporaryDirectory() as work:
         pages = Path(work) / "pages"
         (pages / "solutions").mkdir(parents=True)
-        for path in chosen:
-            for source in (path, path.parent / "solutions" / path.name):
-                page = pages / source.relative_to(ROOT / "lessons")
-                page.write_text(json.dumps(prepared(json.loads(source.read_text()), source)))
+        for path in parts:
+            notebook = prepared(json.loads(path.read_text()), path, parts)
+            (pages / path.relative_to(ROOT / "lessons")).write_text(json.dumps(notebook))
         for name in PAGES:
             shutil.copy(ROOT / name, pages)
         (pages / "solutions" / "index.md").write_text("# Solutions\n\n" + tree([path.stem for path in chosen]))
@@ -79,12 +76,12 @@ def build(target: Path, names: Sequence[str] = ()) -> None:
     shutil.rmtree(target / ".doctrees", ignore_errors=True)
 
 
-def prepared(notebook: dict[str, Any], path: Path) -> dict[str, Any]:
+def prepared(notebook: dict[str, Any], path: Path, pages: Sequence[Path]) -> dict[str, Any]:
     """A notebook for myst-nb: pictures with their alternative text, no live widgets, links within the site only."""
     notebook["metadata"]["language_info"]["pygments_lexer"] = "ipython3"
     for cell in notebook["cells"]:
         if cell["cell_type"] == "markdown":
-            cell["source"] = within("".join(cell["source"]), path)
+            cell["source"] = within("".join(cell["source"]), path, pages)
         for output in cell.get("outputs", ()):
             data = output.get("data", {})
             data.pop(WIDGET, None)
@@ -96,8 +93,8 @@ def prepared(notebook: dict[str, Any], path: Path) -> dict[str, Any]:
     return notebook
 
 
-def within(text: str, path: Path) -> str:
-    """Links to files of the repository that are no pages, as text."""
+def within(text: str, path: Path, pages: Sequence[Path]) -> str:
+    """Links to files of the repository that are no pages of the site, as text."""
 
     def link(found: re.Match[str]) -> str:
         words, target = found[1], found[2].partition("#")[0]
@@ -109,7 +106,7 @@ def within(text: str, path: Path) -> str:
         name = file.relative_to(ROOT).as_posix()
         if name in PAGES:
             return f"[{words}]({'../' * (path.parent.name == 'solutions')}{file.name})"
-        return found[0] if file.suffix == ".ipynb" else f"{words} (`{name}`)"
+        return found[0] if file in pages else f"{words} (`{name}`)"
 
     return re.sub(r"\[([^\]]+)\]\(([^)\s]+)\)", link, text)
 
@@ -118,7 +115,7 @@ def index(page: str, lessons: Sequence[Path]) -> str:
     """The first page: the lessons' own, and the order of all pages."""
     listed = {path.name for path in lessons}
     rows = [row for row in page.splitlines() if (m := re.search(r"\]\((\d\d_[^)]+)\)", row)) is None or m[1] in listed]
-    text = within("\n".join(rows), ROOT / "lessons" / "README.md")
+    text = within("\n".join(rows), ROOT / "lessons" / "README.md", lessons)
     further = ["solutions/index", *(Path(name).stem for name in PAGES)]
     return f"{text}\n\n{tree([path.stem for path in lessons], 'Lessons')}\n{tree(further, 'Further')}"
 
