@@ -29,6 +29,7 @@ NAMES = (
     "offload",
     "memory",
     "server",
+    "widgets",
 )
 
 PICTURES = ("comm",)  # those that draw

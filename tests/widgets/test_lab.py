@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -20,15 +19,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
-
+from tests.browsers import CHROMIUM, FLAGS, browser
 from tests.notebooks.refresh import tidy
 
-CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
-pytestmark = [pytest.mark.browser, pytest.mark.skipif(not os.path.exists(CHROMIUM), reason="needs Chromium")]
+pytestmark = browser
 ROOT = Path(__file__).parents[2]
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-quic", "--no-first-run",
-         "--disable-component-update"]  # fmt: skip
 WAIT = 60_000  # ms, for whatever is waited for: the machine may be slow
 
 
@@ -124,7 +119,8 @@ def code_cells(path: Path) -> list[dict[str, Any]]:
 
 
 def test_notebook_in_a_real_lab_without_network(tmp_path: Path) -> None:
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+    from playwright import sync_api as playwright
+
     notebook = tmp_path / "work" / "explorer.ipynb"
     notebook.parent.mkdir()
     source = json.loads((ROOT / "lessons" / "explorer.ipynb").read_text())
@@ -133,8 +129,8 @@ def test_notebook_in_a_real_lab_without_network(tmp_path: Path) -> None:
             cell["outputs"], cell["execution_count"] = [], None
     notebook.write_text(json.dumps(source))
     with lab(tmp_path) as address, playwright.sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        page = browser.new_page(viewport={"width": 1400, "height": 1000})
+        chromium = play.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        page = chromium.new_page(viewport={"width": 1400, "height": 1000})
         page.set_default_timeout(WAIT)
         playwright.expect.set_options(timeout=WAIT)
         seen = Watched(page)
@@ -193,4 +189,4 @@ def test_notebook_in_a_real_lab_without_network(tmp_path: Path) -> None:
         assert seen.outside == []
         # (ipywidgets' own manager does not expect a page without a kernel)
         assert [error for error in seen.errors if "jupyterlab-manager" not in error] == []
-        browser.close()
+        chromium.close()

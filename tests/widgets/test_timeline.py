@@ -268,12 +268,22 @@ def test_large_traces_get_their_details_when_asked(monkeypatch: pytest.MonkeyPat
     assert widget.about["later"]
     widget._asked(None, {"want": "details"}, None)
     assert widget.more["names"]
+    assert "peak memory 4 activations" in widget.summary()
+
+    monkeypatch.setattr("minipar_widgets.timeline.LARGE", 15)
+    large = Timeline(FOUR)
+    assert large.rows()[0] == ["trace", "rank", "busy", "idle"]
+    line, picture = large.summary(), large.picture()
+    assert line.endswith("164 instructions, time 37, bubble 35.1% of total (54.2% of ideal)")
+    large.find_details()
+    assert len(large.table[0]) == 8  # with why ranks are idle, and their memory
+    assert (large.summary(), large.picture()) == (line, picture)  # whether or not the page has asked
+
     monkeypatch.setattr("minipar_widgets.timeline.MANY", 20)
     light = Timeline(FOUR)
     light.find_details()
     assert light.more == {}
-    assert "164 instructions" in light.summary()
-    assert light.rows()[0] == ["trace", "rank", "busy", "idle"]
+    assert "164 events: texts" in light.caption()
     assert Image.open(io.BytesIO(light.picture())).width == 1000
 
 

@@ -17,6 +17,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,8 @@ KINDS = (
     "message", "receive", "collective", "copy",
 )  # fmt: skip
 CODES = {kind: code for code, kind in enumerate(KINDS)}
-_CODE_OF = {op: CODES[captions.kind_of(Instruction(op, (), -1, 0))] for op in Op}
+_CODE_OF = {id(op): CODES[captions.kind_of(Instruction(op, (), -1, 0))] for op in Op}  # by id: hashing an Op is slow
+_OP, _MICROBATCH, _STREAM = itemgetter(0), itemgetter(2), itemgetter(7)
 _PLAIN = frozenset(COMPUTE)
 RECEIVE = CODES["receive"]
 MOST = 2_000_000  # events; more are refused
@@ -101,11 +103,14 @@ def columns(traces: Sequence[Trace]) -> Columns:
                 continue
             start = (np.asarray(trace.starts[rank], float) - first) * scale
             end = (np.asarray(trace.ends[rank], float) - first) * scale
-            kind = np.array([_CODE_OF[ins[0]] for ins in row], np.uint8)
-            number = np.array([ins[2] if ins[0] is not Op.REDUCE else ins[1][0] for ins in row], np.int32)
+            kind = np.array([*map(_CODE_OF.__getitem__, map(id, map(_OP, row)))], np.uint8)
+            number = np.array([*map(_MICROBATCH, row)], np.int32)
+            for k in np.flatnonzero(kind == CODES["reduce"]).tolist():
+                number[k] = captions.number_of(row[k])
             start = np.where(kind == RECEIVE, end, start)
-            streams: dict[str, int] = {"compute": 0}
-            stream = np.array([streams.setdefault(ins[7], len(streams)) for ins in row], np.int32)
+            named = [*map(_STREAM, row)]
+            streams = {name: k for k, name in enumerate(dict.fromkeys(["compute", *named]))}
+            stream = np.array([*map(streams.__getitem__, named)], np.int32)
             order = np.lexsort((start, stream))
             edges = np.searchsorted(stream[order], np.arange(len(streams) + 1))
             for name, k in streams.items():

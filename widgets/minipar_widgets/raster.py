@@ -106,7 +106,7 @@ def rows(lanes: Sequence[Any], ranks: int) -> tuple[list[Row], int]:
 def raster(timeline: Timeline, dark: bool = False) -> bytes:
     """The whole of a timeline as a PNG."""
     look = paper(dark)
-    found, about, more = timeline.columns, timeline.about, timeline.found
+    found, about, more = timeline.columns, timeline.about, None if timeline.about["large"] else timeline.found
     wide = WIDTH - LEFT - RIGHT
     span = about["span"] or 1.0
     lines = [part for line in timeline.caption().splitlines() for part in textwrap.wrap(line, 150)]
@@ -179,7 +179,7 @@ def _paint(pixels: np.ndarray, timeline: Timeline, row: Row, top: int, span: flo
         for p, q, code in zip(a, np.minimum(b, wide), kind, strict=True):
             if q - p >= 4:
                 area[[0, -1], p:q] = area[:, [p, q - 1]] = edges[code]
-    if row.strip and timeline.found:
+    if row.strip and timeline.found and not timeline.about["large"]:
         arrays, facts = timeline.found
         first, last = next(one[2:] for one in facts["idle"] if one[:2] == [lane.trace, lane.rank])
         starts, lengths, kinds = (arrays[f"idle_{key}"][first:last] for key in ("start", "length", "kind"))

@@ -19,6 +19,7 @@ from minipar_widgets.packing import pack
 from minipar_widgets.raster import raster
 
 AT_ONCE = 3_000  # events whose details are found before the first picture; of more the page asks for them after it
+LARGE = 30_000  # events; of more the words and the static picture leave out memory, which takes seconds to find
 MANY = 300_000  # events; of more there are no texts, causes, idle times and memory curves
 
 
@@ -96,7 +97,7 @@ class Timeline(View):
         shown = np.bincount(found.kind, minlength=len(KINDS))
         arrays = {key: getattr(found, key) for key in ("start", "length", "kind", "number", "index")}
         self.data, layout = pack(arrays)
-        light = len(found) > MANY
+        large, light = len(found) > LARGE, len(found) > MANY
         unit = 2**20 if self.traces[0].unit == "bytes" else 1
         self.about = {
             "layout": layout,
@@ -106,13 +107,15 @@ class Timeline(View):
             "traces": captions.names(self.traces),
             "same": self.same,
             "span": max(t.time for t in self.traces) * clock.scale,
+            "spans": [t.time * clock.scale for t in self.traces],
             "ranks": len(self.traces[0].program.ranks),
             "lanes": [[lane.trace, lane.rank, lane.stream, lane.first, lane.last] for lane in found.lanes],
+            "large": large,
             "light": light,
             "later": not light and len(found) > AT_ONCE,
-            "highest": 0 if light else self._highest(),
+            "highest": 0 if large else self._highest(),
             "capacity": self.capacity / unit if self.capacity else 0,
-            "memory": not light and any(max(trace.peak_memory()) for trace in self.traces),
+            "memory": not light and (large or any(max(trace.peak_memory()) for trace in self.traces)),
         }
 
     def _highest(self) -> int:
@@ -127,8 +130,10 @@ class Timeline(View):
         self.found = arrays, facts = details(self.columns, self.about["memory"])
         with self.hold_sync():
             data, layout = pack(arrays)
-            self.more = {**facts, "layout": layout}
+            self.more = {**facts, "layout": layout, "highest": self._highest()}
             self.details = data
+            if self.about["large"]:
+                self.table = self.rows()  # with why ranks are idle, and their memory
 
     def _asked(self, _: Any, content: Any, __: Any) -> None:
         if content.get("want") == "details":
@@ -141,7 +146,7 @@ class Timeline(View):
     # words and picture -----------------------------------------------------------------------------------------------
 
     def summary(self) -> str:
-        if not self.about["light"]:
+        if not self.about["large"]:
             return "; ".join(trace.summary() for trace in self.traces)
         return "; ".join(
             f"{t.kind} trace: {len(t.program.ranks)} ranks, {len(t.program)} instructions, {_times(t)}"
@@ -151,25 +156,26 @@ class Timeline(View):
     def caption(self) -> str:
         lines = []
         for trace, name in zip(self.traces, captions.names(self.traces), strict=True):
-            if self.about["light"]:
-                note = f"{len(trace.program):,} events: memory and texts are shown of up to {MANY:,}"
-                lines.append(f"{name}: {_times(trace)} · {note}")
+            if self.about["large"]:
+                note = f" · {len(trace.program):,} events: texts, causes and memory are shown of up to {MANY:,}"
+                lines.append(f"{name}: {_times(trace)}{note if self.about['light'] else ''}")
             else:
                 lines.append(f"{name}: {captions.facts(trace)}")
             lines += [trace.note] if trace.note else []
         return "\n".join(lines)
 
     def rows(self) -> list[list[str]]:
-        """Per rank and trace: busy and idle time, why it was idle, peak memory."""
-        light = self.about["light"]
-        idle = [] if light else [f"idle: {reason}" for reason in REASONS]
-        rows = [["trace", "rank", "busy", "idle", *idle, *([] if light else ["peak memory"])]]
+        """Per rank and trace: busy and idle time, why it was idle, peak memory. (Of large traces if it was found.)"""
+        whole = not self.about["large"] or self.found is not None
+        idle = [f"idle: {reason}" for reason in REASONS] if whole else []
+        rows = [["trace", "rank", "busy", "idle", *idle, *(["peak memory"] if whole else [])]]
         for trace, name in zip(self.traces, captions.names(self.traces), strict=True):
+            peaks = trace.peak_memory() if whole else []
             for rank, busy in enumerate(trace.busy):
                 row = [name, str(rank), captions.duration(trace, busy), f"{captions.idle(trace, rank):.1%}"]
-                if not light:
+                if whole:
                     row += [captions.duration(trace, part) for part in idle_split(trace, rank).values()]
-                    row.append(captions.amount(trace, trace.peak_memory()[rank]))
+                    row.append(captions.amount(trace, peaks[rank]))
                 rows.append(row)
         return rows
 
@@ -180,7 +186,8 @@ class Timeline(View):
         return Comparison(self.traces[1], self.traces[0]).table(limit)
 
     def picture(self, dark: bool = False) -> bytes:
-        self.find_details()
+        if not self.about["large"]:
+            self.find_details()
         return raster(self, dark)
 
 

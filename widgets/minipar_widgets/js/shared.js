@@ -269,7 +269,7 @@ export function frame(model, el, { name, height, draw, keys = {}, canvas = true,
   const problem = make("div", { class: "mp-problem", role: "alert", hidden: true });
   const tipbox = make("div", { class: "mp-tip", hidden: true });
   const root = make("div", { class: "minipar", "data-lm-suppress-shortcuts": "true" }, toolbar, problem, stage, readout, caption, holder);
-  const surface = canvas ? make("canvas", { tabindex: 0, role: "application", "aria-roledescription": name }) : null;
+  const surface = canvas ? make("canvas", { tabindex: 0, role: "application" }) : null;
   if (surface) stage.append(surface);
   stage.append(tipbox);
   el.append(root);

@@ -32,7 +32,7 @@ function render({ model, el }) {
     rank = about.highest;
     chosen = over = -1;
     cursor = brush = share = worst = null;
-    asked = false;
+    asked = clearTimeout(asked);
     past = [];
     enrich();
   }
@@ -40,6 +40,7 @@ function render({ model, el }) {
     const given = model.get("more");
     more = given.names && about.lanes ? { ...given, ...unpack(model.get("details"), given.layout) } : null;
     after = null;
+    if (more && !rank) rank = more.highest;
     if (view) redraw();
   }
 
@@ -107,7 +108,7 @@ function render({ model, el }) {
     return traces.map((name, trace) => {
       let busy = 0;
       for (const lane of strips) if (lane[0] === trace && lane[2] === "compute") busy += within(lane, a, b);
-      const whole = about.ranks * (b - a), part = (x) => `${(100 * x).toFixed(1)}%`;
+      const whole = about.ranks * Math.max(0, Math.min(b, about.spans[trace]) - a), part = (x) => `${(100 * x || 0).toFixed(1)}%`;
       return `${name}: bubble ${part(1 - busy / whole)} of total, ${busy ? part(whole / busy - 1) : "all"} of ideal`;
     }).join("; ");
   }
@@ -157,10 +158,10 @@ function render({ model, el }) {
     let until = -1;
     for (const lane of plan.$rows) {
       if (!lane.$main || lane.$y < until) continue;
-      const y = lane.$y + Math.max(6, lane.$tall / 2), busy = filled(begins, takes, lane.$first, lane.$last, t0, t1) / (t1 - t0);
+      const y = lane.$y + Math.max(6, lane.$tall / 2), end = Math.min(t1, about.spans[lane.$trace]), busy = filled(begins, takes, lane.$first, lane.$last, t0, end) / (end - t0);
       const second = two() && lane.$trace && lane.$tall >= 10, mine = lane.$rank === rank;
       drawText(ctx, second ? `  ${traces[1]}` : `rank ${lane.$rank}`, 4, y, mine ? look.focus : look.ink, "left", 11, mine ? "bold " : "");
-      if (lane.$tall >= 6) drawText(ctx, `${Math.round(100 * Math.max(0, 1 - busy))}% idle`, full - 2, y, look.muted, "right");
+      if (lane.$tall >= 6 && end > t0) drawText(ctx, `${Math.round(100 * Math.max(0, 1 - busy))}% idle`, full - 2, y, look.muted, "right");
       until = lane.$y + Math.max(13, lane.$tall);
     }
   }
@@ -236,8 +237,7 @@ function render({ model, el }) {
     if (plan.$memory && more?.memory) drawMemory(ctx, area(full), look, plan, t0, t1, more, about, rank);
     overlays(ctx, full, look);
     if (about.later && !more && !asked) {
-      asked = true;
-      model.send({ want: "details" });
+      asked = setTimeout(() => model.send({ want: "details" }), 250);
     }
   }
 
@@ -332,7 +332,7 @@ function render({ model, el }) {
     },
     keys: {
       "ArrowLeft": () => pan(-0.15), "ArrowRight": () => pan(0.15), "ArrowUp": () => turn(-1), "ArrowDown": () => turn(1),
-      "+": () => zoom(0.6), "=": () => zoom(0.6), "-": () => zoom(1 / 0.6), "Home": whole,
+      "+": () => zoom(0.6), "-": () => zoom(1 / 0.6), "Home": whole,
       "Tab": () => next(1), "Shift+Tab": () => next(-1), "Backspace": () => past.length && show(...past.pop(), false),
       "Enter": () => chosen >= 0 && show(begins[chosen] - takes[chosen], begins[chosen] + 2 * takes[chosen]),
       "Escape"() {
@@ -355,10 +355,10 @@ function render({ model, el }) {
   view.button("+", "zoom in (+)", () => zoom(0.6));
   view.button("−", "zoom out (-)", () => zoom(1 / 0.6));
   view.button("all", "show all (Home)", whole);
-  const critical = toggle("critical path", "what the makespan consists of (c)", () => (along = !along), false);
+  const critical = toggle("critical path", "what the time consists of (c)", () => (along = !along), false);
   const all = toggle("messages", "arrows from send to receive (m)", () => (arrows = !arrows), false);
-  const lanes = toggle("streams", "lanes besides compute (s)", () => (streams = !streams), true);
-  if (about.same) view.button("differences", "the next largest difference (d)", difference);
+  const lanes = toggle("streams", "more lanes (s)", () => (streams = !streams), true);
+  if (about.same) view.button("differences", "largest first (d)", difference);
 
   // pointer -------------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,237 @@
+"""The timeline as people use it, in a real Chromium on its offline page: pointer, keys, files, problems."""
+
+from __future__ import annotations
+
+import io
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from minipar import Plan, simulate
+from minipar_widgets import Timeline
+from tests.browsers import CHROMIUM, FLAGS, browser
+
+pytestmark = browser
+
+PROGRAM = Plan(pp=4, microbatches=8).compile(layers=8)
+FOUR = simulate(PROGRAM, latency=0.25)
+SLOWER = simulate(PROGRAM, forward=1.25, backward=2.0, latency=0.25, stage_factors=(1, 1.3, 1, 1))
+
+
+class Page:
+    """A page with one timeline, and what went wrong or out of it."""
+
+    def __init__(self, page: Any, path: Path) -> None:
+        self.page = page
+        self.outside: list[str] = []
+        self.errors: list[str] = []
+        page.on("request", lambda r: self.outside.append(r.url) if r.url.startswith("http") else None)
+        page.on("pageerror", lambda e: self.errors.append(str(e)))
+        page.on("console", lambda m: self.errors.append(m.text) if m.type == "error" else None)
+        page.goto(path.as_uri())
+        page.wait_for_selector(".minipar")
+
+    def settle(self) -> None:
+        """Wait until what was asked for is drawn: two frames."""
+        self.page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+    def pixels(self) -> np.ndarray:
+        self.settle()
+        shot = self.page.locator("canvas").screenshot()
+        return np.asarray(Image.open(io.BytesIO(shot)).convert("RGB")).astype(int)
+
+    def press(self, *keys: str) -> None:
+        for key in keys:
+            self.page.keyboard.press(key)
+        self.settle()
+
+    def readout(self) -> str:
+        self.settle()
+        return str(self.page.locator(".mp-readout").inner_text())
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as play:
+        found = play.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def opened(chromium: Any, tmp_path: Path) -> Iterator[Any]:
+    contexts = []
+
+    def open_page(widget: Any, dark: bool = False, width: int = 1100) -> Page:
+        path = tmp_path / "page.html"
+        widget.to_html(path)
+        context = chromium.new_context(
+            viewport={"width": width, "height": 900}, color_scheme="dark" if dark else "light", accept_downloads=True
+        )
+        contexts.append(context)
+        return Page(context.new_page(), path)
+
+    yield open_page
+    for context in contexts:
+        context.close()
+
+
+def _share(pixels: np.ndarray, colour: str) -> float:
+    rgb = [int(colour[k : k + 2], 16) for k in (1, 3, 5)]
+    return float((abs(pixels - rgb).sum(2) < 30).mean())
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [420, 1100])
+def test_page_draws_without_a_network(opened: Any, dark: bool, width: int) -> None:
+    one = opened(Timeline(FOUR), dark, width)
+    pixels = one.pixels()
+    assert 0.01 < _share(pixels, "#0072B2") < _share(pixels, "#E69F00") < 0.5
+    assert (np.median(pixels) < 60) == dark
+    assert one.page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page scrolls sideways"
+    assert one.outside == []
+    assert one.errors == []
+
+
+def test_pointer_tells_what_is_under_it(opened: Any) -> None:
+    one = opened(Timeline(SLOWER, FOUR))
+    canvas = one.page.locator("canvas").bounding_box()
+    before = one.pixels()
+    one.page.mouse.move(canvas["x"] + 90, canvas["y"] + 55)
+    one.settle()
+    tip = one.page.locator(".mp-tip").inner_text()
+    assert "rank 0 · F 0:2 mb0" in tip
+    assert "first 1, second 1.25: +0.25" in tip
+    assert abs(one.pixels() - before).sum() > 0  # what it depends on is marked
+    one.page.mouse.move(canvas["x"] + 400, canvas["y"] + canvas["height"] - 60)
+    one.settle()
+    assert "rank 0 holds 4 activations" in one.page.locator(".mp-tip").inner_text()
+    assert "live: saved" in one.page.locator(".mp-tip").inner_text()
+    assert one.errors == []
+
+
+def test_keys_zoom_walk_and_leave(opened: Any) -> None:
+    one = opened(Timeline(FOUR))
+    one.page.locator("canvas").focus()
+    whole = one.pixels()
+    one.press("+", "+", "ArrowRight")
+    zoomed = one.pixels()
+    assert abs(zoomed - whole).sum() > 0
+    one.press("Home")
+    assert abs(one.pixels() - whole).mean() < 0.01
+    one.press("Tab")
+    assert "rank 0, F 0:2 mb0" in one.readout().replace(" · ", ", ")
+    one.press("Tab")
+    assert "mb1" in one.readout()
+    one.press("Shift+Tab")
+    assert "mb0" in one.readout()
+    one.press("ArrowDown", "Tab")
+    assert "rank 1" in one.readout()
+    assert one.page.evaluate("document.activeElement.tagName") == "CANVAS"
+    one.press("Escape", "Tab")
+    assert one.page.evaluate("document.activeElement.tagName") != "CANVAS"
+    assert one.page.locator("canvas").get_attribute("aria-label").startswith("predicted trace: 4 ranks")
+    assert one.errors == []
+
+
+def test_drag_selects_a_window_and_says_its_bubble(opened: Any) -> None:
+    one = opened(Timeline(FOUR))
+    whole = one.pixels()
+    canvas = one.page.locator("canvas").bounding_box()
+    one.page.mouse.move(canvas["x"] + 200, canvas["y"] + 90)
+    one.page.mouse.down()
+    one.page.mouse.move(canvas["x"] + 600, canvas["y"] + 90, steps=4)
+    assert "bubble" in one.readout()
+    assert "of total" in one.readout()
+    assert "of ideal" in one.readout()
+    one.page.mouse.up()
+    assert abs(one.pixels() - whole).sum() > 0
+    one.page.mouse.dblclick(canvas["x"] + 400, canvas["y"] + 90)
+    one.page.mouse.move(5, 5)
+    one.page.locator("canvas").focus()
+    one.press("Escape")
+    assert one.errors == []
+
+
+def test_playback_steps_through_the_program(opened: Any) -> None:
+    one = opened(Timeline(FOUR))
+    one.page.locator("canvas").focus()
+    one.press(".")
+    assert "at 1: rank 0 F 0:2 mb1, rank 1 idle (fill)" in one.readout()
+    one.press(".", ".")
+    assert "rank 1 F 2:4 mb" in one.readout()
+    one.press(",", ",")
+    assert "at 1:" in one.readout()
+    one.press(" ")
+    one.page.wait_for_function("document.querySelector('.mp-readout').textContent.includes('rank 3 F')", timeout=30_000)
+    one.press(" ")
+    assert one.page.get_by_role("button", name="play").get_attribute("aria-pressed") == "false"
+    assert one.errors == []
+
+
+def test_buttons_mark_the_critical_path_and_messages(opened: Any) -> None:
+    one = opened(Timeline(SLOWER, FOUR))
+    plain = one.pixels()
+    one.page.get_by_text("critical path").click()
+    path = one.pixels()
+    assert abs(path - plain).sum() > 0
+    one.page.get_by_text("messages").click()
+    assert abs(one.pixels() - path).sum() > 0
+    one.page.get_by_text("streams").click()
+    assert one.page.locator("canvas").bounding_box()["height"] > 0
+    one.page.get_by_text("differences").click()
+    assert "second" in one.readout()
+    one.page.get_by_text("table").click()
+    assert one.page.locator(".mp-table tr").count() == 9
+    assert one.errors == []
+
+
+def test_pictures_are_saved(opened: Any, tmp_path: Path) -> None:
+    one = opened(Timeline(FOUR))
+    for name in ("PNG", "SVG"):
+        with one.page.expect_download() as got:
+            one.page.get_by_role("button", name=f"save {name}").click()
+        got.value.save_as(tmp_path / name)
+    assert Image.open(tmp_path / "PNG").width > 1500  # twice as fine
+    root = ET.fromstring((tmp_path / "SVG").read_text())
+    texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert "rank 3" in texts
+    assert "B7" in texts
+    assert one.errors == []
+
+
+def test_problems_are_words_in_the_widgets_place(opened: Any) -> None:
+    one = opened(Timeline("nothing"))  # type: ignore[arg-type]
+    assert "Timeline shows a Trace, not str" in one.page.locator(".mp-problem").inner_text()
+    assert not one.page.locator("canvas").is_visible()
+    assert one.errors == []
+
+
+def test_many_events_are_redrawn_in_time(opened: Any) -> None:
+    one = opened(Timeline(simulate(Plan(pp=16, microbatches=128).compile(layers=16))))  # 12 000 events
+    one.page.locator("canvas").focus()
+    times = one.page.evaluate(REDRAWS, ["ArrowRight", 20])
+    assert sorted(times)[10] < 150, times  # ms; benchmarks/widgets.py has the real budget
+    assert one.errors == []
+
+
+#: Milliseconds of each redraw: between two frame callbacks, one asked for before the widget's and one after it.
+REDRAWS = """async ([key, count]) => {
+  const canvas = document.querySelector("canvas"), times = [];
+  for (let k = 0; k < count; k++) {
+    times.push(await new Promise((done) => {
+      let begun;
+      requestAnimationFrame(() => (begun = performance.now()));
+      canvas.dispatchEvent(new KeyboardEvent("keydown", { key: k % 2 ? key : "+", bubbles: true }));
+      requestAnimationFrame(() => done(performance.now() - begun));
+    }));
+  }
+  return times;
+}"""
