@@ -32,11 +32,11 @@ def test_tape_is_the_program_s(word: str, layers: Layers) -> None:
     assert [(move.op, move.layer) for move in tape(layers, word).moves] == ran
 
 
-@pytest.mark.parametrize("word", WORDS)
-def test_memory_is_what_is_alive(word: str) -> None:
+@pytest.mark.parametrize(("saved", "word"), [*((2, word) for word in WORDS), (1, "5B"), (1, "4B")])
+def test_memory_is_what_is_alive(saved: int, word: str) -> None:
     """Outputs, saved values and the gradient on its way, added up by their lives."""
-    layers = Layers(16, saved=2)
-    one = tape(layers, word)
+    one = tape(Layers(16, saved), word)
+    assert word not in ("5B", "4B") or any(m.op is Op.RECOMPUTE and m.drops for m in one.moves)
     chain = one.chain
     for k, (move, level) in enumerate(zip(one.moves, one.levels, strict=True)):
         alive = [life for life in one.lives if life.first <= k < life.last]

@@ -138,3 +138,14 @@ def test_every_way_of_showing() -> None:
     page = player.to_html()
     assert len(page) < 60_000
     assert "halving-doubling" in page
+
+
+def test_static_pictures_have_no_sign_that_the_font_lacks() -> None:
+    """Pillow's own font draws a box for what it has no sign for."""
+    from minipar_widgets import sketch, words
+
+    said = CollectivePlayer().caption() + "".join(sketch._SIGNS.values())  # type: ignore[arg-type]
+    box = words.font(12).getmask("\N{SNOWMAN}").getbbox(), bytes(words.font(12).getmask("\N{SNOWMAN}"))
+    for sign in {*said.translate(sketch._SIGNS), *"×÷Σ→≤√µ".translate(sketch._SIGNS)} - {" ", "\n"}:
+        mask = words.font(12).getmask(sign)
+        assert (mask.getbbox(), bytes(mask)) != box, sign

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -13,7 +14,7 @@ from minipar_widgets import words
 FINE = 2  # drawn so much larger, so that slanted lines are smooth
 Point = tuple[float, float]
 # What Pillow's own font, which is the same on every machine, has no signs for.
-_SIGNS = str.maketrans({"×": "x", "÷": "/", "Σ": "sum of", "→": "->", "≤": "<=", "√": "sqrt ", "′": "'"})
+_SIGNS = str.maketrans({"×": "x", "÷": "/", "Σ": "sum of", "→": "->", "≤": "<=", "√": "sqrt ", "µ": "u"})
 
 
 class Sketch:
@@ -35,7 +36,7 @@ class Sketch:
         if face:
             self._draw.rectangle(box, fill=face)
         if mark and face:
-            self._hatch(box, edge or shade(face, -0.4), mark)
+            self._hatch(box, shade(face, -0.45), mark)
         if edge:
             self._draw.rectangle(box, outline=edge, width=FINE)
 
@@ -73,9 +74,9 @@ class Sketch:
 
     def text(self, x: float, y: float, text: str, ink: str = "", size: float = 12, anchor: str = "lm") -> None:
         """Words whose left (l), middle (m) or right (r) edge, and middle (m) or top (t), is at the point."""
-        font = words.font(FINE * size)
+        font, at = words.font(FINE * size), (FINE * x, FINE * y)
         self._draw.text(
-            (FINE * x, FINE * y), text, fill=ink or self.look.ink, font=font, anchor=anchor.replace("t", "a")
+            at, text.translate(_SIGNS), fill=ink or self.look.ink, font=font, anchor=anchor.replace("t", "a")
         )
 
     def measure(self, text: str, size: float = 12) -> float:
@@ -89,7 +90,11 @@ class Sketch:
         return text
 
     def png(self) -> bytes:
-        return words.png(self._image.resize((self.width, self.height), Image.Resampling.LANCZOS))
+        small = self._image.resize((self.width, self.height), Image.Resampling.LANCZOS)
+        file = io.BytesIO()
+        # Few colours make a small file; the widest choice of them keeps those of small things.
+        small.quantize(160, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(file, "png")
+        return file.getvalue()
 
 
 def shade(colour: str, by: float) -> str:

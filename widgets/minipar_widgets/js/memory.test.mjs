@@ -34,4 +34,5 @@ test("long formulas are broken at blanks, and nothing is lost", () => {
     for (const line of found) assert.ok(ctx.measureText(line).width <= width || !line.includes(" "), line);
   }
   assert.equal(lines(ctx, text, 1000).length, 1);
+  assert.deepEqual(lines(ctx, "39,321,600 ÷ 8", 10), ["39,321,600", "÷", "8"]);
 });

@@ -183,7 +183,7 @@ function render({ model, el }) {
         stroke(ctx, hue(k), k === worker ? 3 : 1.6, k % 2 ? [7, 2] : [], [at(pull1), line], [at(end), line]);
         if (update < 0) words(ctx, "✕", at(end), line, look.warn, "center", 10);
         else if (late) stroke(ctx, hue(k), 1, [2, 2], [at(end), line], [at(end), y(update)]);
-        if (late && at(end) - at(pull1) > 16) words(ctx, String(late), at(end) - 3, (line + y(update)) / 2, hue(k), "right", 10);
+        if (late && at(end) - at(pull1) > 30) words(ctx, String(late), at(end) - 3, (line + y(update)) / 2, hue(k), "right", 10);
       }
     });
     const points = [[at(from), y(low)]];
