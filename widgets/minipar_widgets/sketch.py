@@ -13,7 +13,9 @@ from minipar_widgets import words
 FINE = 2  # drawn so much larger, so that slanted lines are smooth
 Point = tuple[float, float]
 # What Pillow's own font, which is the same on every machine, has no signs for.
-_SIGNS = str.maketrans({"×": "x", "÷": "/", "Σ": "sum of", "→": "->", "≤": "<=", "√": "sqrt ", "′": "'"})
+_SIGNS = str.maketrans(
+    {"µ": "u", "–": "-", "−": "-", "×": "x", "÷": "/", "Σ": "sum of", "→": "->", "≤": "<=", "√": "sqrt ", "′": "'"}
+)
 
 
 class Sketch:
@@ -75,7 +77,11 @@ class Sketch:
         """Words whose left (l), middle (m) or right (r) edge, and middle (m) or top (t), is at the point."""
         font = words.font(FINE * size)
         self._draw.text(
-            (FINE * x, FINE * y), text, fill=ink or self.look.ink, font=font, anchor=anchor.replace("t", "a")
+            (FINE * x, FINE * y),
+            text.translate(_SIGNS),
+            fill=ink or self.look.ink,
+            font=font,
+            anchor=anchor.replace("t", "a"),
         )
 
     def measure(self, text: str, size: float = 12) -> float:
