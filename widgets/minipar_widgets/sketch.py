@@ -14,7 +14,9 @@ from minipar_widgets import words
 FINE = 2  # drawn so much larger, so that slanted lines are smooth
 Point = tuple[float, float]
 # What Pillow's own font, which is the same on every machine, has no signs for.
-_SIGNS = str.maketrans({"×": "x", "÷": "/", "Σ": "sum of", "→": "->", "≤": "<=", "√": "sqrt ", "µ": "u"})
+_SIGNS = str.maketrans(
+    {"µ": "u", "–": "-", "−": "-", "×": "x", "÷": "/", "Σ": "sum of", "→": "->", "≤": "<=", "√": "sqrt ", "′": "'"}
+)
 
 
 class Sketch:
