@@ -119,16 +119,23 @@ class Comparison:
         lines += ["<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows]
         return "<table>" + "".join(lines) + "</table>"
 
-    def plot(self, width: float = 8) -> Figure:
+    def plot(self, width: float = 10) -> Figure:
         """The best time so far over calls of the simulator, for each search; the dynamic program as a line."""
         from minipar.sheet import MUTED, picture
 
-        colours = {"learned policy": "#CC79A7", "hill climbing": "#009E73", "random search": "#56B4E9"}
-        figure: Any = picture()(figsize=(width, 0.5 * width), layout="constrained")
+        looks = {
+            "learned policy": ("#CC79A7", "s"),
+            "hill climbing": ("#009E73", "o"),
+            "random search": ("#56B4E9", "^"),
+        }
+        figure: Any = picture()(figsize=(width, 0.42 * width), layout="constrained")
         axes = figure.add_subplot()
         for one in self.found:
-            if one.method in colours:
-                axes.plot(range(1, len(one.curve) + 1), one.curve, color=colours[one.method], label=one.method)
+            if one.method in looks:
+                colour, marker = looks[one.method]
+                marked = [k for k in (0, 9, 99, len(one.curve) - 1) if k < len(one.curve)]
+                calls = range(1, len(one.curve) + 1)
+                axes.plot(calls, one.curve, color=colour, label=one.method, marker=marker, markevery=marked)
             else:
                 axes.axhline(one.time, color="#E69F00", linestyle="--", label=f"{one.method} (no search)")
         axes.axhline(self.ideal, color=MUTED, linestyle=":", label="ideal: work divided evenly, messages free")
@@ -137,7 +144,7 @@ class Comparison:
         axes.set_ylabel("step time of the best placement so far")
         nodes = len(self.graph.costs)
         axes.set_title(f"{nodes} nodes on {self.ranks} ranks, {self.microbatches} micro-batches")
-        axes.legend(frameon=False)
+        figure.legend(loc="outside right upper", frameon=False)
         figure.alt = "; ".join(f"{f.method} {f.time:.1f}" for f in self.found)
         return figure
 
