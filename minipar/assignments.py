@@ -111,10 +111,16 @@ def with_exercises(lesson: Notebook, solutions: Notebook) -> Notebook:
 def with_install(lesson: Notebook) -> Notebook:
     """A lesson with the cell that installs minipar where it is missing, after the title. Elsewhere it does nothing."""
     metadata = {"jupyter": {"source_hidden": True}, "tags": ["remove-cell"]}  # (the tag is for the book)
-    cell = {"cell_type": "code", "id": "install", "metadata": metadata, "execution_count": None, "outputs": []}
+    cell: dict[str, Any] = {
+        "cell_type": "code",
+        "id": "install",
+        "metadata": metadata,
+        "execution_count": None,
+        "outputs": [],
+    }
     title, *others = lesson["cells"]
     others = [one for one in others if one["id"] != "install"]
-    had = next((one for one in lesson["cells"] if one["id"] == "install"), {})
+    had: dict[str, Any] = next((one for one in lesson["cells"] if one["id"] == "install"), {})
     found = {"execution_count": had["execution_count"]} if had else {}
     return {**lesson, "cells": [title, {**cell, "source": INSTALL.splitlines(keepends=True), **found}, *others]}
 
