@@ -325,9 +325,9 @@ class Compute:
         """The gradient of what an instruction hands on, the sum of all readers'; None of the last layer."""
         out = self.program.wiring.out[ins.layers[-1]]
         found = [live[grad_output(e, ins.microbatch, ins.step)] for e in out]
-        return (
-            [reduce(torch.add, parts) for parts in zip(*found, strict=True)] if len(out) > 1 else (found or [None])[0]
-        )
+        if len(out) > 1:
+            return [reduce(torch.add, parts) for parts in zip(*found, strict=True)]
+        return found[0] if found else None
 
     def _hand_back(self, ins: Instruction, given: Any, received: list[Tensor] | None, live: dict[Value, Any]) -> None:
         """The gradients of an instruction's inputs, each to the layer that it is from."""

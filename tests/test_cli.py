@@ -45,6 +45,16 @@ def test_simulate_stage_factors_and_halves(capsys):
     assert found["time"] == 1 + 9 + 18 + 2
 
 
+def test_simulate_takes_the_layers_of_a_model(capsys):
+    words = ("simulate", "pp=4 place=branches schedule=looped-bfs microbatches=2", "--model", "branchy")
+    found = data(capsys, *words)
+    # In each of two blocks rank 0 sends to three ranks and gets three answers; and the same backward.
+    assert found["messages_per_microbatch"] == 2 * 2 * 6
+    assert data(capsys, "simulate", "pp=2", "--model", "gpt-tiny")["time"] == 6
+    code, _, err = call(capsys, "simulate", "pp=4 place=0,1,2", "--model", "branchy")
+    assert (code, err) == (2, "minipar: place=0,1,2: puts no layer on rank 3; possible is pp=3, or another place\n")
+
+
 def test_simulate_reads_well(capsys):
     code, out, _ = call(capsys, "simulate", "pp=2 microbatches=2", "--layers", "2")
     assert code == 0

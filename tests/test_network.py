@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from minipar import Plan, train
+from minipar.comm.links import Links
 from minipar.costs.profiler import profile, shape_of
 from minipar.errors import MiniparError, PlanError
 from minipar.network import Network
+from minipar.program import Op
 from minipar.training import Run
 from tests.toys import Fork, InPlace, Join, Tied, rows
 
@@ -128,6 +131,14 @@ def test_measured_and_profiled_sizes_are_those_of_each_edge(clusters):
             for value in (*ins.reads, *ins.writes):
                 if value.kind in ("output", "grad_output"):
                     assert run.trace.size(rank, value) == run.predicted.size(rank, value) > 0, f"{value} on rank {rank}"
+
+
+def test_no_two_messages_have_the_same_tag():
+    program = Plan(pp=2, place="branches", microbatches=3).compile(shape_of(toy()))
+    assert len(program.edges) > program.layers
+    sent = {v for row in program.ranks for ins in row if ins.op is Op.SEND for v in ins.reads}
+    links = SimpleNamespace(program=program)
+    assert len({Links.tag(links, value) for value in sent}) == len(sent)
 
 
 def test_plain_torch_gives_every_reader_what_was_made():

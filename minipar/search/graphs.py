@@ -11,8 +11,9 @@ instruction's place is the time at which it could begin if ranks had nothing els
 before. These times grow along every edge, so no order can deadlock. Messages are inserted by the pass that all plans
 use (`strategies.transfers`), and the program goes to the simulator that all plans go to.
 
-`verify` knows layers as a chain, so it cannot judge these programs of graphs: their values are an output per node and a
-gradient per edge. Training a network with branches is not what this is for; it compares placements.
+These programs hold no parameters and free nothing: they compare placements, and `verify` has nothing to say of them. A
+model with these edges (`minipar.network.Network`) trains on a placement that was found by
+`Plan(pp=ranks, place=placement)`, whose programs are verified (`strategies/branches.py`).
 """
 
 from __future__ import annotations

@@ -1,11 +1,14 @@
 """Placements of graphs: programs that the simulator runs, and searches that are counted fairly."""
 
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 import torch
 
+from minipar import Plan, edges
 from minipar.costs.partition import partition
+from minipar.costs.shapes import uniform
 from minipar.errors import PlanError
 from minipar.program import Op
 from minipar.search.graphs import Graph, chain, inception, program_of, step_time
@@ -152,3 +155,16 @@ def _costs(found):
 def test_refusals(call, message):
     with pytest.raises(PlanError, match=message):
         call()
+
+
+def test_a_placement_that_was_found_is_a_plan():
+    graph = inception(2)
+    found = compare(graph, 3, microbatches=2, budget=32)
+    shape = replace(uniform(len(graph.costs)), edges=edges.numbered(graph.edges, len(graph.costs)))
+    for one in found.found:
+        ranks = {rank: k for k, rank in enumerate(sorted(set(one.placement)))}
+        place = tuple(ranks[rank] for rank in one.placement)
+        program = Plan(pp=len(ranks), place=place, microbatches=2, schedule="looped-bfs").compile(shape)
+        assert tuple(map(set, program.placement)) == tuple(
+            {layer for layer, rank in enumerate(place) if rank == r} for r in range(len(ranks))
+        )
