@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from functools import cache
 from pathlib import Path
 from statistics import median
 
@@ -49,9 +50,14 @@ HOVERS = """async (count) => {
 }"""
 
 
+@cache
+def _step() -> Trace:
+    return simulate(Plan(pp=64, microbatches=256).compile(layers=64, check=False), latency=0.1)
+
+
 def long_trace(events: int) -> Trace:
     """1F1B on 64 ranks, the same step again and again until there are so many events."""
-    trace = simulate(Plan(pp=64, microbatches=256).compile(layers=64, check=False), latency=0.1)
+    trace = _step()
     one, again = trace.program, max(1, round(events / len(trace.program)))
     program = Program(tuple(row * again for row in one.ranks), one.layers, one.microbatches, one.groups, one.mesh)
     starts, ends = (
@@ -114,7 +120,7 @@ def _browser(widget: Timeline, quick: bool) -> tuple[list[float], list[float], l
         assert _RENDER in page_text
         path.write_text(page_text.replace(_RENDER, _TIMED), encoding="utf-8")
         browser = play.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        for _ in range(2 if quick else 5):
+        for _ in range(2 if quick else 3):
             page = browser.new_page(viewport={"width": 1160, "height": 900})
             page.goto(path.as_uri())
             page.wait_for_function("window.firstPaint > 0", timeout=60_000)

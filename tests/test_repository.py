@@ -83,7 +83,7 @@ def test_every_package_has_one_tested_version_within_its_range():
 def test_every_import_is_a_declared_package(folder, extras):
     lines = [*project()["dependencies"], *(line for e in extras for line in project()["optional-dependencies"][e])]
     known = {IMPORT_NAMES.get(name, name) for name in ranges(lines)} | {"minipar", "minipar_widgets", "tests"}
-    known |= {"packaging", "tomli", "IPython", "benchmarks"}  # pytest's own, ipykernel's, and ours in a checkout
+    known |= {"packaging", "tomli", "IPython", "traitlets", "benchmarks"}  # pytest's, ipykernel's, ipywidgets', ours
     for path in python_files(folder):
         tree = ast.parse(path.read_text(), filename=str(path))
         for node in tree.body if folder == "tests" else ast.walk(tree):  # tests may import what they make

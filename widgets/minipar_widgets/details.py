@@ -115,6 +115,7 @@ def _memory(traces: Sequence[Trace], arrays: Arrays, facts: dict[str, Any]) -> N
         arrays[f"memory_{ALL_KINDS[k]}"] = stacked[k].astype(np.float32)
     arrays["memory_total"] = stacked.sum(0).astype(np.float32)
     facts["memory"] = where
+    facts["memory_most"] = float(stacked.sum(0).max(initial=0))
     facts["memory_kinds"] = [ALL_KINDS[k] for k in shown]
     facts["memory_unit"] = "MiB" if unit > 1 else "activations"
 

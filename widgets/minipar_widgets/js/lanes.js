@@ -125,8 +125,7 @@ export const curveOf = (more, trace, rank) => more?.memory?.find((one) => one[0]
 export function drawMemory(ctx, wide, look, plan, t0, t1, more, about, rank) {
   const top = plan.$memory, bottom = top + CURVE, last = about.traces.length - 1, time = more.memory_time, total = more.memory_total;
   const mine = curveOf(more, last, rank), limit = about.capacity;
-  let most = 0;
-  for (const amount of total) if (amount > most) most = amount;
+  let most = more.memory_most;
   if (limit && limit < 4 * most) most = Math.max(most, limit);
   const yOf = (amount) => bottom - (amount / (1.08 * most || 1)) * CURVE;
   const at = peaks(time, total, mine[2], mine[3], t0, t1, wide), below = new Float64Array(wide);

@@ -110,13 +110,20 @@ export function hit(start, length, first, last, t, reach) {
   return best;
 }
 
-/** Time that the events of a lane fill within [from, to]. */
-export function filled(start, length, first, last, from, to) {
-  let sum = 0;
-  for (let k = Math.max(first, search(start, first, last, from) - 1); k < last && start[k] < to; k++) {
-    sum += Math.max(0, Math.min(to, start[k] + length[k]) - Math.max(from, start[k]));
-  }
-  return sum;
+/** The lengths of all events before event k, for each k. */
+export function totals(length) {
+  const found = new Float64Array(length.length + 1);
+  for (let k = 0; k < length.length; k++) found[k + 1] = found[k] + length[k];
+  return found;
+}
+
+/** Time that the events of a lane fill within [from, to]; `total` is totals(length). */
+export function filled(start, total, first, last, from, to) {
+  const until = (t) => {
+    const k = search(start, first, last, t);
+    return k > first ? total[k] - Math.max(0, start[k - 1] + total[k] - total[k - 1] - t) : total[first];
+  };
+  return until(to) - until(from);
 }
 
 /**

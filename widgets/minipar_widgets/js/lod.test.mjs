@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { cells, FAINT, filled, hit, peaks, runs, search, STRONG } from "./lod.js";
+import { cells, FAINT, filled, hit, peaks, runs, search, STRONG, totals } from "./lod.js";
 
 function generator(seed) {
   let state = seed >>> 0;
@@ -104,7 +104,7 @@ test("filled is the time covered, and search the first at or after", () => {
     const e = lane(random, 30, 0, 2), from = random() * e.end, to = from + random() * 5;
     let sum = 0;
     for (let k = 0; k < e.count; k++) sum += Math.max(0, Math.min(to, e.start[k] + e.length[k]) - Math.max(from, e.start[k]));
-    assert.ok(Math.abs(filled(e.start, e.length, 0, e.count, from, to) - sum) < 1e-9);
+    assert.ok(Math.abs(filled(e.start, totals(e.length), 0, e.count, from, to) - sum) < 1e-9);
     const k = search(e.start, 0, e.count, from);
     assert.ok((k === 0 || e.start[k - 1] < from) && (k === e.count || e.start[k] >= from));
   }

@@ -7,15 +7,15 @@
 import { drawEdge, drawRect, drawText, fill, frame, LOOKS, short, ticks, unpack } from "./shared.js";
 import { boundary, chain, IDLE, inverse, layout, LEFT, RIGHT, twins } from "./events.js";
 import { curveOf, drawMemory, lanePainter } from "./lanes.js";
-import { filled, hit, search } from "./lod.js";
+import { filled, hit, search, totals } from "./lod.js";
 
 const KEYS = "Arrows: time and rank; + and -: zoom; Home: all; Tab: next event; Escape, then Tab: leave.";
 
 function render({ model, el }) {
-  let about, traces, strips, begins, takes, sorts, numbers, indices, firsts, painter, view, plan;
+  let about, traces, strips, begins, takes, sorts, numbers, indices, lengths, firsts, painter, view, plan;
   let more, twin, after, share, worst, streams = true, arrows = false, along = false;
   let t0 = 0, t1 = 1, extent = 1, rank = 0, chosen = -1, over = -1, cursor = null, brush = null, drag = null, leaving = false;
-  let playing = false, told = 0, asked = false, wait = 0, past = [];
+  let playing = false, told = 0, asked = false, wait = 0;
 
   function load() {
     about = model.get("about");
@@ -25,6 +25,7 @@ function render({ model, el }) {
     traces = about.traces;
     strips = about.lanes;
     firsts = strips.map((lane) => lane[3]);
+    lengths = totals(takes);
     painter = lanePainter(about, begins, takes, sorts, numbers);
     twin = about.same ? null : new Int32Array(0);
     extent = t1 = about.span || 1;
@@ -33,7 +34,6 @@ function render({ model, el }) {
     chosen = over = -1;
     cursor = brush = share = worst = null;
     asked = clearTimeout(asked);
-    past = [];
     enrich();
   }
   function enrich() {
@@ -52,7 +52,7 @@ function render({ model, el }) {
   const kindOf = (k) => about.kinds[sorts[k]];
   const endOf = (k) => begins[k] + takes[k];
   const nameOf = (k) => more ? more.names[more.name[k]].replaceAll("#", numbers[k]) : kindOf(k) + (numbers[k] < 0 ? "" : ` mb${numbers[k]}`);
-  const within = (lane, a, b) => filled(begins, takes, lane[3], lane[4], a, b);
+  const within = (lane, a, b) => filled(begins, lengths, lane[3], lane[4], a, b);
   const time = (t) => short(t) + (about.unit === "ms" ? " ms" : "");
   const rowOf = (k) => plan.$rows.find((lane) => lane.$first <= k && k < lane.$last);
   const twinOf = (k) => (twin ??= twins(strips, indices))[k] ?? -1;
@@ -158,7 +158,7 @@ function render({ model, el }) {
     let until = -1;
     for (const lane of plan.$rows) {
       if (!lane.$main || lane.$y < until) continue;
-      const y = lane.$y + Math.max(6, lane.$tall / 2), end = Math.min(t1, about.spans[lane.$trace]), busy = filled(begins, takes, lane.$first, lane.$last, t0, end) / (end - t0);
+      const y = lane.$y + Math.max(6, lane.$tall / 2), end = Math.min(t1, about.spans[lane.$trace]), busy = filled(begins, lengths, lane.$first, lane.$last, t0, end) / (end - t0);
       const second = two() && lane.$trace && lane.$tall >= 10, mine = lane.$rank === rank;
       drawText(ctx, second ? `  ${traces[1]}` : `rank ${lane.$rank}`, 4, y, mine ? look.focus : look.ink, "left", 11, mine ? "bold " : "");
       if (lane.$tall >= 6 && end > t0) drawText(ctx, `${Math.round(100 * Math.max(0, 1 - busy))}% idle`, full - 2, y, look.muted, "right");
@@ -243,10 +243,9 @@ function render({ model, el }) {
 
   // windows, keys and buttons -------------------------------------------------------------------------------------------
 
-  function show(a, b, keep = true) {
+  function show(a, b) {
     const size = Math.min(extent, Math.max(extent * 1e-7, b - a));
     a = Math.max(0, Math.min(extent - size, a));
-    if (keep) past.push([t0, t1]);
     [t0, t1] = [a, a + size];
     clearTimeout(wait);
     wait = setTimeout(() => tell("window", [t0, t1]), 150);
@@ -257,10 +256,10 @@ function render({ model, el }) {
     model.save_changes();
   };
   const brushed = () => [...brush].sort((a, b) => a - b);
-  const zoom = (factor, t = cursor ?? (t0 + t1) / 2) => show(t - (t - t0) * factor, t + (t1 - t) * factor, false);
-  const pan = (part) => show(t0 + part * (t1 - t0), t1 + part * (t1 - t0), false);
+  const zoom = (factor, t = cursor ?? (t0 + t1) / 2) => show(t - (t - t0) * factor, t + (t1 - t) * factor);
+  const pan = (part) => show(t0 + part * (t1 - t0), t1 + part * (t1 - t0));
   const whole = () => show(0, extent);
-  const around = (t) => (t < t0 || t > t1) && show(t - (t1 - t0) / 3, t + (2 * (t1 - t0)) / 3, false);
+  const around = (t) => (t < t0 || t > t1) && show(t - (t1 - t0) / 3, t + (2 * (t1 - t0)) / 3);
 
   function choose(k) {
     chosen = k;
@@ -333,7 +332,7 @@ function render({ model, el }) {
     keys: {
       "ArrowLeft": () => pan(-0.15), "ArrowRight": () => pan(0.15), "ArrowUp": () => turn(-1), "ArrowDown": () => turn(1),
       "+": () => zoom(0.6), "-": () => zoom(1 / 0.6), "Home": whole,
-      "Tab": () => next(1), "Shift+Tab": () => next(-1), "Backspace": () => past.length && show(...past.pop(), false),
+      "Tab": () => next(1), "Shift+Tab": () => next(-1),
       "Enter": () => chosen >= 0 && show(begins[chosen] - takes[chosen], begins[chosen] + 2 * takes[chosen]),
       "Escape"() {
         leaving = true;
@@ -369,7 +368,7 @@ function render({ model, el }) {
   };
   view.listen(board, "pointermove", (event) => {
     const [x, y, t, part, lane] = at(event), size = t1 - t0;
-    if (drag?.pan) return show(part * extent - size / 2, part * extent + size / 2, false);
+    if (drag?.pan) return show(part * extent - size / 2, part * extent + size / 2);
     if (drag) {
       brush = [drag.t, Math.max(t0, Math.min(t1, t))];
       const [a, b] = brushed();
