@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -14,8 +15,9 @@ from minipar.memory_terms import KINDS, size
 from minipar.models.table import PRESETS
 from minipar.plan import Plan
 from minipar_widgets import MemoryExplorer
+from minipar_widgets.inline import SOURCES
 from minipar_widgets.memory_explorer import MemoryView
-from minipar_widgets.memory_model import Choice, Memory, label, measure, why_not_run
+from minipar_widgets.memory_model import FACES, HATCHES, Choice, Memory, label, measure, why_not_run
 
 CHOICE = Choice(Plan.parse("dp=2 pp=4 microbatches=8 zero=1 precision=bf16"), "gpt2-medium", rows=2)
 
@@ -182,3 +184,12 @@ def test_every_way_of_showing() -> None:
     assert page.count("<script") == 1
     assert 'prefers-color-scheme: dark)" srcset' in page
     assert len(page) < 150_000
+
+
+def test_colours_and_hatches_are_those_of_the_browser() -> None:
+    text = (SOURCES / "shared.js").read_text()
+    found = dict(re.findall(r'^  "(\w+)": \["(#\w+)", "[^"]*"\],$', text, re.MULTILINE))
+    marks = dict(re.findall(r'^  "(\w+)": \["#\w+", "([^"]*)"\],$', text, re.MULTILINE))
+    for kind in KINDS:
+        assert FACES[kind].lower() == found[kind].lower()
+        assert HATCHES[kind] == marks[kind].replace("\\\\", "\\")

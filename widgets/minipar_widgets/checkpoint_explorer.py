@@ -14,6 +14,7 @@ from minipar.costs.recomputation import keep_everything, memory, time
 from minipar.errors import MiniparError
 from minipar.memory_terms import size
 from minipar.program import Op
+from minipar.sheet import LOOKS
 from minipar.strategies import segments
 from minipar_widgets import chart
 from minipar_widgets.base import Explorer, View
@@ -30,7 +31,7 @@ from minipar_widgets.checkpoint_model import (
 )
 from minipar_widgets.sketch import Sketch, ticks
 
-_LOOKS = {Op.FORWARD: ("#0072B2", "F"), Op.RECOMPUTE: ("#56B4E9", "R"), Op.BACKWARD: ("#E69F00", "B")}
+_KINDS = {Op.FORWARD: "forward", Op.RECOMPUTE: "recompute", Op.BACKWARD: "backward"}
 
 
 class CheckpointView(View):
@@ -141,13 +142,11 @@ def _picture(one: Tape, dark: bool) -> bytes:
                 sketch.line([(end - s, y - s), (end + s, y + s)], sketch.look.warn, 1.5)
                 sketch.line([(end - s, y + s), (end + s, y - s)], sketch.look.warn, 1.5)
     for move, start, end in zip(one.moves, starts, one.ends, strict=True):
-        face, letter = _LOOKS[move.op]
+        look, letter = LOOKS[_KINDS[move.op]], move.op.value
         x, y = left + start * scale, 8 + move.layer * h
-        sketch.rect(x, y + 1, (end - start) * scale, h - 2, face, "#444444")
+        sketch.rect(x, y + 1, (end - start) * scale, h - 2, look.face, look.edge)
         if (end - start) * scale >= 12 and h >= 11:
-            sketch.text(
-                x + (end - start) * scale / 2, y + h / 2, letter, "#fefefe" if letter == "F" else "#201400", 10, "mm"
-            )
+            sketch.text(x + (end - start) * scale / 2, y + h / 2, letter, look.ink, 10, "mm")
     top, tall = 20 + n * h, 76.0
     points = [(float(left), top + tall)]
     for start, end, level in zip(starts, one.ends, one.levels, strict=True):

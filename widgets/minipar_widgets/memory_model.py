@@ -16,6 +16,7 @@ from minipar.memory_terms import KINDS, Term, size
 from minipar.models.table import PRESETS
 from minipar.plan import Plan
 from minipar_widgets import chart
+from minipar_widgets.raster import MEMORY
 
 MOST_RANKS = 4  # of a run that an explorer starts
 
@@ -148,14 +149,8 @@ def measure(choice: Choice) -> list[dict[str, int]]:
 
 # the figure ----------------------------------------------------------------------------------------------------------
 
-FACES = {
-    "parameters": "#0072B2",
-    "gradients": "#E69F00",
-    "optimizer": "#009E73",
-    "activations": "#56B4E9",
-    "buffers": "#CC79A7",
-}
-HATCHES = {"parameters": "", "gradients": "/", "optimizer": "", "activations": "\\", "buffers": "x"}
+FACES = {kind: MEMORY[kind] for kind in KINDS}
+HATCHES = {"parameters": "", "gradients": "/", "optimizer": "\\", "activations": "", "buffers": "x"}  # as in shared.js
 MANY = 24  # bars
 
 

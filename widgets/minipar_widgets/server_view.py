@@ -8,13 +8,14 @@ import traitlets
 
 from minipar import captions
 from minipar.errors import MiniparError
+from minipar.sheet import LOOKS
 from minipar.trace import Trace
 from minipar_widgets.base import View
 from minipar_widgets.server_model import Served, Worker, served
 from minipar_widgets.sketch import Sketch, ticks
 
 _HUES = ("#0072B2", "#D55E00", "#009E73", "#AA4499", "#999933", "#7A7A7A", "#CC79A7", "#8C6D31")
-_FACES = {"F": "#0072B2", "B": "#E69F00", "I": "#F6CF78", "W": "#8F5F00", "R": "#56B4E9"}
+_KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "R": "recompute"}
 
 
 class ServerView(View):
@@ -149,7 +150,9 @@ def _picture(one: Served, dark: bool) -> bytes:
         for x in worker.steps:
             sketch.rect(at(x.pull[0]), y + lane / 2 - 2, at(x.pull[1]) - at(x.pull[0]), 4, sketch.look.rule)
             for op, a, b in x.work:
-                sketch.rect(at(a), y + 2, max(1.0, at(b) - at(a)), lane - 4, _FACES.get(op, "#9a9a9a"), "#444444")
+                sketch.rect(
+                    at(a), y + 2, max(1.0, at(b) - at(a)), lane - 4, LOOKS[_KINDS.get(op, "copy")].face, "#444444"
+                )
             sketch.rect(at(x.push[0]), y + 6, max(1.0, at(x.push[1]) - at(x.push[0])), lane - 12, "#CC79A7")
             text = f"v{x.version}" if x.update >= 0 else "dropped"
             if at(x.push[1]) - at(x.pull[1]) > 8 + sketch.measure(text, 11):

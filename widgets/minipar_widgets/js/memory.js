@@ -96,7 +96,7 @@ function render({ model, el }) {
         write(ctx, text, LEFT + now.capacity * scale + (left ? -4 : 4), 14, look.warn, { size: 11, align: left ? "right" : "left" });
       }
       const share = `${bytes(one.total)}, ${((100 * one.total) / now.capacity).toFixed(1)} % of ${now.device}`;
-      if (now.capacity > whole) write(ctx, share, x + 10, 36, look.ink);
+      if (now.capacity > whole) write(ctx, share, Math.max(x, LEFT + (one.measured ?? 0) * scale) + 12, 36, look.ink);
       if (one.measured != null) diamond(ctx, LEFT + one.measured * scale, 36, look);
       one.terms.forEach(([name, size, formula, filled, , measured], k) => {
         const y = 62 + k * row;
