@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 import time
 from collections.abc import Iterator
 
@@ -28,6 +29,9 @@ def test_every_schedule_is_explored(name: str) -> None:
     )
     assert list(old) == run.staleness()
     assert list(versions) == run.weight_versions()
+    most = re.findall(r"\d+|one", exploring.staleness(found))
+    assert int(most[0]) == max(old) or (name == "ampnet" and int(most[0]) > max(old))  # (which decides as it runs)
+    assert most[1] == str(max(versions)).replace("1", "one")
 
 
 def test_costs_are_those_of_the_sliders() -> None:

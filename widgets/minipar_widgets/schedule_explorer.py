@@ -42,6 +42,7 @@ class ScheduleExplorer(Explorer):
         self._chunks = self.now.chunks or 2
         self._make_controls()
         self.timeline = Timeline(simulate(Plan().compile(layers=1)))
+        self.timeline.at_once = 1_000  # events: of more the picture comes first, then its details
         self._facts = ui.HTML()
         self._program = ui.HTML(layout={"flex": "1 1 260px", "min_width": "240px", "max_width": "100%"})
         wide = {"flex": "3 1 520px", "min_width": "280px", "min_height": "320px", "display": "block"}  # no jumps
