@@ -196,7 +196,7 @@ class ScheduleExplorer(Explorer):
 
     def _told(self, done: int, steps: int, what: str) -> None:
         self.progress.value = done
-        self.report.value = _words(f"{what}: step {done} of {steps}" if what == "training" else what)
+        self.report.value = _words(what)
 
     def _ended(self, run: Run | None, words: str) -> None:
         self._attempt = None
