@@ -98,6 +98,21 @@ def test_a_complaint_of_verify_stands_in_place_beside_the_program() -> None:
     assert "F 0 mb1" in explorer._program.value
 
 
+def test_what_only_verify_sees_takes_the_picture_s_place() -> None:
+    """It can be simulated, and so is drawn first; but its gradients would be wrong."""
+
+    @schedule("test-short")
+    def short(rank: int, stages: int, microbatches: int) -> Iterator[Forward | Backward]:
+        for i in range(microbatches - 1):
+            yield Forward(i)
+            yield Backward(i)
+
+    assert exploring.predict(Settings("test-short", 2, 2)).problem == ""
+    explorer = ScheduleExplorer(schedule="test-short", stages=2, microbatches=2)
+    assert "micro-batch 1 is missing" in explorer.timeline.problem
+    assert explorer.start.disabled
+
+
 def test_controls_move_what_is_shown() -> None:
     explorer = ScheduleExplorer(schedule="gpipe", stages=2, microbatches=2)
     assert explorer.chunks.disabled

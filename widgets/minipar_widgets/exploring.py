@@ -143,6 +143,12 @@ def _no_size(rank: int, value: Value) -> float:
     return 0.0
 
 
+def forget() -> None:
+    """Keep no programs (for benchmarks)."""
+    for kept in (_program, _complaint, _settled):
+        kept.cache_clear()
+
+
 # words ----------------------------------------------------------------------------------------------------------------
 
 
