@@ -15,6 +15,7 @@ from minipar.errors import PlanError
 
 NAMES = (
     "simulator",
+    "explorer",
     "cluster",
     "communicator",
     "comm",

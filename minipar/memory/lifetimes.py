@@ -70,7 +70,7 @@ def lives(trace: Trace, rank: int) -> list[Life]:
         # a version of parameters that is made of one that nothing needs any more: in place
         old = {v.index: v for v in ins.frees if version_of(v) >= 0} if ins.op is Op.STEP else {}
         for value in ins.writes:
-            if version_of(value) >= 0 and value.index in old:
+            if old and version_of(value) >= 0 and value.index in old:
                 if old[value.index] in live:
                     live[value] = live.pop(old[value.index])
             elif value not in live and tier(value) == "device":
@@ -88,25 +88,27 @@ def lifetimes(trace: Trace, rank: int) -> Curve:
     """Memory of a rank over time: live from the start of a value's writer to the end of what frees it."""
     changes: list[tuple[float, int, str, float]] = []  # frees come before allocations of the same moment
     for value, start, end, size, held in lives(trace, rank):
+        if not size and not held:
+            continue  # where activations are counted, nothing else has a size
         changes.append((start, 0 if held else 1, KINDS[value.kind], size))
         if end is not None:
             changes.append((end, 0, KINDS[value.kind], -(_size(trace, rank, value) if held else size)))
     if trace.data:
         changes.append((trace.span[0], 0, "data", trace.data[rank]))
     changes.sort(key=lambda change: change[:2])
-    now = dict.fromkeys(ALL_KINDS, 0.0)
+    now = dict.fromkeys((kind for kind in ALL_KINDS if any(change[2] == kind for change in changes)), 0.0)
     times: list[float] = []
     total: list[float] = []
     kinds: dict[str, list[float]] = {name: [] for name in now}
     for time, order, name, size in changes:
         now[name] += size
         if times and times[-1] == time and order == 0:
-            for other in kinds:
-                kinds[other][-1] = now[other]
+            for other, column in kinds.items():
+                column[-1] = now[other]
             total[-1] = sum(now.values())
         else:
             times.append(time)
             total.append(sum(now.values()))
-            for other in kinds:
-                kinds[other].append(now[other])
-    return Curve(times, total, kinds)
+            for other, column in kinds.items():
+                column.append(now[other])
+    return Curve(times, total, {kind: kinds.get(kind) or [0.0] * len(times) for kind in ALL_KINDS})

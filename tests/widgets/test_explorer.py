@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 import time
 from collections.abc import Iterator
 
@@ -28,6 +29,9 @@ def test_every_schedule_is_explored(name: str) -> None:
     )
     assert list(old) == run.staleness()
     assert list(versions) == run.weight_versions()
+    most = re.findall(r"\d+|one", exploring.staleness(found))
+    assert int(most[0]) == max(old) or (name == "ampnet" and int(most[0]) > max(old))  # (which decides as it runs)
+    assert most[1] == str(max(versions)).replace("1", "one")
 
 
 def test_costs_are_those_of_the_sliders() -> None:
@@ -92,6 +96,21 @@ def test_a_complaint_of_verify_stands_in_place_beside_the_program() -> None:
     assert "deadlock" in explorer.timeline.problem
     assert "waits for" in explorer.timeline.problem
     assert "F 0 mb1" in explorer._program.value
+
+
+def test_what_only_verify_sees_takes_the_picture_s_place() -> None:
+    """It can be simulated, and so is drawn first; but its gradients would be wrong."""
+
+    @schedule("test-short")
+    def short(rank: int, stages: int, microbatches: int) -> Iterator[Forward | Backward]:
+        for i in range(microbatches - 1):
+            yield Forward(i)
+            yield Backward(i)
+
+    assert exploring.predict(Settings("test-short", 2, 2)).problem == ""
+    explorer = ScheduleExplorer(schedule="test-short", stages=2, microbatches=2)
+    assert "micro-batch 1 is missing" in explorer.timeline.problem
+    assert explorer.start.disabled
 
 
 def test_controls_move_what_is_shown() -> None:

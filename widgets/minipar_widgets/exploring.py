@@ -13,7 +13,7 @@ from functools import lru_cache
 from minipar import captions, strategies
 from minipar.errors import MiniparError
 from minipar.plan import Plan
-from minipar.program import Program, Value
+from minipar.program import Program, Staleness, Value
 from minipar.simulator import simulate
 from minipar.trace import Trace
 from minipar.verifier import verify
@@ -143,6 +143,12 @@ def _no_size(rank: int, value: Value) -> float:
     return 0.0
 
 
+def forget() -> None:
+    """Keep no programs (for benchmarks)."""
+    for kept in (_program, _complaint, _settled):
+        kept.cache_clear()
+
+
 # words ----------------------------------------------------------------------------------------------------------------
 
 
@@ -153,12 +159,13 @@ def facts(found: Found) -> str:
 
 
 def staleness(found: Found) -> str:
-    """How old the weights are that gradients were made of."""
-    assert found.plan is not None
-    old, versions = settled(found.plan)
-    if max(old) == 0 and max(versions) == 1:
+    """How old the weights are that gradients were made of: what the program promises, and verify holds it to."""
+    assert found.program is not None
+    contract = found.program.contract
+    if not isinstance(contract, Staleness):
         return "staleness 0, one version of the weights"
-    return f"staleness {max(old)} (rank {old.index(max(old))}), up to {max(versions)} versions of the weights"
+    versions = "one version" if contract.versions == 1 else f"up to {contract.versions} versions"
+    return f"staleness at most {contract.bound}, {versions} of the weights"
 
 
 def table(found: Found) -> list[list[str]]:

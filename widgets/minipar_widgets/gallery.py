@@ -2,8 +2,8 @@
 
     python -m minipar_widgets.gallery [FOLDER]       default: docs/, where `make gallery` runs it
 
-Everything in it is predicted, so that it comes out the same on every machine. lessons/explorer.ipynb has the same
-views, made by the same lines.
+Everything in it but the live run is predicted, and comes out the same on every machine. lessons/explorer.ipynb has the
+same views, made by the same lines.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ import ast
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minipar_widgets.base import Shown
+
+if TYPE_CHECKING:
+    from minipar.training import Run
 
 HEAD = """# Gallery
 
@@ -22,27 +25,45 @@ All views of `minipar_widgets`, as the static pictures that stand for them where
 alive: `lessons/explorer.ipynb` has all of them on one page, and `widget.to_html("page.html")` makes a page of each
 that works without a kernel. Made by `make gallery`.
 """
-IMPORTS = "from minipar import Plan, simulate\nfrom minipar_widgets import *"
+IMPORTS = """from functools import partial
+from minipar import Cluster, Plan, data, models, simulate
+from minipar_widgets import *"""
 
 
 @dataclass(frozen=True)
 class Exhibit:
-    """A view: what it is called, two sentences on it, and the lines that make it."""
+    """A view: what it is called, two sentences on it, and the lines that make it.
+
+    measured   they run something: its numbers are other ones each time
+    """
 
     name: str
     says: str
     code: str
+    measured: bool = False
 
     def make(self) -> Shown:
-        """What the last of its lines gives."""
+        """The view that its lines give; of a live run, as it stands at the end."""
         names: dict[str, Any] = {}
         exec(IMPORTS, names)
         *first, last = ast.parse(self.code).body
+        exec(compile(ast.Module([*first, *([last] if self.measured else [])], []), self.name, "exec"), names)
+        if self.measured:
+            return _at_the_end(names["run"])
         assert isinstance(last, ast.Expr)
-        exec(compile(ast.Module(first, []), self.name, "exec"), names)
         made = eval(compile(ast.Expression(last.value), self.name, "eval"), names)
         assert isinstance(made, Shown)
         return made
+
+
+def _at_the_end(run: Run) -> Shown:
+    from minipar.following import Moment
+    from minipar_widgets.live_run import LiveRun
+
+    steps = len(run.losses)
+    view = LiveRun(str(run.plan), steps)
+    view.heard(Moment(steps, steps, run.losses, run.trace, sum(run.step_times)))
+    return view
 
 
 EXHIBITS = (
@@ -92,6 +113,15 @@ EXHIBITS = (
         'served = Plan.parse("dp=3 sync=ps mode=async").compile(layers=4, steps=6)\n'
         "ServerView(simulate(served, latency=0.1, stage_factors=(1, 1.2, 2.5, 1)))",
     ),
+    Exhibit(
+        "LiveRun",
+        "A training run as it goes on: progress, loss, and the timeline of the last step, at most ten times a second. "
+        "The notebook's stop button ends it.",
+        'with Cluster(2, device="forward=20ms backward=40ms") as cluster:\n'
+        '    model, text = partial(models.build, "mlp-tiny"), data.for_model("mlp-tiny")\n'
+        '    run = live(model, text, "pp=2 microbatches=4", cluster=cluster, steps=8)',
+        measured=True,
+    ),
 )
 
 
@@ -105,10 +135,10 @@ def write(folder: Path) -> list[Path]:
         path = pictures / f"{exhibit.name}.png"
         path.write_bytes(widget.picture())
         written.append(path)
-        caption = " ".join(widget.caption().split())
+        caption = "" if exhibit.measured else f"\n*{' '.join(widget.caption().split())}*\n"
         text.append(
             f"## {exhibit.name}\n\n{exhibit.says}\n\n```python\n{exhibit.code}\n```\n\n"
-            f"![{widget.summary()}](gallery/{exhibit.name}.png)\n\n*{caption}*\n"
+            f"![{widget.summary()}](gallery/{exhibit.name}.png)\n{caption}"
         )
     page = folder / "gallery.md"
     page.write_text("\n".join(text), encoding="utf-8")

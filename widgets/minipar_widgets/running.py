@@ -19,6 +19,7 @@ from minipar.program import Program
 
 if TYPE_CHECKING:
     from minipar.cluster import Cluster
+    from minipar.following import Moment
     from minipar.training import Run
 
 Tell = Callable[[int, int, str], None]  # steps done, of how many, and what is going on
@@ -79,22 +80,28 @@ class Attempt:
             words = f"{type(error).__name__}: {error}"
         self._done(None, "stopped") if self.cancelled else self._done(run, words)
 
+    def _watch(self, moment: Moment) -> None:
+        self._tell(moment.step, moment.steps, moment.line())
+
     def _train(self) -> Run:
         plan, layers, spec, steps = self._arguments
         self._tell(0, steps, "loading torch")
         from minipar.training import train
 
         self._tell(0, steps, f"starting {plan.ranks} processes")
-        cluster = _reporting(plan.ranks, spec, lambda k: self._tell(k, steps, "training"))
+        from minipar.cluster import Cluster
+
+        cluster = Cluster(plan.ranks, device=spec)
         try:
             with self._lock:
                 self._cluster = cluster
                 if self.cancelled:
                     raise MiniparError("stopped")
-            self._tell(0, steps, "training")
+            self._tell(0, steps, "profile and prediction")
             model, source = task(plan, layers)
             rows = plan.total_microbatches
-            return train(model, source, plan, cluster=cluster, steps=steps, batch=rows, progress=False)
+            watch = self._watch
+            return train(model, source, plan, cluster=cluster, steps=steps, batch=rows, progress=False, watch=watch)
         finally:
             with self._lock:
                 self._cluster = None
@@ -104,21 +111,3 @@ class Attempt:
 def _end(cluster: Cluster) -> None:
     for rank in range(cluster.size):
         cluster.end_rank(rank)
-
-
-def _reporting(ranks: int, spec: DeviceSpec, heard: Callable[[int], None]) -> Cluster:
-    """A cluster that tells of every pass that all ranks have finished."""
-    from minipar.cluster import Cluster
-
-    class Reporting(Cluster):
-        def run_with(self, callback: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
-            reports = [0] * ranks
-
-            def both(rank: int, value: Any) -> None:
-                callback(rank, value)
-                reports[rank] += 1
-                heard(min(reports))
-
-            return super().run_with(both, function, *args, **kwargs)
-
-    return Reporting(ranks, device=spec)

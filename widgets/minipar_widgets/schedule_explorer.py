@@ -42,6 +42,7 @@ class ScheduleExplorer(Explorer):
         self._chunks = self.now.chunks or 2
         self._make_controls()
         self.timeline = Timeline(simulate(Plan().compile(layers=1)))
+        self.timeline.at_once = 1_000  # events: of more the picture comes first, then its details
         self._facts = ui.HTML()
         self._program = ui.HTML(layout={"flex": "1 1 260px", "min_width": "240px", "max_width": "100%"})
         wide = {"flex": "3 1 520px", "min_width": "280px", "min_height": "320px", "display": "block"}  # no jumps
@@ -195,7 +196,7 @@ class ScheduleExplorer(Explorer):
 
     def _told(self, done: int, steps: int, what: str) -> None:
         self.progress.value = done
-        self.report.value = _words(f"{what}: step {done} of {steps}" if what == "training" else what)
+        self.report.value = _words(what)
 
     def _ended(self, run: Run | None, words: str) -> None:
         self._attempt = None
@@ -250,7 +251,8 @@ def _words(text: str) -> str:
 
 def _listing(text: str) -> str:
     style = (
-        "height:440px; width:0; min-width:100%; box-sizing:border-box; overflow:auto; white-space:pre; margin:0; padding:6px 8px; font-size:12px; line-height:1.35;"
-        "background:var(--jp-layout-color1, transparent); color:inherit; border:1px solid var(--jp-border-color2, #aaa)"
+        "height:440px; width:0; min-width:100%; box-sizing:border-box; overflow:auto; white-space:pre; margin:0;"
+        "padding:6px 8px; font-size:12px; line-height:1.35; color:inherit;"
+        "background:var(--jp-layout-color1, transparent); border:1px solid var(--jp-border-color2, #aaa)"
     )
     return f'<pre tabindex="0" aria-label="the program" style="{style}">{escape(text)}</pre>'

@@ -35,6 +35,7 @@ class Timeline(View):
     """
 
     name = "timeline"
+    at_once = AT_ONCE  # an explorer, which has little time, sets it lower
     about = traitlets.Dict().tag(sync=True)
     data = traitlets.Bytes(b"").tag(sync=True)
     more = traitlets.Dict().tag(sync=True)
@@ -61,7 +62,7 @@ class Timeline(View):
                 self.columns = columns(self.traces)
                 self.problem = ""
                 self._fill(self.columns)
-                if len(self.columns) <= AT_ONCE:
+                if len(self.columns) <= self.at_once:
                     self.find_details()
             except MiniparError as error:
                 self.problem, self.about = str(error), {}
@@ -112,7 +113,7 @@ class Timeline(View):
             "lanes": [[lane.trace, lane.rank, lane.stream, lane.first, lane.last] for lane in found.lanes],
             "large": large,
             "light": light,
-            "later": not light and len(found) > AT_ONCE,
+            "later": not light and len(found) > self.at_once,
             "highest": 0 if large else self._highest(),
             "capacity": self.capacity / unit if self.capacity else 0,
             "memory": not light and (large or any(max(trace.peak_memory()) for trace in self.traces)),

@@ -1,0 +1,49 @@
+"""How long the schedule explorer takes from a slider's move to the picture, with 16 stages and 64 micro-batches."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+
+from benchmarks.harness import Row
+from minipar import strategies
+from minipar.collector import paused
+from minipar_widgets import Timeline, exploring
+from minipar_widgets.exploring import Found, Settings
+
+MOST = 100.0  # ms
+
+
+def measure(quick: bool = False) -> list[Row]:
+    times: dict[str, tuple[float, float]] = {}
+    for schedule in strategies.schedules():
+        settings = Settings(schedule.name, exploring.STAGES, exploring.MICROBATCHES, chunks=2)
+        found = exploring.predict(settings)
+        if found.trace is None:
+            continue
+        view = Timeline(found.trace)
+        view.at_once = 1_000  # as the explorer has it
+        new, kept = [], []
+        for _ in range(1 if quick else 5):
+            exploring.forget()
+            new.append(_seconds(view, settings))
+            kept.append(_seconds(view, settings))
+        times[schedule.name] = median(new) * 1e3, median(kept) * 1e3
+    first = max(times, key=lambda name: times[name][0])
+    again = max(times, key=lambda name: times[name][1])
+    what = "explorer, 16 stages x 64 micro-batches"
+    return [
+        Row(f"{what}, 1f1b: until the picture", times["1f1b"][0], "ms", MOST, None),
+        Row(f"{what}: the slowest schedule", times[first][0], "ms", None, MOST, first),
+        Row(f"{what}: the median schedule", median(new for new, _ in times.values()), "ms", MOST, None),
+        Row(f"{what}, costs alone changed: the slowest", times[again][1], "ms", None, MOST, again),
+    ]
+
+
+def _seconds(view: Timeline, settings: Settings) -> float:
+    start = time.perf_counter()
+    with paused():
+        found: Found = exploring.predict(settings)
+        assert found.trace is not None
+        view.update(found.trace)
+    return time.perf_counter() - start
