@@ -133,7 +133,7 @@ class Trace:
     def _groups_of(self, ins: Instruction) -> tuple[int, ...]:
         """The trainable parameter groups that a compute instruction works on."""
         if ins.op is Op.STEP:
-            return ins.layers
+            return ins.layers if self.program.groups else ()  # (a trace from another tool's file names none)
         known = self._cache.setdefault("groups", {})
         if ins.layers not in known:
             found = {g for layer in ins.layers for g in self.program.groups_of_layer[layer]}

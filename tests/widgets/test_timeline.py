@@ -8,6 +8,7 @@ import io
 import json
 import shutil
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -285,6 +286,39 @@ def test_large_traces_get_their_details_when_asked(monkeypatch: pytest.MonkeyPat
     assert light.more == {}
     assert "164 events: texts" in light.caption()
     assert Image.open(io.BytesIO(light.picture())).width == 1000
+
+
+def test_traces_of_other_tools_come_in_and_go_out(tmp_path: Path) -> None:
+    Timeline(FOUR).to_perfetto(tmp_path / "four.json")
+    again = Timeline(Trace.from_kineto(tmp_path / "four.json"))
+    assert again.problem == ""
+    assert len(again.columns) == len(FOUR.program)
+    assert not again.about["memory"]  # the file names no values
+    assert {again.columns.text(k) for k in range(len(again.columns))} == {str(e.instruction) for e in FOUR.events}
+    assert Image.open(io.BytesIO(again.picture())).width == 1000
+    assert len(Timeline(FOUR).to_hta(tmp_path / "hta")) == 4
+
+
+def test_profiles_of_torch_come_in(tmp_path: Path) -> None:
+    def slice_(name: str, start: float, length: float, tid: int, **args: object) -> dict[str, object]:
+        about = {"ph": "X", "cat": "kernel", "name": name, "pid": 0, "tid": tid, "ts": start, "dur": length}
+        return {**about, "args": {"stream": tid, "device": 0, **args}}
+
+    for rank in range(2):
+        events = [
+            slice_("gemm", 0, 50, 7),
+            slice_("ncclDevKernel_AllReduce_Sum_f32", 60, 30, 20),
+            slice_("gemm_backward", 100, 40, 7),
+        ]
+        whole = {"traceEvents": events, "distributedInfo": {"rank": rank, "world_size": 2, "backend": "nccl"}}
+        (tmp_path / f"rank{rank}.json").write_text(json.dumps(whole))
+    widget = Timeline(Trace.from_kineto(sorted(tmp_path.glob("*.json"))))
+    assert widget.problem == ""
+    assert widget.about["ranks"] == 2
+    reasons = {row[0]: row for row in zip(*widget.rows(), strict=True)}
+    assert "idle: wait" in reasons
+    assert float(reasons["idle: wait"][1].split()[0]) == pytest.approx(0.03)
+    assert "gemm" in widget.more["names"]
 
 
 def test_same_trace_same_output() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -185,6 +187,14 @@ class Timeline(View):
         if len(self.traces) < 2:
             raise MiniparError("differences: there is one trace; Timeline(trace, predicted) compares two")
         return Comparison(self.traces[1], self.traces[0]).table(limit)
+
+    def to_perfetto(self, path: str | os.PathLike[str] | None = None) -> str:
+        """The trace (of two, the measured one) for ui.perfetto.dev, as `Trace.to_perfetto`."""
+        return self.traces[-1].to_perfetto(path)
+
+    def to_hta(self, folder: str | os.PathLike[str]) -> list[Path]:
+        """The trace (of two, the measured one) as a file per rank, which Holistic Trace Analysis opens."""
+        return self.traces[-1].to_hta(folder)
 
     def picture(self, dark: bool = False) -> bytes:
         if not self.about["large"]:
