@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from minipar_widgets import ScheduleEditor
+from tests.browsers import CHROMIUM, FLAGS, browser
 
-CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
-pytestmark = [pytest.mark.browser, pytest.mark.skipif(not os.path.exists(CHROMIUM), reason="needs Chromium")]
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
+pytestmark = browser
 COUNT = """canvas => { const c = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
   const seen = new Set(); for (let k = 0; k < c.length; k += 4) seen.add(c[k] << 16 | c[k + 1] << 8 | c[k + 2]);
   return [0x0072B2, 0xE69F00].every((colour) => seen.has(colour)) }"""
@@ -21,12 +18,13 @@ COUNT = """canvas => { const c = canvas.getContext('2d').getImageData(0, 0, canv
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_page_plays_and_walks_but_does_not_change(tmp_path: Path, scheme: Any) -> None:
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+    from playwright import sync_api as playwright
+
     ScheduleEditor("1f1b", stages=3, microbatches=4, schedule="test-page").to_html(tmp_path / "page.html")
     errors: list[str] = []
     with playwright.sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        page = browser.new_page(viewport={"width": 900, "height": 600}, color_scheme=scheme)
+        chromium = play.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        page = chromium.new_page(viewport={"width": 900, "height": 600}, color_scheme=scheme)
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("console", lambda message: message.type == "error" and errors.append(message.text))
         page.goto((tmp_path / "page.html").as_uri())
@@ -50,5 +48,5 @@ def test_page_plays_and_walks_but_does_not_change(tmp_path: Path, scheme: Any) -
         page.locator("summary").click()
         assert '@minipar.schedule("test-page")' in page.locator("details pre").inner_text()
         assert page.get_by_role("button", name="undo").is_disabled()
-        browser.close()
+        chromium.close()
     assert errors == []
