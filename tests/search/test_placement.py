@@ -130,7 +130,7 @@ def test_a_comparison_says_who_wins():
     assert "96" in text
     assert found._repr_html_().count("<tr>") == 5
     figure = found.plot()
-    labels = {text.get_text() for text in figure.axes[0].get_legend().get_texts()}
+    labels = {text.get_text() for text in figure.legends[0].get_texts()}
     assert "hill climbing" in labels
     assert "image/png" in figure._repr_mimebundle_()[0]
 
