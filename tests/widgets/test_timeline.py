@@ -263,7 +263,7 @@ def test_two_traces_of_one_program_are_compared() -> None:
 
 
 def test_large_traces_get_their_details_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minipar_widgets.timeline.AT_ONCE", 10)
+    monkeypatch.setattr(Timeline, "at_once", 10)
     widget = Timeline(FOUR)
     assert widget.more == {}
     assert widget.about["later"]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from minipar.plan import Plan
     from minipar.training import Run
 
-_WIDTH, _HEIGHT = 1000, 96
+_WIDTH, _HEIGHT = 1000, 104
 
 
 class LiveRun(Explorer):
@@ -90,7 +90,7 @@ class LiveRun(Explorer):
         image = Image.new("RGB", (_WIDTH, _HEIGHT), look.paper)
         draw = ImageDraw.Draw(image)
         draw.text((4, 4), f"loss of {self.plan}" if self.plan else "loss", fill=look.ink, font=words.font(12))
-        left, right, top, bottom = 74, _WIDTH - 66, 22, _HEIGHT - 18
+        left, right, top, bottom = 74, _WIDTH - 66, 30, _HEIGHT - 18
         draw.line((left, bottom, right, bottom), fill=look.rule)
         draw.text((right, bottom + 3), f"step {self.moment.steps}", fill=look.muted, font=words.font(11), anchor="ra")
         draw.text((left, bottom + 3), "0", fill=look.muted, font=words.font(11), anchor="ma")

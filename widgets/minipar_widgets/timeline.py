@@ -148,8 +148,13 @@ class Timeline(View):
 
     # words and picture -----------------------------------------------------------------------------------------------
 
+    @property
+    def _brief(self) -> bool:
+        """Whether the words leave out memory: of large traces, and where none is known."""
+        return bool(self.about["large"]) or not self.about["memory"]
+
     def summary(self) -> str:
-        if not self.about["large"]:
+        if not self._brief:
             return "; ".join(trace.summary() for trace in self.traces)
         return "; ".join(
             f"{t.kind} trace: {len(t.program.ranks)} ranks, {len(t.program)} instructions, {_times(t)}"
@@ -159,7 +164,7 @@ class Timeline(View):
     def caption(self) -> str:
         lines = []
         for trace, name in zip(self.traces, captions.names(self.traces), strict=True):
-            if self.about["large"]:
+            if self._brief:
                 note = f" · {len(trace.program):,} events: texts, causes and memory are shown of up to {MANY:,}"
                 lines.append(f"{name}: {_times(trace)}{note if self.about['light'] else ''}")
             else:
