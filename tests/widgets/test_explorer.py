@@ -173,17 +173,19 @@ def test_run_it_on_real_ranks_measured_under_predicted() -> None:
 def test_a_run_is_cancelled() -> None:
     explorer = ScheduleExplorer(schedule="gpipe", stages=2, microbatches=8)
     explorer.forward.value, explorer.steps.value = 50, 20  # half a minute
+    steps: list[int] = []
+    explorer.progress.observe(lambda change: steps.append(change["new"]), "value")
     explorer.begin()
     start = time.monotonic()
     while "step 1 of 20" not in explorer.report.value and time.monotonic() < start + 60:
         time.sleep(0.05)
-    assert 0 < explorer.progress.value < 20
     explorer.stop()
     explorer.wait(60)
     assert explorer.run is None
     assert "stopped" in explorer.report.value
     assert not explorer.start.disabled
     assert explorer.progress.value == 0
+    assert 0 < max(steps) < 10  # it did not go on to its end in the background
 
 
 def test_schedules_that_cut_sequences_run_too() -> None:

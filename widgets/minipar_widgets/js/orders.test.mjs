@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { laid, linked, moments, moved, nearest, split, story, target } from "./editor.js";
+import { laid, linked, moments, moved, nearest, split, story, target } from "./orders.js";
 
 const block = (word, stage, start, end, takes = 1) => ({ word, stage, microbatch: +word.slice(1).split(".")[0], start, end, takes });
 // two stages, two micro-batches, GPipe: forward 1, backward 2
