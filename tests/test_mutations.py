@@ -184,9 +184,7 @@ def orders(draw):
 
 @pytest.mark.usefixtures("own_schedules")
 @given(orders(), st.integers(1, 2), st.sampled_from(["none", "flat"]), st.data())
-@settings(
-    max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_random_schedules_are_refused_or_run(order, replicas, bucket, data):
     stages, m, chosen = order
     minipar.schedule("random")(lambda rank, *_: chosen[rank])
