@@ -38,6 +38,7 @@ def test_tests_of_the_modules_pass_on_what_is_shortened(tmp_path: Path) -> None:
         ("let i = 0.5;\nconst j = true;\nf(i - -1);\n", "let i=.5,j=!0;\nf(i- -1);\n"),
         ("for (const item of [1, 2]) g({ \"key\": item, \"two words\": 1, });\n",
          'for(let a of[1,2])g({key:a,"two words":1});\n'),
+        ("import { one } from \"./x.js\";\nconst from = 1;\n", "import{one}from\"./x.js\";\nlet from=1;\n"),
         ("const { $one: one } = { $one: 1 };\nf(one);\n", "let{a:one}={a:1};\nf(one);\n"),
     ],
 )  # fmt: skip
