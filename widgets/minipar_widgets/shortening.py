@@ -33,9 +33,9 @@ _BEFORE_BLOCK = frozenset(["", ")", "=>", "else", "do", "try", "finally", ";", "
 _KEYWORDS = frozenset(
     re.findall(
         r"\w+",
-        """as async await break case catch class const continue default delete do else export extends false finally for from get
-        if import in instanceof let new null of return set static super switch this throw true try typeof undefined
-        var void while with yield arguments eval NaN Infinity""",
+        """as async await break case catch class const continue default delete do else export extends false finally for
+        from get if import in instanceof let new null of return set static super switch this throw true try typeof
+        undefined var void while with yield arguments eval NaN Infinity""",
     )
 )
 
