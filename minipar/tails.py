@@ -6,9 +6,9 @@
 The backward of `h W + b` reads h and W, that of a sum nothing: nobody reads y, if the program does not hand it on. In a
 block of a transformer this last product is a third of the forward. The graph of autograd is made as always.
 
-Which operations these are is found the first time, by watching what autograd saves, and what is still there when the
-output is gone (kept by a nested checkpoint, say). Later runs follow that list, operation by operation; a layer that
-then does something else runs again as a whole, and is never shortened from then on.
+Which operations these are is found the first time, by what is still there when the output is gone: saved by autograd,
+or kept by a nested checkpoint, say. Later runs follow that list, operation by operation; a layer that then does
+something else runs again as a whole, and is never shortened from then on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from torch.utils.flop_counter import flop_registry
 
 # Watching costs about 5 us an operation: so many floating-point operations take about as long.
 _WORTH = {"cpu": 5e5, "cuda": 5e8}
-_DETACH = torch.ops.aten.detach.default  # autograd's own, of tensors that it saves: more or fewer of them, as it likes
 _UNKNOWABLE = (torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -58,12 +57,12 @@ class Tails:
     def run(self, layer: int, module: nn.Module, given: Any) -> Any:
         """The module's output, as the root of its graph; its numbers may be missing.
 
-        Once the caller has dropped the output, and before the next run, it calls `settle`.
+        Once the caller has dropped the output, but not its graph, and before the next run, it calls `settle`.
         """
         key = layer, *_form(tree_leaves(given))
         if key not in self._known:
             watch = _Watch()
-            with torch.autograd.graph.saved_tensors_hooks(watch.saved, lambda tensor: tensor), watch:
+            with watch:
                 output = module(given)
             self._watching = key, watch
             return output
@@ -97,20 +96,16 @@ class _Watch(TorchDispatchMode):
         self.steps: list[_Step] = []
         self.flops: list[float] = []
         self.needed = -1
-        self.makers: dict[int, int] = {}  # place of a storage -> the operation that made it last
         self.storages: list[tuple[int, StorageWeakRef]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func is _DETACH:
-            return result
         index = len(self.steps)
         made = None
         if not _is_view(func):
             for tensor in tree_leaves(result):
                 if isinstance(tensor, Tensor):
-                    self.makers[_place(tensor)] = index
                     self.storages.append((index, StorageWeakRef(tensor.untyped_storage())))
             if _is_plain(func) and isinstance(result, Tensor) and result.layout is torch.strided:
                 form = _form(tree_leaves((args, kwargs)))
@@ -121,11 +116,6 @@ class _Watch(TorchDispatchMode):
         count = flop_registry.get(func.overloadpacket)
         self.flops.append(count(*args, **kwargs, out_val=result) if count and made else 0)
         return result
-
-    def saved(self, tensor: Tensor) -> Tensor:
-        """Called with each tensor that autograd saves."""
-        self.needed = max(self.needed, self.makers.get(_place(tensor), -1))
-        return tensor
 
     def tail(self) -> _Tail | None:
         """What may be left out; None if that is nothing, or too little to be worth it."""
@@ -152,8 +142,6 @@ class _Shorter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is _DETACH:
-            return func(*args, **kwargs)
         k, steps = self.count, self.tail.steps
         self.count += 1
         self.same = self.same and k < len(steps) and steps[k].operation is func
@@ -172,10 +160,6 @@ def _form(leaves: list[Any]) -> tuple[Any, ...]:
     return tuple(
         (tuple(x.shape), x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else (type(x), x) for x in leaves
     )
-
-
-def _place(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _is_view(func: Any) -> bool:

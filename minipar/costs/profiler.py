@@ -219,8 +219,10 @@ class _Measured:
             output = tails.run(0, self.layer, given)
             if k:
                 self.seconds["recompute"].append(clock() - start)
+            graph = [get_gradient_edge(t) for t in differentiable(output) if t.requires_grad]
             del output
             tails.settle()
+            del graph
             if not tails.shortens(0, given):
                 return
 
