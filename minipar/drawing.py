@@ -279,7 +279,7 @@ def _draw_memory(axes: Axes, sheet: Sheet, scale: float) -> None:
             highest = max(highest, float(values[peak]))
     axes.set_ylim(0, highest * 1.12 or 1.0)
     axes.set_ylabel("memory (MiB)" if mib else "activations", color=INK, fontsize=8.5)
-    axes.locator_params(axis="y", nbins=4)
+    axes.locator_params(axis="y", nbins=4 if mib else 5, integer=not mib)  # half an activation is nothing
     axes.grid(axis="y", color=RULE, linewidth=0.6)
 
     line_height, inch = 0.15 / sheet.memory, 1 / (sheet.width - sheet.left - sheet.right)  # in parts of the panel

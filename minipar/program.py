@@ -181,6 +181,10 @@ def span(layers: Sequence[int]) -> str:
     return ",".join(str(a) if b == a + 1 else f"{a}:{b}" for a, b in runs)
 
 
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
 class Group(NamedTuple):
     """A parameter group: the parameters of one layer that no other layer shares, or one set tied between layers.
 
@@ -358,21 +362,25 @@ class Program:
 
     def text(self, rank: int | None = None, limit: int = 40) -> str:
         """The program as text, one instruction a line; of long ranks the first `limit` lines."""
-        lines = [f"program {self.name or 'of hand'}: {len(self.ranks)} ranks, {len(self)} instructions"]
+        lines = [f"program {self.name or 'by hand'}: {self._size}"]
         for r in range(len(self.ranks)) if rank is None else [rank]:
             instructions = self.ranks[r]
             layers = f"layers {span(self.placement[r])}, " if self.placement[r] else ""
-            lines.append(f"rank {r}: {layers}{len(instructions)} instructions")
+            lines.append(f"rank {r}: {layers}{_counted(len(instructions), 'instruction')}")
             lines += [f"  {k:4d}  {ins}" for k, ins in enumerate(instructions[:limit])]
             if len(instructions) > limit:
                 lines.append(f"  ... {len(instructions) - limit} more")
         return "\n".join(lines)
 
+    @property
+    def _size(self) -> str:
+        return f"{_counted(len(self.ranks), 'rank')}, {_counted(len(self), 'instruction')}"
+
     def __str__(self) -> str:
         return self.text()
 
     def __repr__(self) -> str:
-        return f"<Program {self.name!r}: {len(self.ranks)} ranks, {len(self)} instructions>"
+        return f"<Program {self.name!r}: {self._size}>"
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists and numbers, for `json.dump`. `from_json` gives an equal program."""

@@ -59,10 +59,10 @@ class BucketCurve:
     def __str__(self) -> str:
         """A line for each choice, with bars."""
         most = max((*self.predicted, *self.measured))
-        lines = [f"{'bucket':<12}{'predicted':>12}{'measured':>12}"]
+        lines = [f"{'bucket':<12}{'predicted':>12}" + f"{'measured':>12}" * bool(self.measured)]
         for k, name in enumerate(self._names()):
             seconds = self.measured[k] if self.measured else self.predicted[k]
-            measured = f"{self.measured[k] * 1e3:>9.1f} ms" if self.measured else " " * 12
+            measured = f"{self.measured[k] * 1e3:>9.1f} ms" if self.measured else ""
             best = "  <- best" if self.buckets[k] == self.best else ""
             bar = "#" * round(40 * seconds / most) if most else ""
             lines.append(f"{name:<12}{self.predicted[k] * 1e3:>9.1f} ms{measured}  {bar}{best}")

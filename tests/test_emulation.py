@@ -100,9 +100,9 @@ def test_nothing_ends_before_the_device_would_end_it(clusters: dict[str, Cluster
 
 def test_pictures_say_that_the_device_is_emulated(clusters: dict[str, Cluster]) -> None:
     done, _ = run("dp=4", clusters["times"])
-    assert done.trace.note.startswith("emulated device forward=0.02 backward=0.04")
+    assert done.trace.note.startswith("emulated device forward=20ms backward=40ms")
     assert "emulated" in terminal.text(done.trace)
-    assert "emulating forward=0.02" in repr(clusters["times"])
+    assert "emulating forward=20ms" in repr(clusters["times"])
     again = Trace.from_json(done.trace.to_json())
     assert [list(row) for row in again.overruns] == [list(row) for row in done.trace.overruns]
 

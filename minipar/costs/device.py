@@ -71,9 +71,7 @@ class DeviceSpec:
         """Its name, or what it was given."""
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("costs", "name")}
         times = dict(self.costs) if isinstance(self.costs, Mapping) else {"costs": self.costs}
-        words = [
-            f"{k}={v:g}" if isinstance(v, (int, float)) else f"{k}={v}" for k, v in {**times, **given}.items() if v
-        ]
+        words = [f"{k}={_written(k, v)}" for k, v in {**times, **given}.items() if v]
         return self.name or " ".join(words) or "without limits"
 
     @property
@@ -113,6 +111,21 @@ class DeviceSpec:
                     f"nor one of {', '.join(f'{k}=' for k in (*_TIMES, *known))}"
                 )
         return replace(spec, costs=times or None, name=spec.name or text)
+
+
+def _written(key: str, number: Any) -> str:
+    """A number with its unit, as one would give it: "20ms", "1GB/s", "64MiB"."""
+    if not isinstance(number, (int, float)):
+        return str(number)
+    if key == "latency" or key in _TIMES:
+        scale, ending = {"s": 1.0, "ms": 1e-3, "us": 1e-6}, ""
+    elif key == "memory":
+        scale, ending = {"GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10, "B": 1.0}, ""
+    else:
+        unit = "FLOP" if key == "flops" else "B"
+        scale, ending = {f"T{unit}": 1e12, f"G{unit}": 1e9, f"M{unit}": 1e6, unit: 1.0}, "/s"
+    name = next((name for name, size in scale.items() if number >= size), list(scale)[-1])
+    return f"{number / scale[name]:g}{name}{ending}"
 
 
 def quantity(key: str, given: Any, zero: bool = False) -> float:

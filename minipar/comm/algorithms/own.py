@@ -55,7 +55,7 @@ def own_program(
                 raise PlanError(f"rank {rank}: yields more than {MOST} moves; does a loop end?")
             yield _checked(move, rank, ranks, chunks)
 
-    return lay_out(f"{collective} of hand, {ranks} ranks", collective, setting, checked, sizes)
+    return lay_out(f"{collective} by hand, {ranks} ranks", collective, setting, checked, sizes)
 
 
 def _checked(move: Any, rank: int, ranks: int, chunks: int) -> Move:

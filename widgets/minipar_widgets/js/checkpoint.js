@@ -94,7 +94,7 @@ function drawTape(ctx, data, at, h, look) {
 }
 
 function drawMemory(ctx, data, at, top, right, look) {
-  const time = spans(data), most = data.peak || 1, tall = TALL - 34, y = (amount) => top + tall - (amount / most) * (tall - 14);
+  const time = spans(data), most = data.peak || 1, tall = TALL - 40, y = (amount) => top + tall - (amount / most) * (tall - 14);
   const points = [[at(0), y(0)]];
   for (const [start, end, during, after] of time) points.push([at(start), y(during)], [at(end), y(during)], [at(end), y(after)]);
   ctx.fillStyle = look.dark ? "#1d3b4d" : "#d3e9f7";
@@ -137,9 +137,9 @@ function render({ model, el }) {
       const [start, end] = spans(now)[k];
       ctx.fillStyle = look.focus;
       ctx.globalAlpha = 0.18;
-      ctx.fillRect(at(start), TOP, at(end) - at(start), height - TOP - 26);
+      ctx.fillRect(at(start), TOP, at(end) - at(start), height - TOP - 32);
       ctx.globalAlpha = 1;
-      line(ctx, look.focus, 1.5, [], [at(end), TOP], [at(end), height - 28]);
+      line(ctx, look.focus, 1.5, [], [at(end), TOP], [at(end), height - 34]);
     },
     keys: {
       ArrowRight: () => step(1), ArrowLeft: () => step(-1), Home: () => go(-1), End: () => go(data().moves.length - 1), " ": () => toggle(),

@@ -152,11 +152,15 @@ function render({ model, el }) {
         const step = k === worker && chosen >= 0 ? one.steps[chosen]?.[0] : null;
         drawWorker(ctx, one, at, (now.servers.length + k) * LANE, from, to, inside, look, step);
       });
-      drawVersions(ctx, now, at, lanes() * LANE + 8, from, to, inside, look);
+      const top = lanes() * LANE + 8, bottom = top + CHART, scale = scaleOfVersions(now, top, from, to, inside);
+      drawVersions(ctx, now, at, scale, from, to, inside, look);
       ctx.restore();
-      const bottom = lanes() * LANE + 8 + CHART;
-      words(ctx, "version", MARGIN - 8, lanes() * LANE + 8 + CHART / 2, look.ink, "right");
-      for (const t of ticks(from, to, inside / 90)) words(ctx, short(t), at(t), bottom + 9, look.muted, "center");
+      for (const v of scale.marks) words(ctx, `v${v}`, MARGIN - 8, scale.y(v), look.muted, "right", 10);
+      words(ctx, "version", MARGIN - 40, top + CHART / 2, look.ink, "right");
+      for (const t of ticks(from, to, inside / 90)) { // (the last one may stand at the edge)
+        const last = at(t) > right(width) - 12;
+        words(ctx, short(t), last ? right(width) : at(t), bottom + 9, look.muted, last ? "right" : "center");
+      }
       words(ctx, `time (${now.unit})`, right(width), bottom + 20, look.muted, "right");
     },
     keys: {
@@ -167,14 +171,15 @@ function render({ model, el }) {
     },
   });
 
-  function drawVersions(ctx, now, at, top, from, to, inside, look) {
+  function scaleOfVersions(now, top, from, to, inside) {
     const low = versionAt(now, from), high = Math.max(low + 1, versionAt(now, to));
     const least = Math.min(low, ...now.workers.flatMap((one) => visible(one.steps, from, to, inside, (s) => s[1], (s) => s[8]).map((s) => s[6])));
     const y = (version) => top + CHART - 14 - ((version - least) / (high - least)) * (CHART - 30);
-    for (const v of ticks(least, high, 6)) if (v === Math.round(v)) {
-      stroke(ctx, look.rule, 0.7, [], [at(from), y(v)], [at(to), y(v)]);
-      words(ctx, `v${v}`, at(from) + 3, y(v) - 7, look.muted, "left", 10);
-    }
+    return { low, y, marks: ticks(least, high, 6).filter((v) => v === Math.round(v)) };
+  }
+
+  function drawVersions(ctx, now, at, { low, y, marks }, from, to, inside, look) {
+    for (const v of marks) stroke(ctx, look.rule, 0.7, [], [at(from), y(v)], [at(to), y(v)]);
     now.workers.forEach((one, k) => {
       const shown = visible(one.steps, from, to, inside, (s) => s[1], (s) => Math.max(s[5], s[8]));
       for (const [, , pull1, , , push1, version, update, applied, late] of shown) {
