@@ -8,7 +8,7 @@ const HATCH = Object.values(LOOKS).map((one) => ({ "/": 1, "x": 2 })[one[3]] ?? 
 /** What draws all lanes of a timeline between two times: paint(ctx, wide, look, plan, t0, t1, more). */
 export function lanePainter(about, begins, takes, sorts, numbers) {
   const words = about.kinds, two = about.traces.length > 1;
-  let surface = null, brush = null, picture = null, pixels = null, line = null, sign = "";
+  let surface = null, brush = null, picture = null, pixels = null, line = null, sign = "", paper, full, rim, pale, paleRim;
 
   /** The events of a lane in sight, if there are at most so many. */
   function visible(lane, t0, t1, most) {
@@ -31,9 +31,11 @@ export function lanePainter(about, begins, takes, sorts, numbers) {
       line = new Uint8Array(columns);
     }
     pixels.fill(0);
-    const paper = look.paper;
-    const faces = facesOf(look), rims = words.map((kind) => LOOKS[kind][1]);
-    const full = inks(faces, paper), rim = inks(rims, paper), pale = inks(faces, paper, 0.4), paleRim = inks(rims, paper, 0.4);
+    if (paper !== look.paper) {
+      paper = look.paper;
+      [full, pale] = [1, 0.4].map((most) => inks(facesOf(look), paper, most));
+      [rim, paleRim] = [1, 0.4].map((most) => inks(words.map((kind) => LOOKS[kind][1]), paper, most));
+    }
     for (const lane of plan.$rows) {
       const y = Math.round((lane.$y - top) * ratio), tall = Math.max(1, Math.round(lane.$tall * ratio)), outlined = two && !lane.$trace;
       cells(begins, takes, sorts, lane.$first, lane.$last, t0, t1, columns, line);
@@ -167,5 +169,5 @@ export function drawMemory(ctx, wide, look, plan, t0, t1, more, about, rank) {
     drawText(ctx, word, (x += MEMORY[word] ? 14 : 0), bottom + 27, look.ink);
     x += 6.1 * word.length;
   }
-  drawText(ctx, `peak ${short(Math.max(...total.subarray(mine[2], mine[3])))}`, LEFT + wide + RIGHT - 2, top + 6, look.muted, "right");
+  drawText(ctx, `peak ${short((mine[4] ??= total.subarray(mine[2], mine[3]).reduce((a, b) => Math.max(a, b), 0)))}`, LEFT + wide + RIGHT - 2, top + 6, look.muted, "right");
 }
