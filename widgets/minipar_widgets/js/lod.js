@@ -28,15 +28,20 @@ export function cells(start, length, kind, first, last, from, to, width, out = n
   out.fill(0, 0, width);
   const scale = width / (to - from);
   let k = search(start, first, last, from);
-  if (k > first && (start[k - 1] + length[k - 1] - from) * scale > 0) k--;
-  let now = -1, seen = 0; // the pixel under way, and a bit for each kind in it
+  if (k > first && start[k - 1] + length[k - 1] > from) k--;
+  let now = -1, seen = 0, edge = -1 / 0; // the pixel under way, a bit for each kind in it, and when it ends
   for (; k < last; k++) {
-    let a = (start[k] - from) * scale;
+    const code = kind[k], size = length[k] * scale;
+    if (start[k] + length[k] < edge) {
+      seen |= 1 << code;
+      sums[code] += size; // most events of a long trace are done here
+      continue;
+    }
+    let a = (start[k] - from) * scale, b = a + size;
     if (a >= width) break;
-    let b = a + length[k] * scale;
     if (a < 0) a = 0;
     if (b > width) b = width;
-    const x = a | 0, end = b | 0, code = kind[k];
+    const x = a | 0, end = b | 0;
     if (x !== now) {
       if (seen) out[now] = cell(seen);
       now = x;
@@ -45,6 +50,7 @@ export function cells(start, length, kind, first, last, from, to, width, out = n
     seen |= 1 << code;
     if (x === end) {
       sums[code] += b - a;
+      edge = from + (x + 1) / scale;
       continue;
     }
     sums[code] += x + 1 - a;

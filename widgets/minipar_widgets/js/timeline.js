@@ -189,7 +189,7 @@ function render({ model, el }) {
   }
   function overlays(ctx, full, look) {
     const wide = area(full), top = plan.$overview + 18, shown = over >= 0 ? over : chosen;
-    let count = 0, before = -1;
+    let count = 0, past = -1;
     ctx.save();
     ctx.beginPath();
     ctx.rect(LEFT - 2, top, wide + 4, plan.$height);
@@ -197,9 +197,9 @@ function render({ model, el }) {
     for (const k of along && more ? more.path : []) {
       if (begins[k] <= t1 && endOf(k) >= t0 && count++ < 3000) {
         box(ctx, k, full, look.warn, 2.5);
-        if (before >= 0 && laneOf(before)[0] === laneOf(k)[0] && laneOf(before)[1] !== laneOf(k)[1]) arrow(ctx, [before, k], full, look.warn);
+        if (past >= 0 && laneOf(past)[0] === laneOf(k)[0] && laneOf(past)[1] !== laneOf(k)[1]) arrow(ctx, [past, k], full, look.warn);
       }
-      before = k;
+      past = k;
     }
     count = 0;
     for (const lane of arrows && more ? plan.$rows : []) {
