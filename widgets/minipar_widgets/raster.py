@@ -46,27 +46,29 @@ def cells(start: np.ndarray, length: np.ndarray, kind: np.ndarray, begin: float,
         first -= 1
     here = slice(first, int(np.searchsorted(start, end)))
     a = (start[here] - begin) * scale
-    b = np.minimum(a + length[here].astype(float) * scale, width)
-    seen = a < width
-    a, b, kind = np.maximum(a[seen], 0), b[seen], kind[here][seen]
-    codes = np.unique(kind)
-    if not len(codes):
+    a = a[: np.searchsorted(a, width)]
+    if not len(a):
         return np.zeros(width, np.uint8)
-    x, y = a.astype(np.int64), b.astype(np.int64)
-    filled = np.zeros((len(codes), width + 1))
-    there = np.zeros((len(codes), width + 1), bool)
-    for k, code in enumerate(codes):
-        p, q, s, f = (column[kind == code] for column in (x, y, a, b))
-        far = q > p  # into another pixel: the rest of the first one, whole ones, a part of the last
-        filled[k] += np.bincount(p, np.where(far, p + 1 - s, f - s), width + 1)
-        filled[k] += np.bincount(q[far], (f - q)[far], width + 1)
-        whole = np.bincount(p[far] + 1, minlength=width + 1) - np.bincount(q[far], minlength=width + 1)
-        filled[k] += np.cumsum(whole)
-        there[k, p] = True
-    filled, there = filled[:, :width], (there | (filled > 0))[:, :width]
+    b = np.minimum(a + np.multiply(length[here][: len(a)], scale, dtype=float), width)
+    a[0] = max(a[0], 0.0)
+    kind = kind[here][: len(a)]
+    codes = np.flatnonzero(np.bincount(kind))
+    place = np.zeros(256, np.int64)  # where the row of each code begins: all are counted at once
+    place[codes] = np.arange(len(codes)) * (width + 1)
+    x, y, row = a.astype(np.int64), b.astype(np.int64), place[kind]
+    size = len(codes) * (width + 1)
+    filled = np.bincount(row + x, np.minimum(b, x + 1) - a, size)
+    there = np.bincount(row + x, minlength=size) > 0
+    far = np.flatnonzero(y > x)  # into another pixel: whole ones, and a part of the last
+    first_whole, end = (row + x)[far] + 1, (row + y)[far]
+    filled += np.bincount(end, (b - y)[far], size)
+    filled += np.cumsum(np.bincount(first_whole, minlength=size) - np.bincount(end, minlength=size))
+    there |= filled > 0
+    shape = len(codes), width + 1
+    filled, there = filled.reshape(shape)[:, :width], there.reshape(shape)[:, :width]
     best = np.where(there, filled, -1).argmax(0)  # of equals the first: the lower code
     strength = np.clip(np.ceil(filled.sum(0) * STRONG - 1e-6), FAINT, STRONG)
-    return np.where(there.any(0), 16 * (codes[best].astype(np.int64) + 1) + strength, 0).astype(np.uint8)
+    return np.where(there.any(0), 16 * (codes[best] + 1) + strength, 0).astype(np.uint8)
 
 
 class Row(NamedTuple):

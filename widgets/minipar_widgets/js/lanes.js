@@ -8,7 +8,7 @@ const HATCH = Object.values(LOOKS).map((one) => ({ "/": 1, "x": 2 })[one[3]] ?? 
 /** What draws all lanes of a timeline between two times: paint(ctx, wide, look, plan, t0, t1, more). */
 export function lanePainter(about, begins, takes, sorts, numbers) {
   const words = about.kinds, two = about.traces.length > 1;
-  let surface = null, brush = null, picture = null, pixels = null, line = null, sign = "";
+  let surface, brush, picture, pixels, line, sign, ground, full, rim, pale, paleRim;
 
   /** The events of a lane in sight, if there are at most so many. */
   function visible(lane, t0, t1, most) {
@@ -31,18 +31,21 @@ export function lanePainter(about, begins, takes, sorts, numbers) {
       line = new Uint8Array(columns);
     }
     pixels.fill(0);
-    const paper = look.paper;
-    const faces = facesOf(look), rims = words.map((kind) => LOOKS[kind][1]);
-    const full = inks(faces, paper), rim = inks(rims, paper), pale = inks(faces, paper, 0.4), paleRim = inks(rims, paper, 0.4);
+    if (ground !== look.paper) {
+      ground = look.paper;
+      [full, pale] = [1, 0.4].map((most) => inks(facesOf(look), ground, most));
+      [rim, paleRim] = [1, 0.4].map((most) => inks(words.map((kind) => LOOKS[kind][1]), ground, most));
+    }
     for (const lane of plan.$rows) {
       const y = Math.round((lane.$y - top) * ratio), tall = Math.max(1, Math.round(lane.$tall * ratio)), outlined = two && !lane.$trace;
       cells(begins, takes, sorts, lane.$first, lane.$last, t0, t1, columns, line);
       blit(pixels, columns, line, y, tall, outlined ? pale : full, outlined ? paleRim : rim, HATCH);
       if (lane.$tall > 5) border(lane, y, tall, outlined ? full : rim, outlined ? Math.round(1.3 * ratio) : 1, columns, t0, t1, ratio);
       const mine = idleOf(lane, more);
-      if (!mine) continue;
-      cells(more.idle_start, more.idle_length, more.idle_kind, mine[2], mine[3], t0, t1, columns, line);
-      blit(pixels, columns, line, y + tall, Math.round((lane.$strip - 1) * ratio), full, full, HATCH);
+      if (mine) {
+        cells(more.idle_start, more.idle_length, more.idle_kind, mine[2], mine[3], t0, t1, columns, line);
+        blit(pixels, columns, line, y + tall, Math.round((lane.$strip - 1) * ratio), full, full, HATCH);
+      }
     }
     brush.putImageData(picture, 0, 0);
   }
@@ -138,17 +141,18 @@ export function drawMemory(ctx, wide, look, plan, t0, t1, more, about, rank) {
     }
   }
   const line = (one, colour, thick, dash) => {
-    const where = peaks(time, total, one[2], one[3], t0, t1, wide);
+    const levelAt = (k) => yOf(total[k] ?? 0);
+    let past;
     ctx.strokeStyle = colour;
     ctx.lineWidth = thick;
     ctx.setLineDash(dash);
     ctx.beginPath();
-    where.forEach((k, x) => {
-      if (x && k === where[x - 1]) return;
-      if (x) ctx.lineTo(LEFT + x, yOf(total[where[x - 1]] ?? 0));
-      ctx.lineTo(LEFT + x, yOf(total[k] ?? 0));
+    peaks(time, total, one[2], one[3], t0, t1, wide).forEach((k, x) => {
+      if (k === past) return;
+      if (x) ctx.lineTo(LEFT + x, levelAt(past));
+      ctx.lineTo(LEFT + x, levelAt((past = k)));
     });
-    ctx.lineTo(LEFT + wide, yOf(total[where[wide - 1]] ?? 0));
+    ctx.lineTo(LEFT + wide, levelAt(past));
     ctx.stroke();
     ctx.setLineDash([]);
   };
@@ -167,5 +171,5 @@ export function drawMemory(ctx, wide, look, plan, t0, t1, more, about, rank) {
     drawText(ctx, word, (x += MEMORY[word] ? 14 : 0), bottom + 27, look.ink);
     x += 6.1 * word.length;
   }
-  drawText(ctx, `peak ${short(Math.max(...total.subarray(mine[2], mine[3])))}`, LEFT + wide + RIGHT - 2, top + 6, look.muted, "right");
+  drawText(ctx, `peak ${short((mine[4] ??= total.subarray(mine[2], mine[3]).reduce((a, b) => Math.max(a, b), 0)))}`, LEFT + wide + RIGHT - 2, top + 6, look.muted, "right");
 }

@@ -28,59 +28,59 @@ export function cells(start, length, kind, first, last, from, to, width, out = n
   out.fill(0, 0, width);
   const scale = width / (to - from);
   let k = search(start, first, last, from);
-  if (k > first && (start[k - 1] + length[k - 1] - from) * scale > 0) k--;
-  let now = -1, many = 0;
-  const kinds = new Uint8Array(16), filled = new Float64Array(16);
-
-  function flush() {
-    let best = 0, sum = filled[0];
-    for (let j = 1; j < many; j++) {
-      sum += filled[j];
-      if (filled[j] > filled[best] || (filled[j] === filled[best] && kinds[j] < kinds[best])) best = j;
-    }
-    const strength = Math.ceil(sum * STRONG - 1e-6);
-    out[now] = 16 * (kinds[best] + 1) + (strength < FAINT ? FAINT : strength > STRONG ? STRONG : strength);
-  }
-  function add(x, code, part) {
-    if (x !== now) {
-      if (now >= 0) flush();
-      now = x;
-      many = 1;
-      kinds[0] = code;
-      filled[0] = part;
-      return;
-    }
-    for (let j = 0; j < many; j++) {
-      if (kinds[j] === code) {
-        filled[j] += part;
-        return;
-      }
-    }
-    kinds[many] = code;
-    filled[many++] = part;
-  }
-
+  if (k > first && start[k - 1] + length[k - 1] > from) k--;
+  let now = -1, seen = 0, edge = -1 / 0; // the pixel under way, a bit for each kind in it, and when it ends
   for (; k < last; k++) {
-    let a = (start[k] - from) * scale;
-    if (a >= width) break;
-    let b = a + length[k] * scale;
-    if (a < 0) a = 0;
-    if (b > width) b = width;
-    const x = a | 0, end = b | 0, code = kind[k];
-    if (x === end) {
-      add(x, code, b - a);
+    const code = kind[k], size = length[k] * scale;
+    if (start[k] + length[k] < edge) {
+      seen |= 1 << code;
+      sums[code] += size; // most events of a long trace are done here
       continue;
     }
-    add(x, code, x + 1 - a);
-    if (end - x > 1) {
-      flush();
-      now = -1;
-      out.fill(16 * (code + 1) + STRONG, x + 1, end);
+    let a = (start[k] - from) * scale, b = a + size;
+    if (a >= width) break;
+    if (a < 0) a = 0;
+    if (b > width) b = width;
+    const x = a | 0, end = b | 0;
+    if (x !== now) {
+      if (seen) out[now] = cell(seen);
+      now = x;
+      seen = 0;
     }
-    if (b > end) add(end, code, b - end);
+    seen |= 1 << code;
+    if (x === end) {
+      sums[code] += b - a;
+      edge = from + (x + 1) / scale;
+      continue;
+    }
+    sums[code] += x + 1 - a;
+    out[x] = cell(seen);
+    out.fill(16 * (code + 1) + STRONG, x + 1, end);
+    now = end;
+    seen = b > end ? 1 << code : 0;
+    sums[code] = b - end;
   }
-  if (now >= 0) flush();
+  if (seen) out[now] = cell(seen);
   return out;
+}
+
+const sums = new Float64Array(16); // how much of the pixel under way each kind fills; zeros between two pixels
+
+/** The byte of a pixel with these kinds. */
+function cell(seen) {
+  let sum = 0, most = -1, best = 0;
+  for (let code = 0; seen; code++, seen >>= 1) {
+    if (!(seen & 1)) continue;
+    const part = sums[code];
+    sums[code] = 0;
+    sum += part;
+    if (part > most) {
+      most = part;
+      best = code;
+    }
+  }
+  const strength = Math.ceil(sum * STRONG - 1e-6);
+  return 16 * (best + 1) + (strength < FAINT ? FAINT : strength > STRONG ? STRONG : strength);
 }
 
 /** Runs of equal pixels as [from, to, cell], for drawings made of rectangles; empty pixels are left out. */
@@ -135,7 +135,7 @@ export function peaks(time, value, first, last, from, to, width, out = new Int32
   let k = search(time, first, last, from);
   for (let x = 0; x < width; x++) {
     const end = from + (x + 1) * step;
-    let best = k - 1 >= first ? k - 1 : -1; // what holds when the pixel begins
+    let best = k > first ? k - 1 : -1; // what holds when the pixel begins
     for (; k < last && (time[k] < end || (x === width - 1 && time[k] <= end)); k++) {
       if (best < 0 || value[k] > value[best]) best = k;
     }
@@ -164,17 +164,11 @@ export function blit(pixels, width, row, top, height, ink, line, hatch) {
   const first = top * width;
   for (let x = 0; x < width; x++) pixels[first + x] = ink[row[x]];
   for (let y = 1; y < height; y++) pixels.copyWithin(first + y * width, first, first + width);
-  let x = 0;
-  while (x < width) {
+  for (let x = 0; x < width; x++) {
     const mark = row[x] && hatch[(row[x] >> 4) - 1];
-    if (!mark) {
-      x++;
-      continue;
-    }
-    for (let y = 0; y < height; y++) {
+    for (let y = 0; mark && y < height; y++) {
       const place = (x + top + y) % 6;
       if (place === 0 || (mark === 2 && (x - y + 6000) % 6 === 0)) pixels[first + y * width + x] = line[row[x]];
     }
-    x++;
   }
 }

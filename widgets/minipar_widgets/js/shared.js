@@ -64,12 +64,15 @@ export function theme(el) {
   return look;
 }
 
+// Kept, since making one takes far longer than writing a number with it.
+const FORMS = [3, 2, 1].map((digits) => new Intl.NumberFormat("en", { maximumFractionDigits: digits }));
+
 /** Numbers with about four digits, never in powers of ten. */
 export function short(x) {
   const size = Math.abs(x);
   if (!size) return "0";
   if (size < 0.001) return x.toFixed(6);
-  return x.toLocaleString("en", { maximumFractionDigits: size < 10 ? 3 : size < 100 ? 2 : 1 });
+  return FORMS[size < 10 ? 0 : size < 100 ? 1 : 2].format(x);
 }
 
 /** Round steps for an axis: at most `most` multiples of 1, 2 or 5 times a power of ten within [from, to]. */
@@ -377,10 +380,9 @@ export function frame(model, el, { name, height, draw, keys = {}, canvas = true,
     tip(x, y, text) {
       tipbox.hidden = !text;
       if (!text) return;
-      tipbox.textContent = text;
-      const room = stage.clientWidth - tipbox.offsetWidth - 4;
-      tipbox.style.left = `${Math.max(0, Math.min(x + 12, room))}px`;
-      tipbox.style.top = `${y + 14}px`;
+      const wide = stage.clientWidth; // asked before anything changes: no layout for the pointer to wait for
+      if (tipbox.textContent !== text) tipbox.textContent = text;
+      tipbox.style = `top:${y + 14}px;${x > wide / 2 ? `right:${wide - x + 4}` : `left:${x + 12}`}px`;
     },
     dispose() { for (const end of ends) end(); root.remove(); },
   };

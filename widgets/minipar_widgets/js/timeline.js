@@ -12,7 +12,7 @@ import { filled, hit, search, totals } from "./lod.js";
 const KEYS = "Arrows: time and rank; + and -: zoom; Home: all; Tab: next event; Escape, then Tab: leave.";
 
 function render({ model, el }) {
-  let about, traces, strips, begins, takes, sorts, numbers, indices, lengths, firsts, painter, view, plan;
+  let about, traces, strips, begins, takes, sorts, numbers, indices, lengths, firsts, painter, view, plan, placed;
   let more, twin, after, share, worst, streams = true, arrows = false, along = false;
   let t0 = 0, t1 = 1, extent = 1, rank = 0, chosen = -1, over = -1, cursor = null, brush = null, drag = null, leaving = false;
   let playing = false, told = 0, asked = false, wait = 0;
@@ -29,7 +29,7 @@ function render({ model, el }) {
     painter = lanePainter(about, begins, takes, sorts, numbers);
     twin = about.same ? null : new Int32Array(0);
     extent = t1 = about.span || 1;
-    t0 = 0;
+    t0 = placed = 0;
     rank = about.highest;
     chosen = over = -1;
     cursor = brush = share = worst = null;
@@ -189,7 +189,7 @@ function render({ model, el }) {
   }
   function overlays(ctx, full, look) {
     const wide = area(full), top = plan.$overview + 18, shown = over >= 0 ? over : chosen;
-    let count = 0, before = -1;
+    let count = 0, past = -1;
     ctx.save();
     ctx.beginPath();
     ctx.rect(LEFT - 2, top, wide + 4, plan.$height);
@@ -197,9 +197,9 @@ function render({ model, el }) {
     for (const k of along && more ? more.path : []) {
       if (begins[k] <= t1 && endOf(k) >= t0 && count++ < 3000) {
         box(ctx, k, full, look.warn, 2.5);
-        if (before >= 0 && laneOf(before)[0] === laneOf(k)[0] && laneOf(before)[1] !== laneOf(k)[1]) arrow(ctx, [before, k], full, look.warn);
+        if (past >= 0 && laneOf(past)[0] === laneOf(k)[0] && laneOf(past)[1] !== laneOf(k)[1]) arrow(ctx, [past, k], full, look.warn);
       }
-      before = k;
+      past = k;
     }
     count = 0;
     for (const lane of arrows && more ? plan.$rows : []) {
@@ -326,7 +326,7 @@ function render({ model, el }) {
     name: "timeline", hint: KEYS, draw,
     height(full) {
       if (!about.lanes) return 40;
-      plan = layout(about, full, streams, about.memory);
+      if (placed !== (placed = streams ? full : -full)) plan = layout(about, full, streams, about.memory);
       return plan.$height;
     },
     keys: {
