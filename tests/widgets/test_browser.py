@@ -114,6 +114,10 @@ def test_pointer_tells_what_is_under_it(opened: Any) -> None:
     one.settle()
     assert "rank 0 holds 4 activations" in one.page.locator(".mp-tip").inner_text()
     assert "live: saved" in one.page.locator(".mp-tip").inner_text()
+    one.page.mouse.move(canvas["x"] + canvas["width"] - 80, canvas["y"] + canvas["height"] - 60)
+    one.settle()
+    tip = one.page.locator(".mp-tip").bounding_box()  # left of the pointer
+    assert canvas["x"] <= tip["x"] < tip["x"] + tip["width"] <= canvas["x"] + canvas["width"] - 80
     assert one.errors == []
 
 
