@@ -24,7 +24,7 @@ demo: $(READY)
 	$(BIN)/python -m minipar.demo $(DEMO_ARGS)
 
 test: lint
-	$(BIN)/python -m pytest $(TEST_ARGS)
+	$(BIN)/python tests/everything.py $(TEST_ARGS)
 
 lab: $(READY)  # (docs/jupyter: without the menus that nbgrader adds for teachers)
 	JUPYTER_CONFIG_PATH="$(CURDIR)/docs/jupyter:$$JUPYTER_CONFIG_PATH" $(BIN)/python -m jupyterlab --ServerApp.root_dir="$(CURDIR)/lessons"
