@@ -4,7 +4,10 @@
 
 The allowed i of a j are neighbours, so a table of minima over runs answers all j of a stage at once. Of each stage only
 ends within a band are possible: before it the layers do not fit on the stages that follow, behind it not on those that
-come before.
+come before. And only ends that can still lead to a sum worth having are followed: if layers could be divided, what is
+left would be done soonest by the fastest ranks left, each filled up to the bound.
+
+    ranks of speed 3, 1, 2 left, bound 4, work 15 left: 12 on the first, in 4; 3 on the last, in 1.5; 5.5 at least
 """
 
 from __future__ import annotations
@@ -35,16 +38,25 @@ class Chain:
         self.cuts = np.concatenate([[0.0], np.array(cuts, dtype=float)])
         self.places = np.arange(len(work) + 1)
         self.work, self.cut_list, self.rates = work, cuts, rates
+        self.longest = float(self.before[-1]) / min(rates) + max(cuts)  # no stage takes more
+        # Of the ranks s, s + 1, ..., what the fastest k do in a unit of time; and the cheapest cuts between them.
+        self.speeds = [np.cumsum([0.0, *sorted(rates[s:], reverse=True)]) for s in range(len(rates) + 1)]
+        self.cheapest = np.cumsum([0.0, *sorted(cuts[:-1])[: len(rates) - 1]])[::-1]
 
-    def solve(self, bound: float) -> Found | None:
-        """The split of least sum whose stages take at most `bound`; None if there is none."""
+    def solve(self, bound: float, most: float = math.inf) -> Found | None:
+        """The split of least sum whose stages take at most `bound`; None if it is above `most` or there is none."""
+        bound = min(bound, self.longest)
         limit = bound * (1 + EXACT)
         bands = self._bands(limit)
         if bands is None:
             return None
         values, low = np.zeros(1), 0  # least(s - 1, i) for i = low, low + 1, ...
         history = []
-        for rate, (start, stop) in zip(self.rates, bands, strict=True):
+        for s, (rate, (start, stop)) in enumerate(zip(self.rates, bands, strict=True)):
+            furthest = (self.before[low + len(values) - 1] + limit * rate) * (1 + EXACT)
+            start, stop = max(start, low + 1), min(stop, int(self.before.searchsorted(furthest, side="right")))
+            if start >= stop:
+                return None
             # Layers i..j-1 take done[j] - given[i]: allowed from the first i on that is late enough.
             done = self.before[start:stop] / rate + self.cuts[start:stop]
             given = self.before[low : low + len(values)] / rate
@@ -53,8 +65,11 @@ class Chain:
             offered = values - given
             history.append((low, start, offered, first, last))
             values, low = minima(offered, first, last) + done, start
-        if not values[-1] < math.inf:
-            return None
+            at_least = values + self.at_least(self.before[-1] - self.before[start:stop], s + 1, limit)
+            hopeful = np.flatnonzero((at_least <= most * (1 + EXACT)) & (values < math.inf))
+            if not len(hopeful):
+                return None
+            values, low = values[hopeful[0] : hopeful[-1] + 1], start + int(hopeful[0])
         split, j = [], len(self.work)
         for low, start, offered, first, last in reversed(history):
             window = offered[first[j - start] : last[j - start]]
@@ -67,6 +82,12 @@ class Chain:
             math.fsum(self.work[i:j]) / v + self.cut_list[j - 1] for (i, j), v in zip(ends, self.rates, strict=True)
         )
         return Found(tuple(split), tuple(times))
+
+    def at_least(self, work: np.ndarray | float, s: int, bound: float) -> np.ndarray:
+        """No faster is `work` done by the ranks s, s + 1, ..., each in at most `bound`."""
+        full = self.speeds[s] * bound
+        time: np.ndarray = np.interp(work, full, bound * np.arange(len(full)))
+        return time + self.cheapest[min(s, len(self.cheapest) - 1)]
 
     def _bands(self, bound: float) -> list[tuple[int, int]] | None:
         """Where each stage can end, if cuts were free: range(start, stop); None if the layers do not fit."""

@@ -13,8 +13,8 @@ free cuts the sum is always the same, and the best partition is that of the smal
 
 The allowed i of a j are neighbours, so a table of minima over runs answers all j of a stage at once, in O(n log n).
 least(T) falls as T grows. So bounds are bisected (branch and bound): of a < T <= b no partition is better than
-least(b) + (m - 1) a, and where that beats nothing found, the interval is done; the most promising one is next. That
-also makes 10,000 layers cheap. `chains.py` has the dynamic program.
+least(b) + (m - 1) a, nor than if layers could be divided. Where that beats nothing found, an interval is done; the most
+promising one is next. That also makes 10,000 layers cheap. `chains.py` has the dynamic program.
 
 Sources: Zheng et al., "Alpa", 2022, section 5.2 (the objective; it tries all bounds in turn); Narayanan et al.,
 "PipeDream: Generalized Pipeline Parallelism for DNN Training", 2019, section 3.1 (`partition_replicated`).
@@ -37,6 +37,7 @@ from minipar.edges import Edges
 from minipar.errors import PlanError
 
 WIDE, CLOSE = 1e-3, 1e-5  # intervals of bounds are halved down to this part of a bound; then cut no closer to an end
+NEAR = 1.01  # so much above the best bound for layers that can be divided is tried first
 MOST_ORDERS = 50_000
 LINK = 1.5e9  # bytes a second, as ProfiledCosts assumes
 
@@ -167,14 +168,24 @@ def _distinct(left: list[int], rates: Sequence[float]) -> Iterable[tuple[int, ..
 def _best(
     work: list[float], cuts: list[float], rates: list[float], microbatches: int, order: tuple[int, ...]
 ) -> Partition:
-    chain = Chain(work, cuts, rates)
-    first = chain.solve(math.inf)
-    assert first is not None
-    best, best_time, after = first, step_time(first.times, microbatches), microbatches - 1
-    least = math.fsum(first.times)
-    open_bounds = [(least, 0.0, max(first.times), least)]  # no faster than the first number; a < T <= b, and least(b)
-    while open_bounds:
-        fastest, a, b, least = heappop(open_bounds)
+    chain, after = Chain(work, cuts, rates), microbatches - 1
+    full = [float(chain.before[-1] / speed) for speed in chain.speeds[0][:0:-1]]  # all ranks are, all but one, ...
+
+    def ideal(bound: float) -> float:
+        """The time if layers could be divided: convex, and straight between the bounds in `full`."""
+        return float(chain.at_least(chain.before[-1], 0, bound)) + after * bound
+
+    goal = min(full, key=ideal)
+    best = (chain.solve(goal * NEAR) if after else None) or chain.solve(chain.longest)
+    assert best is not None
+    best_time = step_time(best.times, microbatches)
+    slow = [bound for bound in full if ideal(bound) >= best_time]
+    a = max((bound for bound in slow if bound < goal), default=full[0] * (1 - CLOSE))
+    b = min((bound for bound in slow if bound > goal), default=chain.longest)
+    # Intervals a < T <= b, each with least(b) or less, and before it what nothing there is faster than.
+    intervals = [(ideal(goal), a, b, ideal(b) - after * b)] if after else []
+    while intervals:
+        fastest, a, b, least = heappop(intervals)
         if fastest >= best_time * (1 - EXACT):
             break
         middle = (a + b) / 2
@@ -182,13 +193,13 @@ def _best(
             middle = min((best_time - least) / after, b - (b - a) * CLOSE)
         if not a < middle < b:
             continue
-        heappush(open_bounds, (least + after * middle, middle, b, least))
-        found = chain.solve(middle)
+        heappush(intervals, (max(least + after * middle, ideal(max(goal, middle))), middle, b, least))
+        found = chain.solve(middle, best_time - after * a)
         if found is not None:
-            total, slowest = math.fsum(found.times), max(found.times)
+            total, b = math.fsum(found.times), min(max(found.times), middle)
             if step_time(found.times, microbatches) < best_time:
                 best, best_time = found, step_time(found.times, microbatches)
-            heappush(open_bounds, (total + after * a, a, min(slowest, middle), total))
+            heappush(intervals, (max(total + after * a, ideal(min(goal, b))), a, b, total))
     return Partition(best.split, best.times, best_time, order)
 
 
