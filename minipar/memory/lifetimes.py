@@ -54,18 +54,19 @@ class Life(NamedTuple):
 
 def lives(trace: Trace, rank: int) -> list[Life]:
     """Every value on the device of a rank, those that it begins with first; of a version made in place, the first."""
+    return [Life(*one) for one in _found(trace, rank, all_of_them=True)]
+
+
+def _found(trace: Trace, rank: int, all_of_them: bool) -> list[list[Any]]:
+    """What `Life` has; without `all_of_them` only what has a size, or is there from the beginning."""
     row, starts, ends = trace.program.ranks[rank], trace.starts[rank], trace.ends[rank]
     first = trace.span[0]
     found: list[list[Any]] = []
     live: dict[Value, int] = {}  # its place in `found`
-
-    def begin(value: Value, start: float, size: float, held: bool = False) -> None:
-        live[value] = len(found)
-        found.append([value, start, None, size, held])
-
     for value in trace.program.state[rank] if trace.program.state else ():
         if tier(value) == "device":
-            begin(value, first, trace.size(rank, value), True)
+            live[value] = len(found)
+            found.append([value, first, None, trace.size(rank, value), True])
     for k, ins in enumerate(row):
         # a version of parameters that is made of one that nothing needs any more: in place
         old = {v.index: v for v in ins.frees if version_of(v) >= 0} if ins.op is Op.STEP else {}
@@ -74,22 +75,24 @@ def lives(trace: Trace, rank: int) -> list[Life]:
                 if old[value.index] in live:
                     live[value] = live.pop(old[value.index])
             elif value not in live and tier(value) == "device":
+                size = _size(trace, rank, value)
+                if not size and not all_of_them:
+                    continue
                 # (what an input half leaves is part of what it found)
                 start = ends[k] if value.kind == "saved_weight" else starts[k]
-                begin(value, max(first, start), _size(trace, rank, value))
+                live[value] = len(found)
+                found.append([value, max(first, start), None, size, False])
         for value in ins.frees:
             place = live.pop(value, None)
             if place is not None:
                 found[place][2] = ends[k]
-    return [Life(*one) for one in found]
+    return found
 
 
 def lifetimes(trace: Trace, rank: int) -> Curve:
     """Memory of a rank over time: live from the start of a value's writer to the end of what frees it."""
     changes: list[tuple[float, int, str, float]] = []  # frees come before allocations of the same moment
-    for value, start, end, size, held in lives(trace, rank):
-        if not size and not held:
-            continue  # where activations are counted, nothing else has a size
+    for value, start, end, size, held in _found(trace, rank, all_of_them=False):  # (most have no size in activations)
         changes.append((start, 0 if held else 1, KINDS[value.kind], size))
         if end is not None:
             changes.append((end, 0, KINDS[value.kind], -(_size(trace, rank, value) if held else size)))
