@@ -198,10 +198,13 @@ class Trace:
         for rank, row in enumerate(self.program.ranks):
             now = peak = 0
             for ins in row:
-                split = ins.op is Op.BACKWARD_INPUT  # what it frees and what it leaves are the same
-                now += sum(value.kind == "saved" for value in ins.writes)
-                peak = max(peak, now)
-                now -= 0 if split else sum(value.kind in ("saved", "saved_weight") for value in ins.frees)
+                for value in ins.writes:
+                    now += value.kind == "saved"
+                if now > peak:
+                    peak = now
+                if ins.op is not Op.BACKWARD_INPUT:  # what it frees and what it leaves are the same
+                    for value in ins.frees:
+                        now -= value.kind in ("saved", "saved_weight")
             kept = sum(layer >= self.program.first_trainable for layer in self.program.share[rank])
             peaks.append(peak / kept if kept else 0.0)
         return [int(x) if x == int(x) else x for x in peaks]

@@ -74,7 +74,7 @@ def _found(trace: Trace, rank: int, all_of_them: bool) -> list[list[Any]]:
             if old and version_of(value) >= 0 and value.index in old:
                 if old[value.index] in live:
                     live[value] = live.pop(old[value.index])
-            elif value not in live and tier(value) == "device":
+            elif value not in live and " " not in value.kind:  # on the device
                 size = _size(trace, rank, value)
                 if not size and not all_of_them:
                     continue
@@ -105,13 +105,12 @@ def lifetimes(trace: Trace, rank: int) -> Curve:
     kinds: dict[str, list[float]] = {name: [] for name in now}
     for time, order, name, size in changes:
         now[name] += size
-        if times and times[-1] == time and order == 0:
-            for other, column in kinds.items():
-                column[-1] = now[other]
-            total[-1] = sum(now.values())
-        else:
+        if order or not times or times[-1] != time:
             times.append(time)
             total.append(sum(now.values()))
             for other, column in kinds.items():
                 column.append(now[other])
+        else:
+            total[-1] = sum(now.values())
+            kinds[name][-1] = now[name]
     return Curve(times, total, {kind: kinds.get(kind) or [0.0] * len(times) for kind in ALL_KINDS})

@@ -55,6 +55,8 @@ def newest(rank: int, ranks: int, microbatch: int, microbatches: int, newest: in
 
 def by_step(instructions: Sequence[Instruction], microbatches: int) -> list[Instruction]:
     """Micro-batches that were counted through the whole run, as micro-batches of steps."""
+    if all(ins.microbatch < microbatches for ins in instructions):
+        return list(instructions)  # a run of one step
     names: dict[Value, Value] = {}
 
     def named(value: Value) -> Value:
@@ -90,6 +92,7 @@ def with_versions(
     depth = sum(len(layout.trained(stage)) for stage in layout.placement[rank])
     used: dict[int, int] = {}
     left: dict[int, int] = {}
+    named: dict[int, dict[Value, Value]] = {}  # by version: the parameters, as that version
     result: list[Instruction] = []
     done = updates = 0
     due = False
@@ -111,7 +114,10 @@ def with_versions(
         if ins.op is Op.FORWARD and i not in used:
             used[i] = version(rank, layout.pp, i, m, updates)
         own = used.get(i, updates) if ins.op is Op.FORWARD or contract.stashed else updates
-        result.append(ins._replace(reads=tuple(_at(value, own, groups) for value in ins.reads)))
+        if own not in named:
+            named[own] = {param(g): param(g, own) for g in groups}
+        given = named[own]
+        result.append(ins._replace(reads=tuple([given.get(value, value) for value in ins.reads])))
         if ins.op in BACKWARDS:
             left[i] = left.get(i, depth) - len(ins.layers)
             if not left[i]:
@@ -129,17 +135,16 @@ def state_of(layout: Layout, rank: int) -> frozenset[Value]:
     return frozenset([param(g, 0 if g in trainable else -1) for g in groups] + [optimizer_state(g) for g in trainable])
 
 
-def _at(value: Value, version: int, groups: tuple[int, ...]) -> Value:
-    return param(value.index, version) if value.kind == "param" and value.index in groups else value
-
-
 def _freeing(instructions: list[Instruction]) -> list[Instruction]:
     """Each version freed by the last that reads it; the last one stays."""
     last: dict[Value, int] = {}
     newest: dict[int, Value] = {}
     for k, ins in enumerate(instructions):
-        last.update({value: k for value in ins.reads if value.kind == "param" and value.step >= 0})
-        newest.update({value.index: value for value in ins.writes if value.kind == "param"})
+        for value in ins.reads:
+            if value.kind == "param" and value.step >= 0:
+                last[value] = k
+        if ins.op is Op.STEP:
+            newest.update({value.index: value for value in ins.writes if value.kind == "param"})
     for value, k in last.items():
         if newest.get(value.index, value) != value:
             instructions[k] = instructions[k]._replace(frees=(*instructions[k].frees, value))
@@ -155,10 +160,16 @@ def as_it_happened(program: Program, orders: Sequence[Sequence[Action]], version
         blocks = blocks_of(program, rank)
         m = program.microbatches
         places = [(isinstance(action, Forward), action.microbatch % m, action.microbatch // m) for action in order]
-        plain = [ins._replace(frees=tuple(v for v in ins.frees if v.kind != "param"))
-                 for place in places for ins in blocks.get(place, ())]  # fmt: skip
+        plain = [_keeping(ins) for place in places for ins in blocks.get(place, ())]
         ranks.append(tuple(with_versions(plain, layout, rank, program.contract, version)))
     return replace(program, ranks=tuple(ranks), in_flight=None)
+
+
+def _keeping(ins: Instruction) -> Instruction:
+    """The same, but it frees no parameters."""
+    if not any(value.kind == "param" for value in ins.frees):
+        return ins
+    return ins._replace(frees=tuple(value for value in ins.frees if value.kind != "param"))
 
 
 def blocks_of(program: Program, rank: int) -> dict[Place, list[Instruction]]:
