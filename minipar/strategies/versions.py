@@ -92,7 +92,7 @@ def with_versions(
     depth = sum(len(layout.trained(stage)) for stage in layout.placement[rank])
     used: dict[int, int] = {}
     left: dict[int, int] = {}
-    named: dict[int, dict[Value, Value]] = {}  # by version: the parameters, as that version
+    named: dict[int, dict[int, Value]] = {}  # the parameters of each version
     result: list[Instruction] = []
     done = updates = 0
     due = False
@@ -115,9 +115,10 @@ def with_versions(
             used[i] = version(rank, layout.pp, i, m, updates)
         own = used.get(i, updates) if ins.op is Op.FORWARD or contract.stashed else updates
         if own not in named:
-            named[own] = {param(g): param(g, own) for g in groups}
+            named[own] = {g: param(g, own) for g in groups}
         given = named[own]
-        result.append(ins._replace(reads=tuple([given.get(value, value) for value in ins.reads])))
+        reads = [given.get(value.index, value) if value.kind == "param" else value for value in ins.reads]
+        result.append(ins._replace(reads=tuple(reads)))
         if ins.op in BACKWARDS:
             left[i] = left.get(i, depth) - len(ins.layers)
             if not left[i]:
