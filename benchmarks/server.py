@@ -95,8 +95,7 @@ class _NoUpdate:
 
 
 def _transport(quick: bool) -> list[Row]:
-    """Throughput, which must not be below gloo's; of a single short key it is all delay, and the server's books are kept
-    in Python."""
+    """Throughput, which must not be below gloo's. (Of one short key it is all delay: the server's books are in Python.)"""
     rows = []
     with Cluster(3, device="cpu") as cluster:
         for name, size in SIZES.items():
