@@ -1,8 +1,7 @@
 """The parameter server: its messages beside gloo's, its bytes beside allreduce's, and its modes with a straggler.
 
-Push and pull, of one key and of many, are measured beside gloo's send and receive of the same bytes there and back, in
-turn.
-The straggler is real: an emulated device five times slower than the others. `server.png` shows loss over time.
+Push and pull, of one key and of many, take turns with gloo's send and receive of the same bytes there and back. The
+straggler is real: an emulated device five times slower than the others. `server.png` shows loss over time.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ class _NoUpdate:
 
 
 def _transport(quick: bool) -> list[Row]:
-    """Throughput, which must not be below gloo's. (Of one short key it is all delay: the server's books are in Python.)"""
+    """Throughput must not be below gloo's. (With one short key it is all delay: the server's books are in Python.)"""
     rows = []
     with Cluster(3, device="cpu") as cluster:
         for name, size in SIZES.items():
