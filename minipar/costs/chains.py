@@ -58,18 +58,24 @@ class Chain:
             if start >= stop:
                 return None
             # Layers i..j-1 take done[j] - given[i]: allowed from the first i on that is late enough.
-            done = self.before[start:stop] / rate + self.cuts[start:stop]
             given = self.before[low : low + len(values)] / rate
-            first = given.searchsorted(done - limit)
-            last = np.minimum(self.places[start:stop] - low, len(values))
             offered = values - given
-            history.append((low, start, offered, first, last))
-            values, low = minima(offered, first, last) + done, start
-            at_least = values + self.at_least(self.before[-1] - self.before[start:stop], s + 1, limit)
-            hopeful = np.flatnonzero((at_least <= most * (1 + EXACT)) & (values < math.inf))
+            done = self.before[start:stop] / rate + self.cuts[start:stop]
+            room = most * (1 + EXACT) - done - self.at_least(self.before[-1] - self.before[start:stop], s + 1, limit)
+            hopeful = np.flatnonzero(room >= offered.min())
             if not len(hopeful):
                 return None
-            values, low = values[hopeful[0] : hopeful[-1] + 1], start + int(hopeful[0])
+            start, stop = start + int(hopeful[0]), start + int(hopeful[-1]) + 1
+            done, room = done[hopeful[0] : hopeful[-1] + 1], room[hopeful[0] : hopeful[-1] + 1]
+            first = given.searchsorted(done - limit)
+            last = np.minimum(self.places[start:stop] - low, len(values))
+            history.append((low, start, offered, first, last))
+            found = minima(offered, first, last)
+            hopeful = np.flatnonzero((found <= room) & (found < math.inf))
+            if not len(hopeful):
+                return None
+            part = slice(int(hopeful[0]), int(hopeful[-1]) + 1)
+            values, low = (found + done)[part], start + part.start
         split, j = [], len(self.work)
         for low, start, offered, first, last in reversed(history):
             window = offered[first[j - start] : last[j - start]]
@@ -108,10 +114,9 @@ class Chain:
 
 
 def minima(values: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
-    """The least of values[first[k] : last[k]] for each k; infinite where that is empty.
+    """The least of values[first[k] : last[k]] for each k; infinite where that is empty. Neither `first` nor `last` falls.
 
-    Short runs are gone through. For long ones level d of a table has the least of each 2^d neighbours, and every run is
-    two of these, perhaps overlapping.
+    Short runs are gone through. Of long ones those at either end of the values are running minima.
     """
     length = last - first
     empty = length <= 0
@@ -121,12 +126,26 @@ def minima(values: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarra
         found: np.ndarray = np.minimum.reduceat(np.append(values, np.inf), runs)[::2]
         found[empty] = np.inf
         return found
-    level = np.frexp(np.maximum(length, 1).astype(float))[1] - 1
+    if empty.any():
+        found = np.full(len(first), np.inf)
+        found[~empty] = minima(values, first[~empty], last[~empty])
+        return found
+    a = int(first.searchsorted(0, side="right"))
+    b = max(a, int(last.searchsorted(len(values))))
+    heads = np.minimum.accumulate(values)[last[:a] - 1]
+    tails = np.minimum.accumulate(values[::-1])[::-1][first[b:]]
+    return np.concatenate([heads, _by_table(values, first[a:b], last[a:b]), tails])
+
+
+def _by_table(values: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+    """Level d of a table has the least of each 2^d neighbours, and every run is two of these, perhaps overlapping."""
+    if not len(first):
+        return np.zeros(0)
+    level = np.frexp((last - first).astype(float))[1] - 1
     table = np.full((int(level.max()) + 1, len(values)), np.inf)
     table[0] = values
     for d in range(1, len(table)):
         half, size = 2 ** (d - 1), len(values) - 2**d + 1
         np.minimum(table[d - 1, :size], table[d - 1, half : half + size], out=table[d, :size])
-    first, level, last = np.where(empty, 0, first), np.where(empty, 0, level), np.where(empty, 1, last)
-    found = np.minimum(table[level, first], table[level, last - 2**level])
-    return np.where(empty, np.inf, found)
+    found: np.ndarray = np.minimum(table[level, first], table[level, last - 2**level])
+    return found
