@@ -114,7 +114,7 @@ class Chain:
 
 
 def minima(values: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
-    """The least of values[first[k] : last[k]] for each k; infinite where that is empty. Neither `first` nor `last` falls.
+    """The least of values[first[k] : last[k]] for each k; infinite where that is empty. `first` and `last` never fall.
 
     Short runs are gone through. Of long ones those at either end of the values are running minima.
     """
