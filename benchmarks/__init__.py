@@ -28,6 +28,7 @@ NAMES = (
     "zero",
     "recompute",
     "offload",
+    "partition",
     "memory",
     "server",
     "widgets",
