@@ -25,7 +25,8 @@ Cell = dict[str, Any]
 STUB = 'raise NotImplementedError("your code here")'
 INSTALL = """import importlib.util
 
-if importlib.util.find_spec("minipar") is None:  # as on Google Colab: install it from the checkout this is in
+# Where minipar is missing, as on Google Colab, install it from the checkout this is in.
+if importlib.util.find_spec("minipar") is None:
     %pip install --quiet anywidget .."""
 _CHECK = re.compile(r"^verdict = (exercise\.check\(.*\))$", re.MULTILINE)
 _PART = re.compile(r"## (\d+ )?Exercises\b")

@@ -8,7 +8,7 @@ Lines differ in colour, dash and marker. Pictures of traces are in `drawing.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from minipar.errors import PlanError
 from minipar.sheet import picture
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#AA4499", "#8C6D31", "#7A7A7A", "#CC79A7", "#999933")
 MARKERS = "osDv^PX*"
 DASHES = ("-", "--", "-.", ":")
+FEW_DECADES = 1000  # last / first value of a logarithmic axis, below which its ticks are plain numbers
 MANY = 40  # points, beyond which markers would hide the line
 
 Points = Sequence[tuple[float, float]]
@@ -52,18 +53,31 @@ def lines(
             markersize=4,
         )
     axes.set(xlabel=x, ylabel=y, title=title)
+    across, up = zip(*(point for points in curves.values() for point in points), strict=True)
     if "x" in log:
         axes.set_xscale("log")
+        _plain_ticks(axes.xaxis, across)
     if "y" in log:
         axes.set_yscale("log")
-    elif all(value >= 0 for points in curves.values() for _, value in points):
-        axes.set_ylim(0.0, 1.08 * max(value for points in curves.values() for _, value in points) or 1.0)
+        _plain_ticks(axes.yaxis, up)
+    elif all(value >= 0 for value in up):
+        axes.set_ylim(0.0, 1.08 * max(up) or 1.0)
     axes.grid(color="#DDDDDD", linewidth=0.6)
     axes.set_axisbelow(True)
     if len(curves) > 1:
         axes.legend(frameon=False)
     figure.alt = in_words(curves, x, y, title)  # type: ignore[attr-defined]
     return figure
+
+
+def _plain_ticks(axis: Any, values: Sequence[float]) -> None:
+    """A short logarithmic axis has 1, 2, 5, 10, ... on it; by itself it would name one power of ten, or none."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    if min(values) > 0 and max(values) < FEW_DECADES * min(values):
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(NullFormatter())
 
 
 def in_words(curves: Mapping[str, Points], x: str, y: str, title: str = "") -> str:

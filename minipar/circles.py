@@ -34,8 +34,8 @@ def deadlock(walk: Walk, stuck: list[int]) -> ProgramError:
         path.append(waits[path[-1]][0])
     cycle = path[path.index(waits[path[-1]][0]) :] if path[-1] in waits else path
     lines = [
-        f"  {at(walk.program, r, walk.place[r])} waits for {waits[r][1]} of rank {waits[r][0]}, "
-        f"which comes after {at(walk.program, waits[r][0], walk.place[waits[r][0]])}"
+        f"  {at(walk.program, r, walk.place[r])} waits for {waits[r][1]} of rank {waits[r][0]},\n"
+        f"    which comes after {at(walk.program, waits[r][0], walk.place[waits[r][0]])}"
         for r in cycle
     ]
     chain = " -> ".join(map(str, [*cycle, cycle[0]]))

@@ -45,7 +45,7 @@ def test_pages_and_their_contents(site: Path) -> None:
 
 def test_pictures_have_words(site: Path) -> None:
     pictures = re.findall(r"<img [^>]*>", (site / f"{FIRST}.html").read_text())
-    assert len(pictures) == 5
+    assert len(pictures) == 4
     for picture in pictures:
         assert re.search(r'alt="[^"]*(timeline of 4 ranks|ScheduleExplorer 1f1b, 4 stages)', picture)
 

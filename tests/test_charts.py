@@ -40,6 +40,17 @@ def test_axes(log: str, scales: str) -> None:
     assert axes.get_legend() is None
 
 
+def test_a_short_logarithmic_axis_has_plain_numbers() -> None:
+    (axes,) = lines({"one": [(1.0, 2.2), (256.0, 85.0)], "two": [(4.0, 3.0)]}, x="a", y="b", log="xy").axes
+    axes.figure.canvas.draw()
+    for ticks in (axes.get_xticklabels(), axes.get_yticklabels()):
+        words = [tick.get_text() for tick in ticks]
+        assert {"5", "10", "20", "50"} <= set(words)
+    (axes,) = lines({"one": [(1.0, 1.0), (1e6, 1e6)]}, x="a", y="b", log="xy").axes
+    axes.figure.canvas.draw()
+    assert "10^{3}" in " ".join(tick.get_text() for tick in axes.get_xticklabels())
+
+
 def test_markers_do_not_hide_a_long_line() -> None:
     (axes,) = lines({"long": [(float(k), 1.0) for k in range(MANY + 1)]}, x="a", y="b").axes
     assert axes.get_lines()[0].get_marker() in ("", "None")

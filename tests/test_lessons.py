@@ -117,7 +117,7 @@ def test_measured_times_are_not_compared(notebook: dict[str, Any]) -> None:
 def test_saved_text_fits_a_page(notebook: dict[str, Any]) -> None:
     for cell in code(notebook):
         shown = text(cell) if not outputs(cell, "image/png") else ""
-        lines = [line for line in shown.splitlines() if len(line) > WIDEST_LINE and "waits for" not in line]
+        lines = [line for line in shown.splitlines() if len(line) > WIDEST_LINE]
         assert not lines, f"{cell['id']}: {lines}"
 
 

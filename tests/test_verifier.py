@@ -364,10 +364,10 @@ def test_a_deadlock_shows_the_cycle():
     assert isinstance(error.value, ProgramError)
     assert error.value.reason == "deadlock: ranks wait for each other in a circle, 0 -> 1 -> 0"
     assert error.value.details == (
-        "  rank 0 instruction 3 `B 0 mb0` waits for grad_output(0) mb0 of rank 1,"
-        " which comes after rank 1 instruction 2 `F 1 mb1`\n"
-        "  rank 1 instruction 2 `F 1 mb1` waits for output(0) mb1 of rank 0,"
-        " which comes after rank 0 instruction 3 `B 0 mb0`"
+        "  rank 0 instruction 3 `B 0 mb0` waits for grad_output(0) mb0 of rank 1,\n"
+        "    which comes after rank 1 instruction 2 `F 1 mb1`\n"
+        "  rank 1 instruction 2 `F 1 mb1` waits for output(0) mb1 of rank 0,\n"
+        "    which comes after rank 0 instruction 3 `B 0 mb0`"
     )
     with pytest.raises(
         ProgramError, match=r"rank \d stops for ever at instruction \d `.*`; verify\(program\) says why"
