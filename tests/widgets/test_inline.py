@@ -17,7 +17,7 @@ def test_static_files_are_current() -> None:
         assert found[name] == text, f"static/{name} is not current: run python -m minipar_widgets.inline"
 
 
-@pytest.mark.parametrize("name", sorted(name for name in inline.built() if name.endswith(".js")))
+@pytest.mark.parametrize("name", sorted(inline.built()))
 def test_module_is_small_and_whole(name: str) -> None:
     text = (inline.STATIC / name).read_text(encoding="utf-8")
     assert len(text.encode()) <= 30_000
@@ -26,7 +26,6 @@ def test_module_is_small_and_whole(name: str) -> None:
 
 
 def _sources(folder: Path, **modules: str) -> Path:
-    (folder / "shared.css").write_text(".a {}\n")
     for name, text in modules.items():
         (folder / f"{name}.js").write_text(text)
     return folder
@@ -41,7 +40,6 @@ def test_imports_are_put_in_place_without_what_nothing_uses(tmp_path: Path) -> N
     assert built["ring.js"].replace("\n", "") == (
         "let a=3;function b(){return a}function render(){b()}export default{render};"
     )
-    assert built["ring.css"] == ".a {}\n"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """What every widget shares: a view that the browser draws, with its words, table and picture for where there is none.
 
     class Ring(View):
-        name = "ring"                         # static/ring.js and ring.css (made of js/ by inline.py)
+        name = "ring"                         # static/ring.js (made of js/ring.js by inline.py), js/ring.css
         data = traitlets.Bytes(b"").tag(sync=True)
 
         def summary(self): ...                # four methods that say the same in words, as a table, as a picture
@@ -27,7 +27,7 @@ import traitlets
 
 from minipar_widgets import words
 
-STATIC = Path(__file__).parent / "static"
+SOURCES, STATIC = (Path(__file__).parent / folder for folder in ("js", "static"))
 _VIEW = "application/vnd.jupyter.widget-view+json"
 
 
@@ -110,7 +110,8 @@ class View(Shown, anywidget.AnyWidget):
     def __init_subclass__(cls, **options: Any) -> None:
         if "name" in cls.__dict__:
             cls._esm = (STATIC / f"{cls.name}.js").read_text(encoding="utf-8")
-            cls._css = (STATIC / f"{cls.name}.css").read_text(encoding="utf-8")
+            styles = (SOURCES / f"{name}.css" for name in ("shared", cls.name))
+            cls._css = "".join(path.read_text(encoding="utf-8") for path in styles if path.exists())
         super().__init_subclass__(**options)
 
     def refresh(self) -> None:
@@ -139,9 +140,12 @@ class View(Shown, anywidget.AnyWidget):
 class Explorer(Shown, ipywidgets.VBox):
     """Controls and views together: sliders change settings, Python computes, views redraw.
 
-    Subclasses fill `children`; `views` are those of them that a page without kernel can show, and `settings` says, by
-    name, where the controls stand.
+    Subclasses fill `children`; `view` is the first of them, whose words and picture are the explorer's own unless it
+    says otherwise; `views` are those that a page without kernel can show, and `settings` says, by name, where the
+    controls stand.
     """
+
+    view: View
 
     @property
     def views(self) -> Sequence[View]:
@@ -151,6 +155,18 @@ class Explorer(Shown, ipywidgets.VBox):
     def settings(self) -> dict[str, str]:
         """The controls in words, for a page where they cannot be moved."""
         return {}
+
+    def summary(self) -> str:
+        return self.view.summary()
+
+    def caption(self) -> str:
+        return self.view.caption()
+
+    def picture(self, dark: bool = False) -> bytes:
+        return self.view.picture(dark)
+
+    def rows(self) -> list[list[str]]:
+        return self.view.rows()
 
     def section(self, place: str = "widget") -> str:
         facts = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in self.settings().items())

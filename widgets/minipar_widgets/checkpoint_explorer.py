@@ -312,15 +312,6 @@ class CheckpointExplorer(Explorer):
         line = f"peak memory over the length of segments, least at {best_length(self.layers)}"
         return page + chart.picture(line, *(_curves(self.layers, self.runs, dark) for dark in (False, True)))
 
-    def summary(self) -> str:
-        return self.view.summary()
-
-    def caption(self) -> str:
-        return self.view.caption()
-
-    def picture(self, dark: bool = False) -> bytes:
-        return self.view.picture(dark)
-
     def rows(self) -> list[list[str]]:
         rows = [["segments of", "peak memory", "time, of that without", "measured memory", "measured time (ms)"]]
         points, none = curve(self.layers), _plain(self.layers)[1]

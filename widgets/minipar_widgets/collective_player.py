@@ -258,18 +258,6 @@ class CollectivePlayer(Explorer):
             shown["nodes"] = f"{self.nodes.value}, links between them {slower}"
         return shown
 
-    def summary(self) -> str:
-        return self.view.summary()
-
-    def caption(self) -> str:
-        return self.view.caption()
-
-    def picture(self, dark: bool = False) -> bytes:
-        return self.view.picture(dark)
-
-    def rows(self) -> list[list[str]]:
-        return self.view.rows()
-
 
 def _divisors(ranks: int) -> list[int]:
     return [n for n in range(1, ranks + 1) if ranks % n == 0]

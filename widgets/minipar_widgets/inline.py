@@ -5,8 +5,7 @@
 
 Imports of `./other.js` are put in its place, without what nothing uses, and the whole is made shorter (shortening.py).
 So that plain text is enough to do this, every declaration of a module begins at the start of a line, imports name what
-they take (no `as`, no default), and no two modules declare the same name. CSS: shared.css, then <name>.css if there is
-one.
+they take (no `as`, no default), and no two modules declare the same name.
 """
 
 from __future__ import annotations
@@ -31,12 +30,9 @@ class InlineError(Exception):
 def built(sources: Path = SOURCES) -> dict[str, str]:
     """Every file that belongs in static/, by name: those of modules with a default export."""
     found = {}
-    style = (sources / "shared.css").read_text(encoding="utf-8")
     for path in sorted(sources.glob("*.js")):
         if "\nexport default " in path.read_text(encoding="utf-8"):
             found[path.name] = shorten(inline(path))
-            own = path.with_suffix(".css")
-            found[own.name] = style + (own.read_text(encoding="utf-8") if own.exists() else "")
     return found
 
 

@@ -311,18 +311,6 @@ class MemoryExplorer(Explorer):
         """The view, and the figure of all ranks as pictures for light and dark."""
         return super().section(place) + chart.picture(self._line(), self._png(False), self._png(True))
 
-    def summary(self) -> str:
-        return self.view.summary()
-
-    def caption(self) -> str:
-        return self.view.caption()
-
-    def picture(self, dark: bool = False) -> bytes:
-        return self.view.picture(dark)
-
-    def rows(self) -> list[list[str]]:
-        return self.view.rows()
-
 
 def _schedules() -> list[str]:
     """The schedules for which there is a formula: not those that cut sequences."""
