@@ -32,6 +32,7 @@ import torch
 from minipar.comm.arena import Arena, Exchange
 from minipar.comm.board import Board, fingerprint
 from minipar.comm.futex import fence
+from minipar.comm.helper import Helper
 from minipar.errors import CollectiveMismatch
 
 # Both get the flags of all members, in their order ([] without a board).
@@ -268,44 +269,17 @@ def difference(members: tuple[int, ...], texts: list[str]) -> str:
     return f"ranks differ in their collectives (all must call the same ones, in one order): {said}"
 
 
-class Starter:
-    """The thread that starts queued collectives of a rank, and goes on with those in shared memory, while its main
-    thread computes; there when needed, one for all groups."""
+class Starter(Helper[Matcher]):
+    """Starts queued collectives of all groups of a rank, and goes on with those in shared memory."""
 
-    def __init__(self) -> None:
-        self._waiting: set[Matcher] = set()
-        self._wake = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._closed = False
-
-    def watch(self, matcher: Matcher) -> None:
-        """Look after this matcher until nothing is left to do there."""
-        if matcher in self._waiting:
-            return
-        self._waiting.add(matcher)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="starts collectives", daemon=True)
-            self._thread.start()
-        self._wake.set()
-
-    def close(self) -> None:
-        """Start nothing more."""
-        self._closed = True
-        self._wake.set()
-
-    def _run(self) -> None:
-        while not self._closed:
-            self._wake.wait()
-            self._wake.clear()
-            time.sleep(_NAP)  # whoever waits for its collective at once does not need help, which would cost it time
-            while self._waiting and not self._closed:
-                for matcher in list(self._waiting):
-                    matcher.advance()
-                    with matcher.lock:  # so that none is queued between the look and this
-                        if matcher.idle:
-                            self._waiting.discard(matcher)
-                only = list(self._waiting)
-                if len(only) == 1:
-                    only[0].doze()
-                elif only:
-                    time.sleep(_NAP)
+    def turn(self) -> None:
+        for matcher in list(self.waiting):
+            matcher.advance()
+            with matcher.lock, self.lock:  # so that none is queued between the look and this
+                if matcher.idle:
+                    self.waiting.discard(matcher)
+        only = list(self.waiting)
+        if len(only) == 1:
+            only[0].doze()
+        elif only:
+            time.sleep(_NAP)

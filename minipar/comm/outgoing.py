@@ -5,12 +5,12 @@ from __future__ import annotations
 import select
 import socket
 import threading
-import time
 from collections import deque
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from minipar.comm.helper import Helper
 from minipar.comm.stream import Stream
 
 LONG = 128 << 10  # bytes from which a ring is faster than a socket
@@ -145,42 +145,16 @@ class _Sent:
         return self.done
 
 
-class Flusher:
-    """The thread that writes what found no room, while the main thread computes; there when needed, one for all."""
+class Flusher(Helper[Outgoing]):
+    """Writes what found no room, on all links."""
 
-    def __init__(self) -> None:
-        self._links: set[Outgoing] = set()
-        self._lock = threading.Lock()
-        self._wake = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._closed = False
-
-    def watch(self, link: Outgoing) -> None:
-        """Look after this link until nothing waits there."""
-        with self._lock:
-            self._links.add(link)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="writes messages", daemon=True)
-            self._thread.start()
-        self._wake.set()
-
-    def close(self) -> None:
-        """Write nothing more."""
-        self._closed = True
-        self._wake.set()
-
-    def _run(self) -> None:
-        while not self._closed:
-            self._wake.wait()
-            self._wake.clear()
-            time.sleep(_NAP)  # whoever waits for its message at once writes it itself
-            while self._links and not self._closed:
-                moved = [link.flush() for link in list(self._links)]
-                with self._lock:
-                    self._links -= {link for link in self._links if not link.backlog}
-                    first = next(iter(self._links), None)
-                if first is not None and not any(moved):
-                    first.wait_for_room()
+    def turn(self) -> None:
+        moved = [link.flush() for link in list(self.waiting)]
+        with self.lock:
+            self.waiting -= {link for link in self.waiting if not link.backlog}
+            first = next(iter(self.waiting), None)
+        if first is not None and not any(moved):
+            first.wait_for_room()
 
 
 class _Done:

@@ -52,7 +52,7 @@ class Sockets:
             os.unlink(f"{path}.{rank}")
         self.listener.bind(f"{path}.{rank}")
         self.listener.listen(128)
-        self.flusher = Flusher()
+        self.flusher = Flusher("writes messages")
         self.outgoing: dict[int, Outgoing] = {}
         self.incoming: dict[int, _Incoming] = {}
 

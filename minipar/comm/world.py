@@ -55,7 +55,7 @@ class World:
         self.everyone = tuple(range(size))
         self.closed = False
         self.pending: set[Handle] = set()
-        self.starter = Starter()
+        self.starter = Starter("starts collectives")
         self.network = groups.gloo_device(loopback)
         self.groups: dict[tuple[str, tuple[int, ...]], Group] = {}
         self.watched: dict[int, int] = {}  # a descriptor for each process of another rank that we know
