@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from tqdm.auto import tqdm
 
 from minipar.cluster import Cluster, worker
 from minipar.comm import meeting, pushing, server
@@ -223,11 +224,14 @@ def campaign(cases, seed, show=print):
     clusters = {servers: Cluster(WORKERS + servers, device="cpu") for servers in (1, 2)}
     pids = set()
     number = 0
+    progress = tqdm(total=cases, desc="processes killed", disable=None)
     try:
         while sum(ended.values()) < cases:
             case = draw(number, seed)
             try:
-                ended[case.point] += run(case, clusters[case.servers])
+                killed = run(case, clusters[case.servers])
+                ended[case.point] += killed
+                progress.update(killed)
             except BaseException:
                 show(f"case {number} of seed {seed}: {case}")
                 raise
@@ -235,6 +239,7 @@ def campaign(cases, seed, show=print):
             for cluster in clusters.values():
                 pids |= {one.process.pid for one in cluster._members.ranks.values()}
     finally:
+        progress.close()
         for cluster in clusters.values():
             cluster.close()
     left = [pid for pid in pids if alive(pid)]
