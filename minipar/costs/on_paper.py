@@ -28,11 +28,16 @@ from minipar.trace import Trace
 
 @dataclass(frozen=True)
 class OnPaper:
-    """A plan's predicted step, and what each rank holds at its peak."""
+    """A plan's predicted step (or several, where one's messages travel during the next), and what each rank holds."""
 
     plan: Plan
     trace: Trace
     ranks: list[RankMemory]
+
+    @property
+    def time(self) -> float:
+        """Seconds of a step."""
+        return self.trace.time / self.trace.program.steps
 
     @property
     def memory(self) -> list[int]:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from minipar import models
 from minipar.costs.device import DeviceSpec
 from minipar.costs.emulated import EmulatedCosts
+from minipar.costs.on_paper import OnPaper
 from minipar.costs.shapes import Shape, uniform
+from minipar.errors import PlanError
+from minipar.exercises.kinds.choice import MIB, Choice
 from minipar.exercises.kinds.formula import Formula
 from minipar.exercises.kinds.function import Function
-from minipar.exercises.kinds.planned import MiB, Planned
 from minipar.exercises.kinds.verdict import Verdict, raised
+from minipar.memory_formula import per_rank
 from minipar.plan import Plan
 from minipar.program import Group, Instruction, Op, Program, Value
 from minipar.simulator import simulate
@@ -198,6 +202,26 @@ BUCKETS = Function(
 
 # 4. a plan ------------------------------------------------------------------------------------------------------------
 
-FOUR_DEVICES = Planned(
-    "gpt-demo", batch=64, ranks=4, row=0.01, launch=0.01, bandwidth=100e6, latency=1e-4, time=0.6, memory=160 * MiB
+# Seconds of a forward, for a row and for each micro-batch besides; a backward takes twice as long.
+ROW, LAUNCH = 0.01, 0.01
+STEPS = 8  # in a program of which one step's messages travel during the next
+
+
+def with_launches(plan: Plan | str, model: str, device: DeviceSpec | str, batch: int) -> OnPaper:
+    """What a plan without stages would take, as `on_paper.predict` tells it, where each micro-batch has a price."""
+    plan = Plan.parse(plan)
+    if plan.pp > 1:
+        raise PlanError(f"plan {plan}: cuts the model; here every rank has all of it (pp=1)")
+    forward = LAUNCH + batch / plan.dp / plan.total_microbatches * ROW
+    spec = replace(DeviceSpec.parse(device), costs={"forward": forward, "backward": 2 * forward})
+
+    def costs_of(program: Program) -> EmulatedCosts:
+        return EmulatedCosts(program, spec)
+
+    program = plan.compile(models.shape(model), steps=plan.block(STEPS), costs_of=costs_of)
+    return OnPaper(plan, simulate(program, costs_of(program)), per_rank(plan, model, batch))
+
+
+FOUR_DEVICES = Choice(
+    "gpt-demo", 64, "bandwidth=100MB/s latency=100us", ranks=4, time=0.6, memory=160 * MIB, by=with_launches
 )

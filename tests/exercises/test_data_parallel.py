@@ -143,24 +143,26 @@ def test_other_buckets_are_told_why(answer, reason, hint):
 def test_the_reference_plan_passes():
     verdict = check(lambda: "dp=4 microbatches=2 bucket=1 overlap=priority", tasks.FOUR_DEVICES)
     assert verdict
-    assert "569 ms and 157 MiB; the targets are 600 ms and 160 MiB" in verdict.reason
+    assert "0.569 s of at most 0.6 s, 156.8 MiB of at most 160.0 MiB" in verdict.reason
     assert check("dp=4 microbatches=2 bucket=1 overlap=priority", tasks.FOUR_DEVICES)
 
 
 @pytest.mark.parametrize(
     ("words", "reason", "hint"),
     [
-        ("dp=4", "732 ms", "When can the first gradient be sent, and when the last?"),
-        ("dp=4 bucket=auto", "515 ms and 257 MiB", "most of it, 201 MiB, is activations"),
-        ("dp=4 microbatches=2 bucket=auto", "619 ms and 157 MiB", "only the last one's backward hides"),
-        ("dp=4 checkpoint=sqrt bucket=auto", "668 ms and 94 MiB", "a rank computes for"),
-        ("dp=2", "needs 2 ranks; there are 4", "dp is that many"),
-        ("dp=2 pp=2", "cuts the model", "pp=1"),
+        ("dp=4", "needs 257.3 MiB on rank 0", "too much of: activations 201.1 MiB"),
+        ("dp=4 microbatches=2", "fits, 156.8 MiB, but takes 0.762 s", "when can the first one be sent"),
+        ("dp=4 microbatches=2 bucket=auto", "takes 0.619 s", "when can the first one be sent"),
+        ("dp=4 checkpoint=sqrt bucket=auto", "takes 0.668 s", "recomputing takes 0.153 s"),
+        ("dp=2 microbatches=4", "fits, 156.8 MiB, but takes 1.23 s", "for messages"),
+        ("dp=8", "needs 8 devices", "there are 4"),
+        ("dp=2 pp=2", "cannot be", "pp=1"),
         ("dp=4 compress=bf16", "compress=bf16 trains otherwise than one device does", ""),
         ("dp=4 local_steps=4", "local_steps=4 trains otherwise", ""),
-        ("dp=3 sync=ps", "sync=ps trains otherwise", ""),
-        ("dp=four", "dp=four", "help(minipar.Plan)"),
-        (4, "4 is no plan", "a text such as"),
+        ("dp=3 sync=ps mode=async", "mode=async trains otherwise", ""),
+        ("dp=4 microbatches=2 precision=bf16", "trains in bf16", "precision=float32"),
+        ("dp=four", "cannot be", "a whole number"),
+        (4, "4 is no plan", "return its words"),
     ],
 )  # fmt: skip
 def test_other_plans_are_told_why(words, reason, hint):

@@ -50,6 +50,14 @@ def test_the_lessons_own_task_can_be_met_in_three_ways() -> None:
         assert not check(plan, TASK), plan
 
 
+@pytest.mark.parametrize("word", ["schedule=pipedream", "schedule=pipedream-2bw", "precision=bf16"])
+def test_a_plan_that_trains_otherwise_is_no_answer(word: str) -> None:
+    verdict = check(f"pp=4 microbatches=16 split=3,2,2,3 {word}", TASK)
+    assert not verdict
+    assert word.partition("=")[2] in verdict.reason
+    assert "trains" in verdict.reason
+
+
 @pytest.mark.parametrize("task", [STATES, CLUSTERS, LARGE])
 def test_a_stub_is_told_that_nothing_is_written(task: Any) -> None:
     assert check(stub, task).reason == "nothing is written here yet"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,20 +13,23 @@ from minipar.exercises.kinds.verdict import Verdict, raised
 from minipar.memory_formula import RankMemory
 from minipar.plan import Plan
 from minipar.program import Op
-from minipar.trace import Trace
 
 MIB = 2**20
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A function that returns a plan, as text or as a `Plan`, which is judged by `costs.on_paper.predict`.
+    """A function that returns a plan, as text or as a `Plan`; or the plan itself.
 
     model, batch   a name of `costs.presets`, and the rows of a step: the whole batch counts, however it is cut
-    device         as for `Cluster(device=)`; with flops=
+    device         as for `Cluster(device=)`
     ranks          devices there are; a plan may use fewer
     time           seconds of a step, at most; None: as long as it likes
     memory         bytes on every rank, at most; None: all that the device has
+    precision      what is trained in
+    by             who predicts for plan, model, device and batch; `costs.on_paper.predict` needs a device with flops=
+
+    Only plans that train as one device does may pass: stale or compressed gradients are no way to be quick.
     """
 
     model: str
@@ -34,9 +38,11 @@ class Choice:
     ranks: int
     time: float | None = None
     memory: int | None = None
+    precision: str = "float32"
+    by: Callable[[Plan | str, str, DeviceSpec | str, int], on_paper.OnPaper] = on_paper.predict
 
     def predict(self, plan: Plan | str) -> on_paper.OnPaper:
-        return on_paper.predict(plan, self.model, self.device, self.batch)
+        return self.by(plan, self.model, self.device, self.batch)
 
     def judge(self, answer: Any) -> Verdict:
         if callable(answer):
@@ -50,6 +56,14 @@ class Choice:
             plan = Plan.parse(answer)
             if plan.ranks > self.ranks:
                 return Verdict(False, f"`{plan}` needs {plan.ranks} devices", f"there are {self.ranks}")
+            if plan.precision != self.precision:
+                return Verdict(
+                    False, f"`{plan}` trains in {plan.precision}", f"the task says precision={self.precision}"
+                )
+            if word := _inexact(plan):
+                return Verdict(
+                    False, f"{word} trains otherwise than one device does", "gradients must stay as they are"
+                )
             found = self.predict(plan)
         except MiniparError as error:
             return Verdict(False, f"`{answer}` cannot be", error.reason)
@@ -58,16 +72,24 @@ class Choice:
     def _judge(self, found: on_paper.OnPaper) -> Verdict:
         most = self.memory if self.memory is not None else DeviceSpec.parse(self.device).memory
         rank = max(range(len(found.ranks)), key=found.memory.__getitem__)
-        held, seconds, name = found.memory[rank], found.trace.time, f"`{found.plan}`"
+        held, seconds, name = found.memory[rank], found.time, f"`{found.plan}`"
         if most is not None and held > most:
             reason = f"{name} needs {_size(held)} on rank {rank}; the target is {_size(most)}"
             return Verdict(False, reason, _smaller(found.plan, found.ranks[rank], held - most))
         if self.time is not None and seconds > self.time:
             reason = f"{name} fits, {_size(held)}, but takes {seconds:.3g} s; the target is {self.time:g} s"
-            return Verdict(False, reason, _faster(found.trace))
+            return Verdict(False, reason, _faster(found))
         met = [f"{seconds:.3g} s" + (f" of at most {self.time:g} s" if self.time is not None else "")]
         met.append(f"{_size(held)}" + (f" of at most {_size(most)}" if most is not None else ""))
         return Verdict(True, f"{name}: {', '.join(met)}")
+
+
+def _inexact(plan: Plan) -> str:
+    """The word of a plan that changes what is trained; empty if there is none."""
+    for key, exact in (("compress", "none"), ("local_steps", 0), ("mode", "sync")):
+        if getattr(plan, key) != exact:
+            return f"{key}={getattr(plan, key)}"
+    return f"schedule={plan.schedule}" if plan.asynchronous else ""
 
 
 def _size(count: int) -> str:
@@ -88,21 +110,24 @@ def _smaller(plan: Plan, rank: RankMemory, excess: int) -> str:
     return f"{_size(excess)} too much of: {parts}. {sizes[0]}: {words[sizes[0]]}"
 
 
-def _faster(trace: Trace) -> str:
-    """What the time is lost to: uneven ranks, waiting, or work that is done twice."""
-    busy = trace.busy
+def _faster(found: on_paper.OnPaper) -> str:
+    """What the time of a step is lost to: uneven ranks, waiting, or work that is done twice."""
+    trace, steps = found.trace, found.trace.program.steps
+    busy = [seconds / steps for seconds in trace.busy]
     again = sum(
         end - start
         for row, starts, ends in zip(trace.program.ranks, trace.starts, trace.ends, strict=True)
         for ins, start, end in zip(row, starts, ends, strict=True)
         if ins.op is Op.RECOMPUTE
-    )
-    average = sum(busy) / len(busy)
+    ) / (len(busy) * steps)
+    average, most = sum(busy) / len(busy), max(busy)
+    stages = "for other stages (more micro-batches), or for messages (fewer bytes, or less often)"
+    replicas = "for messages (fewer bytes, or less often): when can the first one be sent, and when the last?"
     lost = {
-        f"the busiest rank works {max(busy):.3g} s, the average {average:.3g} s: cut the layers more evenly (split=)":
-            max(busy) - average,
-        f"recomputing takes {again / len(busy):.3g} s of each rank: is so much of it needed?": again / len(busy),
-        f"the busiest rank waits for {trace.time - max(busy):.3g} s: for other stages (more micro-batches), or for"
-        " messages (fewer bytes, or less often)": trace.time - max(busy),
+        f"the busiest rank works {most:.3g} s, the average {average:.3g} s: cut the layers more evenly (split=)":
+            most - average,
+        f"recomputing takes {again:.3g} s of each rank: is so much of it needed?": again,
+        f"the busiest rank waits for {found.time - most:.3g} s: {stages if found.plan.pp > 1 else replicas}":
+            found.time - most,
     }  # fmt: skip
     return max(lost, key=lambda words: lost[words])
