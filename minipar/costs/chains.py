@@ -36,6 +36,7 @@ class Chain:
     def __init__(self, work: list[float], cuts: list[float], rates: list[float]) -> None:
         self.before = np.concatenate([[0.0], np.cumsum(np.array(work, dtype=float))])  # work of the first j layers
         self.cuts = np.concatenate([[0.0], np.array(cuts, dtype=float)])
+        self.left = self.before[-1] - self.before  # work of the others
         self.places = np.arange(len(work) + 1)
         self.work, self.cut_list, self.rates = work, cuts, rates
         self.longest = float(self.before[-1]) / min(rates) + max(cuts)  # no stage takes more
@@ -61,7 +62,7 @@ class Chain:
             given = self.before[low : low + len(values)] / rate
             offered = values - given
             done = self.before[start:stop] / rate + self.cuts[start:stop]
-            room = most * (1 + EXACT) - done - self.at_least(self.before[-1] - self.before[start:stop], s + 1, limit)
+            room = most * (1 + EXACT) - done - self.at_least(self.left[start:stop], s + 1, limit)
             hopeful = np.flatnonzero(room >= offered.min())
             if not len(hopeful):
                 return None
@@ -134,18 +135,19 @@ def minima(values: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarra
     b = max(a, int(last.searchsorted(len(values))))
     heads = np.minimum.accumulate(values)[last[:a] - 1]
     tails = np.minimum.accumulate(values[::-1])[::-1][first[b:]]
-    return np.concatenate([heads, _by_table(values, first[a:b], last[a:b]), tails])
+    return np.concatenate([heads, _by_doubling(values, first[a:b], last[a:b]), tails])
 
 
-def _by_table(values: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
-    """Level d of a table has the least of each 2^d neighbours, and every run is two of these, perhaps overlapping."""
-    if not len(first):
-        return np.zeros(0)
+def _by_doubling(values: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+    """Of runs that are not empty: each is two of 2^d neighbours, perhaps overlapping, whose least comes of doubling."""
+    found = np.empty(len(first))
     level = np.frexp((last - first).astype(float))[1] - 1
-    table = np.full((int(level.max()) + 1, len(values)), np.inf)
-    table[0] = values
-    for d in range(1, len(table)):
-        half, size = 2 ** (d - 1), len(values) - 2**d + 1
-        np.minimum(table[d - 1, :size], table[d - 1, half : half + size], out=table[d, :size])
-    found: np.ndarray = np.minimum(table[level, first], table[level, last - 2**level])
+    lowest, highest = (int(level.min()), int(level.max())) if len(level) else (0, -1)
+    for d in range(highest + 1):
+        size = 2**d
+        if d >= lowest:
+            mine = np.flatnonzero(level == d)
+            found[mine] = np.minimum(values[first[mine]], values[last[mine] - size])
+        if d < highest:
+            values = np.minimum(values[:-size], values[size:])
     return found
