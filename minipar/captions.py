@@ -104,10 +104,8 @@ def facts(trace: Trace) -> str:
         work = f"a rank sends up to {mebibytes(max(sent))} MiB (rank {max(range(len(sent)), key=sent.__getitem__)})"
     else:
         work = f"bubble {trace.bubble_of_total():.1%} of total, {trace.bubble_of_ideal():.1%} of ideal"
-    return (
-        f"time {duration(trace, trace.time)} · {work} · peak memory {amount(trace, peaks[top])} (rank {top})"
-        + _held(trace.program)
-    )
+    memory = f" · peak memory {amount(trace, peaks[top])} (rank {top})" if peaks[top] else ""  # (or it is not known)
+    return f"time {duration(trace, trace.time)} · {work}{memory}" + _held(trace.program)
 
 
 def _held(program: Program) -> str:

@@ -288,12 +288,13 @@ def _passes(
     storing: Storing,
     watched: bool = False,
 ) -> Passed:
-    comm, telling = communicator.create(), Telling(watched)
+    comm, telling = communicator.create(), Telling(watched, programs[0], worker.report)
     mine, last = slow[comm.rank] if slow is not None else (None, None)
     program = programs[0]
     model = job.build()
     outline = outline_of(model)
     executor = Executor(program, comm, model, job.loss, job.optimizer, job.seed, mine)
+    executor.walked = telling.walked
     del model  # with the layers of other ranks
     # An emulated device sleeps most of the time: any core that is free wakes it soonest.
     held = on_own_core() if comm.device.type == "cpu" and mine is None else nullcontext()

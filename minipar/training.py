@@ -171,7 +171,7 @@ def train(
     resume      a folder with a saved run, of any plan: go on after its last step, with what is given here
     save        a folder that the ranks save the run to, at its end and after every `save_every` steps of it
     keep        bring parameters and optimizer states back, for `Run.save`; default: if all are at most 64 MiB
-    watch       called with a `following.Moment` at most ten times a second (asynchronous: at the end; sync=ps: never)
+    watch       called with a `following.Moment` at most ten times a second
 
     Raises PlanError where plan, model, batch and cluster do not fit together; DeviceOutOfMemory, with plans that would
     fit, on emulated devices of limited memory; SaveError where `resume` has no saved run of this model, or where
@@ -225,7 +225,7 @@ def train(
             program, facts.profile, job.batch, cores, facts.data_bytes, calibration, ranks.emulates, facts.copies
         )
         if served:
-            return _train_served(plan, program, job, ranks, predicted, reference, check, bar)
+            return _train_served(plan, program, job, ranks, predicted, reference, check, bar, watch)
         if facts.tapes is not None:
             predicted = with_memory(predicted, facts.tapes, ProfiledCosts(program, facts.profile, job.batch))
 
@@ -284,6 +284,7 @@ def _train_served(
     reference: bool,
     check: bool,
     bar: Callable[..., Any],
+    watch: Watch | None,
 ) -> Run:
     """The rest of `train` with parameter servers."""
     slow = None
@@ -293,7 +294,7 @@ def _train_served(
     with bar(total=program.steps * plan.dp, desc=str(plan)) as meter:
         done, service = execute_served(
             program, job, ranks, on_death=plan.on_death, keep_gradients=check, slow=slow,
-            report=lambda k: meter.update(),
+            report=lambda k: meter.update(), watch=watch,
         )  # fmt: skip
     plain, plain_time = None, None
     if (reference or check) and plan.mode == "sync" and not service.silent:
