@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +49,17 @@ class Timeline(View):
     def __init__(
         self, trace: Trace, predicted: Trace | None = None, capacity: float | None = None, **options: Any
     ) -> None:
+        self._lock = threading.RLock()  # a page may ask (in a subshell) while a running cell shows another trace
         super().__init__(**options)
         self.on_msg(self._asked)
         self.update(trace, predicted, capacity)
 
     def update(self, trace: Trace, predicted: Trace | None = None, capacity: float | None = None) -> None:
         """Show another trace, or two."""
+        with self._lock:
+            self._update(trace, predicted, capacity)
+
+    def _update(self, trace: Trace, predicted: Trace | None, capacity: float | None) -> None:
         self.traces = [trace] if predicted is None else [predicted, trace]
         self.capacity = capacity
         self.found: tuple[Arrays, dict[str, Any]] | None = None
@@ -128,6 +134,10 @@ class Timeline(View):
 
     def find_details(self) -> None:
         """Send texts, causes, idle times and memory, if they are not there yet."""
+        with self._lock:
+            self._find_details()
+
+    def _find_details(self) -> None:
         if self.found or self.problem or self.about["light"]:
             return
         self.found = arrays, facts = details(self.columns, self.about["memory"])
