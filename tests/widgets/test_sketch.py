@@ -1,4 +1,4 @@
-"""The static pictures' drawing surface: signs that its font does not have are written otherwise."""
+"""The static pictures' drawing surface: signs of all kinds are drawn."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from minipar.comparison import Comparison
 from minipar.errors import MiniparError
 from minipar.idleness import REASONS, idle_split
 from minipar.trace import Trace
+from minipar.wording import several
 from minipar_widgets.base import View
 from minipar_widgets.columns import KINDS, MOST, Columns, columns
 from minipar_widgets.details import Arrays, details
@@ -167,7 +168,8 @@ class Timeline(View):
         if not self._brief:
             return "; ".join(trace.summary() for trace in self.traces)
         return "; ".join(
-            f"{t.kind} trace: {len(t.program.ranks)} ranks, {len(t.program)} instructions, {_times(t)}"
+            f"{t.kind} trace: {several(len(t.program.ranks), 'rank')}, "
+            f"{several(len(t.program), 'instruction')}, {_times(t)}"
             for t in self.traces
         )
 
