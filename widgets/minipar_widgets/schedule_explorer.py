@@ -256,6 +256,7 @@ def _words(text: str) -> str:
 def _listing(text: str) -> str:
     style = (
         "height:440px; width:0; min-width:100%; box-sizing:border-box; overflow:auto; white-space:pre; margin:0;"
+        "font-family:var(--jp-code-font-family, monospace);"
         "padding:6px 8px; font-size:12px; line-height:1.35; color:inherit;"
         "background:var(--jp-layout-color1, transparent); border:1px solid var(--jp-border-color2, #aaa)"
     )
