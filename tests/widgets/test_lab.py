@@ -155,6 +155,9 @@ def test_notebook_in_a_real_lab_without_network(tmp_path: Path) -> None:
         caption = explorer.locator(".mp-caption").first
         before = caption.inner_text()
         assert "time 33" in before
+        assert page.locator(".minipar-explorer .noUi-handle").count() > 20
+        assert page.locator(".minipar-explorer .noUi-handle:not([aria-label])").count() == 0
+        assert explorer.get_by_role("slider", name="micro-batches").count() == 1
         handle = explorer.locator(".noUi-handle").nth(1)  # micro-batches
         handle.focus()
         handle.press("ArrowRight")

@@ -81,7 +81,7 @@ class LiveRun(Explorer):
         if moment.trace is not None:
             if self.timeline is None:
                 self.timeline = Timeline(moment.trace)
-                self.children = [self.children[0], self.curve, self.timeline]
+                self.children = [*self.children[:2], self.timeline]
             else:
                 self.timeline.update(moment.trace)
         if self.cancelled:  # (where the run is not in the main thread, which alone can be interrupted at once)
