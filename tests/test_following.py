@@ -15,7 +15,7 @@ from minipar import Plan, data, models, simulate
 from minipar.following import EVERY, Following, Moment, News, Screen, Telling
 from minipar.program import Op, message
 from minipar.training import train
-from minipar.under_way import Stretch, UnderWay, Walked
+from minipar.under_way import Stretch, UnderWay, Walked, window
 from tests.conftest import Clusters
 
 
@@ -145,8 +145,17 @@ def test_time_of_a_step_as_soon_as_all_ranks_have_told_it() -> None:
             if ins.stream == "compute" and ran.ends[rank][k] > first and ran.starts[rank][k] < last
         ]  # fmt: skip
         assert [ins for ins in trace.program.ranks[rank] if ins.stream == "compute"] == there
-    ends = Counter(message(ins) for row in trace.program.ranks for ins in row if ins.op in (Op.SEND, Op.RECV))
-    assert set(ends.values()) == {2}
+
+
+def test_window_has_both_ends_of_its_messages() -> None:
+    program = Plan(pp=2, microbatches=2, schedule="pipedream").compile(layers=2, steps=4)
+    ran = simulate(program, latency=0.5)
+    rows = [list(zip(row, ran.starts[r], ran.ends[r], strict=True)) for r, row in enumerate(program.ranks)]
+    for first in range(20):
+        trace = window(program, rows, float(first), first + 4.0, "")
+        ends = Counter(message(ins) for row in trace.program.ranks for ins in row if ins.op in (Op.SEND, Op.RECV))
+        assert set(ends.values()) <= {2}
+        assert all(trace.program.ranks[r][e.index] is e.instruction for r in range(2) for e in trace.events_of(r))
 
 
 def test_receives_that_have_not_arrived_are_told_later() -> None:

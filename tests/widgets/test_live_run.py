@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
+import time
 from functools import partial
 from typing import Any
 
@@ -103,6 +104,18 @@ def test_cancel_before_and_after_a_run_does_nothing() -> None:
     view.over()
     threading.Thread(target=view.cancel).start()
     assert not view.cancelled
+
+
+def test_cancel_wakes_the_thread_that_trains() -> None:
+    view = LiveRun("pp=2", 4)
+    view.begin()
+    button = threading.Timer(0.2, view.stop.click)
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        button.start()
+        threading.Event().wait(60)
+    assert time.monotonic() - begun < 30
+    assert view.cancelled
 
 
 def test_cancel_where_the_run_is_in_another_thread() -> None:
