@@ -111,8 +111,8 @@ def test_cancel_wakes_the_thread_that_trains() -> None:
     view.begin()
     button = threading.Timer(0.2, view.stop.click)
     begun = time.monotonic()
+    button.start()
     with pytest.raises(KeyboardInterrupt):
-        button.start()
         threading.Event().wait(60)
     assert time.monotonic() - begun < 30
     assert view.cancelled
