@@ -16,6 +16,7 @@ from minipar.errors import RankError
 from minipar.losses import counted, option
 from minipar.program import Program
 from minipar.tensors import count_rows, map_tensors, tensors
+from minipar.wording import several
 
 Batch = tuple[Any, Any]
 
@@ -39,7 +40,7 @@ def part_of_whole(batch: Batch, program: Program, rank: int, loss: Any) -> Part:
     """A rank's part of a batch that is there as a whole."""
     x, y = batch
     if count_rows(x) != count_rows(y):
-        raise RankError(f"x has {count_rows(x)} rows, but y has {count_rows(y)}; each row needs its target")
+        raise RankError(f"x has {several(count_rows(x), 'row')}, but y has {count_rows(y)}; each row needs its target")
     return Part(x, y, 0, _rows(program, rank, count_rows(x)), counted(y, loss))
 
 
@@ -77,7 +78,7 @@ def read_part(
         found = count_rows(x), count_rows(y)
         if found != (len(asked), len(asked)):
             raise RankError(
-                f"data: asked for {len(asked)} rows of step {step}, gave {found[0]} of x and {found[1]} of y"
+                f"data: asked for {several(len(asked), 'row')} of step {step}, gave {found[0]} of x and {found[1]} of y"
             )
         return map_tensors(x, cast), map_tensors(y, cast)
 

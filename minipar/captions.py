@@ -12,6 +12,7 @@ from typing import NamedTuple
 from minipar.errors import MiniparError
 from minipar.program import COLLECTIVES, Instruction, Op, Program, span
 from minipar.trace import Trace
+from minipar.wording import several
 
 _KINDS = {
     Op.FORWARD: "forward",
@@ -91,7 +92,7 @@ def amount(trace: Trace, size: float) -> str:
     if trace.unit == "bytes":
         return f"{mebibytes(size)} MiB"
     size = round(size, 3)
-    return f"{size:g} activation" + ("" if size == 1 else "s")
+    return several(size, "activation")
 
 
 def facts(trace: Trace) -> str:
@@ -104,10 +105,8 @@ def facts(trace: Trace) -> str:
         work = f"a rank sends up to {mebibytes(max(sent))} MiB (rank {max(range(len(sent)), key=sent.__getitem__)})"
     else:
         work = f"bubble {trace.bubble_of_total():.1%} of total, {trace.bubble_of_ideal():.1%} of ideal"
-    return (
-        f"time {duration(trace, trace.time)} · {work} · peak memory {amount(trace, peaks[top])} (rank {top})"
-        + _held(trace.program)
-    )
+    memory = f" · peak memory {amount(trace, peaks[top])} (rank {top})" if peaks[top] else ""  # (or it is not known)
+    return f"time {duration(trace, trace.time)} · {work}{memory}" + _held(trace.program)
 
 
 def _held(program: Program) -> str:
@@ -116,7 +115,9 @@ def _held(program: Program) -> str:
         return ""
     own = program.placement[: len(program.ranks) // program.replicas]
     shown = [f"{rank} has {span(layers)}" for rank, layers in enumerate(own[:8])]
-    return " · layers: rank " + ", ".join(shown) + (f", and {len(own) - 8} more ranks" if len(own) > 8 else "")
+    return (
+        " · layers: rank " + ", ".join(shown) + (f", and {several(len(own) - 8, 'more rank')}" if len(own) > 8 else "")
+    )
 
 
 def idle(trace: Trace, rank: int) -> float:
@@ -137,9 +138,9 @@ def description(traces: Sequence[Trace]) -> str:
     for trace, name in zip(traces, names(traces), strict=True):
         ranks = len(trace.program.ranks)
         shown = ", ".join(f"rank {r} {idle(trace, r):.0%}" for r in range(min(ranks, 16)))
-        more = f" and {ranks - 16} more ranks" if ranks > 16 else ""
+        more = f" and {several(ranks - 16, 'more rank')}" if ranks > 16 else ""
         idling = "" if trace.program.chunks else f" Idle: {shown}{more}."
-        lines.append(f"{name.capitalize()} timeline of {ranks} ranks: {facts(trace)}.{idling}")
+        lines.append(f"{name.capitalize()} timeline of {several(ranks, 'rank')}: {facts(trace)}.{idling}")
         if trace.note:
             lines.append(f"{trace.note.rstrip('.')}.")
     return " ".join(lines)
@@ -158,7 +159,9 @@ def check(traces: Sequence[Trace]) -> None:
     if len(traces) == 2:
         a, b = (len(trace.program.ranks) for trace in traces)
         if a != b:
-            raise MiniparError(f"the traces have {a} and {b} ranks; only traces of the same ranks share a picture")
+            raise MiniparError(
+                f"the traces have {a} and {several(b, 'rank')}; only traces of the same ranks share a picture"
+            )
         if in_seconds(traces[0]) != in_seconds(traces[1]):
             raise MiniparError(
                 "one trace is in seconds, the other in units of the forward: they share no time axis; "
@@ -172,12 +175,12 @@ def _check_times(trace: Trace) -> None:
     ranks = len(trace.program.ranks)
     if not ranks == len(trace.starts) == len(trace.ends):
         times = min(len(trace.starts), len(trace.ends))
-        raise MiniparError(f"the {trace.kind} trace has times of {times} ranks, but its program has {ranks}")
+        raise MiniparError(f"the {trace.kind} trace has times of {several(times, 'rank')}, but its program has {ranks}")
     for rank, row in enumerate(trace.program.ranks):
         starts, ends = trace.starts[rank], trace.ends[rank]
         if not len(row) == len(starts) == len(ends):
             raise MiniparError(
-                f"rank {rank} of the {trace.kind} trace has {len(row)} instructions, "
+                f"rank {rank} of the {trace.kind} trace has {several(len(row), 'instruction')}, "
                 f"but {len(starts)} starts and {len(ends)} ends"
             )
         first, last = np.asarray(starts, float), np.asarray(ends, float)

@@ -20,6 +20,7 @@ from minipar.errors import DeviceOutOfMemory, MiniparError, PlanError, ProgramEr
 from minipar.plan import Plan
 from minipar.program import Op
 from minipar.strategies import schedules
+from minipar.wording import several
 
 if TYPE_CHECKING:
     from minipar.training import Run
@@ -201,7 +202,9 @@ def _show_simulate(result: dict[str, Any]) -> str:
 def _run(options: argparse.Namespace) -> dict[str, Any]:
     plan = Plan.parse(options.plan)
     if options.ranks is not None and options.ranks != plan.ranks:
-        raise PlanError(f"--ranks {options.ranks}: plan {plan} needs {plan.ranks} ranks (dp x pp, and servers)")
+        raise PlanError(
+            f"--ranks {options.ranks}: plan {plan} needs {several(plan.ranks, 'rank')} (dp x pp, and servers)"
+        )
     from minipar import data, models
     from minipar.costs import presets
 
@@ -301,7 +304,10 @@ def _show_run(result: dict[str, Any]) -> str:
         lines.append(f"sent by all ranks in a step: {', '.join(kinds)}")
     if result["asynchronous"]:
         for rank, pair in enumerate(zip(result["weight_versions"], result["staleness"], strict=True)):
-            lines.append(f"rank {rank}  up to {pair[0]} versions of the weights, gradients up to {pair[1]} updates old")
+            lines.append(
+                f"rank {rank}  up to {several(pair[0], 'version')} of the weights, gradients up to "
+                f"{several(pair[1], 'update')} old"
+            )
     if "max_gradient_error" in result:
         lines.append(f"max gradient error against plain torch  {result['max_gradient_error']:.2e}")
     return "\n".join(lines)

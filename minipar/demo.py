@@ -20,6 +20,7 @@ from minipar.reference import gradient_error
 from minipar.shared_cores import available_cores
 from minipar.training import Run, train
 from minipar.webpage import table
+from minipar.wording import several
 
 PLAN = "pp=2 dp=2 schedule=1f1b microbatches=8"
 
@@ -38,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     name = "gpt-demo"
     shape = models.shape(name)
     size = sum(sum(group.tensors) for group in shape.groups) // 4
-    what = f"{name}: {shape.layers} layers, {size / 1e6:.1f} million parameters"
+    what = f"{name}: {several(shape.layers, 'layer')}, {size / 1e6:.1f} million parameters"
     print(f"{what}\nplan: {PLAN}, on {plan.ranks} local processes and {available_cores()} cores")
     with Cluster(plan.ranks) as cluster:
         run = train(

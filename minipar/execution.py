@@ -51,6 +51,7 @@ from minipar.strategies.versions import as_it_happened
 from minipar.tensors import count_bytes, count_rows, layers_of, map_tensors, single
 from minipar.trace import Trace
 from minipar.verifier import verify
+from minipar.wording import several
 
 Model = nn.Module | Sequence[nn.Module] | Callable[[], nn.Module | Sequence[nn.Module]]
 Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -191,7 +192,7 @@ def execute(
     if check:
         verify(program)
     if cluster is not None and cluster.size != count:
-        raise PlanError(f"program {program.name!r} needs {count} ranks, but the cluster has {cluster.size}")
+        raise PlanError(f"program {program.name!r} needs {several(count, 'rank')}, but the cluster has {cluster.size}")
     if program.sharded:
         check_elementwise(job.optimizer, f"program {program.name!r} shards optimizer states")
     programs = [program] * at_least_1("passes", passes) + ([rest] if rest is not None else [])
@@ -258,7 +259,7 @@ def _delays(costs: EmulatedCosts, rank: int, rest: Program | None) -> tuple[Dela
 def emulated_note(spec: DeviceSpec, overruns: Sequence[Sequence[int]]) -> str:
     """What every picture of a run on emulated devices says."""
     count = sum(map(len, overruns))
-    late = f"; {count} overrun{'s' * (count > 1)}: real work took longer than the device would have" if count else ""
+    late = f"; {several(count, 'overrun')}: real work took longer than the device would have" if count else ""
     return f"emulated device {spec}: real work and real clock readings, delayed to its speed{late}"
 
 
@@ -288,12 +289,13 @@ def _passes(
     storing: Storing,
     watched: bool = False,
 ) -> Passed:
-    comm, telling = communicator.create(), Telling(watched)
+    comm, telling = communicator.create(), Telling(watched, programs[0], worker.report)
     mine, last = slow[comm.rank] if slow is not None else (None, None)
     program = programs[0]
     model = job.build()
     outline = outline_of(model)
     executor = Executor(program, comm, model, job.loss, job.optimizer, job.seed, mine)
+    executor.walked = telling.walked
     del model  # with the layers of other ranks
     # An emulated device sleeps most of the time: any core that is free wakes it soonest.
     held = on_own_core() if comm.device.type == "cpu" and mine is None else nullcontext()

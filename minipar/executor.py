@@ -37,6 +37,7 @@ from minipar.pieces import check_fit
 from minipar.program import COLLECTIVES, COMPUTE, COPIES, Action, Instruction, Local, Op, Program, Value, home, tier
 from minipar.state import Slice, State
 from minipar.tensors import count_bytes, layers_of
+from minipar.under_way import Walked
 
 _WALKED = (
     Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.SEND, Op.RECV, Op.STEP
@@ -112,6 +113,7 @@ class Executor:
                 layer.to(torch.bfloat16)  # what is not trained: frozen parameters, buffers
         self.live: dict[Value, Any] = {}
         self.watch: Watch | None = None
+        self.walked: Walked | None = None  # tells of a pass while it goes on
         self.follow(program, delays)
 
     def follow(self, program: Program, delays: Delays | None = None) -> None:
@@ -147,6 +149,9 @@ class Executor:
         cuda = self.comm.device.type == "cuda"
         device = self.device
         links.start()
+        tell = self.walked
+        if tell is not None:
+            tell.begin(starts, ends, compute.losses)
         begin = clock()
         if device is not None:
             device.begin()
@@ -212,6 +217,8 @@ class Executor:
             if device is not None and op in COMPUTE:
                 device.computed(index)
             ends[index] = clock()
+            if tell is not None:
+                tell(self._order(index), (k for k, _ in pending.values()))
             for value in ins.frees:
                 live.pop(value, None)
                 if value.kind in ("param", "param_shard"):
@@ -223,6 +230,8 @@ class Executor:
         self.offloading.finish()
         now = clock()
         ends[:] = [end or now for end in ends]  # (of pieces of a gradient only the last one was waited for)
+        if tell is not None:
+            tell(self._order(size - 1), last=True)
         overruns = [] if device is None else device.overruns
         losses = [float(loss) for loss in compute.losses]
         if self.deciding is None:
@@ -231,6 +240,10 @@ class Executor:
         late = [k for k, index in enumerate(walked) if index in overruns]
         starts, ends = ([times[index] for index in walked] for times in (starts, ends))
         return Record(losses, starts, ends, self.gradients, late, self.deciding.order)
+
+    def _order(self, index: int) -> Sequence[int]:
+        """The instructions walked so far, the last of them `index`."""
+        return range(index + 1) if self.deciding is None else self.deciding.executed
 
     # waiting ---------------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 rank 0  pass 0 ... pass 1 ... pass 2        each rank sends its losses, and now and then its clock readings;
 rank 1  pass 0 ... pass 1 ... pass 2        when all have sent those of a pass, there is a trace of it
+
+An asynchronous pipeline is one long pass: there the ranks tell in the midst of it (`under_way`).
 """
 
 from __future__ import annotations
@@ -12,9 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TextIO
 
-from minipar.program import Program
+from minipar.program import Program, Staleness
 from minipar.terminal import text
 from minipar.trace import Trace
+from minipar.under_way import Stretch, UnderWay, Walked
 
 EVERY = 0.1  # seconds between two moments
 
@@ -23,7 +26,8 @@ EVERY = 0.1  # seconds between two moments
 class Moment:
     """Where a run is: `step` of `steps` steps are done, with these losses, after so many seconds.
 
-    `trace` is the last pass through the program of which all ranks told the times: measured, without memory.
+    `trace` is the last pass through the program of which all ranks told the times: measured, without memory. Where
+    steps overlap (asynchronous pipelines, sync=ps) it is the time of one step, and its `note` says so.
     """
 
     step: int
@@ -51,51 +55,83 @@ class News(NamedTuple):
 
 
 class Telling:
-    """In a rank: what to tell. The times of a pass only now and then, at the same passes on all ranks if they can."""
+    """In a rank: what to tell. The times of a pass only now and then, at the same passes on all ranks if they can.
 
-    def __init__(self, watched: bool) -> None:
+    walked    of an asynchronous program, what tells in the midst of a pass; it sends through `report`
+    """
+
+    def __init__(self, watched: bool, program: Program | None = None, report: Callable[[Any], None] = print) -> None:
         self.watched = watched
+        own = watched and program is not None and isinstance(program.contract, Staleness)
+        self.walked = Walked(report, EVERY) if own else None
         self._slot = -1
 
     def news(self, done: int, losses: list[float], starts: list[float], ends: list[float]) -> News:
-        if not self.watched or not starts:
+        if not self.watched or not starts or self.walked is not None:
             return News(done, losses, None)
         slot = int(min(starts) / EVERY)  # ranks of one machine share a clock, and begin a pass together
         fresh, self._slot = slot != self._slot, slot
         return News(done, losses, (starts, ends) if fresh else None)
 
 
+class Paced:
+    """Calls `watch` with a moment of the run at most every 0.1 s, and with the last one."""
+
+    def __init__(self, watch: Watch | None, steps: int) -> None:
+        self._watch, self._steps = watch, steps
+        self._begun = self._shown = time.monotonic()
+
+    def __call__(self, step: int, losses: Callable[[], list[float]], trace: Callable[[], Trace | None]) -> None:
+        """`step` steps are done; losses and trace are asked for if they are shown."""
+        now = time.monotonic()
+        if self._watch is not None and (step == self._steps or now - self._shown >= EVERY):
+            self._shown = now
+            self._watch(Moment(step, self._steps, losses(), trace(), now - self._begun))
+
+
 class Following:
     """In the driver: gathers what ranks tell; calls `report(k)` after each pass, and `watch` at most every 0.1 s."""
 
     def __init__(self, programs: Sequence[Program], report: Callable[[int], None], watch: Watch | None) -> None:
-        self._programs, self._report, self._watch = programs, report, watch
+        self._programs, self._report, self._watched = programs, report, watch is not None
         self._heard: dict[int, dict[int, News]] = {}
         self._losses: list[float] = []
         self._trace: Trace | None = None
-        self._begun = self._shown = time.monotonic()
+        self._tell = Paced(watch, sum(each.steps for each in programs))
+        self._under_way: dict[int, UnderWay] = {}  # of asynchronous passes
+        self._steps = 0  # of the passes that are over
 
-    def __call__(self, rank: int, news: News) -> None:
+    def __call__(self, rank: int, news: News | Stretch) -> None:
+        if isinstance(news, Stretch):
+            return self._midst(rank, news)
         heard = self._heard.setdefault(news.done, {})
         heard[rank] = news
         program = self._programs[news.done]
         if len(heard) < len(program.ranks):
-            return
+            return None
         del self._heard[news.done]
         self._report(news.done)
-        if self._watch is None:
-            return
+        if not self._watched:
+            return None
         of_rank = [heard[r] for r in range(len(heard))]
         self._losses += [sum(n.losses[s] for n in of_rank) for s in range(len(of_rank[0].losses))]
         times = [n.times for n in of_rank if n.times is not None]
-        if len(times) == len(heard) and program.in_flight is None:  # (where ranks decide, the order is not told)
+        if news.done in self._under_way:
+            self._trace = self._under_way.pop(news.done).trace
+        elif len(times) == len(heard):
             self._trace = passed(program, times)
-        now, last = time.monotonic(), news.done == len(self._programs) - 1
-        if last or now - self._shown >= EVERY:
-            self._shown = now
-            step = sum(each.steps for each in self._programs[: news.done + 1])
-            steps = sum(each.steps for each in self._programs)
-            self._watch(Moment(step, steps, list(self._losses), self._trace, now - self._begun))
+        self._steps += program.steps
+        self._tell(self._steps, self._losses.copy, lambda: self._trace)
+        return None
+
+    def _midst(self, rank: int, part: Stretch) -> None:
+        """A rank tells in the midst of a pass."""
+        if part.run not in self._under_way:
+            self._under_way[part.run] = UnderWay(self._programs[part.run])
+        now = self._under_way[part.run]
+        now.heard(rank, part)
+        if now.done < now.program.steps:  # (or the end of the pass is told next)
+            self._tell(self._steps + now.done, lambda: self._losses + now.losses, lambda: now.trace or self._trace)
 
 
 def passed(program: Program, times: Sequence[tuple[list[float], list[float]]]) -> Trace:

@@ -17,6 +17,7 @@ from minipar.errors import MiniparError, PlanError
 from minipar.memory.neighbours import nearby
 from minipar.memory_formula import PRECISIONS, Detail, details, per_rank
 from minipar.plan import Plan
+from minipar.wording import several
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 _SHARED_FROM = {"parameters": 3, "gradients": 2, "optimizer": 1}  # stage of ZeRO
@@ -79,7 +80,7 @@ def _activations(plan: Plan, detail: Detail) -> Term:
     if not detail.rows:
         return Term("activations", bytes_here, "0", "0 B", "this replica gets no rows of the batch")
     more = f" + {size(kept.more)}" if kept.more else ""
-    rows = f"{detail.rows} row{'s' * (detail.rows != 1)}"
+    rows = several(detail.rows, "row")
     if detail.memory.held < kept.held:
         filled = f"2 × {size(kept.layer)}{more}"
         moved = size(kept.held - detail.memory.held)

@@ -10,6 +10,7 @@ from minipar.costs.profiler import shape_of
 from minipar.edges import Edges
 from minipar.errors import RankError
 from minipar.program import BACKWARDS, Op, Program
+from minipar.wording import several
 
 _GRAPH = (Op.FORWARD, Op.RECOMPUTE, *BACKWARDS)
 
@@ -30,7 +31,7 @@ def check_fit(program: Program, layers: Sequence[nn.Module], edges: Edges = ()) 
     trains = any(planned.values())
     if not same or any(trains and group.trainable and not planned[group.layers] for group in groups):
         raise RankError(
-            f"program {program.name!r} was compiled for another model: {program.layers} layers with ties "
+            f"program {program.name!r} was compiled for another model: {several(program.layers, 'layer')} with ties "
             f"{[g.layers for g in program.groups if len(g.layers) > 1]}, not {len(layers)} with "
             f"{[g.layers for g in groups if len(g.layers) > 1]}; compile it for minipar.costs.profiler.shape_of(model)"
         )

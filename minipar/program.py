@@ -56,6 +56,7 @@ from minipar.values import served as served
 from minipar.values import served_state as served_state
 from minipar.values import tier as tier
 from minipar.values import version_of as version_of
+from minipar.wording import several
 
 
 class Op(str, Enum):
@@ -179,10 +180,6 @@ def span(layers: Sequence[int]) -> str:
         else:
             runs.append([layer, layer + 1])
     return ",".join(str(a) if b == a + 1 else f"{a}:{b}" for a, b in runs)
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'s' * (count != 1)}"
 
 
 class Group(NamedTuple):
@@ -366,7 +363,7 @@ class Program:
         for r in range(len(self.ranks)) if rank is None else [rank]:
             instructions = self.ranks[r]
             layers = f"layers {span(self.placement[r])}, " if self.placement[r] else ""
-            lines.append(f"rank {r}: {layers}{_counted(len(instructions), 'instruction')}")
+            lines.append(f"rank {r}: {layers}{several(len(instructions), 'instruction')}")
             lines += [f"  {k:4d}  {ins}" for k, ins in enumerate(instructions[:limit])]
             if len(instructions) > limit:
                 lines.append(f"  ... {len(instructions) - limit} more")
@@ -374,7 +371,7 @@ class Program:
 
     @property
     def _size(self) -> str:
-        return f"{_counted(len(self.ranks), 'rank')}, {_counted(len(self), 'instruction')}"
+        return f"{several(len(self.ranks), 'rank')}, {several(len(self), 'instruction')}"
 
     def __str__(self) -> str:
         return self.text()

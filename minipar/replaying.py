@@ -40,13 +40,16 @@ class Step(NamedTuple):
 
 def losses_of(taken: Sequence[Step], count: int) -> list[float]:
     """The mean loss of each step, over the rows of the workers that did it."""
-    losses = []
-    for s in range(count):
-        here = [t for t in taken if t.step == s]
-        rows = sum(t.rows for t in here)
-        whole = sum(t.loss for t in here)
-        losses.append(whole * (here[0].of / rows) if rows and rows != here[0].of else whole)
-    return losses
+    of_step: dict[int, list[Step]] = {}
+    for one in taken:
+        of_step.setdefault(one.step, []).append(one)
+    return [mean_loss(of_step.get(s, ())) for s in range(count)]
+
+
+def mean_loss(here: Sequence[Step]) -> float:
+    """The mean loss of a step, over the rows of these workers."""
+    rows, whole = sum(t.rows for t in here), sum(t.loss for t in here)
+    return whole * (here[0].of / rows) if rows and rows != here[0].of else whole
 
 
 class Replay(NamedTuple):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from minipar.program import Instruction, grad, piece_of
 from minipar.refusal import at, refuse
+from minipar.wording import several
 
 if TYPE_CHECKING:
     from minipar.walk import Walk
@@ -57,6 +58,9 @@ def in_round(walk: Walk, rank: int, index: int, group: int) -> None:
     """What a forward or backward uses was averaged when it was due, and not at another time."""
     ins, found = walk.program.ranks[rank][index], walk.apart[rank][group]
     if found != ins.step % walk.local:
-        reason = f"{at(walk.program, rank, index)} of step {ins.step} uses param({group}) after {found} updates by its"
+        reason = (
+            f"{at(walk.program, rank, index)} of step {ins.step} uses param({group}) after "
+            f"{several(found, 'update')} by its"
+        )
         reason += f" replica alone; the program promises {ins.step % walk.local}"
         raise refuse(walk.program, rank, index, f"{reason}, with an average after every {walk.local}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from minipar.wording import several
+
 _KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers", "total")
 
 
@@ -49,7 +51,10 @@ def show_memory(result: dict[str, Any]) -> str:
     for entry, ranks in zip(entries, alike.values(), strict=True):
         rows.append((_listed(ranks), *(f"{entry[kind] / scale:.2f}" for kind in kinds)))
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-    title = f"{result['model']}, {result['plan'] or 'one device'}, {result['batch']} rows a step: {unit} on each rank"
+    title = (
+        f"{result['model']}, {result['plan'] or 'one device'}, {several(result['batch'], 'row')} a step: "
+        f"{unit} on each rank"
+    )
     lines = [title]
     for row in rows:
         cells = [row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))]

@@ -18,6 +18,7 @@ from minipar.circles import ProgramDeadlock
 from minipar.errors import ProgramError
 from minipar.program import Instruction, Op, Program, Staleness
 from minipar.refusal import at, refuse
+from minipar.wording import several
 
 _PARTNER = {Op.PUSH: Op.ACCEPT, Op.REPLY: Op.PULL}
 
@@ -143,7 +144,10 @@ class _Walk:
             reason = f"{where} brings version {version}, but another server's parameters of this step are of"
             raise refuse(self.program, rank, index, f"{reason} version {self.used[rank, ins.step]}")
         if synchronous and version != ins.step:
-            reason = f"{where} brings parameters after {version} updates; a synchronous program promises {ins.step}"
+            reason = (
+                f"{where} brings parameters after {several(version, 'update')}; a synchronous program "
+                f"promises {ins.step}"
+            )
             raise refuse(self.program, rank, index, reason)
 
     def _apply(self, rank: int, index: int, ins: Instruction) -> None:
@@ -165,7 +169,7 @@ class _Walk:
             late = update - self.used[worker, step]
             bound = contract.bound if isinstance(contract, Staleness) else 0
             if bound is not None and late > bound:
-                reason = f"{where} takes a gradient of rank {worker} that is {late} updates old"
+                reason = f"{where} takes a gradient of rank {worker} that is {several(late, 'update')} old"
                 raise refuse(program, rank, index, f"{reason}; its contract allows {bound}")
         if not isinstance(contract, Staleness):
             missing = {(worker, update) for worker in range(program.workers)} - found[ins.layers[0]]

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from minipar import randomness
+from minipar.at_work import AtWork
 from minipar.cluster import Cluster, launch, worker
 from minipar.cluster.members import Revived
 from minipar.comm import meeting, pushing, server
@@ -34,6 +35,7 @@ from minipar.elementwise import check_elementwise
 from minipar.emulation import Clock, Delays
 from minipar.errors import RankError, ServerClosed
 from minipar.execution import Execution, Job
+from minipar.following import Paced, Watch
 from minipar.losses import counted
 from minipar.pieces import check_fit
 from minipar.program import COMPUTE, Instruction, Op, Program, Value
@@ -83,12 +85,14 @@ def execute_served(
     on_death: str = "abort",
     keep_gradients: bool = False,
     report: Callable[[int], None] = lambda done: None,
+    watch: Watch | None = None,
     slow: list[Delays] | None = None,
     snapshot_every: int | None = None,
     patience: float | None = 30.0,
 ) -> tuple[Execution, Service]:
     """Run a program with parameter servers, all its steps; what came of it, and what the servers did.
 
+    watch            called with a `Moment` of the run at most ten times a second
     on_death         "abort": the death of a rank is raised; "continue": it starts again and goes on
     slow             delays of emulated devices, one for each worker
     snapshot_every   updates between two snapshots of the servers; default with on_death="continue": 10
@@ -103,28 +107,39 @@ def execute_served(
     folder = tempfile.mkdtemp(prefix="servers-", dir=launch.scratch_folder())
     steps: dict[tuple[int, int], Step] = {}
     deaths: list[str] = []
+    at_work, tell = AtWork(program), Paced(watch, program.steps)
 
     def hear(rank: int, fact: Any) -> None:
         if isinstance(fact, Revived):
             deaths.append(fact.line)
+            at_work.gone(rank)
         elif isinstance(fact, Step):
             steps[fact.worker, fact.step] = fact
             report(len(steps))
+            if watch is not None:
+                at_work.heard(fact)
+                if at_work.done < program.steps:  # (or the run is over soon, and its losses are told then)
+                    tell(at_work.done, lambda: at_work.losses, lambda: at_work.trace)
         elif isinstance(fact, int):
             report(fact)
         elif fact[0] == "silent":
+            at_work.gone(fact[1])
             cluster.end_rank(fact[1])
 
     try:
         (keys,) = cluster.run_on([0], _keys, job)
         meeting.open_folder(folder, keys, servers)
         revivals = _REVIVALS if on_death == "continue" else 0
-        found = cluster.run_reviving(revivals, hear, _take_part, job, program, folder, settings, keep_gradients, slow)
+        found = cluster.run_reviving(
+            revivals, hear, _take_part, job, program, folder, settings, keep_gradients, slow, watch is not None
+        )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     steps |= {(one.worker, one.step): one for told in found[:workers] for one in told}
     served: list[Served] = found[workers:]
-    return _result(program, keys, steps, served, deaths, keep_gradients, job.batch)
+    result = _result(program, keys, steps, served, deaths, keep_gradients, job.batch)
+    tell(program.steps, lambda: result[0].losses, lambda: at_work.trace)
+    return result
 
 
 def _result(
@@ -256,7 +271,13 @@ def _keys(job: Job) -> tuple[Key, ...]:
 
 
 def _take_part(
-    job: Job, program: Program, folder: str, settings: Settings, keep_gradients: bool, slow: list[Delays] | None
+    job: Job,
+    program: Program,
+    folder: str,
+    settings: Settings,
+    keep_gradients: bool,
+    slow: list[Delays] | None,
+    watched: bool = False,
 ) -> Served | list[Step]:
     """What every rank does: the first ones are workers, the last ones servers."""
     rank = worker.context().rank
@@ -268,7 +289,7 @@ def _take_part(
     dying = settings.on_death == "continue"  # what it has done is told at once
 
     def tell(step: Step) -> None:
-        worker.report(step if dying else rank)
+        worker.report(step if dying else step._replace(gradients={}) if watched else rank)
         if not dying:
             done.append(step)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from minipar.errors import ProgramError
 from minipar.program import BACKWARDS, Instruction, Op, Program, Value, carry, grad_carry
 from minipar.refusal import at, refuse
+from minipar.wording import several
 
 KINDS = ("carry", "grad_carry")
 _FORWARDS = (Op.FORWARD, Op.RECOMPUTE)
@@ -14,7 +15,9 @@ def check_carries(program: Program) -> None:
     """Every forward reads and writes the carries of its layers, every backward their gradients, of its own sequence."""
     count, carrying = program.slice_count, frozenset(program.carries)
     if count > 1 and program.microbatches % count:
-        raise ProgramError(f"{program.microbatches} micro-batches are no whole sequences of {count} slices")
+        raise ProgramError(
+            f"{several(program.microbatches, 'micro-batch')} are no whole sequences of {several(count, 'slice')}"
+        )
     for rank, instructions in enumerate(program.ranks):
         for index, ins in enumerate(instructions):
             if ins.op not in _FORWARDS and ins.op not in BACKWARDS:

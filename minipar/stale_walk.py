@@ -12,6 +12,7 @@ from minipar.errors import ProgramError
 from minipar.program import BACKWARDS, Instruction, Op, Program, Staleness, Value, grad, param
 from minipar.refusal import at, refuse
 from minipar.walk import Walk
+from minipar.wording import several
 
 Place = tuple[int, int]  # step, micro-batch
 
@@ -73,7 +74,9 @@ class StaleWalk(Walk):
         most = self.contract.versions
         for g in ins.layers:
             if most is not None and self.alive[rank][g] > most:
-                what = f"leaves {self.alive[rank][g]} versions of param({g}) alive; the program promises {most}"
+                what = (
+                    f"leaves {several(self.alive[rank][g], 'version')} of param({g}) alive; the program promises {most}"
+                )
                 raise self._refuse(rank, index, what)
 
     def _check_update(self, rank: int, index: int, g: int, newest: int) -> None:
@@ -93,13 +96,13 @@ class StaleWalk(Walk):
             step, i = min(places ^ whole)
             raise self._refuse(rank, index, f"is update {newest}, but not of step {newest}: micro-batch {i} of {step}")
         if every is not None and len(places) != every and (len(places) > every or self._later(rank, index)):
-            what = f"is an update of {len(places)} micro-batches; the program promises {every}"
+            what = f"is an update of {several(len(places), 'micro-batch')}; the program promises {every}"
             raise self._refuse(rank, index, what)
         bound = self.contract.bound
         for step, i in sorted(places):
             stale = newest - self.used[rank].get((g, step, i), newest)
             if bound is not None and stale > bound:
-                what = f"applies a gradient of micro-batch {i} of step {step} that is {stale} updates old"
+                what = f"applies a gradient of micro-batch {i} of step {step} that is {several(stale, 'update')} old"
                 raise self._refuse(rank, index, f"{what}; the program promises at most {bound}")
 
     def _later(self, rank: int, index: int) -> bool:

@@ -13,6 +13,7 @@ import textwrap
 from minipar import captions
 from minipar.errors import MiniparError
 from minipar.trace import Trace
+from minipar.wording import several
 
 # What fills a cell: a sign for each micro-batch (10 is 0 again, 26 is a again), or one for all.
 SIGNS = {
@@ -58,7 +59,7 @@ def text(trace: Trace, width: int = 100) -> str:
         for rank in range(min(ranks, MANY_RANKS))
     ]
     if ranks > MANY_RANKS:
-        lines.append(f"... and {ranks - MANY_RANKS} more ranks")
+        lines.append(f"... and {several(ranks - MANY_RANKS, 'more rank')}")
     kinds = {captions.kind_of(ins) for row in trace.program.ranks for ins in row}
     legend = [WORDS[kind] for kind in WORDS if kind in kinds]
     lines.append(" " * margin + _axis(whole, cells, clock.unit))

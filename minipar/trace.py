@@ -20,6 +20,7 @@ from minipar.memory.series import Curve, Series
 from minipar.program import COLLECTIVES, COMPUTE, Instruction, Op, Program, Value, version_of
 from minipar.staleness import alive
 from minipar.volumes import carried, hops, summed
+from minipar.wording import several
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -80,10 +81,11 @@ class Trace:
     def summary(self) -> str:
         """One line: how long, how idle, how much memory."""
         peak = max(self.peak_memory(), default=0)
-        memory = f"{peak / 2**20:.2f} MiB" if self.unit == "bytes" else f"{max(self.in_flight()):g} activations"
+        memory = f"{peak / 2**20:.2f} MiB" if self.unit == "bytes" else several(max(self.in_flight()), "activation")
         time = f"{self.time * 1e3:.2f} ms" if self.kind == "measured" or self.unit == "bytes" else f"{self.time:g}"
         return (
-            f"{self.kind} trace: {len(self.program.ranks)} ranks, {len(self.program)} instructions, time {time}, "
+            f"{self.kind} trace: {several(len(self.program.ranks), 'rank')}, "
+            f"{several(len(self.program), 'instruction')}, time {time}, "
             f"bubble {self.bubble_of_total():.1%} of total ({self.bubble_of_ideal():.1%} of ideal), "
             f"peak memory {memory}"
         )

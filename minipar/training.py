@@ -43,6 +43,7 @@ from minipar.settings import at_least_1
 from minipar.shared_cores import available_cores
 from minipar.simulator import simulate
 from minipar.trace import Trace
+from minipar.wording import several
 
 _QUICK = 0.5  # seconds of a calibration that nobody asked for
 
@@ -126,7 +127,8 @@ class Run:
     def __repr__(self) -> str:
         each = 1e3 / self.program.steps
         return (
-            f"<Run of {self.plan}: {len(self.step_times)} steps, loss {self.losses[0]:.4f} -> {self.losses[-1]:.4f}, "
+            f"<Run of {self.plan}: {several(len(self.step_times), 'step')}, loss {self.losses[0]:.4f} -> "
+            f"{self.losses[-1]:.4f}, "
             f"step {self.trace.time * each:.1f} ms measured, {self.predicted.time * each:.1f} ms predicted "
             f"({self.prediction_error:+.0%})>"
         )
@@ -171,7 +173,7 @@ def train(
     resume      a folder with a saved run, of any plan: go on after its last step, with what is given here
     save        a folder that the ranks save the run to, at its end and after every `save_every` steps of it
     keep        bring parameters and optimizer states back, for `Run.save`; default: if all are at most 64 MiB
-    watch       called with a `following.Moment` at most ten times a second (asynchronous: at the end; sync=ps: never)
+    watch       called with a `following.Moment` at most ten times a second
 
     Raises PlanError where plan, model, batch and cluster do not fit together; DeviceOutOfMemory, with plans that would
     fit, on emulated devices of limited memory; SaveError where `resume` has no saved run of this model, or where
@@ -190,7 +192,7 @@ def train(
     if memory and plan.schedule == "ampnet":
         raise PlanError("memory=True: schedule=ampnet decides its order as it runs; possible are the other schedules")
     if cluster is not None and cluster.size != plan.ranks:
-        raise PlanError(f"plan {plan} needs {plan.ranks} ranks, but the cluster has {cluster.size}")
+        raise PlanError(f"plan {plan} needs {several(plan.ranks, 'rank')}, but the cluster has {cluster.size}")
     if plan.sync == "ps":
         for key, value in {"memory": memory, "resume": resume, "save": save, "keep": keep}.items():
             if value:
@@ -225,7 +227,7 @@ def train(
             program, facts.profile, job.batch, cores, facts.data_bytes, calibration, ranks.emulates, facts.copies
         )
         if served:
-            return _train_served(plan, program, job, ranks, predicted, reference, check, bar)
+            return _train_served(plan, program, job, ranks, predicted, reference, check, bar, watch)
         if facts.tapes is not None:
             predicted = with_memory(predicted, facts.tapes, ProfiledCosts(program, facts.profile, job.batch))
 
@@ -284,6 +286,7 @@ def _train_served(
     reference: bool,
     check: bool,
     bar: Callable[..., Any],
+    watch: Watch | None,
 ) -> Run:
     """The rest of `train` with parameter servers."""
     slow = None
@@ -293,7 +296,7 @@ def _train_served(
     with bar(total=program.steps * plan.dp, desc=str(plan)) as meter:
         done, service = execute_served(
             program, job, ranks, on_death=plan.on_death, keep_gradients=check, slow=slow,
-            report=lambda k: meter.update(),
+            report=lambda k: meter.update(), watch=watch,
         )  # fmt: skip
     plain, plain_time = None, None
     if (reference or check) and plan.mode == "sync" and not service.silent:
@@ -382,13 +385,13 @@ def predict(
     data = []
     for rank, held in enumerate(program.placement):  # (servers hold no rows)
         size = (0 in held) * data_bytes[0] + (program.layers - 1 in held) * data_bytes[1]
-        several = program.steps if isinstance(program.contract, Staleness) else 1  # all are held until the run ends
-        data.append(round(several * of_rows.rows_of(rank) / batch * size) if held else 0)
+        steps = program.steps if isinstance(program.contract, Staleness) else 1  # all are held until the run ends
+        data.append(round(steps * of_rows.rows_of(rank) / batch * size) if held else 0)
     note = "predicted from a profile of one layer at a time on one device"
     if emulated is not None:
         note = f"predicted for the emulated device {device}"
     if cores is not None and cores < count:
-        note += f"; {count} ranks share {cores} core" + "s" * (cores > 1)
+        note += f"; {several(count, 'rank')} share {several(cores, 'core')}"
     if calibration is not None:
         note += "; messages and collectives as calibrated on the cluster"
     return replace(trace, note=note, data=data)

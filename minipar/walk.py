@@ -27,6 +27,7 @@ from minipar.program import (
     tier,
 )
 from minipar.refusal import at, refuse
+from minipar.wording import several
 
 _STATES = ("optimizer_state", "optimizer_shard")
 
@@ -110,7 +111,8 @@ class Walk:
             known = tier(value) != "device" or value.kind in ("param", "param_shard")
             if known and value.index in updates and self._note(rank, value) != updates[value.index]:
                 raise ProgramError(
-                    f"rank {rank} ends with {value} after {self._note(rank, value)} updates, but with another copy"
+                    f"rank {rank} ends with {value} after {several(self._note(rank, value), 'update')}, "
+                    f"but with another copy"
                     f" after {updates[value.index]}: it was not copied after the last STEP"
                 )
 
@@ -384,7 +386,7 @@ class Walk:
         ins, done = self.program.ranks[rank][index], self.version[rank].get(group, 0)
         return refuse(
             self.program, rank, index,
-            f"{at(self.program, rank, index)} of step {ins.step} uses param({group}) after {done} updates;"
+            f"{at(self.program, rank, index)} of step {ins.step} uses param({group}) after {several(done, 'update')};"
             f" a synchronous program promises {ins.step}",
         )  # fmt: skip
 

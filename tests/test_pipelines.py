@@ -280,7 +280,7 @@ def test_two_copies_of_every_stage(clusters):
 @pytest.mark.parametrize(
     ("placement", "says"),
     [
-        (lambda rank, ranks, chunks: (rank,), "its placement gives rank 0 1 stages, not chunks=2"),
+        (lambda rank, ranks, chunks: (rank,), "its placement gives rank 0 1 stage, not chunks=2"),
         (lambda rank, ranks, chunks: (rank, rank + 3), "its placement puts stage 2 on no rank; stages count from 0"),
     ],
 )

@@ -20,6 +20,7 @@ from minipar.cluster.parcel import Parcel, pack
 from minipar.cluster.patience import Watch
 from minipar.costs.device import DeviceSpec
 from minipar.errors import PlanError, RankError
+from minipar.wording import several
 
 _DEVICES = ("auto", "cpu", "cuda")
 _STARTS = ("auto", "fork", "spawn")
@@ -118,7 +119,7 @@ class Cluster:
         if self._busy.locked():
             return "busy"
         alive = sum(member.alive for member in self._members.ranks.values())
-        return "ready" if alive == self.size else f"{alive} of {self.size} ranks alive"
+        return "ready" if alive == self.size else f"{alive} of {several(self.size, 'rank')} alive"
 
     @property
     def _what(self) -> str:

@@ -39,6 +39,7 @@ from minipar.cluster.output import name_ranks
 from minipar.cluster.parcel import Parcel
 from minipar.cluster.processes import flush_native
 from minipar.errors import MiniparError, PlanError, RankError
+from minipar.wording import several
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -96,7 +97,7 @@ class Ranks:
         elif self._cluster is None:
             print(f"no ranks; a %%ranks cell starts {_DEFAULT_RANKS}, or as many as it says")
         else:
-            print(f"{self._cluster.size} ranks on {self._cluster.device}: {self._cluster.state}")
+            print(f"{several(self._cluster.size, 'rank')} on {self._cluster.device}: {self._cluster.state}")
 
     def _run(self, line: str, cell: str) -> None:
         running = _DEFAULT_RANKS if self._cluster is None else self._cluster.size

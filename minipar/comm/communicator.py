@@ -29,6 +29,7 @@ from minipar.comm.sockets import Sockets
 from minipar.comm.world import CLOSED, Group, World, under_torchrun
 from minipar.costs.rates import Calibration
 from minipar.errors import RankError
+from minipar.wording import several
 
 
 class Communicator:
@@ -186,7 +187,9 @@ class Communicator:
 
     def _check(self, peer: int, tensor: torch.Tensor | None = None) -> None:
         if peer == self.rank or not 0 <= peer < self.size:
-            raise RankError(f"rank {self.rank} cannot send to or receive from rank {peer}: {self.size} ranks are here")
+            raise RankError(
+                f"rank {self.rank} cannot send to or receive from rank {peer}: {several(self.size, 'rank')} are here"
+            )
         if tensor is not None and not tensor.is_contiguous():
             raise RankError(f"a tensor of strides {tensor.stride()} cannot be sent or received; use .contiguous()")
 

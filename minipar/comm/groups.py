@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from minipar.errors import RankError
+from minipar.wording import several
 
 # Long, since gloo also uses it for connecting, and the driver sees the death of a rank by itself.
 TIMEOUT = timedelta(minutes=30)
@@ -92,6 +93,8 @@ def along_axis(axis: int | str, mesh: Mapping[str, int], size: int) -> list[int]
     if axis not in names:
         raise RankError(f"split: {axis!r} is no axis of the mesh; possible are {', '.join(names)}")
     if math.prod(mesh.values()) != size or min(mesh.values()) < 1:
-        raise RankError(f"split: a mesh of {' x '.join(map(str, mesh.values()))} has no place for {size} ranks exactly")
+        raise RankError(
+            f"split: a mesh of {' x '.join(map(str, mesh.values()))} has no place for {several(size, 'rank')} exactly"
+        )
     step = math.prod(list(mesh.values())[names.index(str(axis)) + 1 :])
     return [rank - rank // step % mesh[str(axis)] * step for rank in range(size)]

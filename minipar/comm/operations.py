@@ -22,6 +22,7 @@ from minipar.comm.matching import difference
 from minipar.comm.shared import combine, share
 from minipar.comm.world import Group, Way
 from minipar.errors import CollectiveMismatch, RankError
+from minipar.wording import several
 
 if TYPE_CHECKING:
     from minipar.comm.communicator import Communicator
@@ -58,7 +59,9 @@ def reduce_scatter(comm: Communicator, x: Any, op: Any, algorithm: str | None, a
     summing = _Summing(comm, "reduce_scatter", x, op, algorithm)
     whole = summing.given
     if not whole.dim():
-        raise RankError(f"reduce_scatter: a {summing.kind} has no rows to divide among {comm.size} ranks; use a list")
+        raise RankError(
+            f"reduce_scatter: a {summing.kind} has no rows to divide among {several(comm.size, 'rank')}; use a list"
+        )
     rows = share(len(whole), comm.size)
     row = whole.shape[1:].numel()
 
@@ -223,7 +226,9 @@ def all_to_all(comm: Communicator, x: Any, algorithm: str | None, alone: bool) -
     pieces: list[Any]
     if isinstance(x, (list, tuple)):
         if len(x) != comm.size:
-            raise RankError(f"all_to_all: {len(x)} pieces for {comm.size} ranks; give a list of one for each")
+            raise RankError(
+                f"all_to_all: {len(x)} pieces for {several(comm.size, 'rank')}; give a list of one for each"
+            )
         pieces, whole = list(x), None
         text = key = f"all_to_all of a list of pieces{by}"
     else:
@@ -366,7 +371,7 @@ def _same(form: list[int], other: list[int]) -> bool:
 
 def _check_root(comm: Communicator, call: str, root: int) -> None:
     if not 0 <= root < comm.size:
-        raise RankError(f"{call}: root={root} is none of the {comm.size} ranks here (0 to {comm.size - 1})")
+        raise RankError(f"{call}: root={root} is none of the {several(comm.size, 'rank')} here (0 to {comm.size - 1})")
 
 
 def _host(tensor: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from minipar.comm.framing import Line, Message, What, bytes_of
 from minipar.comm.meeting import RETRY, Handle, Introduction, read_handle
 from minipar.comm.shard import digest, length, pieces_of
 from minipar.errors import RankError, ServerClosed
+from minipar.wording import several
 
 _LONGEST_RETRY = 0.1
 
@@ -271,7 +272,7 @@ class Servers:
         """What is pushed from now on is the gradient of so many rows of a step's, scaled by rows / of. An update is of
         the mean over the rows that it takes. Default: 1 of 1, so that the gradients of an update are averaged."""
         if not 0 <= rows <= of:
-            raise RankError(f"worker {self.worker}: {rows} of {of} rows; must be from 0 to {of}")
+            raise RankError(f"worker {self.worker}: {rows} of {several(of, 'row')}; must be from 0 to {of}")
         self.rows, self.of = rows, of
 
     def _find(self, index: str | int, verb: str) -> int:

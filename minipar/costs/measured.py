@@ -12,6 +12,7 @@ from html import escape
 from typing import Any
 
 from minipar.errors import PlanError
+from minipar.wording import several
 
 _HEADER = (
     "layer", "forward ms", "backward ms", "input half", "weight half", "forward MFLOP", "backward MFLOP",
@@ -106,7 +107,7 @@ class Profile:
         for rows in self.forward:
             lines = [_HEADER, *self.table(rows)]
             widths = [max(len(line[k]) for line in lines) for k in range(len(_HEADER))]
-            text.append(f"{rows} row{'s' * (rows > 1)}")
+            text.append(several(rows, "row"))
             text += ["  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in lines]
         return "\n".join([*text, self._rest()])
 
@@ -118,7 +119,7 @@ class Profile:
             body = "".join(
                 "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>" for line in self.table(rows)
             )
-            caption = f"<caption>{rows} row{'s' * (rows > 1)}</caption>"
+            caption = f"<caption>{several(rows, 'row')}</caption>"
             parts.append(f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
         return "".join([*parts, f"<p>{escape(self._rest())}</p>"])
 

@@ -24,6 +24,7 @@ from minipar.models.table import GPT
 from minipar.plan import Plan
 from minipar.simulator import simulate
 from minipar.trace import Trace
+from minipar.wording import several
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ def predict(plan: Plan | str, model: str, device: DeviceSpec | str, batch: int) 
         raise PlanError(f"schedule={plan.schedule}: no formula for slices of a sequence; possible are the others")
     if batch < plan.dp * plan.total_microbatches:
         raise PlanError(
-            f"batch={batch}: fewer rows than the {plan.dp * plan.total_microbatches} micro-batches of plan {plan}"
+            f"batch={batch}: fewer rows than the "
+            f"{several(plan.dp * plan.total_microbatches, 'micro-batch')} of plan {plan}"
         )
     rows = microbatch_rows(batch, plan.dp, plan.total_microbatches)
     measured = profile(model, rows, plan.precision, selective=plan.checkpoint == "selective")

@@ -35,6 +35,7 @@ from minipar.costs.measured import Profile
 from minipar.costs.recomputation import LayerCosts
 from minipar.edges import Edges
 from minipar.errors import PlanError
+from minipar.wording import several
 
 WIDE, CLOSE = 1e-3, 1e-5  # intervals of bounds are halved down to this part of a bound; then cut no closer to an end
 NEAR = 1.01  # so much above the best bound for layers that can be divided is tried first
@@ -132,7 +133,8 @@ def checked(
         raise PlanError("partition: speeds and bandwidth must be finite numbers above 0")
     if len(cuts) != len(work) or len(rates) != stages:
         raise PlanError(
-            f"partition: {len(cuts)} activations for {len(work)} layers, {len(rates)} speeds for {stages} stages; "
+            f"partition: {several(len(cuts), 'activation')} for {several(len(work), 'layer')}, "
+            f"{len(rates)} speeds for {several(stages, 'stage')}; "
             "each layer and each stage needs one"
         )
     if cuts:
@@ -146,7 +148,7 @@ def _orders(rates: Sequence[float]) -> list[tuple[int, ...]]:
     for speed in set(rates):
         count //= math.factorial(rates.count(speed))
     if count > MOST_ORDERS:
-        raise PlanError(f"reorder: {count} orders of {len(rates)} ranks; possible are up to {MOST_ORDERS}")
+        raise PlanError(f"reorder: {count} orders of {several(len(rates), 'rank')}; possible are up to {MOST_ORDERS}")
     found: dict[tuple[float, ...], tuple[int, ...]] = {}
     for order in _distinct(sorted(range(len(rates)), key=lambda k: (rates[k], k)), rates):
         found.setdefault(tuple(rates[k] for k in order), order)
@@ -220,7 +222,7 @@ def split_by_cost(
         )
     known = LayerCosts.of(costs) if isinstance(costs, Profile) else costs
     if len(known.forward) != layers:
-        raise PlanError(f"costs: of {len(known.forward)} layers, but the model has {layers}")
+        raise PlanError(f"costs: of {several(len(known.forward), 'layer')}, but the model has {layers}")
     times = [a + b for a, b in zip(known.forward, known.backward, strict=True)]
     messages = [a + b for a, b in zip(known.output, known.gradient, strict=True)] if known is not costs else None
     if messages is not None and edges:
@@ -272,7 +274,8 @@ def partition_replicated(
     weights = [0.0] * len(work) if parameters is None else [float(x) / bandwidth for x in parameters]
     if len(weights) != len(work) or not all(0 <= x < math.inf for x in weights):
         raise PlanError(
-            f"partition: {len(weights)} parameters for {len(work)} layers; each needs one of at least 0 bytes"
+            f"partition: {len(weights)} parameters for {several(len(work), 'layer')}; each needs one of at "
+            f"least 0 bytes"
         )
     if ranks < 1:
         raise PlanError(f"ranks={ranks}: must be at least 1")

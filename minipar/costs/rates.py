@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from minipar.errors import PlanError
+from minipar.wording import several
 
 
 class Line(NamedTuple):
@@ -162,7 +163,7 @@ class Calibration:
             ) from None
 
     def _rows(self) -> list[tuple[str, str]]:
-        where = "a device each" if self.cores is None else f"{self.cores} core" + "s" * (self.cores != 1)
+        where = "a device each" if self.cores is None else several(self.cores, "core")
         rows = [
             ("ranks", f"{self.ranks} on {self.device}, {where}"),
             (

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from minipar.costs.recomputation import Chain, Move, keep_everything, memory, moves
 from minipar.errors import PlanError
 from minipar.program import Op
+from minipar.wording import several
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,7 +50,9 @@ def advances(layers: int, checkpoints: int) -> int:
     The chain's input is one of the c checkpoints. Each layer's one forward with saving comes on top.
     """
     if layers < 1 or checkpoints < 1:
-        raise PlanError(f"revolve: {layers} layers, {checkpoints} checkpoints; both are at least 1, the input is one")
+        raise PlanError(
+            f"revolve: {several(layers, 'layer')}, {checkpoints} checkpoints; both are at least 1, the input is one"
+        )
     r = repetitions(layers, checkpoints)
     return r * layers - math.comb(checkpoints + r, checkpoints + 1)
 

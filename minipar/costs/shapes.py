@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from minipar.edges import Edges
 from minipar.errors import PlanError
 from minipar.program import Group
+from minipar.wording import several
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def uniform(layers: int, bytes_per_layer: int = 4) -> Shape:
     if layers > 1_000_000:
         raise PlanError(f"layers={layers}: too many; possible are up to 1000000")
     groups = tuple(Group((layer,), (bytes_per_layer,)) for layer in range(layers))
-    return Shape(layers, groups, f"{layers} layers", carries=tuple(range(layers)))
+    return Shape(layers, groups, several(layers, "layer"), carries=tuple(range(layers)))
 
 
 def frozen(shape: Shape) -> Shape:

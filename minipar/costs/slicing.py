@@ -20,6 +20,7 @@ import numpy as np
 from minipar.costs.unit import UnitCosts
 from minipar.errors import PlanError
 from minipar.program import BACKWARDS, COMPUTE, Instruction, Op, Program, Value
+from minipar.wording import several
 
 SliceTime = Callable[[int, int], float]  # of (length, context), in tokens
 
@@ -31,7 +32,9 @@ def token_ranges(slices: int | Sequence[int], tokens: int) -> list[range]:
     """
     if isinstance(slices, int):
         if slices > tokens:
-            raise PlanError(f"slices={slices}: a sequence has {tokens} tokens; possible are 1 to {tokens} slices")
+            raise PlanError(
+                f"slices={slices}: a sequence has {tokens} tokens; possible are 1 to {several(tokens, 'slice')}"
+            )
         even, more = divmod(tokens, slices)
         slices = [even + (k < more) for k in range(slices)]
     elif sum(slices) != tokens:
@@ -123,7 +126,9 @@ def fit(measured: dict[tuple[int, int], float]) -> FittedTime:
     By least squares of the relative errors, so that short slices count as much as long ones.
     """
     if len(measured) < 5:
-        raise PlanError(f"measured: {len(measured)} slices; a fit needs at least 5, of several lengths and contexts")
+        raise PlanError(
+            f"measured: {several(len(measured), 'slice')}; a fit needs at least 5, of several lengths and contexts"
+        )
     seconds = np.array(list(measured.values()))
     terms = np.array([_terms(*key) for key in measured])
     factors, *_ = np.linalg.lstsq(terms / seconds[:, None], np.ones(len(seconds)), rcond=None)

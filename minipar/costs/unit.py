@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from minipar.errors import PlanError
 from minipar.program import COPIES, Instruction, Op, Program, Value
+from minipar.wording import several
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,9 @@ class UnitCosts:
         if len(factors) == stages:
             factors = factors * (ranks // stages)
         if len(factors) != ranks:
-            raise PlanError(f"stage_factors: {len(self.stage_factors)} numbers, but there are {stages} stages")
+            raise PlanError(
+                f"stage_factors: {len(self.stage_factors)} numbers, but there are {several(stages, 'stage')}"
+            )
         held = [max(1, len(layers)) for layers in self.program.share]
         self._scale.extend(factor / n for factor, n in zip(factors, held, strict=True))
         halves = (self.input_gradient, self.weight_gradient)

@@ -20,6 +20,7 @@ import numpy as np
 
 from minipar.data.sources import Source
 from minipar.errors import PlanError
+from minipar.wording import several
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -104,7 +105,7 @@ class Records(Source):
     def places(self, split: str) -> int:
         rows = len(_opened(self.x).array)
         if len(_opened(self.y).array) != rows:
-            raise PlanError(f"{self.y}: has {len(_opened(self.y).array)} rows, but {self.x} has {rows}")
+            raise PlanError(f"{self.y}: has {several(len(_opened(self.y).array), 'row')}, but {self.x} has {rows}")
         found = self.held_out if split == "validation" else rows - self.held_out
         if found < 1:
             raise PlanError(f"held_out={self.held_out}: leaves no rows for {split} of {rows} in {self.x}")

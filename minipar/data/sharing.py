@@ -17,6 +17,7 @@ from typing import Any
 from minipar.costs.profiled import split_rows
 from minipar.data.order import Order
 from minipar.errors import PlanError
+from minipar.wording import several
 
 Mesh = Mapping[str, int] | Sequence[tuple[str, int]]  # axis sizes, slowest first, such as Program.mesh
 ALONE = (("dp", 1),)
@@ -108,7 +109,8 @@ class Sampler:
         replicas = replica_of(self.rank, self.mesh)[1]
         if least < replicas:
             raise PlanError(
-                f"batch={self.batch}: the smallest batch of an epoch has {least} rows for {replicas} replicas; "
+                f"batch={self.batch}: the smallest batch of an epoch has {several(least, 'row')} for "
+                f"{several(replicas, 'replica')}; "
                 "each needs one: choose last='dropped', or another batch"
             )
 

@@ -17,6 +17,7 @@ from minipar.exercises.kinds.verdict import Verdict, raised
 from minipar.plan import Plan
 from minipar.program import Instruction, Op, Value
 from minipar.simulator import simulate
+from minipar.wording import several
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -228,7 +229,9 @@ def predict(words: str, rows: int) -> tuple[float, float]:
     if plan.ranks > 1 or other:
         raise MiniparError(f"plan {words!r}: there is one device; possible keys are {' and '.join(KEYS)}")
     if plan.microbatches > rows:
-        raise MiniparError(f"plan {words!r}: {plan.microbatches} micro-batches, but only {rows} rows")
+        raise MiniparError(
+            f"plan {words!r}: {several(plan.microbatches, 'micro-batch')}, but only {several(rows, 'row')}"
+        )
     return _predicted(str(plan), rows)
 
 

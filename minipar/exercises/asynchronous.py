@@ -19,6 +19,7 @@ from minipar.staleness import alive, stalest
 from minipar.strategies.ampnet import choose, decide
 from minipar.strategies.versions import as_it_happened
 from minipar.verifier import verify
+from minipar.wording import several
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,7 +68,7 @@ class VersionRule:
         if not callable(answer):
             return Verdict(False, f"{answer!r} is no function", "def version(rank, ranks, microbatch, ...): ...")
         for ranks, microbatches, steps in self.sizes:
-            sizes = f"with {ranks} ranks and steps of {microbatches} micro-batches"
+            sizes = f"with {several(ranks, 'rank')} and steps of {several(microbatches, 'micro-batch')}"
             verdict = _judge_rule(answer, ranks, microbatches, steps, sizes)
             if verdict is not None:
                 return verdict
@@ -93,7 +94,10 @@ def _judge_rule(rule: Callable[..., Any], ranks: int, microbatches: int, steps: 
         if isinstance(given, bool) or given != int(given) or given < 0:
             return Verdict(False, f"{sizes}, your rule gives {given!r}", "a version counts updates: 0, 1, 2, ...")
         if given > newest:
-            reason = f"{sizes}, micro-batch {i} on rank {rank} asks for version {given}; there are {newest} updates"
+            reason = (
+                f"{sizes}, micro-batch {i} on rank {rank} asks for version {given}; there are "
+                f"{several(newest, 'update')}"
+            )
             return Verdict(False, reason, "a forward cannot wait for an update that comes after it in the list")
     if program == right:
         return None
@@ -101,7 +105,9 @@ def _judge_rule(rule: Callable[..., Any], ranks: int, microbatches: int, steps: 
     (rank, i), given = next(wrong)
     asks = f"micro-batch {i} of step {i // microbatches} uses version {given} on rank {rank}"
     late, held = (max(map(count, program.ranks)) for count in (stalest, alive))
-    what = f"{sizes}, {asks}; gradients are up to {late} updates late, and {held} versions are held"
+    what = (
+        f"{sizes}, {asks}; gradients are up to {several(late, 'update')} late, and {several(held, 'version')} are held"
+    )
     try:
         verify(program)
     except MiniparError as error:
@@ -136,7 +142,7 @@ class LateGradients:
             return Verdict(False, f"{answer!r} is no function", "def late_sgd(gradient, w, lr, late, updates): ...")
         for ranks, updates in self.sizes:
             start, gradient, right, asked = _pipeline(ranks, updates, self.lr)
-            sizes = f"with {ranks} rank{'s' * (ranks > 1)}, so gradients {ranks - 1} late, and {updates} updates"
+            sizes = f"with {several(ranks, 'rank')}, so gradients {ranks - 1} late, and {several(updates, 'update')}"
             try:
                 given = answer(gradient, start.clone(), self.lr, ranks - 1, updates)
             except Exception as error:
@@ -245,12 +251,15 @@ class LocalRule:
             except _Impossible as problem:
                 return Verdict(False, str(problem.args[0]), str(problem.args[1]))
             except Exception as error:
-                return raised(error, f"with {ranks} ranks your rule")
+                return raised(error, f"with {several(ranks, 'rank')} your rule")
             if ranks == self.ranks:
                 verdict = self._targets(orders)
                 if verdict is not None:
                     return verdict
-        met = f"at most {self.time:g} units, {self.activations} activations on a rank, {self.late} updates late"
+        met = (
+            f"at most {self.time:g} units, {several(self.activations, 'activation')} on a rank, "
+            f"{several(self.late, 'update')} late"
+        )
         return Verdict(True, f"your rule ends in all sizes, and meets the targets: {met}")
 
     def _targets(self, orders: list[list[Action]]) -> Verdict | None:
@@ -274,7 +283,7 @@ class LocalRule:
 
 def _followed(rule: Callable[..., Any], ranks: int, total: int, in_flight: int) -> list[list[Action]]:
     """The order of every rank that follows a rule. Raises _Impossible where it cannot be followed."""
-    size = f"with {ranks} rank{'s' * (ranks > 1)}, {total} micro-batches and in_flight={in_flight}"
+    size = f"with {several(ranks, 'rank')}, {several(total, 'micro-batch')} and in_flight={in_flight}"
 
     def checked(
         rank: int, ranks: int, total: int, in_flight: int, forwards: int, backwards: int, outputs: int, gradients: int

@@ -21,6 +21,7 @@ from minipar.memory_formula import per_rank
 from minipar.plan import Plan
 from minipar.program import Group, Instruction, Op, Program, Value
 from minipar.simulator import simulate
+from minipar.wording import several
 
 # 1. the time of a step ------------------------------------------------------------------------------------------------
 
@@ -77,7 +78,7 @@ class Shares:
                     return raised(error, what)
             wrong = _shared_out(parts, size)
             if wrong is not None:
-                return Verdict(False, f"{size} rows on {ranks} ranks: {wrong[0]}", wrong[1])
+                return Verdict(False, f"{several(size, 'row')} on {several(ranks, 'rank')}: {wrong[0]}", wrong[1])
         return Verdict(True, f"every row once, and no rank has two more than another, in {len(self.sizes)} sizes")
 
 
@@ -99,7 +100,7 @@ def _shared_out(parts: Sequence[Sequence[int]], size: int) -> tuple[str, str] | 
     if most - least > 1:
         full, empty = ([len(rows) for rows in parts].index(n) for n in (most, least))
         hint = "all wait for the slowest: give the rows that are left over to different ranks"
-        return f"rank {full} has {most} rows and rank {empty} has {least}", hint
+        return f"rank {full} has {several(most, 'row')} and rank {empty} has {least}", hint
     return None
 
 
@@ -162,7 +163,7 @@ def _bucket_problem(given: Any, sizes: list[int], backward: list[float], alpha: 
     seconds, best = time_with(given, sizes, backward, alpha, beta), best_time(sizes, backward, alpha, beta)
     if seconds <= best * (1 + 1e-9):
         return ""
-    words = f"gives {len(given)} message{'s' * (len(given) != 1)}, and the sums are done after {seconds:g} ms; "
+    words = f"gives {several(len(given), 'message')}, and the sums are done after {seconds:g} ms; "
     idle = sum(backward[min(given[0]) :])
     words += f"{best:g} ms are possible (yours begin after {idle:g} ms, when layer {min(given[0])} is done; "
     return words + f"latencies alone are {len(given) * alpha:g} ms)"

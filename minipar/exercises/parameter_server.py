@@ -19,6 +19,7 @@ from minipar.simulator import simulate
 from minipar.strategies.consistency import Consistency, Kind, Mode
 from minipar.strategies.shares import shares_of
 from minipar.trace import Trace
+from minipar.wording import several
 
 # 1. bytes at a server -------------------------------------------------------------------------------------------------
 
@@ -81,7 +82,8 @@ class PullRule:
                 where = f"bound {bound}, steps of {', '.join(f'{s:g}' for s in speeds)} s: "
                 return replace(wrong, reason=where + wrong.reason)
         return Verdict(
-            True, f"never more ahead than the bound, and nobody waits without need, in {len(self.cases)} runs"
+            True,
+            f"never more ahead than the bound, and nobody waits without need, in {several(len(self.cases), 'run')}",
         )
 
     def _run(self, answer: Callable[..., Any], bound: int, speeds: tuple[float, ...]) -> Verdict | None:
@@ -271,8 +273,10 @@ class Served:
         try:
             plan = Plan.parse(words)
             if plan.sync != "ps" or plan.dp != self.workers or plan.ranks > self.ranks:
-                wanted = f"{self.workers} workers (dp), and {self.ranks} ranks at most"
-                return Verdict(False, f"`{plan}` has {plan.ranks} ranks", f"sync=ps with {wanted}: servers count, too")
+                wanted = f"{several(self.workers, 'worker')} (dp), and {several(self.ranks, 'rank')} at most"
+                return Verdict(
+                    False, f"`{plan}` has {several(plan.ranks, 'rank')}", f"sync=ps with {wanted}: servers count, too"
+                )
             trace = self.predict(plan)
         except MiniparError as error:
             return Verdict(
@@ -283,7 +287,8 @@ class Served:
         held = max(trace.peak_memory()[self.workers :])
         late = _dropped(trace.program)
         found = (
-            f"`{plan}`: {seconds:.2f} s, staleness {stale}, {held / 1e6:.1f} MB at a server, {late} gradients dropped"
+            f"`{plan}`: {seconds:.2f} s, staleness {stale}, {held / 1e6:.1f} MB at a server, "
+            f"{several(late, 'gradient')} dropped"
         )
         reason = f"{found}; the targets are {self.time:g} s, {self.staleness}, {self.memory / 1e6:g} MB, {self.dropped}"
         if seconds > self.time * (1 + 1e-9):

@@ -15,6 +15,7 @@ from minipar.plan import Plan
 from minipar.program import Instruction, Op, Program, Value
 from minipar.search import graphs
 from minipar.simulator import simulate
+from minipar.wording import several
 
 
 def _step_time(times: Sequence[float], microbatches: int) -> float:
@@ -52,7 +53,7 @@ def not_a_split(given: Any, layers: int, stages: int) -> str:
     if len(counts) != stages or any(isinstance(n, bool) or n != int(n) or n < 1 for n in counts):
         return f"gives {counts}; a split is {stages} numbers of layers, each of at least 1"
     if sum(counts) != layers:
-        return f"gives {counts}, {sum(counts)} layers together; there are {layers}"
+        return f"gives {counts}, {several(sum(counts), 'layer')} together; there are {layers}"
     return ""
 
 
@@ -148,7 +149,10 @@ class Search:
             except Exception as error:
                 return raised(error, "your search")
             if placement is None or len(placement) != nodes or not all(0 <= r < self.ranks for r in placement):
-                hint = f"return a list of {nodes} ranks from 0 to {self.ranks - 1}: the best placement that you saw"
+                hint = (
+                    f"return a list of {several(nodes, 'rank')} from 0 to {self.ranks - 1}: the best "
+                    f"placement that you saw"
+                )
                 return Verdict(False, f"your search gives {given!r}, which is no placement", hint)
             found.append(graphs.step_time(graph, placement, self.microbatches))
         mean = sum(found) / len(found)
@@ -234,7 +238,10 @@ class Fit:
         except MiniparError as error:
             return Verdict(False, f"that plan cannot be: {error.reason}", "the line above says what is possible")
         if chosen.dp > 1 or chosen.pp != self.ranks or chosen.total_microbatches != self.microbatches:
-            asked = f"one pipeline of {self.ranks} ranks, with {self.microbatches} micro-batches in a step"
+            asked = (
+                f"one pipeline of {several(self.ranks, 'rank')}, with "
+                f"{several(self.microbatches, 'micro-batch')} in a step"
+            )
             return Verdict(False, f"your plan is not what was asked for: {asked}", f"you gave `{chosen}`")
         rank = kept.index(max(kept))
         found = f"it takes {time:g} units, and rank {rank} keeps {max(kept):g}"

@@ -12,6 +12,7 @@ from minipar.exercises.kinds.function import Function
 from minipar.exercises.kinds.order import GATHER, SCATTER, B, Case, Device, F, MiB, Order, ms, program_of
 from minipar.exercises.kinds.verdict import Verdict, raised
 from minipar.memory_formula import states
+from minipar.wording import several
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -170,7 +171,7 @@ class OptimizerParallel:
                     found = cluster.run(_on_rank, answer, numbers)
             except MiniparError as error:
                 reason = str(getattr(error, "reason", error)).splitlines()[0]
-                return Verdict(False, f"on {ranks} ranks: {reason}", "what has which size on which rank?")
+                return Verdict(False, f"on {several(ranks, 'rank')}: {reason}", "what has which size on which rank?")
             verdict = self._compare(found, ranks, numbers)
             if verdict is not None:
                 return verdict
@@ -180,17 +181,21 @@ class OptimizerParallel:
         right = _expected(numbers, ranks)
         if not all(_near(one[0], found[0][0]) for one in found):
             hint = "each must have summed the gradients of all, and got the updated slices of all"
-            return Verdict(False, f"on {ranks} ranks the parameters differ from rank to rank", hint)
+            return Verdict(False, f"on {several(ranks, 'rank')} the parameters differ from rank to rank", hint)
         if not _near(found[0][0], right):
             hint = "the gradient of the whole batch is the sum over the ranks (not their mean, and not one's own)"
             return Verdict(
-                False, f"on {ranks} ranks the parameters are not those of plain SGD after {STEPS} steps", hint
+                False,
+                f"on {several(ranks, 'rank')} the parameters are not those of plain SGD after {several(STEPS, 'step')}",
+                hint,
             )
         most = 2 * numbers * (ranks - 1) / ranks
         if max(one[2] for one in found) > most * 1.25:  # (slices are not all equal)
             psi = max(one[2] for one in found) * ranks / (ranks - 1) / numbers
             calls = ", ".join(found[0][3])
-            reason = f"right on {ranks} ranks, but it sends {psi:.1f} Ψ (N-1)/N numbers in a step; 2 are enough"
+            reason = (
+                f"right on {several(ranks, 'rank')}, but it sends {psi:.1f} Ψ (N-1)/N numbers in a step; 2 are enough"
+            )
             return Verdict(False, reason, f"the calls are {calls}: which of them brings more than this rank uses?")
         return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from minipar.costs.profiled import split_rows
 from minipar.exercises.kinds.choice import Choice
 from minipar.exercises.kinds.function import Function
+from minipar.wording import several
 
 _MESHES = tuple((rank, dp, pp) for dp, pp in ((2, 2), (2, 3), (4, 1), (1, 4), (3, 2)) for rank in range(dp * pp))
 WHO_AM_I = Function(
@@ -26,7 +27,7 @@ def _even(given: object, rows: int, parts: int) -> str:
     if len(given) != parts:
         return f"gives {len(given)} numbers for {parts} parts"
     if sum(given) != rows:
-        return f"gives {list(given)}, which are {sum(given)} rows together"
+        return f"gives {list(given)}, which are {several(sum(given), 'row')} together"
     right = [len(part) for part in split_rows(rows, parts)]
     if sorted(given) != sorted(right):
         return f"gives {list(given)}: the longest and the shortest may differ by one row at most"

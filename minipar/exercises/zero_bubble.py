@@ -12,6 +12,7 @@ from minipar.costs.slicing import step_time as sliced_time
 from minipar.exercises.kinds.function import Function
 from minipar.exercises.kinds.schedule import Target
 from minipar.exercises.kinds.verdict import Verdict, raised
+from minipar.wording import several
 
 CLOSE = 1e-9  # relative; the halves are computed in float64
 
@@ -51,7 +52,7 @@ def _compare(input_half: Callable[..., Any], weight_half: Callable[..., Any], *s
     y = torch.tanh(x @ w.T)
     right_x, right_w = torch.autograd.grad(y, (x, w), grad_y)
     x, w, y = x.detach(), w.detach(), y.detach()
-    what = f"with {rows} rows, {inputs} inputs and {outputs} outputs"
+    what = f"with {several(rows, 'row')}, {inputs} inputs and {outputs} outputs"
     try:
         made = input_half(w, y, grad_y)
     except Exception as error:
@@ -124,7 +125,8 @@ def _slow(given: Any, tokens: int, stages: int, time: Callable[[int, int], float
     slowest = max(time(n, start) for n, start in zip(lengths, starts, strict=False))
     total = took - (stages - 1) * slowest
     parts = f"the sum {total:.1f} and {stages - 1} times the slowest slice's {slowest:.1f}"
-    return f"gives {len(lengths)} slices that take {took:.1f}: {parts}; {best:.1f} is possible"
+    take = "takes" if len(lengths) == 1 else "take"
+    return f"gives {several(len(lengths), 'slice')} that {take} {took:.1f}: {parts}; {best:.1f} is possible"
 
 
 SLICES = Function(

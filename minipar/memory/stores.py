@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from minipar.errors import StoreError
+from minipar.wording import several
 
 
 class Store(Protocol):
@@ -60,7 +61,9 @@ class Ledger:
     def known(self, key: Hashable) -> None:
         """StoreError for a key that was never put."""
         if key not in self.sizes:
-            raise StoreError(f"{self.tier}: nothing was put under {key!r}; there are {len(self.sizes)} tensors")
+            raise StoreError(
+                f"{self.tier}: nothing was put under {key!r}; there are {several(len(self.sizes), 'tensor')}"
+            )
 
 
 class Tier(ABC):

@@ -27,6 +27,7 @@ from minipar.errors import PlanError
 from minipar.program import Group, Instruction, Op, Program, Value, grad_output, output, saved
 from minipar.simulator import simulate
 from minipar.strategies.transfers import insert_transfers
+from minipar.wording import several
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Graph:
         object.__setattr__(self, "edges", edges)
         if not n or len(sizes) != n or min(self.costs) <= 0 or min(sizes) < 0 or not self.bandwidth > 0:
             raise PlanError(
-                f"graph of {n} nodes: each needs a cost above 0 and a size of at least 0, bandwidth above 0"
+                f"graph of {several(n, 'node')}: each needs a cost above 0 and a size of at least 0, bandwidth above 0"
             )
         for a, b in edges:
             if not 0 <= a < b < n:
@@ -99,7 +100,7 @@ def program_of(graph: Graph, placement: Sequence[int], microbatches: int) -> Pro
     """The forward and backward of a step, node k on rank placement[k], as a program for `simulate`."""
     if len(placement) != len(graph.costs) or min(placement) < 0:
         raise PlanError(
-            f"placement {tuple(placement)}: needs a rank of at least 0 for each of {len(graph.costs)} nodes"
+            f"placement {tuple(placement)}: needs a rank of at least 0 for each of {several(len(graph.costs), 'node')}"
         )
     ranks = max(placement) + 1
     load = [0.0] * ranks

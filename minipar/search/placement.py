@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from minipar.costs.partition import partition
 from minipar.errors import PlanError
 from minipar.search.graphs import Graph, step_time
+from minipar.wording import several
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -143,7 +144,9 @@ class Comparison:
         axes.set_xlabel("calls of the simulator")
         axes.set_ylabel("step time of the best placement so far")
         nodes = len(self.graph.costs)
-        axes.set_title(f"{nodes} nodes on {self.ranks} ranks, {self.microbatches} micro-batches")
+        axes.set_title(
+            f"{several(nodes, 'node')} on {several(self.ranks, 'rank')}, {several(self.microbatches, 'micro-batch')}"
+        )
         figure.legend(loc="outside right upper", frameon=False)
         figure.alt = "; ".join(f"{f.method} {f.time:.1f}" for f in self.found)
         return figure
@@ -161,7 +164,7 @@ def compare(graph: Graph, ranks: int, microbatches: int = 4, budget: int = 640, 
     """
     if min(ranks, len(graph.costs)) < 2 or min(microbatches, budget) < 1:
         raise PlanError(
-            f"ranks={ranks}, {len(graph.costs)} nodes, microbatches={microbatches}, budget={budget}: "
+            f"ranks={ranks}, {several(len(graph.costs), 'node')}, microbatches={microbatches}, budget={budget}: "
             "must be at least 2, 2, 1 and 1"
         )
     placement = contiguous(graph, ranks, microbatches)

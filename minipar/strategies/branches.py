@@ -34,6 +34,7 @@ from minipar.errors import PlanError
 from minipar.program import Action, Forward, Instruction, Op, Value
 from minipar.strategies import registry, segments
 from minipar.strategies.layout import looped
+from minipar.wording import several
 
 if TYPE_CHECKING:
     from minipar.costs.shapes import Shape
@@ -90,14 +91,16 @@ def check_place(plan: Plan) -> None:
 def check_shape(plan: Plan, shape: Shape) -> None:
     """Refuse what a model with branches does not go together with."""
     if plan.place is not None and plan.place != "branches" and len(plan.place) != shape.layers:
-        raise PlanError(f"place={_told(plan)}: of {len(plan.place)} layers, but the model has {shape.layers}")
+        raise PlanError(
+            f"place={_told(plan)}: of {several(len(plan.place), 'layer')}, but the model has {shape.layers}"
+        )
     if plan.place == "branches" and not any(len(found) > 1 for found in graphs.side_by_side(shape.edges, shape.layers)):
         raise PlanError(
             "place=branches: the model has none side by side; possible is the rank of each layer, or split="
         )
     if not shape.edges:
         return
-    why = f"of a model with branches (edges between its {shape.layers} layers)"
+    why = f"of a model with branches (edges between its {several(shape.layers, 'layer')})"
     if plan.asynchronous or plan.slice_count > 1:
         raise PlanError(
             f"schedule={plan.schedule}: is for chains, not {why}; possible is one that flushes, such as 1f1b"

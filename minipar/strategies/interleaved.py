@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from minipar.errors import PlanError
 from minipar.program import Action, Backward, Forward
 from minipar.strategies.registry import schedule
+from minipar.wording import several
 
 
 @schedule(
@@ -57,7 +58,7 @@ def _check(ranks: int, microbatches: int, group: int) -> None:
     name = f"schedule=interleaved: group={group} with pp={ranks} microbatches={microbatches}"
     if microbatches < ranks:
         raise PlanError(
-            f"{name}: a group needs at least {ranks} micro-batches; possible are microbatches={ranks} or more"
+            f"{name}: a group needs at least {several(ranks, 'micro-batch')}; possible are microbatches={ranks} or more"
         )
     possible = [g for g in range(ranks, microbatches + 1) if microbatches % g == 0 or microbatches % g >= ranks]
     raise PlanError(

@@ -26,6 +26,7 @@ from functools import cached_property
 
 from minipar.costs.shapes import Shape
 from minipar.errors import PlanError
+from minipar.wording import several
 
 Placement = Callable[[int, int, int], Sequence[int]]  # rank, ranks, chunks -> the stage of each chunk
 
@@ -51,7 +52,9 @@ def place(placement: Placement, ranks: int, chunks: int, name: str = "") -> tupl
     stages = {stage for mine in found for stage in mine}
     for rank, mine in enumerate(found):
         if len(mine) != chunks:
-            raise PlanError(f"schedule={name}: its placement gives rank {rank} {len(mine)} stages, not chunks={chunks}")
+            raise PlanError(
+                f"schedule={name}: its placement gives rank {rank} {several(len(mine), 'stage')}, not chunks={chunks}"
+            )
     if stages != set(range(len(stages))):
         missing = min(set(range(max(stages, default=0) + 1)) - stages, default=0)
         raise PlanError(f"schedule={name}: its placement puts stage {missing} on no rank; stages count from 0")

@@ -19,6 +19,7 @@ from minipar.costs.reversal import minimum, rotor
 from minipar.errors import PlanError
 from minipar.program import Action, BackwardWeight, Forward
 from minipar.strategies.layout import Layout
+from minipar.wording import several
 
 Checkpoint = (
     int | str | tuple[int, ...]
@@ -102,7 +103,7 @@ def schedules(
             raise PlanError(f"checkpoint={text(choice)}: a budget is for whole backwards; possible are none, sqrt, K")
         return _within(budget, layout, parts, flying, costs, receives_ahead)
     found = []
-    for part, several in zip(parts, flying, strict=True):
+    for part, flight in zip(parts, flying, strict=True):
         segments: Iterable[range] = ()
         if isinstance(choice, tuple):
             cuts = [part.start, *(layer for layer in choice if part.start < layer < part.stop), part.stop]
@@ -111,7 +112,7 @@ def schedules(
             segments = every(len(part), choice)
         elif choice == "sqrt" and part:
             chain = _chain(costs, layout, part) if costs is not None else None
-            segments = every(len(part), square_root(len(part), chain, several))
+            segments = every(len(part), square_root(len(part), chain, flight))
         found.append(in_segments(len(part), segments))
     return found
 
@@ -132,9 +133,9 @@ def in_flight(actions: Iterable[Action]) -> int:
 def _check(choice: Checkpoint, layout: Layout, costs: LayerCosts | None) -> None:
     layers = layout.shape.layers
     if costs is not None and len(costs.forward) != layers:
-        raise PlanError(f"costs: of {len(costs.forward)} layers, but the model has {layers}")
+        raise PlanError(f"costs: of {several(len(costs.forward), 'layer')}, but the model has {layers}")
     if isinstance(choice, int) and choice > layers:
-        raise PlanError(f"checkpoint={choice}: the model has {layers} layers; possible are 1 to {layers}")
+        raise PlanError(f"checkpoint={choice}: the model has {several(layers, 'layer')}; possible are 1 to {layers}")
     if isinstance(choice, tuple) and not 0 < choice[0] <= choice[-1] < layers:
         possible = f"possible are 1 to {layers - 1}" if layers > 1 else "it has one layer"
         raise PlanError(f"checkpoint={text(choice)}: segments begin at layers of the model; {possible}")
@@ -159,14 +160,14 @@ def _within(
     chains = [_chain(costs, layout, part) if part else None for part in stages]
     found: list[tuple[Move, ...]] = []
     try:
-        for chain, several, extra in zip(chains, flying, around, strict=True):
+        for chain, flight, extra in zip(chains, flying, around, strict=True):
             if extra > budget:
                 raise PlanError("too small")
-            found.append(rotor(chain, budget - extra, several) if chain else ())
+            found.append(rotor(chain, budget - extra, flight) if chain else ())
     except PlanError:
         least = [
-            extra + (minimum(chain, several) if chain else 0)
-            for chain, several, extra in zip(chains, flying, around, strict=True)
+            extra + (minimum(chain, flight) if chain else 0)
+            for chain, flight, extra in zip(chains, flying, around, strict=True)
         ]
         stage = max(range(layout.pp), key=least.__getitem__)
         where = f" on stage {stage}, with {flying[stage]} in flight" if layout.pp > 1 else ""

@@ -234,7 +234,7 @@ def test_a_profile_counts_its_messages():
         (lambda: partition([1, 2], 2, speeds=[1, 0]), "above 0"),
         (lambda: partition([1, 2], 2, bandwidth=0), "above 0"),
         (lambda: partition([1, 2], 2, speeds=[1]), "1 speeds for 2 stages"),
-        (lambda: partition([1, 2], 2, activations=[1]), "1 activations for 2 layers"),
+        (lambda: partition([1, 2], 2, activations=[1]), "1 activation for 2 layers"),
         (lambda: partition([1] * 12, 12, speeds=range(1, 13), reorder=True), "479001600 orders of 12 ranks"),
         (lambda: partition_replicated([1, 2], 0), "ranks=0"),
         (lambda: partition_replicated([1, 2], 2, parameters=[1]), "1 parameters for 2 layers"),

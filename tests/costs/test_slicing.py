@@ -64,7 +64,7 @@ def test_a_fit_gives_back_times_of_its_own_form():
     measured = {(n, c): reference(n, c) for n in (1, 2, 4, 8) for c in (0, 8, 24)}
     found = fit(measured)
     assert found(5, 17) == pytest.approx(reference(5, 17), rel=1e-9)
-    with pytest.raises(PlanError, match="measured: 1 slices; a fit needs at least 5"):
+    with pytest.raises(PlanError, match="measured: 1 slice; a fit needs at least 5"):
         fit({(1, 0): 1.0})
 
 

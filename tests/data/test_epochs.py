@@ -192,7 +192,7 @@ def test_train_sampler_and_stream_agree():
         (lambda: data.Epochs(data.Digits()).batch(0, 2000), "batch=2000.*1618"),
         (lambda: replica_of(4, {"dp": 2, "pp": 2}), "rank=4: must be from 0 to 3"),
         (lambda: next(data.stream(data.Digits(), 8, rank=2, mesh={"dp": 2})), "rank=2"),
-        (lambda: data.Sampler(9, batch=4, mesh={"dp": 2}), "smallest batch of an epoch has 1 rows for 2 replicas"),
+        (lambda: data.Sampler(9, batch=4, mesh={"dp": 2}), "smallest batch of an epoch has 1 row for 2 replicas"),
     ],
 )
 def test_refusals(call, message):

@@ -66,7 +66,7 @@ def like_a_sampler(rank, ranks, size):
         (like_a_sampler, "row 0 is trained 2 times, by ranks 0, 2", "weighs twice in the gradient"),
         (lambda rank, ranks, size: range(size), "row 0 is trained 4 times, by ranks 0, 1, 2, 3", "twice"),
         (lambda rank, ranks, size: in_runs(rank, ranks, size + 1), "row 10 is given out, and there is none", "0 to 9"),
-        (lambda rank, ranks, size: in_runs(rank, 4, 10), "7 rows on 1 ranks: nobody trains row 2", "evenly"),
+        (lambda rank, ranks, size: in_runs(rank, 4, 10), "7 rows on 1 rank: nobody trains row 2", "evenly"),
         (lambda rank, ranks, size: 3, "gives 3, which is no list of rows", "a range, or a list"),
         (lambda rank, ranks, size: ["a"], "gives ['a'], which is no list of rows", "a range, or a list"),
         (lambda rank, ranks: [], "raised TypeError", "check its arguments"),

@@ -152,7 +152,7 @@ def test_the_dynamic_program_cuts_a_sequence() -> None:
     ("answer", "reason", "hint"),
     [
         (stub, "nothing is written here yet", ""),
-        (lambda tokens, stages, time: [tokens], "gives 1 slices that take", "nothing overlaps"),
+        (lambda tokens, stages, time: [tokens], "gives 1 slice that takes", "nothing overlaps"),
         (lambda tokens, stages, time: [1] * tokens, "gives 12 slices that take", "an instruction of its own"),
         (best_uniform, "slices that take", "try every value"),
         (lambda tokens, stages, time: [tokens, 1], "sum to 13; the sequence has 12 tokens", "try every value"),

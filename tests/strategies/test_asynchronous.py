@@ -216,7 +216,7 @@ def test_too_many_versions():
 def test_too_stale():
     program = compiled("pipedream-2bw", pp=2, m=4)
     tight = replace(program, contract=replace(program.contract, bound=0))
-    with pytest.raises(ProgramError, match="applies a gradient of micro-batch 0 of step 1 that is 1 updates old"):
+    with pytest.raises(ProgramError, match="applies a gradient of micro-batch 0 of step 1 that is 1 update old"):
         verify(tight)
 
 

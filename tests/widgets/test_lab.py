@@ -27,7 +27,7 @@ WAIT = 60_000  # ms, for whatever is waited for: the machine may be slow
 
 
 @contextmanager
-def lab(folder: Path) -> Iterator[str]:
+def lab(folder: Path, theme: str = "JupyterLab Light") -> Iterator[str]:
     """A private JupyterLab in a folder; its address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -40,10 +40,11 @@ def lab(folder: Path) -> Iterator[str]:
     settings = {  # no news from outside; and every cell is drawn, not only those in sight
         "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
         "notebook-extension/tracker": {"windowingMode": "none"},
+        "apputils-extension/themes": {"theme": theme},
     }
     for name, value in settings.items():
         path = folder / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
-        path.parent.mkdir(parents=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(value))
     paths = os.pathsep.join([str(ROOT), str(ROOT / "widgets")])
     command = [
@@ -154,6 +155,9 @@ def test_notebook_in_a_real_lab_without_network(tmp_path: Path) -> None:
         caption = explorer.locator(".mp-caption").first
         before = caption.inner_text()
         assert "time 33" in before
+        assert page.locator(".minipar-explorer .noUi-handle").count() > 20
+        assert page.locator(".minipar-explorer .noUi-handle:not([aria-label])").count() == 0
+        assert explorer.get_by_role("slider", name="micro-batches").count() == 1
         handle = explorer.locator(".noUi-handle").nth(1)  # micro-batches
         handle.focus()
         handle.press("ArrowRight")
@@ -205,4 +209,52 @@ def test_notebook_in_a_real_lab_without_network(tmp_path: Path) -> None:
         assert seen.outside == []
         # (ipywidgets' own manager does not expect a page without a kernel)
         assert [error for error in seen.errors if "jupyterlab-manager" not in error] == []
+        chromium.close()
+
+
+LIVE = """from functools import partial
+from minipar import data, models
+from minipar_widgets import live
+live(partial(models.mlp, widths=(32, 64, 64, 256)), data.for_model("mlp-tiny"), "pp=2 microbatches=2", steps=100_000)"""
+
+
+def test_live_run_is_cancelled_while_its_cell_runs(tmp_path: Path) -> None:
+    """And in a dark JupyterLab on a light desktop."""
+    from playwright import sync_api as playwright
+
+    notebook = tmp_path / "work" / "live.ipynb"
+    notebook.parent.mkdir()
+    cells = [
+        {"cell_type": "code", "id": f"c{k}", "metadata": {}, "source": text, "outputs": [], "execution_count": None}
+        for k, text in enumerate([LIVE, "'not run'"])
+    ]
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    whole = {"nbformat": 4, "nbformat_minor": 5, "metadata": {"kernelspec": kernel}, "cells": cells}
+    notebook.write_text(json.dumps(whole))
+    with lab(tmp_path, "JupyterLab Dark") as address, playwright.sync_playwright() as play:
+        chromium = play.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        page = chromium.new_page(viewport={"width": 1000, "height": 900}, color_scheme="light")
+        page.set_default_timeout(WAIT)
+        playwright.expect.set_options(timeout=WAIT)
+        seen = Watched(page)
+        seen.open(address, "live.ipynb")
+        page.wait_for_function("window.panel.sessionContext.session?.kernel?.status === 'idle'", timeout=WAIT)
+        page.evaluate("void window.jupyterapp.commands.execute('notebook:run-all-cells')")
+        output = page.locator(".jp-Cell-outputArea").first
+        playwright.expect(output).to_contain_text("of 100000, loss")
+        timeline = output.locator(".minipar")
+        playwright.expect(timeline).to_contain_text("measured: time")
+        assert timeline.evaluate("(el) => el.dataset.dark") == "true"
+        output.get_by_role("button", name="cancel").click()
+        playwright.expect(output).to_contain_text("Stopped: cancelled at step")
+        playwright.expect(output.locator("img")).to_be_visible()  # the picture, in the widget's place
+        assert output.locator(".minipar").count() == 0
+        page.evaluate("window.jupyterapp.commands.execute('docmanager:save')")
+        page.wait_for_function("!window.panel.context.model.dirty")
+        first, second = code_cells(notebook)
+        texts = ["".join(out["data"]["text/plain"]) for out in first["outputs"] if "data" in out]
+        assert texts[0].startswith("live run of pp=2 microbatches=2: cancelled, step ")
+        assert second["outputs"] == []  # run all stops there
+        assert seen.outside == []
+        assert seen.errors == []
         chromium.close()

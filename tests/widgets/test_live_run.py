@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import threading
+import time
 from functools import partial
 from typing import Any
 
@@ -12,6 +14,7 @@ from PIL import Image
 from minipar import Plan, data, models, simulate
 from minipar.following import Moment
 from minipar_widgets import LiveRun, base, live
+from minipar_widgets.live_run import Stopped
 from tests.conftest import Clusters
 
 TRACE = simulate(Plan(pp=2, microbatches=4).compile(layers=4))
@@ -51,10 +54,11 @@ class _Display:
         self.shown.append(bundle)
 
 
-@pytest.mark.parametrize("stops", [False, True])
+@pytest.mark.parametrize("how", ["done", "interrupted", "cancelled"])
 def test_notebook_keeps_a_picture_not_a_dead_widget(
-    monkeypatch: pytest.MonkeyPatch, clusters: Clusters, stops: bool
+    monkeypatch: pytest.MonkeyPatch, clusters: Clusters, how: str
 ) -> None:
+    stops = how != "done"
     display = _Display()
     monkeypatch.setattr("minipar_widgets.live_run.in_notebook", lambda: True)
     monkeypatch.setattr("minipar_widgets.base.live", lambda: True)
@@ -64,23 +68,74 @@ def test_notebook_keeps_a_picture_not_a_dead_widget(
 
         def interrupted(view: LiveRun, moment: Moment) -> None:
             heard(view, moment)
-            raise KeyboardInterrupt
+            if how == "interrupted":
+                raise KeyboardInterrupt
+            button = threading.Thread(target=view.stop.click)  # as a subshell does
+            button.start()
+            button.join()
 
         monkeypatch.setattr(LiveRun, "heard", interrupted)
     train = partial(
         live, partial(models.mlp, widths=(32, 64, 64, 256)), data.for_model("mlp-tiny"), "pp=2 microbatches=2",
-        steps=40 if stops else 4, batch=8, cluster=clusters(2),
+        steps=4000 if stops else 4, batch=8, cluster=clusters(2),
     )  # fmt: skip
     if stops:
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(Stopped, match=f"^{how} at step .* of 4000, loss") as stopped:
             train()
+        assert stopped.value._render_traceback_()[0].startswith(f"Stopped: {how} at step")
+        monkeypatch.setattr(LiveRun, "heard", heard)
+        again = train(steps=2)  # the ranks are there again, and a button that was pressed too late does nothing
+        assert len(again.losses) == 2
+        display.shown = display.shown[:2]
     else:
         assert len(train().losses) == 4
     first, last = display.shown
     assert base._VIEW in first
     assert base._VIEW not in last
-    assert ("stopped" if stops else "done") in last["text/plain"]
+    assert how in last["text/plain"]
     assert len(last["image/png"]) > len(first["image/png"])
+
+
+def test_cancel_before_and_after_a_run_does_nothing() -> None:
+    view = LiveRun("pp=2", 4)
+    view.stop.click()
+    assert not view.cancelled
+    view.begin()
+    view.over()
+    threading.Thread(target=view.cancel).start()
+    assert not view.cancelled
+
+
+def test_cancel_wakes_the_thread_that_trains() -> None:
+    view = LiveRun("pp=2", 4)
+    view.begin()
+    button = threading.Timer(0.2, view.stop.click)
+    begun = time.monotonic()
+    button.start()
+    with pytest.raises(KeyboardInterrupt):
+        threading.Event().wait(60)
+    assert time.monotonic() - begun < 30
+    assert view.cancelled
+
+
+def test_cancel_where_the_run_is_in_another_thread() -> None:
+    view = LiveRun("pp=2", 4)
+    threads = [threading.Thread(target=view.begin)]
+    threads[0].start()
+    threads[0].join()
+    view.cancel()
+    with pytest.raises(KeyboardInterrupt):
+        view.heard(Moment(1, 4, [3.0], None, 0.1))
+
+
+def test_losses_are_drawn_where_their_steps_are() -> None:
+    view = LiveRun("pp=2", 4)
+    view.heard(Moment(2, 4, [3.0, 2.5, 2.0, 1.0], None, 0.1))  # two a step
+    assert 'points="0.0,4.0 142.9,18.0 285.7,32.0 428.6,60.0"' in view.curve.value
+    view.heard(Moment(4, 4, [4.0 - k / 1000 for k in range(4000)], None, 0.1))
+    points = view.curve.value.partition('points="')[2].partition('"')[0].split()
+    assert len(points) == 1001
+    assert points[-1] == "1000.0,60.0"
 
 
 def test_terminal_gets_text(capsys: pytest.CaptureFixture[str], clusters: Clusters) -> None:

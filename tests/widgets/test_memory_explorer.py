@@ -159,7 +159,7 @@ def test_measured_points_are_the_run_s() -> None:
 
 def test_a_run_of_other_ranks_is_refused() -> None:
     view = MemoryView(Choice(Plan(dp=2), "gpt-tiny"), [{"parameters": 1}])
-    assert view.problem == "the measured run has 1 ranks, the plan 2"
+    assert view.problem == "the measured run has 1 rank, the plan 2"
 
 
 def test_what_is_run_here_is_known() -> None:

@@ -26,6 +26,7 @@ import ipywidgets
 import traitlets
 
 from minipar_widgets import words
+from minipar_widgets.naming import EXPLORER, Names
 
 SOURCES, STATIC = (Path(__file__).parent / folder for folder in ("js", "static"))
 _VIEW = "application/vnd.jupyter.widget-view+json"
@@ -146,6 +147,10 @@ class Explorer(Shown, ipywidgets.VBox):
     """
 
     view: View
+
+    def __init__(self, children: Sequence[ipywidgets.Widget] = (), **options: Any) -> None:
+        super().__init__([*children, Names(layout={"margin": "0"})], **options)
+        self.add_class(EXPLORER)
 
     @property
     def views(self) -> Sequence[View]:

@@ -16,6 +16,7 @@ from minipar.memory_terms import size
 from minipar.program import Op
 from minipar.sheet import LOOKS
 from minipar.strategies import segments
+from minipar.wording import several
 from minipar_widgets import chart
 from minipar_widgets.base import Explorer, View
 from minipar_widgets.checkpoint_model import (
@@ -63,8 +64,9 @@ class CheckpointView(View):
         budget = segments.budget_of(one.word)
         word = one.word if budget is None else f"a budget of {amount(one.layers, budget)}"
         return (
-            f"checkpoint={word}, {one.layers.count} layers: peak {peak} (without recomputation {least}); "
-            f"{one.again} layers run again, time x{one.ends[-1] / plain[1]:.2f}"
+            f"checkpoint={word}, {several(one.layers.count, 'layer')}: peak {peak} (without recomputation {least}); "
+            f"{several(one.again, 'layer')} {'runs' if one.again == 1 else 'run'} again, time "
+            f"x{one.ends[-1] / plain[1]:.2f}"
         )
 
     def caption(self) -> str:
@@ -319,7 +321,7 @@ class CheckpointExplorer(Explorer):
         for point in points:
             run = measured.get(point.length)
             real = [size(run.peak), f"{run.seconds * 1e3:.2f}"] if run else ["", ""]
-            name = f"{point.length} layers" if point.length else "no recomputation"
+            name = several(point.length, "layer") if point.length else "no recomputation"
             rows.append([name, amount(self.layers, point.peak), f"{point.time / none:.3f}", *real])
         return rows
 

@@ -20,6 +20,7 @@ from minipar.errors import PlanError
 from minipar.program import Op, Program
 from minipar.simulator import simulate
 from minipar.trace import Trace
+from minipar.wording import several
 
 MOST_RANKS, MOST_CHUNKS = 16, 64
 Cell = tuple[int, int]  # value; bit r: rank r's part is in it
@@ -148,7 +149,8 @@ def play(
     program = algorithms.program(collective, algorithm, ranks, nbytes, root=root, nodes=nodes)
     if len(program.chunks) > MOST_CHUNKS:
         raise PlanError(
-            f"{collective} by {algorithm} cuts {nbytes} bytes into {len(program.chunks)} chunks, too many to look at; "
+            f"{collective} by {algorithm} cuts {nbytes} bytes into "
+            f"{several(len(program.chunks), 'chunk')}, too many to look at; "
             f"possible are {MOST_CHUNKS}: fewer ranks, or fewer bytes"
         )
     costs = AlphaBeta(program, links.alpha, links.beta, links.gamma, nodes=nodes, far=links.far)

@@ -11,6 +11,7 @@ from minipar.comm import algorithms
 from minipar.errors import MiniparError
 from minipar.memory_terms import size
 from minipar.program import Op
+from minipar.wording import several
 from minipar_widgets.base import Explorer, View
 from minipar_widgets.collective_model import MOST_RANKS, Cell, Links, Play, play
 from minipar_widgets.sketch import Sketch
@@ -47,7 +48,8 @@ class CollectiveView(View):
         one = self.found
         scale, unit = _scale(one.time)
         return (
-            f"{one.program.name}, {size(one.nbytes)}: {len(one.messages)} messages, {one.time / scale:.4g} {unit}; the "
+            f"{one.program.name}, {size(one.nbytes)}: {several(len(one.messages), 'message')}, "
+            f"{one.time / scale:.4g} {unit}; the "
             f"busiest rank sends {size(max(map(one.sent, range(one.ranks))))}, the least is {size(one.least_bytes)}"
         )
 

@@ -17,6 +17,7 @@ from minipar.errors import MiniparError
 from minipar.plan import Plan
 from minipar.program import Program
 from minipar.trace import Trace
+from minipar.wording import several
 from minipar_widgets import judging, orders, words
 from minipar_widgets.base import View
 from minipar_widgets.judging import Judgement
@@ -148,7 +149,7 @@ class ScheduleEditor(View):
 
     def summary(self) -> str:
         assert self._now is not None
-        size = f"{len(self.words)} ranks, {self._now.microbatches} micro-batches"
+        size = f"{several(len(self.words), 'rank')}, {several(self._now.microbatches, 'micro-batch')}"
         return f"ScheduleEditor {self.schedule}: {size}; " + (
             f"cannot run: {self.complaint}" if self.complaint else self._facts()
         )

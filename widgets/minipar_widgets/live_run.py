@@ -2,14 +2,20 @@
 
     run = live(partial(models.gpt, layers=8), data.stdlib_text(), "pp=2 microbatches=8", steps=40)
 
-In a notebook it is a widget while the run lasts (the stop button of the notebook ends it), and a picture afterwards, so
-that a saved notebook shows what happened. In a terminal it is text (`following.Screen`).
+In a notebook it is a widget while the run lasts (its *cancel*, or the notebook's stop button, ends it), and a picture
+afterwards, so that a saved notebook shows what happened. In a terminal it is text (`following.Screen`).
+
+While a cell runs, a kernel with subshells (ipykernel 7) hears a button in a thread of its own, if the page asks for
+that (JupyterLab 4.4). That thread then does what the notebook's stop button does.
 """
 
 from __future__ import annotations
 
 import io
+import signal
+import threading
 from collections.abc import Callable
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
@@ -26,6 +32,14 @@ if TYPE_CHECKING:
     from minipar.training import Run
 
 _WIDTH, _HEIGHT = 1000, 104
+_LOSS = "#D55E00"
+
+
+class Stopped(KeyboardInterrupt):
+    """A run that was cancelled or interrupted: one line, which a notebook shows without a traceback."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"Stopped: {self}"]
 
 
 class LiveRun(Explorer):
@@ -34,31 +48,68 @@ class LiveRun(Explorer):
     def __init__(self, plan: str = "", steps: int = 1) -> None:
         self.moment = Moment(0, steps, [], None, 0.0)
         self.plan, self.state_of_run = plan, "starting"
-        self.bar = ipywidgets.IntProgress(value=0, max=max(1, steps), description="", layout={"width": "220px"})
+        self.cancelled = False
+        self._going: threading.Thread | None = None  # that trains, while it may be interrupted
+        self._lock = threading.Lock()
+        self.bar = ipywidgets.IntProgress(value=0, max=max(1, steps), layout={"width": "220px"})
+        self.state_words = ipywidgets.HTML(value=_status("starting"))  # read out when it changes
         self.line = ipywidgets.Label(value="profile, calibrate, predict")
-        self.curve = ipywidgets.Image(value=self._curve(False), format="png", layout={"max_width": "100%"})
+        self.stop = ipywidgets.Button(
+            description="cancel", icon="stop", layout={"width": "100px"}, tooltip="end the run and its ranks"
+        )
+        self.stop.on_click(lambda _: self.cancel())
+        self.curve = ipywidgets.HTML(value=self._chart(), layout={"width": "100%"})
         self.timeline: Timeline | None = None
         self.children: Any
-        super().__init__([ipywidgets.HBox([self.bar, self.line]), self.curve])
+        hears = hears_buttons()
+        self.stop.disabled = not hears
+        self.hint = ipywidgets.HTML(
+            '<span style="opacity:.8">' + ("or interrupt" if hears else "Interrupt") + " the kernel (I, I)"
+            + ("" if hears else " to stop") + "</span>"
+        )  # fmt: skip
+        row = [self.bar, self.stop, self.hint, self.state_words, self.line]
+        layout = {"flex_flow": "row wrap", "align_items": "center", "width": "100%"}
+        super().__init__([ipywidgets.Box(row, layout=layout), self.curve], layout={"width": "100%"})
+        _by_page(self.stop)
 
     def heard(self, moment: Moment) -> None:
         """Show a moment of the run."""
         self.moment, self.state_of_run = moment, "running" if moment.step < moment.steps else "done"
         self.bar.max, self.bar.value = max(1, moment.steps), moment.step
-        self.line.value = moment.line()
-        self.curve.value = self._curve(False)
-        if moment.trace is None:
-            return
-        if self.timeline is None:
-            self.timeline = Timeline(moment.trace)
-            self.children = [self.children[0], self.curve, self.timeline]
-        else:
-            self.timeline.update(moment.trace)
+        self.state_words.value, self.line.value = _status(self.state_of_run), moment.line()
+        self.curve.value = self._chart()
+        if moment.trace is not None:
+            if self.timeline is None:
+                self.timeline = Timeline(moment.trace)
+                self.children = [*self.children[:2], self.timeline]
+            else:
+                self.timeline.update(moment.trace)
+        if self.cancelled:  # (where the run is not in the main thread, which alone can be interrupted at once)
+            raise KeyboardInterrupt
+
+    def begin(self) -> None:
+        """From now to `ended` this thread can be interrupted by `cancel`."""
+        with self._lock:
+            self._going = threading.current_thread()
+
+    def cancel(self) -> None:
+        """Stop the run, as the notebook's stop button does; from any thread."""
+        with self._lock:
+            if self._going is None or self.cancelled:
+                return
+            self.cancelled = True
+            if self._going is threading.main_thread() and self._going is not threading.current_thread():
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    def over(self) -> None:
+        """`cancel` does nothing any more."""
+        with self._lock:
+            self._going = None
 
     def ended(self, how: str) -> None:
         """Say how the run ended: done, stopped, or the error in words."""
         self.state_of_run = how
-        self.line.value = f"{how}: {self.moment.line()}"
+        self.state_words.value, self.line.value = _status(how), self.moment.line()
 
     def summary(self) -> str:
         return f"live run of {self.plan}: {self.state_of_run}, step {self.moment.step} of {self.moment.steps}"
@@ -84,6 +135,37 @@ class LiveRun(Explorer):
             top += part.height
         return words.png(whole)
 
+    def _chart(self) -> str:
+        """The loss of every step so far, on an axis of all steps, in the colours of the page."""
+        losses = self.moment.losses
+        low, high = (min(losses), max(losses)) if losses else (0.0, 0.0)
+        last = f"{losses[-1]:.4f}" if losses else ""
+        across, shown = self._across(1000), _thinned(losses)
+        dots = " ".join(f"{k * across:.1f},{60 - 56 * (x - low) / ((high - low) or 1.0):.1f}" for k, x in shown)
+        said = f"loss of {self.plan}: {last}" if losses else f"loss of {self.plan}: not known yet"
+        figure = (
+            f'<svg role="img" aria-label="{escape(said)}" viewBox="0 0 1000 64" preserveAspectRatio="none" '
+            'style="width:100%;height:64px;display:block;border-bottom:1px solid var(--jp-border-color1, #999)">'
+            f'<polyline points="{dots}" fill="none" stroke="{_LOSS}" stroke-width="2" '
+            'vector-effect="non-scaling-stroke"/></svg>'
+        )
+        sides = "display:flex;flex-direction:column;justify-content:space-between;flex:0 0 62px;font-size:11px"
+        ends = (f"{high:.3f}", f"{low:.3f}") if losses else ("", "")
+        return (
+            '<div style="line-height:1.3;max-width:100%;font-variant-numeric:tabular-nums">'
+            f"<div>loss of {escape(self.plan)}</div>"
+            f'<div style="display:flex;gap:6px"><div style="{sides};text-align:right">'
+            f"<span>{ends[0]}</span><span>{ends[1]}</span></div>"
+            f'<div style="flex:1 1 auto;min-width:0">{figure}<div style="display:flex;justify-content:space-between;'
+            f'font-size:11px"><span>0</span><span>step {self.moment.steps}</span></div></div>'
+            f'<div style="{sides};justify-content:center">{last}</div></div></div>'
+        )
+
+    def _across(self, width: float) -> float:
+        """From one loss to the next, where all losses of the run (there may be several a step) take `width`."""
+        count = len(self.moment.losses) * self.moment.steps / max(1, self.moment.step)
+        return width / max(1.0, count - 1)
+
     def _curve(self, dark: bool) -> bytes:
         """The loss of every step so far, on an axis of all steps."""
         look, losses = words.paper(dark), self.moment.losses
@@ -97,11 +179,11 @@ class LiveRun(Explorer):
         if losses:
             low, high = min(losses), max(losses)
             scale = (bottom - top) / ((high - low) or 1.0)
-            count = max(len(losses), self.moment.steps, 2) - 1
-            dots = [(left + k / count * (right - left), bottom - (loss - low) * scale) for k, loss in enumerate(losses)]
-            draw.line(dots, fill="#D55E00", width=2)
+            across = self._across(right - left)
+            dots = [(left + k * across, bottom - (loss - low) * scale) for k, loss in enumerate(losses)]
+            draw.line(dots, fill=_LOSS, width=2)
             x, y = dots[-1]
-            draw.ellipse((x - 3, y - 3, x + 3, y + 3), fill="#D55E00")
+            draw.ellipse((x - 3, y - 3, x + 3, y + 3), fill=_LOSS)
             draw.text((left - 4, top), f"{high:.3f}", fill=look.muted, font=words.font(11), anchor="rm")
             draw.text((left - 4, bottom), f"{low:.3f}", fill=look.muted, font=words.font(11), anchor="rm")
             draw.text(
@@ -113,8 +195,7 @@ class LiveRun(Explorer):
 def live(model: Any, data: Any, plan: Plan | str, *, steps: int = 10, **options: Any) -> Run:
     """`minipar.train` with its picture while it runs; takes what `train` takes, and gives its `Run`.
 
-    The notebook's stop button, or Ctrl-C in a terminal, ends the run and its ranks (KeyboardInterrupt). Asynchronous
-    plans are one program, so their picture comes at the end.
+    *cancel*, the notebook's stop button, or Ctrl-C in a terminal, ends the run and its ranks (KeyboardInterrupt).
     """
     from minipar.training import train
 
@@ -128,19 +209,52 @@ def live(model: Any, data: Any, plan: Plan | str, *, steps: int = 10, **options:
     shown = display(data_now, metadata=about, raw=True, display_id=True)
     how = "done"
     try:
-        return begin(model, data, plan, steps=steps, watch=view.heard, **{"progress": False, **options})
-    except KeyboardInterrupt:
-        how = "stopped"
-        raise
+        view.begin()
+        run = begin(model, data, plan, steps=steps, watch=view.heard, **{"progress": False, **options})
+        view.over()
+        return run
+    except KeyboardInterrupt as error:
+        how = "cancelled" if view.cancelled else "interrupted"
+        raise Stopped("\n".join([f"{how} at {view.moment.line()}", *map(str, error.args)])) from None
     except Exception as error:
         how = f"failed ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
         raise
     finally:
+        view.over()
         view.ended(how)
         static, about = view.static()
         if shown is not None:  # a picture in the place of the widget: it stays when the kernel is gone
             shown.update(static, metadata=about, raw=True)
         _close(view)
+
+
+def hears_buttons() -> bool:
+    """Whether the kernel can hear a button while a cell runs."""
+    if not in_notebook():
+        return False
+    from IPython import get_ipython
+
+    kernel = getattr(get_ipython(), "kernel", None)
+    return kernel is not None and "kernel subshells" in kernel.kernel_info.get("supported_features", ())
+
+
+def _by_page(button: ipywidgets.Button) -> None:
+    """Let the page say where its messages about this button go, which is a subshell.
+
+    (ipykernel 7.4 would bring them to the shell that spoke of the button last: to the cell, which is busy.)
+    """
+    if button.comm is not None:
+        vars(button.comm).pop("_reply_subshell_id", None)
+
+
+def _status(state: str) -> str:
+    return f'<span role="status" style="font-weight:bold">{escape(state)}</span>'
+
+
+def _thinned(losses: list[float], most: int = 1000) -> list[tuple[int, float]]:
+    """At most so many of them, with their places, the last one among them."""
+    every = -(-len(losses) // most) or 1
+    return [(k, loss) for k, loss in enumerate(losses) if k % every == 0 or k == len(losses) - 1]
 
 
 def _close(widget: ipywidgets.Widget) -> None:

@@ -16,6 +16,7 @@ from minipar.errors import MiniparError
 from minipar.memory_terms import KINDS, size
 from minipar.models.table import GPT
 from minipar.plan import Plan
+from minipar.wording import several
 from minipar_widgets import chart
 from minipar_widgets.base import Explorer, View
 from minipar_widgets.memory_model import (
@@ -57,7 +58,7 @@ class MemoryView(View):
                 self.memory, self.measured = Memory.of(choice), measured
                 if measured and len(measured) != len(self.memory.details):
                     raise MiniparError(
-                        f"the measured run has {len(measured)} ranks, the plan {len(self.memory.details)}"
+                        f"the measured run has {several(len(measured), 'rank')}, the plan {len(self.memory.details)}"
                     )
                 self.data = _data(self.memory, measured)
                 self.problem = ""

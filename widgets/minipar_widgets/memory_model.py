@@ -15,6 +15,7 @@ from minipar.memory_formula import Detail
 from minipar.memory_terms import KINDS, Term, size
 from minipar.models.table import PRESETS
 from minipar.plan import Plan
+from minipar.wording import several
 from minipar_widgets import chart
 from minipar_widgets.raster import MEMORY
 
@@ -46,10 +47,7 @@ class Choice:
         own = "".join(f" {key}={value}" for key, value in self.numbers.items())
         more = {"tp": self.division.tp, "ep": self.division.ep, "experts": self.division.experts}
         words = [f"{key}={value}" for key, value in more.items() if value > 1]
-        return (
-            " ".join([f"{self.model}{own}, {self.plan}", *words])
-            + f", {self.rows} row{'s' * (self.rows != 1)} a micro-batch"
-        )
+        return " ".join([f"{self.model}{own}, {self.plan}", *words]) + f", {several(self.rows, 'row')} a micro-batch"
 
 
 @dataclass(frozen=True)
@@ -120,7 +118,7 @@ def why_not_run(choice: Choice) -> str:
     if choice.division != WHOLE:
         return "tp and ep are formulas here; possible is tp=1 ep=1 experts=0"
     if choice.plan.ranks > MOST_RANKS:
-        return f"{choice.plan.ranks} ranks are many for this machine; possible are up to {MOST_RANKS}"
+        return f"{several(choice.plan.ranks, 'rank')} are many for this machine; possible are up to {MOST_RANKS}"
     return ""
 
 

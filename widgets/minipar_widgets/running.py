@@ -16,6 +16,7 @@ from minipar.costs.unit import UnitCosts
 from minipar.errors import MiniparError
 from minipar.plan import Plan
 from minipar.program import Program
+from minipar.wording import several
 
 if TYPE_CHECKING:
     from minipar.cluster import Cluster
@@ -88,7 +89,7 @@ class Attempt:
         self._tell(0, steps, "loading torch")
         from minipar.training import train
 
-        self._tell(0, steps, f"starting {plan.ranks} processes")
+        self._tell(0, steps, f"starting {several(plan.ranks, 'process')}")
         from minipar.cluster import Cluster
 
         cluster = Cluster(plan.ranks, device=spec)

@@ -12,6 +12,7 @@ from minipar.collector import paused
 from minipar.errors import MiniparError
 from minipar.plan import Plan
 from minipar.simulator import simulate
+from minipar.wording import several
 from minipar_widgets import exploring, running
 from minipar_widgets.base import Explorer
 from minipar_widgets.exploring import Found, Settings
@@ -232,7 +233,10 @@ class ScheduleExplorer(Explorer):
 
     def summary(self) -> str:
         now = self.now
-        what = f"ScheduleExplorer {now.schedule}, {now.stages} stages, {now.microbatches} micro-batches"
+        what = (
+            f"ScheduleExplorer {now.schedule}, {several(now.stages, 'stage')}, "
+            f"{several(now.microbatches, 'micro-batch')}"
+        )
         return f"{what}: {self.found.problem.splitlines()[0] if self.found.problem else exploring.facts(self.found)}"
 
     def caption(self) -> str:
@@ -252,6 +256,7 @@ def _words(text: str) -> str:
 def _listing(text: str) -> str:
     style = (
         "height:440px; width:0; min-width:100%; box-sizing:border-box; overflow:auto; white-space:pre; margin:0;"
+        "font-family:var(--jp-code-font-family, monospace);"
         "padding:6px 8px; font-size:12px; line-height:1.35; color:inherit;"
         "background:var(--jp-layout-color1, transparent); border:1px solid var(--jp-border-color2, #aaa)"
     )

@@ -10,6 +10,7 @@ from minipar import captions
 from minipar.errors import MiniparError
 from minipar.sheet import LOOKS
 from minipar.trace import Trace
+from minipar.wording import several
 from minipar_widgets.base import View
 from minipar_widgets.server_model import Served, Worker, served
 from minipar_widgets.sketch import Sketch, ticks
@@ -77,11 +78,11 @@ class ServerView(View):
         """A worker in a sentence."""
         assert self.found is not None
         trace = self.found.trace
-        facts = [f"{len(worker.steps)} steps", f"at most {worker.staleness} updates late"]
+        facts = [several(len(worker.steps), "step"), f"at most {several(worker.staleness, 'update')} late"]
         if worker.slow:
             facts.append(f"slow: its steps take {worker.slowness:.2f} times the median")
         if worker.dropped:
-            facts.append(f"{worker.dropped} gradients dropped")
+            facts.append(f"{several(worker.dropped, 'gradient')} dropped")
         facts += [f"away from {captions.duration(trace, a)} to {captions.duration(trace, b)}" for a, b in worker.away]
         return f"worker {worker.rank}: {', '.join(facts)}"
 
@@ -89,9 +90,10 @@ class ServerView(View):
         assert self.found is not None
         one = self.found
         program, late = one.trace.program, [w.staleness for w in one.workers]
-        count = f"{len(one.servers)} server{'s' * (len(one.servers) > 1)}"
+        count = several(len(one.servers), "server")
         return (
-            f"{one.trace.kind} trace of mode={one.mode}, {program.workers} workers and {count}: {len(one.updates)} "
+            f"{one.trace.kind} trace of mode={one.mode}, {several(program.workers, 'worker')} and {count}: "
+            f"{len(one.updates)} "
             f"updates in {captions.duration(one.trace, one.trace.time)}; staleness at most {', '.join(map(str, late))}"
         )
 

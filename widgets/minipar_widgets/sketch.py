@@ -13,10 +13,6 @@ from minipar_widgets import words
 
 FINE = 2  # drawn so much larger, so that slanted lines are smooth
 Point = tuple[float, float]
-# What Pillow's own font, which is the same on every machine, has no signs for.
-_SIGNS = str.maketrans(
-    {"µ": "u", "–": "-", "−": "-", "×": "x", "÷": "/", "Σ": "sum of", "→": "->", "≤": "<=", "√": "sqrt ", "′": "'"}
-)
 
 
 class Sketch:
@@ -77,13 +73,11 @@ class Sketch:
     def text(self, x: float, y: float, text: str, ink: str = "", size: float = 12, anchor: str = "lm") -> None:
         """Words whose left (l), middle (m) or right (r) edge, and middle (m) or top (t), is at the point."""
         font, at = words.font(FINE * size), (FINE * x, FINE * y)
-        self._draw.text(
-            at, text.translate(_SIGNS), fill=ink or self.look.ink, font=font, anchor=anchor.replace("t", "a")
-        )
+        self._draw.text(at, text, fill=ink or self.look.ink, font=font, anchor=anchor.replace("t", "a"))
 
     def measure(self, text: str, size: float = 12) -> float:
         """How wide words are."""
-        return float(words.font(FINE * size).getlength(text.translate(_SIGNS))) / FINE
+        return float(words.font(FINE * size).getlength(text)) / FINE
 
     def cut(self, text: str, width: float, size: float = 12) -> str:
         """As much of a text as there is room for."""

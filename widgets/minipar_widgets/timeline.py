@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from minipar.comparison import Comparison
 from minipar.errors import MiniparError
 from minipar.idleness import REASONS, idle_split
 from minipar.trace import Trace
+from minipar.wording import several
 from minipar_widgets.base import View
 from minipar_widgets.columns import KINDS, MOST, Columns, columns
 from minipar_widgets.details import Arrays, details
@@ -48,12 +50,17 @@ class Timeline(View):
     def __init__(
         self, trace: Trace, predicted: Trace | None = None, capacity: float | None = None, **options: Any
     ) -> None:
+        self._lock = threading.RLock()  # a page may ask (in a subshell) while a running cell shows another trace
         super().__init__(**options)
         self.on_msg(self._asked)
         self.update(trace, predicted, capacity)
 
     def update(self, trace: Trace, predicted: Trace | None = None, capacity: float | None = None) -> None:
         """Show another trace, or two."""
+        with self._lock:
+            self._update(trace, predicted, capacity)
+
+    def _update(self, trace: Trace, predicted: Trace | None, capacity: float | None) -> None:
         self.traces = [trace] if predicted is None else [predicted, trace]
         self.capacity = capacity
         self.found: tuple[Arrays, dict[str, Any]] | None = None
@@ -128,6 +135,10 @@ class Timeline(View):
 
     def find_details(self) -> None:
         """Send texts, causes, idle times and memory, if they are not there yet."""
+        with self._lock:
+            self._find_details()
+
+    def _find_details(self) -> None:
         if self.found or self.problem or self.about["light"]:
             return
         self.found = arrays, facts = details(self.columns, self.about["memory"])
@@ -157,7 +168,8 @@ class Timeline(View):
         if not self._brief:
             return "; ".join(trace.summary() for trace in self.traces)
         return "; ".join(
-            f"{t.kind} trace: {len(t.program.ranks)} ranks, {len(t.program)} instructions, {_times(t)}"
+            f"{t.kind} trace: {several(len(t.program.ranks), 'rank')}, "
+            f"{several(len(t.program), 'instruction')}, {_times(t)}"
             for t in self.traces
         )
 

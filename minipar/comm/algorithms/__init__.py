@@ -16,6 +16,7 @@ from minipar.comm.algorithms import direct, double_tree, halving_doubling, hiera
 from minipar.comm.algorithms.moves import Algorithm, Rates, Setting, bounds, lay_out
 from minipar.errors import PlanError
 from minipar.program import Program
+from minipar.wording import several
 
 COLLECTIVES = ("allreduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "all_to_all")
 OPERATIONS = ("sum", "max", "min", "avg")
@@ -70,7 +71,7 @@ def program(
     own = ranks if collective == "all_to_all" else count  # there each rank's tensor is cut by itself
     cuts = [bounds(nbytes // item, own, c % own) for c in range(count)]
     sizes = tuple((last - first) * item for first, last in cuts)
-    name = f"{collective} by {algorithm}, {ranks} ranks" + (f", {op}" if op != "sum" else "")
+    name = f"{collective} by {algorithm}, {several(ranks, 'rank')}" + (f", {op}" if op != "sum" else "")
     return lay_out(name, collective, setting, chosen.moves[collective], sizes)
 
 
@@ -114,7 +115,7 @@ def _select(
         raise PlanError(f"root={root}: there is no such rank; possible are 0 to {ranks - 1}")
     if nodes < 1 or ranks % nodes:
         divisors = [str(n) for n in range(1, ranks + 1) if ranks % n == 0]
-        raise PlanError(f"nodes={nodes}: does not divide {ranks} ranks; possible are {', '.join(divisors)}")
+        raise PlanError(f"nodes={nodes}: does not divide {several(ranks, 'rank')}; possible are {', '.join(divisors)}")
     chosen = _ALGORITHMS[algorithm]
     pieces = max(1, min(PIECES, nbytes // (PIECE * chosen.parts))) if collective in chosen.pipelined else 1
     return chosen, Setting(ranks, root, nodes, pieces)

@@ -16,6 +16,7 @@ from typing import Any
 from minipar.comm.algorithms.moves import Copy, Move, Moves, Reduce, Send, Setting, bounds, lay_out
 from minipar.errors import PlanError
 from minipar.program import Program
+from minipar.wording import several
 
 __all__ = ["Copy", "Move", "Reduce", "Send", "Setting", "own_program"]
 
@@ -55,7 +56,7 @@ def own_program(
                 raise PlanError(f"rank {rank}: yields more than {MOST} moves; does a loop end?")
             yield _checked(move, rank, ranks, chunks)
 
-    return lay_out(f"{collective} by hand, {ranks} ranks", collective, setting, checked, sizes)
+    return lay_out(f"{collective} by hand, {several(ranks, 'rank')}", collective, setting, checked, sizes)
 
 
 def _checked(move: Any, rank: int, ranks: int, chunks: int) -> Move:

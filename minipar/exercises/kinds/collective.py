@@ -14,6 +14,7 @@ from minipar.program import Op, Program
 from minipar.simulator import simulate
 from minipar.trace import Trace
 from minipar.verifier import verify
+from minipar.wording import several
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,9 @@ class Collective:
 
     def _program(self, answer: Callable[[Setting, int], Any], setting: Setting) -> Program | Verdict:
         """What the answer makes in a setting, verified; or why it cannot be."""
-        where = f"with {setting.ranks} ranks" + (f" on {setting.nodes} nodes" if setting.nodes > 1 else "")
+        where = f"with {several(setting.ranks, 'rank')}" + (
+            f" on {several(setting.nodes, 'node')}" if setting.nodes > 1 else ""
+        )
         where += f", root {setting.root}" if setting.root else ""
         try:
             program = self._made(answer, setting)

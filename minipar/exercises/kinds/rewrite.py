@@ -14,6 +14,7 @@ from minipar.program import BACKWARDS, Op, Part, Program
 from minipar.simulator import simulate
 from minipar.trace import Trace
 from minipar.verifier import verify
+from minipar.wording import several
 
 WORK = (Op.FORWARD, *BACKWARDS, Op.STEP)
 
@@ -46,10 +47,12 @@ class Rewrite:
             return Verdict(False, f"{answer!r} is no function", "a pass is a function: def mine(program): ...")
         for k, (plan, layers) in enumerate(self.plans):
             before = Plan.parse(plan).compile(layers=layers)
-            verdict = self._judge(answer, before, f"of `{plan}` with {layers} layers", targets=k == 0)
+            verdict = self._judge(answer, before, f"of `{plan}` with {several(layers, 'layer')}", targets=k == 0)
             if verdict is not None:
                 return verdict
-        return Verdict(True, f"what your pass makes can run and does the same work, for {len(self.plans)} programs")
+        return Verdict(
+            True, f"what your pass makes can run and does the same work, for {several(len(self.plans), 'program')}"
+        )
 
     def _judge(self, answer: Callable[[Program], Any], before: Program, name: str, targets: bool) -> Verdict | None:
         try:
@@ -75,7 +78,7 @@ class Rewrite:
             return Verdict(False, reason, "draw both: simulate(program).plot(); where does a rank wait?")
         if targets and self.activations is not None and (held := max(now.in_flight())) > self.activations + 1e-9:
             rank = now.in_flight().index(held)
-            reason = f"{name}: rank {rank} holds {held:g} activations; the target is {self.activations:g}"
+            reason = f"{name}: rank {rank} holds {several(held, 'activation')}; the target is {self.activations:g}"
             return Verdict(False, reason, "which forward could come later, or which value be freed earlier?")
         text = self.problem(was, now) if self.problem is not None else ""
         return (
@@ -89,7 +92,7 @@ _WORK_HINT = "a pass may move, add or take away communication; every forward, ba
 def _different_work(before: Program, after: Program) -> str:
     """The first piece of work that one program has and the other lacks; empty if there is none."""
     if len(before.ranks) != len(after.ranks):
-        return f"it has {len(after.ranks)} ranks, not {len(before.ranks)}"
+        return f"it has {several(len(after.ranks), 'rank')}, not {len(before.ranks)}"
     for rank in range(len(before.ranks)):
         was, now = _work(before, rank), _work(after, rank)
         for missing, words in ((was - now, "lacks"), (now - was, "does too much:")):

@@ -15,6 +15,7 @@ from minipar.plan import Plan
 from minipar.program import BACKWARDS, Action, Backward, BackwardInput, BackwardWeight, Forward, Op, Program
 from minipar.simulator import simulate
 from minipar.trace import Trace
+from minipar.wording import several
 
 OTHER_SIZES = ((1, 1), (2, 1), (2, 5), (3, 2), (5, 3))  # (stages, micro-batches): a schedule must work for these, too
 
@@ -62,23 +63,30 @@ class Target:
         if self.activations is not None and max(held) > self.activations + 1e-9:
             rank = max(range(self.stages), key=held.__getitem__)
             index = _first_above(program, rank, self.activations)
-            reason = f"it can run, but rank {rank} holds {held[rank]:g} activations; the target is {self.activations:g}"
+            reason = (
+                f"it can run, but rank {rank} holds {several(held[rank], 'activation')}; the target is "
+                f"{self.activations:g}"
+            )
             where = f"`{program.ranks[rank][index]}` is the first forward too many"
             return Verdict(False, reason, f"{where}: only a backward frees activations, so one must come before")
         for stages, microbatches in OTHER_SIZES:
             refusal = _refusal(name, answer, stages, microbatches)
             if refusal is not None:
-                sizes = f"right for {self.stages} stages and {self.microbatches} micro-batches, but"
+                sizes = (
+                    f"right for {several(self.stages, 'stage')} and {several(self.microbatches, 'micro-batch')}, but"
+                )
                 hint = f"use `stages` and `microbatches`, not {self.stages} and {self.microbatches}. {refusal.hint}"
                 return Verdict(False, f"{sizes} {refusal.reason}", hint.strip(), refusal.evidence)
         met = [f"time {trace.time:g}" + (f" of at most {self.time:g}" if self.time is not None else "")]
-        met.append(f"{max(held):g} activations" + (f" of at most {self.activations:g}" if self.activations else ""))
-        return Verdict(True, f"{name} can run, with {self.stages} stages and in other sizes; {', '.join(met)}")
+        met.append(several(max(held), "activation") + (f" of at most {self.activations:g}" if self.activations else ""))
+        return Verdict(
+            True, f"{name} can run, with {several(self.stages, 'stage')} and in other sizes; {', '.join(met)}"
+        )
 
 
 def _refusal(name: str, answer: Callable[..., Any], stages: int, microbatches: int) -> Verdict | None:
     """Why a schedule cannot run in this size; None if it can."""
-    sizes = f"with {stages} stage{'s' * (stages > 1)} and {microbatches} micro-batch{'es' * (microbatches > 1)}"
+    sizes = f"with {several(stages, 'stage')} and {several(microbatches, 'micro-batch')}"
     hint = ""
     known = strategies.find(name)
     options = {key: {"chunks": known.chunks, "group": None}[key] for key in known.options}

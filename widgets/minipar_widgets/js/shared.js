@@ -295,8 +295,7 @@ export function frame(model, el, { name, height, draw, keys = {}, canvas = true,
   function paint() {
     if (waiting) cancelAnimationFrame(waiting);
     waiting = 0;
-    if (!surface || !root.isConnected || get("problem", "")) return;
-    look ??= theme(root);
+    if (!surface || !look || get("problem", "")) return;
     const [wide, tall] = size(), ratio = window.devicePixelRatio || 1;
     if (surface.width !== Math.round(wide * ratio) || surface.height !== Math.round(tall * ratio)) {
       surface.width = Math.round(wide * ratio);
@@ -310,7 +309,8 @@ export function frame(model, el, { name, height, draw, keys = {}, canvas = true,
     draw(ctx, wide, tall, look);
   }
   const repaint = () => { if (!waiting) waiting = requestAnimationFrame(paint); };
-  const restyle = () => {
+  const restyle = () => { // (what is in no page yet has none of its colours)
+    if (!root.isConnected) return;
     look = theme(root);
     root.dataset.dark = look.dark;
     for (const key of ["ink", "muted", "rule", "paper", "focus", "warn"]) root.style.setProperty(`--mp-${key}`, look[key]);
@@ -365,8 +365,8 @@ export function frame(model, el, { name, height, draw, keys = {}, canvas = true,
     model.on(event, words);
     ends.push(() => model.off(event, words));
   }
-  const sizes = new ResizeObserver(repaint);
-  sizes.observe(stage);
+  const sizes = new ResizeObserver(() => look ? repaint() : restyle());
+  sizes.observe(root);
   const themes = new MutationObserver(restyle);
   themes.observe(document.body, { attributes: true });
   listen(matchMedia("(prefers-color-scheme: dark)"), "change", restyle);
