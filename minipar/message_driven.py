@@ -43,7 +43,7 @@ def as_decided(program: Program, costs: Costs) -> Program:
             now += costs.compute(rank, updates[rank][(done - 1) // every])
         return now, arrival
 
-    return as_it_happened(program, decide(ranks, total, program.in_flight, run))
+    return as_it_happened(program, decide(ranks, total, program.in_flight, run), known=blocks)
 
 
 def fitted(costs: Any, program: Program) -> Any:

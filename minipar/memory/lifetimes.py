@@ -36,7 +36,8 @@ KINDS = {
 
 def _size(trace: Trace, rank: int, value: Value) -> float:
     """Bytes of a value that comes or goes; of a version of parameters what is trained: the rest is there once."""
-    return trace.size(rank, grad(value.index) if version_of(value) >= 0 else value)
+    version = value.kind == "param" and value.step >= 0
+    return trace.size(rank, grad(value.index) if version else value)
 
 
 class Life(NamedTuple):
@@ -101,16 +102,14 @@ def lifetimes(trace: Trace, rank: int) -> Curve:
     changes.sort(key=lambda change: change[:2])
     now = dict.fromkeys((kind for kind in ALL_KINDS if any(change[2] == kind for change in changes)), 0.0)
     times: list[float] = []
-    total: list[float] = []
-    kinds: dict[str, list[float]] = {name: [] for name in now}
+    levels: list[tuple[float, ...]] = []  # of each kind in `now`
     for time, order, name, size in changes:
         now[name] += size
         if order or not times or times[-1] != time:
             times.append(time)
-            total.append(sum(now.values()))
-            for other, column in kinds.items():
-                column.append(now[other])
+            levels.append(tuple(now.values()))
         else:
-            total[-1] = sum(now.values())
-            kinds[name][-1] = now[name]
-    return Curve(times, total, {kind: kinds.get(kind) or [0.0] * len(times) for kind in ALL_KINDS})
+            levels[-1] = tuple(now.values())
+    kinds = dict(zip(now, map(list, zip(*levels, strict=True)), strict=True)) if levels else {}
+    nothing = [0.0] * len(times)
+    return Curve(times, list(map(sum, levels)), {kind: kinds.get(kind, nothing) for kind in ALL_KINDS})

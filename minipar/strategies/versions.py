@@ -32,6 +32,7 @@ from minipar.strategies.layout import Layout
 
 Used = Callable[[int, int, int, int, int], int]
 Place = tuple[bool, int, int]  # forward or not, micro-batch, step
+Blocks = dict[Place, list[Instruction]]
 
 
 @dataclass(frozen=True)
@@ -94,13 +95,12 @@ def with_versions(
     left: dict[int, int] = {}
     named: dict[int, dict[int, Value]] = {}  # the parameters of each version
     result: list[Instruction] = []
+    states, grads = tuple(map(optimizer_state, groups)), tuple(map(grad, groups))
     done = updates = 0
     due = False
 
     def step() -> Instruction:
-        params = tuple(param(g, updates) for g in groups)
-        states, grads = tuple(map(optimizer_state, groups)), tuple(map(grad, groups))
-        after = tuple(param(g, updates + 1) for g in groups)
+        params, after = (tuple([param(g, version) for g in groups]) for version in (updates, updates + 1))
         return Instruction(Op.STEP, groups, -1, updates, grads + params + states, after + states, grads)
 
     for ins in instructions:
@@ -152,13 +152,21 @@ def _freeing(instructions: list[Instruction]) -> list[Instruction]:
     return instructions
 
 
-def as_it_happened(program: Program, orders: Sequence[Sequence[Action]], version: Used = newest) -> Program:
-    """The program of ranks that decided: `program` with the forwards and backwards of each rank in another order."""
+def as_it_happened(
+    program: Program,
+    orders: Sequence[Sequence[Action]],
+    version: Used = newest,
+    known: Sequence[Blocks] | None = None,
+) -> Program:
+    """The program of ranks that decided: `program` with the forwards and backwards of each rank in another order.
+
+    known   for each rank what `blocks_of` gives, if the caller has it
+    """
     layout = layout_of(program)
     assert isinstance(program.contract, Staleness)
     ranks = []
     for rank, order in enumerate(orders):
-        blocks = blocks_of(program, rank)
+        blocks = blocks_of(program, rank) if known is None else known[rank]
         m = program.microbatches
         places = [(isinstance(action, Forward), action.microbatch % m, action.microbatch // m) for action in order]
         plain = [_keeping(ins) for place in places for ins in blocks.get(place, ())]
@@ -173,9 +181,9 @@ def _keeping(ins: Instruction) -> Instruction:
     return ins._replace(frees=tuple(value for value in ins.frees if value.kind != "param"))
 
 
-def blocks_of(program: Program, rank: int) -> dict[Place, list[Instruction]]:
+def blocks_of(program: Program, rank: int) -> Blocks:
     """A rank's instructions by the forward or backward of a micro-batch that they belong to, messages included."""
-    blocks: dict[Place, list[Instruction]] = {}
+    blocks: Blocks = {}
     for ins in program.ranks[rank]:
         if ins.op is not Op.STEP:
             blocks.setdefault(place_of(ins), []).append(ins)
@@ -184,7 +192,7 @@ def blocks_of(program: Program, rank: int) -> dict[Place, list[Instruction]]:
 
 def place_of(ins: Instruction) -> Place:
     """Which forward or backward an instruction belongs to."""
-    moved = (*ins.reads, *ins.writes)[0].kind if ins.op in TRANSFERS else ""
+    moved = (ins.reads or ins.writes)[0].kind if ins.op in TRANSFERS else ""
     return ins.op is Op.FORWARD or moved == "output", ins.microbatch, ins.step
 
 

@@ -159,12 +159,12 @@ class ScheduleExplorer(Explorer):
             self.found = exploring.predict(self.now)
             if self.found.trace is not None:
                 self.timeline.update(self.found.trace)
+                self._facts.value = _words(exploring.staleness(self.found))
                 self.found = exploring.checked(self.found)
             found = self.found
             if found.trace is None:
-                self.timeline.problem = found.problem
+                self.timeline.problem, self._facts.value = found.problem, _words("")
                 self.timeline.refresh()
-            self._facts.value = _words(exploring.staleness(found) if found.trace is not None else "")
             nothing = "no program: no plan fits these numbers"
             self._program.value = _listing(found.program.text(limit=LINES) if found.program is not None else nothing)
         self.start.disabled = found.trace is None or self._attempt is not None
