@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
 
-class Helper(Generic[T]):
+class Helper(ABC, Generic[T]):
     """Subclasses say in `turn` what is done for those in `waiting`, and take out, under `lock`, who needs no more."""
 
     NAP = 5e-4  # whoever waits for something at once does it itself, and would only lose time to a helper
@@ -22,9 +23,9 @@ class Helper(Generic[T]):
         self._thread: threading.Thread | None = None
         self._closed = False
 
+    @abstractmethod
     def turn(self) -> None:
         """Go on with everybody for a while; sleep a little if there is nothing to do yet."""
-        raise NotImplementedError
 
     def watch(self, one: T) -> None:
         """Look after this one until it is dropped."""
