@@ -331,3 +331,16 @@ def test_kinds_are_those_of_the_pictures() -> None:
     from minipar.sheet import LOOKS
 
     assert tuple(LOOKS) == KINDS
+
+
+def test_the_table_is_complete_when_the_details_come() -> None:
+    """An explorer's table at first says less, since finding out why ranks are idle takes time."""
+
+    class Hurried(Timeline):
+        at_once = 1
+
+    view = Hurried(FOUR)
+    assert view.table[0] == ["trace", "rank", "busy", "idle"]
+    assert view.rows()[0][-1] == "peak memory"  # who asks gets all
+    view.find_details()
+    assert view.table == view.rows()

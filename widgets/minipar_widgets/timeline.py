@@ -40,6 +40,7 @@ class Timeline(View):
 
     name = "timeline"
     at_once = AT_ONCE  # an explorer, which has little time, sets it lower
+    _hurry = False  # the table may come with the details
     about = traitlets.Dict().tag(sync=True)
     data = traitlets.Bytes(b"").tag(sync=True)
     more = traitlets.Dict().tag(sync=True)
@@ -73,9 +74,11 @@ class Timeline(View):
                 self._fill(self.columns)
                 if len(self.columns) <= self.at_once:
                     self.find_details()
+                self._hurry = bool(self.about["later"])
             except MiniparError as error:
                 self.problem, self.about = str(error), {}
             self.refresh()
+        self._hurry = False
 
     def _check(self) -> None:
         if not all(isinstance(trace, Trace) for trace in self.traces):
@@ -146,7 +149,7 @@ class Timeline(View):
             data, layout = pack(arrays)
             self.more = {**facts, "layout": layout, "highest": self._highest()}
             self.details = data
-            if self.about["large"]:
+            if self.about["large"] or self.about["later"]:
                 self.table = self.rows()  # with why ranks are idle, and their memory
 
     def _asked(self, _: Any, content: Any, __: Any) -> None:
@@ -186,7 +189,7 @@ class Timeline(View):
 
     def rows(self) -> list[list[str]]:
         """Per rank and trace: busy and idle time, why it was idle, peak memory. (Of large traces if it was found.)"""
-        whole = not self.about["large"] or self.found is not None
+        whole = self.found is not None or not (self.about["large"] or self._hurry)
         idle = [f"idle: {reason}" for reason in REASONS] if whole else []
         rows = [["trace", "rank", "busy", "idle", *idle, *(["peak memory"] if whole else [])]]
         for trace, name in zip(self.traces, captions.names(self.traces), strict=True):
