@@ -34,7 +34,7 @@ def measure(quick: bool = False) -> list[Row]:
     what = "explorer, 16 stages x 64 micro-batches"
     return [
         Row(f"{what}, 1f1b: until the picture", times["1f1b"][0], "ms", MOST, None),
-        Row(f"{what}: the slowest schedule", times[first][0], "ms", None, MOST, first),
+        Row(f"{what}: the slowest schedule", times[first][0], "ms", MOST, None, first),
         Row(f"{what}: the median schedule", median(new for new, _ in times.values()), "ms", None, MOST),
         Row(f"{what}, costs alone changed: the slowest", times[again][1], "ms", None, MOST, again),
     ]
