@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.harness import Row, contestants, in_turn
+from benchmarks.harness import Row, as_torch_starts_them, contestants, in_turn
 from minipar import Cluster, Plan, data, models
 from minipar.comm import communicator
 from minipar.costs.profiler import shape_of
@@ -76,6 +76,7 @@ def measure(quick: bool = False) -> list[Row]:
             ours.run(_enter_minipar)
             for cluster in (plain, like_ours):
                 cluster.run(_enter_torch)
+            plain.run(as_torch_starts_them)
             for kind, theirs in (("", plain), (" in ranks like ours", like_ours)):
                 for model in MODELS:
                     ddp, mine = f"{model}, DDP", [f"{model}, {variant}" for variant in VARIANTS]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -59,6 +60,13 @@ _entered = ExitStack()  # of this rank; it lasts as long as the rank does
 def as_in_training() -> None:
     """In a rank: keep to the core that `execute` would hold it on, until the cluster ends."""
     _entered.enter_context(on_own_core())
+
+
+def as_torch_starts_them() -> None:
+    """In a rank: be scheduled as any process is. (Ranks of a Cluster are batch jobs: `yield_to_others`.)"""
+    if hasattr(os, "sched_setscheduler"):
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
 
 
 def once(name: str) -> tuple[float, float]:

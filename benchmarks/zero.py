@@ -24,7 +24,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.harness import Row, contestants, in_turn
+from benchmarks.harness import Row, as_torch_starts_them, contestants, in_turn
 from minipar import Cluster, Plan, models
 from minipar.comm import communicator
 from minipar.costs.profiler import shape_of
@@ -161,6 +161,7 @@ def measure(quick: bool = False) -> list[Row]:
         with Cluster(ranks) as ours, Cluster(ranks, keep_freed_memory=False) as plain:
             ours.run(_enter_minipar, layers)
             plain.run(_enter_torch, layers)
+            plain.run(as_torch_starts_them)
             found = in_turn(dict.fromkeys(THEIRS, plain) | dict.fromkeys(TIMES, ours), rounds, warm_up)
             sent = {name: max(plain.run(_bytes_of, name)) for name in THEIRS}
             sent |= {name: max(_bytes_of_program(name, layers, ranks)) for name in TIMES}

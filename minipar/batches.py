@@ -84,7 +84,7 @@ def read_part(
 
     x, y = read(mine)
     weight = total
-    target = next(tensors(y), None)
+    target = next(iter(tensors(y)), None)
     if last and target is not None and not (target.is_floating_point() or target.is_complex()):
         known = getattr(data, "targets", None)
         ignored = option(loss, "ignore_index", -100)

@@ -11,13 +11,14 @@ graph at all: a recomputation makes it later.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from minipar import randomness, sliced
+from minipar import engine, randomness, sliced
 from minipar.batches import Batch, Part, part_of_whole
 from minipar.carrying import Carrying, Run
 from minipar.costs.halves import Arrived, input_half, left, weight_half
@@ -68,6 +69,7 @@ class Compute:
         self.trained: dict[tuple[int, ...], list[Tensor]] = {}
         self.graphs: dict[tuple[int, int, int], tuple[Any, list[tuple[int, Any]]]] = {}
         self.tails = Tails()
+        self.plain: set[tuple[tuple[int, ...], int, bool]] = set()  # layers of which all is known, with rows and graph
 
     def work(self, ins: Instruction, live: dict[Value, Any]) -> None:
         """A compute instruction on layers, of whatever kind."""
@@ -129,9 +131,10 @@ class Compute:
         """Rows of a micro-batch. Of a slice a number that says which one it is, too: equal numbers, equal forms."""
         counts = self.counts.get(value.step)
         if counts is None:
-            counts = self.counts[value.step] = [len(rows) for rows in self.batch_of(value.step).rows]
-        count, slices = counts[value.microbatch], self.carrying.count
-        return count * slices + value.microbatch % slices if slices > 1 and count else count
+            rows, slices = self.batch_of(value.step).rows, self.carrying.count
+            counts = [len(part) * slices + i % slices if part else 0 for i, part in enumerate(rows)]
+            self.counts[value.step] = counts
+        return counts[value.microbatch]
 
     def forward(self, ins: Instruction, live: dict[Value, Any]) -> None:
         part = self.batch_of(ins.step)
@@ -153,7 +156,7 @@ class Compute:
             if piece[-1] == self.program.layers - 1:
                 y = map_tensors(take_rows(part.y, here), self._to_end)
                 final = self._cut(y, ins), self._weight(y, part.weight) / self._share(y, ins)
-            with torch.set_grad_enabled(trains):
+            with nullcontext() if trains is torch.is_grad_enabled() else torch.set_grad_enabled(trains):
                 result, ends = self._run_piece(piece, given, final, ins, rows, start, live)
             if trains:
                 edges = [
@@ -196,7 +199,11 @@ class Compute:
         unread = None if final or handed_on or self.overwriting else piece[-1]  # its output's numbers go nowhere
         value = map_tensors(given, torch.clone) if piece[0] in self.overwriting else given
         ends: list[Tensor] = []
+        kind = piece, size, torch.is_grad_enabled()
         for layer in piece:
+            if kind in self.plain and layer != piece[-1]:
+                value = self.layers[layer](value)
+                continue
             if self.dropouts[layer]:
                 randomness.at(self.dropouts[layer], self.base + ins.step, rows.start, start)
             loss = self._scaled_loss(*final) if final and layer == piece[-1] else None
@@ -231,6 +238,8 @@ class Compute:
                 self.sizes["saved", layer, size] = weights.saved
             if run is not None and new:
                 self.sizes["carry", layer, size], self.sizes["grad_carry", layer, size] = run.sizes(known)
+        if not self.offloaded and self.carrying.count == 1 and not any(self.dropouts[layer] for layer in piece):
+            self.plain.add(kind)
         if not final:
             ends = differentiable(value)
         elif ins.op is Op.FORWARD:
@@ -268,7 +277,7 @@ class Compute:
             if self.carrying.count > 1:
                 self.carrying.arriving(piece, ins, live, ends, grads)
             if ends:
-                torch.autograd.backward(ends, grads)
+                engine.backward(ends, grads)
             received = [torch.zeros_like(t) if t.grad is None else t.grad for t in differentiable(given)]
             if self.carrying.count > 1:
                 self.carrying.hand_back(piece, ins, live)

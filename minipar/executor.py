@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,10 @@ _WALKED = (
 )  # fmt: skip
 
 
+# Autograd and the optimizer keep these, not `live`.
+_ELSEWHERE = frozenset(("saved", "saved_weight", "grad", "param"))
+
+
 @dataclass
 class Record:
     """What a rank brings back of one pass through its program. Times are clock readings in seconds."""
@@ -54,6 +58,31 @@ class Record:
     gradients: list[dict[str, Tensor | Slice]] = field(default_factory=list)  # whole, or this rank's slices
     overruns: list[int] = field(default_factory=list)  # instructions that took longer than the emulated device
     order: list[Action] = field(default_factory=list)  # of a rank that decides as it runs: what it decided
+
+
+class _Line(NamedTuple):
+    """What the walk needs of an instruction, found out once."""
+
+    label: bytes  # what this rank is doing, should it die
+    arriving: tuple[Value, ...]  # what it reads that it may have to wait for
+    graded: tuple[int, ...]  # groups whose gradients it writes
+    dropped: tuple[Value, ...]  # what it frees of `live`
+    released: tuple[Value, ...]  # parameters that it lets go
+
+
+def _lines(instructions: Sequence[Instruction]) -> list[_Line]:
+    moving = (Op.RECV, *COLLECTIVES, *COPIES)
+    moved = {value for ins in instructions if ins.op in moving for value in ins.writes}
+    return [
+        _Line(
+            notes.label(str(ins)),
+            tuple([value for value in ins.reads if value in moved]),
+            tuple([value.index for value in ins.writes if value.kind == "grad"]),
+            tuple([value for value in ins.frees if value.kind not in _ELSEWHERE]),
+            tuple([value for value in ins.frees if value.kind in ("param", "param_shard")]),
+        )
+        for ins in instructions
+    ]
 
 
 class Watch(Protocol):
@@ -125,7 +154,7 @@ class Executor:
         self.device = Clock(delays) if delays is not None else None
         self.links = Links(program, comm, self.compute.rows, delays is not None and delays.links)
         self.deciding = Deciding(program, comm.rank, self.links) if program.in_flight is not None else None
-        self.labels = [notes.label(str(ins)) for ins in self.instructions]  # what this rank was doing, should it die
+        self.lines = _lines(self.instructions)
 
     def run(self, batches: Callable[[int], Batch | Part], base: int = 0, keep_gradients: bool = False) -> Record:
         """One pass through the program; its step s trains on `batches(base + s)`: the whole batch, or this rank's part.
@@ -157,12 +186,13 @@ class Executor:
             device.begin()
         watch = self.watch
         copying = self.offloading.under_way
-        note, labels = notes.note, self.labels
+        note, lines = notes.note, self.lines
         # Local names: a member of an Enum is slow to look up, many times for each instruction.
         FORWARD, RECOMPUTE, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, SEND, RECV, STEP = _WALKED
         for index, ins in enumerate(instructions) if self.deciding is None else self.deciding.walk():
             op = ins.op
-            note(labels[index])
+            line = lines[index]
+            note(line.label)
             if watch is not None:
                 watch.at(index)
             if copying:
@@ -178,7 +208,7 @@ class Executor:
                     pending[value] = (index, ins.peer)
                 continue
             if pending:
-                for value in ins.reads:
+                for value in line.arriving:
                     if value in pending:
                         self._await(value)
             if versions:
@@ -193,9 +223,8 @@ class Executor:
                     compute.backward(ins, live)
                 else:
                     compute.backward_weight(ins, live)
-                for value in ins.writes:
-                    if value.kind == "grad":
-                        self.buckets.fill(value.index)
+                for group in line.graded:
+                    self.buckets.fill(group)
             elif op is BACKWARD_INPUT:
                 compute.backward_input(ins, live)
             elif op is SEND:
@@ -219,11 +248,11 @@ class Executor:
             ends[index] = clock()
             if tell is not None:
                 tell(self._order(index), (k for k, _ in pending.values()))
-            for value in ins.frees:
+            for value in line.dropped:
                 live.pop(value, None)
-                if value.kind in ("param", "param_shard"):
-                    self.state.release(value)
-                    self.offloading.release(value)
+            for value in line.released:
+                self.state.release(value)
+                self.offloading.release(value)
         while pending:
             self._await(next(iter(pending)))
         links.finish()

@@ -34,7 +34,7 @@ def check_loss(loss: Any) -> None:
 
 def counts_elements(y: Any) -> bool:
     """Whether a batch of these targets weighs by its target elements, which are integers; others weigh by rows."""
-    first = next(tensors(y), None)
+    first = next(iter(tensors(y)), None)
     return first is not None and not first.is_floating_point() and not first.is_complex()
 
 
@@ -42,5 +42,5 @@ def counted(y: Any, loss: Any) -> int:
     """How much a batch weighs in a mean loss: its target elements that count, or its rows where y is not integer."""
     if not counts_elements(y):
         return count_rows(y)
-    first = next(tensors(y))
+    first = tensors(y)[0]
     return int((first != option(loss, "ignore_index", -100)).sum())

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor, nn
+from torch import nn
 
 from minipar.costs.slicing import token_ranges
 from minipar.errors import PlanError
@@ -96,7 +96,7 @@ def ranges_of(plan: Plan, shape: Shape, values: Iterable[Any]) -> list[range]:
 
 def tokens_in(value: Any) -> int:
     """The tokens of a slice that a layer hands on: dimension 1 of its first tensor."""
-    first: Tensor = next(tensors(value))
+    first = tensors(value)[0]
     return first.shape[1]
 
 

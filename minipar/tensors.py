@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -15,13 +15,13 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return [layer for layer in model._modules.values() if layer is not None]
 
 
-def tensors(value: Any) -> Iterator[Tensor]:
+def tensors(value: Any) -> list[Tensor]:
     """The tensors inside a value, in order."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from tensors(part)
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [tensor for part in value for tensor in tensors(part)]
+    return []
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
@@ -46,7 +46,7 @@ def take_rows(value: Any, rows: range) -> Any:
 
 def count_rows(value: Any) -> int:
     """Number of rows: the size of dimension 0 of the first tensor."""
-    return next((len(t) for t in tensors(value)), 0)
+    return next(map(len, tensors(value)), 0)
 
 
 def count_bytes(value: Any) -> int:

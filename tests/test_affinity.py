@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 import sys
 
 import cloudpickle
 import pytest
 
-from minipar import Cluster
+from minipar import Cluster, affinity
 from minipar.affinity import core_of, on_own_core
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -47,3 +49,30 @@ def test_a_rank_is_held_only_meanwhile() -> None:
             core = core_of(rank, ranks, mine)
             assert before == after == set(mine)
             assert within == ({core} if core is not None else set(mine))
+
+
+def turns() -> tuple[int, int, int]:
+    """Nanoseconds of this thread's turns on its core, as Linux tells: before, while it is held, and after."""
+    before = turn_of_this_thread()
+    with on_own_core():
+        within = turn_of_this_thread()
+    return before, within, turn_of_this_thread()
+
+
+def turn_of_this_thread() -> int:
+    assert affinity._SCHED_SETATTR is not None
+    room = ctypes.create_string_buffer(affinity._ATTRIBUTES.size)
+    assert ctypes.CDLL(None).syscall(affinity._SCHED_SETATTR + 1, 0, room, len(room.raw), 0) == 0
+    return int(affinity._ATTRIBUTES.unpack(room.raw)[5])
+
+
+@pytest.mark.skipif(affinity._SCHED_SETATTR is None or sys.platform != "linux", reason="no such call on this system")
+def test_turns_are_longer_only_meanwhile() -> None:
+    ranks = 2 * len(os.sched_getaffinity(0))
+    if ranks > 16:
+        ranks = 2
+    asks = ranks > 2 and tuple(map(int, platform.release().split(".")[:2])) >= (6, 12)
+    with Cluster(ranks) as cluster:
+        for before, within, after in cluster.run(turns):
+            assert before == after != affinity._TURN
+            assert (within == affinity._TURN) == asks

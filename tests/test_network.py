@@ -137,8 +137,8 @@ def test_no_two_messages_have_the_same_tag():
     program = Plan(pp=2, place=(0, 1) * 4, microbatches=3).compile(shape_of(toy(skip=True)))
     assert len(program.edges) > program.layers
     sent = {v for row in program.ranks for ins in row if ins.op is Op.SEND for v in ins.reads}
-    links = SimpleNamespace(program=program)
-    assert len({Links.tag(links, value) for value in sent}) == len(sent)
+    links = Links(program, SimpleNamespace(rank=0), lambda value: 1)
+    assert len({links.tag(value) for value in sent}) == len(sent)
 
 
 def test_plain_torch_gives_every_reader_what_was_made():

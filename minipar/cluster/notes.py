@@ -18,11 +18,13 @@ import os
 import struct
 import tempfile
 from dataclasses import dataclass
+from functools import lru_cache
 
 SIZE = 1024
 LABEL_BYTES = 256
 _SINCE, _OPERATION = 512, 520
 _OPERATION_BYTES = 256
+_END = _OPERATION + _OPERATION_BYTES
 _TIME = struct.Struct("<d")
 _NEVER = bytes(8)
 
@@ -53,9 +55,13 @@ def note(what: bytes) -> None:
 
 def waiting(what: str, since: float) -> None:
     """Say that this rank waits in an operation from `since` (time.monotonic) on, until `going_on`."""
-    data = what.encode()[:_OPERATION_BYTES]
-    _page[_OPERATION : _OPERATION + _OPERATION_BYTES] = data.ljust(_OPERATION_BYTES, b"\0")
+    _page[_OPERATION:_END] = _operation(what)
     _TIME.pack_into(_page, _SINCE, since)
+
+
+@lru_cache(4096)  # a program waits for the same messages in every step
+def _operation(what: str) -> bytes:
+    return what.encode()[:_OPERATION_BYTES].ljust(_OPERATION_BYTES, b"\0")
 
 
 def going_on() -> None:

@@ -90,7 +90,10 @@ class Links:
         self.comm = comm
         self.rows = rows
         self.emulated = emulated
+        self.width = max(program.layers, len(program.edges))
         self.forms: dict[Any, Any] = {}  # (direction, peer, layer, rows) -> form of the value
+        self.plain: dict[Any, tuple[torch.Size, torch.dtype]] = {}  # of those that are sent and a single tensor
+        self.here: dict[Values, Values] = {}  # of a message, what really travels of it in this pass
         self.done = acknowledgements(program, comm.rank)
         self.inboxes: dict[int, _Inbox] = {}
         self.outgoing: dict[int, deque[list[Handle]]] = {}
@@ -105,13 +108,13 @@ class Links:
 
     def tag(self, value: Value) -> int:
         """A number of its own for every value: a message can never be taken for another one."""
-        width = max(self.program.layers, len(self.program.edges))
-        i = (value.step * self.program.microbatches + value.microbatch) * width + value.index
+        i = (value.step * self.program.microbatches + value.microbatch) * self.width + value.index
         return (2 * i + (value.kind == "grad_output")) * TENSORS
 
     def start(self) -> None:
         """A new pass begins: post the first receives of every link."""
         self.completed.clear()
+        self.here.clear()
         for inbox in self.inboxes.values():
             inbox.reached = inbox.posted = inbox.due = 0
             inbox.post(self.program.receives_ahead)
@@ -124,7 +127,10 @@ class Links:
 
     def present(self, message: Values) -> Values:
         """What really travels of a message: values of micro-batches that have rows."""
-        return tuple(value for value in message if self.rows(value))
+        found = self.here.get(message)
+        if found is None:
+            found = self.here[message] = tuple([value for value in message if self.rows(value)])
+        return found
 
     def send(self, message: Values, contents: list[Any], peer: int, arrival: float = 0.0) -> None:
         """Start sending; never blocks. Raises RankError if the message is not what the receiver expects."""
@@ -139,10 +145,16 @@ class Links:
         new: list[Any] = []
         for value in here:
             if value.kind == "output":
-                form, key = spec(found[value]), ("out", peer, value.index, self.rows(value))
+                key = ("out", peer, value.index, self.rows(value))
+                content = found[value]
+                if type(content) is Tensor and self.plain.get(key) == (content.shape, content.dtype):
+                    continue
+                form = spec(content)
                 known = self.forms.setdefault(key, form)
                 if known is form:
                     new.append(form)
+                    if type(content) is Tensor:
+                        self.plain[key] = content.shape, content.dtype
                 elif form != known:
                     raise RankError(
                         f"{value} has another form than before, which rank {peer} does not expect: "
@@ -221,13 +233,11 @@ class _Inbox:
             if not here:
                 self.posted += 1
                 continue
-            tag = links.tag(here[0])
-            if self._new(here):
-                buffer = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-                self.header = (buffer, comm.irecv(buffer, self.peer, tag + _HEADER))
-                return
-            forms = [self._form(value) for value in here]
+            tag, forms = links.tag(here[0]), [self._form(value) for value in here]
             if None in forms:
+                if self._new(here):
+                    buffer = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+                    self.header = (buffer, comm.irecv(buffer, self.peer, tag + _HEADER))
                 return
             contents, places = places_for([allocate(form, comm.device) for form in forms])
             handles = [comm.irecv(t, self.peer, tag + k) for k, t in enumerate(places)]

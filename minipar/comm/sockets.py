@@ -23,7 +23,6 @@ import select
 import socket
 import struct
 import zlib
-from collections import deque
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -146,8 +145,8 @@ class _Incoming:
         self.peer = peer
         self.connection: socket.socket | None = None
         self.ring: Stream | None = None
-        self.expected: dict[int, deque[_Received]] = {}
-        self.early: dict[int, deque[tuple[bytearray, int]]] = {}
+        self.expected: dict[int, list[_Received]] = {}
+        self.early: dict[int, list[tuple[bytearray, int]]] = {}
         self.header = memoryview(bytearray(_HEADER.size))
 
     def read(self, into: memoryview, long: bool = False) -> memoryview:
@@ -158,9 +157,10 @@ class _Incoming:
         while have < size:
             rest = into[have:] if have else into
             if ring is None:
-                got = 0
-                with contextlib.suppress(ConnectionResetError):
+                try:
                     got = connection.recv_into(rest, 0, socket.MSG_WAITALL)
+                except ConnectionResetError:
+                    got = 0
                 over = not got
             else:
                 ring.wait_to_read()
@@ -183,11 +183,12 @@ class _Received:
         self.done = False
         if tag in link.early:
             content, code = _take(link.early, tag)
-            self._check(len(content), code)
-            _bytes_of(tensor)[:] = content
+            self._place(len(content), code)[:] = content
             self.done = True
+        elif tag in link.expected:
+            link.expected[tag].append(self)
         else:
-            link.expected.setdefault(tag, deque()).append(self)
+            link.expected[tag] = [self]
 
     def wait(self) -> None:
         link = self.link
@@ -197,38 +198,38 @@ class _Received:
             tag, size, code = _HEADER.unpack(link.read(link.header))
             if tag in link.expected:
                 receive = _take(link.expected, tag)
-                receive._check(size, code)
-                link.read(_bytes_of(receive.tensor), size > LONG)
+                link.read(receive._place(size, code), size > LONG)
                 receive.done = True
             else:
                 content = bytearray(size)
                 link.read(memoryview(content), size > LONG)
-                link.early.setdefault(tag, deque()).append((content, code))
+                link.early.setdefault(tag, []).append((content, code))
 
     def is_completed(self) -> bool:
         return self.done
 
-    def _check(self, size: int, code: int) -> None:
-        expected = self.tensor.numel() * self.tensor.element_size()
-        if (size, code) != (expected, _code(self.tensor.dtype)):
+    def _place(self, size: int, code: int) -> memoryview:
+        """Where the message that has come goes. RankError if it is another one than expected."""
+        place = _bytes_of(self.tensor)
+        if size != len(place) or code != _code(self.tensor.dtype):
             kind = "the same dtype" if code == _code(self.tensor.dtype) else "another dtype"
             raise RankError(
-                f"message {self.tag} of rank {self.link.peer} has {size} bytes of {kind}, but {expected} bytes of "
+                f"message {self.tag} of rank {self.link.peer} has {size} bytes of {kind}, but {len(place)} bytes of "
                 f"{self.tensor.dtype} are expected"
             )
+        return place
 
 
-def _take(table: dict[int, deque[_T]], tag: int) -> _T:
+def _take(table: dict[int, list[_T]], tag: int) -> _T:
     entries = table[tag]
-    entry = entries.popleft()
-    if not entries:
-        del table[tag]
-    return entry
+    if len(entries) > 1:
+        return entries.pop(0)
+    return table.pop(tag)[0]
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, of any dtype."""
-    size = tensor.numel() * tensor.element_size()
+    size = tensor.nbytes
     if size == 0:
         return memoryview(b"")
     return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
@@ -239,6 +240,7 @@ _codes: dict[torch.dtype, int] = {}
 
 def _code(dtype: torch.dtype) -> int:
     """A number for a dtype, the same in every process."""
-    if dtype not in _codes:
-        _codes[dtype] = zlib.crc32(str(dtype).encode())
-    return _codes[dtype]
+    found = _codes.get(dtype)
+    if found is None:
+        found = _codes[dtype] = zlib.crc32(str(dtype).encode())
+    return found

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from minipar import engine
 from minipar.tensors import storages
 
 
@@ -61,20 +62,20 @@ def input_half(
 
     hooks = [node.register_prehook(note(node, mine)) for node, mine in starts]
     try:
-        found = torch.autograd.grad(ends, inputs, gradients, retain_graph=True, allow_unused=True)
+        wanted = engine.gradients_of(inputs, ends, gradients)
     finally:
         for hook in hooks:
             hook.remove()
     for node in between:
         _let_go(node)
-    return list(found), arrived
+    return list(wanted), arrived
 
 
 def weight_half(arrived: Sequence[Arrived]) -> None:
     """Add the gradients of the parameters, from where the input half left off."""
     for edges, gradients, parameters in arrived:
         if edges and parameters:
-            torch.autograd.backward(edges, gradients, inputs=parameters)
+            engine.backward(edges, gradients, parameters)
 
 
 def left(arrived: Iterable[Arrived], known: Iterable[Tensor] = ()) -> list[int]:
