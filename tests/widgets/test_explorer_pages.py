@@ -197,6 +197,11 @@ def test_tab_walks_the_steps_of_a_worker_and_lets_go(browser: Any, pages: dict[s
     assert seen.page.evaluate("document.activeElement.tagName") != "CANVAS"
     seen.canvas.press("ArrowDown")
     assert seen.readout().startswith("worker 1: 6 steps")
+    for key in ("Tab", "Escape"):
+        seen.canvas.press(key)
+        assert seen.page.evaluate("document.activeElement.tagName") == "CANVAS"
+    seen.page.keyboard.press("Tab")  # in the midst of a worker's steps
+    assert seen.page.evaluate("document.activeElement.tagName") != "CANVAS"
     seen.close()
 
 

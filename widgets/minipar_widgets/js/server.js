@@ -116,7 +116,7 @@ function drawWorker(ctx, one, at, y, from, to, width, look, chosen) {
 }
 
 function render({ model, el }) {
-  let window_ = null, worker = 0, chosen = -1;
+  let window_ = null, worker = 0, chosen = -1, leaving = false;
   const data = () => model.get("data");
   const range = () => window_ ?? [0, data().time];
   const lanes = () => data().servers.length + data().workers.length;
@@ -125,7 +125,7 @@ function render({ model, el }) {
 
   const view = frame(model, el, {
     name: "servers",
-    hint: "Up and down choose a worker, Tab goes to its next step, left and right move, plus and minus zoom, Home shows all.",
+    hint: "Up and down choose a worker, Tab goes to its next step, left and right move, plus and minus zoom, Home shows all; Escape, then Tab: leave.",
     height: () => lanes() * LANE + CHART + 34,
     draw(ctx, width, height, look) {
       const now = data(), [from, to] = range(), inside = right(width) - MARGIN, at = (t) => MARGIN + ((t - from) / (to - from)) * inside;
@@ -168,6 +168,7 @@ function render({ model, el }) {
       Home() { window_ = null; view.say(`all of ${short(data().time)} ${data().unit}`); view.repaint(); },
       ArrowUp: () => choose(worker - 1, -1), ArrowDown: () => choose(worker + 1, -1),
       Tab: () => next(1), "Shift+Tab": () => next(-1),
+      Escape() { leaving = true; choose(worker, -1); },
     },
   });
 
@@ -225,7 +226,8 @@ function render({ model, el }) {
     view.repaint();
   }
   function next(by) {
-    const to = chosen + by;
+    const to = leaving ? -1 : chosen + by;
+    leaving = false;
     if (to < 0 || to >= data().workers[worker].steps.length) { chosen = -1; view.repaint(); return false; }
     choose(worker, to);
     return true;
