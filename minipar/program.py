@@ -62,6 +62,8 @@ from minipar.wording import several
 class Op(str, Enum):
     """What an instruction does. Compared with `is`, never by its text."""
 
+    __hash__ = str.__hash__  # (that of an Enum is a Python function, and programs have many)
+
     FORWARD = "F"
     BACKWARD = "B"
     BACKWARD_INPUT = "I"

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby, pairwise
+from operator import itemgetter
 from types import MappingProxyType
 
 from minipar.errors import PlanError
 from minipar.program import Action, Backward, BackwardInput, Forward, Instruction, Op, Value, output, saved
 from minipar.strategies.layout import Layout
 
-MOVES = ("output", "grad_output")
+MOVES = frozenset(("output", "grad_output"))
 
 
 def beside(actions: Sequence[Iterable[Action]], layout: Layout, step: int) -> dict[Value, Value]:
@@ -54,7 +55,7 @@ def insert_transfers(
         for k, ins in enumerate(instructions):
             for value in ins.writes:
                 # (what comes back from another tier was made before, unless by a layer on the host)
-                if value.kind in MOVES and (ins.op is not Op.FETCH or value not in producer):
+                if value[0] in MOVES and (ins.op is not Op.FETCH or value not in producer):
                     producer[value] = (rank, k)
     if together:
         last_read = {(r, value): k for r, row in ranks.items() for k, ins in enumerate(row) for value in ins.reads}
@@ -62,53 +63,61 @@ def insert_transfers(
             rank, k = producer[value]
             producer[value] = (rank, max(k, last_read.get((rank, together[value]), k)))
 
-    # per link: value -> (position of its producer, position of its first reader)
-    links: dict[tuple[int, int], dict[Value, tuple[int, int]]] = {}
+    # per link, in the order of reading: position of the producer, position of the first reader, value
+    links: dict[tuple[int, int], list[tuple[int, int, Value]]] = {}
     read_here: set[Value] = set()  # also by the rank that produces them
     last_target: dict[Value, int] = {}
+    again: set[Value] = set()  # for several ranks
     for rank, instructions in ranks.items():
-        arriving: dict[int, dict[Value, tuple[int, int]]] = {}
+        arriving: dict[int, list[tuple[int, int, Value]]] = {}
         for k, ins in enumerate(instructions):
             for value in ins.reads:
-                if value.kind not in MOVES or value not in producer:
+                if value[0] not in MOVES or (made := producer.get(value)) is None:
                     continue
-                source, position = producer[value]
+                source, position = made
                 if source == rank:
                     read_here.add(value)
-                elif value not in arriving.setdefault(source, {}):
-                    arriving[source][value] = (position, k)
+                elif (before := last_target.get(value)) != rank:
+                    if before is not None:
+                        again.add(value)
                     last_target[value] = rank
-        links.update({(source, rank): moves for source, moves in arriving.items()})
+                    if source not in arriving:
+                        arriving[source] = links[source, rank] = []
+                    arriving[source].append((position, k, value))
 
-    after: dict[int, dict[int, list[Instruction]]] = {rank: {} for rank in ranks}
-    before: dict[int, dict[int, list[Instruction]]] = {rank: {} for rank in ranks}
+    stay = read_here | again
+    late: dict[int, dict[int, list[Instruction]]] = {rank: {} for rank in ranks}
+    early: dict[int, dict[int, list[Instruction]]] = {rank: {} for rank in ranks}
+    SEND, RECV = Op.SEND, Op.RECV
     for (source, target), moves in links.items():
-        sends = sorted(moves, key=moves.__getitem__)
-        reader = len(ranks[target])
-        readers = []
-        for value in reversed(sends):
-            reader = min(reader, moves[value][1])  # not later than any receive after it
-            readers.append(reader)
+        moves.sort(key=itemgetter(0))
+        ready: dict[int, tuple[Value, ...]] = {}  # at the same moment, for the same rank: one message
+        for position, _, value in moves:
+            ready[position] = (*ready.get(position, ()), value)
+        reader, first_read = len(ranks[target]), {}
+        for position, k, _ in reversed(moves):
+            reader = first_read[position] = min(reader, k)  # not later than any receive after it
         to, origin = f"send {target}", f"recv {source}"
-        first_read = dict(zip(sends, reversed(readers), strict=True))
-        for position, found in groupby(sends, key=lambda value: moves[value][0]):
-            values = tuple(found)  # ready at the same moment, for the same rank: one message
+        sends, receives = late[source], early[target]
+        for position, values in ready.items():
             _, index, i, step = values[0]
-            recv = Instruction(Op.RECV, (index,), i, step, (), values, (), origin, source)
-            before[target].setdefault(first_read[values[0]], []).append(recv)
-            frees = tuple(v for v in values if v not in read_here and last_target[v] == target)
-            send = Instruction(Op.SEND, (index,), i, step, values, (), frees, to, target)
-            after[source].setdefault(position, []).append(send)
+            recv = Instruction(RECV, (index,), i, step, (), values, (), origin, source)
+            receives.setdefault(first_read[position], []).append(recv)
+            frees = values
+            if not stay.isdisjoint(values):
+                frees = tuple(v for v in values if v not in read_here and last_target[v] == target)
+            send = Instruction(SEND, (index,), i, step, values, (), frees, to, target)
+            sends.setdefault(position, []).append(send)
 
     result = {}
     for rank, instructions in ranks.items():
         merged: list[Instruction] = []
-        early, late = before[rank], after[rank]
+        receives, sends = early[rank], late[rank]
         for k, ins in enumerate(instructions):
-            if k in early:
-                merged += early[k]
+            if k in receives:
+                merged += receives[k]
             merged.append(ins)
-            if k in late:
-                merged += late[k]
+            if k in sends:
+                merged += sends[k]
         result[rank] = merged
     return result

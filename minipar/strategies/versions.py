@@ -94,39 +94,56 @@ def with_versions(
     used: dict[int, int] = {}
     left: dict[int, int] = {}
     named: dict[int, dict[int, Value]] = {}  # the parameters of each version
+    last: dict[Value, int] = {}  # where each of them is read for the last time
     result: list[Instruction] = []
     states, grads = tuple(map(optimizer_state, groups)), tuple(map(grad, groups))
     done = updates = 0
     due = False
+    FORWARD, SEND, RECV = Op.FORWARD, Op.SEND, Op.RECV
+
+    def params(version: int) -> dict[int, Value]:
+        if version not in named:
+            named[version] = {g: param(g, version) for g in groups}
+        return named[version]
 
     def step() -> Instruction:
-        params, after = (tuple([param(g, version) for g in groups]) for version in (updates, updates + 1))
-        return Instruction(Op.STEP, groups, -1, updates, grads + params + states, after + states, grads)
+        old, new = (tuple(params(version).values()) for version in (updates, updates + 1))
+        last.update(dict.fromkeys(old, len(result)))
+        return Instruction(Op.STEP, groups, -1, updates, grads + old + states, new + states, grads)
 
     for ins in instructions:
-        if due and ins.op is not Op.SEND:
+        op = ins.op
+        if due and op is not SEND:
             result.append(step())
             updates, due = updates + 1, False
-        if ins.op in TRANSFERS:
+        if op is SEND or op is RECV:
             result.append(ins)
             continue
         i = ins.step * m + ins.microbatch
-        if ins.op is Op.FORWARD and i not in used:
+        if op is FORWARD and i not in used:
             used[i] = version(rank, layout.pp, i, m, updates)
-        own = used.get(i, updates) if ins.op is Op.FORWARD or contract.stashed else updates
-        if own not in named:
-            named[own] = {g: param(g, own) for g in groups}
-        given = named[own]
-        reads = [given.get(value.index, value) if value.kind == "param" else value for value in ins.reads]
-        result.append(ins._replace(reads=tuple(reads)))
-        if ins.op in BACKWARDS:
+        given = params(used.get(i, updates) if op is FORWARD or contract.stashed else updates)
+        reads = []
+        for value in ins.reads:
+            if value[0] == "param" and value[1] in given:
+                value = given[value[1]]
+                last[value] = len(result)
+            reads.append(value)
+        frees = tuple([value for value in ins.frees if value[0] != "param"])  # (of an earlier order: see below)
+        result.append(Instruction(*ins[:4], tuple(reads), ins.writes, frees, *ins[7:]))
+        if op in BACKWARDS:
             left[i] = left.get(i, depth) - len(ins.layers)
             if not left[i]:
                 done += 1
                 due = done % every == 0 or done == total
     if due:
         result.append(step())
-    return _freeing(result)
+        updates += 1
+    for value, k in last.items():  # each version freed by the last that reads it; the last one stays
+        if updates and value.step not in (-1, updates):
+            ins = result[k]
+            result[k] = Instruction(*ins[:6], (*ins.frees, value), *ins[7:])
+    return result
 
 
 def state_of(layout: Layout, rank: int) -> frozenset[Value]:
@@ -134,22 +151,6 @@ def state_of(layout: Layout, rank: int) -> frozenset[Value]:
     trainable = layout.trainable(rank)
     groups = layout.groups(rank)
     return frozenset([param(g, 0 if g in trainable else -1) for g in groups] + [optimizer_state(g) for g in trainable])
-
-
-def _freeing(instructions: list[Instruction]) -> list[Instruction]:
-    """Each version freed by the last that reads it; the last one stays."""
-    last: dict[Value, int] = {}
-    newest: dict[int, Value] = {}
-    for k, ins in enumerate(instructions):
-        for value in ins.reads:
-            if value.kind == "param" and value.step >= 0:
-                last[value] = k
-        if ins.op is Op.STEP:
-            newest.update({value.index: value for value in ins.writes if value.kind == "param"})
-    for value, k in last.items():
-        if newest.get(value.index, value) != value:
-            instructions[k] = instructions[k]._replace(frees=(*instructions[k].frees, value))
-    return instructions
 
 
 def as_it_happened(
@@ -169,16 +170,9 @@ def as_it_happened(
         blocks = blocks_of(program, rank) if known is None else known[rank]
         m = program.microbatches
         places = [(isinstance(action, Forward), action.microbatch % m, action.microbatch // m) for action in order]
-        plain = [_keeping(ins) for place in places for ins in blocks.get(place, ())]
+        plain = [ins for place in places for ins in blocks.get(place, ())]
         ranks.append(tuple(with_versions(plain, layout, rank, program.contract, version)))
     return replace(program, ranks=tuple(ranks), in_flight=None)
-
-
-def _keeping(ins: Instruction) -> Instruction:
-    """The same, but it frees no parameters."""
-    if not any(value.kind == "param" for value in ins.frees):
-        return ins
-    return ins._replace(frees=tuple(value for value in ins.frees if value.kind != "param"))
 
 
 def blocks_of(program: Program, rank: int) -> Blocks:
