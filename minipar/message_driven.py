@@ -23,8 +23,9 @@ def as_decided(program: Program, costs: Costs) -> Program:
     assert program.in_flight is not None
     ranks, m = len(program.ranks), program.microbatches
     total, every = m * program.steps, program.contract.every or m
+    STEP, SEND, RECV = Op.STEP, Op.SEND, Op.RECV
     blocks = [blocks_of(program, rank) for rank in range(ranks)]
-    updates = [[ins for ins in row if ins.op is Op.STEP] for row in program.ranks]
+    updates = [[ins for ins in row if ins.op is STEP] for row in program.ranks]
     links: dict[tuple[int, int], Link] = {}
 
     def run(rank: int, action: Action, now: float) -> tuple[float, float]:
@@ -32,11 +33,13 @@ def as_decided(program: Program, costs: Costs) -> Program:
         there = isinstance(action, Forward)
         arrival = now
         for ins in blocks[rank].get((there, i, step), ()):
-            if ins.op is Op.SEND:
-                link = links.setdefault((rank, ins.peer), Link())
+            if ins.op is SEND:
+                link = links.get((rank, ins.peer))
+                if link is None:
+                    link = links[rank, ins.peer] = Link()
                 link.send(now, *costs.transfer(rank, ins))
                 arrival = link[-1]
-            elif ins.op is not Op.RECV:
+            elif ins.op is not RECV:
                 now += costs.compute(rank, ins)
         done = action.microbatch + 1
         if not there and updates[rank] and (done % every == 0 or done == total):

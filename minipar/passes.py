@@ -112,7 +112,8 @@ def program_of(
                 ranks[layout.rank(replica, stage)] += _moved(stages[stage], replica * plan.pp)
     held = [zero.state_of(state_of(layout, s, keep[s]), sharded[s], rule) for s in range(plan.pp)]
     held = [offload.state_of(host_layers.state_of(held[s], on_host), away[s]) for s in range(plan.pp)]
-    held = [compression.state_of(held[s], ranks[s]) for s in range(plan.pp)]
+    if plan.compress != "none":
+        held = [compression.state_of(held[s], ranks[s]) for s in range(plan.pp)]
     return Program(
         tuple(map(tuple, ranks)),
         shape.layers,

@@ -60,9 +60,12 @@ from minipar.wording import several
 
 
 class Op(str, Enum):
-    """What an instruction does. Compared with `is`, never by its text."""
+    """What an instruction does. Compared with `is`, never by its text.
 
-    __hash__ = str.__hash__  # (that of an Enum is a Python function, and programs have many)
+    Loops over whole programs look the members they need up once, before they begin: it takes longer than comparing.
+    """
+
+    __hash__ = str.__hash__  # (that of an Enum is a Python function)
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -326,19 +329,20 @@ class Program:
     @cached_property
     def placement(self) -> tuple[tuple[int, ...], ...]:
         """Layers held by each rank, ascending."""
+        FORWARD = Op.FORWARD
         return tuple(
-            tuple(sorted({layer for ins in instructions if ins.op is Op.FORWARD for layer in ins.layers}))
+            tuple(sorted({layer for ins in instructions if ins.op is FORWARD for layer in ins.layers}))
             for instructions in self.ranks
         )
 
     @cached_property
     def share(self) -> tuple[tuple[int, ...], ...]:
         """The layers of each rank that one micro-batch goes through: of two copies of a stage, those of one."""
-        found = []
+        found, FORWARD = [], Op.FORWARD
         for instructions in self.ranks:
             layers: dict[int, list[int]] = {}
             for ins in instructions:
-                if ins.op is Op.FORWARD and ins.step == 0:
+                if ins.op is FORWARD and ins.step == 0:
                     layers.setdefault(ins.microbatch, []).extend(ins.layers)
             fullest: list[int] = max(layers.values(), key=len, default=[])
             found.append(tuple(sorted(fullest)))

@@ -95,12 +95,13 @@ class Trace:
     @cached_property
     def span(self) -> tuple[float, float]:
         """First start and last end over all ranks. (A receive is posted early: it does not open the span.)"""
+        RECV = Op.RECV
         first = min(
             (
                 start
                 for row, starts in zip(self.program.ranks, self.starts, strict=True)
                 for ins, start in zip(row, starts, strict=True)
-                if ins.op is not Op.RECV
+                if ins.op is not RECV
             ),
             default=0.0,
         )
@@ -196,17 +197,19 @@ class Trace:
 
         Of a split backward they are held until its weight half is done.
         """
-        peaks = []
+        peaks, HALF = [], Op.BACKWARD_INPUT
         for rank, row in enumerate(self.program.ranks):
             now = peak = 0
             for ins in row:
                 for value in ins.writes:
-                    now += value.kind == "saved"
+                    if value.kind == "saved":
+                        now += 1
                 if now > peak:
                     peak = now
-                if ins.op is not Op.BACKWARD_INPUT:  # what it frees and what it leaves are the same
+                if ins.op is not HALF:  # what it frees and what it leaves are the same
                     for value in ins.frees:
-                        now -= value.kind in ("saved", "saved_weight")
+                        if value.kind == "saved" or value.kind == "saved_weight":
+                            now -= 1
             kept = sum(layer >= self.program.first_trainable for layer in self.program.share[rank])
             peaks.append(peak / kept if kept else 0.0)
         return [int(x) if x == int(x) else x for x in peaks]

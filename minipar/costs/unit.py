@@ -9,6 +9,8 @@ from minipar.errors import PlanError
 from minipar.program import COPIES, Instruction, Op, Program, Value
 from minipar.wording import several
 
+KEPT = frozenset(("saved", "saved_weight"))  # what counts as an activation
+
 
 @dataclass(frozen=True)
 class UnitCosts:
@@ -31,6 +33,7 @@ class UnitCosts:
     stage_factors: Sequence[float] = ()
     _unit: dict[Op, float] = field(default_factory=dict, init=False, repr=False, compare=False)
     _scale: list[float] = field(default_factory=list, init=False, repr=False, compare=False)
+    _kept: list[float] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         named = {"forward": self.forward, "backward": self.backward, "latency": self.latency}
@@ -49,6 +52,7 @@ class UnitCosts:
             )
         held = [max(1, len(layers)) for layers in self.program.share]
         self._scale.extend(factor / n for factor, n in zip(factors, held, strict=True))
+        self._kept.extend(1 / n for n in held)
         halves = (self.input_gradient, self.weight_gradient)
         if halves == (None, None):
             halves = (self.backward / 2, self.backward / 2)
@@ -78,5 +82,4 @@ class UnitCosts:
 
     def size(self, rank: int, value: Value) -> float:
         """Memory of a value; here in units of a rank's activations of one micro-batch."""
-        kept = value.kind in ("saved", "saved_weight")
-        return 1 / max(1, len(self.program.share[rank])) if kept else 0.0
+        return self._kept[rank] if value.kind in KEPT else 0.0

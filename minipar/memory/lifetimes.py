@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from minipar.memory.series import ALL_KINDS, Curve
+from minipar.memory.series import ALL_KINDS, CODES, Curve
 from minipar.program import Op, Value, grad, tier, version_of
 
 if TYPE_CHECKING:
@@ -68,19 +68,21 @@ def _found(trace: Trace, rank: int, all_of_them: bool) -> list[list[Any]]:
         if tier(value) == "device":
             live[value] = len(found)
             found.append([value, first, None, trace.size(rank, value), True])
+    STEP, size_of = Op.STEP, trace.size
     for k, ins in enumerate(row):
         # a version of parameters that is made of one that nothing needs any more: in place
-        old = {v.index: v for v in ins.frees if version_of(v) >= 0} if ins.op is Op.STEP else {}
+        old = {v.index: v for v in ins.frees if version_of(v) >= 0} if ins.op is STEP else {}
         for value in ins.writes:
+            kind = value.kind
             if old and version_of(value) >= 0 and value.index in old:
                 if old[value.index] in live:
                     live[value] = live.pop(old[value.index])
-            elif value not in live and " " not in value.kind:  # on the device
-                size = _size(trace, rank, value)
+            elif value not in live and " " not in kind:  # on the device
+                size = _size(trace, rank, value) if kind == "param" else size_of(rank, value)
                 if not size and not all_of_them:
                     continue
                 # (what an input half leaves is part of what it found)
-                start = ends[k] if value.kind == "saved_weight" else starts[k]
+                start = ends[k] if kind == "saved_weight" else starts[k]
                 live[value] = len(found)
                 found.append([value, max(first, start), None, size, False])
         for value in ins.frees:
@@ -92,24 +94,27 @@ def _found(trace: Trace, rank: int, all_of_them: bool) -> list[list[Any]]:
 
 def lifetimes(trace: Trace, rank: int) -> Curve:
     """Memory of a rank over time: live from the start of a value's writer to the end of what frees it."""
-    changes: list[tuple[float, int, str, float]] = []  # frees come before allocations of the same moment
+    import numpy as np  # (here: plans and programs do without)
+
+    # when, whether it allocates, of which kind, by how much; frees come before allocations of the same moment
+    changes: list[tuple[float, bool, int, float]] = []
     for value, start, end, size, held in _found(trace, rank, all_of_them=False):  # (most have no size in activations)
-        changes.append((start, 0 if held else 1, KINDS[value.kind], size))
+        code = CODES[KINDS[value.kind]]
+        changes.append((start, not held, code, size))
         if end is not None:
-            changes.append((end, 0, KINDS[value.kind], -(_size(trace, rank, value) if held else size)))
+            changes.append((end, False, code, -(_size(trace, rank, value) if held else size)))
     if trace.data:
-        changes.append((trace.span[0], 0, "data", trace.data[rank]))
-    changes.sort(key=lambda change: change[:2])
-    now = dict.fromkeys((kind for kind in ALL_KINDS if any(change[2] == kind for change in changes)), 0.0)
-    times: list[float] = []
-    levels: list[tuple[float, ...]] = []  # of each kind in `now`
-    for time, order, name, size in changes:
-        now[name] += size
-        if order or not times or times[-1] != time:
-            times.append(time)
-            levels.append(tuple(now.values()))
-        else:
-            levels[-1] = tuple(now.values())
-    kinds = dict(zip(now, map(list, zip(*levels, strict=True)), strict=True)) if levels else {}
-    nothing = [0.0] * len(times)
-    return Curve(times, list(map(sum, levels)), {kind: kinds.get(kind, nothing) for kind in ALL_KINDS})
+        changes.append((trace.span[0], False, CODES["data"], trace.data[rank]))
+    times, allocates, codes, sizes = map(list, zip(*changes, strict=True)) if changes else ([], [], [], [])
+    order = np.lexsort((allocates, times))
+    time, alone = np.array(times, float)[order], np.array(allocates, bool)[order]
+    kind, change = np.array(codes, int)[order], np.array(sizes, float)[order]
+    shown = np.ones(len(times), bool)  # of the frees of one moment the last
+    shown[:-1] = alone[1:] | (time[1:] != time[:-1])
+    total = np.zeros(int(shown.sum()))
+    kinds = {name: total.tolist() for name in ALL_KINDS}
+    for k in sorted(set(codes)):
+        level = np.cumsum(np.where(kind == k, change, 0.0))[shown]
+        total += level
+        kinds[ALL_KINDS[k]] = level.tolist()
+    return Curve([times[k] for k in order[shown].tolist()], total.tolist(), kinds)

@@ -29,12 +29,8 @@ from minipar.program import (
     Op,
     Value,
     grad,
-    grad_output,
     optimizer_state,
-    output,
     param,
-    saved,
-    saved_weight,
 )
 from minipar.strategies import branches
 from minipar.strategies.layout import Layout
@@ -50,13 +46,16 @@ def expand(actions: Sequence[Iterable[Action]], layout: Layout, step: int = 0) -
     first = layout.first_trainable
     last = shape.layers - 1
     # One Value object each, shared by all instructions that name it: dictionaries then compare by identity.
-    out = [[output(layer, i, step) for i in range(microbatches)] for layer in range(shape.layers)]
-    count = max(shape.layers, len(shape.edges))
-    gout = [[grad_output(edge, i, step) for i in range(microbatches)] for edge in range(count)]
-    kept = [[saved(layer, i, step) for i in range(microbatches)] for layer in range(shape.layers)]
-    left = [[saved_weight(layer, i, step) for i in range(microbatches)] for layer in range(shape.layers)]
+    batches, count = range(microbatches), max(shape.layers, len(shape.edges))
+    out = [[Value("output", layer, i, step) for i in batches] for layer in range(shape.layers)]
+    gout = [[Value("grad_output", edge, i, step) for i in batches] for edge in range(count)]
+    kept = [[Value("saved", layer, i, step) for i in batches] for layer in range(shape.layers)]
+    left = [[Value("saved_weight", layer, i, step) for i in batches] for layer in range(shape.layers)]
     params = [tuple(param(k) for k in groups_of[layer]) for layer in range(shape.layers)]
     grads = [tuple(grad(k) for k in groups_of[layer] if shape.groups[k].trainable) for layer in range(shape.layers)]
+    alone = [(layer,) for layer in range(shape.layers)]
+
+    FORWARD, WHOLE, INPUT, WEIGHT = Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT
 
     def forward(layer: int, i: int) -> Instruction:
         reads = (out[layer - 1][i], *params[layer]) if layer else params[layer]
@@ -64,21 +63,20 @@ def expand(actions: Sequence[Iterable[Action]], layout: Layout, step: int = 0) -
             frees: tuple[Value, ...] = (out[layer - 1][i],) if layer else ()
             if layer == last:
                 frees += (out[layer][i],)  # a model with nothing to train: the loss is all that is wanted
-            return Instruction(Op.FORWARD, (layer,), i, step, reads, (out[layer][i],), frees)
-        return Instruction(Op.FORWARD, (layer,), i, step, reads, (out[layer][i], kept[layer][i]))
+            return Instruction(FORWARD, alone[layer], i, step, reads, (out[layer][i],), frees)
+        return Instruction(FORWARD, alone[layer], i, step, reads, (out[layer][i], kept[layer][i]))
 
     def backward(layer: int, i: int, whole: bool) -> Instruction:
-        held: tuple[Value, ...] = (kept[layer][i], out[layer][i] if layer == last else gout[layer][i])
-        if layer:
-            held += (out[layer - 1][i],)
-        writes: tuple[Value, ...] = (gout[layer - 1][i],) if layer > first else ()
-        writes += grads[layer] if whole else (left[layer][i],)
-        op = Op.BACKWARD if whole else Op.BACKWARD_INPUT
-        return Instruction(op, (layer,), i, step, held + params[layer], writes, held)
+        given = out[layer][i] if layer == last else gout[layer][i]
+        held = (kept[layer][i], given, out[layer - 1][i]) if layer else (kept[layer][i], given)
+        writes = grads[layer] if whole else (left[layer][i],)
+        if layer > first:
+            writes = (gout[layer - 1][i], *writes)
+        return Instruction(WHOLE if whole else INPUT, alone[layer], i, step, held + params[layer], writes, held)
 
     def weights(layer: int, i: int) -> Instruction:
         mine = (left[layer][i],)
-        return Instruction(Op.BACKWARD_WEIGHT, (layer,), i, step, mine + params[layer], grads[layer], mine)
+        return Instruction(WEIGHT, alone[layer], i, step, mine + params[layer], grads[layer], mine)
 
     run: Callable[[int, int], Instruction] = forward
     back_of: Callable[[int, int, bool], Instruction] = backward
@@ -88,20 +86,19 @@ def expand(actions: Sequence[Iterable[Action]], layout: Layout, step: int = 0) -
     ranks = []
     for rank, chosen in enumerate(actions):
         chunks = layout.chunks(rank)
+        backs = [[layer for layer in reversed(layers) if layer >= first] for layers in chunks]
         instructions: list[Instruction] = []
         for action in chosen:
             i = action.microbatch
             if not 0 <= i < microbatches or not 0 <= action.chunk < len(chunks):
                 has = "only chunk 0" if len(chunks) == 1 else f"chunks 0 to {len(chunks) - 1}"
                 raise PlanError(f"{action}: rank {rank} has micro-batches 0 to {microbatches - 1} and {has}")
-            layers = chunks[action.chunk]
-            back = [layer for layer in reversed(layers) if layer >= first]
             if isinstance(action, Forward):
-                instructions += [run(layer, i) for layer in layers]
+                instructions += [run(layer, i) for layer in chunks[action.chunk]]
             elif isinstance(action, (Backward, BackwardInput)):
-                instructions += [back_of(layer, i, isinstance(action, Backward)) for layer in back]
+                instructions += [back_of(layer, i, isinstance(action, Backward)) for layer in backs[action.chunk]]
             elif isinstance(action, BackwardWeight):
-                instructions += [weights(layer, i) for layer in back]
+                instructions += [weights(layer, i) for layer in backs[action.chunk]]
             else:
                 raise PlanError(
                     f"{action}: a schedule yields Forward(i, chunk), Backward, BackwardInput, BackwardWeight"

@@ -12,7 +12,7 @@ order on each link (NCCL has no tags), so a RECV whose reader comes late may mov
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby, pairwise
+from itertools import pairwise
 from operator import itemgetter
 from types import MappingProxyType
 
@@ -55,7 +55,7 @@ def insert_transfers(
         for k, ins in enumerate(instructions):
             for value in ins.writes:
                 # (what comes back from another tier was made before, unless by a layer on the host)
-                if value[0] in MOVES and (ins.op is not Op.FETCH or value not in producer):
+                if value.kind in MOVES and (ins.op is not Op.FETCH or value not in producer):
                     producer[value] = (rank, k)
     if together:
         last_read = {(r, value): k for r, row in ranks.items() for k, ins in enumerate(row) for value in ins.reads}
@@ -67,12 +67,12 @@ def insert_transfers(
     links: dict[tuple[int, int], list[tuple[int, int, Value]]] = {}
     read_here: set[Value] = set()  # also by the rank that produces them
     last_target: dict[Value, int] = {}
-    again: set[Value] = set()  # for several ranks
+    again: set[Value] = set()  # by several ranks that do not
     for rank, instructions in ranks.items():
         arriving: dict[int, list[tuple[int, int, Value]]] = {}
         for k, ins in enumerate(instructions):
             for value in ins.reads:
-                if value[0] not in MOVES or (made := producer.get(value)) is None:
+                if value.kind not in MOVES or (made := producer.get(value)) is None:
                     continue
                 source, position = made
                 if source == rank:
@@ -85,7 +85,7 @@ def insert_transfers(
                         arriving[source] = links[source, rank] = []
                     arriving[source].append((position, k, value))
 
-    stay = read_here | again
+    stay = read_here | again  # what not every SEND frees
     late: dict[int, dict[int, list[Instruction]]] = {rank: {} for rank in ranks}
     early: dict[int, dict[int, list[Instruction]]] = {rank: {} for rank in ranks}
     SEND, RECV = Op.SEND, Op.RECV
@@ -101,12 +101,13 @@ def insert_transfers(
         sends, receives = late[source], early[target]
         for position, values in ready.items():
             _, index, i, step = values[0]
-            recv = Instruction(RECV, (index,), i, step, (), values, (), origin, source)
+            layers = (index,)
+            recv = Instruction(RECV, layers, i, step, (), values, (), origin, source)
             receives.setdefault(first_read[position], []).append(recv)
             frees = values
             if not stay.isdisjoint(values):
                 frees = tuple(v for v in values if v not in read_here and last_target[v] == target)
-            send = Instruction(SEND, (index,), i, step, values, (), frees, to, target)
+            send = Instruction(SEND, layers, i, step, values, (), frees, to, target)
             sends.setdefault(position, []).append(send)
 
     result = {}

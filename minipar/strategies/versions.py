@@ -83,13 +83,17 @@ def by_step(instructions: Sequence[Instruction], microbatches: int) -> list[Inst
 def with_versions(
     instructions: Sequence[Instruction], layout: Layout, rank: int, contract: Staleness, version: Used
 ) -> list[Instruction]:
-    """One rank's forwards and backwards with the versions they use, and its STEPs, each after what is sent."""
+    """One rank's forwards and backwards with the versions they use, and its STEPs, each after what is sent.
+
+    Which version is freed by what is decided anew, where the instructions have versions of another order.
+    """
     groups = layout.trainable(rank)
     if not groups:
         return list(instructions)
     m = layout.microbatches
     every = contract.every or m
-    total = len({(ins.microbatch, ins.step) for ins in instructions if ins.op is Op.FORWARD})
+    FORWARD, SEND, RECV = Op.FORWARD, Op.SEND, Op.RECV
+    total = len({(ins.microbatch, ins.step) for ins in instructions if ins.op is FORWARD})
     depth = sum(len(layout.trained(stage)) for stage in layout.placement[rank])
     used: dict[int, int] = {}
     left: dict[int, int] = {}
@@ -99,7 +103,6 @@ def with_versions(
     states, grads = tuple(map(optimizer_state, groups)), tuple(map(grad, groups))
     done = updates = 0
     due = False
-    FORWARD, SEND, RECV = Op.FORWARD, Op.SEND, Op.RECV
 
     def params(version: int) -> dict[int, Value]:
         if version not in named:
@@ -125,12 +128,12 @@ def with_versions(
         given = params(used.get(i, updates) if op is FORWARD or contract.stashed else updates)
         reads = []
         for value in ins.reads:
-            if value[0] == "param" and value[1] in given:
-                value = given[value[1]]
+            if value.kind == "param" and value.index in given:
+                value = given[value.index]
                 last[value] = len(result)
             reads.append(value)
-        frees = tuple([value for value in ins.frees if value[0] != "param"])  # (of an earlier order: see below)
-        result.append(Instruction(*ins[:4], tuple(reads), ins.writes, frees, *ins[7:]))
+        frees = tuple([value for value in ins.frees if value.kind != "param"])
+        result.append(Instruction(op, ins.layers, ins.microbatch, ins.step, tuple(reads), ins.writes, frees, *ins[7:]))
         if op in BACKWARDS:
             left[i] = left.get(i, depth) - len(ins.layers)
             if not left[i]:
@@ -139,10 +142,9 @@ def with_versions(
     if due:
         result.append(step())
         updates += 1
-    for value, k in last.items():  # each version freed by the last that reads it; the last one stays
+    for value, k in last.items():  # each version is freed by the last that reads it; the newest one stays
         if updates and value.step not in (-1, updates):
-            ins = result[k]
-            result[k] = Instruction(*ins[:6], (*ins.frees, value), *ins[7:])
+            result[k] = result[k]._replace(frees=(*result[k].frees, value))
     return result
 
 
@@ -178,8 +180,9 @@ def as_it_happened(
 def blocks_of(program: Program, rank: int) -> Blocks:
     """A rank's instructions by the forward or backward of a micro-batch that they belong to, messages included."""
     blocks: Blocks = {}
+    STEP = Op.STEP
     for ins in program.ranks[rank]:
-        if ins.op is not Op.STEP:
+        if ins.op is not STEP:
             blocks.setdefault(place_of(ins), []).append(ins)
     return blocks
 

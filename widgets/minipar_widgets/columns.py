@@ -31,7 +31,7 @@ KINDS = (
     "message", "receive", "collective", "copy",
 )  # fmt: skip
 CODES = {kind: code for code, kind in enumerate(KINDS)}
-_CODE_OF = {id(op): CODES[captions.kind_of(Instruction(op, (), -1, 0))] for op in Op}  # by id: hashing an Op is slow
+_CODE_OF = {op: CODES[captions.kind_of(Instruction(op, (), -1, 0))] for op in Op}
 _OP, _MICROBATCH, _STREAM = itemgetter(0), itemgetter(2), itemgetter(7)
 _PLAIN = frozenset(COMPUTE)
 RECEIVE = CODES["receive"]
@@ -103,7 +103,7 @@ def columns(traces: Sequence[Trace]) -> Columns:
                 continue
             start = (np.asarray(trace.starts[rank], float) - first) * scale
             end = (np.asarray(trace.ends[rank], float) - first) * scale
-            kind = np.array([*map(_CODE_OF.__getitem__, map(id, map(_OP, row)))], np.uint8)
+            kind = np.array([*map(_CODE_OF.__getitem__, map(_OP, row))], np.uint8)
             number = np.array([*map(_MICROBATCH, row)], np.int32)
             for k in np.flatnonzero(kind == CODES["reduce"]).tolist():
                 number[k] = captions.number_of(row[k])
@@ -112,33 +112,35 @@ def columns(traces: Sequence[Trace]) -> Columns:
             streams = {name: k for k, name in enumerate(dict.fromkeys(["compute", *named]))}
             stream = np.array([*map(streams.__getitem__, named)], np.int32)
             order = np.lexsort((start, stream))
-            edges = np.searchsorted(stream[order], np.arange(len(streams) + 1))
+            edges = np.searchsorted(stream[order], np.arange(len(streams) + 1)).tolist()
+            start, end = start[order], end[order]
+            events = start, end - start, kind[order], number[order], order
             for name, k in streams.items():
-                mine = order[edges[k] : edges[k + 1]]
-                for n, places in enumerate(_apart(mine, start, end)):
+                mine = slice(edges[k], edges[k + 1])
+                for n, places in enumerate(_apart(start[mine], end[mine])):
                     label = name + (f" ({n + 1})" if n else "")
-                    lanes.append(Lane(t, rank, label, done, done + len(places)))
-                    done += len(places)
-                    parts.append((start[places], (end - start)[places], kind[places], number[places], places))
+                    parts.append(tuple(column[mine][places] for column in events))
+                    count = len(parts[-1][0])
+                    lanes.append(Lane(t, rank, label, done, done + count))
+                    done += count
     types = (np.float64, np.float32, np.uint8, np.int32, np.uint32)
     joined = [np.concatenate(c).astype(dtype) for c, dtype in zip(zip(*parts, strict=True), types, strict=True)]
     return Columns(traces, lanes, *joined)
 
 
-def _apart(places: np.ndarray, start: np.ndarray, end: np.ndarray) -> list[np.ndarray]:
-    """The events of a stream, sorted by start, as lanes in which no two overlap. Usually one."""
-    ends = end[places]
-    if not len(places) or (ends[:-1] <= start[places][1:] + 1e-12 * abs(ends[-1])).all():
-        return [places]
+def _apart(start: np.ndarray, end: np.ndarray) -> Sequence[slice | np.ndarray]:
+    """The events of a stream, sorted by start, as lanes in which no two overlap. Usually one: all of them."""
+    if not len(end) or (end[:-1] <= start[1:] + 1e-12 * abs(end[-1])).all():
+        return [slice(None)]
     lanes: list[list[int]] = []
     free: list[float] = []
-    for place in places.tolist():
-        k = next((k for k, time in enumerate(free) if time <= start[place]), len(free))
+    for place, (first, last) in enumerate(zip(start.tolist(), end.tolist(), strict=True)):
+        k = next((k for k, time in enumerate(free) if time <= first), len(free))
         if k == len(free):
             lanes.append([])
             free.append(0.0)
         lanes[k].append(place)
-        free[k] = end[place]
+        free[k] = last
     return [np.array(lane) for lane in lanes]
 
 
