@@ -8,6 +8,7 @@ fixed order, which the simulator then walks like any other.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -26,7 +27,7 @@ def as_decided(program: Program, costs: Costs) -> Program:
     STEP, SEND, RECV = Op.STEP, Op.SEND, Op.RECV
     blocks = [blocks_of(program, rank) for rank in range(ranks)]
     updates = [[ins for ins in row if ins.op is STEP] for row in program.ranks]
-    links: dict[tuple[int, int], Link] = {}
+    links: dict[tuple[int, int], Link] = defaultdict(Link)
 
     def run(rank: int, action: Action, now: float) -> tuple[float, float]:
         step, i = divmod(action.microbatch, m)
@@ -34,9 +35,7 @@ def as_decided(program: Program, costs: Costs) -> Program:
         arrival = now
         for ins in blocks[rank].get((there, i, step), ()):
             if ins.op is SEND:
-                link = links.get((rank, ins.peer))
-                if link is None:
-                    link = links[rank, ins.peer] = Link()
+                link = links[rank, ins.peer]
                 link.send(now, *costs.transfer(rank, ins))
                 arrival = link[-1]
             elif ins.op is not RECV:

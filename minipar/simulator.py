@@ -17,6 +17,7 @@ as far as it can go, and again when what it waits for is known. So the time to s
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from minipar.collector import paused
@@ -79,7 +80,7 @@ def _walk(program: Program, costs: Costs) -> tuple[list[list[float]], list[list[
     place = [0] * count
     clock = [0.0] * count
     pending: list[dict[Value, Slot]] = [{} for _ in range(count)]  # values that are on their way
-    links: dict[tuple[int, int], Link] = {}  # from, to
+    links: dict[tuple[int, int], Link] = defaultdict(Link)  # from, to
     groups: dict[tuple[int, ...], GroupStream] = {}
     ahead = program.receives_ahead
     lanes: dict[tuple[int, str], Link] = {}  # of copies, one per rank and direction
@@ -111,9 +112,7 @@ def _walk(program: Program, costs: Costs) -> tuple[list[list[float]], list[list[
                     arrivals.waiters.append(rank)
                     break
             if op is SEND:
-                link = links.get((rank, ins.peer))
-                if link is None:
-                    link = links[rank, ins.peer] = Link()
+                link = links[rank, ins.peer]
                 if ins.stream == PORT:
                     first = now if now > ports[rank] else ports[rank]
                     begin[index], end[index] = link.send(first, *costs.transfer(rank, ins))
@@ -124,9 +123,7 @@ def _walk(program: Program, costs: Costs) -> tuple[list[list[float]], list[list[
                     ready += link.waiters
                     link.waiters = []
             elif op is RECV:
-                link = links.get((ins.peer, rank))
-                if link is None:
-                    link = links[ins.peer, rank] = Link()
+                link = links[ins.peer, rank]
                 k, begin[index] = link.reach(now, ahead)
                 for value in ins.writes:
                     waiting[value] = (link, k, index)
