@@ -9,7 +9,9 @@ import pytest
 from minipar import Plan, PlanError, ProgramError, simulate, verify
 from minipar.costs.shapes import Shape
 from minipar.program import Group, Op, Program, Staleness, param
+from minipar.strategies import find
 from minipar.strategies.ampnet import choose
+from minipar.strategies.versions import as_it_happened
 
 STASHED = ("pipedream", "pipedream-vertical", "pipedream-2bw")
 ALL = (*STASHED, "ampnet")
@@ -66,6 +68,20 @@ def test_utilisation_and_staleness_of_ampnet(in_flight, update_every, utilisatio
     assert max(stale) <= program.contract.bound
     assert program.in_flight == in_flight
     assert trace.program.in_flight is None
+
+
+@pytest.mark.parametrize("schedule", STASHED)
+@pytest.mark.parametrize("other", ["pipedream", "pipedream-vertical"])
+def test_versions_are_given_and_freed_anew_in_the_same_order(schedule, other):
+    program, plan = compiled(other), Plan(pp=4, schedule=other, microbatches=8)
+    rules = find(schedule).asynchronous
+    again = as_it_happened(
+        replace(program, contract=rules.promise(4, plan.numbers)),
+        [plan.actions(rank, 3) for rank in range(4)],
+        rules.version,
+    )
+    verify(again)
+    assert again.ranks == compiled(schedule).ranks
 
 
 def test_ampnet_decides_by_what_has_arrived():
