@@ -31,7 +31,7 @@ from minipar.errors import RankError
 _HEADER = struct.Struct("<iiiqqqq")
 _NONCE = _PROOF = 32
 _BUFFER = 4 << 20  # asked for; the kernel gives what its limits allow
-_SMALL = 1 << 14
+_STAGE = 1 << 14  # bytes that are taken in before it is known where they belong
 _PIECES = 16  # of what waits to be written, in one call
 _AT_ONCE = 64  # messages read from one connection before the others have their turn
 MOST_TEXT = 1 << 16  # bytes of a text
@@ -55,7 +55,9 @@ class What(IntEnum):
     FORGET = 15  # the same: a worker began anew; what it pushed before and is not known whole is void
 
 
-BETWEEN_SERVERS = (What.HAVE, What.ROW, What.SAVE, What.SAVED, What.FORGET, What.CLOSED)
+PUSH = What.PUSH  # (a name of its own is found faster than a member)
+FROM_WORKERS = frozenset((What.PUSH, What.PULL, What.ACK, What.LEAVE))
+BETWEEN_SERVERS = frozenset((What.HAVE, What.ROW, What.SAVE, What.SAVED, What.FORGET, What.CLOSED))
 
 
 class Message(NamedTuple):
@@ -66,6 +68,43 @@ class Message(NamedTuple):
     version: int = 0
     number: int = 0
     size: int = 0
+
+
+class Stage:
+    """Bytes that have come and were not taken yet: a short message comes whole in one call, and the next one with it."""
+
+    def __init__(self, ahead: bytes = b"") -> None:
+        self.memory = memoryview(bytearray(_STAGE))
+        self.start, self.stop = 0, len(ahead)
+        self.memory[: self.stop] = ahead
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def room(self) -> memoryview:
+        """Where more can come, after what is there."""
+        if not self.start and not self.stop:
+            return self.memory
+        rest = self.stop - self.start
+        self.memory[:rest] = self.memory[self.start : self.stop]
+        self.start, self.stop = 0, rest
+        return self.memory[rest:]
+
+    def header(self) -> Message:
+        """Take a header, which is there."""
+        start = self.start
+        self.start += _HEADER.size
+        return Message(*_HEADER.unpack_from(self.memory, start))
+
+    def take(self, into: memoryview) -> int:
+        """Take what is there, at most so much; how much it was."""
+        size = min(len(into), self.stop - self.start)
+        into[:size] = self.memory[self.start : self.start + size]
+        self.start += size
+        return size
+
+    def rest(self) -> bytes:
+        return bytes(self.memory[self.start : self.stop])
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -121,15 +160,13 @@ class Line:
             host, _, port = rest.rpartition(":")
             self.socket, place = socket.socket(socket.AF_INET), (host, int(port))  # type: ignore[assignment]
         prepare(self.socket)
-        self._header = memoryview(bytearray(_HEADER.size))
+        self.stage = Stage()
         try:
             self.socket.settimeout(seconds)
             self.socket.connect(place)
-            theirs, mine = bytes(self._exactly(memoryview(bytearray(_NONCE)))), os.urandom(_NONCE)
+            theirs, mine = bytes(self._exactly(_NONCE)), os.urandom(_NONCE)
             self.socket.sendall(mine + _proof(token, b"client", theirs, mine))
-            if not hmac.compare_digest(
-                bytes(self._exactly(memoryview(bytearray(_PROOF)))), _proof(token, b"server", mine, theirs)
-            ):
+            if not hmac.compare_digest(self._exactly(_PROOF), _proof(token, b"server", mine, theirs)):
                 raise RankError(f"the server at {address} does not know the token; it is another one's")
         except BaseException:
             self.socket.close()
@@ -159,25 +196,34 @@ class Line:
             raise ConnectionError("the server does not take what it is sent") from error
 
     def receive(self) -> Message:
-        return Message(*_HEADER.unpack(self._exactly(self._header)))
+        stage = self.stage
+        while len(stage) < _HEADER.size:
+            got = self._received(stage.room())
+            stage.stop += got
+        return stage.header()
 
     def read(self, into: memoryview) -> None:
-        self._exactly(into)
+        """The bytes of a message: those that came with its header, and the others straight to where they belong."""
+        have = self.stage.take(into)
+        while have < len(into):
+            have += self._received(into[have:], socket.MSG_WAITALL)
 
     def text(self, size: int) -> str:
-        return bytes(self._exactly(memoryview(bytearray(min(size, MOST_TEXT))))).decode("utf-8", "replace")
+        return bytes(self._exactly(min(size, MOST_TEXT))).decode("utf-8", "replace")
 
-    def _exactly(self, into: memoryview) -> memoryview:
-        have, size = 0, len(into)
-        while have < size:
-            try:
-                got = self.socket.recv_into(into[have:], 0, socket.MSG_WAITALL)
-            except TimeoutError as error:
-                raise ConnectionError("the server does not answer") from error
-            if got == 0:
-                raise ConnectionError("the server closed the connection")
-            have += got
+    def _exactly(self, size: int) -> memoryview:
+        into = memoryview(bytearray(size))
+        self.read(into)
         return into
+
+    def _received(self, into: memoryview, flags: int = 0) -> int:
+        try:
+            got = self.socket.recv_into(into, 0, flags)
+        except TimeoutError as error:
+            raise ConnectionError("the server does not answer") from error
+        if got == 0:
+            raise ConnectionError("the server closed the connection")
+        return got
 
     def close(self) -> None:
         self.socket.close()
@@ -195,6 +241,7 @@ class Peer:
 
     target(peer, message)   memory for a message's bytes, called when its header is there; Refused for what cannot be
     done(peer, message)     called when all its bytes are there
+    ahead                   what was read of the connection before
     """
 
     def __init__(
@@ -203,6 +250,7 @@ class Peer:
         token: bytes,
         target: Callable[[Peer, Message], memoryview],
         done: Callable[[Peer, Message], None],
+        ahead: bytes = b"",
     ) -> None:
         connection.setblocking(False)
         prepare(connection)
@@ -214,24 +262,17 @@ class Peer:
         self.text = memoryview(b"")  # with which it introduced itself
         self.since = 0.0  # when the message that comes began to come
         self.ended = False
-        self._header = memoryview(bytearray(_HEADER.size))
-        self._into, self._have = (memoryview(bytearray(_NONCE + _PROOF)) if token else self._header), 0
-        self._message: Message | None = None
-        self._stage = memoryview(bytearray(_SMALL))  # bytes read and not yet taken: from _read to _staged
-        self._read = self._staged = 0
+        self.unread = False  # something was taken in and not looked at: no selector tells of that
+        self._stage = Stage(ahead)
+        self._message: Message | None = None  # that comes
+        self._into, self._have = memoryview(b""), 0  # where its bytes go, and how many are there
         self._idle = False  # the last look found less than there was room for
         self._out: deque[tuple[memoryview, Callable[[], None] | None]] = deque()
         if token:
-            self._out.append((memoryview(self.nonce), None))
-            self.flush()
+            self._write([self.nonce])
 
     def fileno(self) -> int:
         return self.socket.fileno()
-
-    @property
-    def unread(self) -> bool:
-        """Whether something was taken in and not looked at: no selector tells of that."""
-        return self._read < self._staged
 
     @property
     def busy(self) -> bool:
@@ -240,15 +281,33 @@ class Peer:
 
     def send(self, message: Message, data: memoryview | bytes = b"", written: Callable[[], None] | None = None) -> None:
         """Write a message, or remember it; `written` is called when the kernel has all of it."""
-        self._out.append((memoryview(_HEADER.pack(*message[:-1], len(data))), None if len(data) else written))
-        if len(data):
-            self._out.append((memoryview(data), written))
-        self.flush()
+        header = _HEADER.pack(*message[:-1], len(data))
+        self._write([header, data] if len(data) else [header], written)
+
+    def _write(self, parts: list[memoryview | bytes], written: Callable[[], None] | None = None) -> None:
+        done = 0
+        if not self._out and not self.ended:
+            try:  # (a header and its bytes at once: the other side is woken once)
+                done = self.socket.sendmsg(parts)
+            except BlockingIOError:
+                pass
+            except OSError:
+                self.ended = True
+        if self.ended:
+            return
+        left = []
+        for part in parts:
+            if done < len(part):
+                left.append(memoryview(part)[done:])
+            done -= min(done, len(part))
+        self._out.extend((part, written if part is left[-1] else None) for part in left)
+        if not left and written is not None:
+            written()
 
     def flush(self) -> None:
         """Write what the kernel takes. A connection that has ended only forgets."""
         while self._out and not self.ended:
-            try:  # (a header and its bytes at once: the other side is woken once)
+            try:
                 done = self.socket.sendmsg([data for data, _ in islice(self._out, _PIECES)])
             except BlockingIOError:
                 return
@@ -268,60 +327,76 @@ class Peer:
 
     def read(self) -> None:
         """Take in what is there. `ended` is set when nothing more can come; Refused for what cannot be."""
+        self.unread = False
         for _ in range(_AT_ONCE):
-            while self._have < len(self._into):
-                if self._read == self._staged and not self._receive():
-                    return
-                size = min(len(self._into) - self._have, self._staged - self._read)
-                self._into[self._have : self._have + size] = self._stage[self._read : self._read + size]
-                self._have += size
-                self._read += size
-            if not self.proved:
-                self._prove()
-                self._into, self._have = self._header, 0
-            elif self._message is None:
-                message = Message(*_HEADER.unpack(self._header))
-                self._into, self._have = self.target(self, message), 0
-                self._message = message
-            if self._message is not None and self._have == len(self._into):
-                self._finish()
-            if self._idle and self._read == self._staged and self._message is None:
+            if self._message is None and not self._begin():
+                return
+            if self._have < len(self._into) and not self._gather():
+                return
+            message, self._message = self._message, None
+            assert message is not None
+            self.done(self, message)
+            if self._idle and not self._stage:
                 return  # (the selector says when more comes)
+        self.unread = len(self._stage) > 0
 
-    def _receive(self) -> bool:
-        """Short messages come several at a time, by way of the stage; long ones go where they belong at once."""
-        long = len(self._into) - self._have >= _SMALL
-        into = self._into[self._have :] if long else self._stage
-        try:
-            got = self.socket.recv_into(into)
-        except BlockingIOError:
+    def _begin(self) -> bool:
+        """The next header, and where its message goes. Nothing is read before the proof of who this is."""
+        if not self.proved:
+            if not self._there(_NONCE + _PROOF):
+                return False
+            self._prove()
+        if not self._there(_HEADER.size):
             return False
+        message = self._stage.header()
+        self._into, self._have = self.target(self, message), 0
+        self._message = message
+        return True
+
+    def _there(self, size: int) -> bool:
+        """Whether so many bytes are in the stage, after a look for more."""
+        stage = self._stage
+        while len(stage) < size:
+            got = self._receive([stage.room()])
+            if not got:
+                return False
+            stage.stop += got
+        return True
+
+    def _gather(self) -> bool:
+        """The bytes of the message that comes, and what follows them. Whether they are all there."""
+        into, stage = self._into, self._stage
+        self._have += stage.take(into[self._have :])
+        while self._have < len(into):
+            rest = into[self._have :]
+            got = self._receive([rest, stage.room()])
+            if not got:
+                return False
+            self._have += min(got, len(rest))
+            stage.stop += max(got - len(rest), 0)
+        return True
+
+    def _receive(self, places: list[memoryview]) -> int:
+        try:
+            got = self.socket.recvmsg_into(places)[0]
+        except BlockingIOError:
+            return 0
         except OSError:
             got = 0
         if got == 0:
             self.ended = True
-        elif long:
-            self._have += got
-        else:
-            self._read, self._staged = 0, got
-        self._idle = got < len(into)
-        return got > 0
-
-    def _finish(self) -> None:
-        message = self._message
-        assert message is not None
-        self._message = None
-        self._into, self._have = self._header, 0
-        self.done(self, message)
+        self._idle = got < sum(map(len, places))
+        return got
 
     def _prove(self) -> None:
-        theirs, proof = bytes(self._into[:_NONCE]), bytes(self._into[_NONCE:])
+        both = memoryview(bytearray(_NONCE + _PROOF))
+        self._stage.take(both)
+        theirs, proof = bytes(both[:_NONCE]), both[_NONCE:]
         if not hmac.compare_digest(proof, _proof(self.token, b"client", self.nonce, theirs)):
             self.ended = True  # (and no word to somebody who does not know the token)
             raise Refused("")
         self.proved = True
-        self._out.append((memoryview(_proof(self.token, b"server", theirs, self.nonce)), None))
-        self.flush()
+        self._write([_proof(self.token, b"server", theirs, self.nonce)])
 
     def close(self) -> None:
         self.ended = True
