@@ -71,10 +71,10 @@ class Message(NamedTuple):
 
 
 class Stage:
-    """Bytes that have come and were not taken yet: a short message comes whole in one call, and the next one with it."""
+    """Bytes that have come and were not taken yet: short messages come whole, and several of them, in one call."""
 
     def __init__(self, ahead: bytes = b"") -> None:
-        self.memory = memoryview(bytearray(_STAGE))
+        self.memory = memoryview(bytearray(max(_STAGE, len(ahead))))
         self.start, self.stop = 0, len(ahead)
         self.memory[: self.stop] = ahead
 
@@ -161,6 +161,7 @@ class Line:
             self.socket, place = socket.socket(socket.AF_INET), (host, int(port))  # type: ignore[assignment]
         prepare(self.socket)
         self.stage = Stage()
+        self._have = 0  # bytes of a message that are where they belong
         try:
             self.socket.settimeout(seconds)
             self.socket.connect(place)
@@ -195,18 +196,30 @@ class Line:
         except TimeoutError as error:
             raise ConnectionError("the server does not take what it is sent") from error
 
-    def receive(self) -> Message:
+    def receive(self, into: memoryview | None = None) -> Message:
+        """The next header. Bytes of its message are read by `read` or `text`.
+
+        into   memory for a message of just this size, if that is what is waited for: its bytes come with its header
+        """
         stage = self.stage
+        if into is not None and not stage:
+            stage.start, stage.stop = 0, 0
+            got = self._received([stage.memory[: _HEADER.size], into])
+            stage.stop = min(got, _HEADER.size)
+            self._have = got - stage.stop
         while len(stage) < _HEADER.size:
-            got = self._received(stage.room())
+            got = self._received([stage.room()])
             stage.stop += got
-        return stage.header()
+        message = stage.header()
+        if self._have and into is not None and message.size != len(into):  # these bytes belong elsewhere
+            self.stage, self._have = Stage(bytes(into[: self._have])), 0
+        return message
 
     def read(self, into: memoryview) -> None:
         """The bytes of a message: those that came with its header, and the others straight to where they belong."""
-        have = self.stage.take(into)
+        have, self._have = self._have or self.stage.take(into), 0
         while have < len(into):
-            have += self._received(into[have:], socket.MSG_WAITALL)
+            have += self._received([into[have:]], socket.MSG_WAITALL)
 
     def text(self, size: int) -> str:
         return bytes(self._exactly(min(size, MOST_TEXT))).decode("utf-8", "replace")
@@ -216,9 +229,9 @@ class Line:
         self.read(into)
         return into
 
-    def _received(self, into: memoryview, flags: int = 0) -> int:
+    def _received(self, places: list[memoryview], flags: int = 0) -> int:
         try:
-            got = self.socket.recv_into(into, 0, flags)
+            got = self.socket.recvmsg_into(places, 0, flags)[0]
         except TimeoutError as error:
             raise ConnectionError("the server does not answer") from error
         if got == 0:
@@ -264,12 +277,13 @@ class Peer:
         self.ended = False
         self.unread = False  # something was taken in and not looked at: no selector tells of that
         self._stage = Stage(ahead)
+        self._first = _HEADER.size if self.proved else _NONCE + _PROOF  # bytes that come first
         self._message: Message | None = None  # that comes
         self._into, self._have = memoryview(b""), 0  # where its bytes go, and how many are there
         self._idle = False  # the last look found less than there was room for
         self._out: deque[tuple[memoryview, Callable[[], None] | None]] = deque()
         if token:
-            self._write([self.nonce])
+            self._write([self.nonce], _NONCE)
 
     def fileno(self) -> int:
         return self.socket.fileno()
@@ -281,10 +295,11 @@ class Peer:
 
     def send(self, message: Message, data: memoryview | bytes = b"", written: Callable[[], None] | None = None) -> None:
         """Write a message, or remember it; `written` is called when the kernel has all of it."""
-        header = _HEADER.pack(*message[:-1], len(data))
-        self._write([header, data] if len(data) else [header], written)
+        size = len(data)
+        header = _HEADER.pack(*message[:-1], size)
+        self._write([header, data] if size else [header], _HEADER.size + size, written)
 
-    def _write(self, parts: list[memoryview | bytes], written: Callable[[], None] | None = None) -> None:
+    def _write(self, parts: list[memoryview | bytes], size: int, written: Callable[[], None] | None = None) -> None:
         done = 0
         if not self._out and not self.ended:
             try:  # (a header and its bytes at once: the other side is woken once)
@@ -293,16 +308,14 @@ class Peer:
                 pass
             except OSError:
                 self.ended = True
-        if self.ended:
-            return
-        left = []
-        for part in parts:
-            if done < len(part):
-                left.append(memoryview(part)[done:])
-            done -= min(done, len(part))
-        self._out.extend((part, written if part is left[-1] else None) for part in left)
-        if not left and written is not None:
-            written()
+        if done == size:
+            if written is not None:
+                written()
+        elif not self.ended:
+            for part in parts:
+                if done < len(part):
+                    self._out.append((memoryview(part)[done:], written if part is parts[-1] else None))
+                done = max(done - len(part), 0)
 
     def flush(self) -> None:
         """Write what the kernel takes. A connection that has ended only forgets."""
@@ -327,7 +340,7 @@ class Peer:
 
     def read(self) -> None:
         """Take in what is there. `ended` is set when nothing more can come; Refused for what cannot be."""
-        self.unread = False
+        stage, self.unread = self._stage, False
         for _ in range(_AT_ONCE):
             if self._message is None and not self._begin():
                 return
@@ -336,31 +349,24 @@ class Peer:
             message, self._message = self._message, None
             assert message is not None
             self.done(self, message)
-            if self._idle and not self._stage:
+            if self._idle and stage.start == stage.stop:
                 return  # (the selector says when more comes)
-        self.unread = len(self._stage) > 0
+        self.unread = stage.start < stage.stop
 
     def _begin(self) -> bool:
         """The next header, and where its message goes. Nothing is read before the proof of who this is."""
-        if not self.proved:
-            if not self._there(_NONCE + _PROOF):
-                return False
-            self._prove()
-        if not self._there(_HEADER.size):
-            return False
-        message = self._stage.header()
-        self._into, self._have = self.target(self, message), 0
-        self._message = message
-        return True
-
-    def _there(self, size: int) -> bool:
-        """Whether so many bytes are in the stage, after a look for more."""
         stage = self._stage
-        while len(stage) < size:
+        while stage.stop - stage.start < self._first:
             got = self._receive([stage.room()])
             if not got:
                 return False
             stage.stop += got
+        if not self.proved:
+            self._prove()
+            return self._begin()
+        message = stage.header()
+        self._into, self._have = self.target(self, message), 0
+        self._message = message
         return True
 
     def _gather(self) -> bool:
@@ -395,8 +401,8 @@ class Peer:
         if not hmac.compare_digest(proof, _proof(self.token, b"client", self.nonce, theirs)):
             self.ended = True  # (and no word to somebody who does not know the token)
             raise Refused("")
-        self.proved = True
-        self._write([_proof(self.token, b"server", theirs, self.nonce)])
+        self.proved, self._first = True, _HEADER.size
+        self._write([_proof(self.token, b"server", theirs, self.nonce)], _PROOF)
 
     def close(self) -> None:
         self.ended = True

@@ -318,10 +318,10 @@ class Server:
 
     def _decide(self) -> None:
         """Server 0: do all that is ready, and let the others do it."""
+        every = self.settings.snapshot_every
         while rows := self.rule.decide():
             for row in rows:
                 self._tell_row(row)
-            every = self.settings.snapshot_every
             due = every and rows[-1].kind is APPLY and self.rule.version % every == 0
             if due and len(self.saved) in (0, self.count):  # (not before all have the one before)
                 self._save_all()

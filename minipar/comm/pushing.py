@@ -145,10 +145,10 @@ class Servers:
             line.close()
         self.lines = []
 
-    def _take(self, line: Line, wanted: What) -> Message:
-        """The next message of this kind; acknowledgements are noted on the way."""
+    def _take(self, line: Line, wanted: What, into: memoryview | None = None) -> Message:
+        """The next message of this kind, see `Line.receive`; acknowledgements are noted on the way."""
         while True:
-            message = line.receive()
+            message = line.receive(into)
             if message.what == What.ACK and message.step == self.unacknowledged:
                 self.unacknowledged = -1
                 self.pushed.clear()
@@ -190,9 +190,10 @@ class Servers:
                 self.lines[0].send(Message(What.PULL, number=self.request))
                 self.reach("pull")
                 for server, line in enumerate(self.lines):
+                    into = self._bytes[server]
                     while True:
-                        answer = self._take(line, What.ANSWER)
-                        line.read(self._bytes[server][: answer.size])
+                        answer = self._take(line, What.ANSWER, into)
+                        line.read(into[: answer.size])
                         if answer.number == self.request:
                             break
                 break

@@ -175,7 +175,7 @@ class Shard:
 
     def _spare_readers(self) -> None:
         """Before an update: answers that are still being sent keep the parameters they have; others get a copy."""
-        if any([peer.busy for peer in self.readers]):
+        if any(peer.busy for peer in self.readers):
             flat = torch.empty_like(self.flat)
             flat.copy_(self.flat)
             self._take(flat)
