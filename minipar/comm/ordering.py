@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from minipar.comm import snapshot
-from minipar.comm.framing import BETWEEN_SERVERS, FROM_WORKERS, MOST_TEXT, PUSH, Message, Peer, Refused, What, listen
+from minipar.comm.framing import BETWEEN_SERVERS, FROM_WORKERS, MOST_TEXT, PUSH, Message, What, listen
 from minipar.comm.meeting import Handle, Introduction, present, read_handle
+from minipar.comm.peer import Peer, Refused
 from minipar.comm.served import Arrivals, Event, Served, Settings, rows_of
 from minipar.comm.shard import Shard, digest, pieces_of
 from minipar.comm.switchboard import Done, Switchboard
@@ -182,18 +183,13 @@ class Server:
     def _target(self, peer: Peer, message: Message) -> memoryview:
         """Where the bytes of a message go. What nobody would send is refused before any of it is read."""
         what, size = message.what, message.size
-        if peer.worker >= 0:
-            if what == PUSH:
-                return self._room(peer, message)
-            expected = what in FROM_WORKERS
-        elif peer.server >= 0:
-            expected = what in BETWEEN_SERVERS
-        elif what == What.HELLO and 0 < size <= MOST_TEXT:
+        if what == PUSH and peer.worker >= 0:
+            return self._room(peer, message)
+        if what == What.HELLO and peer.worker < 0 and peer.server < 0 and 0 < size <= MOST_TEXT:
             peer.text = memoryview(bytearray(size))
             return peer.text
-        else:
-            expected = False
-        if size or not expected:
+        expected = FROM_WORKERS if peer.worker >= 0 else BETWEEN_SERVERS if peer.server >= 0 else ()
+        if size or what not in expected:
             raise Refused(f"message {what} of {size} bytes is none that server {self.number} expects")
         return _NOTHING
 

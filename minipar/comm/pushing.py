@@ -22,7 +22,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from minipar.comm.framing import Line, Message, What, bytes_of
+from minipar.comm.framing import Message, What, bytes_of
+from minipar.comm.line import Line
 from minipar.comm.meeting import RETRY, Handle, Introduction, read_handle
 from minipar.comm.shard import digest, length, pieces_of
 from minipar.errors import RankError, ServerClosed

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from minipar.comm.framing import Peer, bytes_of
+from minipar.comm.framing import bytes_of
+from minipar.comm.peer import Peer
 from minipar.strategies.shares import Piece, cut
 
 Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

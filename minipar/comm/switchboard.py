@@ -6,7 +6,8 @@ import selectors
 import socket
 from collections.abc import Callable
 
-from minipar.comm.framing import MOST_TEXT, Message, Peer, Refused, What
+from minipar.comm.framing import MOST_TEXT, Message, What
+from minipar.comm.peer import Peer, Refused
 
 Target = Callable[[Peer, Message], memoryview]
 Done = Callable[[Peer, Message], None]
