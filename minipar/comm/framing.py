@@ -18,22 +18,15 @@ import hmac
 import os
 import socket
 import struct
-from collections import deque
-from collections.abc import Callable
 from enum import IntEnum
-from itertools import islice
 from typing import NamedTuple
 
 from torch import Tensor
 
-from minipar.errors import RankError
-
-_HEADER = struct.Struct("<iiiqqqq")
-_NONCE = _PROOF = 32
+HEADER = struct.Struct("<iiiqqqq")
+NONCE = PROOF = 32
 _BUFFER = 4 << 20  # asked for; the kernel gives what its limits allow
-_SMALL = 1 << 14
-_PIECES = 16  # of what waits to be written, in one call
-_AT_ONCE = 64  # messages read from one connection before the others have their turn
+_STAGE = 1 << 14  # bytes that are taken in before it is known where they belong
 MOST_TEXT = 1 << 16  # bytes of a text
 
 
@@ -55,7 +48,9 @@ class What(IntEnum):
     FORGET = 15  # the same: a worker began anew; what it pushed before and is not known whole is void
 
 
-BETWEEN_SERVERS = (What.HAVE, What.ROW, What.SAVE, What.SAVED, What.FORGET, What.CLOSED)
+PUSH = What.PUSH  # (a name of its own is found faster than a member)
+FROM_WORKERS = frozenset((What.PULL, What.ACK, What.LEAVE))  # without bytes, as those between servers
+BETWEEN_SERVERS = frozenset((What.HAVE, What.ROW, What.SAVE, What.SAVED, What.FORGET, What.CLOSED))
 
 
 class Message(NamedTuple):
@@ -66,6 +61,43 @@ class Message(NamedTuple):
     version: int = 0
     number: int = 0
     size: int = 0
+
+
+class Stage:
+    """Bytes that have come and were not taken yet: short messages come whole, and several of them, in one call."""
+
+    def __init__(self, ahead: bytes = b"") -> None:
+        self.memory = memoryview(bytearray(max(_STAGE, len(ahead))))
+        self.start, self.stop = 0, len(ahead)
+        self.memory[: self.stop] = ahead
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def room(self) -> memoryview:
+        """Where more can come, after what is there."""
+        if not self.start and not self.stop:
+            return self.memory
+        rest = self.stop - self.start
+        self.memory[:rest] = self.memory[self.start : self.stop]
+        self.start, self.stop = 0, rest
+        return self.memory[rest:]
+
+    def header(self) -> Message:
+        """Take a header, which is there."""
+        start = self.start
+        self.start += HEADER.size
+        return Message(*HEADER.unpack_from(self.memory, start))
+
+    def take(self, into: memoryview) -> int:
+        """Take what is there, at most so much; how much it was."""
+        size = min(len(into), self.stop - self.start)
+        into[:size] = self.memory[self.start : self.start + size]
+        self.start += size
+        return size
+
+    def rest(self) -> bytes:
+        return bytes(self.memory[self.start : self.stop])
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -103,227 +135,5 @@ def prepare(connection: socket.socket) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
-def _proof(token: bytes, side: bytes, first: bytes, second: bytes) -> bytes:
+def proof(token: bytes, side: bytes, first: bytes, second: bytes) -> bytes:
     return hmac.new(token, side + first + second, hashlib.sha256).digest()
-
-
-# the client's side: it waits ------------------------------------------------------------------------------------------
-
-
-class Line:
-    """A client's connection: sends and receives wait until they are done. ConnectionError when the server is gone."""
-
-    def __init__(self, address: str, token: bytes, seconds: float) -> None:
-        kind, _, rest = address.partition(":")
-        if kind == "unix":
-            self.socket, place = socket.socket(socket.AF_UNIX), rest
-        else:
-            host, _, port = rest.rpartition(":")
-            self.socket, place = socket.socket(socket.AF_INET), (host, int(port))  # type: ignore[assignment]
-        prepare(self.socket)
-        self._header = memoryview(bytearray(_HEADER.size))
-        try:
-            self.socket.settimeout(seconds)
-            self.socket.connect(place)
-            theirs, mine = bytes(self._exactly(memoryview(bytearray(_NONCE)))), os.urandom(_NONCE)
-            self.socket.sendall(mine + _proof(token, b"client", theirs, mine))
-            if not hmac.compare_digest(
-                bytes(self._exactly(memoryview(bytearray(_PROOF)))), _proof(token, b"server", mine, theirs)
-            ):
-                raise RankError(f"the server at {address} does not know the token; it is another one's")
-        except BaseException:
-            self.socket.close()
-            raise
-        self.wait(None)
-
-    def wait(self, seconds: float | None) -> None:
-        """How long a send or receive may take; TimeoutError, a ConnectionError's brother, afterwards. None: for ever.
-
-        (A blocking socket is a little faster than one with a timeout, which asks before every call.)
-        """
-        self.socket.settimeout(seconds)
-
-    def send(self, message: Message, data: memoryview | bytes = b"") -> None:
-        header = _HEADER.pack(*message[:-1], len(data))
-        try:
-            if not len(data):
-                self.socket.sendall(header)
-                return
-            done = self.socket.sendmsg([header, data])
-            if done < len(header):
-                self.socket.sendall(header[done:])
-                done = len(header)
-            if done < len(header) + len(data):
-                self.socket.sendall(memoryview(data)[done - len(header) :])
-        except TimeoutError as error:
-            raise ConnectionError("the server does not take what it is sent") from error
-
-    def receive(self) -> Message:
-        return Message(*_HEADER.unpack(self._exactly(self._header)))
-
-    def read(self, into: memoryview) -> None:
-        self._exactly(into)
-
-    def text(self, size: int) -> str:
-        return bytes(self._exactly(memoryview(bytearray(min(size, MOST_TEXT))))).decode("utf-8", "replace")
-
-    def _exactly(self, into: memoryview) -> memoryview:
-        have, size = 0, len(into)
-        while have < size:
-            try:
-                got = self.socket.recv_into(into[have:], 0, socket.MSG_WAITALL)
-            except TimeoutError as error:
-                raise ConnectionError("the server does not answer") from error
-            if got == 0:
-                raise ConnectionError("the server closed the connection")
-            have += got
-        return into
-
-    def close(self) -> None:
-        self.socket.close()
-
-
-# the server's side: it never waits ------------------------------------------------------------------------------------
-
-
-class Refused(Exception):
-    """What a peer sent cannot be; it is told why, and its connection ends."""
-
-
-class Peer:
-    """A server's end of a connection: reads and writes what can be at the moment, and remembers the rest.
-
-    target(peer, message)   memory for a message's bytes, called when its header is there; Refused for what cannot be
-    done(peer, message)     called when all its bytes are there
-    """
-
-    def __init__(
-        self,
-        connection: socket.socket,
-        token: bytes,
-        target: Callable[[Peer, Message], memoryview],
-        done: Callable[[Peer, Message], None],
-    ) -> None:
-        connection.setblocking(False)
-        prepare(connection)
-        self.socket, self.target, self.done = connection, target, done
-        self.token, self.nonce = token, os.urandom(_NONCE)
-        self.proved = not token  # no token: this end has proved itself already, as a client
-        self.worker = self.server = -1  # who it is, once it has said so
-        self.life = 0
-        self.text = memoryview(b"")  # with which it introduced itself
-        self.since = 0.0  # when the message that comes began to come
-        self.ended = False
-        self._header = memoryview(bytearray(_HEADER.size))
-        self._into, self._have = (memoryview(bytearray(_NONCE + _PROOF)) if token else self._header), 0
-        self._message: Message | None = None
-        self._stage = memoryview(bytearray(_SMALL))  # bytes read and not yet taken: from _read to _staged
-        self._read = self._staged = 0
-        self._idle = False  # the last look found less than there was room for
-        self._out: deque[tuple[memoryview, Callable[[], None] | None]] = deque()
-        if token:
-            self._out.append((memoryview(self.nonce), None))
-            self.flush()
-
-    def fileno(self) -> int:
-        return self.socket.fileno()
-
-    @property
-    def unread(self) -> bool:
-        """Whether something was taken in and not looked at: no selector tells of that."""
-        return self._read < self._staged
-
-    @property
-    def busy(self) -> bool:
-        """Whether something is still to be written."""
-        return bool(self._out)
-
-    def send(self, message: Message, data: memoryview | bytes = b"", written: Callable[[], None] | None = None) -> None:
-        """Write a message, or remember it; `written` is called when the kernel has all of it."""
-        self._out.append((memoryview(_HEADER.pack(*message[:-1], len(data))), None if len(data) else written))
-        if len(data):
-            self._out.append((memoryview(data), written))
-        self.flush()
-
-    def flush(self) -> None:
-        """Write what the kernel takes. A connection that has ended only forgets."""
-        while self._out and not self.ended:
-            try:  # (a header and its bytes at once: the other side is woken once)
-                done = self.socket.sendmsg([data for data, _ in islice(self._out, _PIECES)])
-            except BlockingIOError:
-                return
-            except OSError:
-                self.ended = True
-                break
-            while self._out and done >= len(self._out[0][0]):
-                data, written = self._out.popleft()
-                done -= len(data)
-                if written is not None:
-                    written()
-            if done:
-                data, written = self._out[0]
-                self._out[0] = data[done:], written
-        if self.ended:
-            self._out.clear()
-
-    def read(self) -> None:
-        """Take in what is there. `ended` is set when nothing more can come; Refused for what cannot be."""
-        for _ in range(_AT_ONCE):
-            while self._have < len(self._into):
-                if self._read == self._staged and not self._receive():
-                    return
-                size = min(len(self._into) - self._have, self._staged - self._read)
-                self._into[self._have : self._have + size] = self._stage[self._read : self._read + size]
-                self._have += size
-                self._read += size
-            if not self.proved:
-                self._prove()
-                self._into, self._have = self._header, 0
-            elif self._message is None:
-                message = Message(*_HEADER.unpack(self._header))
-                self._into, self._have = self.target(self, message), 0
-                self._message = message
-            if self._message is not None and self._have == len(self._into):
-                self._finish()
-            if self._idle and self._read == self._staged and self._message is None:
-                return  # (the selector says when more comes)
-
-    def _receive(self) -> bool:
-        """Short messages come several at a time, by way of the stage; long ones go where they belong at once."""
-        long = len(self._into) - self._have >= _SMALL
-        into = self._into[self._have :] if long else self._stage
-        try:
-            got = self.socket.recv_into(into)
-        except BlockingIOError:
-            return False
-        except OSError:
-            got = 0
-        if got == 0:
-            self.ended = True
-        elif long:
-            self._have += got
-        else:
-            self._read, self._staged = 0, got
-        self._idle = got < len(into)
-        return got > 0
-
-    def _finish(self) -> None:
-        message = self._message
-        assert message is not None
-        self._message = None
-        self._into, self._have = self._header, 0
-        self.done(self, message)
-
-    def _prove(self) -> None:
-        theirs, proof = bytes(self._into[:_NONCE]), bytes(self._into[_NONCE:])
-        if not hmac.compare_digest(proof, _proof(self.token, b"client", self.nonce, theirs)):
-            self.ended = True  # (and no word to somebody who does not know the token)
-            raise Refused("")
-        self.proved = True
-        self._out.append((memoryview(_proof(self.token, b"server", theirs, self.nonce)), None))
-        self.flush()
-
-    def close(self) -> None:
-        self.ended = True
-        self._out.clear()
-        self.socket.close()

@@ -16,7 +16,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
-from minipar.comm.framing import Line, Message, What
+from minipar.comm.framing import Message, What
+from minipar.comm.line import Line
 from minipar.comm.shard import Key, pieces_of
 from minipar.errors import RankError
 

@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 
 from minipar.comm import snapshot
-from minipar.comm.framing import BETWEEN_SERVERS, MOST_TEXT, Message, Peer, Refused, What, listen
+from minipar.comm.framing import BETWEEN_SERVERS, FROM_WORKERS, MOST_TEXT, PUSH, Message, What, listen
 from minipar.comm.meeting import Handle, Introduction, present, read_handle
+from minipar.comm.peer import Peer, Refused
 from minipar.comm.served import Arrivals, Event, Served, Settings, rows_of
 from minipar.comm.shard import Shard, digest, pieces_of
-from minipar.comm.switchboard import Switchboard
+from minipar.comm.switchboard import Done, Switchboard
 from minipar.errors import RankError
-from minipar.strategies.consistency import Kind, Row, again
+from minipar.strategies.consistency import ANSWER, APPLY, DROP, JOIN, TAKE, Kind, Row, again
 
+_NOTHING = memoryview(b"")
 _LOOK = 0.2  # seconds between two looks at who is silent
 
 
@@ -44,6 +46,19 @@ class Server:
         self.board = Switchboard(listen(handle.addresses[number]), handle.token, self._target, self._done, self._gone)
         self.incarnation = 0
         self.over = handle.closed
+        self.on: dict[int, Done] = {
+            What.HELLO: self._hello,
+            What.PUSH: self._pushed,
+            What.PULL: self._pull,
+            What.ACK: self._ask,
+            What.LEAVE: self._leave,
+            What.HAVE: lambda peer, m: self._whole(m.worker, m.step, m.number, peer.server),
+            What.ROW: self._row,
+            What.SAVE: self._save_too,
+            What.SAVED: lambda peer, m: self.saved.add(peer.server),
+            What.FORGET: lambda peer, m: self._forget(m.worker, m.number),
+            What.CLOSED: self._closed,
+        }
         self._fresh()
 
     def _new_shard(self) -> Shard:
@@ -121,7 +136,7 @@ class Server:
         line, order = found
         self._restore(order.number, order.version)
         self.ready = True
-        peer = self.board.adopt(line.socket)
+        peer = self.board.adopt(line.socket, line.stage.rest())
         peer.server = 0
         self.others[0] = peer
 
@@ -137,11 +152,11 @@ class Server:
         self.served.order = order
         self.rule = again(self.settings.mode, self.settings.workers, self.settings.steps, order)
         if self.settings.together:
-            here = {row.worker for row in order if row.kind is Kind.JOIN}
+            here = {row.worker for row in order if row.kind is JOIN}
             self.rule.absent = set(range(self.settings.workers)) - here
         for worker, step in facts["reported"] if number else ():
             self.rule.push(worker, step)
-        self.served.events = [e for e in self.served.events if e.kind != Kind.APPLY or e.which < self.rule.version]
+        self.served.events = [e for e in self.served.events if e.kind != APPLY or e.which < self.rule.version]
         if self.incarnation or number:
             self.served.restored.append(self.rule.version)
             self.report(("restored", number))
@@ -168,67 +183,67 @@ class Server:
     def _target(self, peer: Peer, message: Message) -> memoryview:
         """Where the bytes of a message go. What nobody would send is refused before any of it is read."""
         what, size = message.what, message.size
+        if what == PUSH and peer.worker >= 0:
+            return self._room(peer, message)
         if what == What.HELLO and peer.worker < 0 and peer.server < 0 and 0 < size <= MOST_TEXT:
             peer.text = memoryview(bytearray(size))
             return peer.text
-        if what == What.PUSH and peer.worker >= 0:
-            piece = self.shard.by_tensor.get(message.key)
-            if piece is None or piece.size != size or not 0 <= message.version <= message.number:
-                known = "another" if piece is None else f"one of {piece.size} bytes"
-                raise Refused(f"key {message.key}: {size} bytes were pushed, but server {self.number} keeps {known}")
-            peer.since = time.perf_counter()
-            if not self.rule.known(peer.worker, message.step):
-                pushed = self.shard.pushing(peer.worker, peer.life, message.step, message.version, message.number)
-                if message.key in pushed.missing:
-                    return pushed.room.bytes[message.key]
-            return memoryview(bytearray(size))  # it was here before: not twice
-        from_worker = peer.worker >= 0 and what in (What.PULL, What.ACK, What.LEAVE)
-        from_server = peer.server >= 0 and what in BETWEEN_SERVERS
-        if size or not (from_worker or from_server):
+        expected = FROM_WORKERS if peer.worker >= 0 else BETWEEN_SERVERS if peer.server >= 0 else ()
+        if size or what not in expected:
             raise Refused(f"message {what} of {size} bytes is none that server {self.number} expects")
-        return memoryview(b"")
+        return _NOTHING
+
+    def _room(self, peer: Peer, message: Message) -> memoryview:
+        """Where a piece of a gradient goes."""
+        key, size, step = message.key, message.size, message.step
+        piece = self.shard.by_tensor.get(key)
+        if piece is None or piece.size != size or not 0 <= message.version <= message.number:
+            known = "another" if piece is None else f"one of {piece.size} bytes"
+            raise Refused(f"key {key}: {size} bytes were pushed, but server {self.number} keeps {known}")
+        peer.since = time.perf_counter()
+        if not self.rule.known(peer.worker, step):
+            pushed = self.shard.pushing(peer.worker, peer.life, step, message.version, message.number)
+            if key in pushed.missing:
+                return pushed.room.bytes[key]
+        return memoryview(bytearray(size))  # it was here before: not twice
 
     def _done(self, peer: Peer, message: Message) -> None:
-        what, worker, step, number = message.what, message.worker, message.step, message.number
         if peer.worker >= 0:
             self.heard[peer.worker] = time.monotonic()
-        if what == What.HELLO:
-            self._hello(peer)
-        elif what == What.PUSH:
-            self._pushed(peer, message)
-        elif what == What.PULL:
-            self.requests[peer.worker] = number
-            if not self.arrivals.wait(peer.worker):
-                self.rule.ask(peer.worker)
-        elif what == What.ACK:
-            self.questions[peer.worker] = step
-            if self.rule.known(peer.worker, step):
-                self._acknowledge(peer.worker, step)
-        elif what == What.LEAVE:
-            if peer.worker in self.rule.members:
-                self._tell_row(self.rule.leave(peer.worker))
-        elif what == What.HAVE:
-            self._whole(worker, step, number, peer.server)
-        elif what == What.ROW:
-            row = Row(Kind(message.key), worker, step, message.version)
-            self.rule.follow(row)
-            self._do(row, number)
-        elif what == What.SAVE:
-            self._save(number)
-            self.board.tell(peer, Message(What.SAVED, number=number))
-        elif what == What.SAVED:
-            self.saved.add(peer.server)
-        elif what == What.FORGET:
-            self._forget(worker, number)
-        elif what == What.CLOSED:
-            if self.number == 0:
-                assert self.ending is not None
-                self.ending.add(peer.server)
-            else:
-                self.board.tell(peer, Message(What.CLOSED))
-                self.over = self.handle.closed
+        self.on[message.what](peer, message)
 
-    def _hello(self, peer: Peer) -> None:
+    def _pull(self, peer: Peer, message: Message) -> None:
+        self.requests[peer.worker] = message.number
+        if not self.arrivals.wait(peer.worker):
+            self.rule.ask(peer.worker)
+
+    def _ask(self, peer: Peer, message: Message) -> None:
+        self.questions[peer.worker] = message.step
+        if self.rule.known(peer.worker, message.step):
+            self._acknowledge(peer.worker, message.step)
+
+    def _leave(self, peer: Peer, message: Message) -> None:
+        if peer.worker in self.rule.members:
+            self._tell_row(self.rule.leave(peer.worker))
+
+    def _row(self, peer: Peer, message: Message) -> None:
+        row = Row(Kind(message.key), message.worker, message.step, message.version)
+        self.rule.follow(row)
+        self._do(row, message.number)
+
+    def _save_too(self, peer: Peer, message: Message) -> None:
+        self._save(message.number)
+        self.board.tell(peer, Message(What.SAVED, number=message.number))
+
+    def _closed(self, peer: Peer, message: Message) -> None:
+        if self.number == 0:
+            assert self.ending is not None
+            self.ending.add(peer.server)
+        else:
+            self.board.tell(peer, Message(What.CLOSED))
+            self.over = self.handle.closed
+
+    def _hello(self, peer: Peer, message: Message) -> None:
         who = Introduction.read(bytes(peer.text))
         if who is None:
             raise Refused(f"server {self.number} does not understand who is there")
@@ -267,18 +282,18 @@ class Server:
         self.arrivals.forget(worker, life)
 
     def _pushed(self, peer: Peer, message: Message) -> None:
-        worker, step = peer.worker, message.step
+        worker, step, key = peer.worker, message.step, message.key
         pushed = self.shard.pushed.get((worker, peer.life))
-        known = self.rule.known(worker, step)
-        if known or pushed is None or message.key not in pushed.missing:
+        if pushed is None or key not in pushed.missing or self.rule.known(worker, step):
             return
-        pushed.missing.discard(message.key)
+        pushed.missing.discard(key)
         self.served.received += message.size
-        event = Event(0, worker, step, message.key, peer.since, time.perf_counter(), message.size)
-        self.served.events.append(event)
-        if not pushed.missing:
-            if self.number == 0:
-                return self._whole(worker, step, peer.life, 0)
+        self.served.events.append(Event(0, worker, step, key, peer.since, time.perf_counter(), message.size))
+        if pushed.missing:
+            return
+        if self.number == 0:
+            self._whole(worker, step, peer.life, 0)
+        else:
             self.board.tell(self.others.get(0), Message(What.HAVE, 0, worker, step, number=peer.life))
 
     def _whole(self, worker: int, step: int, life: int, server: int) -> None:
@@ -299,18 +314,18 @@ class Server:
 
     def _decide(self) -> None:
         """Server 0: do all that is ready, and let the others do it."""
+        every = self.settings.snapshot_every
         while rows := self.rule.decide():
             for row in rows:
                 self._tell_row(row)
-            every = self.settings.snapshot_every
-            due = every and rows[-1].kind is Kind.APPLY and self.rule.version % every == 0
+            due = every and rows[-1].kind is APPLY and self.rule.version % every == 0
             if due and len(self.saved) in (0, self.count):  # (not before all have the one before)
                 self._save_all()
         if not self.rule.members:
             self._end()
 
     def _tell_row(self, row: Row) -> None:
-        number = self.requests.get(row.worker, 0) if row.kind is Kind.ANSWER else 0
+        number = self.requests.get(row.worker, 0) if row.kind is ANSWER else 0
         for peer in self.others.values():
             self.board.tell(peer, Message(What.ROW, row.kind, row.worker, row.step, row.version, number))
         self.served.order.append(row)
@@ -318,39 +333,39 @@ class Server:
 
     def _do(self, row: Row, number: int) -> None:
         """What a line of the order means for this server's part."""
-        start = time.perf_counter()
-        if row.kind is Kind.TAKE:
+        kind = row.kind
+        if kind is TAKE:
             self.taking.append(row)
-            return
-        if row.kind is Kind.APPLY:
-            found = [self.shard.find(take.worker, take.step) for take in self.taking]
-            self.taking.clear()
-            self.reach("apply")
-            self.shard.apply([pushed for pushed in found if pushed is not None])
-            self.reach("apply")
-        elif row.kind is Kind.DROP:
-            late = self.shard.find(row.worker, row.step)
-            if late is not None:
-                self.shard.let_go(late)
-        elif row.kind is Kind.ANSWER:
-            return self._answer(row, number, start)
-        self.served.events.append(Event(row.kind, row.worker, row.step, row.version, start, time.perf_counter()))
+        elif kind is ANSWER:
+            self._answer(row, number)
+        else:
+            start = time.perf_counter()
+            if kind is APPLY:
+                found = [self.shard.find(take.worker, take.step) for take in self.taking]
+                self.taking.clear()
+                self.reach("apply")
+                self.shard.apply([pushed for pushed in found if pushed is not None])
+                self.reach("apply")
+            elif kind is DROP:
+                late = self.shard.find(row.worker, row.step)
+                if late is not None:
+                    self.shard.let_go(late)
+            self.served.events.append(Event(kind, row.worker, row.step, row.version, start, time.perf_counter()))
 
-    def _answer(self, row: Row, number: int, start: float) -> None:
-        peer, flat = self.workers.get(row.worker), self.shard.flat
+    def _answer(self, row: Row, number: int) -> None:
+        _, worker, step, version = row
+        peer, flat, start = self.workers.get(worker), self.shard.flat, time.perf_counter()
         if peer is None:
             return
-        self.heard[row.worker] = time.monotonic()
-        size = self.shard.nbytes if row.step < self.settings.steps else 0  # (at the end there is no more to work on)
+        self.heard[worker] = time.monotonic()
+        data = self.shard.bytes if step < self.settings.steps else _NOTHING  # (at the end there is nothing to work on)
 
         def written(flat: Tensor = flat) -> None:  # (which keeps it until then)
-            self.served.sent += size
-            event = Event(Kind.ANSWER, row.worker, row.step, row.version, start, time.perf_counter(), size)
-            self.served.events.append(event)
+            self.served.sent += len(data)
+            self.served.events.append(Event(ANSWER, worker, step, version, start, time.perf_counter(), len(data)))
 
-        message = Message(What.ANSWER, self.settings.steps, row.worker, row.step, row.version, number)
         self.shard.readers.append(peer)
-        self.board.tell(peer, message, self.shard.bytes[:size], written)
+        self.board.tell(peer, Message(What.ANSWER, self.settings.steps, worker, step, version, number), data, written)
 
     def _look_for_silent(self) -> None:
         patience = float("inf") if self.settings.patience is None else self.settings.patience

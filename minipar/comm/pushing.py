@@ -22,7 +22,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from minipar.comm.framing import Line, Message, What, bytes_of
+from minipar.comm.framing import Message, What, bytes_of
+from minipar.comm.line import Line
 from minipar.comm.meeting import RETRY, Handle, Introduction, read_handle
 from minipar.comm.shard import digest, length, pieces_of
 from minipar.errors import RankError, ServerClosed
@@ -61,11 +62,15 @@ class Servers:
             [(server, piece) for server, pieces in enumerate(self._pieces) for piece in pieces if piece.tensor == k]
             for k in range(len(self.keys))
         ]
-        self._places = {(k, server) for k, homes in enumerate(self._homes) for server, _ in homes}
+        self._parts = [frozenset((k, server) for server, _ in homes) for k, homes in enumerate(self._homes)]
+        self._places = frozenset().union(*self._parts)
+        self._cut = [k for k, homes in enumerate(self._homes) if len(homes) > 1]
         # What the servers keep, each in one run of bytes; a key that is cut gets memory of its own.
         self._flats = [torch.zeros(length(pieces), dtype=torch.uint8) for pieces in self._pieces]
         self._bytes = [bytes_of(flat) for flat in self._flats]
+        self._size = sum(len(one) for one in self._bytes)
         self._values = [self._home_of(k) for k in range(len(self.keys))]
+        self._kinds = [(value.shape, value.dtype) for value in self._values]
         self.lines: list[Line] = []
         self.incarnation = 0
         self.life = 0
@@ -141,17 +146,17 @@ class Servers:
             line.close()
         self.lines = []
 
-    def _take(self, line: Line, *wanted: What) -> Message:
-        """The next message of one of these kinds; acknowledgements are noted on the way."""
+    def _take(self, line: Line, wanted: What, into: memoryview | None = None) -> Message:
+        """The next message of this kind, see `Line.receive`; acknowledgements are noted on the way."""
         while True:
-            message = line.receive()
-            if message.what == What.REFUSED:
-                raise RankError(f"worker {self.worker}: {line.text(message.size)}")
+            message = line.receive(into)
             if message.what == What.ACK and message.step == self.unacknowledged:
                 self.unacknowledged = -1
                 self.pushed.clear()
-            if message.what in wanted:
+            if message.what == wanted:
                 return message
+            if message.what == What.REFUSED:
+                raise RankError(f"worker {self.worker}: {line.text(message.size)}")
             if message.what == What.CLOSED:
                 raise ServerClosed(f"worker {self.worker}: the servers of {self.handle.folder} have ended")
             if message.what == What.ANSWER:  # to an earlier request
@@ -186,9 +191,10 @@ class Servers:
                 self.lines[0].send(Message(What.PULL, number=self.request))
                 self.reach("pull")
                 for server, line in enumerate(self.lines):
+                    into = self._bytes[server]
                     while True:
-                        answer = self._take(line, What.ANSWER)
-                        line.read(self._bytes[server][: answer.size])
+                        answer = self._take(line, What.ANSWER, into)
+                        line.read(into[: answer.size])
                         if answer.number == self.request:
                             break
                 break
@@ -197,16 +203,16 @@ class Servers:
                     self._resend()
         self.void, self.step, self.version = False, answer.step, answer.version
         self._steps = answer.key
-        self.received += sum(flat.numel() for flat in self._flats) if answer.size else 0
+        if answer.size:
+            self.received += self._size
         self.pushed.clear()
         self.unacknowledged = -1  # (nobody gets an answer before that)
         self.missing = set(self._places)
-        for k, homes in enumerate(self._homes):
-            if len(homes) > 1:
-                whole = bytes_of(self._values[k])
-                for server, piece in homes:
-                    part = bytes_of(self._flats[server])
-                    whole[piece.start : piece.stop] = part[piece.place : piece.place + piece.size]
+        for k in self._cut:
+            whole = bytes_of(self._values[k])
+            for server, piece in self._homes[k]:
+                part = bytes_of(self._flats[server])
+                whole[piece.start : piece.stop] = part[piece.place : piece.place + piece.size]
 
     def pull(self, index: str | int) -> Tensor:
         """The parameter of a key, as it was when this step began. The tensor is the worker's copy: it changes at the
@@ -225,17 +231,18 @@ class Servers:
         Raises RankError for a key, shape or dtype that the servers do not have, and ServerClosed.
         """
         k = self._find(index, "push")
-        key = self.keys[k]
-        if gradient.shape != self._values[k].shape or gradient.dtype is not self._values[k].dtype:
+        if (gradient.shape, gradient.dtype) != self._kinds[k]:
             kind = f"{str(gradient.dtype).removeprefix('torch.')} {tuple(gradient.shape)}"
-            raise RankError(f"worker {self.worker}: push of key {index!r} as {kind}; the servers have it as {key}")
-        parts = {(k, home) for home, _ in self._homes[k] if server in (None, home)}
+            raise RankError(
+                f"worker {self.worker}: push of key {index!r} as {kind}; the servers have it as {self.keys[k]}"
+            )
+        parts = self._parts[k] if server is None else self._parts[k] & {(k, server)}
         if not parts <= self.missing:
             raise RankError(f"worker {self.worker}: key {index!r} was pushed before in step {self.step}")
         self.missing -= parts
         if self.void:
             return
-        self.pushed[k] = gradient.detach().contiguous()
+        self.pushed[k] = (gradient.detach() if gradient.requires_grad else gradient).contiguous()
         if not self.missing:
             self.unacknowledged = self.step
         try:
@@ -247,7 +254,7 @@ class Servers:
     def _send(self, k: int, server: int | None = None) -> None:
         data = bytes_of(self.pushed[k])
         for home, piece in self._homes[k]:
-            if server in (None, home):
+            if server is None or server == home:
                 message = Message(What.PUSH, k, self.worker, self.step, self.rows, self.of)
                 self.lines[home].send(message, data[piece.start : piece.stop])
                 self.sent += piece.size

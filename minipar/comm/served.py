@@ -76,6 +76,8 @@ class Arrivals:
 
     def whole(self, worker: int, step: int, life: int, server: int) -> bool:
         """A gradient is whole at a server. Whether it is at all of them now."""
+        if self.servers == 1:
+            return True
         found = self.at.setdefault((worker, step, life), set())
         found.add(server)
         if len(found) < self.servers:
@@ -85,7 +87,7 @@ class Arrivals:
 
     def wait(self, worker: int) -> bool:
         """A worker pulls. Whether something that it pushed before is not everywhere yet."""
-        if any(key[0] == worker for key in self.at):
+        if self.at and any(key[0] == worker for key in self.at):
             self.early.add(worker)
         return worker in self.early
 

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from minipar.comm.framing import Peer, bytes_of
+from minipar.comm.framing import bytes_of
+from minipar.comm.peer import Peer
 from minipar.strategies.shares import Piece, cut
 
 Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -137,8 +138,10 @@ class Shard:
 
     def find(self, worker: int, step: int) -> Pushed | None:
         """A worker's gradient of a step that is whole."""
-        found = (p for (w, _), p in self.pushed.items() if w == worker and p.step == step and not p.missing)
-        return next(found, None)
+        for pushed in self.pushed.values():
+            if pushed.worker == worker and pushed.step == step and not pushed.missing:
+                return pushed
+        return None
 
     def let_go(self, pushed: Pushed) -> None:
         del self.pushed[pushed.worker, pushed.life]
@@ -149,23 +152,27 @@ class Shard:
         if not taken:
             return
         if self.optimizer is not None:
-            total = taken[0].room.flat
-            rows = sum(p.rows for p in taken)
-            scale = taken[0].of / rows if 0 < rows != taken[0].of else 1.0
-            for dtype, start, stop in self.runs if len(taken) > 1 or scale != 1 else ():
-                sums = total[start:stop].view(dtype)
-                for other in taken[1:]:
-                    sums += other.room.flat[start:stop].view(dtype)
-                if scale != 1:
-                    sums *= scale
-            self._spare_readers()
-            for gradient, parameter in zip(taken[0].room.views, self.parameters, strict=True):
+            first, rows = taken[0], sum([p.rows for p in taken])
+            if len(taken) > 1 or 0 < rows != first.of:
+                self._add(taken, first.of / rows if rows else 1.0)
+            if self.readers:
+                self._spare_readers()
+            for gradient, parameter in zip(first.room.views, self.parameters, strict=True):
                 parameter.grad = gradient
             self.optimizer.step()
             for parameter in self.parameters:
                 parameter.grad = None
         for pushed in taken:
             self.let_go(pushed)
+
+    def _add(self, taken: Sequence[Pushed], scale: float) -> None:
+        """The sum of gradients, scaled, in the room of the first."""
+        for dtype, start, stop in self.runs:
+            sums = taken[0].room.flat[start:stop].view(dtype)
+            for other in taken[1:]:
+                sums += other.room.flat[start:stop].view(dtype)
+            if scale != 1:
+                sums *= scale
 
     def _spare_readers(self) -> None:
         """Before an update: answers that are still being sent keep the parameters they have; others get a copy."""

@@ -6,7 +6,8 @@ import selectors
 import socket
 from collections.abc import Callable
 
-from minipar.comm.framing import MOST_TEXT, Message, Peer, Refused, What
+from minipar.comm.framing import MOST_TEXT, Message, What
+from minipar.comm.peer import Peer, Refused
 
 Target = Callable[[Peer, Message], memoryview]
 Done = Callable[[Peer, Message], None]
@@ -25,7 +26,8 @@ class Switchboard:
         self.listener, self.token, self.target, self.done, self.gone = listener, token, target, done, gone
         self.selector = selectors.DefaultSelector()
         self.selector.register(listener, selectors.EVENT_READ)
-        self.peers: dict[Peer, int] = {}  # what the selector waits for at each
+        self.peers: set[Peer] = set()
+        self.writing: set[Peer] = set()  # where the selector waits for room to write, too
         self.unread: list[Peer] = []  # had more to say than its turn was long
 
     def wait(self, seconds: float) -> None:
@@ -49,15 +51,17 @@ class Switchboard:
             return
         self.add(Peer(connection, self.token, self.target, self.done))
 
-    def adopt(self, connection: socket.socket) -> Peer:
-        """A connection that this process has made itself, as a client."""
-        peer = Peer(connection, b"", self.target, self.done)
+    def adopt(self, connection: socket.socket, ahead: bytes = b"") -> Peer:
+        """A connection that this process has made itself, as a client, and what it has read of it already."""
+        peer = Peer(connection, b"", self.target, self.done, ahead)
         self.add(peer)
+        if ahead:
+            self.unread.append(peer)
         return peer
 
     def add(self, peer: Peer) -> None:
         self.selector.register(peer, selectors.EVENT_READ)
-        self.peers[peer] = selectors.EVENT_READ
+        self.peers.add(peer)
         self._watch(peer)
 
     def _attend(self, peer: Peer, events: int) -> None:
@@ -80,10 +84,9 @@ class Switchboard:
 
     def _watch(self, peer: Peer) -> None:
         """Wait for room to write only where something is to be written."""
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.busy else 0)
-        if self.peers.get(peer, wanted) != wanted:
-            self.selector.modify(peer, wanted)
-            self.peers[peer] = wanted
+        if peer.busy is not (peer in self.writing) and peer in self.peers:
+            self.writing.symmetric_difference_update((peer,))
+            self.selector.modify(peer, selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.busy else 0))
 
     def tell(
         self,
@@ -99,8 +102,10 @@ class Switchboard:
 
     def drop(self, peer: Peer) -> None:
         """End a connection."""
-        if self.peers.pop(peer, None) is not None:
+        if peer in self.peers:
             self.selector.unregister(peer)
+            self.peers.remove(peer)
+            self.writing.discard(peer)
         peer.close()
 
     def drop_all(self) -> None:

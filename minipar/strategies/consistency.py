@@ -83,6 +83,9 @@ class Kind(IntEnum):
     REMOVE = 7  # it is waited for no longer
 
 
+JOIN, ANSWER, TAKE, DROP, APPLY, LEAVE, REMOVE = Kind  # (names of their own are found faster than members)
+
+
 class Row(NamedTuple):
     """One line of the order in which servers did things; every server does the same. APPLY has no worker and step."""
 
@@ -107,6 +110,7 @@ class Consistency:
     asking: dict[int, None] = field(default_factory=dict)  # workers that wait for parameters, in order of asking
 
     def __post_init__(self) -> None:
+        self.each = self.mode.each
         self.members.update(range(self.workers))
         self.clocks.update(dict.fromkeys(range(self.workers), 0))
 
@@ -121,7 +125,7 @@ class Consistency:
         self.members.add(worker)
         self.asking.pop(worker, None)
         self.absent.discard(worker)
-        return Row(Kind.JOIN, worker, self._step(worker), self.version)
+        return Row(JOIN, worker, self._step(worker), self.version)
 
     def push(self, worker: int, step: int) -> None:
         """The whole gradient of a worker's step is there."""
@@ -141,34 +145,45 @@ class Consistency:
         self.members.discard(worker)
         self.absent.discard(worker)
         self.asking.pop(worker, None)
-        return Row(Kind.REMOVE if removed else Kind.LEAVE, worker, self.clocks.get(worker, 0), self.version)
+        return Row(REMOVE if removed else LEAVE, worker, self.clocks.get(worker, 0), self.version)
 
     # what is to be done
 
     def decide(self) -> list[Row]:
         """The next thing that is ready: an update (its TAKEs and APPLY), a DROP, an ANSWER; empty: wait."""
+        rows = self._update() if self.pushed else []
+        if not rows and self.asking and not self.absent:
+            rows = self._reply()
+        return rows
+
+    def _update(self) -> list[Row]:
+        """What becomes of gradients that are there."""
         for worker, step in self.pushed.items():
-            if self.mode.each:
-                return self._note([Row(Kind.TAKE, worker, step, self.version), self._apply()])
+            if self.each:
+                return self._note([Row(TAKE, worker, step, self.version), self._apply()])
             if step < self.version:
-                return self._note([Row(Kind.DROP, worker, step, self.version)])
+                return self._note([Row(DROP, worker, step, self.version)])
         ready = [worker for worker, step in self.pushed.items() if step == self.version]
         need = len(self.members.union(ready))
         if self.mode.kind == "k-of-n":
             need = min(need, self.mode.count)
         if ready and len(ready) >= need:
             first = sorted(ready[:need])  # summed in the order of workers, so that arrival changes no bit of sync
-            return self._note([*(Row(Kind.TAKE, w, self.version, self.version) for w in first), self._apply()])
-        for worker in self.asking if not self.absent else ():
+            return self._note([*(Row(TAKE, w, self.version, self.version) for w in first), self._apply()])
+        return []
+
+    def _reply(self) -> list[Row]:
+        """Whoever may have parameters: the first of those who ask."""
+        for worker in self.asking:
             if worker not in self.pushed and self._may_go_on(worker):
-                return self._note([Row(Kind.ANSWER, worker, self._step(worker), self.version)])
+                return self._note([Row(ANSWER, worker, self._step(worker), self.version)])
         return []
 
     def _apply(self) -> Row:
-        return Row(Kind.APPLY, -1, -1, self.version)
+        return Row(APPLY, -1, -1, self.version)
 
     def _step(self, worker: int) -> int:
-        return self.clocks[worker] if self.mode.each else self.version
+        return self.clocks[worker] if self.each else self.version
 
     def _may_go_on(self, worker: int) -> bool:
         clock = self.clocks[worker]
@@ -189,16 +204,16 @@ class Consistency:
     def follow(self, row: Row) -> None:
         """Come to the state after a row: of one's own decision, or of an order that is read again."""
         kind, worker, step, _ = row
-        if kind is Kind.APPLY:
+        if kind is APPLY:
             self.version += 1
-        elif kind is Kind.TAKE or kind is Kind.DROP:
+        elif kind is TAKE or kind is DROP:
             self.pushed.pop(worker, None)
             self.clocks[worker] = step + 1
-        elif kind is Kind.ANSWER:
+        elif kind is ANSWER:
             self.asking.pop(worker, None)
-        elif kind is Kind.JOIN:
+        elif kind is JOIN:
             self.members.add(worker)
-            if self.mode.each:
+            if self.each:
                 self.clocks[worker] = step
             else:
                 self.clocks.setdefault(worker, 0)

@@ -17,7 +17,8 @@ import torch
 from minipar.cluster import worker
 from minipar.cluster.members import Revived
 from minipar.comm import meeting, pushing, server, snapshot
-from minipar.comm.framing import Line, Message, What
+from minipar.comm.framing import Message, What
+from minipar.comm.line import Line
 from minipar.comm.served import Settings
 from minipar.comm.shard import Shard, key_of, pieces_of
 from minipar.comm.switchboard import Switchboard

@@ -149,6 +149,16 @@ def test_nobody_goes_on_before_those_who_were_expected():
     assert rule.decide() == [Row(Kind.ANSWER, 0, 1, 1)]
 
 
+def test_where_all_begin_together_nobody_is_answered_before_the_last_has_come():
+    rule = Consistency(Mode.parse("async", 2), 2, 5)
+    rule.absent = {0, 1}
+    rule.join(0)
+    rule.ask(0)
+    assert rule.decide() == []
+    rule.join(1)
+    assert rule.decide() == [Row(Kind.ANSWER, 0, 0, 0)]
+
+
 def test_one_that_was_removed_comes_back():
     rule = Consistency(Mode.parse("ssp:1", 2), 2, 9)
     for step in range(3):
