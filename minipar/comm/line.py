@@ -11,6 +11,7 @@ import os
 import socket
 
 from minipar.comm.framing import HEADER, MOST_TEXT, NONCE, PROOF, Message, Stage, What, prepare, proof
+from minipar.comm.looking import Looking
 from minipar.errors import RankError
 
 
@@ -26,6 +27,7 @@ class Line:
             self.socket, place = socket.socket(socket.AF_INET), (host, int(port))  # type: ignore[assignment]
         prepare(self.socket)
         self.stage = Stage()
+        self.looking = Looking()
         self._have = 0  # bytes of a message that are where they belong
         try:
             self.socket.settimeout(seconds)
@@ -69,7 +71,7 @@ class Line:
         stage = self.stage
         if into is not None and not stage:
             stage.start, stage.stop = 0, 0
-            got = self._received([stage.memory[: HEADER.size], into])
+            got = self._soon([stage.memory[: HEADER.size], into])
             stage.stop = min(got, HEADER.size)
             self._have = got - stage.stop
         while len(stage) < HEADER.size:
@@ -93,6 +95,12 @@ class Line:
         into = memoryview(bytearray(size))
         self.read(into)
         return into
+
+    def _soon(self, places: list[memoryview]) -> int:
+        """Like `_received`, where an answer is expected."""
+        if self.socket.gettimeout() is None:  # (one with a timeout would wait for that long, and not look)
+            return self.looking.find(lambda: self._received(places, socket.MSG_DONTWAIT)) or self._received(places)
+        return self._received(places)
 
     def _received(self, places: list[memoryview], flags: int = 0) -> int:
         try:
