@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 SHORT = 1e-4  # seconds of looking
 _RARELY = 6  # at most every 2 ** 6 waits where nothing is found
@@ -27,6 +28,8 @@ class Looking:
 
     def find(self, look: Callable[[], int]) -> int:
         """What `look` gives, as soon as it raises no BlockingIOError any more; 0 where it is time to sleep instead."""
+        with suppress(BlockingIOError):
+            return look()  # what was there already says nothing about waiting
         if self.alone or self.asleep:
             self.asleep -= self.asleep > 0
             return 0
