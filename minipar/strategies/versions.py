@@ -173,7 +173,11 @@ def as_it_happened(
         m = program.microbatches
         places = [(isinstance(action, Forward), action.microbatch % m, action.microbatch // m) for action in order]
         plain = [ins for place in places for ins in blocks.get(place, ())]
-        ranks.append(tuple(with_versions(plain, layout, rank, program.contract, version)))
+        same = program.in_flight is not None and version is newest
+        if same and plain == [ins for ins in program.ranks[rank] if ins.op is not Op.STEP]:
+            ranks.append(program.ranks[rank])  # it happened as it was compiled
+        else:
+            ranks.append(tuple(with_versions(plain, layout, rank, program.contract, version)))
     return replace(program, ranks=tuple(ranks), in_flight=None)
 
 
