@@ -18,7 +18,7 @@ from minipar.costs.emulated import EmulatedCosts, as_emulated
 from minipar.costs.measured import Profile
 from minipar.costs.profiled import ProfiledCosts, microbatch_rows
 from minipar.costs.profiler import shape_of
-from minipar.emulation import LATE, Clock, Delays
+from minipar.emulation import Clock, Delays
 from minipar.errors import PlanError
 from minipar.execution import Execution, Job, execute, profile_job
 from minipar.program import COMPUTE, Op
@@ -76,26 +76,20 @@ def test_it_computes_the_same(clusters: dict[str, Cluster]) -> None:
         assert all(torch.equal(mine[name], others[name]) for name in mine)
 
 
-def test_nothing_ends_before_the_device_would_end_it(clusters: dict[str, Cluster]) -> None:
-    done, _ = run("pp=4 schedule=1f1b microbatches=4", clusters["slow link"])
+@pytest.mark.parametrize("plan", ["pp=4 schedule=1f1b microbatches=4", "pp=4 schedule=gpipe microbatches=3"])
+def test_nothing_ends_before_the_device_would_end_it(clusters: dict[str, Cluster], plan: str) -> None:
+    """However late ranks are woken: each message and each computation ends when, at the earliest, it can on devices
+    that begin with the first of them. (Between two real events less time may pass: what was late is made up.)"""
+    done, predicted = run(plan, clusters["slow link"])
     trace, program = done.trace, done.program
+    first = trace.span[0]
     for rank, row in enumerate(program.ranks):
-        computed = [k for k, ins in enumerate(row) if ins.op in COMPUTE and ins.op is not Op.STEP]
-        total = sum(FORWARD if row[k].op is Op.FORWARD else BACKWARD for k in computed)
-        first = min(trace.starts[rank][k] for k in computed)
-        assert max(trace.ends[rank][k] for k in computed) - first >= total - LATE
-    sends = {
-        (rank, ins.peer, ins.reads[0]): trace.starts[rank][k]
-        for rank, row in enumerate(program.ranks)
-        for k, ins in enumerate(row)
-        if ins.op is Op.SEND
-    }
-    for rank, row in enumerate(program.ranks):
-        for k, ins in enumerate(row):
-            if ins.op is Op.RECV:
-                size = 16 * 16 * 4  # 16 rows of 16 numbers
-                # The sender's clock may be late on its device: it was woken late.
-                assert trace.ends[rank][k] >= sends[ins.peer, rank, ins.writes[0]] + 0.03 + size / 1e5 - 5 * LATE
+        emulated = [
+            k for k, ins in enumerate(row) if ins.op is Op.RECV or (ins.op in COMPUTE and ins.op is not Op.STEP)
+        ]
+        assert any(row[k].op is Op.RECV for k in emulated)
+        for k in emulated:
+            assert trace.ends[rank][k] - first >= predicted.ends[rank][k] - predicted.span[0] - 1e-6, row[k]
 
 
 def test_pictures_say_that_the_device_is_emulated(clusters: dict[str, Cluster]) -> None:
