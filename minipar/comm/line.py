@@ -14,6 +14,8 @@ from minipar.comm.framing import HEADER, MOST_TEXT, NONCE, PROOF, Message, Stage
 from minipar.comm.looking import Looking
 from minipar.errors import RankError
 
+_AHEAD = 1 << 16  # bytes of an answer that may come with its header
+
 
 class Line:
     """A client's connection: sends and receives wait until they are done. ConnectionError when the server is gone."""
@@ -68,10 +70,12 @@ class Line:
 
         into   where the bytes of an ANSWER of just this size belong, if that is waited for: they come with its header
         """
-        stage = self.stage
+        stage, before = self.stage, b""
         if into is not None and not stage:
             stage.start, stage.stop = 0, 0
-            got = self._soon([stage.memory[: HEADER.size], into])
+            place = into[:_AHEAD]
+            before = bytes(place)  # (copied while the server is at work)
+            got = self._soon([stage.memory[: HEADER.size], place])
             stage.stop = min(got, HEADER.size)
             self._have = got - stage.stop
         while len(stage) < HEADER.size:
@@ -79,7 +83,9 @@ class Line:
             stage.stop += got
         message = stage.header()
         if self._have and into is not None and (message.what != What.ANSWER or message.size != len(into)):
-            self.stage, self._have = Stage(bytes(into[: self._have])), 0  # these bytes belong elsewhere
+            self.stage = Stage(bytes(into[: self._have]))  # these bytes belong elsewhere
+            into[: self._have] = before[: self._have]
+            self._have = 0
         return message
 
     def read(self, into: memoryview) -> None:

@@ -87,12 +87,12 @@ def test_nothing_is_heard_before_the_proof():
 def test_an_answer_comes_to_where_it_belongs(ends):
     line, peer, _ = ends
     for size in (0, 10, 1000, 100_000):
-        into = memoryview(bytearray(1000))
+        into = memoryview(bytearray(max(1000, size)))
         sent = random.Random(size).randbytes(size)
         peer.send(Message(What.ANSWER, 1, 2, 3, 4, 5), sent)
         message = line.receive(into)
         assert message == Message(What.ANSWER, 1, 2, 3, 4, 5, size)
-        place = into if size == 1000 else memoryview(bytearray(size))
+        place = into if size == len(into) else memoryview(bytearray(size))
         line.read(place)
         assert place == sent
 
@@ -115,6 +115,19 @@ def test_what_comes_instead_of_an_answer_is_not_lost(ends):
     peer.send(Message(What.REFUSED), b"z" * 100)
     assert line.receive(into).what == What.REFUSED
     assert line.text(100) == "z" * 100
+    assert into == b"y" * 100  # a parameter stays as it was
+
+
+def test_an_answer_without_bytes_leaves_the_parameters(ends):
+    """Nor does what comes with it, at the end of a run."""
+    line, peer, _ = ends
+    into = memoryview(bytearray(b"p" * 200_000))
+    peer.send(Message(What.ANSWER))
+    peer.send(Message(What.CLOSED))
+    assert line.receive(into) == Message(What.ANSWER)
+    line.read(into[:0])
+    assert line.receive(into) == Message(What.CLOSED)
+    assert into == b"p" * 200_000
 
 
 def test_what_the_system_does_not_take_waits_its_turn():
