@@ -29,6 +29,7 @@ class Line:
             self.socket, place = socket.socket(socket.AF_INET), (host, int(port))  # type: ignore[assignment]
         prepare(self.socket)
         self.stage = Stage()
+        self._kept = memoryview(bytearray(_AHEAD))
         self.looking = Looking()
         self._have = 0  # bytes of a message that are where they belong
         try:
@@ -70,11 +71,12 @@ class Line:
 
         into   where the bytes of an ANSWER of just this size belong, if that is waited for: they come with its header
         """
-        stage, before = self.stage, b""
+        stage, before = self.stage, self._kept
         if into is not None and not stage:
             stage.start, stage.stop = 0, 0
             place = into[:_AHEAD]
-            before = bytes(place)  # (copied while the server is at work)
+            before = self._kept[: len(place)]
+            before[:] = place  # (while the server is at work)
             got = self._soon([stage.memory[: HEADER.size], place])
             stage.stop = min(got, HEADER.size)
             self._have = got - stage.stop
