@@ -14,7 +14,7 @@ from minipar.comm.framing import HEADER, MOST_TEXT, NONCE, PROOF, Message, Stage
 from minipar.comm.looking import Looking
 from minipar.errors import RankError
 
-_AHEAD = 1 << 16  # bytes of an answer that may come with its header
+_AHEAD = 1 << 12  # bytes of an answer that may come with its header
 
 
 class Line:
