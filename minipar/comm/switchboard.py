@@ -6,6 +6,7 @@ import selectors
 import socket
 from collections.abc import Callable
 
+from minipar.comm.looking import Looking
 from minipar.comm.framing import MOST_TEXT, Message, What
 from minipar.comm.peer import Peer, Refused
 
@@ -26,6 +27,7 @@ class Switchboard:
         self.listener, self.token, self.target, self.done, self.gone = listener, token, target, done, gone
         self.selector = selectors.DefaultSelector()
         self.selector.register(listener, selectors.EVENT_READ)
+        self.looking = Looking()
         self.peers: set[Peer] = set()
         self.writing: set[Peer] = set()  # where the selector waits for room to write, too
         self.unread: list[Peer] = []  # had more to say than its turn was long
@@ -33,7 +35,7 @@ class Switchboard:
     def wait(self, seconds: float) -> None:
         """Until something comes or can be written, at most so long; and see to it."""
         unread, self.unread = self.unread, []
-        ready = self.selector.select(0 if unread else seconds)
+        ready = self.selector.select(0) if unread else self.looking.find(self._ready) or self.selector.select(seconds)
         for peer in unread:
             if peer in self.peers:
                 self._attend(peer, selectors.EVENT_READ)
@@ -43,6 +45,12 @@ class Switchboard:
             elif key.fileobj in self.peers:  # (an event before may have ended it)
                 assert isinstance(key.fileobj, Peer)
                 self._attend(key.fileobj, events)
+
+    def _ready(self) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = self.selector.select(0)
+        if not ready:
+            raise BlockingIOError
+        return ready
 
     def _accept(self) -> None:
         try:

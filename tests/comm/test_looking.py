@@ -38,7 +38,7 @@ def test_it_gives_up_and_then_looks_rarely(waits: Looking) -> None:
     looked = []
     for _ in range(200):
         count = waits.misses
-        assert waits.find(nothing) == 0
+        assert waits.find(nothing) is None
         looked.append(waits.misses > count or waits.asleep == 63)
     assert [k for k, did in enumerate(looked) if did] == [0, 2, 6, 14, 30, 62, 126, 190]
     misses = waits.misses
@@ -68,5 +68,5 @@ def test_an_error_is_no_wait(waits: Looking) -> None:
 def test_with_one_core_it_never_looks(waits: Looking) -> None:
     waits.alone = True
     looks = iter((False, True))
-    assert waits.find(lambda: 5 if next(looks) else nothing()) == 0
+    assert waits.find(lambda: 5 if next(looks) else nothing()) is None
     assert next(looks)

@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 
+from minipar.comm import looking
 from minipar.comm.framing import HEADER, Message, What, listen
 from minipar.comm.line import Line
 from minipar.comm.peer import Peer, Refused
@@ -168,3 +169,30 @@ def test_what_was_read_before_a_connection_is_handed_over_is_heard():
             board.wait(10)
         board.close()
     assert [content for _, content in heard.messages] == [b"abc", b"def"]
+
+
+def test_a_server_looks_for_the_next_message_before_it_sleeps(monkeypatch: pytest.MonkeyPatch):
+    """The selector is not asked to sleep for what comes while it looks, and is asked for what does not."""
+    monkeypatch.setattr(looking, "SHORT", 30.0)
+    near, far = socket.socketpair()
+    heard, slept = Heard(), []
+    with closing(socket.socket(socket.AF_UNIX)) as listener, closing(far):
+        listener.bind("")
+        listener.listen()
+        board = Switchboard(listener, b"", heard.target, heard.done, lambda _: None)
+        board.looking.alone = False
+        select = board.selector.select
+        monkeypatch.setattr(board.selector, "select", lambda seconds: slept.append(seconds) or select(seconds))
+        board.adopt(near)
+        later = threading.Timer(0.05, far.sendall, [HEADER.pack(What.ROW, 2, 0, 0, 0, 0, 3) + b"abc"])
+        later.start()
+        board.wait(10)
+        later.join()
+        assert [content for _, content in heard.messages] == [b"abc"]
+        assert len(slept) > 1
+        assert set(slept) == {0}
+        monkeypatch.setattr(looking, "SHORT", 1e-3)
+        board.wait(0.01)
+        assert slept[-1] == 0.01
+        assert len(heard.messages) == 1
+        board.close()
