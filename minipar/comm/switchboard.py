@@ -6,8 +6,8 @@ import selectors
 import socket
 from collections.abc import Callable
 
-from minipar.comm.looking import Looking
 from minipar.comm.framing import MOST_TEXT, Message, What
+from minipar.comm.looking import Looking
 from minipar.comm.peer import Peer, Refused
 
 Target = Callable[[Peer, Message], memoryview]
