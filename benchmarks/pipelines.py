@@ -85,14 +85,13 @@ def _enter_torch(rows: int) -> None:
 def _enter_minipar(rows: int) -> None:
     """In a rank: minipar's pipelines, ready to run."""
     comm = communicator.create()
-    as_in_training()
     batch = _rows(rows)
     for name in MUST:
         model = _build()
         program = Plan(pp=RANKS, schedule=name, microbatches=MICROBATCHES).compile(shape_of(list(model)))
         update = partial(torch.optim.SGD, lr=0.01)
         executor = Executor(program, comm, model, nn.functional.mse_loss, update)
-        contestants[name] = partial(executor.run, lambda step: batch)
+        contestants[name] = partial(_run, executor, batch)
 
     share = LAYERS // RANKS
     module = nn.Sequential(*list(_build())[:share])
@@ -106,6 +105,12 @@ def _enter_minipar(rows: int) -> None:
         update_alone.zero_grad()
 
     contestants["compute alone"] = compute_alone
+
+
+def _run(executor: Executor, batch: Any) -> None:
+    """In a rank: a step, on the core that training would have for this program."""
+    as_in_training(executor.program)
+    executor.run(lambda step: batch)
 
 
 def _halves(rounds: int) -> tuple[float, float]:

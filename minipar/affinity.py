@@ -1,10 +1,12 @@
 """Where ranks outnumber cores, each rank keeps to one core while it trains.
 
-    4 ranks, 2 cores      rank 0 1 2 3  ->  core 0 1 1 0        neighbours in a pipeline are on different cores
+    4 ranks, 2 cores      rank 0 1 2 3  ->  core 0 1 1 0        there and back
+                                                 0 1 0 1        round
 
 Linux moves a waiting thread to an idle core only when it has waited longer than moving costs, about as long as a small
 layer takes: one core then has two ranks in line and the other none. Measured on 4 ranks and 2 cores: pipelines need
-9 to 12 % less time. Only the thread that computes is held; the threads of gloo and of torch go where they like.
+9 to 12 % less time. Only the thread that computes is held; the threads of gloo and of torch go where they like. Which
+of the two ways is the better one depends on the schedule; `shared_cores.best_way` asks the simulator.
 
 Two ranks on one core take turns, by default of 1 to 3 ms: the other one then comes in the middle of a layer, and both
 find their caches cold. Here a turn lasts until the rank has to wait, or for 20 ms (Linux 6.12 and later let a thread
@@ -18,35 +20,38 @@ import ctypes
 import os
 import platform
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 _TURN = 20_000_000  # nanoseconds
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}.get(platform.machine())  # libc has no function for it
 _ATTRIBUTES = struct.Struct("=IIQiIQQQ")  # size, policy, flags, nice, priority, turn of a fair policy, 2 of others
 
 
-def core_of(rank: int, ranks: int, cores: list[int]) -> int | None:
-    """The core for a rank; None where it is better left to the system: cores enough, or none that all would fill."""
+def ways(ranks: int, cores: Sequence[int]) -> list[list[int]]:
+    """How ranks can be dealt to cores: there and back, and round. None where they are better left to the system: cores
+    enough, or some that would have a rank more than others."""
     if ranks <= len(cores) or ranks % len(cores):
-        return None
-    turn, place = divmod(rank, len(cores))
-    return cores[place if turn % 2 == 0 else -1 - place]
+        return []
+    there, back = list(cores), list(reversed(cores))
+    turns = range(ranks // len(cores))
+    return [[core for turn in turns for core in (back if turn % 2 else there)], there * len(turns)]
 
 
 @contextlib.contextmanager
-def on_own_core() -> Iterator[None]:
-    """Hold this thread of a rank on its core meanwhile; does nothing where the system cannot."""
+def on_own_core(way: int = 0) -> Iterator[None]:
+    """Hold this thread of a rank on its core meanwhile, dealt in one of the `ways`; does nothing where the system
+    cannot."""
     rank, ranks = (int(os.environ.get(name, default)) for name, default in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
     if not hasattr(os, "sched_setaffinity"):
         yield
         return
     before = os.sched_getaffinity(0)
-    core = core_of(rank, ranks, sorted(before))
-    if core is None:
+    found = ways(ranks, sorted(before))
+    if not found:
         yield
         return
     with contextlib.suppress(OSError):
-        os.sched_setaffinity(0, {core})
+        os.sched_setaffinity(0, {found[way][rank]})
     ask_for_turns_of(_TURN)
     try:
         yield

@@ -5,6 +5,7 @@ The driver ships a `Job` to every rank; each builds the model, keeps its own lay
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
@@ -45,6 +46,7 @@ from minipar.saving.contents import dtype_name, outline_of
 from minipar.saving.folder import Header
 from minipar.saving.keeping import NOTHING, Share, Storing
 from minipar.settings import at_least_1
+from minipar.shared_cores import available_cores, best_way
 from minipar.sliced import ranges_of
 from minipar.state import Slice, assemble
 from minipar.strategies.versions import as_it_happened
@@ -298,7 +300,7 @@ def _passes(
     executor.walked = telling.walked
     del model  # with the layers of other ranks
     # An emulated device sleeps most of the time: any core that is free wakes it soonest.
-    held = on_own_core() if comm.device.type == "cpu" and mine is None else nullcontext()
+    held = on_own_core(_way(program, comm.size)) if comm.device.type == "cpu" and mine is None else nullcontext()
     with closing(executor.offloading), held:
         storing.begin(executor, outline)
         header = Header(storing.first, job.seed, job.batch, dtype_name(job.dtype), program.name, "", outline.rows)
@@ -338,6 +340,12 @@ def _passes(
         tracker.series_of_passes() if watching.series else {},
         storing.share(executor, outline, header),
     )
+
+
+def _way(program: Program, ranks: int) -> int:
+    """In which of affinity.py's ways ranks are dealt to cores. The simulator knows, if all of them are on this host."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return best_way(program, available_cores()) if here == ranks else 0
 
 
 def _sizes(executor: Executor) -> dict[Value, int]:

@@ -15,7 +15,8 @@ import math
 import os
 from collections.abc import Collection
 
-from minipar.affinity import core_of
+from minipar.affinity import ways
+from minipar.costs.unit import UnitCosts
 from minipar.program import COPIES, PORT, Op, Program, Value
 from minipar.streams import Costs, GroupStream, Link, Slot
 
@@ -25,19 +26,48 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _speeds(working: Collection[int], homes: list[int | None], cores: float) -> dict[int, float]:
+_LATENCY = 0.05  # of a message, in forwards of a rank
+_MOST = 20_000  # instructions; of a longer program it is not asked
+
+
+def best_way(program: Program, cores: float) -> int:
+    """In which of the `ways` of affinity.py the program's ranks share cores with the least time, if all layers are
+    equal: Chimera's first and last rank, say, are busy at the same times, and better not on one core."""
+    found = ways(len(program.ranks), range(math.ceil(cores)))
+    size = sum(map(len, program.ranks)) if program.in_flight is None and program.serving is None else 0
+    if not found or found[0] == found[1] or not 0 < size <= _MOST or not _sends(program):
+        return 0
+
+    def time(way: int) -> float:
+        _, ends = walk_shared(program, UnitCosts(program, latency=_LATENCY), cores, way)
+        return max(max(row, default=0.0) for row in ends)
+
+    return min(range(len(found)), key=time)
+
+
+def _sends(program: Program) -> bool:
+    return any(ins.op is Op.SEND for row in program.ranks for ins in row)
+
+
+def _speeds(working: Collection[int], homes: list[int] | None, cores: float) -> dict[int, float]:
     """How fast each of the ranks that compute goes on, of 1 for a rank alone. `homes`: the core that each keeps to."""
-    if None in homes:
+    if homes is None:
         return dict.fromkeys(working, min(1.0, cores / len(working)) if working else 1.0)
     share = cores / math.ceil(cores) if len(working) > 1 else 1.0
     busy = [homes[rank] for rank in working]
     return {rank: share / busy.count(homes[rank]) for rank in working}
 
 
-def walk_shared(program: Program, costs: Costs, cores: float) -> tuple[list[list[float]], list[list[float]]]:
-    """Start and end of every instruction, as far as the ranks get (all the way, in a program that verifies)."""
+def walk_shared(
+    program: Program, costs: Costs, cores: float, way: int = 0
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Start and end of every instruction, as far as the ranks get (all the way, in a program that verifies).
+
+    way   in which ranks are dealt to cores, of the `ways` of affinity.py
+    """
     count = len(program.ranks)
-    homes = [core_of(rank, count, list(range(math.ceil(cores)))) for rank in range(count)]
+    found = ways(count, range(math.ceil(cores)))
+    homes = found[way] if found else None
     starts = [[0.0] * len(row) for row in program.ranks]
     ends = [[0.0] * len(row) for row in program.ranks]
     place = [0] * count

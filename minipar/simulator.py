@@ -25,7 +25,7 @@ from minipar.costs.unit import UnitCosts
 from minipar.errors import PlanError, ProgramError
 from minipar.message_driven import as_decided, fitted
 from minipar.program import COPIES, PORT, Op, Program, Value
-from minipar.shared_cores import walk_shared
+from minipar.shared_cores import best_way, walk_shared
 from minipar.simulated_service import follow_rule
 from minipar.streams import Costs, GroupStream, Link, Slot
 from minipar.trace import Trace
@@ -57,6 +57,7 @@ def simulate(
     else:
         unit = "bytes"
     with paused():
+        way = best_way(program, cores) if cores is not None and 1 <= cores < len(program.ranks) else 0
         if program.in_flight is not None:
             program = as_decided(program, costs)
             costs = fitted(costs, program)
@@ -67,7 +68,7 @@ def simulate(
         elif cores is None or cores >= len(program.ranks):
             starts, ends = _walk(program, costs)
         elif cores >= 1:
-            starts, ends = walk_shared(program, costs, cores)
+            starts, ends = walk_shared(program, costs, cores, way)
         else:
             raise PlanError(f"cores={cores}: must be at least 1")
     return Trace(program, starts, ends, costs.size, "predicted", unit)
