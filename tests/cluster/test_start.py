@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from minipar.cluster import Cluster, worker
+from minipar.cluster.launch import child_environment
 from minipar.comm import communicator
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -167,6 +169,24 @@ def test_the_loaders_of_a_rank_end_with_it() -> None:
         assert left(loaders[:1], 2) == []
         assert left(loaders[1:], 0) == loaders[1:]
     assert left(loaders, 2) == []
+
+
+def huge_pages() -> tuple[bool, bool, str | None]:
+    """Of this rank: whether Linux gives it huge pages, what it was started with, what the user's code sees of that."""
+    given = ctypes.CDLL(None).prctl(42, 0, 0, 0, 0) == 0  # PR_GET_THP_DISABLE
+    started = b"GLIBC_TUNABLES=glibc.malloc.hugetlb=1" in Path(f"/proc/{os.getppid()}/environ").read_bytes()
+    return given, started, os.environ.get("GLIBC_TUNABLES")
+
+
+def test_memory_comes_in_huge_pages_except_where_ranks_are_to_be_plain() -> None:
+    for keep in (True, False):
+        with Cluster(2, device="cpu", start="fork", keep_freed_memory=keep) as one:
+            assert one.run(huge_pages) == [(keep, True, None)] * 2
+
+
+def test_a_user_s_settings_of_glibc_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=1")
+    assert child_environment()["GLIBC_TUNABLES"] == "glibc.malloc.check=1"
 
 
 @pytest.mark.gpu
