@@ -197,19 +197,21 @@ class Trace:
 
         Of a split backward they are held until its weight half is done.
         """
-        peaks, HALF = [], Op.BACKWARD_INPUT
+        peaks, HALF, SEND, RECV = [], Op.BACKWARD_INPUT, Op.SEND, Op.RECV
         for rank, row in enumerate(self.program.ranks):
             now = peak = 0
             for ins in row:
+                op = ins.op
+                if op is SEND or op is RECV or op is HALF:  # (what a half frees and what it leaves are the same)
+                    continue
                 for value in ins.writes:
                     if value.kind == "saved":
                         now += 1
                 if now > peak:
                     peak = now
-                if ins.op is not HALF:  # what it frees and what it leaves are the same
-                    for value in ins.frees:
-                        if value.kind == "saved" or value.kind == "saved_weight":
-                            now -= 1
+                for value in ins.frees:
+                    if value.kind == "saved" or value.kind == "saved_weight":
+                        now -= 1
             kept = sum(layer >= self.program.first_trainable for layer in self.program.share[rank])
             peaks.append(peak / kept if kept else 0.0)
         return [int(x) if x == int(x) else x for x in peaks]
