@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from minipar.program import BACKWARDS, Instruction, Op, Part
 
-FUSIBLE = (Op.FORWARD, Op.RECOMPUTE, *BACKWARDS)
+FUSIBLE = frozenset((Op.FORWARD, Op.RECOMPUTE, *BACKWARDS))
 
 
 def fuse(instructions: Iterable[Instruction], alone: frozenset[int] | None = None) -> list[Instruction]:
