@@ -99,13 +99,13 @@ class Trace:
         first = min(
             (
                 start
-                for row, starts in zip(self.program.ranks, self.starts, strict=True)
-                for ins, start in zip(row, starts, strict=True)
-                if ins.op is not RECV
+                for ops, starts in zip(self.program.ops, self.starts, strict=True)
+                for op, start in zip(ops, starts, strict=True)
+                if op is not RECV
             ),
             default=0.0,
         )
-        return first, max((e for row in self.ends for e in row), default=0.0)
+        return first, max((max(row) for row in self.ends if len(row)), default=0.0)
 
     @property
     def time(self) -> float:
@@ -200,8 +200,7 @@ class Trace:
         peaks, HALF, SEND, RECV = [], Op.BACKWARD_INPUT, Op.SEND, Op.RECV
         for rank, row in enumerate(self.program.ranks):
             now = peak = 0
-            for ins in row:
-                op = ins.op
+            for op, ins in zip(self.program.ops[rank], row, strict=True):
                 if op is SEND or op is RECV or op is HALF:  # (what a half frees and what it leaves are the same)
                     continue
                 for value in ins.writes:

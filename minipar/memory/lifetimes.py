@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minipar.costs.unit import KEPT
@@ -34,7 +33,6 @@ KINDS = {
     "carry": "activations",
     "grad_carry": "activations",
 }
-_CHANGES = itemgetter(0, 5, 6)  # of an instruction: op, writes, frees
 
 
 def _size(trace: Trace, rank: int, value: Value) -> float:
@@ -71,11 +69,15 @@ def _found(trace: Trace, rank: int, all_of_them: bool) -> list[list[Any]]:
         if tier(value) == "device":
             live[value] = len(found)
             found.append([value, first, None, trace.size(rank, value), True])
-    # (counted in activations, nothing else that comes has a size)
-    followed = KEPT if trace.unit == "activations" and not all_of_them else KINDS.keys()
-    STEP, size_of = Op.STEP, trace.size
-    for k, (op, writes, frees) in enumerate(map(_CHANGES, row)):
-        for value in writes if op is not STEP else _not_in_place(row[k], live):
+    # (counted in activations, only what is kept for a backward has a size, and no message brings that)
+    few = trace.unit == "activations" and not all_of_them
+    followed = KEPT if few else KINDS.keys()
+    STEP, SEND, RECV, size_of = Op.STEP, Op.SEND, Op.RECV, trace.size
+    for k, op in enumerate(trace.program.ops[rank]):
+        if few and (op is SEND or op is RECV):
+            continue
+        ins = row[k]
+        for value in ins.writes if op is not STEP else _not_in_place(ins, live):
             kind = value[0]
             if kind in followed and value not in live:
                 size = _size(trace, rank, value) if kind == "param" else size_of(rank, value)
@@ -83,8 +85,8 @@ def _found(trace: Trace, rank: int, all_of_them: bool) -> list[list[Any]]:
                     # (what an input half leaves is part of what it found)
                     start = ends[k] if kind == "saved_weight" else starts[k]
                     live[value] = len(found)
-                    found.append([value, max(first, start), None, size, False])
-        for value in frees:
+                    found.append([value, start if start > first else first, None, size, False])
+        for value in ins.frees:
             if value in live:
                 found[live.pop(value)][2] = ends[k]
     return found
@@ -113,7 +115,7 @@ def lifetimes(trace: Trace, rank: int) -> Curve:
     if not found:
         return Curve([], [], {name: [] for name in ALL_KINDS})
     values, starts, ends, sizes, held = zip(*found, strict=True)
-    freed = [_size(trace, rank, v) if had else size for v, size, had in zip(values, sizes, held, strict=True)]
+    freed = [_size(trace, rank, v) if had and end is not None else size for v, _, end, size, had in found]
     codes = [CODES[KINDS[value[0]]] for value in values]
     # two changes of each: when, whether it allocates, by how much, of which kind
     time, change = np.array((starts, ends), float).T.ravel(), np.array((sizes, freed), float).T.ravel()
@@ -127,7 +129,7 @@ def lifetimes(trace: Trace, rank: int) -> Curve:
     shown[:-1] = allocates[1:] | (time[1:] != time[:-1])
     total = np.zeros(int(shown.sum()))
     kinds = dict.fromkeys(ALL_KINDS, total.tolist())
-    for k in sorted(set(codes)):
+    for k in sorted({code for code, size in zip(codes, sizes, strict=True) if size}):
         level = np.cumsum(np.where(kind == k, change, 0.0))[shown]
         total += level
         kinds[ALL_KINDS[k]] = level.tolist()

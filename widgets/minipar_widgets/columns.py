@@ -32,7 +32,7 @@ KINDS = (
 )  # fmt: skip
 CODES = {kind: code for code, kind in enumerate(KINDS)}
 _CODE_OF = {op: CODES[captions.kind_of(Instruction(op, (), -1, 0))] for op in Op}
-_OP, _MICROBATCH, _STREAM = itemgetter(0), itemgetter(2), itemgetter(7)
+_MICROBATCH, _STREAM = itemgetter(2), itemgetter(7)
 _PLAIN = frozenset(COMPUTE)
 RECEIVE = CODES["receive"]
 MOST = 2_000_000  # events; more are refused
@@ -103,7 +103,7 @@ def columns(traces: Sequence[Trace]) -> Columns:
                 continue
             start = (np.asarray(trace.starts[rank], float) - first) * scale
             end = (np.asarray(trace.ends[rank], float) - first) * scale
-            kind = np.fromiter(map(_CODE_OF.__getitem__, map(_OP, row)), np.uint8, len(row))
+            kind = np.fromiter(map(_CODE_OF.__getitem__, trace.program.ops[rank]), np.uint8, len(row))
             number = np.fromiter(map(_MICROBATCH, row), np.int32, len(row))
             for k in np.flatnonzero(kind == CODES["reduce"]).tolist():
                 number[k] = captions.number_of(row[k])
