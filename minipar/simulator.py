@@ -115,12 +115,13 @@ def _walk(program: Program, costs: Costs) -> tuple[list[list[float]], list[list[
                     break
             if op is SEND:
                 link = links[ins.peer][rank]
+                occupied, delay = costs.transfer(rank, ins)
                 if ins.stream == PORT:
                     first = now if now > ports[rank] else ports[rank]
-                    begin[index], end[index] = link.send(first, *costs.transfer(rank, ins))
+                    begin[index], end[index] = link.send(first, occupied, delay)
                     ports[rank] = end[index]
                 else:
-                    begin[index], end[index] = link.send(now, *costs.transfer(rank, ins))
+                    begin[index], end[index] = link.send(now, occupied, delay)
                 if link.waiters:
                     ready += link.waiters
                     link.waiters = []
