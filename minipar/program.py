@@ -143,8 +143,7 @@ class Instruction(NamedTuple):
         if self.op is Op.FETCH and self.writes:
             return f"FETCH {self.writes[0]} <- {tier(self.reads[0])}"
         text = f"{self.op.value} {span(self.layers)}"
-        if self.microbatch >= 0:
-            text += f" mb{self.microbatch}"
+        text += f" mb{self.microbatch}" if self.microbatch >= 0 else ""
         if self.op not in TRANSFERS:  # of an asynchronous program: the version used, or made
             version = max(map(version_of, self.writes if self.op is Op.STEP else self.reads), default=-1)
             text += f" v{version}" if version >= 0 else ""
@@ -374,8 +373,7 @@ class Program:
             layers = f"layers {span(self.placement[r])}, " if self.placement[r] else ""
             lines.append(f"rank {r}: {layers}{several(len(instructions), 'instruction')}")
             lines += [f"  {k:4d}  {ins}" for k, ins in enumerate(instructions[:limit])]
-            if len(instructions) > limit:
-                lines.append(f"  ... {len(instructions) - limit} more")
+            lines += [f"  ... {len(instructions) - limit} more"] if len(instructions) > limit else []
         return "\n".join(lines)
 
     @property

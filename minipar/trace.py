@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minipar import service
@@ -96,15 +97,8 @@ class Trace:
     def span(self) -> tuple[float, float]:
         """First start and last end over all ranks. (A receive is posted early: it does not open the span.)"""
         RECV = Op.RECV
-        first = min(
-            (
-                start
-                for ops, starts in zip(self.program.ops, self.starts, strict=True)
-                for op, start in zip(ops, starts, strict=True)
-                if op is not RECV
-            ),
-            default=0.0,
-        )
+        begun = chain.from_iterable(map(zip, self.program.ops, self.starts))
+        first = min((start for op, start in begun if op is not RECV), default=0.0)
         return first, max((max(row) for row in self.ends if len(row)), default=0.0)
 
     @property
