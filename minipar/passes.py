@@ -171,14 +171,14 @@ def _check(plan: Plan, layout: Layout, actions: Sequence[Sequence[Action]]) -> N
                     f"{key}={value}: schedule={plan.schedule} has copies of a stage, whose whole gradients are summed "
                     f"in every step; possible are {key}=0, or a schedule of one copy such as 1f1b"
                 )
-    for rank, mine in enumerate(layout.placement):
-        used = {a.chunk for a in actions[rank] if isinstance(a, Forward)}
-        for c, stage in enumerate(mine):
-            if copies[stage] > 1 and c not in used:
-                raise PlanError(
-                    f"schedule={plan.schedule}: no micro-batch goes through chunk {c} of rank {rank}, a copy of "
-                    f"stage {stage}; possible are more than microbatches={plan.microbatches}"
-                )
+        for rank, mine in enumerate(layout.placement):
+            used = {a.chunk for a in actions[rank] if isinstance(a, Forward)}
+            for c, stage in enumerate(mine):
+                if copies[stage] > 1 and c not in used:
+                    raise PlanError(
+                        f"schedule={plan.schedule}: no micro-batch goes through chunk {c} of rank {rank}, a copy of "
+                        f"stage {stage}; possible are more than microbatches={plan.microbatches}"
+                    )
 
 
 def _moved(instructions: list[Instruction], offset: int) -> list[Instruction]:

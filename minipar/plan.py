@@ -380,11 +380,12 @@ class Plan:
         for action in chosen:
             if not isinstance(action, Action):
                 raise PlanError(f"schedule={self.schedule}: yielded {action!r}; {possible}")
-            if not hasattr(action.microbatch, "__index__") or not 0 <= action.microbatch < pieces:
+            i, c = action.microbatch, action.chunk  # (most are plain numbers, and looking for a method takes long)
+            if (type(i) is not int and not hasattr(i, "__index__")) or not 0 <= i < pieces:
                 raise PlanError(
                     f"schedule={self.schedule}: {action} on rank {rank}; micro-batches count from 0 to {pieces - 1}"
                 )
-            if not hasattr(action.chunk, "__index__") or not 0 <= action.chunk < chunks:
+            if (type(c) is not int and not hasattr(c, "__index__")) or not 0 <= c < chunks:
                 raise PlanError(
                     f"schedule={self.schedule}: {action} on rank {rank}; chunks count from 0 to {chunks - 1}"
                 )

@@ -143,8 +143,7 @@ class Instruction(NamedTuple):
         if self.op is Op.FETCH and self.writes:
             return f"FETCH {self.writes[0]} <- {tier(self.reads[0])}"
         text = f"{self.op.value} {span(self.layers)}"
-        if self.microbatch >= 0:
-            text += f" mb{self.microbatch}"
+        text += f" mb{self.microbatch}" if self.microbatch >= 0 else ""
         if self.op not in TRANSFERS:  # of an asynchronous program: the version used, or made
             version = max(map(version_of, self.writes if self.op is Op.STEP else self.reads), default=-1)
             text += f" v{version}" if version >= 0 else ""
@@ -258,8 +257,7 @@ class Program:
 
     def replica(self, rank: int) -> int:
         """Which copy of the model the rank works for: its position on the `dp` axis."""
-        sizes = dict(self.mesh)
-        return rank * sizes.get("dp", 1) // self.workers
+        return rank * self.replicas // self.workers
 
     @property
     def workers(self) -> int:
@@ -287,6 +285,11 @@ class Program:
         return self.steps * self.microbatches if own else self.steps
 
     @cached_property
+    def ops(self) -> tuple[tuple[Op, ...], ...]:
+        """What each instruction does: for walks that look at few of them, since these are close together in memory."""
+        return tuple(tuple([ins.op for ins in row]) for row in self.ranks)
+
+    @cached_property
     def updates(self) -> int:
         """How often the parameters change: once a step, or as often as an asynchronous program says."""
         if isinstance(self.contract, Synchronous):
@@ -308,8 +311,7 @@ class Program:
     @cached_property
     def holders(self) -> tuple[int, ...]:
         """For each parameter group how many ranks hold it, whole or a slice of it."""
-        kinds = ("param", "param_shard")
-        held = [{v.index for v in values if home(v).kind in kinds} for values in self.state]
+        held = [{v.index for v in values if home(v).kind in ("param", "param_shard")} for values in self.state]
         return tuple(sum(g in found for found in held) for g in range(len(self.groups)))
 
     @cached_property
@@ -331,20 +333,20 @@ class Program:
         """Layers held by each rank, ascending."""
         FORWARD = Op.FORWARD
         return tuple(
-            tuple(sorted({layer for ins in instructions if ins.op is FORWARD for layer in ins.layers}))
-            for instructions in self.ranks
+            tuple(sorted({layer for op, ins in zip(ops, row, strict=True) if op is FORWARD for layer in ins.layers}))
+            for ops, row in zip(self.ops, self.ranks, strict=True)
         )
 
     @cached_property
     def share(self) -> tuple[tuple[int, ...], ...]:
         """The layers of each rank that one micro-batch goes through: of two copies of a stage, those of one."""
         found, FORWARD = [], Op.FORWARD
-        for instructions in self.ranks:
-            layers: dict[int, list[int]] = {}
-            for ins in instructions:
-                if ins.op is FORWARD and ins.step == 0:
-                    layers.setdefault(ins.microbatch, []).extend(ins.layers)
-            fullest: list[int] = max(layers.values(), key=len, default=[])
+        for ops, row in zip(self.ops, self.ranks, strict=True):
+            layers: dict[int, tuple[int, ...]] = {}
+            for op, ins in zip(ops, row, strict=True):
+                if op is FORWARD and ins.step == 0:
+                    layers[ins.microbatch] = layers.get(ins.microbatch, ()) + ins.layers
+            fullest: tuple[int, ...] = max(layers.values(), key=len, default=())
             found.append(tuple(sorted(fullest)))
         return tuple(found)
 
@@ -371,8 +373,7 @@ class Program:
             layers = f"layers {span(self.placement[r])}, " if self.placement[r] else ""
             lines.append(f"rank {r}: {layers}{several(len(instructions), 'instruction')}")
             lines += [f"  {k:4d}  {ins}" for k, ins in enumerate(instructions[:limit])]
-            if len(instructions) > limit:
-                lines.append(f"  ... {len(instructions) - limit} more")
+            lines += [f"  ... {len(instructions) - limit} more"] if len(instructions) > limit else []
         return "\n".join(lines)
 
     @property

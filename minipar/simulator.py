@@ -24,7 +24,7 @@ from minipar.collector import paused
 from minipar.costs.unit import UnitCosts
 from minipar.errors import PlanError, ProgramError
 from minipar.message_driven import as_decided, fitted
-from minipar.program import COPIES, PORT, Op, Program, Value
+from minipar.program import PORT, Op, Program, Value
 from minipar.shared_cores import best_way, walk_shared
 from minipar.simulated_service import follow_rule
 from minipar.streams import Costs, GroupStream, Link, Slot
@@ -81,18 +81,19 @@ def _walk(program: Program, costs: Costs) -> tuple[list[list[float]], list[list[
     place = [0] * count
     clock = [0.0] * count
     pending: list[dict[Value, Slot]] = [{} for _ in range(count)]  # values that are on their way
-    links: dict[tuple[int, int], Link] = defaultdict(Link)  # from, to
+    links: list[dict[int, Link]] = [defaultdict(Link) for _ in range(count)]  # of each rank that receives, by sender
     groups: dict[tuple[int, ...], GroupStream] = {}
     ahead = program.receives_ahead
     lanes: dict[tuple[int, str], Link] = {}  # of copies, one per rank and direction
     ports = [0.0] * count  # when each rank's is free
-    SEND, RECV = Op.SEND, Op.RECV
+    SEND, RECV, OFFLOAD, FETCH = Op.SEND, Op.RECV, Op.OFFLOAD, Op.FETCH
 
     ready = list(range(count - 1, -1, -1))
     while ready:
         rank = ready.pop()
         instructions, begin, end = program.ranks[rank], starts[rank], ends[rank]
-        waiting, now, index, size = pending[rank], clock[rank], place[rank], len(program.ranks[rank])
+        waiting, arriving = pending[rank], links[rank]
+        now, index, size = clock[rank], place[rank], len(instructions)
         while index < size:
             ins = instructions[index]
             op = ins[0]
@@ -113,22 +114,23 @@ def _walk(program: Program, costs: Costs) -> tuple[list[list[float]], list[list[
                     arrivals.waiters.append(rank)
                     break
             if op is SEND:
-                link = links[rank, ins.peer]
+                link = links[ins.peer][rank]
+                occupied, delay = costs.transfer(rank, ins)
                 if ins.stream == PORT:
                     first = now if now > ports[rank] else ports[rank]
-                    begin[index], end[index] = link.send(first, *costs.transfer(rank, ins))
+                    begin[index], end[index] = link.send(first, occupied, delay)
                     ports[rank] = end[index]
                 else:
-                    begin[index], end[index] = link.send(now, *costs.transfer(rank, ins))
+                    begin[index], end[index] = link.send(now, occupied, delay)
                 if link.waiters:
                     ready += link.waiters
                     link.waiters = []
             elif op is RECV:
-                link = links[ins.peer, rank]
+                link = arriving[ins.peer]
                 k, begin[index] = link.reach(now, ahead)
                 for value in ins.writes:
                     waiting[value] = (link, k, index)
-            elif op in COPIES:
+            elif op is OFFLOAD or op is FETCH:
                 lane = lanes.get((rank, ins.stream)) or lanes.setdefault((rank, ins.stream), Link())
                 begin[index], end[index] = lane.send(now, *costs.transfer(rank, ins))
                 for value in ins.writes:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minipar import service
@@ -96,16 +97,9 @@ class Trace:
     def span(self) -> tuple[float, float]:
         """First start and last end over all ranks. (A receive is posted early: it does not open the span.)"""
         RECV = Op.RECV
-        first = min(
-            (
-                start
-                for row, starts in zip(self.program.ranks, self.starts, strict=True)
-                for ins, start in zip(row, starts, strict=True)
-                if ins.op is not RECV
-            ),
-            default=0.0,
-        )
-        return first, max((e for row in self.ends for e in row), default=0.0)
+        begun = chain.from_iterable(map(zip, self.program.ops, self.starts))
+        first = min((start for op, start in begun if op is not RECV), default=0.0)
+        return first, max((max(row) for row in self.ends if len(row)), default=0.0)
 
     @property
     def time(self) -> float:
@@ -197,19 +191,20 @@ class Trace:
 
         Of a split backward they are held until its weight half is done.
         """
-        peaks, HALF = [], Op.BACKWARD_INPUT
+        peaks, HALF, SEND, RECV = [], Op.BACKWARD_INPUT, Op.SEND, Op.RECV
         for rank, row in enumerate(self.program.ranks):
             now = peak = 0
-            for ins in row:
+            for op, ins in zip(self.program.ops[rank], row, strict=True):
+                if op is SEND or op is RECV or op is HALF:  # (what a half frees and what it leaves are the same)
+                    continue
                 for value in ins.writes:
                     if value.kind == "saved":
                         now += 1
                 if now > peak:
                     peak = now
-                if ins.op is not HALF:  # what it frees and what it leaves are the same
-                    for value in ins.frees:
-                        if value.kind == "saved" or value.kind == "saved_weight":
-                            now -= 1
+                for value in ins.frees:
+                    if value.kind == "saved" or value.kind == "saved_weight":
+                        now -= 1
             kept = sum(layer >= self.program.first_trainable for layer in self.program.share[rank])
             peaks.append(peak / kept if kept else 0.0)
         return [int(x) if x == int(x) else x for x in peaks]

@@ -34,6 +34,7 @@ class UnitCosts:
     _unit: dict[Op, float] = field(default_factory=dict, init=False, repr=False, compare=False)
     _scale: list[float] = field(default_factory=list, init=False, repr=False, compare=False)
     _kept: list[float] = field(default_factory=list, init=False, repr=False, compare=False)
+    _lengths: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         named = {"forward": self.forward, "backward": self.backward, "latency": self.latency}
@@ -53,6 +54,7 @@ class UnitCosts:
         held = [max(1, len(layers)) for layers in self.program.share]
         self._scale.extend(factor / n for factor, n in zip(factors, held, strict=True))
         self._kept.extend(1 / n for n in held)
+        self._lengths.extend(() if isinstance(self.program.slices, int) else self.program.slices)
         halves = (self.input_gradient, self.weight_gradient)
         if halves == (None, None):
             halves = (self.backward / 2, self.backward / 2)
@@ -67,8 +69,8 @@ class UnitCosts:
     def compute(self, rank: int, ins: Instruction) -> float:
         """Duration of a compute instruction."""
         alone = self._unit[ins.op] * len(ins.layers) * self._scale[rank]
-        lengths = self.program.slices
-        if isinstance(lengths, int) or ins.microbatch < 0:
+        lengths = self._lengths  # (of slices; none where they are equal)
+        if not lengths or ins.microbatch < 0:
             return alone
         return alone * lengths[ins.microbatch % len(lengths)] * len(lengths) / sum(lengths)
 

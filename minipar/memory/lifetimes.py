@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from minipar.costs.unit import KEPT
 from minipar.memory.series import ALL_KINDS, CODES, Curve
-from minipar.program import Op, Value, grad, tier, version_of
+from minipar.program import Instruction, Op, Value, chunk, grad, tier, version_of
 
 if TYPE_CHECKING:
     from minipar.trace import Trace
@@ -68,53 +69,68 @@ def _found(trace: Trace, rank: int, all_of_them: bool) -> list[list[Any]]:
         if tier(value) == "device":
             live[value] = len(found)
             found.append([value, first, None, trace.size(rank, value), True])
-    STEP, size_of = Op.STEP, trace.size
-    for k, ins in enumerate(row):
-        # a version of parameters that is made of one that nothing needs any more: in place
-        old = {v.index: v for v in ins.frees if version_of(v) >= 0} if ins.op is STEP else {}
-        for value in ins.writes:
-            kind = value.kind
-            if old and version_of(value) >= 0 and value.index in old:
-                if old[value.index] in live:
-                    live[value] = live.pop(old[value.index])
-            elif value not in live and " " not in kind:  # on the device
+    # (counted in activations, only what is kept for a backward has a size, and no message brings that)
+    few = trace.unit == "activations" and not all_of_them
+    followed = KEPT if few else KINDS.keys()
+    STEP, SEND, RECV, size_of = Op.STEP, Op.SEND, Op.RECV, trace.size
+    for k, op in enumerate(trace.program.ops[rank]):
+        if few and (op is SEND or op is RECV):
+            continue
+        ins = row[k]
+        for value in ins.writes if op is not STEP else _not_in_place(ins, live):
+            kind = value[0]
+            if kind in followed and value not in live:
                 size = _size(trace, rank, value) if kind == "param" else size_of(rank, value)
-                if not size and not all_of_them:
-                    continue
-                # (what an input half leaves is part of what it found)
-                start = ends[k] if kind == "saved_weight" else starts[k]
-                live[value] = len(found)
-                found.append([value, max(first, start), None, size, False])
+                if size or all_of_them:
+                    # (what an input half leaves is part of what it found)
+                    start = ends[k] if kind == "saved_weight" else starts[k]
+                    live[value] = len(found)
+                    found.append([value, start if start > first else first, None, size, False])
         for value in ins.frees:
-            place = live.pop(value, None)
-            if place is not None:
-                found[place][2] = ends[k]
+            if value in live:
+                found[live.pop(value)][2] = ends[k]
     return found
+
+
+def _not_in_place(step: Instruction, live: dict[Value, int]) -> list[Value]:
+    """What a STEP writes, but for versions of parameters that it makes of one that nothing needs any more: these take
+    its place among what is live."""
+    old = {v.index: v for v in step.frees if version_of(v) >= 0}
+    rest = []
+    for value in step.writes:
+        if version_of(value) < 0 or value.index not in old:
+            rest.append(value)
+        elif old[value.index] in live:
+            live[value] = live.pop(old[value.index])
+    return rest
 
 
 def lifetimes(trace: Trace, rank: int) -> Curve:
     """Memory of a rank over time: live from the start of a value's writer to the end of what frees it."""
     import numpy as np  # (here: plans and programs do without)
 
-    # when, whether it allocates, of which kind, by how much; frees come before allocations of the same moment
-    changes: list[tuple[float, bool, int, float]] = []
-    for value, start, end, size, held in _found(trace, rank, all_of_them=False):  # (most have no size in activations)
-        code = CODES[KINDS[value.kind]]
-        changes.append((start, not held, code, size))
-        if end is not None:
-            changes.append((end, False, code, -(_size(trace, rank, value) if held else size)))
+    found = _found(trace, rank, all_of_them=False)
     if trace.data:
-        changes.append((trace.span[0], False, CODES["data"], trace.data[rank]))
-    times, allocates, codes, sizes = map(list, zip(*changes, strict=True)) if changes else ([], [], [], [])
-    order = np.lexsort((allocates, times))
-    time, alone = np.array(times, float)[order], np.array(allocates, bool)[order]
-    kind, change = np.array(codes, int)[order], np.array(sizes, float)[order]
-    shown = np.ones(len(times), bool)  # of the frees of one moment the last
-    shown[:-1] = alone[1:] | (time[1:] != time[:-1])
+        found.append([chunk(0), trace.span[0], None, trace.data[rank], True])
+    if not found:
+        return Curve([], [], {name: [] for name in ALL_KINDS})
+    values, starts, ends, sizes, held = zip(*found, strict=True)
+    freed = [_size(trace, rank, v) if had and end is not None else size for v, _, end, size, had in found]
+    codes = [CODES[KINDS[value[0]]] for value in values]
+    # two changes of each: when, whether it allocates, by how much, of which kind
+    time, change = np.array((starts, ends), float).T.ravel(), np.array((sizes, freed), float).T.ravel()
+    change[1::2] *= -1
+    allocates, kind = np.zeros(len(time), bool), np.repeat(codes, 2)
+    allocates[::2] = ~np.array(held)
+    order = np.lexsort((allocates, time))  # frees come before allocations of the same moment
+    order = order[: len(order) - ends.count(None)]  # (what stays has no end, which is sorted last)
+    time, change, allocates, kind = time[order], change[order], allocates[order], kind[order]
+    shown = np.ones(len(time), bool)  # of the frees of one moment the last
+    shown[:-1] = allocates[1:] | (time[1:] != time[:-1])
     total = np.zeros(int(shown.sum()))
-    kinds = {name: total.tolist() for name in ALL_KINDS}
-    for k in sorted(set(codes)):
+    kinds = dict.fromkeys(ALL_KINDS, total.tolist())
+    for k in sorted({code for code, size in zip(codes, sizes, strict=True) if size}):
         level = np.cumsum(np.where(kind == k, change, 0.0))[shown]
         total += level
         kinds[ALL_KINDS[k]] = level.tolist()
-    return Curve([times[k] for k in order[shown].tolist()], total.tolist(), kinds)
+    return Curve(time[shown].tolist(), total.tolist(), kinds)

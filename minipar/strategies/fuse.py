@@ -10,10 +10,11 @@ lists: it never outlives it.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 
 from minipar.program import BACKWARDS, Instruction, Op, Part
 
-FUSIBLE = (Op.FORWARD, Op.RECOMPUTE, *BACKWARDS)
+FUSIBLE = frozenset((Op.FORWARD, Op.RECOMPUTE, *BACKWARDS))
 
 
 def fuse(instructions: Iterable[Instruction], alone: frozenset[int] | None = None) -> list[Instruction]:
@@ -21,26 +22,25 @@ def fuse(instructions: Iterable[Instruction], alone: frozenset[int] | None = Non
 
     alone   of a model with branches the layers that read the one before them and nothing else (`edges.alone`)
     """
+    row = list(instructions)
+    joined = {
+        k
+        for k, (a, b) in enumerate(pairwise(row), 1)
+        if a.op is b.op and _continues(a, b) and (alone is None or max(a.layers[0], b.layers[0]) in alone)
+    }
+    if not joined:
+        return row
     result: list[Instruction] = []
-    run: list[Instruction] = []
-    for ins in instructions:
-        if run:
-            if _continues(run[-1], ins) and (alone is None or max(run[-1].layers[0], ins.layers[0]) in alone):
-                run.append(ins)
-                continue
-            result.append(_merge(run) if len(run) > 1 else run[0])
-            run = []
-        if ins.op in FUSIBLE:
-            run.append(ins)
-        else:
-            result.append(ins)
-    if run:
-        result.append(_merge(run) if len(run) > 1 else run[0])
+    first = 0
+    for k in range(1, len(row) + 1):
+        if k not in joined:
+            result.append(_merge(row[first:k]) if k - first > 1 else row[first])
+            first = k
     return result
 
 
 def _continues(a: Instruction, b: Instruction) -> bool:
-    if a.op is not b.op or a.microbatch != b.microbatch or a.step != b.step or a.stream != b.stream:
+    if a.op not in FUSIBLE or a.microbatch != b.microbatch or a.step != b.step or a.stream != b.stream:
         return False
     return b.layers[-1] == a.layers[0] - 1 if a.op in BACKWARDS else b.layers[0] == a.layers[-1] + 1
 

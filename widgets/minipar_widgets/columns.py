@@ -32,7 +32,7 @@ KINDS = (
 )  # fmt: skip
 CODES = {kind: code for code, kind in enumerate(KINDS)}
 _CODE_OF = {op: CODES[captions.kind_of(Instruction(op, (), -1, 0))] for op in Op}
-_OP, _MICROBATCH, _STREAM = itemgetter(0), itemgetter(2), itemgetter(7)
+_MICROBATCH, _STREAM = itemgetter(2), itemgetter(7)
 _PLAIN = frozenset(COMPUTE)
 RECEIVE = CODES["receive"]
 MOST = 2_000_000  # events; more are refused
@@ -103,26 +103,26 @@ def columns(traces: Sequence[Trace]) -> Columns:
                 continue
             start = (np.asarray(trace.starts[rank], float) - first) * scale
             end = (np.asarray(trace.ends[rank], float) - first) * scale
-            kind = np.array([*map(_CODE_OF.__getitem__, map(_OP, row))], np.uint8)
-            number = np.array([*map(_MICROBATCH, row)], np.int32)
+            kind = np.fromiter(map(_CODE_OF.__getitem__, trace.program.ops[rank]), np.uint8, len(row))
+            number = np.fromiter(map(_MICROBATCH, row), np.int32, len(row))
             for k in np.flatnonzero(kind == CODES["reduce"]).tolist():
                 number[k] = captions.number_of(row[k])
             start = np.where(kind == RECEIVE, end, start)
             named = [*map(_STREAM, row)]
             streams = {name: k for k, name in enumerate(dict.fromkeys(["compute", *named]))}
-            stream = np.array([*map(streams.__getitem__, named)], np.int32)
+            stream = np.fromiter(map(streams.__getitem__, named), np.int32, len(row))
             order = np.lexsort((start, stream))
             edges = np.searchsorted(stream[order], np.arange(len(streams) + 1)).tolist()
-            start, end = start[order], end[order]
-            events = start, end - start, kind[order], number[order], order
+            pieces = []
             for name, k in streams.items():
-                mine = slice(edges[k], edges[k + 1])
+                mine = order[edges[k] : edges[k + 1]]
                 for n, places in enumerate(_apart(start[mine], end[mine])):
-                    label = name + (f" ({n + 1})" if n else "")
-                    parts.append(tuple(column[mine][places] for column in events))
-                    count = len(parts[-1][0])
-                    lanes.append(Lane(t, rank, label, done, done + count))
-                    done += count
+                    pieces.append(mine[places])
+                    last = done + len(pieces[-1])
+                    lanes.append(Lane(t, rank, name + (f" ({n + 1})" if n else ""), done, last))
+                    done = last
+            order = np.concatenate(pieces)
+            parts.append((start[order], (end - start)[order], kind[order], number[order], order))
     types = (np.float64, np.float32, np.uint8, np.int32, np.uint32)
     joined = [np.concatenate(c).astype(dtype) for c, dtype in zip(zip(*parts, strict=True), types, strict=True)]
     return Columns(traces, lanes, *joined)

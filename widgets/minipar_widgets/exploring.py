@@ -15,6 +15,7 @@ from minipar.errors import MiniparError
 from minipar.plan import Plan
 from minipar.program import Program, Staleness, Value
 from minipar.simulator import simulate
+from minipar.strategies.ampnet import with_equal_times
 from minipar.trace import Trace
 from minipar.verifier import verify
 
@@ -144,8 +145,8 @@ def _no_size(rank: int, value: Value) -> float:
 
 
 def forget() -> None:
-    """Keep no programs (for benchmarks)."""
-    for kept in (_program, _complaint, _settled):
+    """Keep no programs, and no orders either (for benchmarks)."""
+    for kept in (_program, _complaint, _settled, with_equal_times):
         kept.cache_clear()
 
 
