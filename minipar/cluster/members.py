@@ -135,7 +135,7 @@ class Members:
         out, err = os.pipe(), os.pipe()
         try:
             start = launch.fork if self.start == "fork" else launch.spawn
-            process: launch.Process = start(theirs.fileno(), out[1], err[1])
+            process: launch.Process = start(theirs.fileno(), out[1], err[1], self.keep_freed_memory)
         except BaseException:
             ours.close()
             os.close(out[0])
@@ -159,7 +159,6 @@ class Members:
                 self.size,
                 self.device,
                 self.threads,
-                self.keep_freed_memory,
                 path,
                 folder,
                 dict(os.environ),

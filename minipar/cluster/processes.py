@@ -11,8 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-_PR_SET_PDEATHSIG, _PR_SET_THP_DISABLE = 1, 41
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_PR_SET_PDEATHSIG = 1
 _LINUX = sys.platform == "linux"
 _libc = ctypes.CDLL(None)
 
@@ -101,23 +100,6 @@ def yield_to_others() -> None:
     if _LINUX:
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-
-def use_small_pages() -> None:
-    """Undo for this process what `child_environment` asks glibc for."""
-    if _LINUX:
-        _libc.prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0)
-
-
-def keep_freed_memory() -> None:
-    """Let glibc keep what is freed, up to 32 MiB a piece, for the next tensor of that size.
-
-    By default it gives every temporary of a megabyte back to the system, which then clears the same pages again for
-    the next one.
-    """
-    if _LINUX and hasattr(_libc, "mallopt"):
-        _libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
-        _libc.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
 
 
 def flush_native() -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from minipar.cluster import failures, notes, stacks, wire
 from minipar.cluster.parcel import Parcel, pack, unpack
-from minipar.cluster.processes import flush_native, keep_freed_memory, kill_group, tie_grandchildren, use_small_pages
+from minipar.cluster.processes import flush_native, kill_group, tie_grandchildren
 from minipar.errors import PlanError, RankError
 
 
@@ -33,7 +33,6 @@ class Setup:
     size: int
     device: str  # "auto", "cpu" or "cuda"
     threads: int
-    keep_freed_memory: bool
     path: tuple[str, ...]
     folder: str
     environment: dict[str, str]
@@ -203,10 +202,6 @@ def _send(control: socket.socket, message: tuple[Any, ...]) -> None:
 def _take_over(setup: Setup, control: socket.socket) -> None:
     """Look like a fresh process of the driver: its folder, module path and environment, an own `__main__`."""
     signal.signal(signal.SIGINT, _on_interrupt)
-    if setup.keep_freed_memory:
-        keep_freed_memory()
-    else:
-        use_small_pages()
     # A grandchild must not hold this socket: the driver takes its end for the end of the rank.
     tie_grandchildren(control.close)
     # New streams: those of the zygote were made for other files than the pipes that 1 and 2 are now.

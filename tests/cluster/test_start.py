@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -171,22 +170,28 @@ def test_the_loaders_of_a_rank_end_with_it() -> None:
     assert left(loaders, 2) == []
 
 
-def huge_pages() -> tuple[bool, bool, str | None]:
-    """Of this rank: whether Linux gives it huge pages, what it was started with, what the user's code sees of that."""
-    given = ctypes.CDLL(None).prctl(42, 0, 0, 0, 0) == 0  # PR_GET_THP_DISABLE
-    started = b"GLIBC_TUNABLES=glibc.malloc.hugetlb=1" in Path(f"/proc/{os.getppid()}/environ").read_bytes()
-    return given, started, os.environ.get("GLIBC_TUNABLES")
+def settings_of_glibc(start: str) -> tuple[str, str | None]:
+    """What the process of this rank was started with, and what the user's code sees of that."""
+    with open(f"/proc/{os.getppid() if start == 'fork' else os.getpid()}/environ") as file:
+        found = [line for line in file.read().split("\0") if line.startswith("GLIBC_TUNABLES=")]
+    return "".join(found).removeprefix("GLIBC_TUNABLES="), os.environ.get("GLIBC_TUNABLES")
 
 
-def test_memory_comes_in_huge_pages_except_where_ranks_are_to_be_plain() -> None:
-    for keep in (True, False):
-        with Cluster(2, device="cpu", start="fork", keep_freed_memory=keep) as one:
-            assert one.run(huge_pages) == [(keep, True, None)] * 2
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("keep", [True, False])
+def test_ranks_keep_freed_memory_or_are_plain(start: str, keep: bool) -> None:
+    with Cluster(2, device="cpu", start=start, keep_freed_memory=keep) as one:
+        for told, seen in one.run(settings_of_glibc, start):
+            assert told.partition(":")[0] == ("glibc.malloc.hugetlb=1" if keep else "")  # (glibc cuts it as it reads)
+            assert seen is None
 
 
-def test_a_user_s_settings_of_glibc_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=1")
-    assert child_environment()["GLIBC_TUNABLES"] == "glibc.malloc.check=1"
+def test_a_user_s_settings_of_glibc_come_last_and_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.tcache_count=7")
+    found = child_environment()["GLIBC_TUNABLES"]
+    assert found.startswith("glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432:")
+    assert found.endswith("tcache_count=0:glibc.malloc.tcache_count=7")
+    assert child_environment(False)["GLIBC_TUNABLES"] == "glibc.malloc.tcache_count=7"
 
 
 @pytest.mark.gpu
