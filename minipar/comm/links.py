@@ -7,7 +7,8 @@ shorter. So a receiver must know shape and dtype beforehand:
     afterwards                                               data, if the sender finds it still fits; else an error
     several tensors in one value, or values in one SEND      one message, if they are short (packing.py)
     gradients                                                like the output that was sent, no header ever
-    a message of one tensor that has crossed before          as it is; on sockets its receiver makes room as it waits
+
+    one tensor that has crossed before                       as it is; its receiver makes room for it when it waits
 
 On emulated devices each message is followed by another one: the time of its emulated arrival.
 
@@ -55,9 +56,6 @@ class _Known:
     shape: torch.Size
     dtype: torch.dtype
     listed: bool  # the value is a list of this tensor, as gradients are
-
-    def fits(self, tensor: Tensor, listed: bool) -> bool:
-        return tensor.shape == self.shape and tensor.dtype is self.dtype and listed is self.listed
 
 
 Values = tuple[Value, ...]
@@ -155,7 +153,7 @@ class Links:
         known = self.known.get(message)
         if known is not None and known.rows == self.rows(message[0]):
             tensor = _only(contents[0])
-            if tensor is not None and known.fits(tensor, contents[0] is not tensor):
+            if tensor is not None and tensor.shape == known.shape and tensor.dtype is known.dtype:
                 queue.append([self.comm.isend(tensor.contiguous(), peer, known.tag)])
                 return
         here = self.present(message)
