@@ -70,7 +70,6 @@ class Compute:
         self.graphs: dict[tuple[int, int, int], tuple[Any, list[tuple[int, Any]]]] = {}
         self.tails = Tails()
         self.plain: set[tuple[tuple[int, ...], int, bool]] = set()  # layers of which all is known, with rows and graph
-        self.one: Tensor | None = None  # the gradient of a loss
 
     def work(self, ins: Instruction, live: dict[Value, Any]) -> None:
         """A compute instruction on layers, of whatever kind."""
@@ -159,8 +158,6 @@ class Compute:
                 final = self._cut(y, ins), self._weight(y, part.weight) / self._share(y, ins)
             with nullcontext() if trains is torch.is_grad_enabled() else torch.set_grad_enabled(trains):
                 result, ends = self._run_piece(piece, given, final, ins, rows, start, live)
-            if trains and final and (self.one is None or self.one.dtype is not ends[0].dtype):
-                self.one = torch.ones_like(ends[0].detach())
             if trains:
                 edges = [
                     (k, torch.autograd.graph.get_gradient_edge(end)) for k, end in enumerate(ends) if end.requires_grad
@@ -247,8 +244,7 @@ class Compute:
             ends = differentiable(value)
         elif ins.op is Op.FORWARD:
             k = ins.step if self.every is None else ins.step * self.program.microbatches + ins.microbatch
-            part, found = self.every or self.share(ins.step), ends[0].detach()
-            self.losses[k] = self.losses[k] + (found if part == 1 else found * part)
+            self.losses[k] = self.losses[k] + ends[0].detach() * (self.every or self.share(ins.step))
         return detach(value), ends
 
     def _weight(self, y: Any, weight: int) -> int:
@@ -276,7 +272,7 @@ class Compute:
         received, given = self._arrived(ins, live), None
         for piece in reversed(self.pieces[ins.layers, i]):
             given, edges = self.graphs.pop((piece[-1], i, step))
-            grads = [self.one if received is None else received[k] for k, _ in edges]
+            grads = [None if received is None else received[k] for k, _ in edges]
             ends = [edge for _, edge in edges]
             if self.carrying.count > 1:
                 self.carrying.arriving(piece, ins, live, ends, grads)
@@ -285,7 +281,7 @@ class Compute:
             received = [torch.zeros_like(t) if t.grad is None else t.grad for t in differentiable(given)]
             if self.carrying.count > 1:
                 self.carrying.hand_back(piece, ins, live)
-        for layer in ins.layers if self.kept else ():
+        for layer in ins.layers:
             self.kept.pop((layer, i, step), None)
         self._hand_back(ins, given, received, live)
 
@@ -298,7 +294,7 @@ class Compute:
         for piece in reversed(self.pieces[ins.layers, i]):
             given, edges = self.graphs.pop((piece[-1], i, step))
             inputs = differentiable(given) if piece[0] > self.program.first_trainable else []
-            grads = [self.one if received is None else received[k] for k, _ in edges]
+            grads = [None if received is None else received[k] for k, _ in edges]
             found, arrived = input_half([edge for _, edge in edges], grads, inputs, self._parameters(piece))
             self.left[piece[-1], i, step] = arrived
             if ("saved_weight", piece[-1], self.rows(ins)) not in self.sizes:
@@ -327,14 +323,11 @@ class Compute:
         found = dict.fromkeys(piece, 0)
         if split:
             known = [t for layer in piece for t in (*self.layers[layer].parameters(), *self.layers[layer].buffers())]
-            known += tensors(self.one)
             for one, size in zip(arrived, left(arrived, known), strict=True):
                 found[owner[id(one.parameters[0])]] += size
         elif arrived:
             before = count_bytes(given) if piece[0] else 0
-            found[piece[0]] = (
-                self.sizes["saved", piece[0], rows] + before + count_bytes([g for g in grads if g is not self.one])
-            )
+            found[piece[0]] = self.sizes["saved", piece[0], rows] + before + count_bytes(grads)
         self.sizes.update({("saved_weight", layer, rows): size for layer, size in found.items()})
 
     def _arrived(self, ins: Instruction, live: dict[Value, Any]) -> list[Tensor] | None:

@@ -203,8 +203,7 @@ class Executor:
                 k = len(times) - 1 - program.receives_ahead
                 starts[index] = times[k] if k >= 0 else begin
                 ends[index] = times[-1]
-                if links.posts:
-                    links.reach(ins.peer)
+                links.reach(ins.peer)
                 for value in ins.writes:
                     pending[value] = (index, ins.peer)
                 continue
@@ -282,7 +281,7 @@ class Executor:
         index, what = self.pending.pop(value)
         if isinstance(what, int):
             message = self.instructions[index].writes
-            for other in message if len(message) > 1 else ():
+            for other in message:
                 self.pending.pop(other, None)
             present = [other for other in message if self.compute.rows(other)]
             if present:

@@ -8,8 +8,6 @@ shorter. So a receiver must know shape and dtype beforehand:
     several tensors in one value, or values in one SEND      one message, if they are short (packing.py)
     gradients                                                like the output that was sent, no header ever
 
-    one tensor that has crossed before                       as it is; its receiver makes room for it when it waits
-
 On emulated devices each message is followed by another one: the time of its emulated arrival.
 
 Sends are never waited for in the walk. A send is known to be done when something arrives that its receiver could only
@@ -45,17 +43,6 @@ class Received:
     contents: list[Any]
     handles: list[Handle]
     arrival: Tensor | None
-
-
-@dataclass
-class _Known:
-    """A message of one tensor that has crossed its link before: all that sending and receiving it again needs."""
-
-    rows: int
-    tag: int
-    shape: torch.Size
-    dtype: torch.dtype
-    listed: bool  # the value is a list of this tensor, as gradients are
 
 
 Values = tuple[Value, ...]
@@ -101,12 +88,11 @@ class Links:
     ) -> None:
         self.program = program
         self.comm = comm
-        self.posts = comm.posts
         self.rows = rows
         self.emulated = emulated
         self.width = max(program.layers, len(program.edges))
         self.forms: dict[Any, Any] = {}  # (direction, peer, layer, rows) -> form of the value
-        self.known: dict[Values, _Known] = {}  # messages, of both directions
+        self.plain: dict[Any, tuple[torch.Size, torch.dtype]] = {}  # of those that are sent and a single tensor
         self.here: dict[Values, Values] = {}  # of a message, what really travels of it in this pass
         self.done = acknowledgements(program, comm.rank)
         self.inboxes: dict[int, _Inbox] = {}
@@ -131,11 +117,10 @@ class Links:
         self.here.clear()
         for inbox in self.inboxes.values():
             inbox.reached = inbox.posted = inbox.due = 0
-            if self.posts:
-                inbox.post(self.program.receives_ahead)
+            inbox.post(self.program.receives_ahead)
 
     def reach(self, peer: int) -> None:
-        """The walk has come to the next RECV from a peer: post one more. Where nothing `posts`, it is not needed."""
+        """The walk has come to the next RECV from a peer: post one more."""
         inbox = self.inboxes[peer]
         inbox.reached += 1
         inbox.post(inbox.reached + self.program.receives_ahead)
@@ -150,12 +135,6 @@ class Links:
     def send(self, message: Values, contents: list[Any], peer: int, arrival: float = 0.0) -> None:
         """Start sending; never blocks. Raises RankError if the message is not what the receiver expects."""
         queue = self.outgoing[peer]
-        known = self.known.get(message)
-        if known is not None and known.rows == self.rows(message[0]):
-            tensor = _only(contents[0])
-            if tensor is not None and tensor.shape == known.shape and tensor.dtype is known.dtype:
-                queue.append([self.comm.isend(tensor.contiguous(), peer, known.tag)])
-                return
         here = self.present(message)
         if not here:
             queue.append([])
@@ -167,14 +146,19 @@ class Links:
         for value in here:
             if value.kind == "output":
                 key = ("out", peer, value.index, self.rows(value))
-                form = spec(found[value])
-                before = self.forms.setdefault(key, form)
-                if before is form:
+                content = found[value]
+                if type(content) is Tensor and self.plain.get(key) == (content.shape, content.dtype):
+                    continue
+                form = spec(content)
+                known = self.forms.setdefault(key, form)
+                if known is form:
                     new.append(form)
-                elif form != before:
+                    if type(content) is Tensor:
+                        self.plain[key] = content.shape, content.dtype
+                elif form != known:
                     raise RankError(
                         f"{value} has another form than before, which rank {peer} does not expect: "
-                        f"{json.dumps(form)} instead of {json.dumps(before)}",
+                        f"{json.dumps(form)} instead of {json.dumps(known)}",
                         "A layer's output may depend on the number of rows only.",
                     )
         if new:
@@ -184,14 +168,6 @@ class Links:
         if self.emulated:
             handles.append(isend(torch.tensor([arrival], dtype=torch.float64), peer, tag + _ARRIVAL))
         queue.append(handles)
-        self._learn(message, contents, tag)
-
-    def _learn(self, message: Values, contents: list[Any], tag: int) -> None:
-        """A message has crossed: what the next one of this kind can do without finding out."""
-        tensor = _only(contents[0]) if len(message) == 1 and not self.emulated else None
-        if tensor is not None:
-            listed = contents[0] is not tensor
-            self.known[message] = _Known(self.rows(message[0]), tag, tensor.shape, tensor.dtype, listed)
 
     def receive(self, message: Values, peer: int) -> tuple[list[Any], float]:
         """Wait for a message that was posted before: the contents of the values that are present, and the time of its
@@ -200,17 +176,8 @@ class Links:
         Forgets the sends that it acknowledges.
         """
         inbox = self.inboxes[peer]
-        position, known = inbox.positions[message], self.known.get(message)
-        if known is not None and inbox.comes_next(position) and known.rows == self.rows(message[0]):
-            tensor = torch.empty(known.shape, dtype=known.dtype)
-            self.comm.receive(tensor, peer, known.tag)
-            inbox.posted += 1
-            self._forget(peer, self.done.get((peer, position), 0))
-            return [[tensor] if known.listed else tensor], 0.0
         received = inbox.wait(message)
-        self._forget(peer, self.done.get((peer, position), 0))
-        if not self.posts:
-            self._learn(message, received.contents, self.tag(message[0]))
+        self._forget(peer, self.done.get((peer, inbox.positions[message]), 0))
         return received.contents, 0.0 if received.arrival is None else received.arrival.item()
 
     def look(self, message: Values, peer: int) -> float | None:
@@ -281,10 +248,6 @@ class _Inbox:
             self.open[message] = Received(contents, handles, arrival)
             self.posted += 1
 
-    def comes_next(self, position: int) -> bool:
-        """Whether the next message to come is this one, and nothing waits for it yet."""
-        return self.posted == position and self.header is None and not self.open
-
     def wait(self, message: Values) -> Received:
         if message not in self.open:
             self.post(self.positions[message] + 1)
@@ -331,13 +294,6 @@ class _Inbox:
             like = differentiable(allocate(sent, torch.device("meta")))
             self.links.forms[key] = spec(like)
         return self.links.forms.get(key)
-
-
-def _only(content: Any) -> Tensor | None:
-    """The tensor, of a value that is one, or a list of one."""
-    if type(content) is list and len(content) == 1:
-        content = content[0]
-    return content if type(content) is Tensor else None
 
 
 def _encode(forms: list[Any], message: Values) -> Tensor:
