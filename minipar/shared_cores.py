@@ -20,22 +20,25 @@ from minipar.costs.unit import UnitCosts
 from minipar.program import COPIES, PORT, Op, Program, Value
 from minipar.streams import Costs, GroupStream, Link, Slot
 
+_LATENCY = 0.05  # of a message, in forwards of a rank
+_MOST = 20_000  # instructions: up to here best_way takes less than half a second
+
 
 def available_cores() -> int:
     """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-_LATENCY = 0.05  # of a message, in forwards of a rank
-_MOST = 20_000  # instructions; of a longer program it is not asked
-
-
 def best_way(program: Program, cores: float) -> int:
     """In which of the `ways` of affinity.py the program's ranks share cores with the least time, if all layers are
-    equal: Chimera's first and last rank, say, are busy at the same times, and better not on one core."""
+    equal: Chimera's first and last rank, say, are busy at the same times, and better not on one core.
+
+    The first one where ranks send each other nothing, decide as they run or serve, and of very long programs.
+    """
     found = ways(len(program.ranks), range(math.ceil(cores)))
-    size = sum(map(len, program.ranks)) if program.in_flight is None and program.serving is None else 0
-    if not found or found[0] == found[1] or not 0 < size <= _MOST or not _sends(program):
+    fixed = program.in_flight is None and program.serving is None and sum(map(len, program.ranks)) <= _MOST
+    sends = any(ins.op is Op.SEND for row in program.ranks for ins in row)
+    if not found or found[0] == found[1] or not fixed or not sends:
         return 0
 
     def time(way: int) -> float:
@@ -43,10 +46,6 @@ def best_way(program: Program, cores: float) -> int:
         return max(max(row, default=0.0) for row in ends)
 
     return min(range(len(found)), key=time)
-
-
-def _sends(program: Program) -> bool:
-    return any(ins.op is Op.SEND for row in program.ranks for ins in row)
 
 
 def _speeds(working: Collection[int], homes: list[int] | None, cores: float) -> dict[int, float]:

@@ -19,7 +19,7 @@ from typing import TypeVar
 SHORT = 1e-4  # seconds of looking
 _RARELY = 6  # at most every 2 ** 6 waits where nothing is found
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class Looking:
@@ -29,7 +29,7 @@ class Looking:
         self.alone = (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) < 2
         self.misses = self.asleep = 0  # looks in a row that found nothing; waits that are to sleep at once
 
-    def find(self, look: Callable[[], T]) -> T | None:
+    def find(self, look: Callable[[], _T]) -> _T | None:
         """What `look` gives, as soon as it raises no BlockingIOError any more; None: it is time to sleep instead."""
         with suppress(BlockingIOError):
             return look()  # what was there already says nothing about waiting

@@ -35,6 +35,8 @@ from minipar.program import (
 from minipar.strategies import branches
 from minipar.strategies.layout import Layout
 
+REST = tuple(Instruction._field_defaults.values())[3:]  # what comes after `frees`, as it is by default
+
 
 def expand(actions: Sequence[Iterable[Action]], layout: Layout, step: int = 0) -> list[list[Instruction]]:
     """The instructions of one step, for each rank of one replica; `actions[r]` is the schedule of rank r."""
@@ -67,7 +69,7 @@ def expand(actions: Sequence[Iterable[Action]], layout: Layout, step: int = 0) -
                 given += (out[layer][i],)  # a model with nothing to train: the loss is all that is wanted
             return Instruction(FORWARD, alone[layer], i, step, reads, (out[layer][i],), given)
         writes = out[layer][i], kept[layer][i]
-        return new(Instruction, (FORWARD, alone[layer], i, step, reads, writes, (), "compute", -1, (), (), ""))
+        return new(Instruction, (FORWARD, alone[layer], i, step, reads, writes, (), *REST))
 
     def backward(layer: int, i: int, whole: bool) -> Instruction:
         given = out[layer][i] if layer == last else gout[layer][i]
@@ -76,12 +78,12 @@ def expand(actions: Sequence[Iterable[Action]], layout: Layout, step: int = 0) -
         if layer > first:
             writes = (gout[layer - 1][i], *writes)
         op, reads = WHOLE if whole else INPUT, held + params[layer]
-        return new(Instruction, (op, alone[layer], i, step, reads, writes, held, "compute", -1, (), (), ""))
+        return new(Instruction, (op, alone[layer], i, step, reads, writes, held, *REST))
 
     def weights(layer: int, i: int) -> Instruction:
         mine = (left[layer][i],)
         reads = mine + params[layer]
-        return new(Instruction, (WEIGHT, alone[layer], i, step, reads, grads[layer], mine, "compute", -1, (), (), ""))
+        return new(Instruction, (WEIGHT, alone[layer], i, step, reads, grads[layer], mine, *REST))
 
     run: Callable[[int, int], Instruction] = forward
     back_of: Callable[[int, int, bool], Instruction] = backward

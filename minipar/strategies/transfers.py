@@ -43,6 +43,9 @@ def beside(actions: Sequence[Iterable[Action]], layout: Layout, step: int) -> di
     return found
 
 
+REST = tuple(Instruction._field_defaults.values())[5:]  # what comes after `peer`, as it is by default
+
+
 def insert_transfers(
     ranks: Mapping[int, Sequence[Instruction]], together: Mapping[Value, Value] = MappingProxyType({})
 ) -> dict[int, list[Instruction]]:
@@ -107,13 +110,13 @@ def insert_transfers(
         for position, reader, values in reversed(messages):
             _, index, i, step = values[0]
             layers = (index,)
-            recv = new(Instruction, (RECV, layers, i, step, (), values, (), origin, source, (), (), ""))
+            recv = new(Instruction, (RECV, layers, i, step, (), values, (), origin, source, *REST))
             added[target].append(recv)
             places[target].append(3 * reader - 1)
             frees = values
             if not stay.isdisjoint(values):
                 frees = tuple(v for v in values if v not in read_here and last_target[v] == target)
-            send = new(Instruction, (SEND, layers, i, step, values, (), frees, to, target, (), (), ""))
+            send = new(Instruction, (SEND, layers, i, step, values, (), frees, to, target, *REST))
             added[source].append(send)
             places[source].append(3 * position + 1)
 

@@ -170,20 +170,26 @@ def test_the_loaders_of_a_rank_end_with_it() -> None:
     assert left(loaders, 2) == []
 
 
-def settings_of_glibc(start: str) -> tuple[str, str | None]:
-    """What the process of this rank was started with, and what the user's code sees of that."""
+def settings_of_glibc(start: str) -> tuple[str, str | None, bool]:
+    """What the process of this rank was started with, what the user's code sees of that, and what it does: whether a
+    tensor of 20 MB is in the heap, and not in pages of its own, which are given back with it."""
     with open(f"/proc/{os.getppid() if start == 'fork' else os.getpid()}/environ") as file:
         found = [line for line in file.read().split("\0") if line.startswith("GLIBC_TUNABLES=")]
-    return "".join(found).removeprefix("GLIBC_TUNABLES="), os.environ.get("GLIBC_TUNABLES")
+    tensor = torch.empty(5 << 20)
+    heap = [line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith("[heap]")]
+    ends = [[int(end, 16) for end in part.split("-")] for part in heap]
+    told = "".join(found).removeprefix("GLIBC_TUNABLES=")
+    return told, os.environ.get("GLIBC_TUNABLES"), any(first <= tensor.data_ptr() < last for first, last in ends)
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 @pytest.mark.parametrize("keep", [True, False])
 def test_ranks_keep_freed_memory_or_are_plain(start: str, keep: bool) -> None:
     with Cluster(2, device="cpu", start=start, keep_freed_memory=keep) as one:
-        for told, seen in one.run(settings_of_glibc, start):
+        for told, seen, kept in one.run(settings_of_glibc, start):
             assert told.partition(":")[0] == ("glibc.malloc.hugetlb=1" if keep else "")  # (glibc cuts it as it reads)
             assert seen is None
+            assert kept is keep
 
 
 def test_a_user_s_settings_of_glibc_come_last_and_count(monkeypatch: pytest.MonkeyPatch) -> None:
