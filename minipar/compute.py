@@ -244,7 +244,8 @@ class Compute:
             ends = differentiable(value)
         elif ins.op is Op.FORWARD:
             k = ins.step if self.every is None else ins.step * self.program.microbatches + ins.microbatch
-            self.losses[k] = self.losses[k] + ends[0].detach() * (self.every or self.share(ins.step))
+            part, found = self.every or self.share(ins.step), ends[0].detach()
+            self.losses[k] = self.losses[k] + (found if part == 1 else found * part)
         return detach(value), ends
 
     def _weight(self, y: Any, weight: int) -> int:
@@ -281,7 +282,7 @@ class Compute:
             received = [torch.zeros_like(t) if t.grad is None else t.grad for t in differentiable(given)]
             if self.carrying.count > 1:
                 self.carrying.hand_back(piece, ins, live)
-        for layer in ins.layers:
+        for layer in ins.layers if self.kept else ():
             self.kept.pop((layer, i, step), None)
         self._hand_back(ins, given, received, live)
 

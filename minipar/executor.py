@@ -281,7 +281,7 @@ class Executor:
         index, what = self.pending.pop(value)
         if isinstance(what, int):
             message = self.instructions[index].writes
-            for other in message:
+            for other in message if len(message) > 1 else ():
                 self.pending.pop(other, None)
             present = [other for other in message if self.compute.rows(other)]
             if present:

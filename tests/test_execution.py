@@ -110,11 +110,12 @@ def growing():
     return nn.Sequential(Growing(), nn.AdaptiveAvgPool1d(6), nn.Linear(6, 6))
 
 
-def test_a_shape_that_changes_is_refused_before_it_is_sent(clusters):
-    """gloo would abort the receiving process, or leave stale data."""
-    program = compiled("pp=2 microbatches=2 split=1,2", growing)
+@pytest.mark.parametrize("microbatches", [2, 1])
+def test_a_shape_that_changes_is_refused_before_it_is_sent(clusters, microbatches):
+    """In the same pass or in the next one. gloo would abort the receiving process, or leave stale data."""
+    program = compiled(f"pp=2 microbatches={microbatches} split=1,2", growing)
     with pytest.raises(Exception, match="another form than before"):
-        execute(program, job(growing), cluster=clusters(2))
+        execute(program, job(growing), passes=2, cluster=clusters(2))
     assert clusters(2).run(lambda: 1) == [1, 1]
 
 

@@ -149,7 +149,8 @@ class Communicator:
 
         Messages of two ranks that are under way together need different tags, and the same order on both sides.
         """
-        self._check(peer, tensor)
+        if not tensor.is_contiguous() or peer == self.rank or not 0 <= peer < self.size:
+            self._check(peer, tensor)
         peer = self.members[peer]
         world = self._world
         if not tensor.is_cuda:
@@ -165,6 +166,17 @@ class Communicator:
         host = groups.to_host(tensor)
         what = ("send to rank", peer, tag)
         return StagedHandle(world.messages.send(host, peer, tag), host, None, self.pending, what)
+
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> None:
+        """`irecv`, and wait for it."""
+        messages = self._world.messages
+        if not (isinstance(messages, Sockets) and messages.take(tensor, self.members[peer], tag)):
+            self.irecv(tensor, peer, tag).wait()
+
+    @property
+    def posts(self) -> bool:
+        """Whether a message comes the sooner, the sooner `irecv` is called: else it is read by who waits for it."""
+        return self.device.type != "cpu" or not isinstance(self._world.messages, Sockets)
 
     def irecv(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Handle:
         """Start receiving into a contiguous tensor of the sent shape and dtype; its contents count after `wait`."""

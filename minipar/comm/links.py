@@ -7,6 +7,7 @@ shorter. So a receiver must know shape and dtype beforehand:
     afterwards                                               data, if the sender finds it still fits; else an error
     several tensors in one value, or values in one SEND      one message, if they are short (packing.py)
     gradients                                                like the output that was sent, no header ever
+    a message of one tensor that has crossed before          as it is, without finding all this out again
 
 On emulated devices each message is followed by another one: the time of its emulated arrival.
 
@@ -18,9 +19,9 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,13 +37,35 @@ TENSORS = 64  # tags of two values are this far apart: one for each tensor, and 
 _HEADER, _ARRIVAL = TENSORS - 1, TENSORS - 2
 
 
+class _Unposted(NamedTuple):
+    """A receive of which nobody was told: the message is read by whoever waits for it, and would come no sooner."""
+
+    comm: Communicator
+    tensor: Tensor
+    peer: int
+    tag: int
+
+    def wait(self) -> None:
+        self.comm.receive(self.tensor, self.peer, self.tag)
+
+
 @dataclass
 class Received:
     """A message on its way: buffers, and the handles that fill them."""
 
     contents: list[Any]
-    handles: list[Handle]
+    handles: Sequence[Handle | _Unposted]
     arrival: Tensor | None
+
+
+class _Known(NamedTuple):
+    """A message of one tensor that has crossed its link before: all that sending and receiving it again needs."""
+
+    rows: int
+    tag: int
+    shape: torch.Size
+    dtype: torch.dtype
+    listed: bool  # the value is a list of this tensor, as gradients are
 
 
 Values = tuple[Value, ...]
@@ -92,7 +115,7 @@ class Links:
         self.emulated = emulated
         self.width = max(program.layers, len(program.edges))
         self.forms: dict[Any, Any] = {}  # (direction, peer, layer, rows) -> form of the value
-        self.plain: dict[Any, tuple[torch.Size, torch.dtype]] = {}  # of those that are sent and a single tensor
+        self.known: dict[tuple[int, Values], _Known] = {}  # by peer and message; a peer may get what another gets
         self.here: dict[Values, Values] = {}  # of a message, what really travels of it in this pass
         self.done = acknowledgements(program, comm.rank)
         self.inboxes: dict[int, _Inbox] = {}
@@ -135,6 +158,13 @@ class Links:
     def send(self, message: Values, contents: list[Any], peer: int, arrival: float = 0.0) -> None:
         """Start sending; never blocks. Raises RankError if the message is not what the receiver expects."""
         queue = self.outgoing[peer]
+        known = self.known.get((peer, message))
+        if known is not None and known.rows == self.rows(message[0]):
+            tensor = _only(contents[0])
+            listed = tensor is not contents[0]
+            if tensor is not None and (tensor.shape, tensor.dtype, listed) == known[2:]:
+                queue.append([self.comm.isend(tensor.contiguous(), peer, known.tag)])
+                return
         here = self.present(message)
         if not here:
             queue.append([])
@@ -146,19 +176,14 @@ class Links:
         for value in here:
             if value.kind == "output":
                 key = ("out", peer, value.index, self.rows(value))
-                content = found[value]
-                if type(content) is Tensor and self.plain.get(key) == (content.shape, content.dtype):
-                    continue
-                form = spec(content)
-                known = self.forms.setdefault(key, form)
-                if known is form:
+                form = spec(found[value])
+                before = self.forms.setdefault(key, form)
+                if before is form:
                     new.append(form)
-                    if type(content) is Tensor:
-                        self.plain[key] = content.shape, content.dtype
-                elif form != known:
+                elif form != before:
                     raise RankError(
                         f"{value} has another form than before, which rank {peer} does not expect: "
-                        f"{json.dumps(form)} instead of {json.dumps(known)}",
+                        f"{json.dumps(form)} instead of {json.dumps(before)}",
                         "A layer's output may depend on the number of rows only.",
                     )
         if new:
@@ -168,6 +193,14 @@ class Links:
         if self.emulated:
             handles.append(isend(torch.tensor([arrival], dtype=torch.float64), peer, tag + _ARRIVAL))
         queue.append(handles)
+        self.learn(peer, message, contents)
+
+    def learn(self, peer: int, message: Values, contents: list[Any]) -> None:
+        """A message has crossed: what the next one of this kind can do without finding out."""
+        tensor = _only(contents[0]) if len(message) == 1 and not self.emulated else None
+        if tensor is not None:
+            value, listed = message[0], tensor is not contents[0]
+            self.known[peer, message] = _Known(self.rows(value), self.tag(value), tensor.shape, tensor.dtype, listed)
 
     def receive(self, message: Values, peer: int) -> tuple[list[Any], float]:
         """Wait for a message that was posted before: the contents of the values that are present, and the time of its
@@ -229,6 +262,13 @@ class _Inbox:
         links, comm = self.links, self.links.comm
         while self.posted < self.due and self.header is None:
             message = self.order[self.posted]
+            known = links.known.get((self.peer, message))
+            if known is not None and known.rows == links.rows(message[0]):
+                tensor = torch.empty(known.shape, dtype=known.dtype)
+                later = _Unposted(comm, tensor, self.peer, known.tag)
+                self.open[message] = Received([[tensor] if known.listed else tensor], (later,), None)
+                self.posted += 1
+                continue
             here = links.present(message)
             if not here:
                 self.posted += 1
@@ -247,18 +287,21 @@ class _Inbox:
                 handles.append(comm.irecv(arrival, self.peer, tag + _ARRIVAL))
             self.open[message] = Received(contents, handles, arrival)
             self.posted += 1
+            if not comm.posts:
+                links.learn(self.peer, message, contents)
 
     def wait(self, message: Values) -> Received:
+        links = self.links
         if message not in self.open:
             self.post(self.positions[message] + 1)
         while message not in self.open:
             if self.header is None:
                 raise RankError(f"{message[0]} from rank {self.peer} is expected before its form is known")
-            buffer, handle = self.header
-            handle.wait()
-            new = self._new(self.links.present(self.order[self.posted]))
+            buffer, announced = self.header
+            announced.wait()
+            new = self._new(links.present(self.order[self.posted]))
             for value, form in zip(new, _decode(buffer), strict=True):
-                self.links.forms["in", self.peer, value.index, self.links.rows(value)] = form
+                links.forms["in", self.peer, value.index, links.rows(value)] = form
             self.header = None
             self.post(self.due)
         received = self.open.pop(message)
@@ -294,6 +337,13 @@ class _Inbox:
             like = differentiable(allocate(sent, torch.device("meta")))
             self.links.forms[key] = spec(like)
         return self.links.forms.get(key)
+
+
+def _only(content: Any) -> Tensor | None:
+    """The tensor, of a value that is one, or a list of one."""
+    if type(content) is list and len(content) == 1:
+        content = content[0]
+    return content if type(content) is Tensor else None
 
 
 def _encode(forms: list[Any], message: Values) -> Tensor:

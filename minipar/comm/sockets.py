@@ -86,6 +86,26 @@ class Sockets:
             link = self.incoming[peer] = _Incoming(peer)
         return _Received(self, link, tensor, tag)
 
+    def take(self, tensor: Tensor, peer: int, tag: int) -> bool:
+        """`receive` and wait, if that message is the next one and here. Never waits for one to come."""
+        link = self.incoming.get(peer)
+        if link is None or link.connection is None or link.expected or link.early:
+            return False
+        try:
+            got = link.connection.recv_into(link.header, 0, socket.MSG_DONTWAIT)
+        except (BlockingIOError, ConnectionResetError):
+            return False  # (whoever waits for it is told that the peer is gone)
+        if not got:
+            return False
+        if got < _HEADER.size:
+            link.read(link.header[got:])
+        found, size, code = _HEADER.unpack(link.header)
+        if found != tag:
+            link.keep(found, size, code)
+            return False
+        link.read(_place(tensor, size, code, tag, peer), size > LONG)
+        return True
+
     def readable(self, peers: Sequence[int], seconds: float) -> bool:
         """Whether a message of one of these peers is there, or comes within so many seconds.
 
@@ -171,6 +191,12 @@ class _Incoming:
             have += got
         return into
 
+    def keep(self, tag: int, size: int, code: int) -> None:
+        """Read a message that nobody waits for yet, whose header was read."""
+        content = bytearray(size)
+        self.read(memoryview(content), size > LONG)
+        self.early.setdefault(tag, []).append((content, code))
+
 
 class _Received:
     """A receive that was posted. Waiting for it reads the connection until it is there."""
@@ -183,7 +209,7 @@ class _Received:
         self.done = False
         if tag in link.early:
             content, code = _take(link.early, tag)
-            self._place(len(content), code)[:] = content
+            _place(tensor, len(content), code, tag, link.peer)[:] = content
             self.done = True
         elif tag in link.expected:
             link.expected[tag].append(self)
@@ -198,26 +224,25 @@ class _Received:
             tag, size, code = _HEADER.unpack(link.read(link.header))
             if tag in link.expected:
                 receive = _take(link.expected, tag)
-                link.read(receive._place(size, code), size > LONG)
+                link.read(_place(receive.tensor, size, code, tag, link.peer), size > LONG)
                 receive.done = True
             else:
-                content = bytearray(size)
-                link.read(memoryview(content), size > LONG)
-                link.early.setdefault(tag, []).append((content, code))
+                link.keep(tag, size, code)
 
     def is_completed(self) -> bool:
         return self.done
 
-    def _place(self, size: int, code: int) -> memoryview:
-        """Where the message that has come goes. RankError if it is another one than expected."""
-        place = _bytes_of(self.tensor)
-        if size != len(place) or code != _code(self.tensor.dtype):
-            kind = "the same dtype" if code == _code(self.tensor.dtype) else "another dtype"
-            raise RankError(
-                f"message {self.tag} of rank {self.link.peer} has {size} bytes of {kind}, but {len(place)} bytes of "
-                f"{self.tensor.dtype} are expected"
-            )
-        return place
+
+def _place(tensor: Tensor, size: int, code: int, tag: int, peer: int) -> memoryview:
+    """Where a message that has come goes. RankError if it is another one than expected."""
+    place = _bytes_of(tensor)
+    if size != len(place) or code != _code(tensor.dtype):
+        kind = "the same dtype" if code == _code(tensor.dtype) else "another dtype"
+        raise RankError(
+            f"message {tag} of rank {peer} has {size} bytes of {kind}, but {len(place)} bytes of "
+            f"{tensor.dtype} are expected"
+        )
+    return place
 
 
 def _take(table: dict[int, list[_T]], tag: int) -> _T:

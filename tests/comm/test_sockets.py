@@ -101,6 +101,56 @@ def test_another_size_or_dtype_is_an_error(ends, other, early):
             b.receive(torch.empty(4), 0, 9).wait()
 
 
+def test_what_is_here_is_taken_at_once(ends):
+    a, b = ends
+    got = torch.empty(3)
+    assert not b.take(got, 0, 1), "nobody has connected"
+    a.send(torch.zeros(1), 1, 0)
+    b.receive(torch.empty(1), 0, 0).wait()
+    assert not b.take(got, 0, 1), "nothing has come"
+    a.send(torch.arange(3.0), 1, 1)
+    assert b.take(got, 0, 1)
+    assert got.tolist() == [0, 1, 2]
+    a.send(torch.ones(40_000), 1, 2)  # through the ring
+    long = torch.empty(40_000)
+    assert b.take(long, 0, 2)
+    assert long.eq(1).all()
+
+
+def test_what_others_wait_for_is_not_taken(ends):
+    a, b = ends
+    first, second, third = (torch.empty(1) for _ in range(3))
+    for tag in (1, 2, 3):
+        a.send(torch.tensor([float(tag)]), 1, tag)
+    b.receive(first, 0, 1).wait()
+    assert not b.take(third, 0, 3), "another one comes first, and is kept"
+    assert not b.take(third, 0, 3), "and as long as it is kept, nothing is taken"
+    late = b.receive(third, 0, 3)
+    assert not b.take(second, 0, 2), "somebody waits"
+    late.wait()
+    b.receive(second, 0, 2).wait()
+    assert [t.item() for t in (first, second, third)] == [1, 2, 3]
+
+
+def test_taking_a_message_of_another_size_is_an_error(ends):
+    a, b = ends
+    a.send(torch.zeros(1), 1, 0)
+    b.receive(torch.empty(1), 0, 0).wait()
+    a.send(torch.ones(3), 1, 1)
+    with pytest.raises(RankError, match="message 1 of rank 0 has 12 bytes of the same dtype, but 8 bytes"):
+        b.take(torch.empty(2), 0, 1)
+
+
+def test_of_a_peer_that_is_gone_nothing_is_taken(ends):
+    a, b = ends
+    a.send(torch.zeros(1), 1, 0)
+    b.receive(torch.empty(1), 0, 0).wait()
+    a.close()
+    assert not b.take(torch.empty(2), 0, 2)
+    with pytest.raises(ConnectionError, match="rank 0 is gone"):
+        b.receive(torch.empty(2), 0, 2).wait()
+
+
 def test_a_peer_that_is_gone(ends):
     a, b = ends
     a.send(torch.zeros(4), 1, 0)
