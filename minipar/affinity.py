@@ -9,8 +9,9 @@ layer takes: one core then has two ranks in line and the other none. Measured on
 of the two ways is the better one depends on the schedule; `shared_cores.best_way` asks the simulator.
 
 Two ranks on one core take turns, by default of 1 to 3 ms: the other one then comes in the middle of a layer, and both
-find their caches cold. Here a turn lasts until the rank has to wait, or for 20 ms (Linux 6.12 and later let a thread
-ask for that): 1 to 5 % less time.
+find their caches cold. Here a turn lasts until the rank has to wait, or for 100 ms, the most that Linux (6.12 and
+later) lets a thread ask for. With 20 ms pipelines took 1 to 5 % less time than by default, with 100 ms again 3 to 6 %
+less: a rank that loses its turn in the middle of a layer keeps all ranks waiting that need what it makes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import platform
 import struct
 from collections.abc import Iterator, Sequence
 
-_TURN = 20_000_000  # nanoseconds
+_TURN = 100_000_000  # nanoseconds
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}.get(platform.machine())  # libc has no function for it
 _ATTRIBUTES = struct.Struct("=IIQiIQQQ")  # size, policy, flags, nice, priority, turn of a fair policy, 2 of others
 

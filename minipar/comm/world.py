@@ -10,6 +10,7 @@ import os
 import select
 import warnings
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -56,7 +57,7 @@ class World:
         self.closed = False
         self.pending: set[Handle] = set()
         self.starter = Starter("starts collectives")
-        self.network = groups.gloo_device(loopback)
+        self.loopback = loopback
         self.groups: dict[tuple[str, tuple[int, ...]], Group] = {}
         self.watched: dict[int, int] = {}  # a descriptor for each process of another rank that we know
         self.without = ""  # why there is no shared memory
@@ -71,6 +72,12 @@ class World:
             # One NCCL group per direction: in one alone, a send and a receive of the same pair would wait in line.
             self.up = groups.nccl_group(dist.PrefixStore("up", store), rank, size, self.everyone)
             self.down = groups.nccl_group(dist.PrefixStore("down", store), rank, size, self.everyone)
+
+    @cached_property
+    def network(self) -> Any:
+        """gloo's device, made where it is needed: its thread wakes every 10 ms, and whoever computes on that core may
+        then lose its turn."""
+        return groups.gloo_device(self.loopback)
 
     def group(self, members: tuple[int, ...], kind: str = "host") -> Group:
         """Those ranks, made at the first use, which waits for all of them. `kind`: "host" or "nccl"."""
