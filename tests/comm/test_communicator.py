@@ -368,7 +368,7 @@ def test_some_ranks_alone_cannot_make_it() -> None:
 
 def test_gloo_listens_on_the_loopback_alone(cluster: Cluster) -> None:
     def f() -> list[str]:
-        create()
+        create().allreduce(torch.ones(1), algorithm="backend")
         inodes = set()
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
@@ -383,6 +383,28 @@ def test_gloo_listens_on_the_loopback_alone(cluster: Cluster) -> None:
 
     for addresses in cluster.run(f):
         assert set(addresses) == {"0100007F"}  # 127.0.0.1
+
+
+def test_gloo_has_no_thread_before_it_is_used() -> None:
+    def threads() -> list[str]:
+        return [name for path in Path("/proc/self/task").iterdir() if "gloo" in (name := (path / "comm").read_text())]
+
+    def without() -> list[str]:
+        comm = create()
+        comm.allreduce(torch.ones(100_000))
+        if comm.rank == 0:
+            comm.send([1], 1)
+        elif comm.rank == 1:
+            comm.recv(0)
+        return threads()
+
+    def by_gloo() -> list[str]:
+        create().allreduce(torch.ones(1), algorithm="backend")
+        return threads()
+
+    with Cluster(2, device="cpu") as two:
+        assert two.run(without) == [[], []]
+        assert all(two.run(by_gloo))
 
 
 def test_outside_a_rank_it_says_where_to_call_it(monkeypatch: pytest.MonkeyPatch) -> None:
