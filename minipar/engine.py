@@ -24,20 +24,32 @@ def backward(
 
     RuntimeError if a gradient has another shape than what it is of.
     """
-    if _enter is None or any(gradient is None for gradient in gradients):
+    if _enter is None:
         torch.autograd.backward(ends, gradients, inputs=parameters or None)
     else:
-        _enter(
-            tuple(ends), tuple(gradients), False, False, tuple(parameters), allow_unreachable=True, accumulate_grad=True
-        )
+        given = tuple(ends), _complete(ends, gradients), False, False, tuple(parameters)
+        _enter(*given, allow_unreachable=True, accumulate_grad=True)
 
 
 def gradients_of(
     inputs: Sequence[Tensor], ends: Sequence[GradientEdge], gradients: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
     """The gradients of some inputs, None where the edges do not depend on one. The graph stays."""
-    if _enter is None or any(gradient is None for gradient in gradients):
+    if _enter is None:
         return torch.autograd.grad(ends, inputs, gradients, retain_graph=True, allow_unused=True)
-    given = tuple(ends), tuple(gradients), True, False, tuple(inputs)
+    given = tuple(ends), _complete(ends, gradients), True, False, tuple(inputs)
     found: tuple[Tensor | None, ...] = _enter(*given, allow_unreachable=True, accumulate_grad=False)
     return found
+
+
+def _complete(ends: Sequence[GradientEdge], gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """The gradients, with a 1 for None."""
+    return tuple([_one(end) if found is None else found for end, found in zip(ends, gradients, strict=True)])
+
+
+def _one(end: GradientEdge) -> Tensor:
+    """The gradient of a scalar with respect to itself."""
+    about = end.node._input_metadata[end.output_nr]
+    if about.shape:
+        raise RuntimeError(f"a gradient of None is 1, of a scalar; here it is of a tensor of shape {list(about.shape)}")
+    return torch.ones((), dtype=about.dtype, device=about.device)

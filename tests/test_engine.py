@@ -58,3 +58,10 @@ def test_a_gradient_of_another_shape_is_refused() -> None:
     x, w, _ = leaves()
     with pytest.raises(RuntimeError, match="shape"):
         engine.backward([get_gradient_edge(x @ w)], [torch.ones(2, 2, dtype=torch.float64)])
+
+
+@pytest.mark.usefixtures("way")
+def test_of_more_than_a_scalar_a_gradient_has_to_be_given() -> None:
+    x, w, _ = leaves()
+    with pytest.raises(RuntimeError, match="scalar"):
+        engine.backward([get_gradient_edge(x @ w)], [None])
