@@ -85,10 +85,15 @@ def once(name: str) -> tuple[float, float]:
 
 def in_turn(entries: Mapping[str, Cluster], rounds: int, warm_up: int = 3) -> dict[str, float]:
     """Run every contestant once a round, each on its cluster: medians of the seconds from first start to last end."""
+    return {name: median(found) for name, found in times_in_turn(entries, rounds, warm_up).items()}
+
+
+def times_in_turn(entries: Mapping[str, Cluster], rounds: int, warm_up: int = 3) -> dict[str, list[float]]:
+    """The same, every round's."""
     times: dict[str, list[float]] = {name: [] for name in entries}
     for k in range(warm_up + rounds):
         for name, cluster in entries.items():
             runs = cluster.run(once, name)
             if k >= warm_up:
                 times[name].append(max(end for _, end in runs) - min(start for start, _ in runs))
-    return {name: median(found) for name, found in times.items()}
+    return times

@@ -4,12 +4,14 @@ then of 128 rows.
 torch runs twice: in processes as torch starts them, and in ranks of minipar's own, which are scheduled as batch jobs
 and whose C library keeps freed memory (which makes both faster). The targets are for the first; the second is the
 executors alone. minipar's ranks keep to the cores on which `execute` holds them while it trains (`as_in_training`);
-torch's are left to the system, as torch does.
+torch's are left to the system, as torch does. All of them are started several times over, and the medians are those
+of all rounds.
 """
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from functools import partial
 from statistics import median
 from typing import Any
@@ -26,7 +28,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from benchmarks.harness import Row, as_in_training, as_torch_starts_them, contestants, in_turn
+from benchmarks.harness import Row, as_in_training, as_torch_starts_them, contestants, in_turn, times_in_turn
 from minipar import Cluster, Plan
 from minipar.comm import communicator
 from minipar.costs.halves import input_half, weight_half
@@ -133,32 +135,46 @@ def _halves(rounds: int) -> tuple[float, float]:
 
 
 def measure(quick: bool = False) -> list[Row]:
+    starts, rounds = (2, 10) if quick else (4, 20)
+    times: dict[str, list[float]] = defaultdict(list)
+    for _ in range(starts):
+        for name, found in _started(rounds).items():
+            times[name] += found
+    seconds = {name: median(found) for name, found in times.items()}
+    rows = []
+    for name, must in MUST.items():
+        for kind in ("", " in ranks like ours"):
+            mine, torchs = seconds[name + kind], seconds[f"torch {name}{kind}"]
+            targets = (must, AIM) if not kind else (None, None)
+            text = f"{name}, {RANKS} ranks, {MICROBATCHES} x {ROWS} rows: time / torch{kind}"
+            rows.append(
+                Row(text, mine / torchs, "", targets[0], targets[1], f"{mine * 1e3:.0f} and {torchs * 1e3:.0f} ms")
+            )
+        alone = seconds[f"{name} alone"]
+        text = f"  {name}'s layers alone on {RANKS} ranks, no pipeline at all: time / torch"
+        rows.append(Row(text, alone / seconds[f"torch {name}"], "", note=f"{alone * 1e3:.0f} ms: no executor is below"))
+    whole, halves = median(times["whole"]), median(times["halves"])
+    note = f"{whole * 1e3:.2f} and {halves * 1e3:.2f} ms; 4 layers, 8 rows"
+    rows.append(Row("backward in halves / whole backward, all ranks busy", halves / whole, "", note=note))
+    return rows + _larger(quick)
+
+
+def _started(rounds: int) -> dict[str, list[float]]:
+    """Seconds of every contestant, in ranks that are started for it: which memory they happen to get makes some
+    percent, for as long as they live."""
+    times: dict[str, list[float]] = {}
     with Cluster(RANKS) as ours, Cluster(RANKS, keep_freed_memory=False) as plain, Cluster(RANKS) as like_ours:
         ours.run(_enter_minipar, ROWS)
         for cluster in (plain, like_ours):
             cluster.run(_enter_torch, ROWS)
         plain.run(as_torch_starts_them)
-        rows = []
-        for name, must in MUST.items():
-            # One schedule at a time. The same contestant has two names, so that the table can have both.
-            first = in_turn({name: ours, f"torch {name}": plain, "compute alone": ours}, 20 if quick else 80)
-            second = in_turn({name: ours, f"torch {name}": like_ours}, 20 if quick else 80)
-            for found, kind in ((first, ""), (second, " in ranks like ours")):
-                mine, torchs = found[name], found[f"torch {name}"]
-                targets = (must, AIM) if not kind else (None, None)
-                text = f"{name}, {RANKS} ranks, {MICROBATCHES} x {ROWS} rows: time / torch{kind}"
-                rows.append(
-                    Row(text, mine / torchs, "", targets[0], targets[1], f"{mine * 1e3:.0f} and {torchs * 1e3:.0f} ms")
-                )
-            alone = first["compute alone"]
-            text = f"  {name}'s layers alone on {RANKS} ranks, no pipeline at all: time / torch"
-            rows.append(
-                Row(text, alone / first[f"torch {name}"], "", note=f"{alone * 1e3:.0f} ms: no executor is below")
-            )
-        (whole, halves), *_ = ours.run(_halves, 30 if quick else 300)
-        note = f"{whole * 1e3:.2f} and {halves * 1e3:.2f} ms; 4 layers, 8 rows"
-        rows.append(Row("backward in halves / whole backward, all ranks busy", halves / whole, "", note=note))
-    return rows + _larger(quick)
+        for name in MUST:  # one schedule at a time
+            first = times_in_turn({name: ours, f"torch {name}": plain, "compute alone": ours}, rounds)
+            times[f"{name} alone"] = first.pop("compute alone")
+            second = times_in_turn({name: ours, f"torch {name}": like_ours}, rounds)
+            times |= first | {f"{key} in ranks like ours": found for key, found in second.items()}
+        (whole, halves), *_ = ours.run(_halves, 4 * rounds)
+    return times | {"whole": [whole], "halves": [halves]}
 
 
 def _larger(quick: bool) -> list[Row]:
