@@ -22,7 +22,7 @@ from minipar.costs.profiler import shape_of
 from minipar.execution import Execution, Job, execute
 from minipar.program import Op, saved_weight
 from minipar.reference import Reference, gradient_error, train_plainly
-from minipar.strategies import registry, schedule
+from minipar.strategies import registry, schedule, schedules
 from tests.interpreters import judge, shape
 from tests.test_gradients import two_ties
 from tests.toys import rows, toy
@@ -169,10 +169,11 @@ def test_programs_mean_what_they_should(name, model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("name", sorted({*NEW, *(one.name for one in schedules())}))
 def test_the_largest_sizes_verify(name):
-    p, m = (64, 256) if name in ("interleaved", "zb-v", "dualpipe") else (32, 128)  # (a minute more for all of them)
-    Plan.parse(f"pp={p} microbatches={m} schedule={name}").compile(layers=2 * p)
+    cuts = "slices" if name == "terapipe" else "microbatches"
+    plan = Plan.parse(f"pp=64 {cuts}=256 schedule={name}")
+    plan.compile(layers=192 if cuts == "slices" else 1 + max(map(max, plan.placement())))
 
 
 def test_what_an_input_half_leaves_is_read_once():
