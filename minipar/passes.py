@@ -24,6 +24,7 @@ from minipar.strategies.bucket_size import best_size
 from minipar.strategies.checkpoint import recompute
 from minipar.strategies.clip import clip
 from minipar.strategies.data_parallel import all_reduce_gradients, kept_gradients
+from minipar.strategies.draft import Draft, apply_own
 from minipar.strategies.fuse import fuse
 from minipar.strategies.layers import expand, state_of, step_of
 from minipar.strategies.layout import Layout
@@ -76,37 +77,52 @@ def program_of(
     keep = [kept_gradients(layout, stage, bucket, alone[stage]) for stage in range(plan.pp)]
     joined = wiring(shape.edges, shape.layers).alone if shape.edges else None
     ranks: list[list[Instruction]] = [[] for _ in range(plan.ranks)]
+    chunks = [[(layout.trained(s), again[s]) for s in layout.placement[r]] for r in range(plan.pp)]
     due: list[list[Instruction]] = [[] for _ in range(plan.pp)]  # updates of the step before
-    for step in range(steps):
-        stages = expand(actions, layout, step)
-        for stage in range(plan.pp):
-            chunks = [(layout.trained(s), again[s]) for s in layout.placement[stage]]
-            stages[stage] = recompute(stages[stage], chunks)
-            stages[stage] = add_carries(stages[stage], shape, plan.slice_count)
-            stages[stage] = zero.shard(stages[stage], layout, stage, step, rule)
-            if first:
-                stages[stage] = all_reduce_by_priority(stages[stage], layout, stage, step, bucket, times[stage])
-            else:
-                stages[stage] = all_reduce_gradients(
-                    stages[stage], layout, stage, step, bucket, plan.overlap == "backward", alone[stage]
-                )
-            stages[stage] = compression.compress(stages[stage], shape, plan.compress)
-            stages[stage] = host_layers.place(stages[stage], placed, layout, stage)
-            stages[stage] = offload.offload(stages[stage], away[stage], step, keep[stage])
-        stages = list(insert_transfers(dict(enumerate(stages)), beside(actions, layout, step)).values())
-        for stage in range(plan.pp):
-            update = zero.finish(step_of(layout, stage, step, keep[stage]), layout, stage, rule)
+
+    def sum_gradients(draft: Draft) -> Draft:
+        if first:
+            return draft.each(lambda r, row: all_reduce_by_priority(row, layout, r, draft.step, bucket, times[r]))
+        overlaps = plan.overlap == "backward"
+        return draft.each(lambda r, row: all_reduce_gradients(row, layout, r, draft.step, bucket, overlaps, alone[r]))
+
+    def send_and_receive(draft: Draft) -> Draft:
+        sent = insert_transfers(dict(enumerate(draft.ranks)), beside(actions, layout, draft.step))
+        return draft.each(lambda r, row: sent[r])
+
+    def fuse_and_update(draft: Draft) -> Draft:
+        last = draft.step == steps - 1
+
+        def finished(r: int, row: Sequence[Instruction]) -> list[Instruction]:
+            update = zero.finish(step_of(layout, r, draft.step, keep[r]), layout, r, rule)
             update = host_layers.finish(update, on_host)
-            update = offload.finish(update, away[stage])
+            update = offload.finish(update, away[r])
             if plan.local_steps:
-                update = average(update, layout, stage, step, step == steps - 1, plan.local_steps, bucket)
-            if first:
-                update, due[stage] = due[stage], priority.updates(update, stages[stage])
-                stages[stage] = fuse(priority.update_late(stages[stage], update), joined)
-                stages[stage] += due[stage] if step == steps - 1 else []
-            else:
-                stages[stage] = fuse(stages[stage], joined)
-                stages[stage] += update if plan.clip is None else clip(update, layout)
+                update = average(update, layout, r, draft.step, last, plan.local_steps, bucket)
+            if not first:
+                return fuse(row, joined) + (update if plan.clip is None else clip(update, layout))
+            update, due[r] = due[r], priority.updates(update, row)
+            return fuse(priority.update_late(row, update), joined) + (due[r] if last else [])
+
+        return draft.each(finished)
+
+    passes: list[tuple[str, Callable[[Draft], Draft]]] = [
+        ("checkpoint", lambda draft: draft.each(lambda r, row: recompute(row, chunks[r]))),
+        ("slices", lambda draft: draft.each(lambda r, row: add_carries(row, shape, plan.slice_count))),
+        ("zero", lambda draft: draft.each(lambda r, row: zero.shard(row, layout, r, draft.step, rule))),
+        ("data_parallel", sum_gradients),
+        ("compress", lambda draft: draft.each(lambda r, row: compression.compress(row, shape, plan.compress))),
+        ("host_layers", lambda draft: draft.each(lambda r, row: host_layers.place(row, placed, layout, r))),
+        ("offload", lambda draft: draft.each(lambda r, row: offload.offload(row, away[r], draft.step, keep[r]))),
+        ("transfers", send_and_receive),
+        ("fuse", fuse_and_update),
+    ]
+    for step in range(steps):
+        draft = Draft(plan, layout, step, tuple(map(tuple, expand(actions, layout, step))))
+        draft = apply_own(draft, "layers")
+        for place, change in passes:
+            draft = apply_own(change(draft), place)
+        stages = draft.ranks
         for replica in range(plan.dp):
             for stage in range(plan.pp):
                 ranks[layout.rank(replica, stage)] += _moved(stages[stage], replica * plan.pp)
@@ -181,7 +197,7 @@ def _check(plan: Plan, layout: Layout, actions: Sequence[Sequence[Action]]) -> N
                     )
 
 
-def _moved(instructions: list[Instruction], offset: int) -> list[Instruction]:
+def _moved(instructions: Sequence[Instruction], offset: int) -> Sequence[Instruction]:
     """The same instructions for another replica: peers are its own ranks (collectives already name all replicas)."""
     if offset == 0:
         return instructions

@@ -15,9 +15,9 @@ from minipar.collector import paused
 from minipar.costs.measured import Profile
 from minipar.costs.recomputation import LayerCosts
 from minipar.costs.shapes import Shape, frozen, uniform
-from minipar.errors import PlanError
+from minipar.errors import PlanError, ProgramError
 from minipar.program import Action, BackwardWeight, Program
-from minipar.strategies import branches, segments, unflushed
+from minipar.strategies import branches, draft, segments, unflushed
 from minipar.strategies import compress as compression
 from minipar.strategies.layout import Layout, place
 from minipar.streams import Costs
@@ -79,6 +79,7 @@ class Plan:
     servers       how many parameter servers; they are ranks beside the workers
     on_death      of a rank, with sync=ps: "abort", or "continue", and it starts again and goes on
     precision     "bf16": layers compute in bfloat16, and the optimizer keeps float32 parameters of its own
+    extra_passes  passes of your own, by the names that `@minipar.pass_` gave them, such as "mine,other"
     """
 
     dp: int = 1
@@ -114,6 +115,7 @@ class Plan:
     mode: str = "sync"
     servers: int = 1
     on_death: str = "abort"
+    extra_passes: tuple[str, ...] | str = ()
 
     def __new__(cls, *_: object, **keys: object) -> Plan:
         # (so that a wrong keyword gets the same answer as a wrong word)
@@ -170,6 +172,13 @@ class Plan:
             settings.check_local(self.local_steps, self.overlap, self.zero, self.clip, self.offload, self.host_layers)
 
         settings.check_servers(self)
+        object.__setattr__(self, "extra_passes", draft.check_names(settings.names(self.extra_passes)))
+        if self.extra_passes and (self.sync == "ps" or chosen.asynchronous is not None):
+            key = "sync=ps" if self.sync == "ps" else f"schedule={self.schedule}"
+            raise PlanError(
+                f"extra_passes={','.join(self.extra_passes)}: not together with {key}, whose programs are made without "
+                "these passes; possible are synchronous schedules such as 1f1b with sync=allreduce"
+            )
         if chosen.asynchronous is not None:
             unflushed.check_keys(self.schedule, {key: getattr(self, key) for key in unflushed.ALONE})
             chosen.asynchronous.promise(self.pp, self.numbers)
@@ -355,8 +364,18 @@ class Plan:
         with paused():
             program = passes.program_of(self, shape, layout, steps, costs, costs_of)
             if check:
-                verify(program)
+                self._verify(program)
         return program
+
+    def _verify(self, program: Program) -> None:
+        """verify; a refusal says which of the user's own passes had a hand in the program."""
+        try:
+            verify(program)
+        except ProgramError as error:
+            if self.extra_passes:
+                told = f"the plan's own passes rewrote this program: {', '.join(self.extra_passes)}"
+                error.details = f"{error.details}\n{told}" if error.details else told
+            raise
 
     def actions(self, rank: int, steps: int = 1, held: int = 1) -> list[Action]:
         """The schedule of one rank, repeated for every round of accumulation; without flushes, of several steps.

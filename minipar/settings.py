@@ -79,7 +79,7 @@ def offloaded(value: object) -> tuple[str, ...]:
 
 
 def names(value: object) -> tuple[str, ...]:
-    """Layers, by name or number."""
+    """Words of a list: layers by name or number, passes by name."""
     words = value if isinstance(value, Iterable) and not isinstance(value, str) else str(value).split(",")
     return tuple(str(word) for word in words if str(word) not in ("", "none"))
 

@@ -24,7 +24,7 @@ Sources: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; for
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from itertools import groupby
 
 from minipar.costs.recomputation import Move, at_once, halves
@@ -34,12 +34,17 @@ Place = tuple[int, int]  # layer, micro-batch
 NEEDS_SAVED = (Op.BACKWARD, Op.BACKWARD_INPUT)
 
 
-def recompute(instructions: Sequence[Instruction], chunks: Sequence[tuple[range, Sequence[Move]]]) -> list[Instruction]:
+def recompute(
+    instructions: Sequence[Instruction],
+    chunks: Sequence[tuple[range, Sequence[Move]]],
+    microbatches: Container[int] | None = None,
+) -> list[Instruction]:
     """One rank's instructions, layer by layer, in which every micro-batch follows the schedule of each chunk.
 
     instructions   as `layers.expand` gives them
     chunks         the layers of each chunk that go backward, and their schedule, in which layers count from the first
                    of them (`segments.schedules`)
+    microbatches   those that follow it, the others keep everything; default all
 
     Of a split backward the input half comes after the recomputation; what it leaves for the weight half stays.
     """
@@ -57,7 +62,8 @@ def recompute(instructions: Sequence[Instruction], chunks: Sequence[tuple[range,
     result: list[Instruction] = []
     kept: set[tuple[int, int]] = set()  # micro-batch and chunk that go backward at once
     for k, ((op, i, c), run) in enumerate(runs):
-        if c < 0 or op is Op.BACKWARD_WEIGHT or not chunks[c][1]:
+        spared = microbatches is not None and i not in microbatches
+        if c < 0 or op is Op.BACKWARD_WEIGHT or not chunks[c][1] or spared:
             result += run
             continue
         if op is Op.FORWARD and [key for key, _ in runs[k + 1 : k + 2] if key[0] in NEEDS_SAVED and key[1:] == (i, c)]:
