@@ -15,7 +15,7 @@ from minipar.data.sharing import rows_of
 from minipar.errors import RankError
 from minipar.losses import counted, option
 from minipar.program import Program
-from minipar.tensors import count_rows, map_tensors, tensors
+from minipar.tensors import check_rows, map_tensors, tensors
 from minipar.wording import several
 
 Batch = tuple[Any, Any]
@@ -38,10 +38,16 @@ class Part(NamedTuple):
 
 def part_of_whole(batch: Batch, program: Program, rank: int, loss: Any) -> Part:
     """A rank's part of a batch that is there as a whole."""
-    x, y = batch
-    if count_rows(x) != count_rows(y):
-        raise RankError(f"x has {several(count_rows(x), 'row')}, but y has {count_rows(y)}; each row needs its target")
-    return Part(x, y, 0, _rows(program, rank, count_rows(x)), counted(y, loss))
+    rows = check_batch(batch)
+    return Part(*batch, 0, _rows(program, rank, rows), counted(batch[1], loss))
+
+
+def check_batch(batch: Batch) -> int:
+    """The rows of a batch. Errors: RankError where x and y, or tensors inside them, have not as many."""
+    x, y = (check_rows(part, name) for part, name in zip(batch, "xy", strict=True))
+    if x != y:
+        raise RankError(f"x has {several(x, 'row')}, but y has {y}; each row needs its target")
+    return x
 
 
 def _rows(program: Program, rank: int, total: int) -> list[range]:
@@ -75,7 +81,7 @@ def read_part(
 
     def read(asked: range) -> Batch:
         x, y = data.batch(step, size, rows=asked)
-        found = count_rows(x), count_rows(y)
+        found = check_rows(x, "x"), check_rows(y, "y")
         if found != (len(asked), len(asked)):
             raise RankError(
                 f"data: asked for {several(len(asked), 'row')} of step {step}, gave {found[0]} of x and {found[1]} of y"

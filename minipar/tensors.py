@@ -1,13 +1,29 @@
-"""Values as layers hand them on: a tensor, or nested tuples and lists of tensors. Small helpers that look inside."""
+"""Values as layers hand them on: a tensor, or tuples, lists and dicts of values, nested. Helpers that look inside.
+
+Beside tensors a value may hold None, numbers, strings and the like, which stay as they are. A dict may be of any type
+that is made of its items, such as the outputs of Hugging Face's models. The order of its items counts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import dataclasses
+import enum
+import importlib
+import sys
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from minipar.errors import RankError
+from minipar.wording import several
+
+_CONSTANTS = (
+    bool, int, float, complex, str, bytes, range, slice, enum.Enum, torch.dtype, torch.device, type(...)
+)  # fmt: skip
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -21,7 +37,21 @@ def tensors(value: Any) -> list[Tensor]:
         return [value]
     if isinstance(value, (tuple, list)):
         return [tensor for part in value for tensor in tensors(part)]
+    if isinstance(value, Mapping):
+        return [tensor for part in value.values() for tensor in tensors(part)]
     return []
+
+
+def named_tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors inside a value, in order, each with where it stands, such as `x['mask'][0]`."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, (tuple, list)):
+        for k, part in enumerate(value):
+            yield from named_tensors(part, f"{name}[{k}]")
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from named_tensors(part, f"{name}[{key!r}]")
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
@@ -29,9 +59,22 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, (tuple, list)):
-        parts = [map_tensors(part, change) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        return _rebuilt(type(value), [map_tensors(part, change) for part in value])
+    if isinstance(value, Mapping):
+        return _rebuilt(type(value), [map_tensors(part, change) for part in value.values()], list(value), value)
     return value
+
+
+def _rebuilt(kind: type, parts: Sequence[Any], keys: Sequence[Any] = (), like: Any = None) -> Any:
+    """A tuple, list or dict of some type, of these parts."""
+    if issubclass(kind, Mapping):
+        items = dict(zip(keys, parts, strict=True))
+        if kind is dict:
+            return items
+        if issubclass(kind, defaultdict):
+            return kind(getattr(like, "default_factory", None), items)
+        return kind(**items) if dataclasses.is_dataclass(kind) else kind(items)  # type: ignore[call-arg]
+    return kind(*parts) if hasattr(kind, "_fields") else kind(parts)  # type: ignore[call-arg]
 
 
 def single(tensor: Tensor) -> Tensor:
@@ -49,6 +92,25 @@ def count_rows(value: Any) -> int:
     return next(map(len, tensors(value)), 0)
 
 
+def check_rows(value: Any, name: str) -> int:
+    """Number of rows, which all tensors inside a value must have alike. Errors: RankError for one that has others."""
+    rows = None
+    for where, tensor in named_tensors(value, name):
+        if not tensor.dim():
+            raise RankError(
+                f"{where}: a single number has no rows; every tensor of {name} needs one entry for each row in "
+                "dimension 0 (expand it, or let a layer hold it as a buffer)"
+            )
+        rows = rows or (where, len(tensor))
+        if len(tensor) != rows[1]:
+            raise RankError(
+                f"{where} of shape {tuple(tensor.shape)} has {several(len(tensor), 'row')}, but {rows[0]} has "
+                f"{rows[1]}; every tensor of {name} needs the same rows in dimension 0 (expand what all rows share, "
+                "or let a layer hold it as a buffer)"
+            )
+    return rows[1] if rows else 0
+
+
 def count_bytes(value: Any) -> int:
     """Bytes of the tensors inside a value, as a message would carry them."""
     return sum(t.numel() * t.element_size() for t in tensors(value))
@@ -57,6 +119,20 @@ def count_bytes(value: Any) -> int:
 def detach(value: Any, requires_grad: bool = False) -> Any:
     """The value cut off from its graph (same memory); floating-point tensors become leaves if `requires_grad`."""
     return map_tensors(value, lambda t: t.detach().requires_grad_(requires_grad and _smooth(t)))
+
+
+def opaque(value: Any) -> str | None:
+    """The type of something inside a value that helpers cannot look into, where tensors may hide; None: there is none.
+
+    Such an object would carry tensors past the places where the graph is cut.
+    """
+    if value is None or isinstance(value, (Tensor, *_CONSTANTS)):
+        return None
+    if isinstance(value, (tuple, list)):
+        return next((found for part in value if (found := opaque(part))), None)
+    if isinstance(value, Mapping):
+        return next((found for part in value.values() if (found := opaque(part))), None)
+    return _path(type(value))
 
 
 def overwrites(layer: nn.Module) -> bool:
@@ -80,16 +156,30 @@ def storages(values: Iterable[Tensor]) -> dict[int, int]:
 
 
 def spec(value: Any) -> Any:
-    """A value's structure, shapes and dtypes as plain JSON data; `allocate` makes an empty value of it."""
+    """A value's structure, shapes and dtypes as plain JSON data; `allocate` makes an empty value of it.
+
+    Errors: TypeError for what cannot be made again on another rank.
+    """
     if isinstance(value, Tensor):
         return {"dtype": _name(value.dtype), "shape": list(value.shape)}
-    if type(value) in (tuple, list):
-        return [type(value).__name__, [spec(part) for part in value]]
+    if isinstance(value, (tuple, list)):
+        return [_path(type(value)), [spec(part) for part in value]]
+    if isinstance(value, Mapping):
+        keys = list(value)
+        if not all(key is None or isinstance(key, (bool, int, float, str)) for key in keys):
+            raise TypeError(f"layers can hand on dicts whose keys are strings or numbers to another rank; not {keys}")
+        return [_path(type(value)), [spec(part) for part in value.values()], keys]
     if value is None or isinstance(value, (bool, int, float, str)):
         return {"is": value}
     raise TypeError(
-        f"layers can hand on tensors, and tuples and lists of them, to another rank; not {type(value).__name__}"
+        "layers can hand on tensors, None, numbers and strings, and tuples, lists and dicts of them, to another rank; "
+        f"not {type(value).__name__}"
     )
+
+
+def has_tensors(form: Any) -> bool:
+    """Whether there are tensors in a value of which `spec` wrote this down."""
+    return "dtype" in form if isinstance(form, dict) else any(map(has_tensors, form[1]))
 
 
 @cache
@@ -104,12 +194,40 @@ def _dtype(name: str) -> torch.dtype:
     return found
 
 
+_PLAIN: dict[str, type] = {
+    "tuple": tuple, "list": list, "dict": dict, "OrderedDict": OrderedDict, "Size": torch.Size
+}  # fmt: skip
+_NAMES = {kind: name for name, kind in _PLAIN.items()}
+
+
+def _path(kind: type) -> str:
+    """The name of a type, by which another rank finds it."""
+    return _NAMES.get(kind) or f"{kind.__module__}:{kind.__qualname__}"
+
+
+@cache
+def _type(path: str) -> type:
+    """The type of a name. Errors: TypeError where a rank cannot import it."""
+    if path in _PLAIN:
+        return _PLAIN[path]
+    module, _, name = path.partition(":")
+    try:
+        found: Any = sys.modules.get(module) or importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError):
+        raise TypeError(
+            f"layers hand on a {path}, which this rank cannot import; hand on a tuple or a dict instead"
+        ) from None
+    assert isinstance(found, type)
+    return found
+
+
 def allocate(form: Any, device: torch.device) -> Any:
     """An uninitialised value of the structure, shapes and dtypes that `spec` wrote down."""
     if isinstance(form, dict):
         if "is" in form:
             return form["is"]
         return torch.empty(form["shape"], dtype=_dtype(form["dtype"]), device=device)
-    name, parts = form
-    made = [allocate(part, device) for part in parts]
-    return made if name == "list" else tuple(made)
+    kind, parts, *keys = form
+    return _rebuilt(_type(kind), [allocate(part, device) for part in parts], *keys)

@@ -167,11 +167,18 @@ class Communicator:
         what = ("send to rank", peer, tag)
         return StagedHandle(world.messages.send(host, peer, tag), host, None, self.pending, what)
 
-    def receive(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> None:
-        """`irecv`, and wait for it."""
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int = 0, unless: int | None = None) -> bool:
+        """`irecv`, and wait for it. Whether it came: not if a message of the tag `unless` came first, which is possible
+        where messages are read by who waits for them (not `posts`); that one is still to be received."""
         messages = self._world.messages
-        if not (isinstance(messages, Sockets) and messages.take(tensor, self.members[peer], tag)):
+        if not isinstance(messages, Sockets):
             self.irecv(tensor, peer, tag).wait()
+            return True
+        if messages.take(tensor, self.members[peer], tag):
+            return True
+        work = messages.receive(tensor, self.members[peer], tag, unless)
+        Handle(work, tensor, self.pending, ("recv from rank", self.members[peer], tag)).wait()
+        return work.done
 
     @property
     def posts(self) -> bool:

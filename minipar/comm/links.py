@@ -4,10 +4,16 @@ gloo aborts the process when a message is longer than the buffer that waits for 
 shorter. So a receiver must know shape and dtype beforehand:
 
     first time a layer's output of n rows crosses a link     header (structure, shapes, dtypes) | data
-    afterwards                                               data, if the sender finds it still fits; else an error
+    afterwards                                               data
+    when its form has changed (a longer sequence)            header | data, where messages are read by who waits for
+                                                             them (sockets.py); elsewhere an error
     several tensors in one value, or values in one SEND      one message, if they are short (packing.py)
     gradients                                                like the output that was sent, no header ever
     a message of one tensor that has crossed before          as it is, without finding all this out again
+
+A changed form is found by reading: the header has a number of its own, and stands where the data was expected. So
+messages of one peer are read in the order in which it sends them, whichever is waited for first. Where a receive is
+posted with its size (gloo, NCCL), that would come too late.
 
 On emulated devices each message is followed by another one: the time of its emulated arrival.
 
@@ -21,6 +27,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +37,7 @@ from minipar.comm.communicator import Communicator, Handle
 from minipar.comm.packing import parts_of, places_for
 from minipar.errors import RankError
 from minipar.program import Op, Program, Value
-from minipar.tensors import allocate, differentiable, spec
+from minipar.tensors import allocate, differentiable, has_tensors, spec
 
 HEADER_BYTES = 4096
 TENSORS = 64  # tags of two values are this far apart: one for each tensor, and these two
@@ -48,6 +55,10 @@ class _Unposted(NamedTuple):
     def wait(self) -> None:
         self.comm.receive(self.tensor, self.peer, self.tag)
 
+    def wait_unless(self, other: int) -> bool:
+        """Whether it came; not if a message of the tag `other` came first."""
+        return self.comm.receive(self.tensor, self.peer, self.tag, other)
+
 
 @dataclass
 class Received:
@@ -56,6 +67,7 @@ class Received:
     contents: list[Any]
     handles: Sequence[Handle | _Unposted]
     arrival: Tensor | None
+    forms: list[Any] | None = None  # of the contents; None: as they always were
 
 
 class _Known(NamedTuple):
@@ -116,6 +128,10 @@ class Links:
         self.width = max(program.layers, len(program.edges))
         self.forms: dict[Any, Any] = {}  # (direction, peer, layer, rows) -> form of the value
         self.known: dict[tuple[int, Values], _Known] = {}  # by peer and message; a peer may get what another gets
+        self.changed = False  # whether some form was another than before; until then, forms need no second look
+        self.gradients: dict[Any, Any] = {}  # the form of the gradients of an output, by which one, or by its form
+        self.first: dict[Any, Any] = {}  # (peer, layer, rows) -> the form that an output was first sent in
+        self.sent: dict[tuple[int, int, int, int], Any] = {}  # (peer, layer, micro-batch, step) -> form, once changed
         self.here: dict[Values, Values] = {}  # of a message, what really travels of it in this pass
         self.done = acknowledgements(program, comm.rank)
         self.inboxes: dict[int, _Inbox] = {}
@@ -139,7 +155,7 @@ class Links:
         self.completed.clear()
         self.here.clear()
         for inbox in self.inboxes.values():
-            inbox.reached = inbox.posted = inbox.due = 0
+            inbox.reached = inbox.posted = inbox.due = inbox.read = 0
             inbox.post(self.program.receives_ahead)
 
     def reach(self, peer: int) -> None:
@@ -158,7 +174,7 @@ class Links:
     def send(self, message: Values, contents: list[Any], peer: int, arrival: float = 0.0) -> None:
         """Start sending; never blocks. Raises RankError if the message is not what the receiver expects."""
         queue = self.outgoing[peer]
-        known = self.known.get((peer, message))
+        known = None if self.changed else self.known.get((peer, message))
         if known is not None and known.rows == self.rows(message[0]):
             tensor = _only(contents[0])
             listed = tensor is not contents[0]
@@ -172,20 +188,21 @@ class Links:
         found = dict(zip(message, contents, strict=True))
         tag, isend = self.tag(here[0]), self.comm.isend
         handles = []
-        new: list[Any] = []
-        for value in here:
+        new: list[tuple[int, Any]] = []
+        for k, value in enumerate(here):
             if value.kind == "output":
                 key = ("out", peer, value.index, self.rows(value))
                 form = spec(found[value])
-                before = self.forms.setdefault(key, form)
-                if before is form:
-                    new.append(form)
+                before = self.forms.get(key)
+                if before is None:
+                    self.first[key[1:]] = form
                 elif form != before:
-                    raise RankError(
-                        f"{value} has another form than before, which rank {peer} does not expect: "
-                        f"{json.dumps(form)} instead of {json.dumps(before)}",
-                        "A layer's output may depend on the number of rows only.",
-                    )
+                    self._change(value, peer, before, form)
+                if form != before or not has_tensors(form):
+                    new.append((k, form))
+                    self.forms[key] = form
+                if self.changed:
+                    self.sent[peer, value.index, value.microbatch, value.step] = form
         if new:
             handles.append(isend(_encode(new, here), peer, tag + _HEADER))
         for k, tensor in enumerate(parts_of([found[value] for value in here])):
@@ -194,6 +211,17 @@ class Links:
             handles.append(isend(torch.tensor([arrival], dtype=torch.float64), peer, tag + _ARRIVAL))
         queue.append(handles)
         self.learn(peer, message, contents)
+
+    def _change(self, value: Value, peer: int, before: Any, form: Any) -> None:
+        """An output has another form than before: from now on, every message is looked at."""
+        if self.comm.posts:
+            raise RankError(
+                f"{value} has another form than before, which rank {peer} does not expect: "
+                f"{json.dumps(form)} instead of {json.dumps(before)}",
+                "Over gloo and NCCL a layer's output may depend on the number of rows only: pad sequences to one "
+                "length, or use the CPUs of one machine.",
+            )
+        self.changed = True
 
     def learn(self, peer: int, message: Values, contents: list[Any]) -> None:
         """A message has crossed: what the next one of this kind can do without finding out."""
@@ -252,9 +280,9 @@ class _Inbox:
         self.reached = 0
         self.posted = 0
         self.due = 0
+        self.read = 0  # how many messages, in the order of sends, were read
         self.header: tuple[Tensor, Handle] | None = None
         self.open: dict[Values, Received] = {}
-        self.seen: set[Values] = set()  # of those, the ones that are known to be complete
 
     def post(self, due: int) -> None:
         """Post receives until `due` of them are, or until one whose form is not known yet."""
@@ -262,7 +290,7 @@ class _Inbox:
         links, comm = self.links, self.links.comm
         while self.posted < self.due and self.header is None:
             message = self.order[self.posted]
-            known = links.known.get((self.peer, message))
+            known = None if links.changed else links.known.get((self.peer, message))
             if known is not None and known.rows == links.rows(message[0]):
                 tensor = torch.empty(known.shape, dtype=known.dtype)
                 later = _Unposted(comm, tensor, self.peer, known.tag)
@@ -273,25 +301,45 @@ class _Inbox:
             if not here:
                 self.posted += 1
                 continue
-            tag, forms = links.tag(here[0]), [self._form(value) for value in here]
-            if None in forms:
-                if self._new(here):
-                    buffer = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-                    self.header = (buffer, comm.irecv(buffer, self.peer, tag + _HEADER))
+            forms = self._forms(here)
+            if any(v.kind == "output" and not _known(form) for v, form in zip(here, forms, strict=True)):
+                buffer = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+                self.header = (buffer, comm.irecv(buffer, self.peer, links.tag(here[0]) + _HEADER))
                 return
-            contents, places = places_for([allocate(form, comm.device) for form in forms])
-            handles = [comm.irecv(t, self.peer, tag + k) for k, t in enumerate(places)]
-            arrival = None
-            if links.emulated:
-                arrival = torch.empty(1, dtype=torch.float64)
-                handles.append(comm.irecv(arrival, self.peer, tag + _ARRIVAL))
-            self.open[message] = Received(contents, handles, arrival)
+            if None in forms:
+                return
+            self._make(message, forms)
             self.posted += 1
             if not comm.posts:
-                links.learn(self.peer, message, contents)
+                links.learn(self.peer, message, self.open[message].contents)
+
+    def _make(self, message: Values, forms: list[Any]) -> Received:
+        """Buffers for a message of these forms, and the receives that fill them."""
+        links, comm = self.links, self.links.comm
+        tag = links.tag(links.present(message)[0])
+        contents, places = places_for([allocate(form, comm.device) for form in forms])
+        receive = comm.irecv if comm.posts else partial(_Unposted, comm)
+        handles = [receive(place, self.peer, tag + k) for k, place in enumerate(places)]
+        arrival = None
+        if links.emulated:
+            arrival = torch.empty(1, dtype=torch.float64)
+            handles.append(receive(arrival, self.peer, tag + _ARRIVAL))
+        self.open[message] = Received(contents, handles, arrival, forms)
+        return self.open[message]
 
     def wait(self, message: Values) -> Received:
+        """A message that was posted, or is now; those before it are read first."""
+        while self.read <= self.positions[message]:
+            self._read(self.order[self.read])
+            self.read += 1
+        return self.open.pop(message)
+
+    def _read(self, message: Values) -> None:
+        """Fill the buffers of the next message."""
         links = self.links
+        here = links.present(message)
+        if not here:
+            return
         if message not in self.open:
             self.post(self.positions[message] + 1)
         while message not in self.open:
@@ -299,44 +347,70 @@ class _Inbox:
                 raise RankError(f"{message[0]} from rank {self.peer} is expected before its form is known")
             buffer, announced = self.header
             announced.wait()
-            new = self._new(links.present(self.order[self.posted]))
-            for value, form in zip(new, _decode(buffer), strict=True):
-                links.forms["in", self.peer, value.index, links.rows(value)] = form
             self.header = None
+            forms = self._announced(links.present(self.order[self.posted]), buffer)
+            self._make(self.order[self.posted], forms)
+            self.posted += 1
             self.post(self.due)
-        received = self.open.pop(message)
-        self.seen.discard(message)
-        for handle in received.handles:
-            handle.wait()
-        return received
+        received = self.open[message]
+        if links.changed and (forms := self._forms(here)) != received.forms:
+            received = self._make(message, forms)
+        header = links.tag(here[0]) + _HEADER
+        for k, handle in enumerate(received.handles):
+            if k or not isinstance(handle, _Unposted):
+                handle.wait()
+            elif not handle.wait_unless(header):
+                links.changed = True
+                buffer = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+                links.comm.receive(buffer, self.peer, header)
+                for handle in self._make(message, self._announced(here, buffer)).handles:
+                    handle.wait()
+                return
 
     def look(self, message: Values) -> Received | None:
         """The next message, if it is here; `wait` will hand it out."""
-        if message in self.seen:
+        if self.read > self.positions[message]:
             return self.open[message]
         if not self.links.comm.readable([self.peer], 0.0):
             return None
-        self.open[message] = received = self.wait(message)
-        self.seen.add(message)
-        return received
+        self._read(message)
+        self.read += 1
+        return self.open[message]
 
-    def _new(self, here: Values) -> list[Value]:
-        """The outputs whose form the sender announces, since it sends them for the first time."""
-        new = [value for value in here if value.kind == "output" and self._form(value) is None]
-        return list({(value.index, self.links.rows(value)): value for value in reversed(new)}.values())[::-1]
+    def _announced(self, here: Values, buffer: Tensor) -> list[Any]:
+        """The forms of a message's values, some of which were announced in a header."""
+        new = dict(_decode(buffer))
+        forms = []
+        for k, value in enumerate(here):
+            if k in new:
+                self.links.forms["in", self.peer, value.index, self.links.rows(value)] = new[k]
+            forms.append(self._form(value))
+        return forms
+
+    def _forms(self, here: Values) -> list[Any]:
+        return [self._form(value) for value in here]
 
     def _form(self, value: Value) -> Any:
-        rows = self.links.rows(value)
+        """The form of a value as far as it is known; None: its sender announces it."""
+        links, rows = self.links, self.links.rows(value)
         if value.kind == "output":
-            return self.links.forms.get(("in", self.peer, value.index, rows))
-        layer = self.links.program.source(value)
-        key = ("grad", self.peer, layer, rows)
-        sent = self.links.forms.get(("out", self.peer, layer, rows))
-        if key not in self.links.forms and sent is not None:
-            # The gradient of an output: one tensor for each floating-point tensor in it.
-            like = differentiable(allocate(sent, torch.device("meta")))
-            self.links.forms[key] = spec(like)
-        return self.links.forms.get(key)
+            return links.forms.get(("in", self.peer, value.index, rows))
+        layer = links.program.source(value)
+        sent = links.first.get((self.peer, layer, rows))
+        if links.changed:
+            sent = links.sent.get((self.peer, layer, value.microbatch, value.step), sent)
+        if sent is None:
+            return None
+        # The gradient of an output: one tensor for each floating-point tensor in it.
+        key = json.dumps(sent) if links.changed else (self.peer, layer, rows)
+        if key not in links.gradients:
+            links.gradients[key] = spec(differentiable(allocate(sent, torch.device("meta"))))
+        return links.gradients[key]
+
+
+def _known(form: Any) -> bool:
+    """Whether a form is known, and need not be announced."""
+    return form is not None and has_tensors(form)
 
 
 def _only(content: Any) -> Tensor | None:
@@ -346,7 +420,8 @@ def _only(content: Any) -> Tensor | None:
     return content if type(content) is Tensor else None
 
 
-def _encode(forms: list[Any], message: Values) -> Tensor:
+def _encode(forms: list[tuple[int, Any]], message: Values) -> Tensor:
+    """A header: the places of values in a message, and their forms."""
     text, value = json.dumps(forms).encode(), message[0]
     if len(text) > HEADER_BYTES - 4:
         raise RankError(f"{value} has too many tensors to announce in {HEADER_BYTES} bytes: {text[:80].decode()}...")

@@ -79,12 +79,15 @@ class Sockets:
             os.close(memory)
         return connection, ring
 
-    def receive(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        """Receive into a contiguous CPU tensor: filled when `wait` of the result has returned."""
+    def receive(self, tensor: Tensor, peer: int, tag: int, unless: int | None = None) -> Received:
+        """Receive into a contiguous CPU tensor: filled when `wait` of the result has returned.
+
+        unless   the tag of a message that may come in its place: then `wait` returns too, and `done` stays False
+        """
         link = self.incoming.get(peer)
         if link is None:
             link = self.incoming[peer] = _Incoming(peer)
-        return _Received(self, link, tensor, tag)
+        return Received(self, link, tensor, tag, unless)
 
     def take(self, tensor: Tensor, peer: int, tag: int) -> bool:
         """`receive` and wait, if that message is the next one and here. Never waits for one to come."""
@@ -165,7 +168,7 @@ class _Incoming:
         self.peer = peer
         self.connection: socket.socket | None = None
         self.ring: Stream | None = None
-        self.expected: dict[int, list[_Received]] = {}
+        self.expected: dict[int, list[Received]] = {}
         self.early: dict[int, list[tuple[bytearray, int]]] = {}
         self.header = memoryview(bytearray(_HEADER.size))
 
@@ -198,14 +201,15 @@ class _Incoming:
         self.early.setdefault(tag, []).append((content, code))
 
 
-class _Received:
+class Received:
     """A receive that was posted. Waiting for it reads the connection until it is there."""
 
-    def __init__(self, sockets: Sockets, link: _Incoming, tensor: Tensor, tag: int) -> None:
+    def __init__(self, sockets: Sockets, link: _Incoming, tensor: Tensor, tag: int, unless: int | None) -> None:
         self.sockets = sockets
         self.link = link
         self.tensor = tensor
         self.tag = tag
+        self.unless = unless
         self.done = False
         if tag in link.early:
             content, code = _take(link.early, tag)
@@ -221,6 +225,12 @@ class _Received:
         if link.connection is None:
             self.sockets.accept(link)
         while not self.done:
+            if self.unless in link.early:
+                waiting = link.expected[self.tag]
+                waiting.remove(self)
+                if not waiting:
+                    del link.expected[self.tag]
+                return
             tag, size, code = _HEADER.unpack(link.read(link.header))
             if tag in link.expected:
                 receive = _take(link.expected, tag)
@@ -230,7 +240,7 @@ class _Received:
                 link.keep(tag, size, code)
 
     def is_completed(self) -> bool:
-        return self.done
+        return self.done or self.unless in self.link.early
 
 
 def _place(tensor: Tensor, size: int, code: int, tag: int, peer: int) -> memoryview:

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from minipar.errors import RankError
 from minipar.sliced import Beside
-from minipar.tensors import count_bytes, differentiable, map_tensors, overwrites, storages, tensors
+from minipar.tensors import count_bytes, differentiable, map_tensors, opaque, overwrites, storages, tensors
 
 Loss = Callable[[Any], Tensor]
 
@@ -48,6 +49,12 @@ def weigh(
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = (run or layer)(map_tensors(given, torch.clone) if overwrites(layer) else given)
         ends = [loss(output)] if loss else differentiable(output)
+    hidden = opaque(output)
+    if hidden is not None:
+        raise RankError(
+            f"a layer hands on a {hidden}, which minipar cannot look into; possible are tensors, None, numbers and "
+            "strings, and tuples, lists and dicts of them"
+        )
     others = [*tensors(known), *tensors(run.beside if run else ()), *layer.parameters(), *layer.buffers()]
     given_before = storages([*tensors(given), *others])
     handed_on = storages(tensors(output)).keys() - given_before.keys()
