@@ -61,7 +61,7 @@ def program_of(
     if plan.sync == "ps":
         serving, overlap = Serving(plan.servers, plan.mode), plan.overlap == "backward"
         return parameter_server.compile_program(
-            layout, actions[0], again[0], steps, bucket, overlap, serving, str(plan)
+            layout, actions[0], again, steps, bucket, overlap, serving, str(plan), plan.checkpoint == "selective"
         )
     rule = zero.Zero(plan.zero, plan.reduce, plan.prefetch, bucket, plan.overlap == "backward")
     sharded = [zero.sharded_groups(layout, stage, rule) for stage in range(plan.pp)]

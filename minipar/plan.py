@@ -170,8 +170,8 @@ class Plan:
         object.__setattr__(self, "local_steps", settings.whole_number("local_steps", self.local_steps, 0))
         if self.local_steps:
             settings.check_local(self.local_steps, self.overlap, self.zero, self.clip, self.offload, self.host_layers)
-
         settings.check_servers(self)
+        settings.check_parts(self)
         object.__setattr__(self, "extra_passes", draft.check_names(settings.names(self.extra_passes)))
         if self.extra_passes and (self.sync == "ps" or chosen.asynchronous is not None):
             key = "sync=ps" if self.sync == "ps" else f"schedule={self.schedule}"

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minipar import randomness
+from minipar import randomness, recomputed
 from minipar.at_work import AtWork
 from minipar.cluster import Cluster, launch, worker
 from minipar.cluster.members import Revived
@@ -317,6 +317,7 @@ def _work(
     randomness.replace_dropout(model, job.seed)
     layers = layers_of(model)
     check_fit(program, layers)
+    recomputed.choose(layers, program.selective)
     blocks: dict[int, list[tuple[int, Instruction]]] = {}
     for index, ins in enumerate(program.ranks[rank]):
         blocks.setdefault(ins.step, []).append((index, ins))

@@ -211,6 +211,31 @@ def check_compress(plan: Plan) -> None:
         raise PlanError(f"{why}, on the device; possible are offload=none or activations, and no host_layers")
 
 
+def check_parts(plan: Plan) -> None:
+    """Refuse a key that says how to do what the plan does not do: nothing that is asked for is left out in silence."""
+    disk = bool(plan.offload) and plan.offload_to == "disk"
+    served = plan.sync == "ps"
+    parts: dict[str, tuple[object, bool, str, str]] = {  # its default, whether there is what it is of, that, and where
+        "mode": ("sync", served, "parameter servers", "sync=ps"),
+        "servers": (1, served, "parameter servers", "sync=ps"),
+        "on_death": ("abort", served, "parameter servers", "sync=ps"),
+        "reduce": ("microbatch", plan.zero >= 2, "sharded gradients", "zero=2, zero=3"),
+        "prefetch": (
+            1,
+            plan.zero == 3 or "parameters" in plan.offload,
+            "parameters that come layer by layer",
+            "zero=3, offload=parameters",
+        ),
+        "offload_to": ("host", bool(plan.offload), "what is offloaded", f"offload={', '.join(OFFLOADS)}"),
+        "offload_limit": (None, bool(plan.offload), "what is offloaded", f"offload={', '.join(OFFLOADS)}"),
+        "offload_folder": ("", disk, "what is offloaded to the disk", "offload_to=disk with offload="),
+    }
+    for key, (default, there, what, possible) in parts.items():
+        value = getattr(plan, key)
+        if value != default and not there:
+            raise PlanError(f"{key}={value}: is of {what}; possible is {possible}")
+
+
 def check_servers(plan: Plan) -> None:
     """The keys of parameter servers, and what goes together with them."""
     if plan.sync not in SYNCS:
@@ -219,9 +244,6 @@ def check_servers(plan: Plan) -> None:
         raise PlanError(f"on_death={plan.on_death}: unknown; possible are {', '.join(ON_DEATH)}")
     object.__setattr__(plan, "servers", whole_number("servers", plan.servers))
     if plan.sync == "allreduce":
-        for key, default in {"mode": "sync", "servers": 1, "on_death": "abort"}.items():
-            if getattr(plan, key) != default:
-                raise PlanError(f"{key}={getattr(plan, key)}: is of parameter servers; possible is sync=ps")
         return
     object.__setattr__(plan, "mode", str(Mode.parse(plan.mode, plan.dp)))
     alone: dict[str, object] = {"pp": 1, "zero": 0, "offload": (), "host_layers": (), "clip": None}
@@ -231,7 +253,7 @@ def check_servers(plan: Plan) -> None:
     for key, only in alone.items():
         value = getattr(plan, key)
         if value != only:
-            told = ",".join(value) if isinstance(value, tuple) else value
+            told = ",".join(map(str, value)) if isinstance(value, tuple) else value
             shown = "none" if only in ((), None) else only
             raise PlanError(f"sync=ps: not together with {key}={told}; possible is {key}={shown}")
 

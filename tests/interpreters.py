@@ -128,6 +128,7 @@ def programs(draw: st.DrawFn, most_microbatches: int = 5, most_steps: int = 3) -
     local = draw(st.sampled_from([0, 0, 1, 2])) if pp == 1 and not priority else 0
     count = stages_of(schedule, pp)
     split = draw(st.lists(st.integers(1, 3), min_size=count, max_size=count))
+    zero = 0 if priority or local or schedule in COPIED else draw(st.sampled_from([0, 0, 1, 2, 3]))
     plan = Plan(
         dp=dp,
         pp=pp,
@@ -138,9 +139,9 @@ def programs(draw: st.DrawFn, most_microbatches: int = 5, most_steps: int = 3) -
         # (12 bytes: two layers a bucket; 8: two pieces of a layer with 16)
         bucket=draw(st.sampled_from(["none", 25, 8 / 2**20] if priority else BUCKETS)),
         overlap="priority" if priority else draw(st.sampled_from(["none", "backward"])),
-        zero=0 if priority or local or schedule in COPIED else draw(st.sampled_from([0, 0, 1, 2, 3])),
-        reduce=draw(st.sampled_from(["microbatch", "step"])),
-        prefetch=draw(st.integers(0, 2)),
+        zero=zero,
+        reduce=draw(st.sampled_from(["microbatch", "step"])) if zero >= 2 else "microbatch",
+        prefetch=draw(st.integers(0, 2)) if zero == 3 else 1,
         local_steps=local,
         clip=None if priority or local else draw(st.sampled_from([None, None, 1.0])),
     )

@@ -15,6 +15,7 @@ from minipar.cli import main
 from minipar.cluster import worker
 from minipar.errors import PlanError, RankDied
 from minipar.execution import Job
+from minipar.recomputed import Recomputed
 from minipar.replaying import replay
 from tests.toys import rows, toy
 
@@ -147,3 +148,40 @@ def test_a_real_straggler(clusters):
             times[mode] = found.trace.time
     assert times["sync"] > 8 * 0.06
     assert times["k-of-n:2/3"] < times["sync"]
+
+
+class Counting(Recomputed):
+    """A product of two readings of its input, and how often it was computed, in a file."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path = path
+
+    def compute(self, *inputs):
+        with open(self.path, "a") as file:
+            file.write("x")
+        return inputs[0] * inputs[0].tanh()
+
+
+def with_core(path):
+    return [torch.nn.Linear(6, 6), torch.nn.Sequential(Counting(path), torch.nn.Linear(6, 6)), torch.nn.Linear(6, 6)]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_core_of_a_layer_runs_again_in_the_backward(clusters, tmp_path, mode):
+    calls = {}
+    for words in ("none", "selective"):
+        path = tmp_path / words
+        plan = f"dp=2 sync=ps mode={mode} checkpoint={words}"
+        found = train(partial(with_core, str(path)), rows(8), plan, loss=mse, cluster=clusters(3), steps=3, batch=8,
+                      dtype=torch.float64, check=True, progress=False)  # fmt: skip
+        assert found.program.selective == (words == "selective")
+        assert found.max_gradient_error() <= 1e-12
+        calls[words] = path.stat().st_size
+    assert calls["selective"] >= calls["none"] + 2 * 3  # (one backward each, two workers, three steps)
+
+
+def test_a_model_without_a_core_is_refused(clusters):
+    with pytest.raises(PlanError, match="checkpoint=selective: no layer of this model has a part"):
+        train(partial(toy, ("linear",)), rows(8), "dp=2 sync=ps checkpoint=selective", cluster=clusters(3), loss=mse,
+              progress=False)  # fmt: skip

@@ -45,18 +45,27 @@ from minipar.strategies.shares import Shares, message, shares_of
 
 
 def worker_step(
-    instructions: Sequence[Instruction], buckets: Sequence[Sequence[int]], shares: Shares, workers: int, step: int
+    instructions: Sequence[Instruction],
+    buckets: Sequence[Sequence[int]],
+    shares: Shares,
+    workers: int,
+    step: int,
+    overlap: bool,
 ) -> list[Instruction]:
-    """A worker's step: parameters from all servers, then the step, and gradients as soon as a bucket is complete."""
+    """A worker's step: parameters from all servers, then the step, and gradients as soon as a bucket is complete.
+
+    Without `overlap` the buckets are pushed one after another when the backward is through.
+    """
     result = []
     for server, share in enumerate(shares):
         pull = message(Op.PULL, sorted(share), share, step, workers + server)
         result.append(pull._replace(writes=tuple(param(g) for g in pull.layers)))
+    end = len(instructions) - 1
     last = {value.index: k for k, ins in enumerate(instructions) for value in ins.writes if value.kind == "grad"}
     for k, ins in enumerate(instructions):
         result.append(ins)
         for bucket in buckets:
-            if max(last.get(g, len(instructions) - 1) for g in bucket) != k:
+            if (max(last.get(g, end) for g in bucket) if overlap else end) != k:
                 continue
             holders = {g: max(s for s, share in enumerate(shares) if g in share) for g in bucket}
             for server, share in enumerate(shares):
@@ -79,16 +88,19 @@ def server_state(share: dict[int, int]) -> frozenset[Value]:
 def compile_program(
     layout: Layout,
     actions: Sequence[Action],
-    again: Sequence[Move],
+    again: Sequence[Sequence[Move]],
     steps: int,
     bucket: Bucket,
     overlap: bool,
     serving: Serving,
     name: str,
+    selective: bool = False,
 ) -> Program:
     """The program of all workers, and of the servers as far as it is known: in mode sync whole, else empty.
 
-    actions, again   of one worker's step, as for any plan
+    actions          of one worker's step, as for any plan
+    again            for each chunk of the worker how a micro-batch goes through it (`segments.schedules`)
+    selective        a backward runs the attention cores of its layers again
     overlap          a bucket is pushed while backward goes on; otherwise after it
     """
     workers, groups = layout.dp, layout.shape.groups
@@ -96,14 +108,15 @@ def compile_program(
     if not all(shares):
         size = sum(size for group in groups for size in group.tensors)
         raise PlanError(f"servers={serving.servers}: too many for parameters of {size} bytes")
+    chunks = [(layout.trained(stage), again[stage]) for stage in layout.placement[0]]
     ranks: list[list[Instruction]] = [[] for _ in range(workers)]
     for step in range(steps):
-        own = recompute(expand([actions], layout, step)[0], [(layout.trained(0), again)])
+        own = recompute(expand([actions], layout, step)[0], chunks)
         order: dict[int, None] = {}  # groups as backward completes them
         for ins in reversed(own):
             order |= {value.index: None for value in reversed(ins.writes) if value.kind == "grad"}
-        buckets = split_buckets(list(reversed(order)), groups, bucket) if overlap else [list(reversed(order))]
-        once = fuse(worker_step(own, buckets, shares, workers, step))
+        buckets = split_buckets(list(reversed(order)), groups, bucket)
+        once = fuse(worker_step(own, buckets, shares, workers, step, overlap))
         for rank in ranks:
             rank += once
     mode = Mode.parse(serving.mode, workers)
@@ -119,6 +132,7 @@ def compile_program(
         Synchronous() if mode.kind == "sync" else Staleness(mode.staleness(workers)),
         name=name,
         serving=serving,
+        selective=selective,
     )
     if mode.kind != "sync":
         return template

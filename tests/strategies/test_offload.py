@@ -103,6 +103,7 @@ def plans(draw):
     what = draw(st.sampled_from(CHOICES))
     split = draw(st.lists(st.integers(1, 4), min_size=pp, max_size=pp))
     layers = sum(split)
+    zero = draw(st.sampled_from([0, 3] if "parameters" in what else [0, 1, 2, 3]))
     return (
         Plan(
             dp=dp,
@@ -112,9 +113,9 @@ def plans(draw):
             microbatches=draw(st.integers(1, 4)),
             accumulate=draw(st.sampled_from([1, 1, 2])),
             bucket=draw(st.sampled_from(["none", "flat", 12 / 2**20])),
-            zero=draw(st.sampled_from([0, 3] if "parameters" in what else [0, 1, 2, 3])),
-            reduce=draw(st.sampled_from(["microbatch", "step"])),
-            prefetch=draw(st.integers(0, 2)),
+            zero=zero,
+            reduce=draw(st.sampled_from(["microbatch", "step"])) if zero >= 2 else "microbatch",
+            prefetch=draw(st.integers(0, 2)) if zero == 3 or "parameters" in what else 1,
             checkpoint=draw(st.sampled_from(["none", 1, 2])) if layers > 1 else "none",
             clip=draw(st.sampled_from([None, 1.0])),
             offload=what,
