@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from minipar import engine, randomness, sliced
 from minipar.batches import Batch, Part, part_of_whole
 from minipar.carrying import Carrying, Run
-from minipar.costs.halves import Arrived, input_half, left, weight_half
+from minipar.costs.halves import Arrived, input_half, left, noting_hooks, weight_half
 from minipar.costs.weighing import weigh
 from minipar.errors import RankError
 from minipar.kept import Kept
@@ -81,6 +81,7 @@ class Compute:
         """Compute for this program from now on, on the same layers."""
         self.program, self.pieces = program, pieces_of(program, self.rank)
         self.carrying = Carrying(program)
+        self.split = any(ins.op is Op.BACKWARD_INPUT for ins in program.ranks[self.rank])
 
     def _given(self, tensor: Tensor) -> Tensor:
         """An input tensor where and as the layers want it."""
@@ -156,7 +157,8 @@ class Compute:
             if piece[-1] == self.program.layers - 1:
                 y = map_tensors(take_rows(part.y, here), self._to_end)
                 final = self._cut(y, ins), self._weight(y, part.weight) / self._share(y, ins)
-            with nullcontext() if trains is torch.is_grad_enabled() else torch.set_grad_enabled(trains):
+            noting = noting_hooks() if trains and self.split else nullcontext()
+            with noting, nullcontext() if trains is torch.is_grad_enabled() else torch.set_grad_enabled(trains):
                 result, ends = self._run_piece(piece, given, final, ins, rows, start, live)
             if trains:
                 edges = [
@@ -278,7 +280,7 @@ class Compute:
             if self.carrying.count > 1:
                 self.carrying.arriving(piece, ins, live, ends, grads)
             if ends:
-                engine.backward(ends, grads)
+                engine.backward(ends, grads, alone=engine.hooked(self._parameters(piece)))
             received = [torch.zeros_like(t) if t.grad is None else t.grad for t in differentiable(given)]
             if self.carrying.count > 1:
                 self.carrying.hand_back(piece, ins, live)

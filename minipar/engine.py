@@ -7,7 +7,7 @@ that torch.autograd itself calls next; where a version of torch has no such func
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,17 +18,57 @@ _enter: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
 
 def backward(
-    ends: Sequence[GradientEdge], gradients: Sequence[Tensor | None], parameters: Sequence[Tensor] = ()
+    ends: Sequence[GradientEdge],
+    gradients: Sequence[Tensor | None],
+    parameters: Sequence[Tensor] = (),
+    alone: Sequence[Tensor] = (),
 ) -> None:
     """Add to `.grad` of all leaves behind some edges, or of some of these; a gradient of None is 1, of a scalar.
 
+    alone   leaves whose `.grad` is that of this backward alone while it runs: see `hooked`
+
     RuntimeError if a gradient has another shape than what it is of.
     """
-    if _enter is None:
+    if alone:
+        add(alone, added(alone, lambda: backward(ends, gradients, parameters)))
+    elif _enter is None:
         torch.autograd.backward(ends, gradients, inputs=parameters or None)
     else:
         given = tuple(ends), _complete(ends, gradients), False, False, tuple(parameters)
         _enter(*given, allow_unreachable=True, accumulate_grad=True)
+
+
+def hooked(leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Those with hooks that run when their gradient was accumulated, and may change it.
+
+    Such a hook shall see the gradient of one micro-batch, however many there are: then one that halves the gradient of
+    a whole batch also halves the sum of all parts.
+    """
+    return [leaf for leaf in leaves if leaf._post_accumulate_grad_hooks]
+
+
+def added(leaves: Sequence[Tensor], run: Callable[[], None]) -> list[Tensor | None]:
+    """What `run` adds to `.grad` of some leaves (None for nothing), which stays as it was."""
+    before = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    try:
+        run()
+        return [leaf.grad for leaf in leaves]
+    finally:
+        for leaf, gradient in zip(leaves, before, strict=True):
+            leaf.grad = gradient
+
+
+def add(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Add gradients to `.grad`, in place where there is one, without any hook."""
+    for leaf, gradient in zip(leaves, gradients, strict=True):
+        if gradient is None:
+            continue
+        if leaf.grad is None:
+            leaf.grad = gradient
+        else:
+            leaf.grad.add_(gradient)
 
 
 def gradients_of(

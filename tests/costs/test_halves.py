@@ -8,7 +8,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from minipar import models
-from minipar.costs.halves import input_half, left, weight_half
+from minipar.costs.halves import input_half, left, noting_hooks, weight_half
 from minipar.memory.storages import Storages
 from tests.toys import Fork, Tied
 
@@ -114,3 +114,74 @@ def test_where_two_operations_share_a_parameter_the_input_half_does_it_all(trans
     assert torch.equal(found[0], expected[0])
     for p, gradient in zip(parameters, expected[1:], strict=True):
         torch.testing.assert_close(p.grad, 2 * gradient)
+
+
+def test_every_hook_runs_once():
+    """Also of an operation at which the weight half would begin: then it does not begin there."""
+    calls = []
+
+    def hook(name):
+        return lambda *_: calls.append(name)
+
+    torch.manual_seed(0)
+    for hooked in ("tensor", "operation", "before operation", "parameter", "accumulated", "retained", "module"):
+        first, last = nn.Linear(6, 6), nn.Linear(6, 6)
+        parameters = [*first.parameters(), *last.parameters()]
+        x = torch.randn(4, 6, requires_grad=True)
+        calls.clear()
+        if hooked == "parameter":
+            first.weight.register_hook(hook(hooked))
+        elif hooked == "accumulated":
+            first.weight.register_post_accumulate_grad_hook(hook(hooked))
+        elif hooked == "module":
+            first.register_full_backward_hook(hook(hooked))
+        with noting_hooks():
+            inner = first(x)
+            if hooked == "tensor":
+                inner.register_hook(hook(hooked))
+            elif hooked == "operation":
+                inner.grad_fn.register_hook(hook(hooked))
+            elif hooked == "before operation":
+                inner.grad_fn.register_prehook(hook(hooked))
+            elif hooked == "retained":
+                inner.retain_grad()
+            end = last(inner.tanh())
+        found, arrived = input_half([get_gradient_edge(end)], [torch.ones_like(end)], [x], parameters)
+        assert all(p.grad is None for p in parameters)
+        weight_half(arrived)
+        assert calls == ([] if hooked == "retained" else [hooked])
+        again = first(x.detach().requires_grad_())
+        expected = torch.autograd.grad(last(again.tanh()).sum(), [again, *parameters])
+        if hooked == "retained":
+            torch.testing.assert_close(inner.grad, expected[0])
+        for p, gradient in zip(parameters, expected[1:], strict=True):
+            torch.testing.assert_close(p.grad, gradient)
+        assert found[0] is not None
+
+
+def test_what_waits_beside_the_way_to_the_input():
+    """An output without a way to the input is left to the weight half, and so is the rest, split as always."""
+    layer, beside = nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6)), nn.Parameter(torch.ones(4, 6))
+    x = torch.randn(4, 6, requires_grad=True)
+    parameters = [*layer.parameters(), beside]
+    ends = [get_gradient_edge(end) for end in (layer(x), beside.exp(), beside)]
+    found, arrived = input_half(ends, [torch.ones(4, 6)] * 3, [x], parameters)
+    assert [len(each.edges) for each in arrived] == [2, 1, 1]
+    assert all(p.grad is None for p in parameters)
+    weight_half(arrived)
+    torch.testing.assert_close(beside.grad, 1 + beside.detach().exp())
+    expected = torch.autograd.grad(layer(x).sum(), [x, *layer.parameters()])
+    for gradient, whole in zip([found[0], *(p.grad for p in layer.parameters())], expected, strict=True):
+        torch.testing.assert_close(gradient, whole)
+
+
+def test_a_failure_leaves_gradients_as_they_were():
+    layer = nn.Linear(6, 6)
+    layer.weight.register_hook(lambda grad: 1 / 0)
+    x, before = torch.randn(4, 6, requires_grad=True), torch.ones(6, 6)
+    layer.weight.grad = before
+    end = layer(layer(x))
+    with pytest.raises(ZeroDivisionError):
+        input_half([get_gradient_edge(end)], [torch.ones_like(end)], [x], list(layer.parameters()))
+    assert layer.weight.grad is before
+    assert layer.bias.grad is None
