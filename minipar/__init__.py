@@ -24,6 +24,7 @@ _homes = {
     "minipar.costs.profiler": ("profile",),
     "minipar.costs.calibration": ("calibrate",),
     "minipar.strategies": ("schedule",),
+    "minipar.comm.algorithms": ("collective",),
     "minipar.strategies.draft": ("Draft", "pass_"),
     "minipar.errors": (
         "MiniparError",

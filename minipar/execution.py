@@ -19,7 +19,8 @@ from minipar import recomputed
 from minipar.affinity import on_own_core
 from minipar.batches import Batch, Part, gives_rows, read_part
 from minipar.cluster import Cluster, worker
-from minipar.comm import communicator
+from minipar.comm import algorithms, communicator
+from minipar.comm.algorithms.moves import Algorithm
 from minipar.costs.copying import measure_copies
 from minipar.costs.device import DeviceSpec
 from minipar.costs.emulated import EmulatedCosts
@@ -205,7 +206,10 @@ def execute(
         slow = [_delays(costs, rank, rest) for rank in range(count)] if costs is not None else None
         watching = Watching(memory, None if ranks.emulates is None else ranks.emulates.memory)
         with storing.around():
-            passed = ranks.run_with(tell, _passes, job, programs, keep_gradients, slow, watching, storing, bool(watch))
+            own = algorithms.registered(program.algorithm)  # (ranks know what is registered there)
+            passed = ranks.run_with(
+                tell, _passes, job, programs, keep_gradients, slow, watching, storing, bool(watch), own
+            )
 
     losses = [sum(p.losses[k][s] for p in passed) for k, each in enumerate(programs) for s in range(each.losses)]
     times = [max(max(p.ends[k]) for p in passed) - min(min(p.starts[k]) for p in passed) for k in range(len(programs))]
@@ -290,8 +294,11 @@ def _passes(
     watching: Watching,
     storing: Storing,
     watched: bool = False,
+    own: Algorithm | None = None,
 ) -> Passed:
     comm, telling = communicator.create(), Telling(watched, programs[0], worker.report)
+    if own is not None:
+        algorithms.add(programs[0].algorithm, own)
     mine, last = slow[comm.rank] if slow is not None else (None, None)
     program = programs[0]
     model = job.build()

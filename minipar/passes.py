@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from minipar import settings
 from minipar.costs.measured import Profile
 from minipar.costs.recomputation import LayerCosts
 from minipar.costs.shapes import Shape
@@ -143,6 +144,7 @@ def program_of(
         clip=plan.clip,
         precision=plan.precision,
         compress=plan.compress,
+        algorithm="" if plan.algorithm == settings.ALGORITHM else plan.algorithm,
         folder=plan.offload_folder,
         room=plan.offload_limit,  # type: ignore[arg-type]
         selective=plan.checkpoint == "selective",

@@ -79,6 +79,8 @@ class Plan:
     servers       how many parameter servers; they are ranks beside the workers
     on_death      of a rank, with sync=ps: "abort", or "continue", and it starts again and goes on
     precision     "bf16": layers compute in bfloat16, and the optimizer keeps float32 parameters of its own
+    algorithm     by which gradients are summed over the replicas: one that `algorithms.names("allreduce")` lists, such
+                  as "ring", or one of your own (`@minipar.collective`); "default": in shared memory, or the backend's
     extra_passes  passes of your own, by the names that `@minipar.pass_` gave them, such as "mine,other"
     """
 
@@ -115,6 +117,7 @@ class Plan:
     mode: str = "sync"
     servers: int = 1
     on_death: str = "abort"
+    algorithm: str = settings.ALGORITHM
     extra_passes: tuple[str, ...] | str = ()
 
     def __new__(cls, *_: object, **keys: object) -> Plan:
@@ -172,6 +175,7 @@ class Plan:
             settings.check_local(self.local_steps, self.overlap, self.zero, self.clip, self.offload, self.host_layers)
         settings.check_servers(self)
         settings.check_parts(self)
+        settings.check_algorithm(self)
         object.__setattr__(self, "extra_passes", draft.check_names(settings.names(self.extra_passes)))
         if self.extra_passes and (self.sync == "ps" or chosen.asynchronous is not None):
             key = "sync=ps" if self.sync == "ps" else f"schedule={self.schedule}"
@@ -365,6 +369,7 @@ class Plan:
             program = passes.program_of(self, shape, layout, steps, costs, costs_of)
             if check:
                 self._verify(program)
+            settings.check_one_group(self, program)
         return program
 
     def _verify(self, program: Program) -> None:

@@ -216,6 +216,7 @@ class Program:
     compress         what gradients are made into before they are summed: "none", "bf16", "fp16", "topk:R", "powersgd:R"
     precision        "bf16": layers compute in bfloat16, STEP in float32; "float32": everything as the model is
     folder           where values on the disk are kept; "": the system's temporary folder
+    algorithm        by which gradients are summed over the replicas; "": the backend's own, or shared memory
     room             bytes that a rank may keep in the slower tier; None: what there is
     chunks           of a collective, which has no layers: the sizes in bytes of the chunks that its tensor is cut into
     final            of a collective: the values that each rank holds at the end; (): those of `state`
@@ -243,6 +244,7 @@ class Program:
     compress: str = "none"
     folder: str = ""
     room: int | None = None
+    algorithm: str = ""
     chunks: tuple[int, ...] = ()
     final: tuple[frozenset[Value], ...] = ()
     selective: bool = False

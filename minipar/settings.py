@@ -8,8 +8,10 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from minipar.comm import algorithms
 from minipar.costs.device import quantity
 from minipar.errors import PlanError
+from minipar.program import Op, Program
 from minipar.strategies import segments
 from minipar.strategies.consistency import Mode
 
@@ -256,6 +258,50 @@ def check_servers(plan: Plan) -> None:
             told = ",".join(map(str, value)) if isinstance(value, tuple) else value
             shown = "none" if only in ((), None) else only
             raise PlanError(f"sync=ps: not together with {key}={told}; possible is {key}={shown}")
+
+
+ALGORITHM = "default"
+
+
+def check_algorithm(plan: Plan) -> None:
+    """The algorithm that sums gradients, and what goes together with it."""
+    if plan.algorithm == ALGORITHM:
+        return
+    possible = algorithms.names("allreduce")
+    if plan.algorithm not in possible:
+        raise PlanError(
+            f"algorithm={plan.algorithm}: unknown; possible are {ALGORITHM}, {', '.join(possible)}, "
+            f"or one of your own, which @minipar.collective({plan.algorithm!r}) registers"
+        )
+    if plan.asynchronous:
+        raise PlanError(
+            f"algorithm={plan.algorithm}: schedule={plan.schedule} sums no gradients over ranks; "
+            f"possible is algorithm={ALGORITHM}"
+        )
+    alone: dict[str, object] = {"zero": 0, "compress": "none", "local_steps": 0, "host_layers": (), "sync": "allreduce"}
+    for key, only in {"overlap": "none", **alone}.items():
+        value = getattr(plan, key)
+        if value != only:
+            why = "its messages are the rank's own work" if key == "overlap" else "it sums whole gradients"
+            told, shown = (",".join(v) if isinstance(v, tuple) else v for v in (value, only))
+            raise PlanError(
+                f"algorithm={plan.algorithm}: not together with {key}={told}, since {why}; "
+                f"possible is {key}={shown or 'none'}, or algorithm={ALGORITHM}"
+            )
+
+
+def check_one_group(plan: Plan, program: Program) -> None:
+    """Of sums by an algorithm each rank has one group: ranks that wait in another order would wait for ever."""
+    if plan.algorithm == ALGORITHM:
+        return
+    for rank, row in enumerate(program.ranks):
+        groups = {ins.group for ins in row if ins.op is Op.ALL_REDUCE}
+        if len(groups) > 1:
+            told = " and over ranks ".join(",".join(map(str, group)) for group in sorted(groups))
+            raise PlanError(
+                f"algorithm={plan.algorithm}: rank {rank} sums gradients over ranks {told}; possible are plans in "
+                f"which each rank has one group, such as ties within one stage, or algorithm={ALGORITHM}"
+            )
 
 
 def at_least_1(name: str, value: int) -> int:

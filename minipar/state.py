@@ -81,7 +81,7 @@ class State:
         self.sums: dict[tuple[int, ...], Tensor] = {}  # of the gradients of a bucket, this rank's slices
         self.squares = torch.zeros(1, dtype=torch.float64, device=comm.device)
         sizes = [sum(group.tensors) for group in program.groups]
-        self.buckets = Buckets(instructions, groups, sizes, comm, program.compress)
+        self.buckets = Buckets(instructions, groups, sizes, comm, program.compress, program.algorithm or None)
         optimizer = of_rank(optimizer, program, comm.rank)
         self.optimizers = {
             ins.layers: optimizer([p for g in ins.layers for p in self.trained(g)])

@@ -210,7 +210,7 @@ def train(
         served = plan.sync == "ps"  # whose steps run into each other: one program for all of them
         cores = available_cores() if ranks.device == "cpu" else None
         if calibration is None and plan.ranks > 1 and (ranks.emulates is None or not ranks.emulates.emulates):
-            calibration = calibrate(ranks, seconds=_QUICK, progress=progress, algorithms=False)
+            calibration = calibrate(ranks, seconds=_QUICK, progress=progress, algorithms=plan.algorithm != "default")
         costs_of = partial(
             costs_for,
             measured=facts.profile,

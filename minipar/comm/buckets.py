@@ -34,8 +34,9 @@ class Buckets:
         sizes: Sequence[int],
         comm: Communicator,
         compress: str = "none",
+        algorithm: str | None = None,
     ) -> None:
-        self.groups = groups
+        self.groups, self.algorithm = groups, algorithm
         self.buffers: dict[tuple[int, ...], list[Tensor]] = {}
         self.views: dict[int, list[Tensor]] = {}
         self.filled: set[int] = set()
@@ -103,7 +104,8 @@ class Buckets:
                 for handle in self.compressor.all_reduce(key, flat, shapes, ins.group, str(ins))
             ]
         if ins.layers in self.buffers:
-            return [comm.iallreduce(buffer, ins.group, str(ins)) for buffer in self.buffers[ins.layers]]
+            buffers = self.buffers[ins.layers]
+            return [comm.iallreduce(buffer, ins.group, str(ins), self.algorithm) for buffer in buffers]
         handles = []
         for g in ins.layers:
             for p in self.groups[g]:
@@ -111,7 +113,7 @@ class Buckets:
                     p.grad = torch.zeros_like(p)
                 elif not p.grad.is_contiguous():
                     p.grad = p.grad.contiguous()
-                handles.append(comm.iallreduce(p.grad, ins.group, str(ins)))
+                handles.append(comm.iallreduce(p.grad, ins.group, str(ins), self.algorithm))
         return handles
 
     def _messages(self, ins: Instruction) -> Iterator[tuple[tuple[int, ...], Tensor, list[torch.Size]]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from minipar.comm import algorithms
+from minipar.costs.alpha_beta import AlphaBeta
 from minipar.costs.rates import Calibration, Line
 from minipar.program import Instruction, Op, Program, Value
 from minipar.simulator import simulate
@@ -64,11 +65,25 @@ def predicted(
 
     Errors: PlanError for an unknown collective, ranks that nodes do not divide, rates without messages.
     """
-    found = {}
-    for name in algorithms.names(collective):
-        program = algorithms.program(collective, name, ranks, nbytes, root=root, nodes=nodes)
-        found[name] = simulate(program, CalibratedCosts(program, rates)).time if ranks > 1 else 0.0
+    found = {
+        name: seconds(collective, name, ranks, nbytes, rates, root=root, nodes=nodes)
+        for name in algorithms.names(collective)
+    }
     return found | ({BACKEND: rates.sum_over(ranks, nbytes)} if collective == "allreduce" else {})
+
+
+def seconds(
+    collective: str, algorithm: str, ranks: int, nbytes: int, rates: Calibration, *, root: int = 0, nodes: int = 1
+) -> float:
+    """Seconds of a collective by one algorithm. Errors: as `predicted`."""
+    program = algorithms.program(collective, algorithm, ranks, nbytes, root=root, nodes=nodes)
+    return simulate(program, CalibratedCosts(program, rates)).time if ranks > 1 else 0.0
+
+
+def by_links(algorithm: str, ranks: int, nbytes: int, latency: float, beta: float) -> float:
+    """Seconds of an allreduce by one algorithm, on links of this latency and of `beta` seconds for each byte."""
+    program = algorithms.program("allreduce", algorithm, ranks, nbytes)
+    return simulate(program, AlphaBeta(program, latency, beta)).time if ranks > 1 else 0.0
 
 
 @lru_cache(1024)

@@ -41,10 +41,10 @@ class Communicator:
     x in the methods below is a number, a list of numbers (nested or not), a NumPy array or a tensor, and stays as it
     is; what comes back is of the same type. `algorithm`: "shared" (memory of one machine), "backend" (gloo's or NCCL's
     own), or None for the faster of those that can be; a name of algorithms.names(...), such as "ring", plays that
-    program, in `wait`; "auto" takes what is fastest by `rates` (of minipar.calibrate), where all ranks know the size
-    beforehand: allreduce, reduce, reduce_scatter. With `async_op` a method returns at once; `wait()` of what it
-    returns gives the result. RankError for what cannot be; CollectiveMismatch, on every rank, where ranks differ in
-    what they call, or in what they bring.
+    program, in `wait`, as does a generator that @minipar.collective decorated; "auto" takes what is fastest by `rates`
+    (of minipar.calibrate), where all ranks know the size beforehand: allreduce, reduce, reduce_scatter. With `async_op`
+    a method returns at once; `wait()` of what it returns gives the result. RankError for what cannot be;
+    CollectiveMismatch, on every rank, where ranks differ in what they call, or in what they bring.
     """
 
     def __init__(self, world: World) -> None:
@@ -72,41 +72,39 @@ class Communicator:
 
     # Collectives
 
-    def allreduce(self, x: Any, op: Any = sum, *, algorithm: str | None = None, async_op: bool = False) -> Any:
+    def allreduce(self, x: Any, op: Any = sum, *, algorithm: Any = None, async_op: bool = False) -> Any:
         """Combine `x` over all ranks, element by element. `op`: `sum`, `max`, `min`, or their names, or "avg"."""
-        return _give(operations.allreduce(self, x, op, algorithm, async_op), async_op)
+        return _give(operations.allreduce(self, x, op, algorithms.known(algorithm), async_op), async_op)
 
-    def reduce(
-        self, x: Any, root: int = 0, op: Any = sum, *, algorithm: str | None = None, async_op: bool = False
-    ) -> Any:
+    def reduce(self, x: Any, root: int = 0, op: Any = sum, *, algorithm: Any = None, async_op: bool = False) -> Any:
         """`allreduce`, but the result is on rank `root` only; the others get None."""
-        return _give(operations.reduce(self, x, root, op, algorithm, async_op), async_op)
+        return _give(operations.reduce(self, x, root, op, algorithms.known(algorithm), async_op), async_op)
 
-    def reduce_scatter(self, x: Any, op: Any = sum, *, algorithm: str | None = None, async_op: bool = False) -> Any:
+    def reduce_scatter(self, x: Any, op: Any = sum, *, algorithm: Any = None, async_op: bool = False) -> Any:
         """`allreduce`, but each rank gets only its share of the rows (the first dimension) of the result.
 
         n rows of p ranks are divided as evenly as can be, the first n mod p ranks having one more.
         """
-        return _give(operations.reduce_scatter(self, x, op, algorithm, async_op), async_op)
+        return _give(operations.reduce_scatter(self, x, op, algorithms.known(algorithm), async_op), async_op)
 
-    def all_gather(self, x: Any, *, algorithm: str | None = None, async_op: bool = False) -> Any:
+    def all_gather(self, x: Any, *, algorithm: Any = None, async_op: bool = False) -> Any:
         """The rows of all ranks, in their order, on all of them; a rank may have more rows than another, or none.
 
         Of numbers: a list with one of each rank. all_gather(reduce_scatter(x)) is allreduce(x).
         """
-        return _give(operations.all_gather(self, x, algorithm, async_op), async_op)
+        return _give(operations.all_gather(self, x, algorithms.known(algorithm), async_op), async_op)
 
-    def broadcast(self, x: Any = None, root: int = 0, *, algorithm: str | None = None, async_op: bool = False) -> Any:
+    def broadcast(self, x: Any = None, root: int = 0, *, algorithm: Any = None, async_op: bool = False) -> Any:
         """`x` of rank `root`, on all ranks. The others bring something of the same form, or None."""
-        return _give(operations.broadcast(self, x, root, algorithm, async_op), async_op)
+        return _give(operations.broadcast(self, x, root, algorithms.known(algorithm), async_op), async_op)
 
-    def all_to_all(self, x: Any, *, algorithm: str | None = None, async_op: bool = False) -> Any:
+    def all_to_all(self, x: Any, *, algorithm: Any = None, async_op: bool = False) -> Any:
         """Piece k goes to rank k; a rank gets the pieces that all ranks have for it, in their order.
 
         `x`: a list of one piece for each rank (numbers, lists, arrays, tensors, of any sizes); a list comes back. Or
         an array or a tensor, whose rows are divided as in `reduce_scatter`; what comes is put together.
         """
-        return _give(operations.all_to_all(self, x, algorithm, async_op), async_op)
+        return _give(operations.all_to_all(self, x, algorithms.known(algorithm), async_op), async_op)
 
     def barrier(self) -> None:
         """Return when every rank has called this."""
@@ -227,12 +225,16 @@ class Communicator:
         """Start summing a contiguous tensor in place over `ranks` (sorted, this rank among them).
 
         `name`: of what is summed, such as a bucket. Ranks that differ in it, or in shape or dtype, get a RankError
-        from `wait`: two sums of the same form in another order are told apart by their names only.
+        from `wait`: two sums of the same form in another order are told apart by their names only. `algorithm`:
+        "shared", "backend", or one of algorithms.names("allreduce"), whose program runs in `wait`, among ranks that
+        all wait in one order; these ranks are not compared.
         """
         if len(ranks) == 1 and ranks[0] == self.rank:
             return Handle(None, None, self.pending)
         if not tensor.is_contiguous():
             raise RankError(f"a tensor of strides {tensor.stride()} cannot be summed in place; use .contiguous()")
+        if algorithm in algorithms.names("allreduce"):
+            return Handle(operations.played_sum(self, tensor, ranks, str(algorithm)), tensor, self.pending)
         what = f"iallreduce of {values.form(tensor)}" + (f" ({name})" if name else "")
         group, given = self._for(tensor, ranks)
         shared, out = self.shares(group, algorithm), given.detach()
@@ -323,7 +325,10 @@ class Communicator:
         """Whether an algorithm uses the shared memory of a group. RankError where it cannot, or is not known."""
         if algorithm not in (None, "shared", "backend"):
             possible = ", ".join(("shared", "backend", *(("auto", *algorithms.names(call)) if call else ())))
-            raise RankError(f"algorithm={algorithm!r} is not known; possible are {possible}")
+            raise RankError(
+                f"algorithm={algorithm!r} is not known on this rank; possible are {possible}, or the generator itself "
+                "that @minipar.collective decorated"
+            )
         if algorithm == "shared" and group.arena is None:
             raise RankError(f"algorithm='shared' is not possible: {self.transport}")
         return algorithm != "backend" and group.arena is not None

@@ -319,6 +319,15 @@ def _start(comm: Communicator, group: Group, way: Way, how: str, *args: Any) -> 
     return played.Played(partial(way.played, play, comm.rank, *args))
 
 
+def played_sum(comm: Communicator, tensor: Tensor, ranks: tuple[int, ...], algorithm: str) -> played.Played:
+    """The sum of a contiguous tensor in place over some ranks by an algorithm's program, to be run in `wait`."""
+    from minipar.comm.playing import play  # which needs the communicator
+
+    size, number = tensor.element_size(), comm.count_played()
+    program = algorithms.program("allreduce", algorithm, len(ranks), tensor.numel() * size, item=size)
+    return played.Played(lambda: play(program, comm, tensor.detach().view(-1), ranks, number=number))
+
+
 def _move(
     comm: Communicator,
     call: str,

@@ -65,8 +65,8 @@ def _filled(parts: Sequence[Tensor], size: int) -> Tensor:
 class Played:
     """A program that its `wait` runs, in the place of a backend's work."""
 
-    def __init__(self, run: Callable[[], None]) -> None:
-        self._run: Callable[[], None] | None = run
+    def __init__(self, run: Callable[[], object]) -> None:
+        self._run: Callable[[], object] | None = run
         self._error: BaseException | None = None
 
     def wait(self, *_: timedelta) -> None:

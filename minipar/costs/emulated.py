@@ -108,6 +108,12 @@ class EmulatedCosts:
         size: float = sum(part.bytes for part in ins.parts)
         if ins.op is Op.ALL_REDUCE:
             size = sum(sum(self.program.groups[g].tensors) for g in ins.layers) * carried(ins, self.program)
+            if self.program.algorithm:
+                from minipar.comm import choice  # which needs the simulator
+
+                beta = 1 / self.spec.bandwidth if self.spec.bandwidth else 0.0
+                each, name = round(size / max(1, len(ins.parts))), self.program.algorithm
+                return len(ins.parts) * choice.by_links(name, n, each, self.spec.latency or 0.0, beta)
         occupied = hops(ins) * (n - 1) / n * size / self.spec.bandwidth if self.spec.bandwidth else 0.0
         return len(ins.parts) * hops(ins) * (n - 1) * (self.spec.latency or 0.0) + occupied
 

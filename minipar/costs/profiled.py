@@ -141,9 +141,19 @@ class ProfiledCosts:
         size: float = sum(part.bytes for part in ins.parts)
         if ins.op is Op.ALL_REDUCE:
             size = sum(self.size(ins.group[0], value) for value in summed(ins)) * carried(ins, self.program)
+        if self.program.algorithm and ins.op is Op.ALL_REDUCE:
+            return len(ins.parts) * self._by_algorithm(n, round(size / max(1, len(ins.parts))))
         if self.calibration is not None:  # of sums, in which the bytes travel twice
             return hops(ins) / 2 * len(ins.parts) * self.calibration.sum_over(n, size / max(1, len(ins.parts)))
         return hops(ins) * (len(ins.parts) * (n - 1) * self.latency + (n - 1) / n * size / self.bandwidth)
+
+    def _by_algorithm(self, ranks: int, nbytes: int) -> float:
+        """Seconds of a sum by the program's own algorithm."""
+        from minipar.comm import choice  # which needs the simulator
+
+        if self.calibration is not None:
+            return choice.seconds("allreduce", self.program.algorithm, ranks, nbytes, self.calibration)
+        return choice.by_links(self.program.algorithm, ranks, nbytes, self.latency, 1 / self.bandwidth)
 
     def size(self, rank: int, value: Value) -> int:
         value = home(value)

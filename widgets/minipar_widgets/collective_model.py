@@ -106,9 +106,11 @@ class Play:
         return self.trace.time
 
     @property
-    def closed_form(self) -> float:
-        """Seconds by the algorithm's own formula, which knows one kind of link."""
+    def closed_form(self) -> float | None:
+        """Seconds by the algorithm's own formula, which knows one kind of link; None: it has none."""
         one, setting = self.links, self.setting
+        if algorithms.registered(self.algorithm) is not None:
+            return None
         return algorithms.cost(
             self.collective, self.algorithm, self.ranks, self.nbytes, one.alpha, one.beta, one.gamma,
             root=setting.root, nodes=setting.nodes,

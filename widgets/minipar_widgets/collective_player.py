@@ -58,9 +58,11 @@ class CollectiveView(View):
         one = self.found
         scale, unit = _scale(one.time)
         nodes = " (which takes all links to be alike)" if one.links.far else ""
+        formula = one.closed_form
+        known = "" if formula is None else f", {formula / scale:.4g} {unit} by the closed form{nodes}"
         return (
-            f"Time {one.time / scale:.4g} {unit} as simulated, {one.closed_form / scale:.4g} {unit} by the closed form"
-            f"{nodes}; no algorithm can do it in less than {one.least_time / scale:.4g} {unit}. Chunk c of rank r "
+            f"Time {one.time / scale:.4g} {unit} as simulated{known}; no algorithm can do it in less than "
+            f"{one.least_time / scale:.4g} {unit}. Chunk c of rank r "
             "begins as 10 (r + 1) + c: a cell shows the sum so far, the marks under it whose parts are in it. "
             "Green: as it has to be at the end."
         )

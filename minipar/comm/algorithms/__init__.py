@@ -10,12 +10,14 @@ One file an algorithm; nothing here imports torch. `comm/playing.py` runs a prog
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
-from minipar.comm.algorithms import direct, double_tree, halving_doubling, hierarchical, ring, tree
-from minipar.comm.algorithms.moves import Algorithm, Rates, Setting, bounds, lay_out
+from minipar.comm.algorithms import direct, double_tree, halving_doubling, hierarchical, own, ring, tree
+from minipar.comm.algorithms.moves import Algorithm, Moves, Rates, Setting, bounds, lay_out
 from minipar.errors import PlanError
 from minipar.program import Program
+from minipar.verifier import verify
 from minipar.wording import several
 
 COLLECTIVES = ("allreduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "all_to_all")
@@ -33,11 +35,66 @@ _ALGORITHMS: dict[str, Algorithm] = {
 }
 
 
+_own: dict[str, Algorithm] = {}  # registered by `collective`
+
+
+def collective(name: str, kind: str = "allreduce", *, chunks: int | None = None) -> Callable[[Moves], Moves]:
+    """Decorator: register a generator `moves(setting, rank)` of Send, Reduce and Copy as an algorithm of your own.
+
+    kind     one of COLLECTIVES; decorate another generator with the same name for another one
+    chunks   how many the tensor is cut into; default as in `own.own_program`
+
+    It is then known by its name wherever "ring" is: to `program`, `comm.allreduce(algorithm=)`, `Plan(algorithm=)`.
+    Its program is verified before it runs. Registering again replaces. A rank knows what was registered in its own
+    process, or what a function that it is given refers to: there, give `algorithm=` the decorated generator itself.
+
+    Errors: PlanError for a name that is no word or is built in, or an unknown kind.
+    """
+    if not name or any(c.isspace() or c in "=,:" for c in name):
+        raise PlanError(f"collective name {name!r}: must be one word without '=', ',' and ':'")
+    if name in _ALGORITHMS or name in ("auto", "shared", "backend", "default"):
+        raise PlanError(f"collective {name!r}: is built in; possible is another name")
+    if kind not in COLLECTIVES:
+        raise PlanError(f"collective {name!r}: kind={kind!r} is unknown; possible are {', '.join(COLLECTIVES)}")
+
+    def register(moves: Moves) -> Moves:
+        moves.algorithm = name, own.algorithm(kind, moves, chunks)  # type: ignore[attr-defined]  # (travels with it)
+        known(moves)
+        return moves
+
+    return register
+
+
+def add(name: str, algorithm: Algorithm) -> None:
+    """Make an algorithm known in this process, beside what is known under its name for other collectives."""
+    before = _own.get(name)
+    _own[name] = algorithm if before is None else own.joined(before, algorithm)
+    program.cache_clear()
+
+
+def known(algorithm: object) -> str | None:
+    """The name of an algorithm, given by it or by the decorated generator, which becomes known here."""
+    if algorithm is None or isinstance(algorithm, str):
+        return algorithm
+    found = getattr(algorithm, "algorithm", None)
+    if not isinstance(found, tuple):
+        raise PlanError(f"algorithm={algorithm!r}: must be a name, or a generator that @minipar.collective decorated")
+    name, made = found
+    if name not in _own or any(_own[name].moves.get(kind) is not moves for kind, moves in made.moves.items()):
+        add(name, made)
+    return str(name)
+
+
+def registered(name: str) -> Algorithm | None:
+    """What was registered under a name; None for a built-in algorithm."""
+    return _own.get(name)
+
+
 def names(collective: str) -> tuple[str, ...]:
-    """The algorithms for a collective. PlanError for an unknown one."""
+    """The algorithms for a collective, those of your own last. PlanError for an unknown one."""
     if collective not in COLLECTIVES:
         raise PlanError(f"collective {collective!r}: unknown; possible are {', '.join(COLLECTIVES)}")
-    return tuple(name for name, one in _ALGORITHMS.items() if collective in one.moves)
+    return tuple(name for name, one in (_ALGORITHMS | _own).items() if collective in one.moves)
 
 
 @lru_cache(256)
@@ -60,7 +117,8 @@ def program(
     nodes    of the hierarchical algorithm: how many groups of neighbours the ranks form
     op       one of OPERATIONS
     item     bytes of an element, which no chunk splits
-    Errors: PlanError for an unknown or unsuitable algorithm, a root that is not there, ranks that nodes do not divide.
+    Errors: PlanError for an unknown or unsuitable algorithm, a root that is not there, ranks that nodes do not divide;
+    ProgramError for an algorithm of your own that does not do what the collective must.
     """
     chosen, setting = _select(collective, algorithm, ranks, nbytes, root, nodes)
     if op not in OPERATIONS:
@@ -72,7 +130,10 @@ def program(
     cuts = [bounds(nbytes // item, own, c % own) for c in range(count)]
     sizes = tuple((last - first) * item for first, last in cuts)
     name = f"{collective} by {algorithm}, {several(ranks, 'rank')}" + (f", {op}" if op != "sum" else "")
-    return lay_out(name, collective, setting, chosen.moves[collective], sizes)
+    made = lay_out(name, collective, setting, chosen.moves[collective], sizes)
+    if algorithm in _own:
+        verify(made)
+    return made
 
 
 def cost(
@@ -97,6 +158,10 @@ def cost(
     Errors: as `program`.
     """
     chosen, setting = _select(collective, algorithm, ranks, nbytes, root, nodes)
+    if chosen.cost is None:
+        raise PlanError(
+            f"algorithm {algorithm!r}: has no closed form; possible is simulate(program(...), AlphaBeta(...))"
+        )
     return chosen.cost(collective, setting, nbytes, Rates(alpha, beta, gamma, overhead))
 
 
@@ -105,7 +170,7 @@ def _select(
 ) -> tuple[Algorithm, Setting]:
     possible = names(collective)
     if algorithm not in possible:
-        known = "makes no sense" if algorithm in _ALGORITHMS else "is unknown"
+        known = "makes no sense" if algorithm in _ALGORITHMS or algorithm in _own else "is unknown"
         raise PlanError(f"{collective}: algorithm {algorithm!r} {known}; possible are {', '.join(possible)}")
     if ranks < 1:
         raise PlanError(f"ranks={ranks}: must be at least 1")
@@ -116,6 +181,6 @@ def _select(
     if nodes < 1 or ranks % nodes:
         divisors = [str(n) for n in range(1, ranks + 1) if ranks % n == 0]
         raise PlanError(f"nodes={nodes}: does not divide {several(ranks, 'rank')}; possible are {', '.join(divisors)}")
-    chosen = _ALGORITHMS[algorithm]
+    chosen = (_ALGORITHMS | _own)[algorithm]
     pieces = max(1, min(PIECES, nbytes // (PIECE * chosen.parts))) if collective in chosen.pipelined else 1
     return chosen, Setting(ranks, root, nodes, pieces)

@@ -75,11 +75,12 @@ class Rates(NamedTuple):
 class Algorithm(NamedTuple):
     """What a file offers: by collective each rank's moves; the closed form of the time; the number of chunks.
 
+    cost        None: there is no closed form
     pipelined   the collectives that send a tensor in `Setting.pieces`, or each of `parts` of it
     """
 
     moves: Mapping[str, Moves]
-    cost: Callable[[str, Setting, float, Rates], float]
+    cost: Callable[[str, Setting, float, Rates], float] | None
     chunks: Callable[[str, Setting], int]
     pipelined: tuple[str, ...] = ()
     parts: int = 1

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from minipar.comm.algorithms.moves import Copy, Move, Moves, Reduce, Send, Setting, bounds, lay_out
+from minipar.comm.algorithms.moves import Algorithm, Copy, Move, Moves, Reduce, Send, Setting, bounds, lay_out
 from minipar.errors import PlanError
 from minipar.program import Program
 from minipar.wording import several
@@ -41,11 +41,22 @@ def own_program(
     a rank that is not there; what the generator raises.
     """
     setting = Setting(ranks, root, nodes)
-    if chunks is None:
-        chunks = {"broadcast": 1, "reduce": 1, "all_to_all": ranks * ranks}.get(collective, ranks)
-    each = chunks // ranks if collective == "all_to_all" else chunks  # there each rank's tensor is cut by itself
-    cuts = [bounds(nbytes, each, c % each) for c in range(chunks)]
+    made = algorithm(collective, moves, chunks)
+    count = made.chunks(collective, setting)
+    each = count // ranks if collective == "all_to_all" else count  # there each rank's tensor is cut by itself
+    cuts = [bounds(nbytes, each, c % each) for c in range(count)]
     sizes = tuple(last - first for first, last in cuts)
+    return lay_out(
+        f"{collective} by hand, {several(ranks, 'rank')}", collective, setting, made.moves[collective], sizes
+    )
+
+
+def algorithm(collective: str, moves: Moves, chunks: int | None = None) -> Algorithm:
+    """Somebody's own moves as an algorithm for one collective; what they yield is checked."""
+
+    def count(collective: str, setting: Setting) -> int:
+        usual = {"broadcast": 1, "reduce": 1, "all_to_all": setting.ranks**2}.get(collective, setting.ranks)
+        return usual if chunks is None else chunks
 
     def checked(setting: Setting, rank: int) -> Iterator[Move]:
         made: Any = moves(setting, rank)
@@ -54,9 +65,18 @@ def own_program(
         for k, move in enumerate(islice(made, MOST + 1)):
             if k == MOST:
                 raise PlanError(f"rank {rank}: yields more than {MOST} moves; does a loop end?")
-            yield _checked(move, rank, ranks, chunks)
+            yield _checked(move, rank, setting.ranks, count(collective, setting))
 
-    return lay_out(f"{collective} by hand, {several(ranks, 'rank')}", collective, setting, checked, sizes)
+    return Algorithm({collective: checked}, None, count)
+
+
+def joined(first: Algorithm, second: Algorithm) -> Algorithm:
+    """One algorithm for the collectives of two; the second one's counts."""
+
+    def count(collective: str, setting: Setting) -> int:
+        return (second if collective in second.moves else first).chunks(collective, setting)
+
+    return Algorithm({**first.moves, **second.moves}, None, count)
 
 
 def _checked(move: Any, rank: int, ranks: int, chunks: int) -> Move:

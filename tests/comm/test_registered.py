@@ -1,0 +1,164 @@
+"""Collectives of one's own by name: in calls of a communicator, in plans, and refused when they are wrong."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+import minipar
+from minipar import Plan, PlanError, ProgramError, RankError, communicator
+from minipar.comm import algorithms
+from minipar.comm.algorithms.own import Copy, Reduce, Send
+from minipar.program import Op, Program
+from tests.test_gradients import check
+from tests.toys import rows, toy
+
+
+@pytest.fixture(autouse=True)
+def own_algorithms(monkeypatch):
+    """What a test registers is forgotten after it."""
+    monkeypatch.setattr(algorithms, "_own", {})
+
+
+def to_and_fro(setting, rank, chunks=None):
+    """Everything to rank 0, which adds it up, and back."""
+    everything = range(chunks or setting.ranks)
+    if rank:
+        yield Send(everything, 0)
+        yield Copy(everything, 0)
+    else:
+        for peer in range(1, setting.ranks):
+            yield Reduce(everything, peer)
+        for peer in range(1, setting.ranks):
+            yield Send(everything, peer)
+
+
+def test_it_is_known_by_its_name():
+    minipar.collective("to-and-fro")(to_and_fro)
+    assert algorithms.names("allreduce")[-1] == "to-and-fro"
+    assert "to-and-fro" not in algorithms.names("broadcast")
+    program = algorithms.program("allreduce", "to-and-fro", 4, 400)
+    assert program.chunks == (100,) * 4
+    with pytest.raises(PlanError, match="has no closed form"):
+        algorithms.cost("allreduce", "to-and-fro", 4, 400, 1.0, 0.0, 0.0)
+    with pytest.raises(PlanError, match="'to-and-fro' makes no sense"):
+        algorithms.program("broadcast", "to-and-fro", 4, 400)
+
+
+def test_one_name_for_several_collectives_and_registering_again():
+    @minipar.collective("star", "broadcast", chunks=1)
+    def broadcast(setting, rank):
+        for peer in range(setting.ranks) if rank == setting.root else ():
+            if peer != rank:
+                yield Send([0], peer)
+        if rank != setting.root:
+            yield Copy([0], setting.root)
+
+    minipar.collective("star", "allreduce")(to_and_fro)
+    assert len(algorithms.program("broadcast", "star", 3, 99, root=1).chunks) == 1
+    assert len(algorithms.program("allreduce", "star", 3, 99).chunks) == 3
+    minipar.collective("star", "allreduce", chunks=6)(partial(to_and_fro, chunks=6))
+    assert len(algorithms.program("allreduce", "star", 3, 99).chunks) == 6
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_communicator_plays_it(clusters, ranks):
+    """Given as the generator, since the ranks are other processes than the one that registered it."""
+
+    @minipar.collective("to-and-fro")
+    def mine(setting, rank):
+        everything = range(setting.ranks)
+        for peer in range(1, setting.ranks) if rank == 0 else ():
+            yield Reduce(everything, peer)
+        for peer in range(1, setting.ranks) if rank == 0 else ():
+            yield Send(everything, peer)
+        if rank:
+            yield Send(everything, 0)
+            yield Copy(everything, 0)
+
+    def sum_up(mine):
+        comm = communicator.create()
+        x = torch.arange(7.0) + comm.rank
+        return comm.allreduce(x, algorithm=mine), comm.allreduce(x, algorithm="to-and-fro")
+
+    expected = ranks * torch.arange(7.0) + sum(range(ranks))
+    for found in clusters(ranks).run(sum_up, mine):
+        assert all(torch.equal(one, expected) for one in found)
+
+
+def test_a_rank_that_does_not_know_a_name_says_what_to_do(clusters):
+    def sum_up():
+        return communicator.create().allreduce(torch.ones(3), algorithm="nobody-knows")
+
+    with pytest.raises(RankError, match=r"'nobody-knows' is not known on this rank.* the generator itself"):
+        clusters(2).run(sum_up)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dp=4 algorithm=ring overlap=none bucket=none microbatches=2 clip=0.1",
+        "dp=2 pp=2 microbatches=3 algorithm=to-and-fro overlap=none bucket=0.0001",
+        "pp=2 schedule=chimera microbatches=4 algorithm=to-and-fro overlap=none",
+    ],
+)
+def test_plans_sum_gradients_by_it(clusters, text):
+    minipar.collective("to-and-fro")(to_and_fro)
+    plan = Plan.parse(text)
+    assert Plan.parse(str(plan)) == plan
+    run = check(clusters, plan, partial(toy, ("linear", "tuples", "dropout"), frozen=(1,)), rows(17), steps=4)
+    assert run.program.algorithm == plan.algorithm
+    assert Program.from_json(run.program.to_json()) == run.program
+    row = run.program.ranks[0]
+    sums = [k for k, ins in enumerate(row) if ins.op is Op.ALL_REDUCE]
+    assert sums
+    assert all(run.predicted.ends[0][k] > run.predicted.starts[0][k] for k in sums)
+
+
+def test_what_it_does_not_go_together_with():
+    minipar.collective("mine")(to_and_fro)
+    with pytest.raises(PlanError, match="algorithm=other: unknown; possible are default, ring, .*mine"):
+        Plan(algorithm="other")
+    for text in ("", "overlap=none zero=1", "overlap=none compress=bf16", "overlap=none local_steps=2"):
+        with pytest.raises(PlanError, match="algorithm=mine: not together with"):
+            Plan.parse(f"dp=2 algorithm=mine {text}")
+    from minipar.costs.profiler import shape_of
+
+    shape = shape_of(list(toy(("linear", "linear"), tied=True)))
+    with pytest.raises(PlanError, match=r"rank 0 sums gradients over ranks .* possible are plans in which each rank"):
+        Plan(dp=2, pp=2, algorithm="mine", overlap="none").compile(shape)
+
+
+def test_a_wrong_one_is_refused_before_it_runs(clusters):
+    @minipar.collective("lossy")
+    def lossy(setting, rank):
+        if rank:
+            yield Send([0], 0)
+        elif setting.ranks > 1:
+            yield Reduce([0], 1)
+
+    with pytest.raises(ProgramError, match="rank 0 ends with"):
+        algorithms.program("allreduce", "lossy", 2, 100)
+    with pytest.raises(ProgramError):
+        clusters(2).run(lambda: communicator.create().allreduce(torch.ones(4), algorithm=lossy))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "words"),
+    [
+        ("my ring", "allreduce", "must be one word"),
+        ("ring", "allreduce", "is built in"),
+        ("mine", "gossip", "kind='gossip' is unknown; possible are allreduce"),
+    ],
+)
+def test_names_and_kinds_that_cannot_be(name, kind, words):
+    with pytest.raises(PlanError, match=words):
+        minipar.collective(name, kind)
+    with pytest.raises(PlanError, match="a generator that @minipar.collective decorated"):
+        algorithms.known(to_and_fro_undecorated)
+
+
+def to_and_fro_undecorated(setting, rank):
+    yield from to_and_fro(setting, rank)
