@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from minipar import own_program
 from minipar.cluster import Cluster
 from minipar.costs.calibration import calibrate
 from minipar.costs.device import DeviceSpec
@@ -21,6 +22,7 @@ from minipar.costs.emulated import EmulatedCosts, as_emulated
 from minipar.costs.measured import Profile
 from minipar.costs.profiled import ProfiledCosts, microbatch_rows
 from minipar.costs.rates import Calibration, Copies
+from minipar.costs.shapes import Shape
 from minipar.elementwise import check_elementwise
 from minipar.emulation import delays
 from minipar.errors import MiniparError, PlanError
@@ -137,8 +139,9 @@ class Run:
 def train(
     model: Model,
     data: Any,
-    plan: Plan | str,
+    plan: Plan | str | None = None,
     *,
+    program: Program | Callable[[Shape], Program] | None = None,
     cluster: Cluster | None = None,
     steps: int = 10,
     batch: int = 32,
@@ -161,6 +164,10 @@ def train(
 
     model       a function that makes an nn.Sequential (or list) of layers, such as partial(models.gpt, layers=12)
     data        has `batch(step, size) -> (x, y)`, such as data.stdlib_text(); or one fixed pair (x, y)
+    plan        how it is trained in parallel; default one device, or what `program` was compiled from
+    program     what runs in place of what the plan compiles to: a program, or a function that makes one of the model's
+                shape, such as lambda shape: mine(plan.compile(shape)). It is verified, and must agree with the plan's
+                keys; `steps` is a multiple of its own
     cluster     ranks to run on, plan.ranks of them; default: made for this call
     batch       rows of a step, over all replicas and micro-batches
     loss        loss(output, y) -> scalar mean over rows (or target elements)
@@ -179,7 +186,8 @@ def train(
     fit, on emulated devices of limited memory; SaveError where `resume` has no saved run of this model, or where
     nothing can be written to `save`; what a rank raises; RankDied.
     """
-    plan = Plan.parse(plan)
+    plan = own_program.plan_of(plan, program)
+    split = own_program.splits(program, plan)
     steps = at_least_1("steps", steps)
     job = Job(model, data, batch, loss, optimizer, seed, dtype)
     every = 0 if save_every is None else at_least_1("save_every", save_every)
@@ -202,7 +210,7 @@ def train(
         bar = partial(tqdm, disable=not progress, leave=False)
         with bar(total=1, desc="profile, one layer at a time") as meter:
             rows = microbatch_rows(job.batch, plan.dp, plan.total_microbatches)
-            (facts,) = ranks.run_on([0], profile_job, job, rows, memory, _of_layers(plan), plan.splits)
+            (facts,) = ranks.run_on([0], profile_job, job, rows, memory, _of_layers(plan), split)
             meter.update()
         if facts.split_sensitive:
             names = ", ".join(facts.split_sensitive)
@@ -222,23 +230,27 @@ def train(
         block = steps if served or plan.asynchronous else plan.block(steps, every)
         planned = as_emulated(facts.profile, ranks.emulates)
         compiled = partial(plan.compile, facts.shape, costs=planned, costs_of=costs_of)
-        program, rest = compiled(steps=block), compiled(steps=steps % block) if steps % block else None
+        if program is None:
+            made, rest = compiled(steps=block), compiled(steps=steps % block) if steps % block else None
+        else:
+            made, rest = own_program.check(program, plan, facts.shape, steps), None
+            block = made.steps
         predicted = predict(
-            program, facts.profile, job.batch, cores, facts.data_bytes, calibration, ranks.emulates, facts.copies
+            made, facts.profile, job.batch, cores, facts.data_bytes, calibration, ranks.emulates, facts.copies
         )
         if served:
-            return _train_served(plan, program, job, ranks, predicted, reference, check, bar, watch)
+            return _train_served(plan, made, job, ranks, predicted, reference, check, bar, watch)
         if facts.tapes is not None:
-            predicted = with_memory(predicted, facts.tapes, ProfiledCosts(program, facts.profile, job.batch))
+            predicted = with_memory(predicted, facts.tapes, ProfiledCosts(made, facts.profile, job.batch))
 
         def measure(rows: tuple[int, ...]) -> Measured:
-            (known,) = ranks.run_on([0], profile_job, job, rows, True, None, plan.splits)
+            (known,) = ranks.run_on([0], profile_job, job, rows, True, None, split)
             assert known.tapes is not None
             return known.shape, known.profile, known.tapes, known.data_bytes
 
-        with bar(total=steps, desc=str(plan)) as meter, advising(plan, job.batch, measure, bool(program.edges)):
+        with bar(total=steps, desc=str(plan)) as meter, advising(plan, job.batch, measure, bool(made.edges)):
             done = execute(
-                program,
+                made,
                 job,
                 cluster=ranks,
                 passes=steps // block,
