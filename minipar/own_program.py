@@ -49,14 +49,16 @@ def check(program: Program | Callable[[Shape], Program], plan: Plan, shape: Shap
     if not isinstance(made, Program):
         raise PlanError(f"program: the function gave {made!r}; it must make a Program, such as plan.compile(shape)")
     if plan.sync == "ps" or made.serving is not None:
-        raise PlanError("program: not together with sync=ps, whose servers decide as they run; possible is a plan alone")
+        raise PlanError(
+            "program: not together with sync=ps, whose servers decide as they run; possible is a plan alone"
+        )
     if (made.layers, made.groups, made.edges) != (shape.layers, shape.groups, shape.edges):
         raise PlanError(
             f"program {made.name!r}: was made for another model of {several(made.layers, 'layer')}, with other "
             f"parameters than this one of {several(shape.layers, 'layer')}; possible is a function of the model's "
             "shape, such as program=lambda shape: mine(plan.compile(shape))"
         )
-    kind = (Staleness if plan.asynchronous else Local if plan.local_steps else None)
+    kind = Staleness if plan.asynchronous else Local if plan.local_steps else None
     found = {
         "ranks": (len(made.ranks), plan.ranks),
         "dp": (made.replicas, plan.dp),
@@ -77,6 +79,8 @@ def check(program: Program | Callable[[Shape], Program], plan: Plan, shape: Shap
             )
     if steps % made.steps or (plan.asynchronous and steps != made.steps):
         possible = f"steps={made.steps}" if plan.asynchronous else f"multiples of {made.steps}"
-        raise PlanError(f"steps={steps}: program {made.name!r} has {several(made.steps, 'step')}; possible are {possible}")
+        raise PlanError(
+            f"steps={steps}: program {made.name!r} has {several(made.steps, 'step')}; possible are {possible}"
+        )
     verify(made)
     return made
