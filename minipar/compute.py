@@ -198,7 +198,9 @@ class Compute:
         """
         size = self.rows(ins)
         handed_on = output(piece[-1], ins.microbatch, ins.step) in ins.writes
-        unread = None if final or handed_on or self.overwriting else piece[-1]  # its output's numbers go nowhere
+        # Of the last layer of a recomputation whose output is not handed on, nobody reads the output's numbers.
+        ends_here = ins.op is Op.RECOMPUTE and piece[-1] == ins.layers[-1] and torch.is_grad_enabled()
+        unread = piece[-1] if ends_here and not (final or handed_on or self.overwriting) else None
         value = map_tensors(given, torch.clone) if piece[0] in self.overwriting else given
         ends: list[Tensor] = []
         kind = piece, size, torch.is_grad_enabled()

@@ -9,6 +9,11 @@ block of a transformer this last product is a third of the forward. The graph of
 Which operations these are is found the first time, by what is still there when the output is gone: saved by autograd,
 or kept by a nested checkpoint, say. Later runs follow that list, operation by operation; a layer that then does
 something else runs again as a whole, and is never shortened from then on.
+
+Why that is right: a number that is missing is the result of an operation in the list. It could be read by the caller,
+who promises not to; by an operation, and then this one is missing as well, or it is not the one in the list; or past
+all operations, as `numpy()` and kernels of extensions do. The last is not seen, so only layers are shortened whose code
+is known to do none of it: modules of torch.nn and minipar.models, without hooks. All others run whole.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 # Watching costs about 5 us an operation: so many floating-point operations take about as long.
-_WORTH = {"cpu": 5e5, "cuda": 5e8}
+WORTH = {"cpu": 5e5, "cuda": 5e8}
 _UNKNOWABLE = (torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -47,6 +52,20 @@ class _Tail(NamedTuple):
     needed: int  # the last operation that must run
 
 
+# Packages whose modules compute by torch's operations alone.
+_KNOWN = ("torch.nn.", "minipar.models.", "minipar.randomness", "minipar.recomputed")
+
+
+def is_known(layer: nn.Module) -> bool:
+    """Whether a layer's code is known to read numbers by torch's operations only: all its modules', without hooks."""
+    return not torch.nn.modules.module._has_any_global_hook() and all(
+        f"{type(module).__module__}.".startswith(_KNOWN)
+        and "forward" not in module.__dict__
+        and not (module._forward_hooks or module._forward_pre_hooks)
+        for module in layer.modules()
+    )
+
+
 class Tails:
     """What is known of some layers' ends: by layer and form of its input."""
 
@@ -55,11 +74,13 @@ class Tails:
         self._watching: tuple[tuple[Any, ...], _Watch] | None = None
 
     def run(self, layer: int, module: nn.Module, given: Any) -> Any:
-        """The module's output, as the root of its graph; its numbers may be missing.
+        """The module's output, as the root of its graph; its numbers may be missing, and nobody may read them.
 
         Once the caller has dropped the output, but not its graph, and before the next run, it calls `settle`.
         """
         key = layer, *_form(tree_leaves(given))
+        if key not in self._known and not is_known(module):
+            self._known[key] = None
         if key not in self._known:
             watch = _Watch()
             with watch:
@@ -124,7 +145,7 @@ class _Watch(TorchDispatchMode):
                 self.needed = index
         left_out = sum(self.flops[self.needed + 1 :])
         devices = {step.made.device.type for step in self.steps[self.needed + 1 :] if step.made}
-        worth = max((_WORTH.get(device, float("inf")) for device in devices), default=float("inf"))
+        worth = max((WORTH.get(device, float("inf")) for device in devices), default=float("inf"))
         return _Tail(tuple(self.steps), self.needed) if left_out > worth * len(self.steps) else None
 
 

@@ -24,7 +24,8 @@ WIDTH = 8
 
 @pytest.fixture(autouse=True)
 def every_tail_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module_under_test, "_WORTH", {"cpu": -1.0})
+    monkeypatch.setattr(module_under_test, "WORTH", {"cpu": -1.0})
+    monkeypatch.setattr(module_under_test, "is_known", lambda layer: True)  # (`Of` below uses torch's operations only)
 
 
 def gradients(module: nn.Module, x: Tensor, run: Callable[[Any], Any], settle: Callable[[], None]) -> list[Tensor]:
@@ -163,6 +164,30 @@ def test_a_layer_with_other_numbers_in_its_calls_runs_whole() -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+class WithNumpy(torch.autograd.Function):
+    """Computes with numpy, past torch's operations."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.factor = torch.from_numpy(2 * x.detach().numpy())
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, received: Tensor) -> Tensor:  # type: ignore[override]
+        return received * ctx.factor
+
+
+def test_a_layer_of_unknown_code_runs_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(module_under_test, "WORTH", {"cpu": -1.0})
+    assert not check(Of(lambda m, x: WithNumpy.apply(m.down(m.up(x)))))
+    linear = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    assert check(linear)
+    seen: list[Any] = []
+    linear[0].register_forward_hook(lambda module, given, output: seen.append(output.detach().numpy().copy()))
+    assert not check(linear)
+
+
 def test_another_form_of_input_is_another_run() -> None:
     layer, tails = Of(lambda m, x: m.down(m.up(x).tanh())), Tails()
     assert check(layer, torch.randn(4, WIDTH), tails=tails)
@@ -215,7 +240,7 @@ def cluster() -> Any:
 
 @pytest.mark.parametrize("plan", ["pp=2 microbatches=4 checkpoint=1", "dp=2 checkpoint=2", "dp=2 zero=3 checkpoint=1"])
 def test_a_run_gives_plain_torchs_gradients_on_layers_large_enough(cluster: Cluster, plan: str) -> None:
-    """Large enough to be shortened in the ranks, which know nothing of this file's threshold."""
+    """Large enough to be shortened in the ranks, which know nothing of this file's threshold; the layers are known."""
 
     def build() -> nn.Sequential:
         model = models.build("gpt-tiny", layers=4, width=128, context=64, vocab=64).double()

@@ -222,16 +222,18 @@ def child_environment(keep_freed_memory: bool = True) -> dict[str, str]:
     return found
 
 
-# Keyed by the pid: a process that the driver forked must neither use nor close the driver's helpers.
-_zygotes: dict[tuple[int, bool], Zygote] = {}
+# Keyed by the pid: a process that the driver forked must neither use nor close the driver's helpers. And by glibc's
+# settings, which are read as a process starts.
+_zygotes: dict[tuple[int, str], Zygote] = {}
 _folders: dict[int, str] = {}
 _lock = threading.Lock()
 
 
 def zygote(keep_freed_memory: bool = True) -> Zygote:
     """This process's zygote; started at the first call (seconds, while it imports torch), then kept. Ranks that keep
-    freed memory and ranks that do not have one each: glibc is told as it starts."""
-    key = os.getpid(), keep_freed_memory
+    freed memory and ranks that do not have one each, and so has each GLIBC_TUNABLES of the user's: glibc is told as it
+    starts."""
+    key = os.getpid(), child_environment(keep_freed_memory).get("GLIBC_TUNABLES", "")
     with _lock:
         found = _zygotes.get(key)
         if found is not None and not found.alive:
@@ -252,10 +254,8 @@ def scratch_folder() -> str:
 
 @atexit.register
 def _close_all() -> None:
-    for keep in (True, False):
-        found = _zygotes.pop((os.getpid(), keep), None)
-        if found is not None:
-            found.close()
+    for key in [key for key in _zygotes if key[0] == os.getpid()]:
+        _zygotes.pop(key).close()
     folder = _folders.pop(os.getpid(), None)
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
