@@ -14,6 +14,7 @@ import copy
 import shutil
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +34,7 @@ from minipar.costs.profiled import split_rows
 from minipar.costs.profiler import parameters_of
 from minipar.elementwise import check_elementwise
 from minipar.emulation import Clock, Delays
-from minipar.errors import RankError, ServerClosed
+from minipar.errors import RankDied, RankError, ServerClosed
 from minipar.execution import Execution, Job
 from minipar.following import Paced, Watch
 from minipar.losses import counted
@@ -50,6 +51,7 @@ from minipar.tensors import layers_of, take_rows
 from minipar.trace import Trace
 
 _REVIVALS = 100  # deaths of ranks in one run that are no reason to give up
+_TRIES = 3  # deaths of one rank, without a step in between, after which starting it again is of no use
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,10 @@ def execute_served(
     on_death         "abort": the death of a rank is raised; "continue": it starts again and goes on
     slow             delays of emulated devices, one for each worker
     snapshot_every   updates between two snapshots of the servers; default with on_death="continue": 10
-    patience         seconds after which a worker that says nothing is waited for no longer
+    patience         seconds after which a worker that is gone or was stopped is waited for no longer; one that
+                     computes is waited for, however long it takes
+
+    Raises RankDied where a rank dies again and again without doing a step in between.
     """
     assert program.serving is not None
     servers, workers = program.serving.servers, program.workers
@@ -107,13 +112,22 @@ def execute_served(
     folder = tempfile.mkdtemp(prefix="servers-", dir=launch.scratch_folder())
     steps: dict[tuple[int, int], Step] = {}
     deaths: list[str] = []
+    tries: Counter[int] = Counter()  # deaths of each rank since something was done
     at_work, tell = AtWork(program), Paced(watch, program.steps)
 
     def hear(rank: int, fact: Any) -> None:
         if isinstance(fact, Revived):
             deaths.append(fact.line)
             at_work.gone(rank)
+            tries[rank] += 1
+            if tries[rank] >= _TRIES:
+                what = "a step" if rank < workers else "a new step of any worker"
+                times = f"{_TRIES} times without {what} in between"
+                raise RankDied(f"{fact.line}. It died {times}: to start it again does not help")
         elif isinstance(fact, Step):
+            new = (fact.worker, fact.step) not in steps
+            for one in [one for one in tries if one == rank or (new and one >= workers)]:
+                del tries[one]
             steps[fact.worker, fact.step] = fact
             report(len(steps))
             if watch is not None:
@@ -321,12 +335,12 @@ def _work(
     blocks: dict[int, list[tuple[int, Instruction]]] = {}
     for index, ins in enumerate(program.ranks[rank]):
         blocks.setdefault(ins.step, []).append((index, ins))
+    ps = pushing.connect(folder, rank)  # (first of all: the servers see who is at work)
     spare = copy.deepcopy(model)  # first calls take longer: not the first step's fault
     _run(_computing(program, rank, layers_of(spare), job), parameters_of(layers_of(spare)), blocks[0], None, None)
     del spare
     compute = _computing(program, rank, layers, job)
     device = Clock(delays) if delays is not None else None
-    ps = pushing.connect(folder, rank)
     begin = time.perf_counter()
     while (step := ps.next_step()) is not None:
         found: dict[str, Tensor] = {}

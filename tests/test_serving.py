@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -13,10 +14,12 @@ import torch
 from minipar import DeviceSpec, Plan, train, verify
 from minipar.cli import main
 from minipar.cluster import worker
+from minipar.costs.profiler import shape_of
 from minipar.errors import PlanError, RankDied
 from minipar.execution import Job
 from minipar.recomputed import Recomputed
 from minipar.replaying import replay
+from minipar.serving import execute_served
 from tests.toys import rows, toy
 
 MODEL = partial(toy, ("linear", "tuples", "dropout", "in-place", "unused"), tied=True, frozen=(1,))
@@ -185,3 +188,38 @@ def test_a_model_without_a_core_is_refused(clusters):
     with pytest.raises(PlanError, match="checkpoint=selective: no layer of this model has a part"):
         train(partial(toy, ("linear",)), rows(8), "dp=2 sync=ps checkpoint=selective", cluster=clusters(3), loss=mse,
               progress=False)  # fmt: skip
+
+
+class Slow(torch.nn.Linear):
+    """Takes long, and lets no other thread of its process run meanwhile."""
+
+    def forward(self, input):
+        ctypes.PyDLL(None).usleep(800_000)
+        return super().forward(input)
+
+
+@pytest.mark.parametrize("on_death", ["abort", "continue"])
+def test_a_forward_that_takes_longer_than_the_patience(clusters, on_death):
+    """Also the first one, before the first step."""
+    layers = [Slow(6, 6), torch.nn.Linear(6, 6)]
+    program = Plan.parse("dp=2 sync=ps").compile(shape_of(layers), steps=1)
+    job = Job(lambda: torch.nn.Sequential(*layers), rows(8), 8, mse, partial(torch.optim.SGD, lr=0.1), 0, torch.float64)
+    done, service = execute_served(program, job, clusters(3), on_death=on_death, patience=0.3)
+    assert len(done.losses) == 1
+    assert service.silent == service.deaths == []
+
+
+class KillsAlways(KillsOnce):
+    """Rows that end the rank which asks for those of step 2, every time."""
+
+    def batch(self, step, size):
+        if step == 2 and worker.in_rank() and worker.context().rank == self.victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().batch(step, size)
+
+
+def test_to_start_a_worker_again_that_always_dies_ends_with_an_error(clusters):
+    with pytest.raises(RankDied, match=r"rank 1 .*It died 3 times without a step in between: .* does not help"):
+        train(partial(toy, ("linear",)), KillsAlways("", 1), "dp=2 sync=ps on_death=continue", cluster=clusters(3),
+              steps=4, batch=9, loss=mse, progress=False)  # fmt: skip
+    assert clusters(3).run(lambda: 7) == [7, 7, 7]

@@ -230,11 +230,14 @@ class Members:
         within so many seconds. What they were doing is noted before."""
         heard.callback = None
         heard.called_back = True
+        gone = {rank for rank in heard.waiting if not self.ranks[rank].alive}  # (such as one that was to start again)
+        heard.lost |= gone
+        heard.waiting -= gone
+        self.stop(gone)
         heard.doing = self.look(heard.waiting)
         for rank in heard.waiting:
-            if self.ranks[rank].alive:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(self.ranks[rank].process.pid, signal.SIGINT)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self.ranks[rank].process.pid, signal.SIGINT)
         with self.button:
             self.collect(heard, seconds=seconds)
         heard.lost |= heard.waiting

@@ -24,6 +24,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 HEADER = struct.Struct("<iiiqqqq")
+_CREDENTIALS = struct.Struct("3i")  # of the process at the other end of a Unix socket: process, user, group
 NONCE = PROOF = 32
 _BUFFER = 4 << 20  # asked for; the kernel gives what its limits allow
 _STAGE = 1 << 14  # bytes that are taken in before it is known where they belong
@@ -133,6 +134,26 @@ def prepare(connection: socket.socket) -> None:
     if connection.family == socket.AF_INET:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+def process_behind(connection: socket.socket) -> int:
+    """The process at the other end of a Unix socket; 0 where it cannot be known, as over TCP."""
+    if connection.family != socket.AF_UNIX:
+        return 0
+    found: tuple[int, int, int] = _CREDENTIALS.unpack(
+        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
+    return found[0]
+
+
+def at_work(process: int) -> bool:
+    """Whether a process of this machine is there and was not stopped: then it goes on, however long it computes."""
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            state = file.read().rpartition(")")[2].split()[0]  # (its name, in brackets, may hold anything)
+    except OSError:
+        return False
+    return state not in ("T", "t", "Z", "X", "x")
 
 
 def proof(token: bytes, side: bytes, first: bytes, second: bytes) -> bytes:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from minipar.comm import snapshot
-from minipar.comm.framing import BETWEEN_SERVERS, FROM_WORKERS, MOST_TEXT, PUSH, Message, What, listen
+from minipar.comm.framing import BETWEEN_SERVERS, FROM_WORKERS, MOST_TEXT, PUSH, Message, What, at_work, listen
 from minipar.comm.meeting import Handle, Introduction, present, read_handle
 from minipar.comm.peer import Peer, Refused
 from minipar.comm.served import Arrivals, Event, Served, Settings, rows_of
@@ -368,20 +368,24 @@ class Server:
         self.board.tell(peer, Message(What.ANSWER, self.settings.steps, worker, step, version, number), data, written)
 
     def _look_for_silent(self) -> None:
+        """Workers that are gone or hang are waited for no longer. One that only computes for long does not hang."""
         patience = float("inf") if self.settings.patience is None else self.settings.patience
         for worker in list(self.rule.members):
             seconds = time.monotonic() - self.heard.setdefault(worker, time.monotonic())
             if seconds < patience or worker in {*self.rule.asking, *self.rule.pushed, *self.arrivals.early}:
                 continue
+            peer = self.workers.get(worker)
+            if worker in self.rule.absent if peer is None else peer.process and at_work(peer.process):
+                continue  # (who is to begin with the others, and is not here yet, is watched by who started it)
             step = self.rule.clocks[worker] if self.rule.mode.each else self.rule.version
             if self.settings.on_death == "abort":
                 raise RankError(f"worker {worker} has said nothing for {seconds:.1f} s, in step {step}")
             self.served.silent.append((worker, step, seconds))
             self._tell_row(self.rule.leave(worker, removed=True))
             self.lives.pop(worker, None)
-            if worker in self.workers:
+            if peer is not None:
                 self.board.drop(self.workers.pop(worker))
-            self.report(("silent", worker))
+                self.report(("silent", worker))  # (one without a connection has ended, or is just starting again)
 
     def _end(self) -> None:
         """Server 0: all workers are done. The last state goes to the disk, and then everybody may go."""

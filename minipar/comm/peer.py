@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from itertools import islice
 
-from minipar.comm.framing import HEADER, NONCE, PROOF, Message, Stage, prepare, proof
+from minipar.comm.framing import HEADER, NONCE, PROOF, Message, Stage, prepare, process_behind, proof
 
 _PIECES = 16  # of what waits to be written, in one call
 _AT_ONCE = 64  # messages read from one connection before the others have their turn
@@ -46,6 +46,7 @@ class Peer:
         self.proved = not token  # no token: this end has proved itself already, as a client
         self.worker = self.server = -1  # who it is, once it has said so
         self.life = 0
+        self.process = process_behind(connection)  # 0: unknown
         self.text = memoryview(b"")  # with which it introduced itself
         self.since = 0.0  # when the message that comes began to come
         self.ended = False

@@ -19,7 +19,9 @@ class Settings:
     steps           of a worker (async, ssp), or updates (sync, k-of-n), after which everything ends
     optimizer       makes the optimizer of each server's part; it must work element by element
     snapshot_every  updates between two snapshots; None: no snapshots, and a server's death is the end
-    patience        seconds after which a silent worker is no longer waited for; None: never
+    patience        seconds after which a worker that is gone or hangs is no longer waited for; None: never. Over a
+                    Unix socket a worker hangs when its process was stopped, and not while that computes; over TCP,
+                    where the server cannot see the process, when it says nothing for so long
     on_death        "continue" without it, or "abort"
     together        nobody begins before all that are expected have come
     """

@@ -106,7 +106,9 @@ class Consistency:
     members: set[int] = field(default_factory=set)
     clocks: dict[int, int] = field(default_factory=dict)  # of all who were ever members
     pushed: dict[int, int] = field(default_factory=dict)  # worker -> step of a gradient that waits, in order of arrival
-    absent: set[int] = field(default_factory=set)  # for whom all others wait before they begin
+    absent: set[int] = field(
+        default_factory=set
+    )  # who have asked for nothing yet; the others wait for them before they begin
     asking: dict[int, None] = field(default_factory=dict)  # workers that wait for parameters, in order of asking
 
     def __post_init__(self) -> None:
@@ -124,7 +126,6 @@ class Consistency:
         self.clocks[worker] = clock
         self.members.add(worker)
         self.asking.pop(worker, None)
-        self.absent.discard(worker)
         return Row(JOIN, worker, self._step(worker), self.version)
 
     def push(self, worker: int, step: int) -> None:
@@ -138,6 +139,7 @@ class Consistency:
 
     def ask(self, worker: int) -> None:
         """A worker wants the parameters of its next step."""
+        self.absent.discard(worker)
         self.asking[worker] = None
 
     def leave(self, worker: int, removed: bool = False) -> Row:

@@ -149,13 +149,15 @@ def test_nobody_goes_on_before_those_who_were_expected():
     assert rule.decide() == [Row(Kind.ANSWER, 0, 1, 1)]
 
 
-def test_where_all_begin_together_nobody_is_answered_before_the_last_has_come():
+def test_where_all_begin_together_nobody_is_answered_before_the_last_has_asked():
     rule = Consistency(Mode.parse("async", 2), 2, 5)
     rule.absent = {0, 1}
     rule.join(0)
     rule.ask(0)
     assert rule.decide() == []
     rule.join(1)
+    assert rule.decide() == [], "it is there, and not ready"
+    rule.ask(1)
     assert rule.decide() == [Row(Kind.ANSWER, 0, 0, 0)]
 
 
