@@ -43,6 +43,7 @@ OTHER: dict[str, tuple[str, ...]] = {
     "mode": ("async", "ssp:1", "k-of-n:1/2"),
     "servers": ("2",),
     "on_death": ("continue",),
+    "algorithm": ("ring",),
     "extra_passes": ("of-nobody",),
 }
 WORDS = [
