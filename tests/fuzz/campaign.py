@@ -1,0 +1,505 @@
+"""Random models under random plans: `python -m tests.fuzz.campaign [--count N] [--seed S] [--seconds T] [--only SEED]`.
+
+Each pair is a function of one number. It is trained by the engine and by the plain torch of `oracle.py`, and ends as
+
+    equal     losses, gradients of every step, and parameters and buffers after the last one, within 1e-12
+    ran       it cannot be equal (compressed gradients, bfloat16), and gave finite numbers
+    refused   PlanError: what was said is counted, so that unjust refusals are seen
+    invalid   plain torch cannot train the model either (an in-place operation on what autograd keeps): no pair
+    rounding  it differs by what plain torch differs by when its parameters are changed in their last bit
+    WRONG     a number differs
+    CRASH     anything else: another error, a rank that died, no end within `LIMIT` seconds
+
+The last two are failures, and are printed with seed, plan and model; a smaller pair that fails the same way is looked
+for with --shrink. Most pairs are compiled and executed directly; some go through `train`, which also profiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minipar import Plan
+from minipar.cluster import Cluster
+from minipar.costs.calibration import calibrate
+from minipar.costs.profiler import shape_of
+from minipar.costs.rates import Calibration
+from minipar.costs.recomputation import LayerCosts
+from minipar.errors import PlanError
+from minipar.execution import Job, execute
+from minipar.network import edges_of
+from minipar.saving import keeping
+from minipar.serving import execute_served
+from minipar.tensors import layers_of
+from minipar.training import train
+from tests.fuzz import models, oracle, plans
+
+BOUND = 1e-12
+LIMIT = 60  # seconds for a pair
+LOSSY = ("compress", "precision")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A model, a plan, and how long it is trained; `later`: another plan that goes on after `cut` steps."""
+
+    seed: int
+    spec: models.Spec
+    words: tuple[tuple[str, str], ...]
+    steps: int
+    lr: float
+    momentum: float
+    cut: int = 0
+    later: tuple[tuple[str, str], ...] = ()
+    through_train: bool = False
+
+    @property
+    def plan(self) -> dict[str, str]:
+        return dict(self.words)
+
+    def __str__(self) -> str:
+        more = f", after {self.cut} of them: {plans.text(dict(self.later))}" if self.cut else ""
+        how = " through train" if self.through_train else ""
+        steps = f"{self.steps} steps of SGD(lr={self.lr}, momentum={self.momentum}){how}{more}"
+        return f"{plans.text(self.plan)}\n{steps}\n{self.spec}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    kind: str
+    text: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return self.kind in ("WRONG", "CRASH")
+
+
+class TookTooLong(BaseException):
+    """A pair did not end."""
+
+
+def draw(seed: int) -> Pair:
+    """The pair of a seed."""
+    dice = random.Random(seed)
+    sliced = dice.random() < 0.06
+    unsplit = not sliced and dice.random() < 0.2
+    spec = models.draw(dice, unsplit, sliced)
+    tokens = spec.entries[0].shape[0] if sliced else 0
+    core = any(e.kind == "core" for e in spec.entries)
+    branches = any(e.sources for e in spec.entries)
+    facts = plans.Facts(len(spec.entries), branches, tokens if tokens > 1 else 0, unsplit, core)
+    words = plans.draw(dice, facts)
+    steps, cut, later = dice.randint(1, 4), 0, {}
+    if dice.random() < 0.08 and words.get("sync") != "ps" and not {"inference", *LOSSY} & words.keys():
+        later = plans.draw(dice, facts)
+        exact = (
+            later.get("sync") != "ps"
+            and later.get("schedule") not in plans.STALE
+            and words.get("schedule") not in plans.STALE
+        )
+        if exact and not {"inference", "local_steps", "clip", *LOSSY} & {*later, *words} - (
+            words.keys() & later.keys() & set()
+        ):
+            steps = max(2, steps)
+            cut = dice.randint(1, steps - 1)
+    momentum = 0.9 if "local_steps" not in words and dice.random() < 0.15 else 0.0
+    through = dice.random() < 0.08
+    return Pair(seed, spec, tuple(words.items()), steps, dice.choice([0.1, 0.1, 0.5]), momentum, cut,
+                tuple(later.items()) if cut else (), through)  # fmt: skip
+
+
+class Found:
+    """What the engine gave."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.gradients: list[dict[str, Tensor]] = []
+        self.parameters: dict[str, Tensor] | None = None
+        self.buffers: dict[str, Tensor] | None = None
+        self.order: Any = None
+        self.program: Any = None
+
+
+class Ranks:
+    """Clusters by size, kept from pair to pair."""
+
+    def __init__(self) -> None:
+        self.made: dict[int, Cluster] = {}
+        self.measured: dict[int, Calibration] = {}
+
+    def __call__(self, ranks: int) -> Cluster:
+        if ranks not in self.made:
+            self.made[ranks] = Cluster(ranks, device="cpu")
+        return self.made[ranks]
+
+    def calibration(self, ranks: int) -> Calibration:
+        """What messages cost, measured once for each size."""
+        if ranks not in self.measured:
+            self.measured[ranks] = calibrate(self(ranks), seconds=0.1, progress=False, algorithms=False)
+        return self.measured[ranks]
+
+    def renew(self) -> None:
+        """End all of them, after a pair that did not end or that killed a rank."""
+        for cluster in self.made.values():
+            cluster.close()
+        self.made = {}
+
+    close = renew
+
+
+def job_of(pair: Pair) -> Job:
+    optimizer = partial(torch.optim.SGD, lr=pair.lr, momentum=pair.momentum)
+    loss = models.loss_of(pair.spec.loss)
+    return Job(
+        partial(models.build, pair.spec), models.data_of(pair.spec), pair.spec.rows, loss, optimizer, 5, torch.float64
+    )
+
+
+def run(pair: Pair, ranks: Any) -> Found:
+    """What the engine makes of a pair."""
+    found = Found()
+    if not pair.cut:
+        _run(pair, pair.plan, pair.steps, ranks, None, None, found)
+        return found
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
+        _run(pair, pair.plan, pair.cut, ranks, None, folder, found)
+        _run(pair, dict(pair.later), pair.steps - pair.cut, ranks, folder, None, found)
+    return found
+
+
+def _run(
+    pair: Pair, words: dict[str, str], steps: int, ranks: Any, resume: str | None, save: str | None, found: Found
+) -> None:
+    plan, job = Plan.parse(plans.text(words)), job_of(pair)
+    found.parameters = found.buffers = None
+    if pair.through_train:
+        done = train(
+            job.model, job.data, plan, cluster=ranks(plan.ranks), steps=steps, batch=job.batch, loss=job.loss,
+            optimizer=job.optimizer, seed=job.seed, dtype=job.dtype, check=not resume, progress=False,
+            calibration=ranks.calibration(plan.ranks), resume=resume, save=save,
+        )  # fmt: skip
+        found.losses += done.losses
+        found.gradients += done.gradients
+        found.program = done.program
+        if done.service is not None:
+            found.order, found.parameters = done.service.order, done.service.parameters
+        else:
+            _keep(done.shares, found)
+        return
+    model = job.build()
+    layers = layers_of(model)
+    shape = replace(shape_of(layers), names=tuple(model._modules), edges=edges_of(model))
+    unit = (1.0,) * len(layers)
+    costs = LayerCosts(unit, unit, (1000,) * len(layers), (2000,) * len(layers), (1000,) * len(layers))
+    compiled = partial(plan.compile, shape, costs=costs)
+    if plan.sync == "ps":
+        execution, service = execute_served(
+            compiled(steps=steps), job, ranks(plan.ranks), on_death=plan.on_death, keep_gradients=True
+        )
+        found.losses, found.gradients = execution.losses, execution.gradients
+        found.order, found.parameters = service.order, service.parameters
+        return
+    block = steps if plan.asynchronous else plan.block(steps)
+    program, rest = compiled(steps=block), compiled(steps=steps % block) if steps % block else None
+    storing = keeping.storing(resume, save, 0, True)
+    execution = execute(
+        program, job, cluster=ranks(plan.ranks), passes=steps // block, rest=rest, check=False, storing=storing
+    )
+    found.losses += execution.losses
+    found.gradients += execution.gradients
+    found.program = execution.program
+    _keep(execution.shares, found)
+
+
+def _keep(shares: list[keeping.Share], found: Found) -> None:
+    """Parameters and buffers by name, if the ranks brought them back."""
+    if not shares or any(share.reason for share in shares):
+        return
+    held: dict[str, Tensor] = {}
+    for share in shares:
+        for piece in share.pieces:
+            whole = held.setdefault(piece.key, torch.empty(piece.shape, dtype=piece.values.dtype))
+            whole.view(-1)[piece.start : piece.start + piece.values.numel()] = piece.values
+    found.parameters = {key.partition("/")[2]: t for key, t in held.items() if key.startswith("parameters/")}
+    found.buffers = {key.partition("/")[2]: t for key, t in held.items() if key.startswith("buffers/")}
+
+
+def expect(pair: Pair, nudge: float = 0.0) -> oracle.Result:
+    """What plain torch makes of it."""
+    rows, plan = models.Rows(pair.spec), pair.plan
+    batches = rows.whole
+    if "local_steps" in plan:
+        m = int(plan.get("microbatches", 1)) * int(plan.get("accumulate", 1))
+        return oracle.locally(
+            pair.spec, batches, pair.steps, 5, pair.lr, int(plan["dp"]), m, int(plan["local_steps"]), nudge
+        )
+    clip = None if plan.get("clip", "none") == "none" else float(plan["clip"])
+    inference = plan.get("inference") == "true"
+    return oracle.whole(pair.spec, batches, pair.steps, 5, pair.lr, pair.momentum, clip, inference, nudge)
+
+
+def far(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
+    """The largest difference, relative to the largest number of all; and whose it is."""
+    if found.keys() != expected.keys():
+        return math.inf, f"has {sorted(found.keys() - expected.keys())}, lacks {sorted(expected.keys() - found.keys())}"
+    largest = max((t.abs().max().item() for t in expected.values() if t.numel()), default=0.0) or 1.0
+    worst, name = 0.0, ""
+    for key, t in expected.items():
+        if found[key].shape != t.shape:
+            return math.inf, f"{key} of shape {tuple(found[key].shape)}, not {tuple(t.shape)}"
+        if t.numel():
+            error = (found[key].to(t.dtype) - t).abs().max().item() / largest
+            if not error <= worst:
+                worst, name = error, key
+    return worst, name
+
+
+def compare(pair: Pair, found: Found, expected: oracle.Result) -> list[tuple[float, str]]:
+    """What differs, and by how much."""
+    told = []
+    if len(found.losses) != len(expected.losses):
+        return [(math.inf, f"{len(found.losses)} losses, not {len(expected.losses)}")]
+    for s, (a, b) in enumerate(zip(found.losses, expected.losses, strict=True)):
+        told.append((abs(a - b) / max(1.0, abs(b)), f"loss of step {s}: {a}, not {b}"))
+    inference = pair.plan.get("inference") == "true"
+    if not inference and not (pair.through_train and pair.cut):
+        if len(found.gradients) != len(expected.gradients):
+            return [*told, (math.inf, f"gradients of {len(found.gradients)} steps, not {len(expected.gradients)}")]
+        for s, (mine, plain) in enumerate(zip(found.gradients, expected.gradients, strict=True)):
+            error, name = far(mine, plain)
+            told.append((error, f"gradient of step {s}: {name}"))
+    if found.parameters is not None:
+        wanted = {
+            k: v for k, v in expected.parameters.items() if k in found.parameters or pair.plan.get("sync") != "ps"
+        }
+        error, name = far(found.parameters, wanted)
+        told.append((error, f"parameters at the end: {name}"))
+    if found.buffers is not None and not inference:
+        error, name = far(
+            {k: v.double() if not v.is_complex() else v for k, v in found.buffers.items()},
+            {k: v.double() if not v.is_complex() else v for k, v in expected.buffers.items()},
+        )
+        told.append((error, f"buffers at the end: {name}"))
+    return told
+
+
+def judge(pair: Pair, ranks: Any) -> Outcome:
+    """Run a pair both ways."""
+    plan = pair.plan
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            expected = expect(pair)
+    except Exception as error:
+        return Outcome("invalid", str(error).split("\n")[0])
+    if not all(map(math.isfinite, expected.losses)):
+        return Outcome("invalid", "not finite")
+
+    def late(*_: object) -> None:
+        raise TookTooLong(f"no end within {LIMIT} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(LIMIT)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = run(pair, ranks)
+    except PlanError as error:
+        return Outcome("refused", str(error).split("\n")[0])
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        signal.alarm(0)
+        kind = type(error).__name__
+        if kind == "StoreError" and "offload_limit" in {**plan, **dict(pair.later)}:  # (no room, as was asked for)
+            return Outcome("refused", str(error).split("\n")[0])
+        if not isinstance(error, Exception) or kind in ("RankDied", "Deadlock"):
+            ranks.renew()
+        if hasattr(error, "__notes__"):
+            print(*error.__notes__, sep="\n", file=sys.stderr)
+        return Outcome("CRASH", f"{kind}: " + str(error).split("\n")[0])
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    finite = all(map(math.isfinite, found.losses))
+    if any(key in plan for key in LOSSY):
+        far_off = plan.get("precision") == "bf16" and not _near(found.losses[0], expected.losses[0])
+        return Outcome("WRONG", f"losses {found.losses}, in float64 {expected.losses}") if far_off else Outcome("ran")
+    if plan.get("schedule") in plans.STALE:
+        return _stale(pair, found) if finite else Outcome("WRONG", f"losses {found.losses}")
+    if plan.get("mode", "sync") != "sync":
+        return _served(pair, found)
+    told = compare(pair, found, expected)
+    worst, text = max(told, key=lambda one: (math.isnan(one[0]), one[0]))
+    if worst <= BOUND:
+        return Outcome("equal")
+    first = next(told_ for told_ in told if not told_[0] <= BOUND)
+    noise = max(_differences(pair, expected))
+    if worst <= 1000 * noise:
+        return Outcome("rounding", f"{worst:.1e}, noise {noise:.1e}")
+    return Outcome("WRONG", f"first {first[0]:.1e} ({first[1]}), worst {worst:.1e} ({text})")
+
+
+def _near(a: float, b: float) -> bool:
+    return abs(a - b) <= 0.25 * abs(b) + 0.1
+
+
+def _differences(pair: Pair, expected: oracle.Result) -> list[float]:
+    """By how much plain torch itself differs if its parameters are changed in their last bit."""
+    other = Found()
+    found = expect(pair, nudge=2.0**-50)
+    other.losses, other.gradients, other.parameters = found.losses, found.gradients, found.parameters
+    return [error for error, _ in compare(pair, other, expected)]
+
+
+def _served(pair: Pair, found: Found) -> Outcome:
+    plan = pair.plan
+    batches = models.Rows(pair.spec).whole
+    m = int(plan.get("microbatches", 1)) * int(plan.get("accumulate", 1))
+    values = oracle.served(pair.spec, batches, found.order, 5, pair.lr, pair.momentum, int(plan["dp"]), m)
+    mine = {k: v for k, v in (found.parameters or {}).items() if k in values}
+    error, name = far(mine, values)
+    return Outcome("equal") if error <= BOUND else Outcome("WRONG", f"{error:.1e} from the replay: {name}")
+
+
+def _stale(pair: Pair, found: Found) -> Outcome:
+    from minipar.recorded_order import order_of
+    from minipar.replaying_order import replay
+
+    result = replay(job_of(pair), order_of(found.program))
+    told = []
+    for s, (mine, plain) in enumerate(zip(found.gradients, result.reference.gradients, strict=True)):
+        told.append((far(mine, plain), s))
+    told += [
+        ((abs(a - b) / max(1.0, abs(b)), "loss"), s)
+        for s, (a, b) in enumerate(zip(found.losses, result.reference.losses, strict=True))
+    ]
+    (error, name), s = max(told, default=((0.0, ""), 0))
+    return Outcome("equal") if error <= BOUND else Outcome("WRONG", f"{error:.1e} from the replay, update {s}: {name}")
+
+
+def shrink(pair: Pair, outcome: Outcome, ranks: Any, seconds: float = 40) -> Pair:
+    """A smaller pair that fails in the same way: without layers, without keys, with fewer steps."""
+    until = time.monotonic() + seconds
+
+    def same(smaller: Pair) -> bool:
+        got = judge(smaller, ranks)
+        return (
+            got.kind == outcome.kind and got.text[:25] == outcome.text[:25]
+            if got.kind == "CRASH"
+            else got.kind == outcome.kind
+        )
+
+    moved = True
+    while moved and time.monotonic() < until:
+        moved = False
+        for key in [key for key, _ in pair.words]:
+            if time.monotonic() > until:
+                break
+            smaller = replace(pair, words=tuple((k, v) for k, v in pair.words if k != key))
+            if same(smaller):
+                pair, moved = smaller, True
+        for l in reversed(range(len(pair.spec.entries))):
+            spec = models.without(pair.spec, l)
+            if spec is not None and time.monotonic() < until and same(replace(pair, spec=spec)):
+                pair, moved = replace(pair, spec=spec), True
+        for change in ({"momentum": 0.0}, {"through_train": False}, {"cut": 0}, {"steps": pair.steps - 1}, {"lr": 0.1}):
+            smaller = replace(pair, **change)
+            if smaller != pair and smaller.steps > smaller.cut and same(smaller):
+                pair, moved = smaller, True
+        for spec in (
+            replace(pair.spec, given="pair"),
+            replace(pair.spec, rows=max(1, pair.spec.rows // 2)),
+            replace(pair.spec, entries=tuple(replace(e, freeze="", still=False) for e in pair.spec.entries)),
+        ):
+            if spec != pair.spec and same(replace(pair, spec=spec)):
+                pair, moved = replace(pair, spec=spec), True
+    return pair
+
+
+def campaign(
+    first: int, count: int, seconds: float, show: Any = print, smaller: bool = False
+) -> tuple[Counter[str], list[int]]:
+    """Run pairs first, first + 1, ...; how many ended how, and the seeds of failures."""
+    ended: Counter[str] = Counter()
+    refusals: Counter[str] = Counter()
+    failed: list[int] = []
+    spent: Counter[str] = Counter()
+    ranks = Ranks()
+    begin = time.monotonic()
+    try:
+        for seed in range(first, first + count):
+            if time.monotonic() - begin > seconds:
+                break
+            start = time.monotonic()
+            pair = draw(seed)
+            outcome = judge(pair, ranks)
+            ended[outcome.kind] += 1
+            spent[outcome.kind] += time.monotonic() - start
+            if outcome.kind == "refused":
+                refusals[outcome.text] += 1
+            if outcome.kind == "rounding":
+                show(f"pair {seed}: rounding {outcome.text}")
+            if outcome.failed:
+                failed.append(seed)
+                show(f"\n{outcome.kind} pair {seed}: {outcome.text}\n{pair}", flush=True)
+                if smaller:
+                    show(f"smaller: {shrink(pair, outcome, ranks)}", flush=True)
+    finally:
+        ranks.close()
+    total = sum(ended.values())
+    show(
+        f"\n{total} pairs in {time.monotonic() - begin:.0f} s: "
+        + ", ".join(f"{n} {kind}" for kind, n in ended.most_common())
+    )
+    show("seconds a pair: " + ", ".join(f"{kind} {spent[kind] / ended[kind]:.2f}" for kind in ended))
+    for text, times in refusals.most_common():
+        show(f"  {times:4d}  {text}")
+    if failed:
+        show(f"FAILED: {' '.join(map(str, failed))}")
+    return ended, failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.campaign", description=__doc__.split("\n")[0])
+    parser.add_argument("--count", type=int, default=3000)
+    parser.add_argument("--seed", type=int, default=0, help="of the first pair")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="stop after so long")
+    parser.add_argument("--only", type=int, nargs="+", help="these pairs alone, each shown")
+    parser.add_argument("--avoid", nargs="+", default=[], help="kinds of layers that are not drawn (other pairs, then)")
+    parser.add_argument("--shrink", action="store_true", help="look for smaller pairs that fail")
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    models.AVOIDED |= set(chosen.avoid)
+    if chosen.only is None:
+        _, failed = campaign(chosen.seed, chosen.count, chosen.seconds, smaller=chosen.shrink)
+        return 1 if failed else 0
+    ranks, bad = Ranks(), False
+    try:
+        for seed in chosen.only:
+            pair = draw(seed)
+            outcome = judge(pair, ranks)
+            bad |= outcome.failed
+            print(f"{outcome.kind} pair {seed}: {outcome.text}\n{pair}", flush=True)
+            if outcome.failed and chosen.shrink:
+                print(f"smaller: {shrink(pair, outcome, ranks)}", flush=True)
+    finally:
+        ranks.close()
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,235 @@
+"""What a pair of model and plan must give: plain torch loops that share no code with the engine.
+
+    whole(...)     the whole batch, the model as it was built: what every synchronous plan must equal
+    locally(...)   replicas that train by themselves, averaged by their rows: local_steps
+    served(...)    the recorded order of parameter servers
+    stale(...)     the recorded order of a pipeline without flushes
+
+Of the model one thing is replaced: nn.Dropout, which draws from a generator in call order, by dropout whose mask is a
+function of (seed, step, row, name), written here anew from that definition.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tests.fuzz.models import Spec, build, loss_of
+
+GOLDEN, FIRST, SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+Batches = Callable[[int], tuple[Tensor, Tensor]]
+
+
+@dataclass
+class Result:
+    """Per step the loss and the gradients by name; parameters and buffers after the last step."""
+
+    losses: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+class DropoutByRow(nn.Module):
+    """Keeps element j (from 1) of row r where splitmix64(key of r + j GOLDEN), as a number in [0, 1), is at least p.
+
+    The key of a row is splitmix64(r GOLDEN + hash of the seed, the module's name and the step).
+    """
+
+    def __init__(self, p: float, name: str, where: dict[str, int]) -> None:
+        super().__init__()
+        self.p, self.name, self.where = p, name, where
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return x
+        words = "\0".join(map(str, (self.where["seed"], self.name, self.where["step"])))
+        base = np.frombuffer(hashlib.blake2b(words.encode(), digest_size=8).digest(), "<u8")[0]
+        rows = np.arange(self.where["row"], self.where["row"] + len(x), dtype=np.uint64)
+        columns = np.arange(1, x[0].numel() + 1, dtype=np.uint64)
+        with np.errstate(over="ignore"):
+            bits = _splitmix(_splitmix(rows * GOLDEN + base)[:, None] + columns * GOLDEN)
+        uniform = torch.from_numpy((bits >> np.uint64(11)).astype(np.float64) * 2.0**-53).view(x.shape)
+        return x * (uniform >= self.p).to(x.dtype) / (1 - self.p)
+
+
+def _splitmix(z: Any) -> Any:
+    z = (z ^ (z >> np.uint64(30))) * FIRST
+    z = (z ^ (z >> np.uint64(27))) * SECOND
+    return z ^ (z >> np.uint64(31))
+
+
+class Plain:
+    """A model in plain torch: whole, with its optimizer, and where its dropouts are."""
+
+    def __init__(self, spec: Spec, seed: int, lr: float, momentum: float, nudge: float = 0.0) -> None:
+        self.where = {"seed": seed, "step": 0, "row": 0}
+        self.model = build(spec)
+        for name, module in [*self.model.named_modules()]:
+            for child, old in [*module.named_children()]:
+                if type(old) is nn.Dropout:
+                    new = DropoutByRow(old.p, f"{name}.{child}" if name else child, self.where)
+                    setattr(module, child, new.train(old.training))
+        self.loss = loss_of(spec.loss)
+        self.named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        if nudge:
+            generator = torch.Generator().manual_seed(1)
+            for p in self.model.parameters():
+                p.data *= 1 + nudge * (torch.rand(p.shape, generator=generator) - 0.5)
+        params = list(self.named.values())
+        self.optimizer = torch.optim.SGD(params, lr=lr, momentum=momentum) if params else None
+
+    def value(self, x: Tensor, y: Tensor, step: int, row: int = 0) -> Tensor:
+        """The mean loss of these rows, which begin at `row` of the whole batch."""
+        self.where |= {"step": step, "row": row}
+        return self.loss(self.model(x.clone()), y)
+
+    def taken(self) -> dict[str, Tensor]:
+        """The gradients, by name; 0 where there is none."""
+        return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in self.named.items()}
+
+    def close(self, result: Result) -> Result:
+        result.parameters = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        kept = self.model.state_dict()
+        result.buffers = {name: b.clone() for name, b in self.model.named_buffers() if name in kept}
+        return result
+
+
+def whole(
+    spec: Spec,
+    batches: Batches,
+    steps: int,
+    seed: int,
+    lr: float,
+    momentum: float = 0.0,
+    clip: float | None = None,
+    inference: bool = False,
+    nudge: float = 0.0,
+) -> Result:
+    """Train as anyone would: the whole batch, one process. `nudge`: how much to change the parameters at first."""
+    plain, result = Plain(spec, seed, lr, momentum, nudge), Result()
+    if inference:
+        plain.model.eval()
+        with torch.no_grad():
+            result.losses = [plain.value(*batches(step), step).item() for step in range(steps)]
+        return plain.close(result)
+    for step in range(steps):
+        value = plain.value(*batches(step), step)
+        if value.requires_grad:
+            value.backward()
+        if clip is not None and plain.named:
+            torch.nn.utils.clip_grad_norm_(plain.named.values(), clip)
+        result.losses.append(value.item())
+        result.gradients.append(plain.taken())
+        if plain.optimizer is not None:
+            plain.optimizer.step()
+            plain.optimizer.zero_grad()
+    return plain.close(result)
+
+
+def parts(rows: int, count: int) -> list[range]:
+    """So many runs of neighbouring rows, the first ones larger by one."""
+    each, more = divmod(rows, count)
+    starts = [k * each + min(k, more) for k in range(count + 1)]
+    return [range(a, b) for a, b in pairwise(starts)]
+
+
+def weight(y: Tensor) -> int:
+    """How many targets count: of classes those that are not -100; else all rows."""
+    return int((y != -100).sum()) if y.dtype is torch.int64 else len(y)
+
+
+def locally(
+    spec: Spec, batches: Batches, steps: int, seed: int, lr: float, replicas: int, microbatches: int, every: int,
+    nudge: float = 0.0,
+) -> Result:  # fmt: skip
+    """Local SGD: copies that train by themselves, averaged after every so many steps and the last, by their rows."""
+    first, result = Plain(spec, seed, lr, 0.0, nudge), Result()
+    copies = [first, *(copy.deepcopy(first) for _ in range(replicas - 1))]
+    counts = [0] * replicas
+    for step in range(steps):
+        x, y = batches(step)
+        cut = parts(len(x), replicas * microbatches)
+        loss, gradients = 0.0, {name: torch.zeros_like(p) for name, p in first.named.items()}
+        for r, plain in enumerate(copies):
+            mine = slice(cut[r * microbatches].start, cut[(r + 1) * microbatches - 1].stop)
+            own, total = weight(y[mine]), weight(y)
+            if not own:
+                continue
+            counts[r] += own
+            value = plain.value(x[mine], y[mine], step, mine.start)
+            if value.requires_grad:
+                value.backward()
+            loss += value.item() * own / total
+            for name, g in plain.taken().items():
+                gradients[name] += g * (own / total)
+            if plain.optimizer is not None:
+                plain.optimizer.step()
+                plain.optimizer.zero_grad()
+        result.losses.append(loss)
+        result.gradients.append(gradients)
+        if (step + 1) % every == 0 or step == steps - 1:
+            for name in first.named:
+                mean = sum(
+                    c / sum(counts) * plain.named[name].detach() for c, plain in zip(counts, copies, strict=True)
+                )
+                for plain in copies:
+                    plain.named[name].data.copy_(mean)
+            counts = [0] * replicas
+    return first.close(result)
+
+
+def served(
+    spec: Spec, batches: Batches, order: Sequence[Any], seed: int, lr: float, momentum: float, workers: int,
+    microbatches: int,
+) -> dict[str, Tensor]:  # fmt: skip
+    """The parameters after a recorded order of parameter servers: rows of (kind, worker, step, version).
+
+    A gradient is of the parameters that its worker was last answered with; an update is of the mean over the rows that
+    it takes, and a worker's rows of a step are those of its micro-batches.
+    """
+    plain = Plain(spec, seed, lr, momentum)
+    seen: dict[tuple[int, int], dict[str, Tensor]] = {}
+    taking: list[tuple[int, int]] = []
+    for row in order:
+        kind = row.kind.name
+        if kind == "ANSWER":
+            seen[row.worker, row.step] = {name: p.detach().clone() for name, p in plain.named.items()}
+        elif kind == "TAKE":
+            taking.append((row.worker, row.step))
+        elif kind == "APPLY":
+            now = {name: p.detach().clone() for name, p in plain.named.items()}
+            total = {name: torch.zeros_like(p) for name, p in now.items()}
+            rows = of = 0
+            for worker, step in taking:
+                x, y = batches(step)
+                cut = parts(len(x), workers * microbatches)
+                mine = slice(cut[worker * microbatches].start, cut[(worker + 1) * microbatches - 1].stop)
+                own, of = weight(y[mine]), weight(y)
+                if not own:
+                    continue
+                rows += own
+                for name, p in plain.named.items():
+                    p.data.copy_(seen[worker, step][name])
+                value = plain.value(x[mine], y[mine], step, mine.start) * (own / of)
+                if value.requires_grad:
+                    value.backward()
+                for name, g in plain.taken().items():
+                    total[name] += g
+                plain.model.zero_grad()
+            for name, p in plain.named.items():
+                p.data.copy_(now[name])
+                p.grad = total[name] * (of / rows) if rows else total[name]
+            if plain.optimizer is not None:
+                plain.optimizer.step()
+                plain.optimizer.zero_grad()
+            taking = []
+    return {name: p.detach().clone() for name, p in plain.named.items()}
