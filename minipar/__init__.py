@@ -20,6 +20,7 @@ _homes = {
     "minipar.tuning": ("bucket_curve",),
     "minipar.training": ("train", "resume", "Run"),
     "minipar.execution": ("execute",),
+    "minipar.updating": ("named",),
     "minipar.cluster": ("Cluster",),
     "minipar.costs.profiler": ("profile",),
     "minipar.costs.calibration": ("calibrate",),

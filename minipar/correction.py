@@ -18,10 +18,8 @@ import torch
 from torch import nn
 
 from minipar.errors import PlanError
-from minipar.program import Program
-from minipar.staleness import delay
 
-Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]  # (or of (name, parameter) pairs)
 
 
 @dataclass(frozen=True)
@@ -42,31 +40,20 @@ class ByStaleness:
     def __call__(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return self.make(parameters)
 
-    def late_by(self, updates: int) -> Factory:
-        """The factory for gradients that are so many updates old."""
+    def slow(self, optimizer: torch.optim.Optimizer, updates: int) -> None:
+        """Let an optimizer begin with lower rates, whose gradients are so many updates old."""
+        done, rates = 0, list[Any]()
 
-        def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-            optimizer = self.make(parameters)
-            rates = [group["lr"] for group in optimizer.param_groups]
-            done = 0
+        def scale(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            rates[:] = [group["lr"] for group in optimizer.param_groups]
+            for group, lr in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = lr / max(1, updates) ** (1 - min(done / self.steps, 1))
 
-            def scale(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-                nonlocal done
-                for group, lr in zip(optimizer.param_groups, rates, strict=True):
-                    group["lr"] = lr / max(1, updates) ** (1 - min(done / self.steps, 1))
-                done += 1
+        def put_back(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            nonlocal done
+            for group, lr in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = lr  # (so that a scheduler finds its own)
+            done += 1
 
-            optimizer.register_step_pre_hook(scale)
-            return optimizer
-
-        return make
-
-
-def for_delay(factory: Factory, updates: int) -> Factory:
-    """The factory of a rank whose gradients are so many updates old."""
-    return factory.late_by(updates) if isinstance(factory, ByStaleness) else factory
-
-
-def of_rank(factory: Factory, program: Program, rank: int) -> Factory:
-    """The same for a rank of a program."""
-    return for_delay(factory, delay(program, rank)) if isinstance(factory, ByStaleness) else factory
+        optimizer.register_step_pre_hook(scale)
+        optimizer.register_step_post_hook(put_back)

@@ -8,21 +8,28 @@ import torch
 from torch import Tensor, nn
 
 from minipar.errors import PlanError
+from minipar.updating import Update
 
 Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
-def check_elementwise(factory: Factory, why: str) -> None:
+def check_update(update: Update, why: str) -> None:
+    """`check_elementwise` of every group of a whole model's optimizer."""
+    for k in range(len(update.whole.param_groups)):
+        check_elementwise(update.of_group(k), why, update.name)
+
+
+def check_elementwise(factory: Factory, why: str, name: str = "") -> None:
     """Try an optimizer on a small model, whole and in two flat halves; PlanError if the updates differ.
 
-    `why` says in the error who needs it.
+    `why` says in the error who needs it; `name` what the optimizer is called there.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         start = [torch.randn(6, 4, dtype=torch.float64), torch.randn(4, dtype=torch.float64)]
         gradients = [[torch.randn_like(values) for values in start] for _ in range(3)]
     made = getattr(factory, "func", factory)  # (of a partial)
-    name = getattr(made, "__name__", type(made).__name__)
+    name = name or getattr(made, "__name__", type(made).__name__)
     try:
         whole = _update(factory, start, gradients)
         halves = [_update(factory, [_half(v, k) for v in start], [[_half(v, k) for v in g] for g in gradients])

@@ -29,7 +29,7 @@ from minipar.costs.profiled import ProfiledCosts, microbatch_rows
 from minipar.costs.profiler import profile, shape_of
 from minipar.costs.rates import Copies
 from minipar.costs.shapes import Shape
-from minipar.elementwise import check_elementwise
+from minipar.elementwise import check_update
 from minipar.emulation import Delays, delays
 from minipar.errors import PlanError
 from minipar.executor import Executor, Record
@@ -53,11 +53,11 @@ from minipar.state import Slice, assemble
 from minipar.strategies.versions import as_it_happened
 from minipar.tensors import count_bytes, count_rows, layers_of, map_tensors, single
 from minipar.trace import Trace
+from minipar.updating import Optimizer, Scheduler, Update, forms_of
 from minipar.verifier import verify
 from minipar.wording import several
 
 Model = nn.Module | Sequence[nn.Module] | Callable[[], nn.Module | Sequence[nn.Module]]
-Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Loss = Callable[[Any, Any], Tensor]
 
 
@@ -69,6 +69,8 @@ class Job:
     data        has `batch(step, size) -> (x, y)`; or one fixed pair (x, y). Where `batch` has a parameter `rows`,
                 each rank asks for its own ones (a range); `length(step, size)` says if a step has fewer than `size`
     batch       rows of a step, over all replicas and micro-batches
+    optimizer   makes an optimizer of the whole model's parameters (see `updating`)
+    scheduler   makes a scheduler of that optimizer, which steps once after each update
     """
 
     model: Model
@@ -78,6 +80,7 @@ class Job:
     optimizer: Optimizer = partial(torch.optim.SGD, lr=0.1)
     seed: int = 0
     dtype: torch.dtype = torch.float32
+    scheduler: Scheduler | None = None
 
     def __post_init__(self) -> None:
         check_loss(self.loss)
@@ -196,8 +199,6 @@ def execute(
         verify(program)
     if cluster is not None and cluster.size != count:
         raise PlanError(f"program {program.name!r} needs {several(count, 'rank')}, but the cluster has {cluster.size}")
-    if program.sharded:
-        check_elementwise(job.optimizer, f"program {program.name!r} shards optimizer states")
     programs = [program] * at_least_1("passes", passes) + ([rest] if rest is not None else [])
     tell = Following(programs, report, watch)
     with nullcontext(cluster) if cluster is not None else Cluster(count) as ranks:
@@ -303,7 +304,7 @@ def _passes(
     program = programs[0]
     model = job.build()
     outline = outline_of(model)
-    executor = Executor(program, comm, model, job.loss, job.optimizer, job.seed, mine)
+    executor = Executor(program, comm, model, job.loss, job.optimizer, job.seed, mine, job.scheduler)
     executor.walked = telling.walked
     del model  # with the layers of other ranks
     # An emulated device sleeps most of the time: any core that is free wakes it soonest.
@@ -316,7 +317,7 @@ def _passes(
         data: list[int] = []
         rows: dict[int, list[int]] = {}
         tracker = watching.start(executor)
-        base = storing.first
+        base, updates = storing.first, 0
         for k, each in enumerate(programs):
             if each is not executor.program:
                 executor.follow(each, last)
@@ -326,7 +327,8 @@ def _passes(
                 records.append(executor.run(given.__getitem__, base, keep_gradients))
             base += each.steps
             header = replace(header, step=base)
-            storing.after(executor, outline, header, k == len(programs) - 1)
+            updates += each.updates
+            storing.after(executor, outline, header, k == len(programs) - 1, updates)
             worker.report(telling.news(k, records[-1].losses, records[-1].starts, records[-1].ends))
             if not sizes or executor.compute.counts != rows:  # steps of an epoch's end have fewer rows
                 rows = executor.compute.counts
@@ -345,7 +347,7 @@ def _passes(
         [record.overruns for record in records],
         [record.order for record in records],
         tracker.series_of_passes() if watching.series else {},
-        storing.share(executor, outline, header),
+        storing.share(executor, outline, header, updates),
     )
 
 
@@ -363,7 +365,8 @@ def _sizes(executor: Executor) -> dict[Value, int]:
 
 class Facts(NamedTuple):
     """What is known of a job before it runs: shape, profile, bytes of a batch's x and y, layers that feel the split;
-    what each layer allocates in order, and how fast tensors are copied away, if that was asked for."""
+    what each layer allocates in order, and how fast tensors are copied away, if that was asked for; the class of the
+    scheduler."""
 
     shape: Shape
     profile: Profile
@@ -371,17 +374,28 @@ class Facts(NamedTuple):
     split_sensitive: list[str]
     tapes: Tapes | None = None
     copies: Copies = Copies()
+    scheduler: str = ""
 
 
 def profile_job(
-    job: Job, rows: tuple[int, ...], memory: bool = False, plan: Plan | None = None, split: bool = False
+    job: Job,
+    rows: tuple[int, ...],
+    memory: bool = False,
+    plan: Plan | None = None,
+    split: bool = False,
+    sliced: str = "",
 ) -> Facts:
     """In one rank: the facts of a job, its layers profiled for these numbers of rows, as the plan will have them.
 
     memory   also what each layer allocates, in order; `split`: in the halves of its backward, too
+    sliced   who updates slices of parameters, if anybody does: an optimizer that cannot is refused
     """
     plan = plan or Plan()
-    model = job.build().to(worker.context().device)
+    update = Update(job.optimizer, forms_of(built := job.build()), job.scheduler)
+    if sliced:
+        check_update(update, sliced)
+    optimizer = update.of_group(update.largest)
+    model = built.to(worker.context().device)
     (x, y), of = job.sample(max(rows))
     if plan.precision == "bf16":
         model = model.to(torch.bfloat16)
@@ -394,17 +408,17 @@ def profile_job(
     shape = replace(shape_of(layers), names=tuple(model._modules), edges=edges_of(model))
     slices, threads = ranges_of(plan, shape, [x, y]), torch.get_num_threads()
     again = plan.checkpoint not in ("none", "selective")
-    measured = profile(cast(nn.Sequential, model), (x, y), loss, rows, 3, threads, job.optimizer, slices, again)
+    measured = profile(cast(nn.Sequential, model), (x, y), loss, rows, 3, threads, optimizer, slices, again)
     # (Tapes are of whole rows and chains. Of others the memory is predicted by the program's values.)
     chain = memory and not slices and not shape.edges
-    tapes = record(layers, x, y, loss, rows, job.optimizer, split) if chain else None
+    tapes = record(layers, x, y, loss, rows, optimizer, split) if chain else None
     copies = Copies()
     if plan.offload:
         copies = measure_copies(
             torch.device(worker.context().device), plan.offload_to == "disk", plan.offload_folder or None
         )
     sizes = tuple(count_bytes(part) * of // max(1, count_rows(part)) for part in (x, y))
-    return Facts(shape, measured, (sizes[0], sizes[1]), split_sensitive(model), tapes, copies)
+    return Facts(shape, measured, (sizes[0], sizes[1]), split_sensitive(model), tapes, copies, update.scheduler)
 
 
 def _single(loss: Loss, output: Any, y: Any) -> Tensor:

@@ -29,6 +29,7 @@ from minipar.comm.links import Links
 from minipar.compute import Compute, Loss
 from minipar.costs.profiler import parameters_of
 from minipar.deciding import Deciding
+from minipar.elementwise import check_update
 from minipar.emulation import Clock, Delays, stamp_later
 from minipar.errors import RankError
 from minipar.network import edges_of
@@ -38,6 +39,7 @@ from minipar.program import COLLECTIVES, COMPUTE, COPIES, Action, Instruction, L
 from minipar.state import Slice, State
 from minipar.tensors import count_bytes, layers_of
 from minipar.under_way import Walked
+from minipar.updating import Optimizer, Scheduler, Update, forms_of
 
 _WALKED = (
     Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.SEND, Op.RECV, Op.STEP
@@ -103,7 +105,8 @@ class Executor:
 
     layers      all layers of the model; those that this rank does not hold may be of any kind, and are let go
     loss        loss(output, y) -> scalar mean over the rows (or target elements) of a micro-batch
-    optimizer   makes an optimizer of a list of parameters
+    optimizer   makes an optimizer of the whole model's parameters, given as a list, or as pairs with their names
+    scheduler   makes a scheduler of it, which steps once for each update
     delays      of the emulated device that this rank is, if it is one
     """
 
@@ -113,11 +116,15 @@ class Executor:
         comm: Communicator,
         model: nn.Module | Sequence[nn.Module],
         loss: Loss,
-        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        optimizer: Optimizer,
         seed: int = 0,
         delays: Delays | None = None,
+        scheduler: Scheduler | None = None,
     ) -> None:
         container = model if isinstance(model, nn.Module) else nn.Sequential(*model)
+        update = Update(optimizer, forms_of(container), scheduler)
+        if program.sharded:
+            check_update(update, f"program {program.name!r} shards optimizer states")
         randomness.replace_dropout(container, seed)
         layers: list[nn.Module] = layers_of(container)
         check_fit(program, layers, edges_of(container))
@@ -131,7 +138,7 @@ class Executor:
         own = {id(p) for layer in self.compute.layers.values() for p in layer.parameters()}
         groups = [[p for p in params if id(p) in own] for params in parameters_of(layers)]
         self.names = {id(p): name for name, p in container.named_parameters() if id(p) in own}
-        self.state = State(program, comm, groups, optimizer)
+        self.state = State(program, comm, groups, update, self.names)
         self.groups, self.buckets = groups, self.state.buckets
         on_host = {ins.layers for ins in program.ranks[comm.rank] if ins.op is Op.STEP and ins.stream == "host"}
         self.optimizers = {k: o for k, o in self.state.optimizers.items() if k not in on_host}  # those of the device

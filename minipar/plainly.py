@@ -10,6 +10,7 @@ from minipar.execution import Job
 from minipar.reference import Reference, train_locally, train_plainly
 from minipar.saving.contents import outline_of
 from minipar.saving.keeping import NOTHING, Storing
+from minipar.updating import forms_of, scheduled
 
 
 def run_plainly(
@@ -27,11 +28,14 @@ def run_plainly(
     if worker.context().rank:
         return None
     model = job.build()
+    names = [form.name for form in forms_of(model)]
+    saved = None if storing.saved is None else storing.saved.header.schedule
+    optimizer = scheduled(job.optimizer, names, job.scheduler, saved)
     begin = partial(storing.begin_plainly, outline_of(model))
     start = time.perf_counter()
     if replicas is not None:
         locally = train_locally(
-            model, job.batches, job.loss, job.optimizer, steps, *replicas, job.seed, keep_gradients, worker.report,
+            model, job.batches, job.loss, optimizer, steps, *replicas, job.seed, keep_gradients, worker.report,
             storing.first, begin,
         )  # fmt: skip
         return locally, (time.perf_counter() - start) / steps
@@ -39,7 +43,7 @@ def run_plainly(
         model,
         job.batches,
         job.loss,
-        job.optimizer,
+        optimizer,
         steps,
         job.seed,
         keep_gradients,

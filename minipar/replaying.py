@@ -21,6 +21,7 @@ from minipar.reference import Reference
 from minipar.strategies.consistency import Kind, Row
 from minipar.strategies.served_order import completed
 from minipar.tensors import count_rows, take_rows
+from minipar.updating import scheduled
 
 
 class Step(NamedTuple):
@@ -66,7 +67,7 @@ def replay(job: Job, order: list[Row], workers: int, steps: int, microbatches: i
     randomness.replace_dropout(model, job.seed)
     model.train()
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    update = job.optimizer(list(named.values()))
+    update = scheduled(job.optimizer, list(named), job.scheduler)(list(named.values()))
     done = completed(order)
     wanted = {id(answer) for answer in done.values()}
     there: dict[tuple[int, int], Step] = {}

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from minipar import randomness
 from minipar.cluster import worker
-from minipar.correction import for_delay
 from minipar.costs.profiled import split_rows
 from minipar.errors import ProgramError
 from minipar.execution import Job
@@ -26,6 +25,7 @@ from minipar.reference import Reference
 from minipar.saving.contents import outline_of
 from minipar.saving.keeping import Storing
 from minipar.tensors import count_rows, detach, differentiable, layers_of, map_tensors, take_rows
+from minipar.updating import Update, forms_of, whole_piece
 
 Versions = dict[int, dict[str, Tensor]]  # version -> parameters by name
 
@@ -45,16 +45,18 @@ def replay(
     keep_gradients: bool = True,
     begin: Callable[[nn.Module, torch.optim.Optimizer], None] = lambda model, optimizer: None,
     report: Callable[[int], None] = lambda step: None,
+    saved: dict[str, Any] | None = None,
 ) -> Replay:
     """Train by an order.
 
     first   the first step, after what `begin(model, optimizer)` put into both
+    saved   the state of the scheduler then
     Raises ProgramError for an order that cannot be: it uses what is not there.
     """
     model = job.build()
     randomness.replace_dropout(model, job.seed)
     model.train()
-    run = _Run(job, order, model, first)
+    run = _Run(job, order, model, first, saved)
     for rank in run.ranks:
         if rank.update is not None:
             begin(model, rank.update)
@@ -84,25 +86,28 @@ def _copies(named: dict[str, nn.Parameter]) -> dict[str, Tensor]:
 class _Rank:
     """What one rank has: its layers, the parameters that it trains by name, versions of them, and sums of gradients."""
 
-    def __init__(self, job: Job, layers: list[nn.Module], names: dict[int, str], delay: int) -> None:
+    def __init__(self, whole: Update, layers: list[nn.Module], names: dict[int, str], delay: int) -> None:
         self.layers = nn.Sequential(*layers)
         self.named = {names[id(p)]: p for p in self.layers.parameters() if p.requires_grad}
         self.own = {name: names[id(p)] for name, p in self.layers.named_parameters(remove_duplicate=False)
                     if p.requires_grad}  # fmt: skip
-        make = for_delay(job.optimizer, delay)
-        self.update = make(list(self.named.values())) if self.named else None
+        self.part = whole.part([whole_piece(*pair) for pair in self.named.items()], delay)
+        self.update = self.part.optimizer if self.part.which else None
         self.versions: Versions = {0: _copies(self.named)}
         self.sums: dict[str, Tensor] = {}
         self.at = 0
 
 
 class _Run:
-    def __init__(self, job: Job, order: Order, model: nn.Module, first: int) -> None:
+    def __init__(self, job: Job, order: Order, model: nn.Module, first: int, saved: dict[str, Any] | None) -> None:
         self.job, self.order, self.first = job, order, first
         names = {id(p): name for name, p in model.named_parameters()}
         layers = layers_of(model)
+        self.whole = Update(job.optimizer, forms_of(model), job.scheduler)
+        if self.whole.schedule is not None:
+            self.whole.schedule.load(saved)
         self.ranks = [
-            _Rank(job, [layers[k] for k in held], names, delay)
+            _Rank(self.whole, [layers[k] for k in held], names, delay)
             for held, delay in zip(order.layers, order.delays, strict=True)
         ]
         self.outputs: dict[tuple[int, int], Any] = {}  # rank, micro-batch: what it gets
@@ -197,6 +202,8 @@ class _Run:
             p.grad = rank.sums.get(name)
             self.gradients[version - 1][name] = torch.zeros_like(p) if p.grad is None else p.grad.clone()
         if rank.update is not None:
+            if self.whole.schedule is not None:
+                rank.part.follow(self.whole.schedule.at(version - 1))
             rank.update.step()
         rank.sums = {}
         rank.versions[version] = _copies(rank.named)
@@ -207,5 +214,8 @@ def run_order(job: Job, order: Order, keep_gradients: bool, storing: Storing) ->
     if worker.context().rank:
         return None
     begin = partial(storing.begin_plainly, outline_of(job.build()))
-    found = replay(job, order, first=storing.first, keep_gradients=keep_gradients, begin=begin, report=worker.report)
+    saved = None if storing.saved is None else storing.saved.header.schedule
+    found = replay(
+        job, order, first=storing.first, keep_gradients=keep_gradients, begin=begin, report=worker.report, saved=saved
+    )
     return found.reference

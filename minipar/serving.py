@@ -32,7 +32,7 @@ from minipar.comm.shard import Key, key_of, pieces_of, view
 from minipar.compute import Compute
 from minipar.costs.profiled import split_rows
 from minipar.costs.profiler import parameters_of
-from minipar.elementwise import check_elementwise
+from minipar.elementwise import check_update
 from minipar.emulation import Clock, Delays
 from minipar.errors import RankDied, RankError, ServerClosed
 from minipar.execution import Execution, Job
@@ -49,6 +49,7 @@ from minipar.strategies.served_order import completed
 from minipar.strategies.shares import shares_of
 from minipar.tensors import layers_of, take_rows
 from minipar.trace import Trace
+from minipar.updating import Form, Update, forms_of
 
 _REVIVALS = 100  # deaths of ranks in one run that are no reason to give up
 _TRIES = 3  # deaths of one rank, without a step in between, after which starting it again is of no use
@@ -105,10 +106,8 @@ def execute_served(
     """
     assert program.serving is not None
     servers, workers = program.serving.servers, program.workers
-    check_elementwise(job.optimizer, f"program {program.name!r} cuts parameters over servers")
     mode = Mode.parse(program.serving.mode, workers)
     every = snapshot_every or (10 if on_death == "continue" else None)
-    settings = Settings(workers, program.steps, job.optimizer, mode, every, patience, on_death, together=True)
     folder = tempfile.mkdtemp(prefix="servers-", dir=launch.scratch_folder())
     steps: dict[tuple[int, int], Step] = {}
     deaths: list[str] = []
@@ -141,8 +140,11 @@ def execute_served(
             cluster.end_rank(fact[1])
 
     try:
-        (keys,) = cluster.run_on([0], _keys, job)
+        ((keys, forms),) = cluster.run_on([0], _keys, job, program.name)
         meeting.open_folder(folder, keys, servers)
+        settings = Settings(
+            workers, program.steps, job.optimizer, mode, every, patience, on_death, True, job.scheduler, forms
+        )
         revivals = _REVIVALS if on_death == "continue" else 0
         found = cluster.run_reviving(
             revivals, hear, _take_part, job, program, folder, settings, keep_gradients, slow, watch is not None
@@ -279,9 +281,12 @@ def _trained(job: Job) -> tuple[nn.Module, list[nn.Module], list[list[nn.Paramet
     return model, layers, parameters_of(layers), {id(p): name for name, p in model.named_parameters()}
 
 
-def _keys(job: Job) -> tuple[Key, ...]:
-    _, _, groups, names = _trained(job)
-    return tuple(key_of(names[id(p)], p) for group in groups for p in group)
+def _keys(job: Job, name: str) -> tuple[tuple[Key, ...], tuple[Form, ...]]:
+    """What servers and workers call the parameters; and what the optimizer is made of."""
+    model, _, groups, names = _trained(job)
+    forms = forms_of(model)
+    check_update(Update(job.optimizer, forms, job.scheduler), f"program {name!r} cuts parameters over servers")
+    return tuple(key_of(names[id(p)], p) for group in groups for p in group), forms
 
 
 def _take_part(

@@ -14,8 +14,8 @@ A parameter that nothing uses gets a gradient of zero, as soon as gradients are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +23,25 @@ from torch import Tensor, nn
 from minipar.comm.buckets import Buckets
 from minipar.comm.communicator import Communicator
 from minipar.comm.handles import Handle, Then
-from minipar.correction import of_rank
+from minipar.correction import ByStaleness
 from minipar.errors import RankError
-from minipar.program import Instruction, Op, Program, Value, grad_shard, home, norm, optimizer_shard, param, version_of
+from minipar.program import (
+    Instruction,
+    Op,
+    Program,
+    Value,
+    grad_shard,
+    home,
+    norm,
+    optimizer_shard,
+    param,
+    version_of,
+)
+from minipar.staleness import delay
 from minipar.stashing import Stash
 from minipar.strategies import host_layers
 from minipar.tensors import count_bytes
-
-Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+from minipar.updating import Count, Part, Piece, Run, Update, whole_piece
 
 
 class Slice(NamedTuple):
@@ -49,13 +60,21 @@ class State:
     wide[g]     float32 copies of them with precision=bf16, where the group is not sharded
     stash       versions of the parameters of an asynchronous program
     masters[g]  copies on the host of what this rank owns of them, where STEP works on the host
+    pieces[g]   what the optimizer updates of them: the parameters, the slice, or runs of it where its parameters are in
+                several groups of the user's optimizer
     """
 
     def __init__(
-        self, program: Program, comm: Communicator, groups: list[list[nn.Parameter]], optimizer: Factory
+        self,
+        program: Program,
+        comm: Communicator,
+        groups: list[list[nn.Parameter]],
+        update: Update,
+        names: Mapping[int, str],
     ) -> None:
         instructions = program.ranks[comm.rank]
         self.program, self.comm, self.groups = program, comm, groups
+        self.update, self.names = update, names
         self.narrow = program.precision == "bf16"
         self.flats: dict[int, Tensor] = {}
         self.parts: dict[int, nn.Parameter] = {}
@@ -82,12 +101,43 @@ class State:
         self.squares = torch.zeros(1, dtype=torch.float64, device=comm.device)
         sizes = [sum(group.tensors) for group in program.groups]
         self.buckets = Buckets(instructions, groups, sizes, comm, program.compress, program.algorithm or None)
-        optimizer = of_rank(optimizer, program, comm.rank)
-        self.optimizers = {
-            ins.layers: optimizer([p for g in ins.layers for p in self.trained(g)])
-            for ins in instructions
-            if ins.op is Op.STEP
+        steps = dict.fromkeys(ins.layers for ins in instructions if ins.op is Op.STEP)
+        self.cuts: dict[int, list[tuple[nn.Parameter, int, int]]] = {}
+        self.pieces = {g: self._pieces(g) for layers in steps for g in layers}
+        late = delay(program, comm.rank) if isinstance(update.factory, ByStaleness) else None
+        self.updates: dict[tuple[int, ...], Part] = {
+            layers: update.part([piece for g in layers for piece in self.pieces[g]], late) for layers in steps
         }
+        self.optimizers = {layers: part.optimizer for layers, part in self.updates.items()}
+        self.count = Count(dict.fromkeys(steps, 0))
+
+    def _pieces(self, g: int) -> list[Piece]:
+        """What the optimizer updates of a group."""
+        if g not in self.parts:
+            pairs = zip(self.groups[g], self.trained(g), strict=True)
+            return [whole_piece(self.names[id(p)], own) for p, own in pairs]
+        part, group_of = self.trained(g)[0], self.update.group_of
+        names = tuple(self.names[id(p)] for p in self.groups[g])
+        runs = [Run(self.names[id(p)], tuple(p.shape), begin, end, at) for p, begin, end, at in self.places(g)]
+        if len({group_of.get(name) for name in names}) == 1:
+            return [Piece(part, names, tuple(runs), True)]
+        found: list[Piece] = []
+        self.cuts[g] = []
+        for run in runs:
+            last = found[-1] if found else None
+            if last is not None and group_of.get(last.names[0]) == group_of.get(run.name):
+                before = last.runs[-1]
+                place = before.place + before.end - before.begin
+                found[-1] = last._replace(names=(*last.names, run.name), runs=(*last.runs, run._replace(place=place)))
+                own, begin, _ = self.cuts[g][-1]
+                self.cuts[g][-1] = own, begin, run.place + run.end - run.begin
+            else:
+                own = nn.Parameter(part.data[:0])
+                found.append(Piece(own, (run.name,), (run._replace(place=0),), True))
+                self.cuts[g].append((own, run.place, run.place + run.end - run.begin))
+        for own, begin, end in self.cuts[g]:
+            own.data = part.data[begin:end]
+        return found
 
     def _slice(self, g: int) -> None:
         """Lay a group's parameters end to end, and take this rank's slice."""
@@ -244,9 +294,19 @@ class State:
 
     def step(self, ins: Instruction) -> None:
         """Update what a STEP works on, and let its gradients go."""
-        self.optimizers[ins.layers].step()
+        part, schedule = self.updates[ins.layers], self.update.schedule
+        number = self.count.next(ins.layers)
+        if schedule is not None:
+            part.follow(schedule.at(number))
         for g in ins.layers:
-            for own in self.wide.get(g, ()):
+            for own, begin, end in self.cuts.get(g, ()):
+                base = self.trained(g)[0]
+                own.data = base.data[begin:end]
+                own.grad = None if base.grad is None else base.grad[begin:end]
+        if part.which:
+            part.optimizer.step()
+        for g in ins.layers:
+            for own in (*self.wide.get(g, ()), *(own for own, _, _ in self.cuts.get(g, ()))):
                 own.grad = None
         self._narrow(ins.layers)
         self.buckets.clear(ins.layers)
@@ -271,8 +331,13 @@ class State:
 
     def optimizer_tensors(self, g: int) -> list[Tensor]:
         """What the optimizer keeps for a group, in a fixed order, single numbers left out."""
-        states = [o.state[p] for o in self.optimizers.values() for p in self.trained(g) if p in o.state]
+        states = self._states(g)
         return [t for state in states for t in state.values() if isinstance(t, Tensor) and t.dim()]
+
+    def _states(self, g: int) -> list[dict[str, Any]]:
+        """What the optimizer keeps for each piece of a group."""
+        pieces = [piece.parameter for piece in self.pieces.get(g, ())]
+        return [o.state[p] for o in self.optimizers.values() for p in pieces if p in o.state]
 
     def gradients(self, groups: Iterable[int]) -> list[tuple[nn.Parameter, Tensor | Slice]]:
         """Copies of the gradients of some groups, or of this rank's slices of them, on the CPU."""
@@ -308,7 +373,7 @@ class State:
             return count_bytes(self.groups[g])
         part, frozen = count_bytes(self.parts.get(g)), self.program.groups[g].frozen
         if value.kind in ("optimizer_state", "optimizer_shard"):
-            states = [o.state[p] for o in self.optimizers.values() for p in self.trained(g) if p in o.state]
+            states = self._states(g)
             own = count_bytes(self.wide.get(g))
             if self.narrow and g not in self.program.scattered:
                 own += part

@@ -23,10 +23,9 @@ from minipar.costs.measured import Profile
 from minipar.costs.profiled import ProfiledCosts, microbatch_rows
 from minipar.costs.rates import Calibration, Copies
 from minipar.costs.shapes import Shape
-from minipar.elementwise import check_elementwise
 from minipar.emulation import delays
 from minipar.errors import MiniparError, PlanError
-from minipar.execution import Job, Loss, Model, Optimizer, emulated_costs, execute, profile_job
+from minipar.execution import Job, Loss, Model, emulated_costs, execute, profile_job
 from minipar.following import Watch
 from minipar.memory.advice import Measured, advising
 from minipar.memory.forecast import with_memory
@@ -45,6 +44,7 @@ from minipar.settings import at_least_1
 from minipar.shared_cores import available_cores
 from minipar.simulator import simulate
 from minipar.trace import Trace
+from minipar.updating import Optimizer, Scheduler, other_scheduler
 from minipar.wording import several
 
 _QUICK = 0.5  # seconds of a calibration that nobody asked for
@@ -159,6 +159,7 @@ def train(
     save_every: int | None = None,
     keep: bool | None = None,
     watch: Watch | None = None,
+    scheduler: Scheduler | None = None,
 ) -> Run:
     """Train a model by a plan, on real processes.
 
@@ -171,7 +172,10 @@ def train(
     cluster     ranks to run on, plan.ranks of them; default: made for this call
     batch       rows of a step, over all replicas and micro-batches
     loss        loss(output, y) -> scalar mean over rows (or target elements)
-    optimizer   makes an optimizer of a list of parameters
+    optimizer   makes an optimizer of a list of the whole model's trainable parameters; or of a list of pairs
+                (name, parameter), if its own parameter is called `named_parameters` or it is wrapped in `minipar.named`
+    scheduler   makes a torch.optim.lr_scheduler of that optimizer, such as partial(CosineAnnealingLR, T_max=steps). It
+                steps once after each update: that of a step, or of each mini-batch of an asynchronous plan
     reference   train plain torch on one process beside it, to compare the losses
     check       that, and keep every gradient of both, to compare them too (memory: twice the model per step)
     memory      follow every allocation of the ranks, and predict every one: then both traces have `series`, and
@@ -189,12 +193,12 @@ def train(
     plan = own_program.plan_of(plan, program)
     split = own_program.splits(program, plan)
     steps = at_least_1("steps", steps)
-    job = Job(model, data, batch, loss, optimizer, seed, dtype)
+    job = Job(model, data, batch, loss, optimizer, seed, dtype, scheduler)
     every = 0 if save_every is None else at_least_1("save_every", save_every)
     if every and save is None:
         raise PlanError(f"save_every={every}: needs save=folder")
-    if (plan.zero and plan.dp > 1) or plan.sync == "ps":
-        check_elementwise(optimizer, f"plan {str(plan)!r} shards optimizer states")
+    sharding = (plan.zero and plan.dp > 1) or plan.sync == "ps"
+    sliced = f"plan {str(plan)!r} shards optimizer states" if sharding else ""
     if plan.asynchronous and every:
         raise PlanError(f"save_every={every}: schedule={plan.schedule} has no flush; possible is save=, at the end")
     if memory and plan.schedule == "ampnet":
@@ -210,11 +214,13 @@ def train(
         bar = partial(tqdm, disable=not progress, leave=False)
         with bar(total=1, desc="profile, one layer at a time") as meter:
             rows = microbatch_rows(job.batch, plan.dp, plan.total_microbatches)
-            (facts,) = ranks.run_on([0], profile_job, job, rows, memory, _of_layers(plan), split)
+            (facts,) = ranks.run_on([0], profile_job, job, rows, memory, _of_layers(plan), split, sliced)
             meter.update()
         if facts.split_sensitive:
             names = ", ".join(facts.split_sensitive)
             warnings.warn(f"not equal to one device's, however it is split: {names}", stacklevel=2)
+        if storing.saved is not None and (told := other_scheduler(storing.saved.header.schedule, facts.scheduler)):
+            warnings.warn(f"{storing.saved.folder}: {told}", stacklevel=2)
         served = plan.sync == "ps"  # whose steps run into each other: one program for all of them
         cores = available_cores() if ranks.device == "cpu" else None
         if calibration is None and plan.ranks > 1 and (ranks.emulates is None or not ranks.emulates.emulates):

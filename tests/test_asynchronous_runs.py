@@ -196,11 +196,12 @@ def test_learning_rates_by_staleness(clusters):
     plain, _ = run(clusters, "pp=4 schedule=pipedream microbatches=5")
     assert max(errors(done, replay(plain, order_of(done.program)))) > 1e-6
     parameter = torch.nn.Parameter(torch.zeros(1))
-    optimizer, rates = factory.late_by(4)([parameter]), []
+    optimizer, rates = SGD([parameter]), []
+    factory.slow(optimizer, 4)
+    optimizer.register_step_pre_hook(lambda o, args, kwargs: rates.append(o.param_groups[0]["lr"] / 0.3))
     for _ in range(6):
         parameter.grad = torch.ones(1)
         optimizer.step()
-        rates.append(optimizer.param_groups[0]["lr"] / 0.3)
     assert rates == pytest.approx([4**-1, 4**-0.75, 4**-0.5, 4**-0.25, 1, 1])
 
 

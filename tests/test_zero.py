@@ -148,13 +148,6 @@ def test_parameters_after_several_steps_are_plain_torchs(clusters, name, words):
             assert torch.allclose(values, expected[key], rtol=0, atol=1e-10), key
 
 
-def mixed(parameters):
-    """Decays matrices only, as people do: a flat slice does not know what it was."""
-    matrices = [p for p in parameters if p.dim() > 1]
-    others = [p for p in parameters if p.dim() <= 1]
-    return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.5}, {"params": others, "weight_decay": 0.0}])
-
-
 @pytest.mark.parametrize("factory", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_elementwise_optimizers_pass(factory):
     check_elementwise(factory, "zero=1")
@@ -165,14 +158,22 @@ def test_elementwise_optimizers_pass(factory):
     [
         (torch.optim.Adafactor, "Adafactor"),
         (torch.optim.LBFGS, "LBFGS"),
-        (partial(torch.optim.Muon, lr=0.1), "Muon"),
-        (mixed, "mixed"),
     ],
 )
 def test_other_optimizers_are_refused_by_name(clusters, factory, name):
     with pytest.raises(PlanError, match=f"optimizer {name}: .*'dp=2 pp=1 zero=1'") as caught:
         train(everything, rows(8), "dp=2 zero=1", cluster=clusters(2), optimizer=factory, loss=mse, progress=False)
     assert "\n" not in str(caught.value)
+
+
+def test_an_optimizer_for_matrices_only_is_refused_by_name(clusters):
+    """Whether the model has other parameters, or slices of matrices would be updated."""
+    muon = partial(torch.optim.Muon, lr=0.1)
+    go = partial(train, data=rows(8), cluster=clusters(2), optimizer=muon, loss=mse, progress=False)
+    with pytest.raises(PlanError, match="optimizer Muon: cannot be made of this model's parameters: .*2D"):
+        go(everything, plan="dp=2")
+    with pytest.raises(PlanError, match="optimizer Muon: .*'dp=2 pp=1 zero=1'"):
+        go(torch.nn.Sequential(torch.nn.Linear(6, 6, bias=False)), plan="dp=2 zero=1")
 
 
 # clipping ------------------------------------------------------------------------------------------------------------

@@ -63,7 +63,8 @@ class Server:
 
     def _new_shard(self) -> Shard:
         keys = self.handle.keys
-        return Shard(keys, pieces_of(keys, self.count)[self.number], self.values, self.settings.optimizer)
+        mine, settings = pieces_of(keys, self.count)[self.number], self.settings
+        return Shard(keys, mine, self.values, settings.optimizer, settings.scheduler, settings.forms)
 
     def _fresh(self) -> None:
         """Nobody is connected, and nothing is known of anybody."""

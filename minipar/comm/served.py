@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from minipar.comm.shard import Optimizer
 from minipar.strategies.consistency import SYNC, Kind, Mode, Row
+from minipar.updating import Form, Optimizer, Scheduler
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,10 @@ class Settings:
 
     workers         expected from the start; more may come
     steps           of a worker (async, ssp), or updates (sync, k-of-n), after which everything ends
-    optimizer       makes the optimizer of each server's part; it must work element by element
+    optimizer       makes the optimizer of the whole model, of which each server has a part; it must work element by
+                    element
+    scheduler       makes a scheduler of it, which steps once for each update
+    forms           what the optimizer is made of, in the model's order; (): the keys
     snapshot_every  updates between two snapshots; None: no snapshots, and a server's death is the end
     patience        seconds after which a worker that is gone or hangs is no longer waited for; None: never. Over a
                     Unix socket a worker hangs when its process was stopped, and not while that computes; over TCP,
@@ -34,6 +37,8 @@ class Settings:
     patience: float | None = 30.0
     on_death: str = "continue"
     together: bool = False
+    scheduler: Scheduler | None = None
+    forms: tuple[Form, ...] = ()
 
 
 class Event(NamedTuple):

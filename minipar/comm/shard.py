@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from minipar.comm.framing import bytes_of
 from minipar.comm.peer import Peer
 from minipar.strategies.shares import Piece, cut
-
-Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+from minipar.updating import Form, Optimizer, Run, Scheduler, Update
+from minipar.updating import Piece as Updated
 
 
 class Key(NamedTuple):
@@ -92,7 +92,15 @@ class Pushed:
 class Shard:
     """One server's part. `values` are the initial parameters, in the order of `keys`."""
 
-    def __init__(self, keys: Sequence[Key], pieces: Sequence[Piece], values: Sequence[Tensor], optimizer: Optimizer):
+    def __init__(
+        self,
+        keys: Sequence[Key],
+        pieces: Sequence[Piece],
+        values: Sequence[Tensor],
+        optimizer: Optimizer,
+        scheduler: Scheduler | None = None,
+        forms: Sequence[Form] = (),
+    ) -> None:
         self.keys, self.pieces = keys, pieces
         self.by_tensor = {piece.tensor: piece for piece in pieces}
         self.flat = torch.zeros(length(pieces), dtype=torch.uint8)
@@ -102,8 +110,13 @@ class Shard:
             size = keys[piece.tensor].type.itemsize
             whole = values[piece.tensor].detach().reshape(-1)
             parameter.data.copy_(whole[piece.start // size : piece.stop // size])
+        forms = forms or [Form(str(key.name), key.shape, key.type) for key in keys]
+        self.scheduler = scheduler
+        self.update, self.updates = Update(optimizer, forms, scheduler), 0
+        updated = [_updated(keys[p.tensor], p, own) for p, own in zip(pieces, self.parameters, strict=True)]
+        self.part = self.update.part(updated)
         # (a server may have nothing to keep, where servers outnumber elements)
-        self.optimizer = optimizer(self.parameters) if self.parameters else None
+        self.optimizer = self.part.optimizer if self.part.which else None
         self.readers: list[Peer] = []  # who may still be reading `flat`
         self.spare: list[Room] = []
         self.pushed: dict[tuple[int, int], Pushed] = {}  # by worker and life
@@ -159,9 +172,13 @@ class Shard:
                 self._spare_readers()
             for gradient, parameter in zip(first.room.views, self.parameters, strict=True):
                 parameter.grad = gradient
+            if self.update.schedule is not None:
+                self.part.follow(self.update.schedule.at(self.updates))
+                self.update.schedule.forget(self.updates)
             self.optimizer.step()
             for parameter in self.parameters:
                 parameter.grad = None
+        self.updates += 1
         for pushed in taken:
             self.let_go(pushed)
 
@@ -190,7 +207,7 @@ class Shard:
     def state_bytes(self) -> dict[int, int]:
         """Bytes that the optimizer keeps, by tensor."""
         found: dict[int, int] = {}
-        for piece, parameter in zip(self.pieces, self.parameters, strict=True):
+        for piece, parameter in zip(self.pieces, self.parameters, strict=True) if self.optimizer else ():
             assert self.optimizer is not None
             states = (v for v in self.optimizer.state.get(parameter, {}).values() if isinstance(v, Tensor))
             found[piece.tensor] = sum(value.numel() * value.element_size() for value in states)
@@ -213,7 +230,7 @@ class Shard:
         for k, pushed in enumerate(whole):
             tensors[f"pushed/{k}"] = pushed.room.flat
         facts = [[p.worker, p.life, p.step, p.rows, p.of] for p in whole]
-        return tensors, {"numbers": numbers, "pushed": facts}
+        return tensors, {"numbers": numbers, "pushed": facts, "updates": self.updates}
 
     def restore(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         """Back to what `state` gave."""
@@ -234,5 +251,17 @@ class Shard:
         for name, number in facts["numbers"].items():
             k, _, state = name.partition("/")
             states.setdefault(int(k), {})[state] = number
+        if self.update.schedule is not None and facts["updates"] < self.updates:
+            self.update = Update(self.update.factory, self.update.forms, self.scheduler)
+        self.updates = facts["updates"]
+        # (torch counts parameters by group; those that are in no group have no state)
+        place = {id(p): k for k, p in enumerate(p for group in self.optimizer.param_groups for p in group["params"])}
+        numbered = {place[id(self.parameters[k])]: found for k, found in states.items()}
         groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": states, "param_groups": groups})
+        self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
+
+
+def _updated(key: Key, piece: Piece, own: nn.Parameter) -> Updated:
+    """A piece as its optimizer knows it."""
+    begin, size = piece.start // key.type.itemsize, own.numel()
+    return Updated(own, (str(key.name),), (Run(str(key.name), key.shape, begin, begin + size, 0),), True)

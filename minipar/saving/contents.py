@@ -24,6 +24,7 @@ from minipar.program import Local
 from minipar.saving.folder import Row
 from minipar.strategies.compress import keeps_residual
 from minipar.tensors import layers_of
+from minipar.updating import Piece as Updated
 
 SMALL = 1 << 20  # bytes; what is larger, and held by several ranks, is written by all of them, a part each
 
@@ -89,6 +90,12 @@ def optimizer_name(executor: Executor) -> str:
     return next((_class_name(optimizer) for optimizer in executor.state.optimizers.values()), "")
 
 
+def schedule_of(executor: Executor, updates: int) -> dict[str, Any] | None:
+    """The state of the scheduler after so many updates of this run, if there is one."""
+    schedule = executor.state.update.schedule
+    return None if schedule is None else schedule.saved(updates)
+
+
 def collect(executor: Executor, outline: Outline) -> Iterator[Piece]:
     """This rank's share of what must be saved: all ranks together bring each element once. No copies are made."""
     state, rank = executor.state, executor.comm.rank
@@ -125,11 +132,13 @@ def collect(executor: Executor, outline: Outline) -> Iterator[Piece]:
         for p, begin, end, place in state.places(g):
             name, shape = executor.names[id(p)], tuple(p.shape)
             yield Piece(f"parameters/{name}", shape, begin, _here(part, name)[place : place + end - begin])
-            for key, values, number in _states(name, kept.get(id(part), {})):
-                if values.shape == part.shape and not number:
-                    yield Piece(key, shape, begin, values[place : place + end - begin])
-                elif begin == 0:
-                    yield Piece(key, tuple(values.shape), 0, values.reshape(-1), number)
+        for piece in state.pieces.get(g, ()):
+            for name, shape, begin, end, place in piece.runs:
+                for key, values, number in _states(name, kept.get(id(piece.parameter), {})):
+                    if values.shape == piece.parameter.shape and not number:
+                        yield Piece(key, shape, begin, values[place : place + end - begin])
+                    elif begin == 0:
+                        yield Piece(key, tuple(values.shape), 0, values.reshape(-1), number)
     for l, layer in executor.compute.layers.items():
         if rank == _holders(executor, (l,))[0]:  # replicas may differ in their buffers: the first one's are kept
             for name, values in _buffers(layer, outline.prefixes[l]):
@@ -229,11 +238,12 @@ def restore(executor: Executor, outline: Outline, source: Source) -> None:
         if mine is not part and not _away(part):
             part.data.copy_(wanted)
     names = {id(own): executor.names[p] for p, own in trained.items()}
-    parts = {id(state.trained(g)[0]): g for g in state.parts}
+    parts = {id(piece.parameter): piece for g in state.parts for piece in state.pieces.get(g, ())}
+    shapes = {row.name: row.shape for row in outline.rows}
     for optimizer in state.optimizers.values():
         for own, settings in _parameters(optimizer):
             if id(own) in parts:
-                found = _states_of_slice(source, executor, parts[id(own)])
+                found = _states_of_slice(source, parts[id(own)], shapes)
             else:
                 found = _states_of(source, names[id(own)])
             _give(optimizer, own, settings, found)
@@ -280,18 +290,16 @@ def _states_of(source: Source, name: str) -> dict[str, Any]:
     return found
 
 
-def _states_of_slice(source: Source, executor: Executor, g: int) -> dict[str, Any]:
-    """The states of a rank's slice of a group: elements of its parameters' states, end to end, and common numbers.
+def _states_of_slice(source: Source, piece: Updated, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    """The states of a rank's slice: elements of its parameters' states, end to end, and common numbers.
 
     A parameter that nothing used yet has no states; in a slice its elements start from 0.
     """
-    state, names = executor.state, executor.names
-    part, scalars = state.parts[g], source.scalars()
+    part, scalars = piece.parameter, source.scalars()
     found: dict[str, Any] = {}
     wanted: dict[tuple[str, int], Tensor] = {}
     origin: dict[str, str] = {}
-    for p in state.groups[g]:
-        name = names[id(p)]
+    for name in piece.names:
         for each in source.states(name):
             key = f"optimizer/{each}/{name}"
             shape, dtype, number = source.form(key)
@@ -304,16 +312,16 @@ def _states_of_slice(source: Source, executor: Executor, g: int) -> dict[str, An
                         f"{origin[each]} of the same layer, which ZeRO updates as one; go on with zero=0"
                     )
                 origin.setdefault(each, name)
-            elif shape != tuple(p.shape):
+            elif shape != shapes[name]:
                 raise SaveError(
                     f"optimizer state {each!r} of {name} has shape {shape}, and cannot be sliced; go on with zero=0"
                 )
             elif each not in found:
                 found[each] = torch.zeros(part.numel(), dtype=dtype)
-    for p, begin, end, place in state.places(g):
-        for each in source.states(names[id(p)]):
+    for name, _, begin, end, place in piece.runs:
+        for each in source.states(name):
             if each not in scalars:
-                wanted[f"optimizer/{each}/{names[id(p)]}", begin] = found[each][place : place + end - begin]
+                wanted[f"optimizer/{each}/{name}", begin] = found[each][place : place + end - begin]
     source.fill(wanted)
     return found
 

@@ -62,7 +62,8 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """What was run. `step`: steps done; `optimizer`: its class, "" if nothing was trainable."""
+    """What was run. `step`: steps done; `optimizer`: its class, "" if nothing was trainable; `schedule`: the state of
+    the scheduler, where there was one, as plain data."""
 
     step: int
     seed: int
@@ -71,6 +72,7 @@ class Header:
     plan: str
     optimizer: str
     model: tuple[Row, ...]
+    schedule: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -261,4 +263,5 @@ def open_folder(folder: str | os.PathLike[str]) -> Saved:
     if not _STEP.fullmatch(body["files"]):
         raise SaveError(f"{index}: damaged: its files lie in {body['files']!r}")
     known = {key: body[key] for key in ("step", "seed", "batch", "dtype", "plan", "optimizer")}
+    known["schedule"] = body.get("schedule")
     return Saved(path, os.path.join(path, body["files"]), Header(**known, model=model), entries)

@@ -19,7 +19,15 @@ from torch import Tensor, nn
 
 from minipar.errors import SaveError
 from minipar.executor import Executor
-from minipar.saving.contents import Outline, Piece, collect, optimizer_name, restore, restore_plainly
+from minipar.saving.contents import (
+    Outline,
+    Piece,
+    collect,
+    optimizer_name,
+    restore,
+    restore_plainly,
+    schedule_of,
+)
 from minipar.saving.folder import (
     Header,
     Saved,
@@ -77,6 +85,8 @@ class Storing:
         self.saved.check_fits(outline.rows, optimizer_name(executor))
         with executor.offloading.all_here():
             restore(executor, outline, Reading(self.saved))
+        if executor.state.update.schedule is not None:
+            executor.state.update.schedule.load(self.saved.header.schedule)
 
     def begin_plainly(self, outline: Outline, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """The same for plain torch."""
@@ -87,13 +97,17 @@ class Storing:
         self.saved.check_fits(outline.rows, "")
         restore_plainly(model, optimizer, Reading(self.saved))
 
-    def after(self, executor: Executor, outline: Outline, header: Header, last: bool) -> None:
-        """In a rank, after some steps: write its share, if it is time. All ranks call this."""
+    def after(self, executor: Executor, outline: Outline, header: Header, last: bool, updates: int) -> None:
+        """In a rank, after some steps: write its share, if it is time. All ranks call this.
+
+        updates   of this run so far
+        """
         if not self.folder or not (last or (self.every and (header.step - self.first) % self.every == 0)):
             return
         from minipar.saving.storage import write
 
         comm, step = executor.comm, header.step
+        header = replace(header, schedule=schedule_of(executor, updates))
         with writing(self.folder), executor.offloading.all_here():
             path = step_folder(self.folder, step, self.token)
             write(path, comm.rank, optimizer_name(executor), collect(executor, outline))
@@ -102,7 +116,7 @@ class Storing:
             with writing(self.folder):
                 commit(self.folder, step, self.token, comm.size, header)
 
-    def share(self, executor: Executor, outline: Outline, header: Header) -> Share:
+    def share(self, executor: Executor, outline: Outline, header: Header, updates: int = 0) -> Share:
         """In a rank, at the end: its share for the driver, if that is wanted. All ranks call this."""
         header = replace(header, optimizer=optimizer_name(executor))
         if self.keep == 0:
@@ -110,6 +124,7 @@ class Storing:
         pieces: list[Piece] = []
         reason = ""
         try:
+            header = replace(header, schedule=schedule_of(executor, updates))
             pieces = list(collect(executor, outline))
         except SaveError as error:  # nobody may want it; `run.save` says so
             reason = error.reason
