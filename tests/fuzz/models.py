@@ -643,7 +643,7 @@ def _(dice: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> Made:
 
 @kind("one-hot", (1,), torch.int64)
 def _(dice: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> Made:
-    return With(lambda m, x: F.one_hot(x, VOCABULARY).double())
+    return With(lambda m, x: F.one_hot(x, VOCABULARY) * m.w, w=parameter(VOCABULARY))
 
 
 KINDS["pick"] = lambda dice, shape, dtype: With(lambda m, x: whole_of(x))

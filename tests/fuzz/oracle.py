@@ -98,8 +98,8 @@ class Plain:
 
     def close(self, result: Result) -> Result:
         result.parameters = {name: p.detach().clone() for name, p in self.model.named_parameters()}
-        kept = self.model.state_dict()
-        result.buffers = {name: b.clone() for name, b in self.model.named_buffers() if name in kept}
+        named = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        result.buffers = {name: b.clone() for name, b in self.model.state_dict().items() if name not in named}
         return result
 
 
@@ -233,3 +233,140 @@ def served(
                 plain.optimizer.zero_grad()
             taking = []
     return {name: p.detach().clone() for name, p in plain.named.items()}
+
+
+def stale(spec: Spec, batches: Batches, program: Any, seed: int, lr: float, momentum: float) -> Result:
+    """A pipeline without flushes, by what its ranks did: which forward or backward with which version, and updates.
+
+    On every rank a micro-batch has a model of its own, with the version that its forward used; before its backward this
+    becomes the version that the backward used, as weights of which no version is kept change under a graph.
+    """
+    plain, result = Plain(spec, seed, lr, momentum), Result()
+    layers = [layer for layer in plain.model._modules.values() if layer is not None]
+    every, m = program.contract.every, program.microbatches
+    waiting = [_done(row, m) for row in program.ranks]
+    held = [[layers[l] for l in program.placement[r]] for r in range(len(program.ranks))]
+    names = {id(p): name for name, p in plain.named.items()}
+    mine = [{names[id(p)]: p for layer in part for p in layer.parameters() if id(p) in names} for part in held]
+    versions = [{0: _copy(own)} for own in mine]
+    optimizers = [torch.optim.SGD(own.values(), lr=lr, momentum=momentum) if own else None for own in mine]
+    given: dict[tuple[int, int], Any] = {}  # (rank, micro-batch) -> what the rank before handed on
+    arrived: dict[tuple[int, int], list[Tensor | None]] = {}
+    graphs: dict[tuple[int, int], Any] = {}
+    count = max((i for row in waiting for what, i, _ in row if what == "F"), default=-1) + 1
+    result.losses = [0.0] * (count if every is not None else count // m)
+    last = len(held) - 1
+
+    def forward(r: int, i: int, version: int) -> None:
+        x, y = batches(i // m)
+        rows = parts(len(x), m)[i % m]
+        x, target = x[rows.start : rows.stop], y[rows.start : rows.stop]
+        start = x if r == 0 else given.pop((r, i))
+        own = Plain(spec, seed, lr, momentum)
+        for name in mine[r]:
+            own.named[name].data.copy_(versions[r][version][name])
+        leaves = _tree(start, lambda t: t.detach().requires_grad_(r > 0 and (t.is_floating_point() or t.is_complex())))
+        value = _tree(leaves, torch.clone)
+        ends: list[Tensor] = []
+        if rows:
+            own.where |= {"step": i // m, "row": rows.start}
+            for layer in [[*own.model._modules.values()][l] for l in program.placement[r]]:
+                value = layer(value)
+            ends = _differentiable(value)
+            if r == last:
+                share = (1 / every) if every is not None else weight(target) / weight(y)
+                share = share if weight(target) else 0.0
+                ends = [plain.loss(value, target) * share if share else sum(t.sum() for t in ends) * 0]
+                result.losses[i if every is not None else i // m] += ends[0].item() * (every or 1)
+        graphs[r, i] = leaves, ends, own
+        if r < last:
+            given[r + 1, i] = value if rows else start
+
+    def backward(r: int, i: int, version: int) -> None:
+        leaves, ends, own = graphs.pop((r, i))
+        for name in mine[r]:
+            own.named[name].data.copy_(versions[r][version][name])
+        into = arrived.pop((r, i), [None] * len(ends))
+        pairs = [
+            (t, g) for t, g in zip(ends, into, strict=bool(ends)) if t.requires_grad and (g is not None or r == last)
+        ]
+        if pairs:
+            torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+        if r:
+            arrived[r - 1, i] = [t.grad for t in _differentiable(leaves)]
+        for name in mine[r]:
+            if (g := own.named[name].grad) is not None:
+                sums[r][name] = sums[r][name] + g if name in sums[r] else g
+
+    def update(r: int, version: int) -> None:
+        while len(result.gradients) < version:
+            result.gradients.append({})
+        newest = versions[r][max(versions[r])]
+        for name, p in mine[r].items():
+            p.data, p.grad = newest[name].clone(), sums[r].get(name)
+            result.gradients[version - 1][name] = torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        own = optimizers[r]
+        if own is not None:
+            own.step()
+        versions[r][version] = _copy(mine[r])
+        sums[r] = {}
+
+    sums: list[dict[str, Tensor]] = [{} for _ in held]
+    moved = True
+    while moved:
+        moved = False
+        for r, row in enumerate(waiting):
+            while row:
+                what, i, version = row[0]
+                if what == "F" and r and (r, i) not in given:
+                    break
+                if what == "B" and r < last and (r, i) not in arrived:
+                    break
+                row.pop(0)
+                moved = True
+                if what == "U":
+                    update(r, version)
+                else:
+                    (forward if what == "F" else backward)(r, i, version)
+    assert not any(waiting), "an order that cannot be"
+    for own, made in zip(mine, versions, strict=True):
+        for name, p in own.items():
+            p.data = made[max(made)][name]
+    return plain.close(result)
+
+
+def _done(row: Sequence[Any], microbatches: int) -> list[tuple[str, int, int]]:
+    """What a rank did, in order: ("F" or "B", micro-batch of the run, version used) or ("U", -1, version made).
+
+    A forward or backward in several pieces is one, with the version that those of its pieces used that have parameters.
+    """
+    found: dict[tuple[str, int], int] = {}
+    for ins in row:
+        i = ins.step * microbatches + ins.microbatch
+        used = [v.step for v in ins.reads if v.kind == "param"]
+        if ins.op.name == "STEP":
+            version = max(v.step for v in ins.writes if v.kind == "param")
+            found["U", version] = version
+        elif ins.op.name in ("FORWARD", "BACKWARD"):
+            key = ins.op.name[0], i
+            found[key] = max([found.get(key, 0), *used])
+    return [(what, -1 if what == "U" else i, version) for (what, i), version in found.items()]
+
+
+def _copy(named: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in named.items()}
+
+
+def _tree(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A value with each of its tensors changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _tree(part, change) for key, part in value.items()}
+    return type(value)(_tree(part, change) for part in value) if isinstance(value, (tuple, list)) else value
+
+
+def _differentiable(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    _tree(value, lambda t: found.append(t) or t if t.is_floating_point() or t.is_complex() else t)
+    return found

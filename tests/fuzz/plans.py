@@ -30,6 +30,7 @@ class Facts:
     tokens: int = 0
     unsplit: bool = False
     core: bool = False  # whether checkpoint=selective finds something
+    narrow: bool = True  # whether torch can do it in bfloat16
 
 
 def text(words: Mapping[str, str]) -> str:
@@ -105,6 +106,8 @@ def draw(dice: random.Random, facts: Facts) -> Words:
         words["overlap"] = "priority"
     if special == "local" and (dp > 1 or wild) and not both:
         words["local_steps"] = dice.choice(["1", "2", "3"])
+    if special == "bf16" and not facts.narrow:
+        special = ""
     if special == "bf16":
         words["precision"] = "bf16"
     if special == "inference":
