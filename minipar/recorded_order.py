@@ -2,7 +2,7 @@
 
     rank 0    forward 0 v0 | forward 1 v0 | backward 0 v0 | update v1 | forward 2 v1 | ...
 
-`replaying_order.py` trains by it, and by nothing else.
+`replay_order` in `reference.py` trains by it, and by nothing else.
 """
 
 from __future__ import annotations

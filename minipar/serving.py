@@ -4,7 +4,7 @@
     the last ranks   a server: follows the rule, and brings back the order of what it did
     driver           waits; where on_death=continue it starts ranks that die again
 
-The result can be replayed exactly: `replaying.py` reads only the order (in plain torch, in one process).
+The result can be replayed exactly: `reference.py` reads only the order (in plain torch, in a process of its own).
 """
 
 from __future__ import annotations

@@ -353,6 +353,9 @@ class State:
             for p, begin, end, place in self.places(g):
                 values = whole[place : place + end - begin].to("cpu", copy=True)
                 found.append((p, Slice(tuple(p.shape), begin, values)))
+            for p in self.groups[g]:
+                if p.numel() == 0:  # no slice has any of it
+                    found.append((p, torch.zeros(p.shape, dtype=whole.dtype)))
         return found
 
     def places(self, g: int) -> list[tuple[nn.Parameter, int, int, int]]:

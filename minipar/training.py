@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from minipar import own_program
+from minipar import own_program, plainly
 from minipar.cluster import Cluster
 from minipar.costs.calibration import calibrate
 from minipar.costs.device import DeviceSpec
@@ -30,13 +30,10 @@ from minipar.following import Watch
 from minipar.memory.advice import Measured, advising
 from minipar.memory.forecast import with_memory
 from minipar.memory.series import Peak
-from minipar.plainly import run_plainly
 from minipar.plan import Plan
 from minipar.program import Program, Staleness
 from minipar.recorded_order import order_of
 from minipar.reference import Reference, gradient_error
-from minipar.replaying import replay
-from minipar.replaying_order import run_order
 from minipar.saving import keeping
 from minipar.saving.folder import open_folder
 from minipar.serving import Service, execute_served
@@ -211,6 +208,8 @@ def train(
                 raise PlanError(f"{key}={value}: not together with sync=ps; possible is {key}=None")
     storing = keeping.storing(resume, save, every, keep)
     with nullcontext(cluster) if cluster is not None else Cluster(plan.ranks) as ranks:
+        if reference or check:
+            plainly.prepare()
         bar = partial(tqdm, disable=not progress, leave=False)
         with bar(total=1, desc="profile, one layer at a time") as meter:
             rows = microbatch_rows(job.batch, plan.dp, plan.total_microbatches)
@@ -269,17 +268,24 @@ def train(
                 report=lambda k: meter.update(block if k < steps // block else steps % block),
             )
         sizes = [block] * (steps // block) + ([steps % block] if rest is not None else [])
-        plain, plain_time = None, None
+        plain: Reference | None = None
+        plain_time: float | None = None
         if reference or check:
             local = (plan.dp, plan.total_microbatches, plan.local_steps) if plan.local_steps else None
             with bar(total=steps, desc="plain torch, one process") as meter:
-                done_one = lambda rank, k: meter.update()  # noqa: E731
+                ask = partial(
+                    plainly.replay_order if plan.asynchronous else plainly.train_reference,
+                    job,
+                    keep_gradients=check,
+                    storing=storing,
+                    threads=ranks.threads,
+                    report=lambda k: meter.update(),
+                )
                 if plan.asynchronous:
-                    plain = ranks.run_with(done_one, run_order, job, order_of(done.program), check, storing)[0]
+                    plain = ask(order_of(done.program))
                 else:
-                    plain, plain_time = ranks.run_with(
-                        done_one, run_plainly, job, steps, check, plan.clip, storing, local
-                    )[0]
+                    plain = ask(steps, clip=plan.clip, inference=plan.inference, replicas=local)
+                    plain_time = plain.seconds
     return Run(
         plan,
         done.program,
@@ -316,12 +322,14 @@ def _train_served(
             program, job, ranks, on_death=plan.on_death, keep_gradients=check, slow=slow,
             report=lambda k: meter.update(), watch=watch,
         )  # fmt: skip
-    plain, plain_time = None, None
+    plain: Reference | None = None
+    plain_time: float | None = None
     if (reference or check) and plan.mode == "sync" and not service.silent:
-        plain, plain_time = ranks.run(run_plainly, job, program.steps, check)[0]
+        plain = plainly.train_reference(job, program.steps, keep_gradients=check, threads=ranks.threads)
+        plain_time = plain.seconds
     elif reference or check:
-        (found,) = ranks.run_on([0], replay, job, service.order, plan.dp, program.steps, program.microbatches)
-        plain = found.reference
+        order, parts = service.order, program.microbatches
+        plain = plainly.replay_service(job, order, plan.dp, program.steps, parts, ranks.threads)
     return Run(
         plan, done.program, done.losses, done.trace, predicted, done.times, done.gradients, plain, plain_time,
         service=service,

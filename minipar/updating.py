@@ -355,23 +355,13 @@ def other_scheduler(saved: dict[str, Any] | None, mine: str) -> str:
     return f"saved with the scheduler {before}; {mine} begins anew"
 
 
-def scheduled(
-    factory: Optimizer, names: Sequence[str], scheduler: Scheduler | None, saved: dict[str, Any] | None = None
-) -> Plain:
-    """For plain torch: what makes the user's optimizer of a list of parameters of these names, with its scheduler.
-
-    saved   what the scheduler goes on from
-    """
-
-    def made(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        optimizer = make(factory, zip(names, parameters, strict=True))
-        if scheduler is not None:
-            following = make_scheduler(scheduler, optimizer)
-            load_scheduler(following, optimizer, saved)
-            optimizer.register_step_post_hook(lambda *_: following.step())
-        return optimizer
-
-    return made
+def plain_schedule(saved: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A saved state as torch's own objects: the scheduler's class and state, and its optimizer's settings by group."""
+    if saved is None:
+        return None
+    return {"class": saved["class"], "state": _found(saved["state"]), "settings": [
+        {key: _found(value) for key, value in group.items()} for group in saved["settings"]
+    ]}  # fmt: skip
 
 
 # as JSON --------------------------------------------------------------------------------------------------------------

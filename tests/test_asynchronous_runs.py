@@ -13,9 +13,9 @@ from minipar import Plan, PlanError, ProgramError, execute, resume, train
 from minipar.correction import ByStaleness
 from minipar.costs.profiler import shape_of
 from minipar.execution import Execution, Job
+from minipar.plainly import replay_order as replay
 from minipar.recorded_order import UPDATE, Entry, Order, order_of
-from minipar.reference import gradient_error
-from minipar.replaying_order import Replay, replay
+from minipar.reference import Reference, gradient_error
 from minipar.tensors import layers_of
 from tests.toys import rows, toy
 
@@ -32,9 +32,9 @@ def run(clusters, text, optimizer=SGD, model=MODEL, data=None, steps=3, loss=mse
     return job, execute(program, job, cluster=clusters(plan.ranks))
 
 
-def errors(done: Execution, plain: Replay) -> tuple[float, float]:
-    pairs = zip(done.gradients, plain.reference.gradients, strict=True)
-    losses = zip(done.losses, plain.reference.losses, strict=True)
+def errors(done: Execution, plain: Reference) -> tuple[float, float]:
+    pairs = zip(done.gradients, plain.gradients, strict=True)
+    losses = zip(done.losses, plain.losses, strict=True)
     return max(gradient_error(a, b) for a, b in pairs), max(abs(a - b) for a, b in losses)
 
 
@@ -144,7 +144,7 @@ def test_an_update_at_another_place_is_another_run(recorded):
         row[k:] = [e._replace(version=e.version - 1) for e in row[k:]]
 
     plain = replay(job, changed(order, 1, skip))
-    assert max(abs(a - b) for a, b in zip(done.losses, plain.reference.losses, strict=True)) > 1e-6
+    assert max(abs(a - b) for a, b in zip(done.losses, plain.losses, strict=True)) > 1e-6
 
 
 def test_an_order_that_cannot_be_is_refused(recorded):

@@ -15,7 +15,7 @@ from minipar.comm.links import Links
 from minipar.costs.profiler import shape_of
 from minipar.errors import ProgramError, RankError
 from minipar.execution import Job
-from minipar.plainly import run_plainly
+from minipar.plainly import train_reference
 from minipar.program import Op, output
 from minipar.reference import gradient_error
 from tests.interpreters import mutations
@@ -36,7 +36,7 @@ def compiled(text: str, model=MODEL, **options):
 def test_several_steps_in_one_program_are_several_steps(clusters):
     program = compiled("pp=2 microbatches=3", steps=3)
     found = execute(program, job(), cluster=clusters(2), passes=2)
-    plain, _ = clusters(2).run(run_plainly, job(), 6)[0]
+    plain = train_reference(job(), 6)
     assert found.losses == pytest.approx(plain.losses, rel=1e-12)
     for mine, expected in zip(found.gradients, plain.gradients, strict=True):
         assert gradient_error(mine, expected) < 1e-12
@@ -59,7 +59,7 @@ def test_unfused_and_reordered_programs_run_right(clusters, text):
     except ProgramError as error:
         pytest.fail(str(error))
     found = execute(program, job(), cluster=clusters(len(program.ranks)))
-    plain, _ = clusters(len(program.ranks)).run(run_plainly, job(), 1)[0]
+    plain = train_reference(job(), 1)
     assert gradient_error(found.gradients[0], plain.gradients[0]) < 1e-12
 
 
@@ -162,7 +162,7 @@ def test_mutants_that_verify_accepts_still_give_the_right_gradients(clusters, te
     """Whatever random change verify lets pass is a program that runs, and runs right."""
     program = compiled(text)
     cluster = clusters(len(program.ranks))
-    plain, _ = cluster.run(run_plainly, job(), 1)[0]
+    plain = train_reference(job(), 1)
     tried = 0
     for what, mutant in mutations(program, seed, 400):
         if tried == 12 or mutant.ranks == program.ranks or refused(mutant):

@@ -17,8 +17,8 @@ from minipar.cluster import worker
 from minipar.costs.profiler import shape_of
 from minipar.errors import PlanError, RankDied
 from minipar.execution import Job
+from minipar.plainly import replay_service
 from minipar.recomputed import Recomputed
-from minipar.replaying import replay
 from minipar.serving import execute_served
 from tests.toys import rows, toy
 
@@ -34,10 +34,10 @@ def run(clusters, words, data=None, model=MODEL, steps=4, optimizer=None, **more
                   dtype=torch.float64, check=True, progress=False, **more)  # fmt: skip
     verify(found.program)
     assert found.trace.program == found.program
-    again = replay(Job(model, data, 32, mse, optimizer, 0, torch.float64), found.service.order, plan.dp, steps,
+    again = replay_service(Job(model, data, 32, mse, optimizer, 0, torch.float64), found.service.order, plan.dp, steps,
                    plan.total_microbatches)  # fmt: skip
-    for name, values in again.parameters.items():
-        assert (found.service.parameters[name] - values).abs().max() <= 1e-12, name
+    for name, values in found.service.parameters.items():
+        assert (again.parameters[name] - values).abs().max() <= 1e-12, name
     return found
 
 

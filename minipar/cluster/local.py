@@ -88,6 +88,11 @@ class Cluster:
         return self._members.size
 
     @property
+    def threads(self) -> int:
+        """Torch's threads in each rank."""
+        return self._members.threads
+
+    @property
     def device(self) -> str:
         """Where the ranks compute: "cpu" or "cuda"."""
         return self._device

@@ -186,7 +186,7 @@ def _pipeline(
     from minipar.execution import Job
     from minipar.models import mlp
     from minipar.recorded_order import order_of
-    from minipar.replaying_order import replay
+    from minipar.reference import replay_order
     from minipar.tensors import layers_of
 
     generator = torch.Generator().manual_seed(ranks)
@@ -196,7 +196,8 @@ def _pipeline(
     job = Job(build, rows, loss=mse, optimizer=sgd, dtype=torch.float64)  # type: ignore[arg-type]
     model = job.build()
     plan = Plan(pp=ranks, microbatches=updates, schedule="pipedream-vertical")
-    done = replay(job, order_of(plan.compile(shape_of(layers_of(model)))))
+    order = order_of(plan.compile(shape_of(layers_of(model))))
+    done = replay_order(job.build(), job.batches, mse, sgd, order)  # type: ignore[arg-type]
     start = torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
     right = torch.cat([p.flatten() for p in done.parameters.values()])
     asked: list[tuple[int, bool]] = []

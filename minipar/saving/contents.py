@@ -51,6 +51,9 @@ class Outline:
 class Source(Protocol):
     """Where saved elements come from."""
 
+    def everything(self) -> list[str]:
+        """Everything that was saved."""
+
     def form(self, key: str) -> tuple[tuple[int, ...], torch.dtype, bool]:
         """Shape and dtype of a tensor, and whether it was a plain number."""
 
@@ -249,17 +252,18 @@ def restore(executor: Executor, outline: Outline, source: Source) -> None:
             _give(optimizer, own, settings, found)
 
 
-def restore_plainly(model: nn.Module, optimizer: torch.optim.Optimizer | None, source: Source) -> None:
-    """The same for a model that is whole, in plain torch."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    for parameter in model.parameters():
-        _copy(source, f"parameters/{names[id(parameter)]}", parameter)
-    for prefix, layer in model._modules.items():
-        for name, values in _buffers(layer, prefix) if layer is not None else ():
-            _copy(source, f"buffers/{name}", values)
-    if optimizer is not None:
-        for p, settings in _parameters(optimizer):
-            _give(optimizer, p, settings, _states_of(source, names[id(p)]))
+def read_whole(source: Source) -> dict[str, dict[str, Any]]:
+    """All that was saved, as whole tensors by name: parameters, buffers, and each parameter's states."""
+    found: dict[str, dict[str, Any]] = {"parameters": {}, "buffers": {}, "states": {}}
+    for key in source.everything():
+        kind, _, name = key.partition("/")
+        if kind == "optimizer":
+            state, _, name = name.partition("/")
+            value = _read(source, key)
+            found["states"].setdefault(name, {})[state] = value.item() if source.form(key)[2] else value
+        else:
+            found[kind][name] = _read(source, key)
+    return found
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, dict[str, Any]]]:

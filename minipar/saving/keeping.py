@@ -13,9 +13,10 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from minipar.errors import SaveError
 from minipar.executor import Executor
@@ -24,8 +25,8 @@ from minipar.saving.contents import (
     Piece,
     collect,
     optimizer_name,
+    read_whole,
     restore,
-    restore_plainly,
     schedule_of,
 )
 from minipar.saving.folder import (
@@ -88,14 +89,14 @@ class Storing:
         if executor.state.update.schedule is not None:
             executor.state.update.schedule.load(self.saved.header.schedule)
 
-    def begin_plainly(self, outline: Outline, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """The same for plain torch."""
+    def plainly(self) -> dict[str, dict[str, Any]] | None:
+        """What was saved as plain tensors by name, for a model that is whole: parameters, buffers, and of each
+        parameter the optimizer's states. None if the run starts anew."""
         if self.saved is None:
-            return
+            return None
         from minipar.saving.storage import Reading
 
-        self.saved.check_fits(outline.rows, "")
-        restore_plainly(model, optimizer, Reading(self.saved))
+        return read_whole(Reading(self.saved))
 
     def after(self, executor: Executor, outline: Outline, header: Header, last: bool, updates: int) -> None:
         """In a rank, after some steps: write its share, if it is time. All ranks call this.

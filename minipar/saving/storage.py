@@ -179,6 +179,10 @@ class Reading:
                 if not entry.shape and shapes.get(name):
                     self._scalars.add(state)
 
+    def everything(self) -> list[str]:
+        """Everything that was saved."""
+        return list(self.saved.entries)
+
     def form(self, key: str) -> tuple[tuple[int, ...], torch.dtype, bool]:
         """Shape and dtype of a tensor, and whether it was a plain number. SaveError if there is none."""
         entry = self.saved.entries.get(key)

@@ -23,7 +23,7 @@ from minipar.comm import communicator
 from minipar.costs.profiler import shape_of
 from minipar.execution import Execution, Job, execute
 from minipar.executor import Executor
-from minipar.plainly import run_plainly
+from minipar.plainly import train_reference
 from minipar.saving import keeping, storage
 from minipar.saving.contents import Piece, outline_of
 from minipar.saving.folder import Saved, open_folder
@@ -157,8 +157,8 @@ def test_losses_depend_on_everything_that_is_saved(clusters, tmp_path):
 def test_the_reference_goes_on_too(clusters, tmp_path):
     work = job()
     saved = saved_by(clusters, "dp=2 zero=3", work, tmp_path)
-    whole, _ = clusters(1).run(run_plainly, work, 4)[0]
-    plain, _ = clusters(1).run(run_plainly, work, 2, True, None, Storing(saved=saved))[0]
+    whole = train_reference(work, 4)
+    plain = train_reference(work, 2, storing=Storing(saved=saved))
     assert plain.losses == pytest.approx(whole.losses[2:], rel=1e-12)
 
 
