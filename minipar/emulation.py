@@ -10,6 +10,8 @@ takes longer than the emulated time cannot be hidden: it counts as an overrun, a
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -48,13 +50,86 @@ def delays(costs: EmulatedCosts, rank: int) -> Delays:
     return Delays(
         {k: costs.compute(rank, ins) for k, ins in row if ins.op in COMPUTE and costs.delays(ins)},
         {k: costs.collective(ins) for k, ins in row if ins.op in COLLECTIVES and costs.links},
-        {k: costs.transfer(rank, ins) for k, ins in row if ins.op is Op.SEND and costs.transfers_by_function},
+        {
+            k: costs.transfer(rank, ins)
+            for k, ins in row
+            if (ins.op is Op.SEND and costs.transfers_by_function) or (ins.op is Op.PUSH and costs.links)
+        },
         costs.links,
         costs.spec.bandwidth,
         costs.spec.latency or 0.0,
         costs.spec.host_bandwidth,
         costs.spec.disk_bandwidth,
     )
+
+
+@dataclass(frozen=True)
+class Pacing:
+    """What the driver tells emulated parameter servers.
+
+    replies   of each server what its answer to a worker's step takes: (seconds on the link, latency)
+    updates   seconds that an update takes on each server; None: as long as it takes
+    """
+
+    replies: tuple[dict[tuple[int, int], tuple[float, float]], ...]
+    updates: tuple[float, ...] | None
+
+
+@dataclass
+class Pace:
+    """An emulated parameter server: one thread that receives, updates and sends, one thing after another.
+
+    What is done at once counts as done when the device would have done it. Times are of the clock that all processes
+    of a machine share.
+
+    now    the emulated time of what is being dealt with
+    busy   until when the device has something to do
+    """
+
+    now: float = 0.0
+    busy: float = 0.0
+    _timers: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
+    _number: itertools.count[int] = field(default_factory=itertools.count)
+
+    def hear(self, moment: float) -> None:
+        """Something came at this emulated time; 0: now."""
+        self.now = moment or time.perf_counter()
+
+    def later(self, moment: float, then: Callable[[], None]) -> None:
+        heapq.heappush(self._timers, (moment, next(self._number), then))
+
+    def work(self, seconds: float, then: Callable[[float, float], None]) -> float:
+        """Be busy for so long, after what is to be done before; when that ends. `then` is told when it began and
+        ended, as the clock was read."""
+        begin = max(self.now, self.busy)
+        self.busy = end = begin + seconds
+        read: list[float] = []
+        self.later(begin, lambda: read.append(time.perf_counter()))
+        self.later(end, lambda: then(read[0], time.perf_counter()))
+        return end
+
+    def left(self, most: float) -> float:
+        """Seconds until there is something to do, at most so many."""
+        return max(0.0, min(most, self._timers[0][0] - time.perf_counter())) if self._timers else most
+
+    @property
+    def idle(self) -> bool:
+        return not self._timers
+
+    def go_on(self) -> bool:
+        """Do the next thing whose time has come; whether there was one."""
+        clock = time.perf_counter()
+        if not self._timers or self._timers[0][0] > clock:
+            return False
+        moment, _, then = heapq.heappop(self._timers)
+        self.now = moment if clock - moment < LATE else clock
+        then()
+        return True
+
+    def forget(self) -> None:
+        """Nothing that was begun counts any more."""
+        self._timers.clear()
+        self.busy = 0.0
 
 
 @dataclass

@@ -30,10 +30,11 @@ from minipar.comm import meeting, pushing, server
 from minipar.comm.served import Served, Settings
 from minipar.comm.shard import Key, key_of, pieces_of, view
 from minipar.compute import Compute
+from minipar.costs.emulated import EmulatedCosts
 from minipar.costs.profiled import split_rows
 from minipar.costs.profiler import parameters_of
 from minipar.elementwise import check_update
-from minipar.emulation import Clock, Delays
+from minipar.emulation import Clock, Delays, Pacing
 from minipar.errors import RankDied, RankError, ServerClosed
 from minipar.execution import Execution, Job
 from minipar.following import Paced, Watch
@@ -90,6 +91,7 @@ def execute_served(
     report: Callable[[int], None] = lambda done: None,
     watch: Watch | None = None,
     slow: list[Delays] | None = None,
+    pacing: Pacing | None = None,
     snapshot_every: int | None = None,
     patience: float | None = 30.0,
 ) -> tuple[Execution, Service]:
@@ -98,6 +100,7 @@ def execute_served(
     watch            called with a `Moment` of the run at most ten times a second
     on_death         "abort": the death of a rank is raised; "continue": it starts again and goes on
     slow             delays of emulated devices, one for each worker
+    pacing           of the servers, where links are emulated, too
     snapshot_every   updates between two snapshots of the servers; default with on_death="continue": 10
     patience         seconds after which a worker that is gone or was stopped is waited for no longer; one that
                      computes is waited for, however long it takes
@@ -143,7 +146,7 @@ def execute_served(
         ((keys, forms),) = cluster.run_on([0], _keys, job, program.name)
         meeting.open_folder(folder, keys, servers)
         settings = Settings(
-            workers, program.steps, job.optimizer, mode, every, patience, on_death, True, job.scheduler, forms
+            workers, program.steps, job.optimizer, mode, every, patience, on_death, True, pacing, job.scheduler, forms
         )
         revivals = _REVIVALS if on_death == "continue" else 0
         found = cluster.run_reviving(
@@ -156,6 +159,31 @@ def execute_served(
     result = _result(program, keys, steps, served, deaths, keep_gradients, job.batch)
     tell(program.steps, lambda: result[0].losses, lambda: at_work.trace)
     return result
+
+
+def pacing_of(costs: EmulatedCosts) -> Pacing:
+    """What emulated servers need of the costs of their program."""
+    program = costs.program
+    servers = range(program.workers, len(program.ranks))
+    replies = tuple(
+        {
+            (worker, ins.step): costs.transfer(server, ins._replace(op=Op.REPLY, peer=worker, writes=()))
+            for worker in range(program.workers)
+            for ins in program.ranks[worker]
+            if ins.op is Op.PULL and ins.peer == server
+        }
+        for server in servers
+    )
+    assert program.serving is not None
+    taken = [Row(Kind.TAKE, worker, 0, 0) for worker in range(program.workers)]
+    updates = [
+        served_order.update(share, Row(Kind.APPLY, -1, -1, 0), taken)
+        for share in shares_of(program.groups, program.serving.servers)
+    ]
+    known = all(costs.delays(ins) for ins in updates)
+    return Pacing(
+        replies, tuple(costs.compute(s, ins) for s, ins in zip(servers, updates, strict=True)) if known else None
+    )
 
 
 def _result(
@@ -342,7 +370,7 @@ def _work(
         blocks.setdefault(ins.step, []).append((index, ins))
     ps = pushing.connect(folder, rank)  # (first of all: the servers see who is at work)
     spare = copy.deepcopy(model)  # first calls take longer: not the first step's fault
-    _run(_computing(program, rank, layers_of(spare), job), parameters_of(layers_of(spare)), blocks[0], None, None)
+    _run(_computing(program, rank, layers_of(spare), job), parameters_of(layers_of(spare)), blocks[0])
     del spare
     compute = _computing(program, rank, layers, job)
     device = Clock(delays) if delays is not None else None
@@ -355,15 +383,17 @@ def _work(
         ps.weigh(rows, weight)
         for p in (p for group in groups for p in group):
             p.data.copy_(ps.pull(names[id(p)]))
+        if device is not None:
+            device.arrived(ps.arrived, blocks[step][0][0])
 
         def push(p: nn.Parameter, gradient: Tensor, peer: int, found: dict[str, Tensor] = found) -> None:
             if keep_gradients:
                 found[names[id(p)]] = gradient
             ps.push(names[id(p)], gradient, peer - program.workers)
 
-        if device is not None:
-            device.now = time.perf_counter()
-        times = _run(compute, groups, blocks[step], push, device)
+        times = _run(compute, groups, blocks[step], push, device, ps)
+        if device is not None and device.delays.links:
+            ps.pace(device.now)
         pulls = sum(ins.op is Op.PULL for _, ins in blocks[step])
         times[:pulls] = [(begin, times[0][1])] * pulls
         loss, data = float(compute.losses[step]), compute.data_bytes()
@@ -384,8 +414,9 @@ def _run(
     compute: Compute,
     groups: list[list[nn.Parameter]],
     block: list[tuple[int, Instruction]],
-    push: Callable[[nn.Parameter, Tensor, int], None] | None,
-    device: Clock | None,
+    push: Callable[[nn.Parameter, Tensor, int], None] | None = None,
+    device: Clock | None = None,
+    ps: pushing.Servers | None = None,
 ) -> list[tuple[float, float]]:
     """Walk a worker's instructions of one step; when each of them ran. `push` takes a gradient for a server."""
     live: dict[Value, Any] = {}
@@ -397,9 +428,14 @@ def _run(
         elif ins.op is Op.BACKWARD:
             compute.backward(ins, live)
         elif ins.op is Op.PUSH:
+            occupied, delay = (0.0, 0.0) if device is None else device.delays.transfer.get(index, (0.0, 0.0))
+            if device is not None and ps is not None and device.delays.links:
+                ps.pace(device.now + delay, occupied)
             for p in (p for g in ins.layers for p in groups[g]):
                 if push is not None:
                     push(p, torch.zeros_like(p) if p.grad is None else p.grad, ins.peer)
+            if device is not None and device.delays.links:
+                device.wait(device.now + occupied, index)
         elif ins.op is not Op.PULL:
             raise RankError(f"{ins}: no worker does {ins.op.name}")
         if device is not None and ins.op in COMPUTE:

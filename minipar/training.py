@@ -36,7 +36,7 @@ from minipar.recorded_order import order_of
 from minipar.reference import Reference, gradient_error
 from minipar.saving import keeping
 from minipar.saving.folder import open_folder
-from minipar.serving import Service, execute_served
+from minipar.serving import Service, execute_served, pacing_of
 from minipar.settings import at_least_1
 from minipar.shared_cores import available_cores
 from minipar.simulator import simulate
@@ -313,13 +313,14 @@ def _train_served(
     watch: Watch | None,
 ) -> Run:
     """The rest of `train` with parameter servers."""
-    slow = None
+    slow, pacing = None, None
     if ranks.emulates is not None and ranks.emulates.emulates:
         costs = emulated_costs(program, ranks.emulates, job, ranks)
         slow = [delays(costs, rank) for rank in range(plan.dp)]
+        pacing = pacing_of(costs) if costs.links else None
     with bar(total=program.steps * plan.dp, desc=str(plan)) as meter:
         done, service = execute_served(
-            program, job, ranks, on_death=plan.on_death, keep_gradients=check, slow=slow,
+            program, job, ranks, on_death=plan.on_death, keep_gradients=check, slow=slow, pacing=pacing,
             report=lambda k: meter.update(), watch=watch,
         )  # fmt: skip
     plain: Reference | None = None

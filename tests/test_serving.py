@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 
-from minipar import DeviceSpec, Plan, train, verify
+from minipar import Cluster, DeviceSpec, Plan, train, verify
 from minipar.cli import main
 from minipar.cluster import worker
 from minipar.costs.profiler import shape_of
@@ -223,3 +223,40 @@ def test_to_start_a_worker_again_that_always_dies_ends_with_an_error(clusters):
         train(partial(toy, ("linear",)), KillsAlways("", 1), "dp=2 sync=ps on_death=continue", cluster=clusters(3),
               steps=4, batch=9, loss=mse, progress=False)  # fmt: skip
     assert clusters(3).run(lambda: 7) == [7, 7, 7]
+
+
+def four_layers():
+    return torch.nn.Sequential(*(torch.nn.Linear(40, 40) for _ in range(4)))
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_emulated_links_reach_the_servers(servers):
+    """26 KB there and back for each of three workers, and a message's latency: as long as was predicted."""
+    both = torch.randn(2, 12, 40, generator=torch.Generator().manual_seed(0))
+    spec = DeviceSpec.parse("forward=60ms backward=120ms bandwidth=1MB/s latency=20ms")
+    times = {}
+    with Cluster(3 + servers, device=spec) as cluster:
+        for mode in ("sync", "async", "ssp:1", "k-of-n:2/3"):
+            plan = f"dp=3 sync=ps servers={servers} mode={mode} bucket=0.01"
+            found = train(four_layers, tuple(both), plan, cluster=cluster, steps=3, batch=12, loss=mse,
+                          dtype=torch.float32, progress=False, check=True)  # fmt: skip
+            verify(found.program)
+            assert found.max_gradient_error() <= 1e-5
+            times[mode] = found.trace.time
+            assert found.trace.time == pytest.approx(found.predicted.time, rel=0.05), mode
+            assert found.trace.time >= 0.99 * found.predicted.time, "nothing ends before the device would have ended it"
+    assert times["sync"] > 3 * (0.18 + 2 * 0.02 + 0.026)
+
+
+def test_emulated_links_by_a_function():
+    """A latency that only the device's own function knows."""
+    from minipar.costs.unit import UnitCosts
+
+    def costs(program):
+        return UnitCosts(program, 0.02, 0.04, latency=0.05, stage_factors=[1.0, 2.0, 1.0])
+
+    with Cluster(3, device=DeviceSpec(costs=costs)) as cluster:
+        found = train(four_layers, tuple(torch.randn(2, 8, 40)), "dp=2 sync=ps", cluster=cluster, steps=4, batch=8,
+                      loss=mse, progress=False)  # fmt: skip
+    assert found.predicted.time == pytest.approx(4 * (0.12 + 2 * 0.05))
+    assert found.trace.time == pytest.approx(found.predicted.time, rel=0.05)

@@ -3,7 +3,7 @@
     server -> client   32 random bytes                       nothing else is read before the proof;
     client -> server   32 random bytes | proof               a proof is the HMAC-SHA256 of both numbers under the token
     server -> client   proof
-    both               header (what, key, worker, step, version, number, bytes) | bytes ...
+    both               header (what, key, worker, step, version, number, bytes, times) | bytes ...
 
 Nothing that a peer sends is unpickled or evaluated: payloads are tensors' bytes, straight into memory that is there,
 and small JSON texts. TCP_NODELAY, or a header would wait for the acknowledgement of the message before (44 ms).
@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-HEADER = struct.Struct("<iiiqqqq")
+HEADER = struct.Struct("<iiiqqqqqq")
 _CREDENTIALS = struct.Struct("3i")  # of the process at the other end of a Unix socket: process, user, group
 NONCE = PROOF = 32
 _BUFFER = 4 << 20  # asked for; the kernel gives what its limits allow
@@ -62,6 +62,18 @@ class Message(NamedTuple):
     version: int = 0
     number: int = 0
     size: int = 0
+    moment: int = 0  # on emulated links, in ns: when it begins to arrive, or was said; 0: with the message before
+    lasts: int = 0  # and how long the link takes for it
+
+
+def nanoseconds(moment: float) -> int:
+    """A time as a message carries it."""
+    return round(moment * 1e9)
+
+
+def seconds(moment: int) -> float:
+    """A time that a message carried."""
+    return moment / 1e9
 
 
 class Stage:

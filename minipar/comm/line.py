@@ -52,7 +52,7 @@ class Line:
         self.socket.settimeout(seconds)
 
     def send(self, message: Message, data: memoryview | bytes = b"") -> None:
-        header = HEADER.pack(*message[:-1], len(data))
+        header = HEADER.pack(*message[:6], len(data), *message[7:])
         try:
             if not len(data):
                 self.socket.sendall(header)

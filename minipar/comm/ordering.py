@@ -10,12 +10,24 @@ import torch
 from torch import Tensor
 
 from minipar.comm import snapshot
-from minipar.comm.framing import BETWEEN_SERVERS, FROM_WORKERS, MOST_TEXT, PUSH, Message, What, at_work, listen
+from minipar.comm.framing import (
+    BETWEEN_SERVERS,
+    FROM_WORKERS,
+    MOST_TEXT,
+    PUSH,
+    Message,
+    What,
+    at_work,
+    listen,
+    nanoseconds,
+    seconds,
+)
 from minipar.comm.meeting import Handle, Introduction, present, read_handle
 from minipar.comm.peer import Peer, Refused
 from minipar.comm.served import Arrivals, Event, Served, Settings, rows_of
 from minipar.comm.shard import Shard, digest, pieces_of
 from minipar.comm.switchboard import Done, Switchboard
+from minipar.emulation import Pace
 from minipar.errors import RankError
 from minipar.strategies.consistency import ANSWER, APPLY, DROP, JOIN, TAKE, Kind, Row, again
 
@@ -44,6 +56,7 @@ class Server:
         self.digest = digest(handle.keys, self.count)
         self.served = Served(self.shard.flat)
         self.board = Switchboard(listen(handle.addresses[number]), handle.token, self._target, self._done, self._gone)
+        self.pace = Pace() if settings.pacing is not None else None
         self.incarnation = 0
         self.over = handle.closed
         self.on: dict[int, Done] = {
@@ -69,6 +82,8 @@ class Server:
     def _fresh(self) -> None:
         """Nobody is connected, and nothing is known of anybody."""
         self.board.drop_all()
+        if self.pace is not None:
+            self.pace.forget()
         self.workers: dict[int, Peer] = {}
         self.others: dict[int, Peer] = {}  # the other servers, at server 0; server 0, at the others
         self.lists: dict[int, list[int]] = {}  # snapshots of the other servers
@@ -91,14 +106,20 @@ class Server:
             self._meet()
         looked = time.monotonic()
         while not self.over:
-            self.board.wait(_LOOK)
+            self.board.wait(_LOOK if self.pace is None else self.pace.left(_LOOK))
             if self.broken:
                 self._meet()
-            elif self.number == 0:
+                continue
+            while self.pace is not None and self.pace.go_on():
+                self._decide_first()
+            if self.number == 0:
                 if time.monotonic() - looked > _LOOK:
                     looked = time.monotonic()
                     self._look_for_silent()
                 self._decide()
+        while self.pace is not None and not self.pace.idle:
+            time.sleep(self.pace.left(_LOOK))
+            self.pace.go_on()
         self.served.values, self.served.states = self.shard.flat, self.shard.state_bytes()
         return self.served
 
@@ -211,7 +232,17 @@ class Server:
     def _done(self, peer: Peer, message: Message) -> None:
         if peer.worker >= 0:
             self.heard[peer.worker] = time.monotonic()
+        if self.pace is None:
+            self.on[message.what](peer, message)
+            return
+        self.pace.hear(0.0 if message.what == PUSH else seconds(message.moment))
         self.on[message.what](peer, message)
+        self._decide_first()
+
+    def _decide_first(self) -> None:
+        """Server 0, emulated: what follows from one thing follows at its time, before the next thing counts."""
+        if self.number == 0 and self.ready and not self.broken and not self.over:
+            self._decide()
 
     def _pull(self, peer: Peer, message: Message) -> None:
         self.requests[peer.worker] = message.number
@@ -283,19 +314,49 @@ class Server:
         self.arrivals.forget(worker, life)
 
     def _pushed(self, peer: Peer, message: Message) -> None:
+        """A piece of a gradient is here. On an emulated link it arrives later, with those that are sent with it."""
+        if self.pace is None or not (message.moment or peer.coming):
+            self._keep(peer, message, peer.since, time.perf_counter())
+        elif message.moment:
+            pace, together, lasts = self.pace, [message], seconds(message.lasts)
+            peer.coming = together
+            if not self.rule.known(peer.worker, message.step):
+                self.arrivals.coming(peer.worker, message.step, peer.life)
+
+            def arrive(start: float, end: float) -> None:
+                if peer.coming is together:
+                    peer.coming = []
+                for each in together:
+                    self._keep(peer, each, start, end)
+
+            def begin() -> None:
+                pace.work(lasts, arrive)
+
+            pace.later(seconds(message.moment), begin)
+        else:
+            peer.coming.append(message)
+
+    def _keep(self, peer: Peer, message: Message, start: float, end: float) -> None:
+        """A piece of a gradient has arrived. That of the last key makes the gradient whole."""
         worker, step, key = peer.worker, message.step, message.key
         pushed = self.shard.pushed.get((worker, peer.life))
         if pushed is None or key not in pushed.missing or self.rule.known(worker, step):
             return
         pushed.missing.discard(key)
         self.served.received += message.size
-        self.served.events.append(Event(0, worker, step, key, peer.since, time.perf_counter(), message.size))
+        self.served.events.append(Event(0, worker, step, key, start, end, message.size))
         if pushed.missing:
             return
         if self.number == 0:
             self._whole(worker, step, peer.life, 0)
         else:
-            self.board.tell(self.others.get(0), Message(What.HAVE, 0, worker, step, number=peer.life))
+            self.board.tell(
+                self.others.get(0), Message(What.HAVE, 0, worker, step, number=peer.life, moment=self._moment())
+            )
+
+    def _moment(self) -> int:
+        """The emulated time of what is being dealt with, for a message about it."""
+        return 0 if self.pace is None else nanoseconds(self.pace.now)
 
     def _whole(self, worker: int, step: int, life: int, server: int) -> None:
         """Server 0: a gradient is whole at a server. Once it is at all of them, it counts."""
@@ -326,9 +387,9 @@ class Server:
             self._end()
 
     def _tell_row(self, row: Row) -> None:
-        number = self.requests.get(row.worker, 0) if row.kind is ANSWER else 0
+        number, moment = self.requests.get(row.worker, 0) if row.kind is ANSWER else 0, self._moment()
         for peer in self.others.values():
-            self.board.tell(peer, Message(What.ROW, row.kind, row.worker, row.step, row.version, number))
+            self.board.tell(peer, Message(What.ROW, row.kind, row.worker, row.step, row.version, number, 0, moment))
         self.served.order.append(row)
         self._do(row, number)
 
@@ -351,7 +412,16 @@ class Server:
                 late = self.shard.find(row.worker, row.step)
                 if late is not None:
                     self.shard.let_go(late)
-            self.served.events.append(Event(kind, row.worker, row.step, row.version, start, time.perf_counter()))
+            end = time.perf_counter()
+            if self.pace is None or kind is not APPLY:
+                self.served.events.append(Event(kind, row.worker, row.step, row.version, start, end))
+                return
+            assert self.settings.pacing is not None
+            known = self.settings.pacing.updates
+            self.pace.work(
+                end - start if known is None else known[self.number],
+                lambda a, b: self.served.events.append(Event(kind, row.worker, row.step, row.version, a, b)),
+            )
 
     def _answer(self, row: Row, number: int) -> None:
         _, worker, step, version = row
@@ -361,12 +431,22 @@ class Server:
         self.heard[worker] = time.monotonic()
         data = self.shard.bytes if step < self.settings.steps else _NOTHING  # (at the end there is nothing to work on)
 
+        def note(start: float, end: float) -> None:
+            self.served.events.append(Event(ANSWER, worker, step, version, start, end, len(data)))
+
         def written(flat: Tensor = flat) -> None:  # (which keeps it until then)
             self.served.sent += len(data)
-            self.served.events.append(Event(ANSWER, worker, step, version, start, time.perf_counter(), len(data)))
+            if self.pace is None or not len(data):
+                note(start, time.perf_counter())
 
+        moment = 0
+        if self.pace is not None and len(data):
+            assert self.settings.pacing is not None
+            occupied, delay = self.settings.pacing.replies[self.number][worker, step]
+            moment = nanoseconds(self.pace.work(occupied, note) + delay)
         self.shard.readers.append(peer)
-        self.board.tell(peer, Message(What.ANSWER, self.settings.steps, worker, step, version, number), data, written)
+        message = Message(What.ANSWER, self.settings.steps, worker, step, version, number, 0, moment)
+        self.board.tell(peer, message, data, written)
 
     def _look_for_silent(self) -> None:
         """Workers that are gone or hang are waited for no longer. One that only computes for long does not hang."""

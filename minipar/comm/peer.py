@@ -49,6 +49,7 @@ class Peer:
         self.process = process_behind(connection)  # 0: unknown
         self.text = memoryview(b"")  # with which it introduced itself
         self.since = 0.0  # when the message that comes began to come
+        self.coming: list[Message] = []  # pieces of a gradient that travel together on an emulated link
         self.ended = False
         self.unread = False  # something was taken in and not looked at: no selector tells of that
         self._stage = Stage(ahead)
@@ -71,7 +72,7 @@ class Peer:
     def send(self, message: Message, data: memoryview | bytes = b"", written: Callable[[], None] | None = None) -> None:
         """Write a message, or remember it; `written` is called when the kernel has all of it."""
         size = len(data)
-        header = HEADER.pack(*message[:-1], size)
+        header = HEADER.pack(*message[:6], size, *message[7:])
         self._write([header, data] if size else [header], HEADER.size + size, written)
 
     def _write(self, parts: list[memoryview | bytes], size: int, written: Callable[[], None] | None = None) -> None:

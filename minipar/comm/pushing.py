@@ -22,7 +22,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from minipar.comm.framing import Message, What, bytes_of
+from minipar.comm.framing import Message, What, bytes_of, nanoseconds, seconds
 from minipar.comm.line import Line
 from minipar.comm.meeting import RETRY, Handle, Introduction, read_handle
 from minipar.comm.shard import digest, length, pieces_of
@@ -82,6 +82,8 @@ class Servers:
         self.pushed: dict[int, Tensor] = {}  # the others, until all servers have the step
         self.unacknowledged = -1  # the step that servers may not have yet
         self.sent = self.received = 0  # bytes of gradients, and of parameters
+        self.arrived = 0.0  # on emulated links: when the last of a step's parameters are there
+        self._timing = 0, 0  # of the next message
         self._again()
 
     def _home_of(self, k: int) -> Tensor:
@@ -188,13 +190,15 @@ class Servers:
         while True:
             try:
                 self.request += 1
-                self.lines[0].send(Message(What.PULL, number=self.request))
+                self.lines[0].send(Message(What.PULL, number=self.request, moment=self._timing[0]))
+                self._timing, self.arrived = (0, 0), 0.0
                 self.reach("pull")
                 for server, line in enumerate(self.lines):
                     into = self._bytes[server]
                     while True:
                         answer = self._take(line, What.ANSWER, into)
                         line.read(into[: answer.size])
+                        self.arrived = max(self.arrived, seconds(answer.moment))
                         if answer.number == self.request:
                             break
                 break
@@ -255,7 +259,8 @@ class Servers:
         data = bytes_of(self.pushed[k])
         for home, piece in self._homes[k]:
             if server is None or server == home:
-                message = Message(What.PUSH, k, self.worker, self.step, self.rows, self.of)
+                message = Message(What.PUSH, k, self.worker, self.step, self.rows, self.of, 0, *self._timing)
+                self._timing = 0, 0
                 self.lines[home].send(message, data[piece.start : piece.stop])
                 self.sent += piece.size
         self.reach("push")
@@ -274,6 +279,11 @@ class Servers:
             except ConnectionError:
                 if self._again():
                     self._resend()
+
+    def pace(self, moment: float, lasts: float = 0.0) -> None:
+        """On emulated links: the next message begins to arrive at this moment (`time.perf_counter`), and occupies its
+        link for so many seconds, with all that follow up to the next call of this."""
+        self._timing = nanoseconds(moment), nanoseconds(lasts)
 
     def weigh(self, rows: int, of: int) -> None:
         """What is pushed from now on is the gradient of so many rows of a step's, scaled by rows / of. An update is of

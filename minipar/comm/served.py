@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from minipar.emulation import Pacing
 from minipar.strategies.consistency import SYNC, Kind, Mode, Row
 from minipar.updating import Form, Optimizer, Scheduler
 
@@ -26,7 +27,8 @@ class Settings:
                     Unix socket a worker hangs when its process was stopped, and not while that computes; over TCP,
                     where the server cannot see the process, when it says nothing for so long
     on_death        "continue" without it, or "abort"
-    together        nobody begins before all that are expected have come
+    together        nobody begins before all that are expected have asked for parameters
+    pacing          of emulated devices; None: everything takes as long as it takes
     """
 
     workers: int
@@ -37,6 +39,7 @@ class Settings:
     patience: float | None = 30.0
     on_death: str = "continue"
     together: bool = False
+    pacing: Pacing | None = None
     scheduler: Scheduler | None = None
     forms: tuple[Form, ...] = ()
 
@@ -81,9 +84,14 @@ class Arrivals:
         self.at: dict[tuple[int, int, int], set[int]] = {}  # worker, step, life
         self.early: set[int] = set()
 
+    def coming(self, worker: int, step: int, life: int) -> None:
+        """A gradient is on an emulated link: what its worker pulls waits for it."""
+        self.at.setdefault((worker, step, life), set())
+
     def whole(self, worker: int, step: int, life: int, server: int) -> bool:
         """A gradient is whole at a server. Whether it is at all of them now."""
         if self.servers == 1:
+            self.at.pop((worker, step, life), None)
             return True
         found = self.at.setdefault((worker, step, life), set())
         found.add(server)

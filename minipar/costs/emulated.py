@@ -85,11 +85,16 @@ class EmulatedCosts:
             return self._copy(rank, ins)
         if not self.links:
             return self._own("the time of a message").transfer(rank, ins)
+        if ins.op is Op.PULL:
+            return 0.0, 0.0  # (what travels is the server's REPLY)
         if self.spec.bandwidth is None:
             by_function = self.transfers_by_function
             return self._table[0].transfer(rank, ins) if by_function else (0.0, self.spec.latency or 0.0)
-        own = self._own("the size of a message")
-        size = sum(part.bytes for part in ins.parts) if ins.op in SERVICE else sum(own.size(rank, v) for v in ins.reads)
+        if ins.op in SERVICE:
+            size: float = sum(part.bytes for part in ins.parts)
+        else:
+            own = self._own("the size of a message")
+            size = sum(own.size(rank, value) for value in ins.reads)
         return (size / self.spec.bandwidth, self.spec.latency or 0.0) if size else (0.0, 0.0)
 
     def _copy(self, rank: int, ins: Instruction) -> tuple[float, float]:

@@ -78,7 +78,7 @@ def test_nothing_is_heard_before_the_proof():
     near, far = socket.socketpair()
     heard = Heard()
     with closing(far), closing(Peer(near, TOKEN, heard.target, heard.done)) as peer:
-        far.sendall(bytes(64) + HEADER.pack(What.LEAVE, 0, 0, 0, 0, 0, 0))
+        far.sendall(bytes(64) + HEADER.pack(*Message(What.LEAVE)))
         with pytest.raises(Refused):
             peer.read()
         assert peer.ended
@@ -156,7 +156,7 @@ def test_what_the_system_does_not_take_waits_its_turn():
 def test_what_was_read_before_a_connection_is_handed_over_is_heard():
     """Server 0's first words may come together with its greeting."""
     near, far = socket.socketpair()
-    heard, header = Heard(), HEADER.pack(What.ROW, 2, 0, 0, 0, 0, 3)
+    heard, header = Heard(), HEADER.pack(*Message(What.ROW, 2, size=3))
     with closing(socket.socket(socket.AF_UNIX)) as listener, closing(far):
         listener.bind("")
         listener.listen()
@@ -184,7 +184,7 @@ def test_a_server_looks_for_the_next_message_before_it_sleeps(monkeypatch: pytes
         select = board.selector.select
         monkeypatch.setattr(board.selector, "select", lambda seconds: slept.append(seconds) or select(seconds))
         board.adopt(near)
-        later = threading.Timer(0.05, far.sendall, [HEADER.pack(What.ROW, 2, 0, 0, 0, 0, 3) + b"abc"])
+        later = threading.Timer(0.05, far.sendall, [HEADER.pack(*Message(What.ROW, 2, size=3)) + b"abc"])
         later.start()
         board.wait(10)
         later.join()
