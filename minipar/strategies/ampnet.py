@@ -3,9 +3,9 @@
 Source: Gaunt et al., "AMPNet: Asynchronous Model-Parallel Training for Dynamic Neural Networks", 2017.
 
     p=3, in_flight=3, update_every=1            rank 0 starts a micro-batch if fewer than `in_flight` are under way
-    rank 0  F0 F1 F2             B0 B0|1 F3 B1 B1|2
-    rank 1     F0 F1 F2    B0 B0|1    B1 B1|2 F3 B2 B2|3    <- B2 and the output of F3 were there: B2 came first
-    rank 2        F0 B0 B0|1 F1 B1 B1|2 F2 B2 B2|3 F3 B3 B3|4
+    rank 0  F0   F1   F2                       B0   B0|1 F3   B1   B1|2 F4   B2   B2|3 F5
+    rank 1       F0   F1   F2        B0   B0|1      B1   B1|2 F3   B2   B2|3 F4   B3   B3|4
+    rank 2            F0   B0   B0|1 F1   B1   B1|2 F2   B2   B2|3 F3   B3   B3|4 F4   B4
 
 Nothing is stashed: a backward uses the weights as they are by then, which may have changed since its forward. So what
 is applied is not the gradient of any function. in_flight=1, update_every=m is synchronous SGD.

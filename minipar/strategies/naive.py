@@ -3,9 +3,9 @@
 Source: the starting point of every pipeline paper, e.g. Huang et al., GPipe (2019), figure 2(b).
 
     p=3, m=2, backward twice as long as forward
-    rank 0  F0          B0 B0 F1          B1 B1
-    rank 1     F0    B0 B0       F1    B1 B1
-    rank 2        F0 B0 B0          F1 B1 B1        (each F0 B0 waits for the whole chain: only one rank works)
+    rank 0  F0                   B0 B0 F1                   B1 B1
+    rank 1     F0          B0 B0          F1          B1 B1
+    rank 2        F0 B0 B0                   F1 B1 B1        (each waits for the whole chain: only one rank works)
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Sources: Narayanan et al., PipeDream (2019; there without a flush) and PipeDream
 Fan et al., DAPPLE (2021). The eager form starts more forwards ahead and so hides one hop of latency.
 
     p=3, m=4, backward twice as long as forward
-    rank 0  F0 F1 F2             B0 B0 F3    B1 B1    B2 B2    B3 B3
-    rank 1     F0 F1       B0 B0 F2    B1 B1 F3 B2 B2    B3 B3
+    rank 0  F0 F1 F2             B0 B0 F3 B1 B1    B2 B2    B3 B3
+    rank 1     F0 F1       B0 B0 F2 B1 B1 F3 B2 B2    B3 B3
     rank 2        F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3
 
 Time (m+p-1)(tF+tB), as GPipe; but rank d keeps at most p-d micro-batches' activations (eager: 2(p-1-d)+1), not m.

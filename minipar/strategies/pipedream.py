@@ -3,9 +3,11 @@
 Source: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019.
 
     p=3, backward twice as long as forward; | is an update, and the number after it the version that it made
-    rank 0  F0 F1 F2             B0 B0|1 F3    B1 B1|2 F4    B2 B2|3 F5     the version that F3 uses is 1, and so on
-    rank 1     F0 F1       B0 B0|1 F2    B1 B1|2 F3    B2 B2|3 F4
-    rank 2        F0 B0 B0|1 F1 B1 B1|2 F2 B2 B2|3 F3 B3 B3|4
+    rank 0  F0   F1   F2                       B0   B0|1 F3   B1   B1|2 F4   B2   B2|3 F5   B3
+    rank 1       F0   F1             B0   B0|1 F2   B1   B1|2 F3   B2   B2|3 F4   B3   B3|4 F5
+    rank 2            F0   B0   B0|1 F1   B1   B1|2 F2   B2   B2|3 F3   B3   B3|4 F4   B4   B4|5
+
+So F3 uses version 1 on rank 0, and version 3 on rank 2.
 
 Weight stashing: a forward uses the newest parameters of its rank, and they are kept until its backward has used them,
 too. So a gradient is one of a function, but each stage's part of it is of another age: on rank d it is p-1-d updates

@@ -3,9 +3,9 @@
 Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021.
 
     p=3, m=2: micro-batches 0 and 1 are step 0, 2 and 3 step 1, ...; the version that each forward uses
-    rank 0  F0:0 F1:0 F2:0                B0 B0   F3:0      B1 B1|1 F4:1      B2 B2   F5:1
-    rank 1       F0:0 F1:0        B0 B0   F2:0      B1 B1|1 F3:0      B2 B2   F4:1
-    rank 2            F0:0 B0 B0   F1:0 B1 B1|1 F2:0 B2 B2   F3:0 B3 B3|2 F4:1
+    rank 0  F0:0 F1:0 F2:0                     B0   B0   F3:0 B1   B1|1 F4:1 B2   B2   F5:1 B3   B3|2
+    rank 1       F0:0 F1:0           B0   B0   F2:0 B1   B1|1 F3:0 B2   B2   F4:1 B3   B3|2 F5:1 B4
+    rank 2            F0:0 B0   B0   F1:0 B1   B1|1 F2:0 B2   B2   F3:0 B3   B3|2 F4:1 B4   B4   F5:1
 
 All micro-batches of step t use version max(t-1, 0): W(t+1) = W(t) - lr grad f(W(t-1)). The delay is one update on every
 rank, and a rank holds two versions: the one in use, and the one that the next step will use. On rank 0 the first

@@ -3,9 +3,9 @@
 Source: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019, section 3.3.
 
     p=3: the version that each forward uses (and its backward again)
-    rank 0  F0:0 F1:0 F2:0                B0 B0|1 F3:1      B1 B1|2 F4:2
-    rank 1       F0:0 F1:0        B0 B0|1 F2:0      B1 B1|2 F3:1              PipeDream: F2:1, F3:2
-    rank 2            F0:0 B0 B0|1 F1:0 B1 B1|2 F2:0 B2 B2|3 F3:1             PipeDream: F1:1, F2:2, F3:3
+    rank 0  F0:0 F1:0 F2:0                     B0   B0|1 F3:1 B1   B1|2 F4:2 B2   B2|3
+    rank 1       F0:0 F1:0           B0   B0|1 F2:0 B1   B1|2 F3:1 B2   B2|3 F4:2        PipeDream: F2:1, F3:2
+    rank 2            F0:0 B0   B0|1 F1:0 B1   B1|2 F2:0 B2   B2|3 F3:1 B3   B3|4        PipeDream: F1:1, F2:2, F3:3
 
 The number travels with the micro-batch; as rank 0 has done max(0, i-(p-1)) updates when it begins micro-batch i, here
 nothing has to be sent. The gradient is then one of the whole model at one earlier moment, as with plain SGD and a delay

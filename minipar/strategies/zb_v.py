@@ -5,7 +5,7 @@ torch.distributed.pipelining (ScheduleZBVZeroBubble), which is the paper's at eq
 
     p=2, m=4: rank 0 has stages 0 and 3, rank 1 has 1 and 2; lower case is the second chunk, all halves as long
     rank 0  F0 F1 F2 f0 i0 w0 f1 i1 w1 F3 I0 W0 f2 i2 w2 I1 W1 f3 i3 w3 I2 W2 I3 W3
-    rank 1     F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 w2 I2 i3 I3 w3 W2 W3
+    rank 1     F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 w2 I2 i3 I3 W2 w3 W3
 
 The last stage is on rank 0: its input half can start as soon as its forward is done, and the way back begins where the
 way there did. Time m(tF+tB) + (p-1) tF/2 at tF = tI = tW and m >= 2p-1, of which no rank waits between its first and
