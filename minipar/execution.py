@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from minipar import recomputed
 from minipar.affinity import on_own_core
-from minipar.batches import Batch, Part, gives_rows, read_part
+from minipar.batches import Batch, Part, check_batch, gives_rows, read_part
 from minipar.cluster import Cluster, worker
 from minipar.comm import algorithms, communicator
 from minipar.comm.algorithms.moves import Algorithm
@@ -29,6 +29,7 @@ from minipar.costs.profiled import ProfiledCosts, microbatch_rows
 from minipar.costs.profiler import profile, shape_of
 from minipar.costs.rates import Copies
 from minipar.costs.shapes import Shape
+from minipar.data import loading
 from minipar.elementwise import check_update
 from minipar.emulation import Delays, delays
 from minipar.errors import PlanError
@@ -67,7 +68,8 @@ class Job:
 
     model       a function that makes the layers, or the layers themselves
     data        has `batch(step, size) -> (x, y)`; or one fixed pair (x, y). Where `batch` has a parameter `rows`,
-                each rank asks for its own ones (a range); `length(step, size)` says if a step has fewer than `size`
+                each rank asks for its own ones (a range); `length(step, size)` says if a step has fewer than `size`.
+                A torch Dataset becomes `data.Rows`. Of iterables `minipar.data.loading.read_ahead` makes such data
     batch       rows of a step, over all replicas and micro-batches
     optimizer   makes an optimizer of the whole model's parameters (see `updating`)
     scheduler   makes a scheduler of that optimizer, which steps once after each update
@@ -84,11 +86,13 @@ class Job:
 
     def __post_init__(self) -> None:
         check_loss(self.loss)
+        object.__setattr__(self, "data", loading.indexed(self.data, self.seed))
         if isinstance(self.data, tuple):
-            object.__setattr__(self, "batch", count_rows(self.data[0]))
+            object.__setattr__(self, "batch", check_batch(self.data))
         elif not hasattr(self.data, "batch"):
             raise PlanError(
-                f"data={type(self.data).__name__}: must have batch(step, size) -> (x, y), or be a pair (x, y)"
+                f"data={type(self.data).__name__}: must have batch(step, size) -> (x, y), or be a pair (x, y), a torch "
+                "Dataset or DataLoader, or an iterable of batches"
             )
         object.__setattr__(self, "batch", at_least_1("batch", self.batch))
 

@@ -23,10 +23,12 @@ from minipar.costs.measured import Profile
 from minipar.costs.profiled import ProfiledCosts, microbatch_rows
 from minipar.costs.rates import Calibration, Copies
 from minipar.costs.shapes import Shape
+from minipar.data import loading
 from minipar.emulation import delays
 from minipar.errors import MiniparError, PlanError
 from minipar.execution import Job, Loss, Model, emulated_costs, execute, profile_job
 from minipar.following import Watch
+from minipar.losses import check_loss
 from minipar.memory.advice import Measured, advising
 from minipar.memory.forecast import with_memory
 from minipar.memory.series import Peak
@@ -161,7 +163,9 @@ def train(
     """Train a model by a plan, on real processes.
 
     model       a function that makes an nn.Sequential (or list) of layers, such as partial(models.gpt, layers=12)
-    data        has `batch(step, size) -> (x, y)`, such as data.stdlib_text(); or one fixed pair (x, y)
+    data        has `batch(step, size) -> (x, y)`, such as data.stdlib_text(); or one fixed pair (x, y); or a torch
+                Dataset (see `data.Rows`), DataLoader, or iterable of batches (see `data.Batches`). x and y are tensors,
+                or tuples or dicts of them, with the rows in dimension 0; sequences may have another length in each step
     plan        how it is trained in parallel; default one device, or what `program` was compiled from
     program     what runs in place of what the plan compiles to: a program, or a function that makes one of the model's
                 shape, such as lambda shape: mine(plan.compile(shape)). It is verified, and must agree with the plan's
@@ -190,7 +194,7 @@ def train(
     plan = own_program.plan_of(plan, program)
     split = own_program.splits(program, plan)
     steps = at_least_1("steps", steps)
-    job = Job(model, data, batch, loss, optimizer, seed, dtype, scheduler)
+    check_loss(loss)
     every = 0 if save_every is None else at_least_1("save_every", save_every)
     if every and save is None:
         raise PlanError(f"save_every={every}: needs save=folder")
@@ -207,7 +211,9 @@ def train(
             if value:
                 raise PlanError(f"{key}={value}: not together with sync=ps; possible is {key}=None")
     storing = keeping.storing(resume, save, every, keep)
-    with nullcontext(cluster) if cluster is not None else Cluster(plan.ranks) as ranks:
+    feeding = loading.read_ahead(data, steps, storing.first, seed, batch)
+    with feeding as (data, batch), nullcontext(cluster) if cluster is not None else Cluster(plan.ranks) as ranks:
+        job = Job(model, data, batch, loss, optimizer, seed, dtype, scheduler)
         if reference or check:
             plainly.prepare()
         bar = partial(tqdm, disable=not progress, leave=False)

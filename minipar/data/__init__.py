@@ -9,6 +9,9 @@
     x, y = epochs.batch(step=1000, size=32, rows=range(8))                  # of a file that may be larger than memory
     for step, (x, y) in data.stream(epochs, 32, rank, {"dp": 4}): ...       # a rank's rows, for a loop of one's own
 
+    rows = data.Rows(dataset, seed=1)           # a torch Dataset; train(data=dataset) does the same
+    batches = data.Batches(loader)              # a torch DataLoader, or any iterable of batches; so does data=loader
+
 A data set is a handful of settings: it pickles small, and reads its data in the process that first needs it.
 This package imports torch only when a batch is made.
 """
@@ -17,16 +20,19 @@ from minipar.data.epochs import Epochs
 from minipar.data.files import Records, Tokens
 from minipar.data.fitting import for_model
 from minipar.data.images import Digits, digits
+from minipar.data.loading import Batches, Rows
 from minipar.data.order import Order
 from minipar.data.sharing import Sampler, replica_of, rows_of, stream
 from minipar.data.sources import Source
 from minipar.data.text import Text, Windows, stdlib_text, stdlib_windows
 
 __all__ = [
+    "Batches",
     "Digits",
     "Epochs",
     "Order",
     "Records",
+    "Rows",
     "Sampler",
     "Source",
     "Text",

@@ -3,6 +3,8 @@
     model = models.build("gpt-tiny")            # or models.gpt(layers=4, ...), models.mlp(widths=...), models.branchy()
     shape = models.shape("gpt-tiny")            # what a plan needs of it; never imports torch
     models.presets()                            # the names
+    layers = models.from_torch(model, example)  # a model of your own, cut into layers
+    layers = models.from_transformers(model)    # one of Hugging Face's
 
 The builders import torch when they are first used; this package, its presets and its shapes do without.
 """
@@ -17,13 +19,16 @@ from minipar.models.table import GPT, MLP, PRESETS, Branchy, preset, presets, ti
 if TYPE_CHECKING:
     from torch import nn
 
+    from minipar.models.hugging_face import from_transformers, next_token_loss, token_loss
     from minipar.models.inception import branchy
     from minipar.models.initial import initialise
     from minipar.models.perceptron import mlp
+    from minipar.models.tracing import from_torch
     from minipar.models.transformer import gpt
 
 __all__ = [
-    "GPT", "MLP", "PRESETS", "Branchy", "branchy", "build", "gpt", "initialise", "mlp", "preset", "presets", "shape",
+    "GPT", "MLP", "PRESETS", "Branchy", "branchy", "build", "from_torch", "from_transformers", "gpt", "initialise",
+    "mlp", "next_token_loss", "preset", "presets", "shape", "token_loss",
 ]  # fmt: skip
 
 _LAZY = {
@@ -31,6 +36,10 @@ _LAZY = {
     "gpt": "minipar.models.transformer",
     "mlp": "minipar.models.perceptron",
     "initialise": "minipar.models.initial",
+    "from_torch": "minipar.models.tracing",
+    "from_transformers": "minipar.models.hugging_face",
+    "next_token_loss": "minipar.models.hugging_face",
+    "token_loss": "minipar.models.hugging_face",
 }
 
 

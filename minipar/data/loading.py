@@ -1,0 +1,203 @@
+"""Data of torch's kind for `train`: a Dataset by its rows, and a DataLoader or any iterable by its batches.
+
+Rows        a Dataset: which rows a step has is a function of (seed, step), so each rank reads its own
+Batches     an iterable knows no step numbers, and a shuffling one gives other batches each time that it is read.
+            So the driver reads it, once, before the run, into files of a temporary folder; ranks and the
+            reference take their rows of each batch from there
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from minipar.data.order import Order
+from minipar.errors import PlanError
+from minipar.wording import several
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Pair = Callable[[Any], tuple[Any, Any]]
+
+
+def pair(batch: Any) -> tuple[Any, Any]:
+    """x and y of a batch: of a pair (x, y) as it is; of a dict with "labels", x is the rest of it and y the labels.
+
+    Errors: PlanError for any other batch; say what is what with `Rows(..., pair=...)` or `Batches(..., pair=...)`.
+    """
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    if isinstance(batch, Mapping) and "labels" in batch and len(batch) > 1:
+        return {key: part for key, part in batch.items() if key != "labels"}, batch["labels"]
+    kind = f"a dict of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+    if isinstance(batch, (tuple, list)):
+        kind += f" of {len(batch)}"
+    raise PlanError(
+        f"data: a batch is {kind}, which does not say what is x and what is y; give pairs (x, y) or dicts with "
+        "'labels', or say it: data.Batches(loader, pair=lambda batch: (batch['image'], batch['class']))"
+    )
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a torch Dataset (with a length and numbered rows), epoch by epoch: `train(data=Rows(dataset))`.
+
+    dataset   `dataset[k]` is row k: a pair (x, y), or a dict with "labels"
+    seed      of the orders: the order of an epoch is a function of (seed, epoch)
+    shuffle   False: every epoch in the order of the data
+    last      "smaller": the rows that do not fill a batch are one of their own; "dropped": they wait for another epoch
+    collate   makes a batch of a list of rows; default: torch's, which stacks them, and each rank reads its own rows
+              only. With another one (that pads to the longest row) each rank reads the whole batch
+    pair      (x, y) of a collated batch; default: `pair`
+
+    Rows that draw random numbers (augmentation) must draw them as a function of k: otherwise the reference, and with a
+    `collate` of your own each rank, sees others.
+    """
+
+    dataset: Any
+    seed: int = 0
+    shuffle: bool = True
+    last: str = "smaller"
+    collate: Callable[[list[Any]], Any] | None = None
+    pair: Pair = pair
+
+    def __post_init__(self) -> None:
+        Order(1, self.seed, self.last, self.shuffle)
+        for name in ("__len__", "__getitem__"):
+            if not hasattr(self.dataset, name):
+                raise PlanError(
+                    f"data={type(self.dataset).__name__}: has no {name}; rows are taken from data sets with a length "
+                    "and numbered rows, others are read with data.Batches"
+                )
+
+    @cached_property
+    def order(self) -> Order:
+        """Which rows stand where."""
+        return Order(len(self.dataset), self.seed, self.last, self.shuffle)
+
+    def steps(self, size: int) -> int:
+        """Steps of an epoch. Errors: `PlanError` for a batch with more rows than an epoch."""
+        return self.order.steps(size)
+
+    def length(self, step: int, size: int) -> int:
+        """Rows of the batch of one step: `size`, or fewer at the end of an epoch."""
+        return self.order.place(step, size)[2]
+
+    def batch(self, step: int, size: int, rows: range | None = None) -> tuple[Any, Any]:
+        """The batch of one step, or only its `rows`."""
+        from torch.utils.data import default_collate
+
+        from minipar.tensors import take_rows
+
+        if self.collate is None:
+            return self.pair(default_collate([self.dataset[k] for k in self.order.rows(step, size, rows).tolist()]))
+        whole = self.pair(self.collate([self.dataset[k] for k in self.order.rows(step, size).tolist()]))
+        return whole if rows is None else (take_rows(whole[0], rows), take_rows(whole[1], rows))
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The batches of a torch DataLoader, or of any iterable: `train(data=Batches(loader))`.
+
+    The driver reads as many as there are steps, before the run. One that can be read again (a DataLoader, a list)
+    begins again when it ends; a generator must have a batch for every step. `batch=` of `train` is what the first one
+    has; the others may have more or fewer rows. torch's random numbers are drawn from (seed of `train`, first step), so
+    the same call gives the same batches, and a resumed run other ones.
+
+    pair   (x, y) of a batch; default: `pair`
+    """
+
+    batches: Iterable[Any]
+    pair: Pair = pair
+
+
+@dataclass(frozen=True)
+class _Files:
+    """Batches in a folder, one file a step."""
+
+    folder: str
+    first: int
+
+    def batch(self, step: int, size: int) -> tuple[Any, Any]:
+        import torch
+
+        # (the profile asks for step 0, whichever comes first)
+        found = torch.load(self._path(max(step, self.first)), mmap=True, weights_only=False)
+        return found[0], found[1]
+
+    def _path(self, step: int) -> str:
+        return os.path.join(self.folder, f"{step}.pt")
+
+
+def indexed(data: Any, seed: int) -> Any:
+    """A torch Dataset as `Rows`; anything else as it is."""
+    if isinstance(data, tuple) or hasattr(data, "batch"):
+        return data
+    from torch.utils.data import Dataset, IterableDataset
+
+    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
+        return Rows(data, seed)
+    return data
+
+
+@contextmanager
+def read_ahead(data: Any, steps: int, first: int, seed: int, size: int) -> Iterator[tuple[Any, int]]:
+    """Data that knows its batches by step number, and the rows of a step, for `steps` steps from step `first` on.
+
+    Errors: PlanError where an iterable has no batch for some step, or one that is no x and y.
+    """
+    data = indexed(data, seed)
+    if isinstance(data, tuple) or not isinstance(data, (Batches, Iterable)) or hasattr(data, "batch"):
+        yield data, size
+        return
+    import torch
+
+    from minipar.batches import check_batch
+
+    given = data if isinstance(data, Batches) else Batches(data)
+    with tempfile.TemporaryDirectory(prefix="minipar-batches-") as folder:
+        files = _Files(folder, first)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(hash((seed, first)))
+            for step, batch in zip(range(first, first + steps), _again(given.batches, steps), strict=False):
+                found = given.pair(batch)
+                rows = check_batch(found)
+                if step == first:
+                    size = rows
+                torch.save(_compact(found), files._path(step))
+        yield files, size
+
+
+def _again(batches: Iterable[Any], steps: int) -> Iterator[Any]:
+    """So many batches, from the beginning again where that is possible."""
+    found = 0
+    while found < steps:
+        before, running = found, iter(batches)
+        for batch in running:
+            yield batch
+            found += 1
+            if found == steps:
+                return
+        if running is batches or found == before:
+            again = "it cannot be read again" if running is batches and found else "it gave none"
+            raise PlanError(
+                f"data: {type(batches).__name__} ended after {several(found, 'batch')}, but there are "
+                f"{several(steps, 'step')}: step {found} has none, and {again}; choose fewer steps, or give an "
+                "iterable that begins again, such as a DataLoader"
+            )
+
+
+def _compact(value: Any) -> Any:
+    """Tensors without the rest of the storages that they are views of, which would be saved too."""
+    from minipar.tensors import map_tensors
+
+    def own(tensor: Tensor) -> Tensor:
+        return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+
+    return map_tensors(value, own)

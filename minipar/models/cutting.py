@@ -1,0 +1,219 @@
+"""A model cut into layers, under the names that its parameters have in the model that it was cut from.
+
+Layered     an nn.Sequential whose state and parameters go by the original names
+Holder      a layer that holds modules of the original at the paths where the original has them
+check       whether the layers do what the model does, on an example: output and gradients
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from minipar.errors import PlanError
+from minipar.tensors import count_bytes, count_rows, differentiable, tensors
+from minipar.wording import several
+
+TOLERANCE = 1e-6  # of outputs and gradients, relative to the largest: other kernels may be chosen for other layouts
+
+
+class Crossing(NamedTuple):
+    """What one layer hands on to the next, for the example: its names, and bytes for each row."""
+
+    names: tuple[str, ...]
+    bytes_per_row: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a model was cut: by what, and of each layer its name, its number of parameters, and what it hands on."""
+
+    model: str
+    way: str
+    layers: tuple[str, ...]
+    parameters: tuple[int, ...]
+    crossings: tuple[Crossing, ...]
+    error: float | None
+
+    def __str__(self) -> str:
+        lines = [f"{self.model}: {several(len(self.layers), 'layer')}, {self.way}"]
+        for k, (name, count) in enumerate(zip(self.layers, self.parameters, strict=True)):
+            lines.append(f"  {k:>3}  {name}  ({several(count, 'parameter')})")
+            if k < len(self.crossings):
+                crossing = self.crossings[k]
+                lines.append(f"       | {', '.join(crossing.names)}: {crossing.bytes_per_row:,.0f} bytes a row")
+        checked = "not checked" if self.error is None else f"largest relative difference {self.error:.1e}"
+        return "\n".join([*lines, f"  outputs and gradients on the example: {checked}"])
+
+
+class Layered(nn.Sequential):
+    """Layers of a model; `named_parameters`, `state_dict` and `load_state_dict` go by the model's own names.
+
+    report   how it was cut; print it
+    """
+
+    report: Report
+
+    def __init__(self, layers: Mapping[str, nn.Module], model: nn.Module) -> None:
+        super().__init__()
+        self.original: dict[str, str] = {}
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+        known = {id(p): name for name, p in model.named_parameters()}
+        missing = known.keys() - {id(p) for p in self.parameters()}
+        if missing:
+            names = sorted(known[one] for one in missing)
+            raise PlanError(
+                f"model: {type(model).__name__} has parameters that its output does not use: {', '.join(names[:4])}"
+                f"{' ...' * (len(names) > 4)}; remove them, or cut the model by hand into an nn.Sequential"
+            )
+        here = super().named_parameters(remove_duplicate=False)
+        self.original = {name: known.get(id(p), _path(name)) for name, p in here}
+        own, modes = {id(m) for m in model.modules()}, {path: m.training for path, m in model.named_modules()}
+        for path, module in self.named_modules():
+            if id(module) not in own:
+                module.training = modes.get(_path(path), model.training)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in super().named_parameters("", recurse, remove_duplicate):
+            yield f"{prefix}{'.' * bool(prefix)}{self.original.get(name, name)}", parameter
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().state_dict(*args, **kwargs)
+        if args or kwargs.get("prefix") or kwargs.get("destination") is not None:
+            return found  # of a part of something larger
+        renamed = type(found)()
+        for name, tensor in found.items():
+            renamed[_path(name)] = tensor
+        return renamed
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        own = list(super().state_dict())
+        found = {name: state_dict[_path(name)] for name in own if _path(name) in state_dict}
+        rest = state_dict.keys() - {_path(name) for name in own}
+        return super().load_state_dict(found | {name: state_dict[name] for name in rest}, strict, assign)
+
+
+def _path(name: str) -> str:
+    """The path in the original of a name here, which begins with the layer."""
+    return name.partition(".")[2]
+
+
+class Holder(nn.Module):
+    """A layer that holds modules of another model, each at its path there."""
+
+    def __init__(self, held: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        for path, module in held.items():
+            _, into, name = _place(self, path)
+            into.add_module(name, module)
+
+
+def _place(root: nn.Module, path: str) -> tuple[nn.Module, nn.Module, str]:
+    """Where something with a path goes: its parent, made where there is none, and its name in it."""
+    *parents, name = path.split(".")
+    into = root
+    for parent in parents:
+        if parent not in into._modules:
+            into.add_module(parent, nn.Module())
+        into = into._modules[parent]  # type: ignore[assignment]
+    return root, into, name
+
+
+def hold_tensor(root: nn.Module, path: str, tensor: Tensor) -> None:
+    """Let a layer hold a parameter or buffer at its path in another model."""
+    _, into, name = _place(root, path)
+    if isinstance(tensor, nn.Parameter):
+        into.register_parameter(name, tensor)
+    else:
+        into.register_buffer(name, tensor, persistent=not name.startswith("_tensor_constant"))
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Buffers and the random generator as they were before, whatever is computed."""
+    buffers = [(b, b.clone()) for b in {id(b): b for b in model.buffers()}.values()]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        for buffer, before in buffers:
+            buffer.data.copy_(before)
+
+
+def check(model: nn.Module, layers: Layered, example: Any, call: Callable[[nn.Module, Any], Any], way: str) -> Layered:
+    """The layers with their report, if they compute what the model computes on the example.
+
+    Errors: PlanError where output or gradients differ. Buffers and gradients are as they were before, and so is the
+    state of the random generator.
+    """
+    gradients = [(p, p.grad) for p in model.parameters()]
+    found = []
+    try:
+        with undisturbed(model):
+            crossings = _crossings(layers, example)
+        for run in (lambda: call(model, example), lambda: layers(example)):
+            for p, _ in gradients:
+                p.grad = None
+            with undisturbed(model), torch.enable_grad():
+                torch.manual_seed(0)
+                output = run()
+                ends = [t for t in differentiable(output) if t.requires_grad]
+                if ends:
+                    torch.autograd.backward(ends, [torch.linspace(-1, 1, t.numel()).view(t.shape).to(t) for t in ends])
+            found.append((_outputs(output), [p.grad for p, _ in gradients]))
+    finally:
+        for p, before in gradients:
+            p.grad = before
+    (expected, wanted), (made, got) = found
+    error = max(_difference(made, expected), _difference(got, wanted))
+    if not error <= TOLERANCE:
+        raise PlanError(
+            f"model: {type(model).__name__} in layers gives another result on the example than as it was (relative "
+            f"difference {error:.1e}); something in its forward depends on more than values that are handed on: cut it "
+            "by hand into an nn.Sequential"
+        )
+    counts = tuple(sum(p.numel() for p in layer.parameters()) for layer in layers)
+    layers.report = Report(type(model).__name__, way, tuple(layers._modules), counts, crossings, error)
+    return layers
+
+
+def _crossings(layers: Layered, example: Any) -> tuple[Crossing, ...]:
+    """What crosses from layer to layer."""
+    value, rows, found = example, max(1, count_rows(example)), []
+    with torch.no_grad():
+        for layer in list(layers)[:-1]:
+            value = layer(value)
+            names = getattr(layer, "gives", None) or (tuple(value) if isinstance(value, Mapping) else ("output",))
+            found.append(Crossing(tuple(str(name).removeprefix("model_") for name in names), count_bytes(value) / rows))
+    return tuple(found)
+
+
+def _outputs(output: Any) -> list[Tensor | None]:
+    return [t.detach() for t in tensors(output)]
+
+
+def _difference(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> float:
+    """Largest difference relative to the largest number; infinite where tensors are missing or of other shapes."""
+    if len(found) != len(expected):
+        return float("inf")
+    worst = largest = 0.0
+    for a, b in zip(found, expected, strict=True):
+        if a is None or b is None:
+            if a is not b:
+                return float("inf")
+            continue
+        if a.shape != b.shape:
+            return float("inf")
+        if a.numel():
+            kind = torch.complex128 if a.is_complex() else torch.float64
+            worst = max(worst, (a.to(kind) - b.to(kind)).abs().max().item())
+            largest = max(largest, b.to(kind).abs().max().item())
+    return worst / largest if largest else worst

@@ -1,0 +1,377 @@
+"""`from_torch`: any nn.Module that can be traced, cut into layers.
+
+    def forward(self, x):                     layer 0     stem          takes x, hands on a
+        a = self.stem(x)                      layer 1     blocks_0      takes a, hands on (a, b)
+        b = self.blocks[0](a)                 layer 2     blocks_1      takes (a, b), hands on c
+        c = self.blocks[1](b) + a             layer 3     head
+        return self.head(c)
+
+torch.fx writes down what the model's forward does between its blocks; blocks themselves are not looked into, and may
+do what they like. The cuts are between blocks, where the fewest bytes are needed later. Of what is needed later each
+layer hands on everything, so a skip connection travels through the layers that it skips.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+from torch.fx.node import map_aggregate
+
+from minipar.errors import PlanError
+from minipar.models.cutting import Holder, Layered, check, hold_tensor, undisturbed
+from minipar.network import Network
+from minipar.tensors import count_bytes, opaque
+
+_WHOLE = "model."  # where the tracer finds the model
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def from_torch(model: nn.Module, example: Any) -> nn.Sequential:
+    """A model cut into layers that `train` takes: an nn.Sequential that computes the same.
+
+    model     an nn.Sequential (nested ones are opened where they hold blocks), or a model whose forward torch.fx can
+              trace between its blocks: the elements of its nn.Sequential and nn.ModuleList, and its other parts
+    example   an input of a few rows: a tensor, or a tuple or dict of the arguments of the model's forward; the rows
+              that `train` gives to the layers have the same structure
+    Parameters and modules are the model's own, not copies: ties stay ties, each module keeps its mode and dtype.
+    `named_parameters` and `state_dict` go by the model's names; `print(layers.report)` says what crosses each cut.
+
+    Errors: PlanError, with the reason and what to do, where the model cannot be traced, or where the layers do not give
+    the same output and gradients on the example.
+    """
+    if isinstance(model, Network):
+        return model
+    if type(model).forward is nn.Sequential.forward:
+        found = _flattened(model)
+        way = "the elements of an nn.Sequential"
+        made = {_key(path): _Only(path, module) for path, module in found}
+        return check(model, Layered(made, model), example, _call, way)
+    graph, whole = _traced(model, example)
+    with undisturbed(model):
+        segments = _segments(graph, whole, _run(graph, whole, example))
+    if len(segments) < 2:
+        raise PlanError(
+            f"model: {type(model).__name__} has no two blocks to cut between; possible are models whose forward calls "
+            "several modules with parameters"
+        )
+    return check(model, Layered(_pieces(graph, whole, segments), model), example, _call, "cut between its blocks")
+
+
+def _call(model: nn.Module, example: Any) -> Any:
+    """The model on an example, whose parts are the arguments of its forward."""
+    if type(model).forward is nn.Sequential.forward:
+        return model(example)
+    if isinstance(example, dict):
+        return model(**example)
+    return model(*example) if isinstance(example, (tuple, list)) else model(example)
+
+
+# an nn.Sequential -----------------------------------------------------------------------------------------------------
+
+
+class _Only(Holder):
+    """One module, at its path."""
+
+    def __init__(self, path: str, module: nn.Module) -> None:
+        super().__init__({path: module})
+        self.path = path
+
+    def forward(self, x: Any) -> Any:
+        return self.get_submodule(self.path)(x)
+
+
+def _flattened(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
+    """The elements of an nn.Sequential; those that hold blocks themselves are opened."""
+    found: list[tuple[str, nn.Module]] = []
+    for name, child in model._modules.items():
+        if child is None:
+            continue
+        path = prefix + name
+        if type(child) is nn.Sequential and _is_spine(child):
+            found += _flattened(child, path + ".")
+        else:
+            found.append((path, child))
+    return found
+
+
+def _is_spine(module: nn.Module) -> bool:
+    """Whether the elements of a container are blocks: two that have parameters in several modules, or four in all."""
+    children = [child for child in module._modules.values() if child is not None]
+    trained = [child for child in children if next(child.parameters(), None) is not None]
+    compound = [child for child in trained if sum(bool(m._parameters) for m in child.modules()) > 1]
+    return len(compound) >= 2 or len(trained) >= 4
+
+
+def _key(path: str) -> str:
+    """A layer's name: a module's may have no dots."""
+    return path.replace(".", "_")
+
+
+# tracing --------------------------------------------------------------------------------------------------------------
+
+
+class _Whole(nn.Module):
+    """A model as a function of one value, the example's structure."""
+
+    def __init__(self, model: nn.Module, example: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.keys = list(example) if isinstance(example, dict) else None
+        self.count = len(example) if isinstance(example, (tuple, list)) else None
+
+    def forward(self, x: Any) -> Any:
+        if self.keys is not None:
+            return self.model(**{key: x[key] for key in self.keys})
+        return self.model(x) if self.count is None else self.model(*[x[k] for k in range(self.count)])
+
+
+class _Tracer(fx.Tracer):
+    """Looks into a module only on the way to blocks."""
+
+    def __init__(self, whole: nn.Module) -> None:
+        super().__init__()
+        self.modules = dict(whole.named_modules())
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        path = module_qualified_name
+        if path + "." == _WHOLE:
+            return False
+        if isinstance(m, _CONTAINERS):
+            return self._inside(path) or (isinstance(m, nn.Sequential) and not _is_spine(m))
+        return self._inside(path) or not any(
+            isinstance(part, _CONTAINERS) and (not isinstance(part, nn.Sequential) or _is_spine(part))
+            for part in m.modules()
+        )
+
+    def _inside(self, path: str) -> bool:
+        """Whether a module is in a container: an element of it is a block."""
+        parents = path.split(".")[:-1]
+        return any(isinstance(self.modules[".".join(parents[: k + 1])], _CONTAINERS) for k in range(len(parents)))
+
+
+def _traced(model: nn.Module, example: Any) -> tuple[fx.Graph, _Whole]:
+    """What the model does between its blocks. Errors: PlanError where that cannot be written down."""
+    whole = _Whole(model, example)
+    modes = [(module, module.training) for module in model.modules()]
+    graphs = []
+    try:
+        for mode in (model.training, not model.training):
+            for module, own in modes:
+                module.training = own if mode is model.training else not own
+            graphs.append(_Tracer(whole).trace(whole))
+            for module, own in modes:
+                module.training = own
+    except Exception as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise PlanError(
+            f"model: the forward of {type(model).__name__} cannot be traced: {reason[0]}",
+            "Outside of its blocks a forward may not branch on the values of tensors or iterate over them. Ways out: "
+            "put such code into modules of their own, in an nn.ModuleList or nn.Sequential (blocks are not looked "
+            "into); write the model as an nn.Sequential; or, of Hugging Face's, use models.from_transformers.",
+        ) from error
+    finally:
+        for module, own in modes:
+            module.training = own
+    first, second = (graph.python_code("self").src for graph in graphs)
+    if first != second:
+        raise PlanError(
+            f"model: the forward of {type(model).__name__} does something else in train mode than in eval mode outside "
+            "of its blocks, such as F.dropout(x, training=self.training); use a module there, such as nn.Dropout"
+        )
+    return graphs[0], whole
+
+
+# cutting --------------------------------------------------------------------------------------------------------------
+
+
+class _Known(NamedTuple):
+    """What an example's value was."""
+
+    nbytes: int
+    opaque: bool
+
+
+def _run(graph: fx.Graph, whole: _Whole, example: Any) -> dict[str, _Known]:
+    """Run a traced model on an example: what each of its values was, by name."""
+    names = [node.name for node in graph.nodes if node.op not in ("placeholder", "output")]
+    (given,) = [node.name for node in graph.nodes if node.op == "placeholder"]
+    steps = [_step(node) for node in graph.nodes if node.op not in ("placeholder", "output")]
+    known = {given: _Known(count_bytes(example), opaque(example) is not None)}
+    values = {given: example}
+    with torch.no_grad():
+        for name, step in zip(names, steps, strict=True):
+            values[name] = step(whole, values, _WHOLE)
+            known[name] = _Known(count_bytes(values[name]), opaque(values[name]) is not None)
+    return known
+
+
+@dataclass(frozen=True)
+class _Ref:
+    """The result of an earlier step."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One operation of a traced forward, and the values of which it is the last reader."""
+
+    op: str
+    target: Any
+    args: Any
+    kwargs: Any
+    name: str
+    dead: tuple[str, ...] = ()
+
+    def __call__(self, root: nn.Module, values: dict[str, Any], prefix: str = "") -> Any:
+        args, kwargs = (_filled(given, values) for given in (self.args, self.kwargs))
+        if self.op == "call_module":
+            return root.get_submodule(prefix + self.target)(*args, **kwargs)
+        if self.op == "call_method":
+            return getattr(args[0], self.target)(*args[1:], **kwargs)
+        if self.op == "get_attr":
+            own = prefix if not self.target.startswith("_tensor_constant") else ""
+            return reduce(getattr, (own + self.target).split("."), root)
+        return self.target(*args, **kwargs)
+
+
+def _filled(given: Any, values: dict[str, Any]) -> Any:
+    return map_aggregate(given, lambda one: values[one.name] if isinstance(one, _Ref) else one)
+
+
+def _step(node: fx.Node, dead: tuple[str, ...] = ()) -> _Step:
+    target = node.target
+    if node.op in ("call_module", "get_attr"):
+        target = str(target).removeprefix(_WHOLE)
+    args, kwargs = (_references(given) for given in (node.args, node.kwargs))
+    return _Step(node.op, target, args, kwargs, node.name, dead)
+
+
+def _references(given: Any) -> Any:
+    def reference(one: Any) -> Any:
+        return _Ref(one.name) if isinstance(one, fx.Node) else one
+
+    return map_aggregate(given, reference)
+
+
+def _segments(graph: fx.Graph, whole: _Whole, known: dict[str, _Known]) -> list[list[fx.Node]]:
+    """The operations of each layer: cut between blocks, where what is needed later has the fewest bytes."""
+    nodes = [node for node in graph.nodes if node.op in ("call_module", "call_function", "call_method")]
+    tracer = _Tracer(whole)
+    trains = [_trains(node, whole) for node in nodes]
+    blocks = [k for k, node in enumerate(nodes) if trains[k] and node.op == "call_module"]
+    inside = [k for k in blocks if tracer._inside(str(nodes[k].target))]
+    blocks = inside if len(inside) > 1 else blocks
+    if len(blocks) < 2:
+        return [nodes]
+    place = {node: k for k, node in enumerate(nodes)}
+    last = {node: max((place.get(user, len(nodes)) for user in node.users), default=-1) for node in graph.nodes}
+    carried = [node for node in graph.nodes if node.op == "placeholder"]
+
+    def needed(k: int) -> list[fx.Node]:
+        """The values of the first k + 1 operations, and of the input, that later ones read."""
+        return [node for node in carried + nodes[: k + 1] if last[node] > k]
+
+    def best(places: Sequence[int]) -> int | None:
+        possible = [k for k in places if not any(known[node.name].opaque for node in needed(k))]
+        return min(possible, key=lambda k: (sum(known[node.name].nbytes for node in needed(k)), k), default=None)
+
+    ranges = [range(a, b) for a, b in pairwise(blocks)]
+    before = [k for k in range(blocks[0]) if any(trains[: k + 1])]
+    after = [k for k in range(blocks[-1], len(nodes) - 1) if any(trains[k + 1 :])]
+    cuts = [cut for found in (before, *ranges, after) if (cut := best(found)) is not None]
+    starts = [0, *(cut + 1 for cut in cuts), len(nodes)]
+    return [nodes[a:b] for a, b in pairwise(starts)]
+
+
+def _trains(node: fx.Node, whole: nn.Module) -> bool:
+    """Whether an operation has parameters."""
+    if node.op == "call_module":
+        return next(whole.get_submodule(str(node.target)).parameters(), None) is not None
+    read = [one for one in node.all_input_nodes if one.op == "get_attr"]
+    return any(isinstance(_attribute(whole, one), nn.Parameter) for one in read)
+
+
+def _attribute(whole: nn.Module, node: fx.Node) -> Any:
+    return reduce(getattr, str(node.target).split("."), whole)
+
+
+class _Piece(Holder):
+    """Some operations of a traced forward, as a layer.
+
+    takes, gives   names of the values that it is given and hands on: one as it is, several in a tuple
+    result         of the last layer what it returns
+    """
+
+    def __init__(
+        self, held: dict[str, nn.Module], steps: Sequence[_Step], takes: tuple[str, ...], gives: tuple[str, ...],
+        result: Any = None,
+    ) -> None:  # fmt: skip
+        super().__init__(held)
+        self.steps, self.takes, self.gives, self.result = tuple(steps), takes, gives, result
+
+    def forward(self, given: Any) -> Any:
+        values = {self.takes[0]: given} if len(self.takes) == 1 else dict(zip(self.takes, given, strict=True))
+        del given
+        for step in self.steps:
+            values[step.name] = step(self, values)
+            for name in step.dead:
+                del values[name]
+        if self.result is not None:
+            return _filled(self.result, values)
+        return values[self.gives[0]] if len(self.gives) == 1 else tuple(values[name] for name in self.gives)
+
+
+def _pieces(graph: fx.Graph, whole: _Whole, segments: Sequence[list[fx.Node]]) -> dict[str, nn.Module]:
+    """A layer of each segment."""
+    (given,) = [node for node in graph.nodes if node.op == "placeholder"]
+    (end,) = [node for node in graph.nodes if node.op == "output"]
+    holders: dict[str, int] = {}
+    made: dict[str, nn.Module] = {}
+    takes = (given.name,)
+    done = {given}
+    for k, segment in enumerate(segments):
+        constants = list(dict.fromkeys(n for node in segment for n in node.all_input_nodes if n.op == "get_attr"))
+        final = k == len(segments) - 1
+        if final:
+            constants += [n for n in end.all_input_nodes if n.op == "get_attr" and n not in constants]
+        done.update(segment)
+        later = {node for rest in segments[k + 1 :] for node in rest} | {end}
+        gives = tuple(n.name for n in graph.nodes if n in done and later & n.users.keys())
+        nodes = [*constants, *segment]
+        steps = [_step(node, dead) for node, dead in zip(nodes, _last_reads(nodes, takes, gives), strict=True)]
+        held = {}
+        for node in segment:
+            if node.op == "call_module":
+                path = str(node.target)
+                held[path.removeprefix(_WHOLE)] = module = whole.get_submodule(path)
+                if holders.setdefault(path, k) != k and next(module.buffers(), None) is not None:
+                    raise PlanError(
+                        f"model: module {path.removeprefix(_WHOLE)} has buffers and is used in layers "
+                        f"{holders[path]} and {k}, which may be on two ranks; give each use a module of its own"
+                    )
+        piece = _Piece(held, steps, takes, gives, _references(end.args[0]) if final else None)
+        for node in constants:
+            hold_tensor(piece, str(node.target).removeprefix(_WHOLE), _attribute(whole, node))
+        title = next((str(n.target) for n in segment if n.op == "call_module" and _trains(n, whole)), segment[0].name)
+        title = _key(title.removeprefix(_WHOLE))
+        made[title if title not in made else f"{title}_again_{k}"] = piece
+        takes = gives
+    return made
+
+
+def _last_reads(nodes: Sequence[fx.Node], takes: Sequence[str], gives: Sequence[str]) -> list[tuple[str, ...]]:
+    """For each operation the values that nobody reads after it."""
+    left = {*takes, *(node.name for node in nodes)} - {*gives}
+    found: list[tuple[str, ...]] = []
+    for node in reversed(nodes):
+        dead = {one.name for one in node.all_input_nodes} | {node.name}
+        found.append(tuple(sorted(dead & left)))
+        left -= dead
+    return found[::-1]
