@@ -74,6 +74,11 @@ class Layered(nn.Sequential):
             )
         here = super().named_parameters(remove_duplicate=False)
         self.original = {name: known.get(id(p), _path(name)) for name, p in here}
+        given = {id(t): name for name, t in reversed(model.state_dict(keep_vars=True).items())}
+        own_state = super().state_dict(keep_vars=True)
+        self.stored = {name: given.get(id(t), _path(name)) for name, t in own_state.items()}  # here -> original
+        held = {id(t): name for name, t in own_state.items()}
+        self.keys = {name: held[id(t)] for name, t in model.state_dict(keep_vars=True).items() if id(t) in held}
         own, modes = {id(m) for m in model.modules()}, {path: m.training for path, m in model.named_modules()}
         for path, module in self.named_modules():
             if id(module) not in own:
@@ -89,16 +94,12 @@ class Layered(nn.Sequential):
         found = super().state_dict(*args, **kwargs)
         if args or kwargs.get("prefix") or kwargs.get("destination") is not None:
             return found  # of a part of something larger
-        renamed = type(found)()
-        for name, tensor in found.items():
-            renamed[_path(name)] = tensor
-        return renamed
+        return type(found)((name, found[mine]) for name, mine in self.keys.items())
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        own = list(super().state_dict())
-        found = {name: state_dict[_path(name)] for name in own if _path(name) in state_dict}
-        rest = state_dict.keys() - {_path(name) for name in own}
-        return super().load_state_dict(found | {name: state_dict[name] for name in rest}, strict, assign)
+        found = {here: state_dict[name] for here, name in self.stored.items() if name in state_dict}
+        rest = {name: tensor for name, tensor in state_dict.items() if name not in {*self.keys, *self.stored.values()}}
+        return super().load_state_dict(found | rest, strict, assign)
 
 
 def _path(name: str) -> str:

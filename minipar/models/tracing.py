@@ -157,14 +157,14 @@ class _Tracer(fx.Tracer):
 
 def _traced(model: nn.Module, example: Any) -> tuple[fx.Graph, _Whole]:
     """What the model does between its blocks. Errors: PlanError where that cannot be written down."""
-    whole = _Whole(model, example)
     modes = [(module, module.training) for module in model.modules()]
-    graphs = []
+    traced = []
     try:
         for mode in (model.training, not model.training):
             for module, own in modes:
                 module.training = own if mode is model.training else not own
-            graphs.append(_Tracer(whole).trace(whole))
+            whole = _Whole(model, example)
+            traced.append((_Tracer(whole).trace(whole), whole))
             for module, own in modes:
                 module.training = own
     except Exception as error:
@@ -178,13 +178,13 @@ def _traced(model: nn.Module, example: Any) -> tuple[fx.Graph, _Whole]:
     finally:
         for module, own in modes:
             module.training = own
-    first, second = (graph.python_code("self").src for graph in graphs)
+    first, second = (graph.python_code("self").src for graph, _ in traced)
     if first != second:
         raise PlanError(
             f"model: the forward of {type(model).__name__} does something else in train mode than in eval mode outside "
             "of its blocks, such as F.dropout(x, training=self.training); use a module there, such as nn.Dropout"
         )
-    return graphs[0], whole
+    return traced[0]
 
 
 # cutting --------------------------------------------------------------------------------------------------------------
@@ -278,14 +278,15 @@ def _segments(graph: fx.Graph, whole: _Whole, known: dict[str, _Known]) -> list[
         """The values of the first k + 1 operations, and of the input, that later ones read."""
         return [node for node in carried + nodes[: k + 1] if last[node] > k]
 
-    def best(places: Sequence[int]) -> int | None:
+    def best(places: Sequence[int], sign: int = 1) -> int | None:
         possible = [k for k in places if not any(known[node.name].opaque for node in needed(k))]
-        return min(possible, key=lambda k: (sum(known[node.name].nbytes for node in needed(k)), k), default=None)
+        return min(possible, key=lambda k: (sum(known[n.name].nbytes for n in needed(k)), sign * k), default=None)
 
     ranges = [range(a, b) for a, b in pairwise(blocks)]
     before = [k for k in range(blocks[0]) if any(trains[: k + 1])]
     after = [k for k in range(blocks[-1], len(nodes) - 1) if any(trains[k + 1 :])]
-    cuts = [cut for found in (before, *ranges, after) if (cut := best(found)) is not None]
+    found = [best(before, -1), *map(best, ranges), best(after)]
+    cuts = [cut for cut in found if cut is not None]
     starts = [0, *(cut + 1 for cut in cuts), len(nodes)]
     return [nodes[a:b] for a, b in pairwise(starts)]
 
