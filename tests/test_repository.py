@@ -63,7 +63,7 @@ def test_environment_has_the_same_packages_and_ranges():
 
 
 def test_extras():
-    assert set(project()["optional-dependencies"]) == {"lab", "test", "search", "book"}
+    assert set(project()["optional-dependencies"]) == {"lab", "test", "search", "book", "models"}
 
 
 def test_every_package_has_one_tested_version_within_its_range():
@@ -78,7 +78,11 @@ def test_every_package_has_one_tested_version_within_its_range():
 
 @pytest.mark.parametrize(
     ("folder", "extras"),
-    [("minipar", ["test", "search"]), ("widgets", ["lab"]), ("tests", ["test", "search", "lab", "book"])],
+    [
+        ("minipar", ["test", "search", "models"]),
+        ("widgets", ["lab"]),
+        ("tests", ["test", "search", "lab", "book", "models"]),
+    ],
 )
 def test_every_import_is_a_declared_package(folder, extras):
     lines = [*project()["dependencies"], *(line for e in extras for line in project()["optional-dependencies"][e])]
