@@ -21,7 +21,8 @@ p/2+1+min(d, p-1-d) micro-batches. The two copies of a stage sum their gradients
     rank 1  f1 f3 F0 F2 B0 B0 b1 b1 B2 B2 b3 b3
 
 Doubling closes the gaps between units that unequal slots leave: time m(tF+tB) + (p-2)(tF+tB)/2 where
-tF <= tB <= 2tF and 4 divides m, for up to 2p micro-batches on a rank. (The paper has (p-2) 2tF at tB = 2tF: it runs the
+tF <= tB <= 2tF and 4 divides m, for 3p/2+1+min(d, p-1-d) micro-batches on a rank where m = 2p, and up to 2p where m is
+larger. (The paper has (p-2) 2tF at tB = 2tF: it runs the
 two as one. Here the first is sent on while the second is computed.) m is at least 2p.
 """
 
@@ -38,8 +39,9 @@ from minipar.strategies.registry import schedule
 @schedule(
     "chimera",
     paper="Li & Hoefler 2021 (Chimera)",
-    time="m(tF+tB)+(p-2)(tB+(m/p-1)(tB-tF)) where tB >= tF",
-    peak="p/2+1+min(d, p-1-d)",
+    time="m(tF+tB)+(p-2)(tB+(m/p-1)(tB-tF)) where tB >= tF; "
+    "doubling: m(tF+tB)+(p-2)(tF+tB)/2 where tF <= tB <= 2tF and 4 divides m",
+    peak="p/2+1+min(d, p-1-d); doubling: 3p/2+1+min(d, p-1-d) where m = 2p, else up to 2p",
     needs="p even, m a multiple of p; doubling: m >= 2p",
     placement=both_ways,
     chunks=2,

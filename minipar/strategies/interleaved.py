@@ -7,7 +7,8 @@ Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU 
     rank 1     F0 F1 f0 b0 b0 f1 b1 b1 F2 B0 B0 F3 B1 B1 f2 b2 b2 f3 b3 b3 B2 B2 B3 B3
 
 A rank takes a group of g micro-batches through its first chunk, then the same ones through the next. With g = p the
-first of a group is back when its last one has left. Time m(tF+tB) + (p-1)(tF+tB)/v where g = p divides m, for any tF
+first of a group is back when its last one has left; larger groups keep more: rank d min(((v-1)g+2(p-1-d)+1)/v, m)
+micro-batches, of a rank's whole share. Time m(tF+tB) + (p-1)(tF+tB)/v where g = p divides m, for any tF
 and tB: the bubble of 1F1B divided by v, for v times as many messages.
 """
 
@@ -25,7 +26,7 @@ from minipar.wording import several
     "interleaved",
     paper="Narayanan et al. 2021 (Megatron-LM)",
     time="m(tF+tB)+(p-1)(tF+tB)/v",
-    peak="min(((v-1)p+2(p-1-d)+1)/v, m)",
+    peak="min(((v-1)g+2(p-1-d)+1)/v, m)",
     needs="group g: p <= g <= m, m mod g = 0 or >= p; time: g = p",
     chunks=2,
 )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import product
 
 import pytest
@@ -10,6 +13,8 @@ import pytest
 from minipar import Plan, simulate
 from minipar.cli import main
 from minipar.program import Op
+from minipar.strategies import schedules
+from minipar.strategies.registry import find
 from minipar.trace import Trace
 
 TIMES = [(1.0, 1.0, 1.0), (1.0, 1.25, 0.75), (2.0, 1.5, 0.5), (0.5, 3.0, 2.5), (1.0, 2.0, 0.0), (3.0, 1.0, 1.0)]
@@ -50,11 +55,12 @@ def test_several_chunks_at_any_times(times, p, m):
 
 
 @pytest.mark.parametrize("times", [*TIMES, (1.0, 1.0, 1.5), (1.0, 3.0, 2.0)])
-@pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 2), (2, 5), (4, 4), (4, 9), (8, 16)])
+@pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 1), (2, 2), (2, 5), (4, 2), (4, 4), (4, 9), (8, 5), (8, 16)])
 def test_zb_h1(times, p, m):
+    """Also with fewer micro-batches than ranks; with as many it is (p-1) max(tF+tI-tW, tF, tI)."""
     f, i, w = times
     trace = predict("zb-h1", p, m, times)
-    check(trace, p, m, times, m * (f + i + w) + (p - 1) * max(f + i - w, f, i))
+    check(trace, p, m, times, m * (f + i + w) + (p - 1) * (f + i) - (min(p, m) - 1) * min(f, i, w))
     assert trace.in_flight() == [min(p, m)] * p
     assert trace.messages_per_microbatch() == 2 * (p - 1)
 
@@ -215,3 +221,100 @@ def test_the_command_line_gives_the_same(capsys):
         "messages_per_microbatch": 12.0,
         "instructions": len(program),
     }
+
+
+# What `minipar schedules` prints, taken at its word -------------------------------------------------------------------
+
+TOKENS = re.compile(r"t[FBIW]|max|min|[a-z]|\d+|[-+*/(),]")
+EQUAL = [(1.0, 1.0, 1.0), (2.5, 2.5, 2.5)]
+ANY = [*TIMES, (1.0, 1.0, 1.5), (1.0, 3.0, 2.0), (1.0, 0.25, 2.0), (0.5, 1.0, 4.0)]
+
+
+def value(text: str, **names: float) -> float:
+    """A formula as people write it: `2p-1`, `m(tF+tB)`, `(p-1)max(tF, w)`, `m p (tF+tB)`."""
+    tokens = TOKENS.findall(text)
+    assert "".join(tokens) == text.replace(" ", ""), text
+    made: list[str] = []
+    for token in tokens:
+        begins = token == "(" or token[0].isalnum()
+        if made and begins and made[-1] not in ("max", "min") and (made[-1] == ")" or made[-1][0].isalnum()):
+            made.append("*")
+        made.append(token)
+    return eval(" ".join(made), {"max": max, "min": min, **names})
+
+
+@dataclass(frozen=True)
+class Printed:
+    """Where the formulas of a schedule hold: times, (p, m), what more is given; and the formulas in their text."""
+
+    times: list[tuple[float, float, float]]
+    sizes: list[tuple[int, int]]
+    keys: tuple[dict[str, int | bool], ...] = ({},)
+    part: Callable[[str], str] = lambda text: re.split(r"; doubling| where | at |, window", text)[0]
+    time_needs: Callable[[dict], bool] = lambda keys: True
+
+
+def sizes(most: int = 12, first: int = 1, step: int = 1, fits: Callable[[int, int], bool] = lambda p, m: True):
+    found = [(p, m) for p in (1, 2, 3, 4, 6, 8) for m in range(first, most + 1, step) if fits(p, m)]
+    return found[:: 1 + len(found) // 24]  # (so many are enough)
+
+
+def doubled(text: str) -> str:
+    return re.split(" where ", text.split("; doubling: ")[1])[0]
+
+
+PRINTED = {
+    "naive": Printed(ANY, sizes()),
+    "gpipe": Printed(ANY, sizes()),
+    "1f1b": Printed(ANY, sizes()),
+    "eager-1f1b": Printed(ANY, sizes()),
+    "interleaved": Printed(
+        ANY[:4],
+        sizes(12, fits=lambda p, m: m >= p and m % p == 0),
+        tuple({"chunks": v, "group": g} for v in (1, 2, 3) for g in (0, 5, 8)),
+        time_needs=lambda keys: keys["g"] == keys["p"],
+    ),
+    "looped-bfs": Printed(ANY[:4], sizes(fits=lambda p, m: m >= p), ({"chunks": 2}, {"chunks": 3})),
+    "zb-h1": Printed(ANY, sizes(16)),
+    "zb-h2": Printed(ANY, sizes(18, fits=lambda p, m: m >= 2 * p - 1)),
+    "zb-v": Printed(EQUAL, sizes(18, fits=lambda p, m: m >= 2 * p - 1)),
+    "chimera": Printed([t for t in ANY if t[1] + t[2] >= t[0]], sizes(24, 2, fits=lambda p, m: p % 2 == m % p == 0)),
+    "chimera doubling": Printed(
+        [(f, b / 2, b / 2) for f, b in ((1, 1), (1, 1.5), (2, 4))],
+        [(p, m) for p in (2, 4, 6, 8) for m in (2 * p, 4 * p) if m % 4 == 0],
+        ({"doubling": True},),
+        doubled,
+    ),
+    "dualpipe": Printed(EQUAL, sizes(20, 2, 2, lambda p, m: p % 2 == 0 and m >= 2 * p)),
+    "dualpipe-v": Printed(EQUAL, sizes(20, fits=lambda p, m: m >= 2 * p)),
+}
+ELSEWHERE = {"terapipe", "pipedream", "pipedream-2bw", "pipedream-vertical", "ampnet"}  # (see the tests of these)
+
+
+def test_every_printed_formula_is_tried() -> None:
+    built_in = {s.name for s in schedules() if s.generate.__module__.startswith("minipar.")}
+    assert {name.split()[0] for name in PRINTED} | ELSEWHERE == built_in
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_the_printed_formulas(name: str) -> None:
+    printed, chosen = PRINTED[name], find(name.split()[0])
+    time, peak = printed.part(chosen.time), printed.part(chosen.peak)
+    window = chosen.time.partition("window w=")[2]
+    for (p, m), given in product(printed.sizes, printed.keys):
+        keys = {key: x for key, x in given.items() if x}
+        g = int(keys.get("group", p))
+        if name == "interleaved" and not (p <= g <= m and (m % g == 0 or m % g >= p)):
+            continue
+        for k, (f, i, w) in enumerate(printed.times):
+            trace = predict(chosen.name, p, m, (f, i, w), **keys)
+            names = {"p": p, "m": m, "g": g, "v": int(keys.get("chunks", chosen.chunks))}
+            spans = {"tF": f, "tB": i + w, "tI": i, "tW": w}
+            if window:
+                spans["w"] = value(window, **names, **spans)
+                assert trace.window_bubble() == pytest.approx((p - 1) * spans["w"], abs=1e-9)
+            if printed.time_needs(names):
+                assert trace.time == pytest.approx(value(time, **names, **spans)), (p, m, f, i, w)
+            if k == 0 and not (keys.get("doubling") and m > 2 * p):
+                wanted = [value(peak, **names, d=d) for d in range(p)]
+                assert trace.in_flight() == pytest.approx(wanted), (p, m)
