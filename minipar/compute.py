@@ -55,7 +55,7 @@ class Compute:
         held = program.placement[rank]
         self.rank, self.device, self.loss = rank, device, loss
         self.on_host, _ = host_layers.computed(program.ranks[rank])
-        self.layers = {layer: layers[layer].to(self.place_of(layer)).train() for layer in held}
+        self.layers = {layer: layers[layer].to(self.place_of(layer)) for layer in held}
         self.dropouts = {layer: randomness.row_dropouts(layers[layer]) for layer in held}
         self.every = program.contract.every if isinstance(program.contract, Staleness) else None
         self.overwriting = {layer for layer in held if overwrites(self.layers[layer])}

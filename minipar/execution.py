@@ -30,6 +30,7 @@ from minipar.costs.profiler import profile, shape_of
 from minipar.costs.rates import Copies
 from minipar.costs.shapes import Shape
 from minipar.data import loading
+from minipar.dtypes import check_narrow, convert, matching, narrow
 from minipar.elementwise import check_update
 from minipar.emulation import Delays, delays
 from minipar.errors import PlanError
@@ -42,7 +43,7 @@ from minipar.memory.tape import record
 from minipar.memory.watching import SERIES, Watching
 from minipar.network import Network, edges_of
 from minipar.plan import Plan
-from minipar.program import Action, Local, Program, Value
+from minipar.program import Action, Local, Op, Program, Value
 from minipar.randomness import split_sensitive
 from minipar.saving.contents import dtype_name, outline_of
 from minipar.saving.folder import Header
@@ -73,6 +74,8 @@ class Job:
     batch       rows of a step, over all replicas and micro-batches
     optimizer   makes an optimizer of the whole model's parameters (see `updating`)
     scheduler   makes a scheduler of that optimizer, which steps once after each update
+    evaluate    put the model in evaluation mode; else every module has the mode that the model function gave it. None:
+                where a program trains nothing of a model that could be trained
     """
 
     model: Model
@@ -83,6 +86,7 @@ class Job:
     seed: int = 0
     dtype: torch.dtype = torch.float32
     scheduler: Scheduler | None = None
+    evaluate: bool | None = None
 
     def __post_init__(self) -> None:
         check_loss(self.loss)
@@ -110,7 +114,8 @@ class Job:
         if type(model).forward not in (nn.Sequential.forward, Network.forward):
             kind = type(model).__name__
             raise PlanError(f"model: a {kind} with a forward of its own; possible are nn.Sequential, Network, a list")
-        return model.to(self.dtype)
+        convert(model, self.dtype)
+        return model.eval() if self.evaluate else model
 
     def batches(self, step: int) -> tuple[Any, Any]:
         """x and y of one step: the whole batch, of all replicas."""
@@ -134,7 +139,7 @@ class Job:
         return (map_tensors(x, self._cast), map_tensors(y, self._cast)), self.batch
 
     def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+        return tensor.to(matching(tensor, self.dtype))
 
 
 @dataclass(frozen=True)
@@ -307,6 +312,9 @@ def _passes(
     mine, last = slow[comm.rank] if slow is not None else (None, None)
     program = programs[0]
     model = job.build()
+    trains = any(ins.op is Op.STEP for row in program.ranks for ins in row)
+    if job.evaluate is None and not trains and any(p.requires_grad for p in model.parameters()):
+        model.eval()  # inference
     outline = outline_of(model)
     executor = Executor(program, comm, model, job.loss, job.optimizer, job.seed, mine, job.scheduler)
     executor.walked = telling.walked
@@ -402,7 +410,8 @@ def profile_job(
     model = built.to(worker.context().device)
     (x, y), of = job.sample(max(rows))
     if plan.precision == "bf16":
-        model = model.to(torch.bfloat16)
+        check_narrow(model)
+        narrow(model)
         x = map_tensors(x, lambda t: t.to(torch.bfloat16) if t.is_floating_point() else t)
     loss = job.loss if plan.precision == "float32" else partial(_single, job.loss)
     layers = layers_of(model)

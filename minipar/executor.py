@@ -29,6 +29,7 @@ from minipar.comm.links import Links
 from minipar.compute import Compute, Loss
 from minipar.costs.profiler import parameters_of
 from minipar.deciding import Deciding
+from minipar.dtypes import check_narrow, narrow
 from minipar.elementwise import check_update
 from minipar.emulation import Clock, Delays, stamp_later
 from minipar.errors import RankError
@@ -125,6 +126,8 @@ class Executor:
         update = Update(optimizer, forms_of(container), scheduler)
         if program.sharded:
             check_update(update, f"program {program.name!r} shards optimizer states")
+        if program.precision == "bf16":
+            check_narrow(container)
         randomness.replace_dropout(container, seed)
         layers: list[nn.Module] = layers_of(container)
         check_fit(program, layers, edges_of(container))
@@ -145,8 +148,7 @@ class Executor:
         frozen = frozen_parameters(program, layers, self.compute.layers.values())
         self.offloading = Offloading(program, comm.rank, self.state, self.compute.kept, frozen)
         if program.precision == "bf16":
-            for layer in self.compute.layers.values():
-                layer.to(torch.bfloat16)  # what is not trained: frozen parameters, buffers
+            narrow(nn.ModuleList(self.compute.layers.values()))  # what is not trained: frozen parameters, buffers
         self.live: dict[Value, Any] = {}
         self.watch: Watch | None = None
         self.walked: Walked | None = None  # tells of a pass while it goes on

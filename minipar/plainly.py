@@ -118,7 +118,7 @@ def task_of(job: Job, kind: str, options: Mapping[str, Any], storing: Storing = 
         "by_name": takes_names(job.optimizer),
         "scheduler": job.scheduler,
         "schedule": None if storing.saved is None else plain_schedule(storing.saved.header.schedule),
-        "evaluate": False,
+        "evaluate": bool(job.evaluate),
         "saved": storing.plainly(),
         "options": dict(options),
     }

@@ -86,7 +86,11 @@ def split_sensitive(model: nn.Module) -> list[str]:
     for name, module in model.named_modules():
         kind = type(module).__name__
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            if not module.training and module.running_mean is not None:
+                continue  # it goes by the statistics that it has
             found.append(f"{name} ({kind}: statistics of a micro-batch)")
+        elif not module.training:
+            continue
         elif isinstance(module, nn.modules.dropout._DropoutNd) and type(module) is not nn.Dropout and module.p:
             found.append(f"{name} ({kind}: only nn.Dropout draws by row)")
         elif isinstance(module, nn.MultiheadAttention) and module.dropout:

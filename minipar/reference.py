@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import dataclasses
 import gc
 import hashlib
 import math
@@ -198,7 +199,8 @@ def every_tensor(value: Any, change: Callable[[Tensor], Any]) -> Any:
         return change(value)
     if isinstance(value, Mapping):
         parts = {key: every_tensor(part, change) for key, part in value.items()}
-        return parts if type(value) is dict else type(value)(parts)  # type: ignore[call-arg]
+        kind: Any = type(value)
+        return parts if kind is dict else kind(**parts) if dataclasses.is_dataclass(kind) else kind(parts)
     if isinstance(value, (tuple, list)):
         found = [every_tensor(part, change) for part in value]
         return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)

@@ -159,6 +159,7 @@ def train(
     keep: bool | None = None,
     watch: Watch | None = None,
     scheduler: Scheduler | None = None,
+    keep_modes: bool = False,
 ) -> Run:
     """Train a model by a plan, on real processes.
 
@@ -177,6 +178,8 @@ def train(
                 (name, parameter), if its own parameter is called `named_parameters` or it is wrapped in `minipar.named`
     scheduler   makes a torch.optim.lr_scheduler of that optimizer, such as partial(CosineAnnealingLR, T_max=steps). It
                 steps once after each update: that of a step, or of each mini-batch of an asynchronous plan
+    keep_modes  with inference=true, leave every module in the mode that the model function gave it, such as dropout
+                that is to stay on; else the model is put in evaluation mode. Training always leaves modes as they are
     reference   train plain torch on one process beside it, to compare the losses
     check       that, and keep every gradient of both, to compare them too (memory: twice the model per step)
     memory      follow every allocation of the ranks, and predict every one: then both traces have `series`, and
@@ -213,7 +216,7 @@ def train(
     storing = keeping.storing(resume, save, every, keep)
     feeding = loading.read_ahead(data, steps, storing.first, seed, batch)
     with feeding as (data, batch), nullcontext(cluster) if cluster is not None else Cluster(plan.ranks) as ranks:
-        job = Job(model, data, batch, loss, optimizer, seed, dtype, scheduler)
+        job = Job(model, data, batch, loss, optimizer, seed, dtype, scheduler, plan.inference and not keep_modes)
         if reference or check:
             plainly.prepare()
         bar = partial(tqdm, disable=not progress, leave=False)

@@ -101,7 +101,7 @@ def record(
     Arguments as for `minipar.profile`; `split`: of backwards in halves, too. Every layer runs on a copy.
     """
     layers = list(model)
-    copies = copy.deepcopy(nn.Sequential(*layers)).train()
+    copies = copy.deepcopy(nn.Sequential(*layers))
     randomness.replace_dropout(copies, 0)
     chain = [layer for layer in copies._modules.values() if layer is not None]
     trainable = [l for l, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters())]

@@ -1,0 +1,121 @@
+"""The type of a model's numbers: which of them `dtype` and `precision` change, and which stay.
+
+    float32 model, dtype=float64      weights float32 -> float64    rotary table complex64 -> complex128    indices stay
+    float32 model with a float64 buffer
+        dtype=float32 (its main type)   everything stays as it is
+        dtype=float64, precision=bf16   refused: nobody said what becomes of the mixture
+
+The main type is that of most elements: of parameters, or of buffers where a model has none. A complex tensor counts as
+the type of its parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from minipar.errors import PlanError
+
+_PARTS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+_COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
+
+
+def matching(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The type of a tensor where numbers are of `dtype`: integers and truth values stay, and complex numbers become
+    those whose parts are of `dtype` (or stay, where there are none)."""
+    if tensor.is_complex():
+        return _COMPLEX.get(dtype, tensor.dtype)
+    return dtype if tensor.is_floating_point() else tensor.dtype
+
+
+def main_type(model: nn.Module) -> torch.dtype | None:
+    """The type of most numbers of a model; None if it has no floating numbers."""
+    for tensors in (model.parameters(), model.buffers()):
+        sizes: dict[torch.dtype, int] = {}
+        for tensor in tensors:
+            if tensor.is_floating_point() or tensor.is_complex():
+                kind = _PARTS.get(tensor.dtype, tensor.dtype)
+                sizes[kind] = sizes.get(kind, 0) + tensor.numel()
+        if sizes:
+            return max(sizes, key=sizes.__getitem__)
+    return None
+
+
+def convert(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give the numbers of a model this type, in place; what is tied or shared stays so.
+
+    A model that mixes types stays as it is if `dtype` is its main type. PlanError, naming what is of another type,
+    if not.
+    """
+    main = main_type(model)
+    if main is None:
+        return
+    other = _of_another_type(model, main)
+    if other and dtype is not main:
+        raise PlanError(
+            f"dtype={_name(dtype)}: the model is of {_name(main)}, but {other}; possible is dtype=torch.{_name(main)}, "
+            "which leaves everything as it is, or a model of one type"
+        )
+    if not other:
+        _change(model, dtype)
+
+
+def narrow(model: nn.Module) -> None:
+    """Give the floating numbers of a model the type bfloat16, in place; complex ones stay."""
+    _change(model, torch.bfloat16)
+
+
+def check_narrow(model: nn.Module) -> None:
+    """PlanError, naming it, for what has no place with precision=bf16: what is of another type than the rest of the
+    model, and complex parameters that are trained."""
+    main = main_type(model)
+    if main is None:
+        return
+    if other := _of_another_type(model, main):
+        raise PlanError(
+            f"precision=bf16: the model is of {_name(main)}, but {other}; possible are a model of one type, and "
+            "precision=float32"
+        )
+    for name, p in model.named_parameters():
+        if p.is_complex() and p.requires_grad:
+            raise PlanError(f"precision=bf16: {name} is {_name(p.dtype)}, of which there is no bfloat16; "
+                            "possible is precision=float32")  # fmt: skip
+
+
+def _of_another_type(model: nn.Module, main: torch.dtype) -> str:
+    """What is of another type than `main`, in words: "1.table is float64"; "" for nothing."""
+    for name, tensor in _named(model):
+        kind = tensor.dtype
+        if (tensor.is_floating_point() or tensor.is_complex()) and _PARTS.get(kind, kind) is not main:
+            return f"{name} is {_name(kind)}"
+    return ""
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _change(model: nn.Module, dtype: torch.dtype) -> None:
+    made: dict[int, Tensor] = {}
+    kept: list[Tensor] = []  # so that no address is used twice
+
+    def changed(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            kept.append(tensor)
+            made[id(tensor)] = tensor.detach().to(matching(tensor, dtype))
+        return made[id(tensor)]
+
+    for p in model.parameters():
+        if p.dtype is not matching(p, dtype):
+            p.data = changed(p)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.dtype is not matching(buffer, dtype):
+                module._buffers[name] = changed(buffer)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
