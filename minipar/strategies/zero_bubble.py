@@ -8,8 +8,8 @@ Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024 (ZB-H1, ZB-H2).
     rank 2        F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
 Time m(tF+tB) + (p-1)(tF+tI) - (min(p, m)-1) min(tF, tI, tW), for any m: each micro-batch after the first lets one
-weight half fill a gap, up to p-1 of them. The paper's m(tF+tB) + (p-1)(tF+tI-tW) is that for m >= p where tW is the shortest.
-Every rank keeps min(p, m) micro-batches, those that wait for their weight half included.
+weight half fill a gap, up to p-1 of them. The paper's m(tF+tB) + (p-1)(tF+tI-tW) is that for m >= p where tW is the
+shortest. Every rank keeps min(p, m) micro-batches, those that wait for their weight half included.
 
     zb-h2, p=3, m=5: 2(p-d)-1 forwards first, so that a rank does not wait between its first and last instruction
     rank 0  F0 F1 F2 F3 F4 I0 W0 I1 W1 I2 W2 I3 W3 I4 W4
