@@ -11,7 +11,7 @@ graph at all: a recomputation makes it later.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from typing import Any
 
@@ -28,6 +28,7 @@ from minipar.kept import Kept
 from minipar.losses import counted, counts_elements
 from minipar.pieces import pieces_of
 from minipar.program import Instruction, Local, Op, Program, Staleness, Synchronous, Value, grad_output, output
+from minipar.remembered import Remembered, will_run_again
 from minipar.strategies import host_layers, offload
 from minipar.tails import Tails
 from minipar.tensors import (
@@ -51,12 +52,22 @@ class Compute:
     were first met: (kind, layer, rows) -> bytes.
     """
 
-    def __init__(self, program: Program, rank: int, device: torch.device, layers: Sequence[nn.Module], loss: Loss):
+    def __init__(
+        self,
+        program: Program,
+        rank: int,
+        device: torch.device,
+        layers: Sequence[nn.Module],
+        loss: Loss,
+        seed: int = 0,
+    ) -> None:
         held = program.placement[rank]
+        self.seed, self.generators = seed, randomness.generators(device)
         self.rank, self.device, self.loss = rank, device, loss
         self.on_host, _ = host_layers.computed(program.ranks[rank])
         self.layers = {layer: layers[layer].to(self.place_of(layer)) for layer in held}
         self.dropouts = {layer: randomness.row_dropouts(layers[layer]) for layer in held}
+        self.remembered = {layer: Remembered(layers[layer]) for layer in held}
         self.every = program.contract.every if isinstance(program.contract, Staleness) else None
         self.overwriting = {layer for layer in held if overwrites(self.layers[layer])}
         self.follow(program)
@@ -81,6 +92,7 @@ class Compute:
         """Compute for this program from now on, on the same layers."""
         self.program, self.pieces = program, pieces_of(program, self.rank)
         self.carrying = Carrying(program)
+        self.again = will_run_again(program, self.rank)
         self.split = any(ins.op is Op.BACKWARD_INPUT for ins in program.ranks[self.rank])
 
     def _given(self, tensor: Tensor) -> Tensor:
@@ -138,6 +150,11 @@ class Compute:
         return counts[value.microbatch]
 
     def forward(self, ins: Instruction, live: dict[Value, Any]) -> None:
+        """A forward or a recomputation. Generators are left as they were."""
+        with randomness.untouched(self.generators):
+            self._forward(ins, live)
+
+    def _forward(self, ins: Instruction, live: dict[Value, Any]) -> None:
         part = self.batch_of(ins.step)
         rows = part.rows[ins.microbatch]
         if not rows:
@@ -204,45 +221,49 @@ class Compute:
         value = map_tensors(given, torch.clone) if piece[0] in self.overwriting else given
         ends: list[Tensor] = []
         kind = piece, size, torch.is_grad_enabled()
+        step = self.base + ins.step
         for layer in piece:
+            randomness.reseed(self.generators, randomness.draw_seed(self.seed, step, rows.start, layer, start))
             if kind in self.plain and layer != piece[-1]:
                 value = self.layers[layer](value)
                 continue
             if self.dropouts[layer]:
-                randomness.at(self.dropouts[layer], self.base + ins.step, rows.start, start)
+                randomness.at(self.dropouts[layer], step, rows.start, start)
             loss = self._scaled_loss(*final) if final and layer == piece[-1] else None
             key = layer, ins.microbatch, ins.step
             module = self.layers[layer]
             run = Run(self.carrying, layer, module, ins, start, live) if self.carrying.count > 1 else None
             new = run is not None and ("carry", layer, size) not in self.sizes
             known = [*tensors(value), *module.parameters(), *module.buffers()] if new else []
-            if key in self.offloaded and torch.is_grad_enabled():
-                given_here = [*tensors(value), *(tensors(final[0]) if final else ())]
-                kept = Kept([*given_here, *module.parameters(), *module.buffers()])
-                with kept.saving():
-                    value = module(value)
-                    ends = [loss(value)] if loss else []
-                kept.settle(tensors(value))
-                self.kept[key] = kept
-                self.sizes["output", layer, size] = count_bytes(value)
-                self.sizes["grad_output", layer, size] = count_bytes([t for t in tensors(value) if t.requires_grad])
-                self.sizes["saved", layer, size] = kept.nbytes
-            elif ("saved", layer, size) in self.sizes or not torch.is_grad_enabled():
-                if run is None and layer == unread:
-                    value = self.tails.run(layer, module, value)
-                else:
-                    value = (run or module)(value)
-                ends = [loss(value)] if loss else []
-                if ("output", layer, size) not in self.sizes:
+            with self._remembering(layer, ins):
+                if key in self.offloaded and torch.is_grad_enabled():
+                    given_here = [*tensors(value), *(tensors(final[0]) if final else ())]
+                    kept = Kept([*given_here, *module.parameters(), *module.buffers()])
+                    with kept.saving():
+                        value = module(value)
+                        ends = [loss(value)] if loss else []
+                    kept.settle(tensors(value))
+                    self.kept[key] = kept
                     self.sizes["output", layer, size] = count_bytes(value)
-            else:
-                value, ends, weights = weigh(module, value, loss, final[0] if final else (), run)
-                self.sizes["output", layer, size] = weights.output
-                self.sizes["grad_output", layer, size] = weights.grad_output
-                self.sizes["saved", layer, size] = weights.saved
+                    self.sizes["grad_output", layer, size] = count_bytes([t for t in tensors(value) if t.requires_grad])
+                    self.sizes["saved", layer, size] = kept.nbytes
+                elif ("saved", layer, size) in self.sizes or not torch.is_grad_enabled():
+                    if run is None and layer == unread:
+                        value = self.tails.run(layer, module, value)
+                    else:
+                        value = (run or module)(value)
+                    ends = [loss(value)] if loss else []
+                    if ("output", layer, size) not in self.sizes:
+                        self.sizes["output", layer, size] = count_bytes(value)
+                else:
+                    value, ends, weights = weigh(module, value, loss, final[0] if final else (), run)
+                    self.sizes["output", layer, size] = weights.output
+                    self.sizes["grad_output", layer, size] = weights.grad_output
+                    self.sizes["saved", layer, size] = weights.saved
             if run is not None and new:
                 self.sizes["carry", layer, size], self.sizes["grad_carry", layer, size] = run.sizes(known)
-        if not self.offloaded and self.carrying.count == 1 and not any(self.dropouts[layer] for layer in piece):
+        special = any(self.dropouts[layer] or self.remembered[layer] for layer in piece)
+        if not self.offloaded and self.carrying.count == 1 and not special:
             self.plain.add(kind)
         if not final:
             ends = differentiable(value)
@@ -251,6 +272,18 @@ class Compute:
             part, found = self.every or self.share(ins.step), ends[0].detach()
             self.losses[k] = self.losses[k] + (found if part == 1 else found * part)
         return detach(value), ends
+
+    def _remembering(self, layer: int, ins: Instruction) -> AbstractContextManager[None]:
+        """While entered, a layer runs forward: for the first time, or as it did then."""
+        remembered = self.remembered[layer]
+        if not remembered or (layer, ins.microbatch, ins.step) not in self.again:
+            return nullcontext()
+        return (remembered.first if ins.op is Op.FORWARD else remembered.again)((ins.microbatch, ins.step))
+
+    def _forget(self, ins: Instruction) -> None:
+        """The backward of some layers has run: they will not run again."""
+        for layer in ins.layers if self.again else ():
+            self.remembered[layer].forget((ins.microbatch, ins.step))
 
     def _weight(self, y: Any, weight: int) -> int:
         """What the micro-batch's targets count against: those of the step, or (so many times) the micro-batch's own."""
@@ -288,6 +321,7 @@ class Compute:
                 self.carrying.hand_back(piece, ins, live)
         for layer in ins.layers if self.kept else ():
             self.kept.pop((layer, i, step), None)
+        self._forget(ins)
         self._hand_back(ins, given, received, live)
 
     def backward_input(self, ins: Instruction, live: dict[Value, Any]) -> None:
@@ -305,6 +339,7 @@ class Compute:
             if ("saved_weight", piece[-1], self.rows(ins)) not in self.sizes:
                 self._weigh_left(piece, arrived, self.rows(ins), bool(inputs), given, grads)
             received = [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, found, strict=True)]
+        self._forget(ins)
         self._hand_back(ins, given, received, live)
 
     def backward_weight(self, ins: Instruction, live: dict[Value, Any]) -> None:

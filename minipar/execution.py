@@ -431,7 +431,7 @@ def profile_job(
             torch.device(worker.context().device), plan.offload_to == "disk", plan.offload_folder or None
         )
     sizes = tuple(count_bytes(part) * of // max(1, count_rows(part)) for part in (x, y))
-    return Facts(shape, measured, (sizes[0], sizes[1]), split_sensitive(model), tapes, copies, update.scheduler)
+    return Facts(shape, measured, (sizes[0], sizes[1]), split_sensitive(model, x), tapes, copies, update.scheduler)
 
 
 def _single(loss: Loss, output: Any, y: Any) -> Tensor:

@@ -70,6 +70,8 @@ class _Again(torch.autograd.Function):
     def forward(ctx: Any, part: Recomputed, *inputs: Tensor) -> Tensor:
         ctx.part = part
         ctx.rows = [(d, d.step, d.first_row, d.first_token) for d in randomness.row_dropouts(part)]
+        ctx.sources = randomness.generators(inputs[0].device if inputs else torch.device("cpu"))
+        ctx.states = [source.get_state() for source in ctx.sources]
         ctx.save_for_backward(*inputs)
         return part.compute(*inputs)
 
@@ -77,10 +79,15 @@ class _Again(torch.autograd.Function):
     def backward(ctx: Any, *received: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[1:]
         inputs = [x.detach().requires_grad_(need) for x, need in zip(ctx.saved_tensors, needed, strict=True)]
-        with torch.enable_grad():
+        buffers = [(buffer, buffer.clone()) for buffer in ctx.part.buffers()]
+        with torch.enable_grad(), randomness.untouched(ctx.sources):
             for dropout, *where in ctx.rows:  # each element falls as it fell before
                 randomness.at([dropout], *where)
+            for source, state in zip(ctx.sources, ctx.states, strict=True):
+                source.set_state(state)
             result = ctx.part.compute(*inputs)
+        for buffer, before in buffers:  # what it counts, it counts once
+            buffer.copy_(before)
         wanted = [x for x in inputs if x.requires_grad]
         found = iter(torch.autograd.grad(result, wanted, received))
         return (None, *(next(found) if need else None for need in needed))

@@ -7,6 +7,7 @@ well, unless somebody makes it twice. What the engine documents is written down 
     model     made after torch.manual_seed(seed); converted to `dtype` as `convert` says; in the modes that it has
     step      value = loss(model(x), y); value.backward(); clip; update           x, y: the whole batch
     dropout   only of nn.Dropout in training mode the random numbers are others: see `Masks`. `replaced` says of which
+    draws     torch's generators are seeded before each layer, as the engine seeds them: see `Masks`, too
 
 Besides the synchronous step there are three plain loops for what is meant to give other numbers than one device: Local
 SGD, a recorded order of an asynchronous pipeline, and a recorded order of parameter servers.
@@ -121,6 +122,9 @@ class Masks:
         element j of it   mix(key + (j + 1) * G) / 2**64 >= p: kept, and divided by 1 - p
 
     with G the golden ratio in 64 bits, and mix the last steps of splitmix64.
+
+    All else that draws does so from torch's generators. Before each layer of the model they are seeded with a number of
+    (seed, step, row, number of the layer): see `seed_of`.
     """
 
     def __init__(self, model: nn.Module, seed: int) -> None:
@@ -130,6 +134,33 @@ class Masks:
             if type(module) is nn.Dropout and module.training and module.p > 0:
                 self.names.append(name)
                 module.forward = partial(self._drop, module, name)  # type: ignore[method-assign]
+        layers = [layer for layer in model._modules.values() if layer is not None]
+        self.numbers: dict[int, list[int]] = {}  # of a module, which layers it is
+        for number, layer in enumerate(layers):
+            self.numbers.setdefault(id(layer), []).append(number)
+        for layer in {id(layer): layer for layer in layers}.values():
+            layer.register_forward_pre_hook(self._enter)
+            layer.register_forward_hook(self._leave, always_call=True)
+        self.at(0, 0)
+
+    def at(self, step: int, row: int, layer: int = 0) -> None:
+        """What the model sees next: rows of a step from `row` on. Called are its layers from `layer` on."""
+        self.step, self.row, self.inside = step, row, 0
+        self.left = {key: [k for k in numbers if k >= layer] for key, numbers in self.numbers.items()}
+
+    def _enter(self, layer: nn.Module, given: Any) -> None:
+        if self.inside == 0 and self.left[id(layer)]:  # (inside of a layer nothing is seeded)
+            torch.manual_seed(self.seed_of(self.left[id(layer)].pop(0)))
+        self.inside += 1
+
+    def _leave(self, layer: nn.Module, given: Any, result: Any) -> None:
+        self.inside -= 1
+
+    def seed_of(self, layer: int) -> int:
+        """What torch's generators are seeded with before a layer runs."""
+        words = "draws", self.seed, self.step, self.row, layer, 0  # (the last one: no token was left out)
+        digest = hashlib.blake2b("\0".join(map(str, words)).encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") % 2**63
 
     def _drop(self, module: nn.Dropout, name: str, x: Tensor) -> Tensor:
         if not module.training:
@@ -338,7 +369,7 @@ def train_plainly(
     start = time.perf_counter()
     for step in range(first, first + steps):
         x, y = batches(step)
-        masks.step = step
+        masks.at(step, 0)
         with torch.set_grad_enabled(not inference):
             value = mean_of(loss(model(x), y))
         if names:
@@ -414,7 +445,7 @@ def train_locally(
             own = rows_in(y, mine)
             weight = weight_of(own, loss) if mine else 0.0
             if weight:
-                masks[r].step, masks[r].row = step, mine.start
+                masks[r].at(step, mine.start)
                 value = mean_of(loss(each(rows_in(x, mine)), own))
                 value.backward()
                 total += value.item() * weight / whole
@@ -618,7 +649,7 @@ class _Ordered:
         value = every_tensor(given, torch.clone)  # (a layer may work in place)
         ends: list[Tensor] = []
         if rows:
-            self.masks.step, self.masks.row = self.first + i // self.order.microbatches, rows.start
+            self.masks.at(self.first + i // self.order.microbatches, rows.start, self.order.layers[r][0])
             own = {name: leaves[names] for name, names in rank.own.items()}
             value = torch.func.functional_call(rank.layers, own, (value,))
             ends = _smooth(value)
@@ -746,7 +777,7 @@ def _worker_step(
     whole, weight = weight_of(y, loss), weight_of(target, loss)
     if not weight:
         return _Done(step, 0.0, 0.0, whole, {name: torch.zeros_like(p) for name, p in named.items()})
-    masks.step, masks.row = step, mine.start
+    masks.at(step, mine.start)
     value = mean_of(loss(model(rows_in(x, mine)), target)) * (weight / whole)
     found = torch.autograd.grad(value, list(named.values()), allow_unused=True)
     gradients = {

@@ -405,7 +405,7 @@ def _work(
 
 
 def _computing(program: Program, rank: int, layers: list[nn.Module], job: Job) -> Compute:
-    compute = Compute(program, rank, torch.device("cpu"), layers, job.loss)
+    compute = Compute(program, rank, torch.device("cpu"), layers, job.loss, job.seed)
     compute.begin(job.batches, 0)
     return compute
 

@@ -27,6 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from minipar import randomness
+
 # Watching costs about 5 us an operation: so many floating-point operations take about as long.
 WORTH = {"cpu": 5e5, "cuda": 5e8}
 _UNKNOWABLE = (torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -51,6 +53,8 @@ class _Tail(NamedTuple):
     steps: tuple[_Step, ...]
     needed: int  # the last operation that must run
 
+
+_HOST = torch.device("cpu")
 
 # Packages whose modules compute by torch's operations alone.
 _KNOWN = ("torch.nn.", "minipar.models.", "minipar.randomness", "minipar.recomputed")
@@ -90,12 +94,18 @@ class Tails:
         tail = self._known[key]
         if tail is None:
             return module(given)
+        sources = randomness.generators(next((x.device for x in tree_leaves(given) if isinstance(x, Tensor)), _HOST))
+        states = [source.get_state() for source in sources]
         with _Shorter(tail) as shorter:
             output = module(given)
         if shorter.followed:
             return output
         self._known[key] = None
-        return module(given) if shorter.skipped else output
+        if not shorter.skipped:
+            return output
+        for source, state in zip(sources, states, strict=True):
+            source.set_state(state)
+        return module(given)
 
     def settle(self) -> None:
         """Whatever is still there of the watched run, now that its output is gone, somebody may read."""

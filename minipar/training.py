@@ -224,9 +224,14 @@ def train(
             rows = microbatch_rows(job.batch, plan.dp, plan.total_microbatches)
             (facts,) = ranks.run_on([0], profile_job, job, rows, memory, _of_layers(plan), split, sliced)
             meter.update()
-        if facts.split_sensitive:
+        parts = plan.dp * plan.total_microbatches * plan.slice_count
+        if facts.split_sensitive and parts > 1:
             names = ", ".join(facts.split_sensitive)
-            warnings.warn(f"not equal to one device's, however it is split: {names}", stacklevel=2)
+            warnings.warn(
+                f"the batch is split into {parts} parts, and the results of some layers depend on how: {names}; "
+                "they are one device's with dp=1, microbatches=1 and accumulate=1",
+                stacklevel=2,
+            )
         if storing.saved is not None and (told := other_scheduler(storing.saved.header.schedule, facts.scheduler)):
             warnings.warn(f"{storing.saved.folder}: {told}", stacklevel=2)
         served = plan.sync == "ps"  # whose steps run into each other: one program for all of them

@@ -1,0 +1,100 @@
+"""What a layer's forward changes beside its output: running statistics, counters, generators of its own.
+
+    FORWARD      count 3 -> 4       the 3 is kept, if this forward will run again
+    RECOMPUTE    count 3 -> 4, on a copy; then the layer has again what it had, such as 9 after other micro-batches
+
+So a recomputation computes what the forward did, and counts nothing twice. Which buffers change is seen as a layer
+runs: of all others nothing is copied after the first run. (Running statistics of norms are written past the versions
+that tensors have, so these count as changing.) Not seen are changes of plain attributes: use `register_buffer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from minipar.program import Op, Program
+
+Key = tuple[int, int]  # micro-batch, step
+
+
+class Place(NamedTuple):
+    """Where a buffer stands."""
+
+    module: nn.Module
+    name: str
+
+    def now(self) -> Tensor | None:
+        return self.module._buffers.get(self.name)
+
+
+class Remembered:
+    """One layer's buffers and generators, as its forwards found them."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        modules = list(layer.modules())
+        self._places = [Place(m, name) for m in modules for name, b in m._buffers.items() if b is not None]
+        self._generators = [g for m in modules for g in vars(m).values() if isinstance(g, torch.Generator)]
+        self._changing: set[Place] = {
+            place for place in self._places if isinstance(place.module, nn.modules.batchnorm._NormBase)
+        }
+        self._first = True
+        self._kept: dict[Key, tuple[dict[Place, Tensor], list[Tensor]]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._places or self._generators)
+
+    @contextmanager
+    def first(self, key: Key) -> Iterator[None]:
+        """While entered, the layer runs forward, and will run again."""
+        found = {place: place.now() for place in self._places}
+        versions = {place: t._version for place, t in found.items() if t is not None}
+        wanted = self._places if self._first else [place for place in self._places if place in self._changing]
+        before = {place: t.detach().clone() for place in wanted if (t := found[place]) is not None}
+        generators = [g.get_state() for g in self._generators]
+        yield
+        for place, t in found.items():
+            now = place.now()
+            same = now is t and (t is None or now is None or now._version == versions[place])
+            if not same or (self._first and now is not None and not torch.equal(now, before[place])):
+                self._changing.add(place)
+        self._first = False
+        self._kept[key] = {place: t for place, t in before.items() if place in self._changing}, generators
+
+    @contextmanager
+    def again(self, key: Key) -> Iterator[None]:
+        """While entered, the layer runs again as it ran then; afterwards it has what it had before."""
+        kept, generators = self._kept.get(key, ({}, []))
+        now = {place: place.now() for place in self._places if place in self._changing}
+        states = [g.get_state() for g in self._generators]
+        copies: dict[int, Tensor] = {}  # (a buffer may stand in two places)
+        for place, t in now.items():
+            if t is not None:
+                place.module._buffers[place.name] = copies.setdefault(id(t), kept.get(place, t).detach().clone())
+        for g, state in zip(self._generators, generators, strict=False):
+            g.set_state(state)
+        try:
+            yield
+        finally:
+            for place, t in now.items():
+                place.module._buffers[place.name] = t
+            for g, state in zip(self._generators, states, strict=True):
+                g.set_state(state)
+
+    def forget(self, key: Key) -> None:
+        """The backward has run."""
+        self._kept.pop(key, None)
+
+
+def will_run_again(program: Program, rank: int) -> frozenset[tuple[int, int, int]]:
+    """Layers, with micro-batch and step, of which a rank's program has a recomputation."""
+    return frozenset(
+        (layer, ins.microbatch, ins.step)
+        for ins in program.ranks[rank]
+        if ins.op is Op.RECOMPUTE
+        for layer in ins.layers
+    )
