@@ -75,8 +75,8 @@ class Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
-        self.register_buffer("mean", torch.zeros(WIDTH, dtype=torch.float64))
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
