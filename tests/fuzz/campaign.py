@@ -146,7 +146,7 @@ class Ranks:
 
     def __call__(self, ranks: int) -> Cluster:
         if ranks not in self.made:
-            self.made[ranks] = Cluster(ranks, device="cpu")
+            self.made[ranks] = Cluster(ranks, device="cpu", patience=15.0)
         return self.made[ranks]
 
     def calibration(self, ranks: int) -> Calibration:

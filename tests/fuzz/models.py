@@ -252,7 +252,7 @@ class Looking(Sliced):
 
 
 def parameter(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.float64) -> nn.Parameter:
-    return nn.Parameter(torch.randn(*shape, dtype=dtype) * scale)
+    return nn.Parameter(torch.randn(shape, dtype=dtype) * scale)
 
 
 def _count(m: Any, x: Tensor) -> Tensor:
@@ -764,13 +764,13 @@ def draw(dice: random.Random, unsplit: bool = False, sliced: bool = False) -> Sp
     entries: list[Entry] = []
     made: list[nn.Module] = []
     shapes: list[tuple[tuple[int, ...], torch.dtype] | None] = []  # of what each layer hands on; None: a tuple
-    example = _example(shape, dtype, 3, seed)
+    sample = example(shape, dtype, 3, seed)
     names = [name for name in KINDS if name not in AVOIDED]
     tries = 0
     while len(entries) < length and tries < 200:
         tries += 1
-        tuples = not isinstance(example, Tensor)
-        head = whole_of(example)
+        tuples = not isinstance(sample, Tensor)
+        head = whole_of(sample)
         given, kind_of = tuple(head.shape[1:]), head.dtype
         if head.dim() == 0 or head.numel() == 0 or head.numel() > 20000:
             break
@@ -785,9 +785,11 @@ def draw(dice: random.Random, unsplit: bool = False, sliced: bool = False) -> Sp
         else:
             name = dice.choice(names) if dice.random() < odd + 0.2 else dice.choice(COMMON)
         if (
-            (name in SPLIT and not unsplit)
+            name in AVOIDED
+            or (name in SPLIT and not unsplit)
             or (name in CLOSING and not tuples)
             or (name.startswith("fork") and (tuples or branchy))
+            or (name == "tensor-hooks" and (tuples or branchy))  # (a hook on x is one for all its readers)
         ):
             continue
         entry = Entry(name, dice.randrange(10**6), given, kind_of)
@@ -818,19 +820,19 @@ def draw(dice: random.Random, unsplit: bool = False, sliced: bool = False) -> Sp
                 more = dice.sample(here, min(len(here), dice.randint(1, 2)))
                 entry = replace(entry, sources=tuple(sorted({*more, len(entries) - 1})))
         try:
-            with _float64():
+            with in_float64():
                 one = layer(entry, made)
                 if one is None:
                     continue
-                value = _fresh(example)
+                value = _fresh(sample)
                 after = one((value,) * len(entry.sources) if len(entry.sources) > 1 else value)
         except (RuntimeError, ValueError, TypeError, AssertionError):
             continue
         entries.append(entry)
         made.append(one)
-        example = _fresh(after)
+        sample = _fresh(after)
         shapes.append((tuple(after.shape[1:]), after.dtype) if isinstance(after, Tensor) else None)
-    head = whole_of(example)
+    head = whole_of(sample)
     if head.is_complex() or not head.is_floating_point() or not entries:
         return draw(dice, unsplit, sliced)
     if not unsplit and not _by_row(made, entries):
@@ -846,14 +848,15 @@ def draw(dice: random.Random, unsplit: bool = False, sliced: bool = False) -> Sp
 def _by_row(made: Sequence[nn.Module], entries: Sequence[Entry]) -> bool:
     """Whether a row of the output depends on this row of the input alone."""
     spec = Spec(0, tuple(entries), 5, "mse")
-    x = _example(entries[0].shape, entries[0].dtype, 5, 0)
+    x = example(entries[0].shape, entries[0].dtype, 5, 0)
+    model = build(spec).eval()
     with torch.no_grad():
-        whole = whole_of(build(spec).eval()(x.clone()))
-        parts = [whole_of(build(spec).eval()(x[rows].clone())) for rows in (slice(0, 2), slice(2, 5))]
+        whole = whole_of(model(x.clone()))
+        parts = [whole_of(model(x[rows].clone())) for rows in (slice(0, 2), slice(2, 5))]
         return len(whole) == 5 and len(parts[0]) == 2 and torch.allclose(whole, torch.cat(parts), equal_nan=True)
 
 
-class _float64:
+class in_float64:
     def __enter__(self) -> None:
         torch.set_default_dtype(torch.float64)
 
@@ -870,7 +873,7 @@ def _fresh(value: Any) -> Any:
     return {key: _fresh(part) for key, part in value.items()} if isinstance(value, dict) else value
 
 
-def _example(shape: tuple[int, ...], dtype: torch.dtype, rows: int, seed: int) -> Tensor:
+def example(shape: tuple[int, ...], dtype: torch.dtype, rows: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     if dtype is torch.int64:
         return torch.randint(VOCABULARY, (rows, *shape), generator=generator)
@@ -915,7 +918,7 @@ class Rows:
         self.spec = spec
         first = spec.entries[0]
         with torch.no_grad():
-            out = whole_of(build(spec).eval()(_example(first.shape, first.dtype, 3, 0)))
+            out = whole_of(build(spec).eval()(example(first.shape, first.dtype, 3, 0)))
         self.out = tuple(out.shape[1:])
         self.rows_of = len(out) // 3
 
@@ -923,7 +926,7 @@ class Rows:
         spec = self.spec
         count = max(1, spec.rows // 2) if spec.given == "last" and step % 3 == 2 else spec.rows
         seed = spec.seed * 31 + (0 if spec.given == "pair" else step)
-        x = _example(spec.entries[0].shape, spec.entries[0].dtype, count, seed)
+        x = example(spec.entries[0].shape, spec.entries[0].dtype, count, seed)
         generator = torch.Generator().manual_seed(seed + 1)
         if spec.loss != "classes":
             return x, torch.randn(count, *self.out, generator=generator, dtype=torch.float64)

@@ -127,6 +127,9 @@ def draw(dice: random.Random, facts: Facts) -> Words:
         words["host_layers"] = ",".join(
             map(str, sorted(dice.sample(range(facts.layers), min(facts.layers, dice.randint(1, 2)))))
         )
+    if special == "" and dp > 1 and "zero" not in words and dice.random() < 0.1:
+        algorithms = ["ring", "tree", "double-tree", "halving-doubling", "hierarchical", "direct"]
+        words |= {"algorithm": dice.choice(algorithms), "overlap": "none"}
     if special in ("", "host", "bf16") and dice.random() < 0.12:
         words["clip"] = dice.choice(["0.001", "0.1", "100"])
     return words

@@ -1,0 +1,141 @@
+"""The short form of the campaign: random models under random plans, always the same; and the campaign itself."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from minipar import Plan, randomness
+from tests.fuzz import models, oracle, plans
+from tests.fuzz.campaign import Found, Ranks, compare, draw, expect, judge, shrink
+
+PAIRS = range(40)
+BY_HAND = {"offload_folder", "extra_passes"}  # keys of a plan that are not drawn
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    made, before = Ranks(), torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield made
+    torch.set_num_threads(before)
+    made.close()
+
+
+def test_random_models_under_random_plans_equal_plain_torch(ranks):
+    ended, failed = Counter(), []
+    for seed in PAIRS:
+        pair = draw(seed)
+        outcome = judge(pair, ranks)
+        ended[outcome.kind] += 1
+        if outcome.failed:
+            failed.append(f"{outcome.kind} pair {seed}: {outcome.text}\n{pair}")
+    assert not failed, "\n\n".join(failed)
+    assert ended["equal"] >= len(PAIRS) // 2, ended
+
+
+def test_a_pair_is_a_function_of_its_seed():
+    for seed in (3, 11):
+        assert draw(seed) == draw(seed)
+        first, second = (models.build(draw(seed).spec).state_dict() for _ in range(2))
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_every_kind_of_layer_fits_somewhere():
+    """Of the inputs that there are, at least one lets a layer of each kind be made, and run."""
+    rows = [(n,) for n in (3, 4)] + [(2, 4), (3, 5)] + [(2, 4, 4), (3, 6, 6)]
+    given = [(shape, dtype) for shape in rows for dtype in (torch.float64, torch.int64, torch.complex128)]
+    for name in models.KINDS.keys() - set(models.CLOSING):
+        made = 0
+        for shape, dtype in given:
+            with models.in_float64():
+                layer = models.layer(models.Entry(name, 5, shape, dtype))
+                if layer is not None:
+                    layer(
+                        models.example(shape, torch.int64, 3, 0)
+                        if dtype is torch.int64
+                        else torch.randn(3, *shape, dtype=dtype)
+                    )
+                    made += 1
+        assert made, name
+
+
+def test_every_key_of_a_plan_is_drawn():
+    keys = set()
+    for seed in range(3000):
+        dice = random.Random(seed)
+        facts = plans.Facts(dice.randint(1, 9), seed % 5 == 0, 4 if seed % 7 == 0 else 0, seed % 6 == 0, seed % 2 == 0)
+        keys |= plans.draw(dice, facts).keys()
+    assert keys == {field.name for field in fields(Plan)} - BY_HAND
+
+
+def test_what_differs_is_found(ranks):
+    """A gradient that is 1e-9 off, a parameter that was not updated, a step that was left out."""
+    pair = replace(draw(0), spec=_small(), words=(("dp", "1"),), steps=3, cut=0, momentum=0.0, through_train=False)
+    expected = expect(pair)
+
+    def found():
+        given = expect(pair)
+        made = Found()
+        made.losses, made.gradients, made.parameters = given.losses, given.gradients, given.parameters
+        return made
+
+    def worst(made):
+        return max(error for error, _ in compare(pair, made, expected))
+
+    assert worst(found()) == 0
+    off = found()
+    off.gradients[1]["0.weight"] += 1e-9
+    assert worst(off) > 1e-12
+    off = found()
+    off.parameters["0.bias"] = off.parameters["0.bias"] + 1e-9
+    assert worst(off) > 1e-12
+    off = found()
+    del off.losses[2]
+    assert worst(off) == float("inf")
+
+
+def _small():
+    entries = (models.Entry("linear", 1, (4,)), models.Entry("tanh", 2, (4,)), models.Entry("dropout", 3, (4,)))
+    return models.Spec(1, entries, 7, "mse")
+
+
+def test_a_failing_pair_becomes_small(ranks, monkeypatch):
+    """An oracle that is wrong about one kind of layer: what is left of a pair is that layer, under no plan at all."""
+    honest = oracle.Plain.value
+
+    def wrong(self, x, y, step, row=0):
+        squares = any(isinstance(layer, torch.nn.LayerNorm) for layer in self.model.modules())
+        return honest(self, x, y, step, row) * (1.01 if squares else 1.0)
+
+    monkeypatch.setattr(oracle.Plain, "value", wrong)
+    kinds = ("linear", "layer-norm", "tanh", "linear")
+    entries = tuple(models.Entry(kind, k, (4,)) for k, kind in enumerate(kinds))
+    words = (("dp", "1"), ("pp", "2"), ("microbatches", "2"), ("checkpoint", "1"))
+    pair = replace(draw(0), spec=models.Spec(1, entries, 7, "mse"), words=words, steps=2, cut=0, through_train=False)
+    outcome = judge(pair, ranks)
+    assert outcome.kind == "WRONG"
+    smaller = shrink(pair, outcome, ranks)
+    assert [entry.kind for entry in smaller.spec.entries] == ["layer-norm"]
+    assert smaller.plan == {}
+
+
+def test_dropout_by_row_is_as_its_definition_says():
+    """The oracle's, written from the definition, and the engine's agree on every element."""
+    for p, name, step, first in ((0.3, "0.1", 0, 0), (0.5, "drop", 7, 13)):
+        x = torch.ones(5, 3, 4, dtype=torch.float64)
+        mine = oracle.DropoutByRow(p, name, {"seed": 9, "step": step, "row": first})
+        engine = randomness.RowDropout(p, 9, name)
+        randomness.at([engine], step, first)
+        assert torch.equal(mine(x), engine(x))
+        assert 0 < (mine(x) == 0).sum() < x.numel()
+
+
+def test_layers_that_feel_the_split_are_drawn_for_whole_batches_only():
+    for seed in range(60):
+        spec = models.draw(random.Random(seed))
+        assert not {entry.kind for entry in spec.entries} & set(models.SPLIT)
