@@ -671,7 +671,7 @@ class Tied(nn.Module):
 def layer(entry: Entry, before: Sequence[nn.Module] = ()) -> Made:
     """The module of an entry; None where it does not fit."""
     dice = random.Random(entry.seed)
-    torch.manual_seed(entry.seed)
+    torch.default_generator.manual_seed(entry.seed)  # (torch.manual_seed also tells all GPUs, which takes long)
     if entry.kind == "again":
         return before[entry.of]
     if entry.kind == "tied":
