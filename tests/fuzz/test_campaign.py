@@ -13,8 +13,8 @@ from minipar import Plan, randomness
 from tests.fuzz import models, oracle, plans
 from tests.fuzz.campaign import Found, Ranks, compare, draw, expect, judge, shrink
 
-OPEN = {12, 14, 17, 35}  # pairs that still fail
-PAIRS = sorted(set(range(44)) - OPEN)
+OPEN = {14}  # pairs that still fail: a layer hands on its own parameter, whose memory is freed
+PAIRS = sorted(set(range(36)) - OPEN)
 BY_HAND = {"offload_folder", "extra_passes"}  # keys of a plan that are not drawn
 
 
@@ -114,10 +114,12 @@ def test_a_failing_pair_becomes_small(ranks, monkeypatch):
         return honest(self, x, y, step, row) * (1.01 if squares else 1.0)
 
     monkeypatch.setattr(oracle.Plain, "value", wrong)
-    kinds = ("linear", "layer-norm", "tanh", "linear")
+    kinds = ("linear", "layer-norm", "tanh")
     entries = tuple(models.Entry(kind, k, (4,)) for k, kind in enumerate(kinds))
-    words = (("dp", "1"), ("pp", "2"), ("microbatches", "2"), ("checkpoint", "1"))
-    pair = replace(draw(0), spec=models.Spec(1, entries, 7, "mse"), words=words, steps=2, cut=0, through_train=False)
+    words = (("microbatches", "2"), ("checkpoint", "1"))
+    pair = replace(
+        draw(0), spec=models.Spec(1, entries, 7, "mse"), words=words, steps=1, cut=0, through_train=False, momentum=0.0
+    )
     outcome = judge(pair, ranks)
     assert outcome.kind == "WRONG"
     smaller = shrink(pair, outcome, ranks)
