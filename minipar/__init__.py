@@ -20,7 +20,9 @@ _homes = {
     "minipar.tuning": ("bucket_curve",),
     "minipar.training": ("train", "resume", "Run"),
     "minipar.execution": ("execute",),
+    "minipar.evaluation": ("evaluate", "Evaluation"),
     "minipar.updating": ("named",),
+    "minipar.following": ("StepInfo",),
     "minipar.cluster": ("Cluster",),
     "minipar.costs.profiler": ("profile",),
     "minipar.costs.calibration": ("calibrate",),
@@ -37,6 +39,7 @@ _homes = {
         "CollectiveMismatch",
         "DeviceOutOfMemory",
         "SaveError",
+        "NotFinite",
     ),
 }
 _home_of = {name: home for home, names in _homes.items() for name in names}

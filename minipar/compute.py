@@ -24,6 +24,7 @@ from minipar.carrying import Carrying, Run
 from minipar.costs.halves import Arrived, input_half, left, noting_hooks, weight_half
 from minipar.costs.weighing import weigh
 from minipar.errors import RankError
+from minipar.finite import Finite
 from minipar.kept import Kept
 from minipar.losses import counted, counts_elements
 from minipar.pieces import pieces_of
@@ -71,6 +72,7 @@ class Compute:
         self.every = program.contract.every if isinstance(program.contract, Staleness) else None
         self.overwriting = {layer for layer in held if overwrites(self.layers[layer])}
         self.follow(program)
+        self.finite: Finite | None = None  # looks at the losses
         self.sizes: dict[tuple[str, int, int], int] = {}
         self.offloaded = {
             (v.index, v.microbatch, v.step) for v in offload.offloaded(program.ranks[rank])
@@ -270,6 +272,8 @@ class Compute:
         elif ins.op is Op.FORWARD:
             k = ins.step if self.every is None else ins.step * self.program.microbatches + ins.microbatch
             part, found = self.every or self.share(ins.step), ends[0].detach()
+            if self.finite is not None:
+                self.finite(found, self.base + ins.step, ins.microbatch, rows)
             self.losses[k] = self.losses[k] + (found if part == 1 else found * part)
         return detach(value), ends
 

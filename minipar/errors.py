@@ -36,6 +36,17 @@ class RankError(MiniparError):
     """A rank misused something, or its exception could not be brought to the driver as it was."""
 
 
+class NotFinite(RankError):
+    """The loss of a micro-batch is not a number, or infinite.
+
+    step, rank, microbatch   where it was found, before the update of that step
+    """
+
+    step: int = -1
+    rank: int = -1
+    microbatch: int = -1
+
+
 class CollectiveMismatch(RankError):
     """Ranks of a group started different collectives; nothing was sent. Names what each rank has."""
 

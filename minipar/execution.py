@@ -6,6 +6,8 @@ The driver ships a `Job` to every rank; each builds the model, keeps its own lay
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 from minipar import recomputed
 from minipar.affinity import on_own_core
 from minipar.batches import Batch, Part, check_batch, gives_rows, read_part
-from minipar.cluster import Cluster, worker
+from minipar.cluster import Cluster, launch, worker
 from minipar.comm import algorithms, communicator
 from minipar.comm.algorithms.moves import Algorithm
 from minipar.costs.copying import measure_copies
@@ -35,7 +37,8 @@ from minipar.elementwise import check_update
 from minipar.emulation import Delays, delays
 from minipar.errors import PlanError
 from minipar.executor import Executor, Record
-from minipar.following import Following, Telling, Watch
+from minipar.finite import Finite, check_choice
+from minipar.following import Callback, Following, Telling, Watch
 from minipar.losses import check_loss
 from minipar.memory.recorded import Tapes
 from minipar.memory.series import Series
@@ -43,7 +46,7 @@ from minipar.memory.tape import record
 from minipar.memory.watching import SERIES, Watching
 from minipar.network import Network, edges_of
 from minipar.plan import Plan
-from minipar.program import Action, Local, Op, Program, Value
+from minipar.program import Action, Local, Op, Program, Synchronous, Value
 from minipar.randomness import split_sensitive
 from minipar.saving.contents import dtype_name, outline_of
 from minipar.saving.folder import Header
@@ -76,6 +79,7 @@ class Job:
     scheduler   makes a scheduler of that optimizer, which steps once after each update
     evaluate    put the model in evaluation mode; else every module has the mode that the model function gave it. None:
                 where a program trains nothing of a model that could be trained
+    on_nan      where the loss of a micro-batch is not finite: "stop", "warn" or "ignore"
     """
 
     model: Model
@@ -87,9 +91,11 @@ class Job:
     dtype: torch.dtype = torch.float32
     scheduler: Scheduler | None = None
     evaluate: bool | None = None
+    on_nan: str = "ignore"
 
     def __post_init__(self) -> None:
         check_loss(self.loss)
+        check_choice(self.on_nan)
         object.__setattr__(self, "data", loading.indexed(self.data, self.seed))
         if isinstance(self.data, tuple):
             object.__setattr__(self, "batch", check_batch(self.data))
@@ -183,17 +189,20 @@ def execute(
     cluster: Cluster | None = None,
     passes: int = 1,
     keep_gradients: bool = True,
-    report: Callable[[int], None] = lambda done: None,
+    report: Callable[[int, float], None] = lambda done, loss: None,
     watch: Watch | None = None,
     check: bool = True,
     costs: EmulatedCosts | None = None,
     memory: bool = False,
     storing: Storing = NOTHING,
     rest: Program | None = None,
+    callback: Callback | None = None,
 ) -> Execution:
     """Run a program on real processes, `passes` times in a row (each is `program.steps` training steps).
 
-    report(k)   called when all ranks have finished pass k
+    report(k, loss)   called when all ranks have finished pass k, with the loss of its last step
+    callback    called with a `StepInfo` of every step, in order; when it returns False, the run ends after the pass
+                that the ranks are at
     watch       called with a `Moment` of the run at most ten times a second
     check       verify the program first: one that cannot run would wait for ever
     costs       of the emulated devices, if the cluster has such; default: from the cluster's DeviceSpec
@@ -209,18 +218,21 @@ def execute(
     if cluster is not None and cluster.size != count:
         raise PlanError(f"program {program.name!r} needs {several(count, 'rank')}, but the cluster has {cluster.size}")
     programs = [program] * at_least_1("passes", passes) + ([rest] if rest is not None else [])
-    tell = Following(programs, report, watch)
+    ending = Ending(callback is not None)
+    tell = Following(programs, report, watch, callback, storing.first, ending.ask)
     with nullcontext(cluster) if cluster is not None else Cluster(count) as ranks:
         if costs is None and ranks.emulates is not None and ranks.emulates.emulates:
             costs = emulated_costs(program, ranks.emulates, job, ranks)
         slow = [_delays(costs, rank, rest) for rank in range(count)] if costs is not None else None
         watching = Watching(memory, None if ranks.emulates is None else ranks.emulates.memory)
-        with storing.around():
+        with storing.around(), ending:
             own = algorithms.registered(program.algorithm)  # (ranks know what is registered there)
             passed = ranks.run_with(
-                tell, _passes, job, programs, keep_gradients, slow, watching, storing, bool(watch), own
+                tell, _passes, job, programs, keep_gradients, slow, watching, storing, bool(watch), ending, own
             )
 
+    programs = programs[: len(passed[0].losses)]
+    passes = min(passes, len(programs))
     losses = [sum(p.losses[k][s] for p in passed) for k, each in enumerate(programs) for s in range(each.losses)]
     times = [max(max(p.ends[k]) for p in passed) - min(min(p.starts[k]) for p in passed) for k in range(len(programs))]
     tracked = range(max(1, len(programs) - SERIES), passes) if memory else range(1, passes)
@@ -293,6 +305,32 @@ def _measured(program: Program, passed: Sequence[Passed], k: int) -> Trace:
     return Trace(program, starts, ends, size, "measured", "bytes", [p.data[k] for p in passed], series=series)
 
 
+class Ending:
+    """How a run is ended between two of its passes: the driver makes a file, and the ranks agree whether it is there.
+
+    path   "": nobody asks
+    """
+
+    def __init__(self, used: bool) -> None:
+        self._folder = tempfile.mkdtemp(prefix="ending-", dir=launch.scratch_folder()) if used else ""
+        self.path = os.path.join(self._folder, "now") if used else ""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None:
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def ask(self) -> None:
+        """In the driver: end the run."""
+        with open(self.path, "wb"):
+            pass
+
+    def reached(self, comm: communicator.Communicator) -> bool:
+        """In the ranks, all of them, before a pass: whether it is not to begin."""
+        return bool(self.path) and bool(comm.allreduce(int(comm.rank == 0 and os.path.exists(self.path))))
+
+
 # in the ranks ---------------------------------------------------------------------------------------------------------
 
 
@@ -304,6 +342,7 @@ def _passes(
     watching: Watching,
     storing: Storing,
     watched: bool = False,
+    ending: Ending | None = None,
     own: Algorithm | None = None,
 ) -> Passed:
     comm, telling = communicator.create(), Telling(watched, programs[0], worker.report)
@@ -318,6 +357,9 @@ def _passes(
     outline = outline_of(model)
     executor = Executor(program, comm, model, job.loss, job.optimizer, job.seed, mine, job.scheduler)
     executor.walked = telling.walked
+    executor.compute.finite = None if job.on_nan == "ignore" else Finite(comm.rank, job.on_nan, worker.report)
+    asked, update = ending is not None and ending.path != "", executor.state.update
+    measuring = asked and isinstance(program.contract, Synchronous)
     del model  # with the layers of other ranks
     # An emulated device sleeps most of the time: any core that is free wakes it soonest.
     held = on_own_core(_way(program, comm.size)) if comm.device.type == "cpu" and mine is None else nullcontext()
@@ -334,14 +376,27 @@ def _passes(
             if each is not executor.program:
                 executor.follow(each, last)
             given = {s: job.part(s, each, comm.rank) for s in range(base, base + each.steps)}
+            if ending is not None and ending.reached(comm):
+                storing.after(executor, outline, header, True, updates)
+                break
             comm.barrier()  # so that a pass begins on all ranks at once, as the prediction assumes
+            executor.state.measured = {} if measuring else None
             with tracker:
                 records.append(executor.run(given.__getitem__, base, keep_gradients))
             base += each.steps
             header = replace(header, step=base)
             updates += each.updates
             storing.after(executor, outline, header, k == len(programs) - 1, updates)
-            worker.report(telling.news(k, records[-1].losses, records[-1].starts, records[-1].ends))
+            news = telling.news(k, records[-1].losses, records[-1].starts, records[-1].ends)
+            if asked:
+                squares, done = executor.state.measured, range(updates - each.updates, updates)
+                news = news._replace(
+                    rates=[update.rates_at(u) for u in done],
+                    squares=None if squares is None else [squares.get(s, 0.0) for s in range(each.updates)],
+                )
+            if update.schedule is not None:
+                update.schedule.forget(updates)
+            worker.report(news)
             if not sizes or executor.compute.counts != rows:  # steps of an epoch's end have fewer rows
                 rows = executor.compute.counts
                 sizes.append(_sizes(executor))

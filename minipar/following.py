@@ -8,8 +8,10 @@ An asynchronous pipeline is one long pass: there the ranks tell in the midst of 
 
 from __future__ import annotations
 
+import math
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TextIO
@@ -46,12 +48,48 @@ class Moment:
 Watch = Callable[[Moment], None]
 
 
+@dataclass(frozen=True)
+class StepInfo:
+    """One training step that is done.
+
+    step            its number, from 0 on (of a run that was resumed from where it goes on)
+    loss            the mean loss of its whole batch, before its update
+    learning_rates  of its update, one for each parameter group of the optimizer
+    gradient_norm   of all gradients together, before clipping; None where there is no such gradient: replicas that
+                    train by themselves (local_steps), asynchronous plans
+
+    Of an asynchronous plan a step is here a mini-batch: what `Run.losses` has a loss of.
+    """
+
+    step: int
+    loss: float
+    learning_rates: tuple[float, ...]
+    gradient_norm: float | None
+
+    @property
+    def learning_rate(self) -> float:
+        """That of the first parameter group."""
+        return self.learning_rates[0] if self.learning_rates else 0.0
+
+
+Callback = Callable[[StepInfo], object]
+
+
 class News(NamedTuple):
-    """What a rank tells of a pass: its parts of the losses, and when its instructions began and ended."""
+    """What a rank tells of a pass: its parts of the losses, and when its instructions began and ended. Where somebody
+    wants to know: learning rates of each update, and its part of the square of the gradient's norm."""
 
     done: int
     losses: list[float]
     times: tuple[list[float], list[float]] | None
+    rates: list[tuple[float, ...]] | None = None
+    squares: list[float] | None = None
+
+
+class Warned(NamedTuple):
+    """What a rank warns of, once for all ranks."""
+
+    text: str
 
 
 class Telling:
@@ -90,9 +128,24 @@ class Paced:
 
 
 class Following:
-    """In the driver: gathers what ranks tell; calls `report(k)` after each pass, and `watch` at most every 0.1 s."""
+    """In the driver: gathers what ranks tell; calls `report(k, loss)` after each pass with the loss of its last step,
+    `watch` at most every 0.1 s, and `callback` for each step of a pass that is over, in order.
 
-    def __init__(self, programs: Sequence[Program], report: Callable[[int], None], watch: Watch | None) -> None:
+    first   the number of the first step
+    stop    called when `callback` has returned False; then it is called no more
+    """
+
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        report: Callable[[int, float], None],
+        watch: Watch | None,
+        callback: Callback | None = None,
+        first: int = 0,
+        stop: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._callback, self._next, self._stop = callback, first, stop
+        self._warned: set[str] = set()
         self._programs, self._report, self._watched = programs, report, watch is not None
         self._heard: dict[int, dict[int, News]] = {}
         self._losses: list[float] = []
@@ -101,20 +154,24 @@ class Following:
         self._under_way: dict[int, UnderWay] = {}  # of asynchronous passes
         self._steps = 0  # of the passes that are over
 
-    def __call__(self, rank: int, news: News | Stretch) -> None:
+    def __call__(self, rank: int, news: News | Stretch | Warned) -> None:
         if isinstance(news, Stretch):
             return self._midst(rank, news)
+        if isinstance(news, Warned):
+            return warn_once(news, self._warned)
         heard = self._heard.setdefault(news.done, {})
         heard[rank] = news
         program = self._programs[news.done]
         if len(heard) < len(program.ranks):
             return None
         del self._heard[news.done]
-        self._report(news.done)
+        of_rank = [heard[r] for r in range(len(heard))]
+        losses = [sum(n.losses[s] for n in of_rank) for s in range(len(of_rank[0].losses))]
+        self._report(news.done, losses[-1] if losses else 0.0)
+        self._call_back(losses, of_rank)
         if not self._watched:
             return None
-        of_rank = [heard[r] for r in range(len(heard))]
-        self._losses += [sum(n.losses[s] for n in of_rank) for s in range(len(of_rank[0].losses))]
+        self._losses += losses
         times = [n.times for n in of_rank if n.times is not None]
         if news.done in self._under_way:
             self._trace = self._under_way.pop(news.done).trace
@@ -124,6 +181,20 @@ class Following:
         self._tell(self._steps, self._losses.copy, lambda: self._trace)
         return None
 
+    def _call_back(self, losses: list[float], of_rank: Sequence[News]) -> None:
+        """Tell the callback of each step of a pass."""
+        rates = next((n.rates for n in of_rank if n.rates is not None), None) or [()]
+        squares = [n.squares for n in of_rank if n.squares is not None]
+        for k, loss in enumerate(losses):
+            step, self._next = self._next, self._next + 1
+            if self._callback is None:
+                continue
+            norm = math.sqrt(sum(part[k] for part in squares)) if len(squares) == len(of_rank) else None
+            info = StepInfo(step, loss, rates[min(k * len(rates) // len(losses), len(rates) - 1)], norm)
+            if self._callback(info) is False:
+                self._callback = None
+                self._stop()
+
     def _midst(self, rank: int, part: Stretch) -> None:
         """A rank tells in the midst of a pass."""
         if part.run not in self._under_way:
@@ -132,6 +203,13 @@ class Following:
         now.heard(rank, part)
         if now.done < now.program.steps:  # (or the end of the pass is told next)
             self._tell(self._steps + now.done, lambda: self._losses + now.losses, lambda: now.trace or self._trace)
+
+
+def warn_once(news: Warned, known: set[str]) -> None:
+    """In the driver: warn of the first thing that a rank warns of, and of no more of its kind."""
+    if not known:
+        warnings.warn(news.text, stacklevel=2)
+    known.add(news.text)
 
 
 def passed(program: Program, times: Sequence[tuple[list[float], list[float]]]) -> Trace:

@@ -37,7 +37,8 @@ from minipar.elementwise import check_update
 from minipar.emulation import Clock, Delays, Pacing
 from minipar.errors import RankDied, RankError, ServerClosed
 from minipar.execution import Execution, Job
-from minipar.following import Paced, Watch
+from minipar.finite import Finite
+from minipar.following import Paced, Warned, Watch, warn_once
 from minipar.losses import counted
 from minipar.pieces import check_fit
 from minipar.program import COMPUTE, Instruction, Op, Program, Value
@@ -115,6 +116,7 @@ def execute_served(
     steps: dict[tuple[int, int], Step] = {}
     deaths: list[str] = []
     tries: Counter[int] = Counter()  # deaths of each rank since something was done
+    warned: set[str] = set()
     at_work, tell = AtWork(program), Paced(watch, program.steps)
 
     def hear(rank: int, fact: Any) -> None:
@@ -136,6 +138,8 @@ def execute_served(
                 at_work.heard(fact)
                 if at_work.done < program.steps:  # (or the run is over soon, and its losses are told then)
                     tell(at_work.done, lambda: at_work.losses, lambda: at_work.trace)
+        elif isinstance(fact, Warned):
+            warn_once(fact, warned)
         elif isinstance(fact, int):
             report(fact)
         elif fact[0] == "silent":
@@ -373,6 +377,7 @@ def _work(
     _run(_computing(program, rank, layers_of(spare), job), parameters_of(layers_of(spare)), blocks[0])
     del spare
     compute = _computing(program, rank, layers, job)
+    compute.finite = None if job.on_nan == "ignore" else Finite(rank, job.on_nan, worker.report)
     device = Clock(delays) if delays is not None else None
     begin = time.perf_counter()
     while (step := ps.next_step()) is not None:

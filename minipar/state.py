@@ -109,6 +109,7 @@ class State:
             layers: update.part([piece for g in layers for piece in self.pieces[g]], late) for layers in steps
         }
         self.optimizers = {layers: part.optimizer for layers, part in self.updates.items()}
+        self.measured: dict[int, float] | None = None  # of each step's gradients the squares, if somebody asks
         self.count = Count(dict.fromkeys(steps, 0))
 
     def _pieces(self, g: int) -> list[Piece]:
@@ -269,12 +270,16 @@ class State:
     def _norm(self, ins: Instruction) -> Handle:
         """Sum the squares of all gradients, each counted once: a slice here, or the part of this one of its holders."""
         self.squares.zero_()
-        for g in ins.layers:
-            holders = 1 if g in self.parts else self.program.holders[g]
+        self._add_squares(ins.layers, self.squares)
+        return self.comm.iallreduce(self.squares, ins.group)
+
+    def _add_squares(self, groups: Iterable[int], total: Tensor) -> None:
+        """Add the squares of this rank's part of the gradients of some groups."""
+        for g in groups:
+            holders = 1 if g in self.parts else max(1, self.program.holders[g])
             for p in self.owned(g) if g in self.wide else self.trained(g):
                 if p.grad is not None:
-                    self.squares += torch.linalg.vector_norm(p.grad).double().to(self.comm.device) ** 2 / holders
-        return self.comm.iallreduce(self.squares, ins.group)
+                    total += torch.linalg.vector_norm(p.grad).double().to(total.device) ** 2 / holders
 
     # the step --------------------------------------------------------------------------------------------------------
 
@@ -284,6 +289,10 @@ class State:
         for g in ins.layers:
             for own, p in zip(self.wide.get(g, ()), self.groups[g], strict=False):
                 own.grad = None if p.grad is None else p.grad.to(own.dtype)
+        if self.measured is not None:
+            total = torch.zeros(1, dtype=torch.float64)
+            self._add_squares(ins.layers, total)
+            self.measured[ins.step] = self.measured.get(ins.step, 0.0) + total.item()
         if norm() not in ins.reads or self.program.clip is None:
             return
         factor = min(1.0, self.program.clip / (self.squares.sqrt().item() + 1e-6))

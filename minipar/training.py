@@ -27,7 +27,8 @@ from minipar.data import loading
 from minipar.emulation import delays
 from minipar.errors import MiniparError, PlanError
 from minipar.execution import Job, Loss, Model, emulated_costs, execute, profile_job
-from minipar.following import Watch
+from minipar.finite import check_choice
+from minipar.following import Callback, Watch
 from minipar.losses import check_loss
 from minipar.memory.advice import Measured, advising
 from minipar.memory.forecast import with_memory
@@ -160,6 +161,8 @@ def train(
     watch: Watch | None = None,
     scheduler: Scheduler | None = None,
     keep_modes: bool = False,
+    callback: Callback | None = None,
+    on_nan: str = "stop",
 ) -> Run:
     """Train a model by a plan, on real processes.
 
@@ -189,6 +192,12 @@ def train(
     save        a folder that the ranks save the run to, at its end and after every `save_every` steps of it
     keep        bring parameters and optimizer states back, for `Run.save`; default: if all are at most 64 MiB
     watch       called with a `following.Moment` at most ten times a second
+    callback    called with a `StepInfo` of every step, in order: step, loss, learning rates, gradient norm. Returning
+                False ends the run: the steps that the ranks have begun meanwhile are still part of it, and it is saved
+                as at its end. What it raises ends the run at once, unsaved. (Of an asynchronous plan it is called when
+                all is over.)
+    on_nan      where the loss of a micro-batch is not a number or infinite: "stop" raises NotFinite with step, rank and
+                micro-batch before anything is updated by it; "warn" goes on and says so once; "ignore"
 
     Raises PlanError where plan, model, batch and cluster do not fit together; DeviceOutOfMemory, with plans that would
     fit, on emulated devices of limited memory; SaveError where `resume` has no saved run of this model, or where
@@ -198,6 +207,7 @@ def train(
     split = own_program.splits(program, plan)
     steps = at_least_1("steps", steps)
     check_loss(loss)
+    check_choice(on_nan)
     every = 0 if save_every is None else at_least_1("save_every", save_every)
     if every and save is None:
         raise PlanError(f"save_every={every}: needs save=folder")
@@ -213,10 +223,13 @@ def train(
         for key, value in {"memory": memory, "resume": resume, "save": save, "keep": keep}.items():
             if value:
                 raise PlanError(f"{key}={value}: not together with sync=ps; possible is {key}=None")
+        if callback is not None:
+            raise PlanError("callback: not together with sync=ps, whose workers are at different steps; use watch=")
     storing = keeping.storing(resume, save, every, keep)
     feeding = loading.read_ahead(data, steps, storing.first, seed, batch)
     with feeding as (data, batch), nullcontext(cluster) if cluster is not None else Cluster(plan.ranks) as ranks:
-        job = Job(model, data, batch, loss, optimizer, seed, dtype, scheduler, plan.inference and not keep_modes)
+        quiet = plan.inference and not keep_modes
+        job = Job(model, data, batch, loss, optimizer, seed, dtype, scheduler, quiet, on_nan)
         if reference or check:
             plainly.prepare()
         bar = partial(tqdm, disable=not progress, leave=False)
@@ -268,6 +281,11 @@ def train(
             return known.shape, known.profile, known.tapes, known.data_bytes
 
         with bar(total=steps, desc=str(plan)) as meter, advising(plan, job.batch, measure, bool(made.edges)):
+
+            def told(k: int, loss: float) -> None:
+                meter.set_postfix(loss=f"{loss:.4g}", refresh=False)
+                meter.update(block if k < steps // block else steps % block)
+
             done = execute(
                 made,
                 job,
@@ -279,9 +297,11 @@ def train(
                 memory=memory,
                 storing=storing,
                 watch=watch,
-                report=lambda k: meter.update(block if k < steps // block else steps % block),
+                callback=callback,
+                report=told,
             )
-        sizes = [block] * (steps // block) + ([steps % block] if rest is not None else [])
+        sizes = ([block] * (steps // block) + ([steps % block] if rest is not None else []))[: len(done.times)]
+        steps = sum(sizes)
         plain: Reference | None = None
         plain_time: float | None = None
         if reference or check:

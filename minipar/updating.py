@@ -180,10 +180,12 @@ class Update:
             name = getattr(made, "__name__", type(made).__name__)
             raise PlanError(f"optimizer {name}: cannot be made of this model's parameters: {error}") from error
 
-    @property
-    def rates(self) -> tuple[float, ...]:
-        """The learning rates of the groups, as long as there is no scheduler."""
-        return rates_of(settings_of(self.whole))
+    def rates_at(self, update: int) -> tuple[float, ...]:
+        """The learning rates of an update, one for each group of the whole model's optimizer."""
+        if not self.forms:
+            return ()
+        found = settings_of(self.whole) if self.schedule is None else self.schedule.at(update)
+        return tuple(float(group.get("lr", float("nan"))) for group in found)
 
     def part(self, pieces: Sequence[Piece], late_by: int | None = None) -> Part:
         """The optimizer of some pieces. late_by: their gradients are so many updates old (see `correction`)."""
@@ -266,11 +268,6 @@ def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
     ]
 
 
-def rates_of(settings: Settings) -> tuple[float, ...]:
-    """The learning rate of each group."""
-    return tuple(float(group.get("lr", float("nan"))) for group in settings)
-
-
 class Schedule:
     """What a scheduler makes of the settings, update by update, counted from 0 in this run.
 
@@ -298,8 +295,7 @@ class Schedule:
 
     def saved(self, update: int) -> dict[str, Any]:
         """As plain JSON data what `load` takes, where `update` updates are done and no more were asked for."""
-        self.forget(update)
-        settings = self._settings[update]
+        settings = self.at(update)
         return {
             "class": class_name(self.scheduler),
             "state": _plain(self.scheduler.state_dict(), "scheduler"),

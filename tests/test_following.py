@@ -48,7 +48,7 @@ def test_driver_waits_for_all_ranks_and_limits_the_rate(monkeypatch: pytest.Monk
     done: list[int] = []
     seen: list[Moment] = []
     programs = _programs(100)
-    follow = Following(programs, done.append, seen.append)
+    follow = Following(programs, lambda k, loss: done.append(k), seen.append)
     rows = programs[0].ranks
     for k in range(100):
         clock[0] = 0.01 * k

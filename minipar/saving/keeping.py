@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -71,6 +71,7 @@ class Storing:
     every: int = 0
     token: str = ""
     keep: int | None = 0
+    _written: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def first(self) -> int:
@@ -105,6 +106,9 @@ class Storing:
         """
         if not self.folder or not (last or (self.every and (header.step - self.first) % self.every == 0)):
             return
+        if header.step == self._written.get("step"):  # (a run that is ended early may have been saved just now)
+            return
+        self._written["step"] = header.step
         from minipar.saving.storage import write
 
         comm, step = executor.comm, header.step
@@ -184,14 +188,19 @@ def save(shares: Sequence[Share], folder: str | os.PathLike[str]) -> None:
 
 def export(shares: Sequence[Share], path: str | os.PathLike[str]) -> None:
     """Write the whole model that the ranks brought back to one safetensors file."""
-    _, pieces = _together(shares, "run.export")
+    _export(model_of(shares, "run.export"), path)
+
+
+def model_of(shares: Sequence[Share], what: str) -> dict[str, Tensor]:
+    """The parameters and buffers that the ranks brought back, each whole, by name. `what` in an error: who asks."""
+    _, pieces = _together(shares, what)
     tensors: dict[str, Tensor] = {}
     for piece in pieces:
         kind, _, name = piece.key.partition("/")
         if kind != "optimizer":
             whole = tensors.setdefault(name, torch.empty(piece.shape, dtype=piece.values.dtype))
             whole.view(-1)[piece.start : piece.start + piece.values.numel()] = piece.values
-    _export(tensors, path)
+    return tensors
 
 
 def export_folder(folder: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
@@ -199,6 +208,11 @@ def export_folder(folder: str | os.PathLike[str], path: str | os.PathLike[str]) 
 
     What is tied stands there once, under its first name: `safetensors.torch.load_model` reads it. SaveError.
     """
+    _export(model_in(folder), path)
+
+
+def model_in(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """The parameters and buffers of a saved run, each whole, by name. SaveError."""
     from minipar.saving.storage import Reading
 
     reading = Reading(open_folder(folder))
@@ -209,7 +223,7 @@ def export_folder(folder: str | os.PathLike[str], path: str | os.PathLike[str]) 
             shape, dtype, _ = reading.form(key)
             tensors[name] = torch.empty(shape, dtype=dtype)
             reading.fill({(key, 0): tensors[name].view(-1)})
-    _export(tensors, path)
+    return tensors
 
 
 def _export(tensors: Mapping[str, Tensor], path: str | os.PathLike[str]) -> None:
