@@ -6,7 +6,59 @@ Names load on first use, so that a plan, a simulation and a widget never import 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what type checkers and editors read; a test holds it equal to the tables below
+    from minipar import cluster as cluster
+    from minipar import comm as comm
+    from minipar import costs as costs
+    from minipar import data as data
+    from minipar import errors as errors
+    from minipar import exercise as exercise
+    from minipar import memory as memory
+    from minipar import models as models
+    from minipar import program as program
+    from minipar import saving as saving
+    from minipar import search as search
+    from minipar import strategies as strategies
+    from minipar.cluster import Cluster as Cluster
+    from minipar.comm import communicator as communicator
+    from minipar.comm.algorithms import collective as collective
+    from minipar.costs.calibration import calibrate as calibrate
+    from minipar.costs.device import DeviceSpec as DeviceSpec
+    from minipar.costs.profiler import profile as profile
+    from minipar.errors import CollectiveMismatch as CollectiveMismatch
+    from minipar.errors import Deadlock as Deadlock
+    from minipar.errors import DeviceOutOfMemory as DeviceOutOfMemory
+    from minipar.errors import MiniparError as MiniparError
+    from minipar.errors import NotFinite as NotFinite
+    from minipar.errors import PlanError as PlanError
+    from minipar.errors import ProgramError as ProgramError
+    from minipar.errors import RankDied as RankDied
+    from minipar.errors import RankError as RankError
+    from minipar.errors import SaveError as SaveError
+    from minipar.evaluation import Evaluation as Evaluation
+    from minipar.evaluation import evaluate as evaluate
+    from minipar.execution import execute as execute
+    from minipar.following import StepInfo as StepInfo
+    from minipar.plan import Plan as Plan
+    from minipar.program import Backward as Backward
+    from minipar.program import BackwardInput as BackwardInput
+    from minipar.program import BackwardWeight as BackwardWeight
+    from minipar.program import Forward as Forward
+    from minipar.program import Instruction as Instruction
+    from minipar.program import Program as Program
+    from minipar.simulator import simulate as simulate
+    from minipar.strategies import schedule as schedule
+    from minipar.strategies.draft import Draft as Draft
+    from minipar.strategies.draft import pass_ as pass_
+    from minipar.trace import Trace as Trace
+    from minipar.training import Run as Run
+    from minipar.training import resume as resume
+    from minipar.training import train as train
+    from minipar.tuning import bucket_curve as bucket_curve
+    from minipar.updating import named as named
+    from minipar.verifier import verify as verify
 
 __version__ = "0.1.0"
 

@@ -5,6 +5,7 @@ A plan is keywords in Python, `key=value` words in a string, or a table in TOML;
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -422,3 +423,8 @@ class Plan:
             for r in range(self.accumulate)
             for action in chosen
         ]
+
+
+# `__new__` takes any keyword, to answer the wrong ones; what a plan takes is what its fields say.
+_parameters = list(inspect.signature(Plan.__init__).parameters.values())[1:]
+Plan.__signature__ = inspect.Signature(_parameters, return_annotation="Plan")  # type: ignore[attr-defined]

@@ -282,7 +282,7 @@ def train(
 
         with bar(total=steps, desc=str(plan)) as meter, advising(plan, job.batch, measure, bool(made.edges)):
 
-            def told(k: int, loss: float) -> None:
+            def tell(k: int, loss: float) -> None:
                 meter.set_postfix(loss=f"{loss:.4g}", refresh=False)
                 meter.update(block if k < steps // block else steps % block)
 
@@ -298,7 +298,7 @@ def train(
                 storing=storing,
                 watch=watch,
                 callback=callback,
-                report=told,
+                report=tell,
             )
         sizes = ([block] * (steps // block) + ([steps % block] if rest is not None else []))[: len(done.times)]
         steps = sum(sizes)
