@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from minipar.cluster import Cluster, worker
 from minipar.comm import communicator
 from minipar.costs.profiler import shape_of
 from minipar.costs.shapes import Shape
+from minipar.data import loading
 from minipar.errors import PlanError, SaveError
 from minipar.execution import Job, Loss, Model
 from minipar.executor import Executor
@@ -71,8 +73,8 @@ def evaluate(
     """A model's mean loss over data: in eval mode, without gradients, on the ranks of a plan. Nothing is changed.
 
     model       as for `train`
-    data        a pair (x, y), which is cut into batches; pairs (x, y), such as a list or a DataLoader, each a batch; or
-                a data set with `batch(step, size)`, of which `batches` are taken
+    data        a pair (x, y) or a torch Dataset, which are cut into batches; a DataLoader or any iterable of batches;
+                or a data set with `batch(step, size)`, of which `batches` are taken
     plan        its layout is used: replicas, stages, micro-batches and precision. (Parameters are whole on the ranks
                 that have them; ranks for parameter servers are replicas more.)
     state       the parameters: a `Run`, a folder with a saved run, or a state dict; default: those that the model has
@@ -84,7 +86,7 @@ def evaluate(
     Raises PlanError where plan, model and data do not fit together; SaveError for a state of another model.
     """
     plan = Plan.parse(plan)
-    given, count = _batches(data, batch, batches)
+    given, batch, count = _batches(data, batch, batches)
     job = Job(model, given, batch, loss, seed=seed, dtype=dtype)
     values = state_of(state)
     if cluster is not None and cluster.size != plan.ranks:
@@ -141,33 +143,35 @@ class _Listed:
         return self.pairs[step]
 
 
-def _batches(data: Any, size: int, batches: int | None) -> tuple[Any, int]:
-    """A data set, and how many batches of it there are."""
+def _batches(data: Any, size: int, batches: int | None) -> tuple[Any, int, int]:
+    """A data set, rows of a batch, and how many batches of it there are."""
     size = at_least_1("batch", size)
     count = None if batches is None else at_least_1("batches", batches)
-    if hasattr(data, "batch"):
+    data = loading.indexed(data, 0)
+    if isinstance(data, loading.Rows):  # each row once, in the order of the data
+        data = replace(data, shuffle=False, last="smaller")
+        size = min(size, max(1, len(data.dataset)))
+        found, there = data, data.steps(size) if len(data.dataset) else 0
+    elif hasattr(data, "batch"):
         if count is None:
             raise PlanError("evaluate: say how many batches of the data set, batches=; it does not end by itself")
-        return data, count
-    if isinstance(data, tuple) and len(data) == 2:
-        there = -(-count_rows(data[0]) // size)
-        found: Any = _Rows(*data)
-    elif isinstance(data, Iterable):
-        pairs = tuple(data)
-        wrong = next((k for k, pair in enumerate(pairs) if not isinstance(pair, (tuple, list)) or len(pair) != 2), None)
-        if wrong is not None:
-            raise PlanError(f"evaluate: batch {wrong} of the data is no pair (x, y)")
-        there, found = len(pairs), _Listed(tuple((x, y) for x, y in pairs))
+        return data, size, count
+    elif isinstance(data, tuple) and len(data) == 2:
+        found, there = _Rows(*data), -(-count_rows(data[0]) // size)
+    elif isinstance(data, (loading.Batches, Iterable)):
+        given = data if isinstance(data, loading.Batches) else loading.Batches(data)
+        pairs = tuple(given.pair(each) for each in islice(given.batches, count))
+        found, there = _Listed(pairs), len(pairs)
     else:
         raise PlanError(
-            f"data={type(data).__name__}: possible are a pair (x, y), pairs (x, y) one after another, or a data set "
-            "with batch(step, size)"
+            f"data={type(data).__name__}: possible are a pair (x, y), a torch Dataset or DataLoader, an iterable of "
+            "batches, or a data set with batch(step, size)"
         )
     if not there:
         raise PlanError("evaluate: the data have no rows")
     if count is not None and count > there:
         raise PlanError(f"batches={count}: the data have {there}")
-    return found, count or there
+    return found, size, count or there
 
 
 def state_of(state: Any) -> dict[str, Tensor]:

@@ -86,8 +86,12 @@ def test_data_of_every_kind(clusters):
     assert go(data=Set(), batch=10, batches=3).loss == pytest.approx(expected, rel=1e-13)
     first = mse(copy.deepcopy(net).eval()(x[:10]), y[:10]).item()
     assert go(data=(x, y), batch=10, batches=1).loss == pytest.approx(first, rel=1e-13)
+    assert go(data=TensorDataset(x, y), batch=8).loss == pytest.approx(expected, rel=1e-13)
+    outputs = go(data=TensorDataset(x, y), batch=64, outputs=True).outputs
+    with torch.no_grad():
+        assert torch.allclose(outputs, copy.deepcopy(net).eval()(x), rtol=0, atol=1e-13), "in the order of the data"
     for data, message in ((Set(), "say how many batches"), ([], "the data have no rows"), (3, "data=int: possible are"),
-                          ([x], "batch 0 of the data is no pair")):  # fmt: skip
+                          ([x], "data: a batch is a Tensor, which does not say")):  # fmt: skip
         with pytest.raises(PlanError, match=message):
             go(data=data)
     with pytest.raises(PlanError, match="batches=9: the data have 3"):
