@@ -87,7 +87,7 @@ def evaluate(
     """
     plan = Plan.parse(plan)
     given, batch, count = _batches(data, batch, batches)
-    job = Job(model, given, batch, loss, seed=seed, dtype=dtype)
+    job = Job(model, given, batch, loss, seed=seed, dtype=dtype, evaluate=True)
     values = state_of(state)
     if cluster is not None and cluster.size != plan.ranks:
         raise PlanError(f"plan {plan} needs {several(plan.ranks, 'rank')}, but the cluster has {cluster.size}")
@@ -274,8 +274,6 @@ def _evaluate(
     adding = _Adding(job.loss, metrics, outputs)
     executor = Executor(program, communicator.create(), model, adding, torch.optim.SGD, job.seed)
     del model
-    for layer in executor.compute.layers.values():
-        layer.eval()
     seen = replace(job, loss=adding)
     with closing(executor.offloading):
         for step in range(batches):
