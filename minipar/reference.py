@@ -231,7 +231,10 @@ def every_tensor(value: Any, change: Callable[[Tensor], Any]) -> Any:
     if isinstance(value, Mapping):
         parts = {key: every_tensor(part, change) for key, part in value.items()}
         kind: Any = type(value)
-        return parts if kind is dict else kind(**parts) if dataclasses.is_dataclass(kind) else kind(parts)
+        if kind is dict:
+            return parts
+        by_field: bool = dataclasses.is_dataclass(kind)
+        return kind(**parts) if by_field else kind(parts)
     if isinstance(value, (tuple, list)):
         found = [every_tensor(part, change) for part in value]
         return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
