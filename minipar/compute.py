@@ -27,7 +27,7 @@ from minipar.errors import RankError
 from minipar.finite import Finite
 from minipar.kept import Kept
 from minipar.losses import counted, counts_elements
-from minipar.pieces import pieces_of
+from minipar.pieces import pieces_of, row_major
 from minipar.program import Instruction, Local, Op, Program, Staleness, Synchronous, Value, grad_output, output
 from minipar.remembered import Remembered, will_run_again
 from minipar.strategies import host_layers, offload
@@ -66,7 +66,7 @@ class Compute:
         self.seed, self.generators = seed, randomness.generators(device)
         self.rank, self.device, self.loss = rank, device, loss
         self.on_host, _ = host_layers.computed(program.ranks[rank])
-        self.layers = {layer: layers[layer].to(self.place_of(layer)) for layer in held}
+        self.layers = {layer: row_major(layers[layer]).to(self.place_of(layer)) for layer in held}
         self.dropouts = {layer: randomness.row_dropouts(layers[layer]) for layer in held}
         self.remembered = {layer: Remembered(layers[layer]) for layer in held}
         self.every = program.contract.every if isinstance(program.contract, Staleness) else None

@@ -45,6 +45,7 @@ from minipar.memory.series import Series
 from minipar.memory.tape import record
 from minipar.memory.watching import SERIES, Watching
 from minipar.network import Network, edges_of
+from minipar.pieces import check_parameters, row_major
 from minipar.plan import Plan
 from minipar.program import Action, Local, Op, Program, Synchronous, Value
 from minipar.randomness import split_sensitive
@@ -469,7 +470,8 @@ def profile_job(
         narrow(model)
         x = map_tensors(x, lambda t: t.to(torch.bfloat16) if t.is_floating_point() else t)
     loss = job.loss if plan.precision == "float32" else partial(_single, job.loss)
-    layers = layers_of(model)
+    layers = [row_major(layer) for layer in layers_of(model)]
+    check_parameters(layers)
     if plan.checkpoint == "selective":
         recomputed.check(layers)
     recomputed.choose(layers, plan.checkpoint == "selective")

@@ -146,9 +146,10 @@ class Executor:
         on_host = {ins.layers for ins in program.ranks[comm.rank] if ins.op is Op.STEP and ins.stream == "host"}
         self.optimizers = {k: o for k, o in self.state.optimizers.items() if k not in on_host}  # those of the device
         frozen = frozen_parameters(program, layers, self.compute.layers.values())
-        self.offloading = Offloading(program, comm.rank, self.state, self.compute.kept, frozen)
         if program.precision == "bf16":
-            narrow(nn.ModuleList(self.compute.layers.values()))  # what is not trained: frozen parameters, buffers
+            # What is not trained: frozen parameters (before they go), buffers.
+            narrow(nn.ModuleList(self.compute.layers.values()))
+        self.offloading = Offloading(program, comm.rank, self.state, self.compute.kept, frozen)
         self.live: dict[Value, Any] = {}
         self.watch: Watch | None = None
         self.walked: Walked | None = None  # tells of a pass while it goes on

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from minipar.costs.profiler import shape_of
 from minipar.edges import Edges
@@ -20,6 +22,7 @@ def check_fit(program: Program, layers: Sequence[nn.Module], edges: Edges = ()) 
 
     A program that trains nothing (inference) takes any model of its layers.
     """
+    check_parameters(layers)
     groups = shape_of(layers).groups
     planned = {group.layers: group.trainable for group in program.groups}
     same = len(layers) == program.layers and planned.keys() == {group.layers for group in groups}
@@ -35,6 +38,34 @@ def check_fit(program: Program, layers: Sequence[nn.Module], edges: Edges = ()) 
             f"{[g.layers for g in program.groups if len(g.layers) > 1]}, not {len(layers)} with "
             f"{[g.layers for g in groups if len(g.layers) > 1]}; compile it for minipar.costs.profiler.shape_of(model)"
         )
+
+
+def check_parameters(layers: Sequence[nn.Module]) -> None:
+    """Refuse what cannot be trained by name: `RankError`."""
+    for k, layer in enumerate(layers):
+        for name, module in layer.named_modules():
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+                kind = type(module).__name__
+                raise RankError(
+                    f"layer {k}{name and ': '}{name}: {kind}(sparse=True) has sparse gradients, which ranks do not add "
+                    "up; possible is sparse=False"
+                )
+        for name, p in layer.named_parameters():
+            title = f"layer {k}: parameter {name}"
+            if isinstance(p, UninitializedParameter):
+                raise RankError(f"{title} has no shape yet; possible after a forward of the lazy module")
+            if p.layout is not torch.strided or p.is_quantized or p.is_nested:
+                raise RankError(f"{title} is of layout {p.layout}; possible are dense tensors")
+            if any(stride == 0 and size > 1 for size, stride in zip(p.shape, p.stride(), strict=True)):
+                raise RankError(f"{title} is expanded: elements share memory; possible is nn.Parameter(x.contiguous())")
+
+
+def row_major(layer: nn.Module) -> nn.Module:
+    """The layer, its parameters laid row by row: as messages, buckets, slices and files have them."""
+    for p in layer.parameters():
+        if not p.is_contiguous():
+            p.data = p.data.contiguous(memory_format=torch.contiguous_format)
+    return layer
 
 
 def pieces_of(program: Program, rank: int) -> dict[tuple[tuple[int, ...], int], list[tuple[int, ...]]]:

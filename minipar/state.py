@@ -359,6 +359,9 @@ class State:
                 continue
             whole = self.trained(g)[0].grad
             assert whole is not None
+            for p in self.groups[g]:
+                if p.numel() == 0:  # no slice has any of it
+                    found.append((p, Slice(tuple(p.shape), 0, torch.zeros(0, dtype=whole.dtype))))
             for p, begin, end, place in self.places(g):
                 values = whole[place : place + end - begin].to("cpu", copy=True)
                 found.append((p, Slice(tuple(p.shape), begin, values)))

@@ -12,6 +12,7 @@ sound, the input half does all of it, and the weight half only adds the gradient
 
 - two operations share a parameter, so that the way from one to it may lead through the other
 - the operation has hooks, which must run once
+- the operation cannot be run for its parameters alone (torch's GroupNorm with channels last)
 - it is a custom `torch.autograd.Function`, whose backward may do anything
 - somewhere in the graph such a function runs a backward of its own, as a reentrant checkpoint does
 """
@@ -209,8 +210,8 @@ def _ways(ends: Sequence[GradientEdge], inputs: Sequence[Tensor], parameters: Se
 
 
 def _runs_once(node: Any) -> bool:
-    """Whether an operation must not run a second time: it is written in Python, or has hooks."""
-    if _is_custom(node) or _HOOKED in node.metadata:
+    """Whether an operation must not run a second time, for its parameters alone."""
+    if _is_custom(node) or _HOOKED in node.metadata or _needs_input(node):
         return True
     for register in (node.register_prehook, node.register_hook):
         hook = register(_nothing)
@@ -219,6 +220,12 @@ def _runs_once(node: Any) -> bool:
         if others:
             return True
     return False
+
+
+def _needs_input(node: Any) -> bool:
+    """Whether an operation ends the process where the gradient of its input is not wanted: torch 2.13's GroupNorm, on
+    CPUs and with channels last, writes that gradient nevertheless."""
+    return node.name() == "NativeGroupNormBackward0" and not node._saved_input.is_contiguous()
 
 
 def _is_custom(node: Any) -> bool:

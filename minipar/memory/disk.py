@@ -122,7 +122,7 @@ class DiskStore(Tier):
         return tensor
 
     def _read_into(self, key: Hashable, into: Tensor) -> None:
-        if into.is_cuda:
+        if into.is_cuda or not into.is_contiguous() or self._forms[key][1] is not into.dtype:
             into.copy_(self._read(key))
         else:
             self._read_bytes(key, _bytes_of(into))

@@ -97,7 +97,7 @@ class Tier(ABC):
         return self._back.pop(key).result()
 
     def fetch(self, key: Hashable, into: Tensor) -> Future[None]:
-        """Start to copy a tensor into `into`, which has its form and is contiguous."""
+        """Start to copy a tensor into `into`, which has its shape; to another dtype it is converted."""
         self._ledger.known(key)
         return self._reader.submit(self._read_written, self._written.get(key), self._read_into, key, into.detach())
 

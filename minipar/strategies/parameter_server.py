@@ -104,6 +104,12 @@ def compile_program(
     overlap          a bucket is pushed while backward goes on; otherwise after it
     """
     workers, groups = layout.dp, layout.shape.groups
+    nothing = [group.layers[0] for group in groups if group.trainable and not sum(group.tensors)]
+    if nothing:
+        raise PlanError(
+            f"sync=ps: all parameters of layer {nothing[0]} are empty, and no server can hold them; possible is "
+            "requires_grad=False"
+        )
     shares = shares_of(groups, serving.servers)
     if not all(shares):
         size = sum(size for group in groups for size in group.tensors)
