@@ -93,3 +93,24 @@ def test_no_server_can_hold_what_is_empty():
     layers = [nn.Linear(WIDTH, WIDTH), Alone(torch.ones(0))]
     with pytest.raises(PlanError, match="sync=ps: all parameters of layer 1 are empty, and no server can hold them"):
         Plan.parse("dp=2 sync=ps").compile(shape_of(layers))
+
+
+def channels_last() -> list[nn.Module]:
+    """Convolutions whose activations have the channels as last dimension, with the norm that torch crashes in there."""
+    layers = [
+        nn.Conv2d(3, 4, 3, padding=1),
+        nn.GroupNorm(2, 4),
+        nn.Conv2d(4, 4, 3, padding=1),
+        nn.Sequential(nn.GroupNorm(2, 4), nn.ReLU()),
+        nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, WIDTH)),
+    ]
+    return [layer.to(memory_format=torch.channels_last) for layer in layers]
+
+
+def test_channels_last_with_group_norm(clusters):
+    """torch 2.13 ends the process where of its GroupNorm only the weights' gradients are wanted: a weight half does."""
+    x = torch.linspace(-1, 1, 6 * 3 * 16, dtype=torch.float64).view(6, 3, 4, 4).to(memory_format=torch.channels_last)
+    for text in ("pp=2 microbatches=2 offload=optimizer offload_to=disk", "pp=2 microbatches=3 schedule=zb-h1"):
+        options = {"steps": 3, "loss": mse, "dtype": torch.float64, "check": True, "progress": False}
+        run = train(channels_last, (x, rows(6)[1]), text, cluster=clusters(2), **options)
+        assert run.max_gradient_error() <= 1e-12
