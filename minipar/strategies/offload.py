@@ -247,9 +247,16 @@ def _fetch_parameters(instructions: Sequence[Instruction], rule: Offload, step: 
                 if then < 0 or len(between) > rule.prefetch:
                     spans.append((first, k))
                     first = then
+        held: list[tuple[int, int]] = []  # from the FETCH to the last use
         for start, end in spans:
             n = sum(other < start for other in compute) - rule.prefetch
-            before.setdefault(min(start, compute[max(0, n)]), []).append(rule.held(g))
+            fetched = min(start, compute[max(0, n)])
+            if held and fetched <= held[-1][1]:  # it would be fetched again before it was let go: it stays
+                held[-1] = held[-1][0], end
+            else:
+                held.append((fetched, end))
+        for fetched, end in held:
+            before.setdefault(fetched, []).append(rule.held(g))
             after.setdefault(end, []).append(rule.held(g))
     result = []
     for k, ins in enumerate(instructions):

@@ -325,3 +325,16 @@ def test_models_with_ties_and_frozen_layers(words):
     for model in (shape(6, tied=[(0, 5)], frozen=[2]), shape(6, frozen=[0, 1]), shape(6, frozen=range(6))):
         for what in CHOICES:
             verify(compiled(f"{words} offload={what}", model, steps=2))
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
+def test_a_slice_that_would_be_fetched_before_it_was_let_go_stays(prefetch):
+    """With ZeRO-3, too: the same group is gathered for neighbouring micro-batches, and by both halves of a backward."""
+    for text in (
+        "schedule=gpipe microbatches=3",
+        "pp=2 microbatches=3",
+        "schedule=zb-h1",
+        "checkpoint=1 schedule=zb-h1",
+    ):
+        for layers in (4, 9):
+            Plan.parse(f"dp=2 zero=3 offload=parameters prefetch={prefetch} {text}").compile(layers=layers)
