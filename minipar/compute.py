@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minipar import engine, randomness, sliced
+from minipar import engine, naming_layers, randomness, sliced
 from minipar.batches import Batch, Part, part_of_whole
 from minipar.carrying import Carrying, Run
 from minipar.costs.halves import Arrived, input_half, left, noting_hooks, weight_half
 from minipar.costs.weighing import weigh
-from minipar.errors import RankError
+from minipar.errors import MiniparError, RankError
 from minipar.finite import Finite
 from minipar.kept import Kept
 from minipar.losses import counted, counts_elements
@@ -69,6 +69,8 @@ class Compute:
         self.layers = {layer: row_major(layers[layer]).to(self.place_of(layer)) for layer in held}
         self.dropouts = {layer: randomness.row_dropouts(layers[layer]) for layer in held}
         self.remembered = {layer: Remembered(layers[layer]) for layer in held}
+        self.names: tuple[str, ...] = ()  # of all layers, for messages
+        self.running: tuple[int, Any] = (-1, None)  # the layer that runs, and what it was given
         self.every = program.contract.every if isinstance(program.contract, Staleness) else None
         self.overwriting = {layer for layer in held if overwrites(self.layers[layer])}
         self.follow(program)
@@ -178,7 +180,17 @@ class Compute:
                 final = self._cut(y, ins), self._weight(y, part.weight) / self._share(y, ins)
             noting = noting_hooks() if trains and self.split else nullcontext()
             with noting, nullcontext() if trains is torch.is_grad_enabled() else torch.set_grad_enabled(trains):
-                result, ends = self._run_piece(piece, given, final, ins, rows, start, live)
+                try:
+                    result, ends = self._run_piece(piece, given, final, ins, rows, start, live)
+                except MiniparError:
+                    raise
+                except Exception as error:
+                    layer, taken = self.running
+                    who = naming_layers.title(layer, self.layers[layer], self.names)
+                    where = f"on rank {self.rank}, micro-batch {ins.microbatch} of step {self.base + ins.step}"
+                    raise naming_layers.raised(who, error, where, taken) from error
+                finally:
+                    self.running = -1, None  # (or it would keep a layer's input)
             if trains:
                 edges = [
                     (k, torch.autograd.graph.get_gradient_edge(end)) for k, end in enumerate(ends) if end.requires_grad
@@ -225,6 +237,7 @@ class Compute:
         kind = piece, size, torch.is_grad_enabled()
         step = self.base + ins.step
         for layer in piece:
+            self.running = layer, value
             randomness.reseed(self.generators, randomness.draw_seed(self.seed, step, rows.start, layer, start))
             if kind in self.plain and layer != piece[-1]:
                 value = self.layers[layer](value)
@@ -300,7 +313,12 @@ class Compute:
         def loss(result: Any) -> Tensor:
             if mine == 0:  # every target is ignored: torch's mean would be 0/0
                 return torch.stack([t.sum() for t in differentiable(result)]).sum() * 0.0
-            value = self.loss(map_tensors(result, single) if self.program.precision == "bf16" else result, y)
+            try:
+                value = self.loss(map_tensors(result, single) if self.program.precision == "bf16" else result, y)
+            except MiniparError:
+                raise
+            except Exception as error:
+                raise naming_layers.raised("the loss", error, f"on rank {self.rank}", (result, y)) from error
             if value.dim():
                 raise RankError(f"the loss has shape {tuple(value.shape)}; it must be a scalar, the mean over the rows")
             return value * (mine / weight)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from minipar import randomness, recomputed
+from minipar import naming_layers, randomness, recomputed
 from minipar.batches import Batch, Part
 from minipar.cluster import notes
 from minipar.comm.communicator import Communicator
@@ -134,6 +134,7 @@ class Executor:
         recomputed.choose(layers, program.selective)
         self.comm = comm
         self.compute = Compute(program, comm.rank, comm.device, layers, loss, seed)
+        self.compute.names = naming_layers.names_of(model)
         if any(value.kind == "grad_output" for ins in program.ranks[comm.rank] for value in ins.reads):
             # Autograd imports this at the first backward from a given gradient: half a second in the middle of a trace.
             with suppress(ImportError):

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.flop_counter import FlopCounterMode
 
-from minipar import sliced
+from minipar import naming_layers, sliced
 from minipar.costs.flops import FLOPS
 from minipar.costs.halves import input_half, left, weight_half
 from minipar.costs.measured import Profile
 from minipar.costs.shapes import Shape
 from minipar.costs.weighing import Weights, weigh
 from minipar.edges import wiring
-from minipar.errors import PlanError
+from minipar.errors import MiniparError, PlanError
 from minipar.network import edges_of
 from minipar.program import Group
 from minipar.tails import Tails
@@ -119,7 +119,7 @@ def profile(
 
     Errors: `PlanError` for rows that the batch cannot give, or less than 1 repeat.
     """
-    layers = list(model)
+    layers, names = list(model), naming_layers.names_of(model)
     if repeats < 1:
         raise PlanError(f"repeats={repeats}: must be at least 1")
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
@@ -139,7 +139,7 @@ def profile(
                 given, wanted = (value, target) if tokens is None else sliced.pick((value, target), tokens)
                 here = None if tokens is None else (tokens.start, j < len(slices) - 1, carried)
                 costs[key] = []
-                for run in _runs(layers, inputs, given, (loss, wanted), trainable_from, here):
+                for run in _runs(layers, inputs, given, (loss, wanted), trainable_from, here, names):
                     if recompute and tokens is None:
                         for each in run:
                             each.recompute(repeats, clock)
@@ -234,6 +234,7 @@ def _runs(
     final: tuple[Callable[[Any, Any], Tensor], Any],
     trainable_from: int,
     here: tuple[int, bool, dict[int, Any]] | None = None,
+    names: Sequence[str] = (),
 ) -> Iterator[list[_Measured]]:
     """Neighbouring layers that are timed together, each weighed and warmed up: as many as keep `_KEPT` bytes.
 
@@ -252,19 +253,25 @@ def _runs(
         loss = partial(_of_output, *final) if last else None
         given = detach(value, l > trainable_from)
         part = None if here is None else sliced.Alone(layer, here[0], here[2].get(l), here[1], l >= trainable_from)
-        with FlopCounterMode(display=False, custom_mapping=FLOPS) as forward:
-            output, ends, weights = weigh(layer, given, loss, final[1] if last else (), part)
-        if here is not None and part is not None:
-            ends = ends + differentiable(part.handed_on)
-            carry, gradient = part.sizes([*tensors(given), *layer.parameters(), *layer.buffers()])
-            weights = weights._replace(carry=carry, grad_carry=gradient)
-            here[2][l] = detach(part.handed_on)
-        # Gradients of the same size would arrive from the next layer. This backward allocates the weights' gradients,
-        # which the timed ones add to, as all micro-batches but one do.
-        ends = [end for end in ends if end.requires_grad]
-        with FlopCounterMode(display=False, custom_mapping=FLOPS) as backward:
-            if ends:
-                torch.autograd.backward(ends, _ones(ends))
+        try:
+            with FlopCounterMode(display=False, custom_mapping=FLOPS) as forward:
+                output, ends, weights = weigh(layer, given, loss, final[1] if last else (), part)
+            if here is not None and part is not None:
+                ends = ends + differentiable(part.handed_on)
+                carry, gradient = part.sizes([*tensors(given), *layer.parameters(), *layer.buffers()])
+                weights = weights._replace(carry=carry, grad_carry=gradient)
+                here[2][l] = detach(part.handed_on)
+            # Gradients of the same size would arrive from the next layer. This backward allocates the weights'
+            # gradients, which the timed ones add to, as all micro-batches but one do.
+            ends = [end for end in ends if end.requires_grad]
+            with FlopCounterMode(display=False, custom_mapping=FLOPS) as backward:
+                if ends:
+                    torch.autograd.backward(ends, _ones(ends))
+        except MiniparError:
+            raise
+        except Exception as error:
+            who = naming_layers.title(l, layer, names) + " or the loss" * last
+            raise naming_layers.raised(who, error, "in the profile, before the run", given) from error
         flops = forward.get_total_flops(), backward.get_total_flops()
         before = count_bytes(value) if l else 0
         run.append(_Measured(layer, value, loss, l > trainable_from, weights, flops, before, defaultdict(list)))
