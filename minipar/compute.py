@@ -70,7 +70,6 @@ class Compute:
         self.dropouts = {layer: randomness.row_dropouts(layers[layer]) for layer in held}
         self.remembered = {layer: Remembered(layers[layer]) for layer in held}
         self.names: tuple[str, ...] = ()  # of all layers, for messages
-        self.running: tuple[int, Any] = (-1, None)  # the layer that runs, and what it was given
         self.every = program.contract.every if isinstance(program.contract, Staleness) else None
         self.overwriting = {layer for layer in held if overwrites(self.layers[layer])}
         self.follow(program)
@@ -180,17 +179,7 @@ class Compute:
                 final = self._cut(y, ins), self._weight(y, part.weight) / self._share(y, ins)
             noting = noting_hooks() if trains and self.split else nullcontext()
             with noting, nullcontext() if trains is torch.is_grad_enabled() else torch.set_grad_enabled(trains):
-                try:
-                    result, ends = self._run_piece(piece, given, final, ins, rows, start, live)
-                except MiniparError:
-                    raise
-                except Exception as error:
-                    layer, taken = self.running
-                    who = naming_layers.title(layer, self.layers[layer], self.names)
-                    where = f"on rank {self.rank}, micro-batch {ins.microbatch} of step {self.base + ins.step}"
-                    raise naming_layers.raised(who, error, where, taken) from error
-                finally:
-                    self.running = -1, None  # (or it would keep a layer's input)
+                result, ends = self._run_piece(piece, given, final, ins, rows, start, live)
             if trains:
                 edges = [
                     (k, torch.autograd.graph.get_gradient_edge(end)) for k, end in enumerate(ends) if end.requires_grad
@@ -236,47 +225,56 @@ class Compute:
         ends: list[Tensor] = []
         kind = piece, size, torch.is_grad_enabled()
         step = self.base + ins.step
-        for layer in piece:
-            self.running = layer, value
-            randomness.reseed(self.generators, randomness.draw_seed(self.seed, step, rows.start, layer, start))
-            if kind in self.plain and layer != piece[-1]:
-                value = self.layers[layer](value)
-                continue
-            if self.dropouts[layer]:
-                randomness.at(self.dropouts[layer], step, rows.start, start)
-            loss = self._scaled_loss(*final) if final and layer == piece[-1] else None
-            key = layer, ins.microbatch, ins.step
-            module = self.layers[layer]
-            run = Run(self.carrying, layer, module, ins, start, live) if self.carrying.count > 1 else None
-            new = run is not None and ("carry", layer, size) not in self.sizes
-            known = [*tensors(value), *module.parameters(), *module.buffers()] if new else []
-            with self._remembering(layer, ins):
-                if key in self.offloaded and torch.is_grad_enabled():
-                    given_here = [*tensors(value), *(tensors(final[0]) if final else ())]
-                    kept = Kept([*given_here, *module.parameters(), *module.buffers()])
-                    with kept.saving():
-                        value = module(value)
-                        ends = [loss(value)] if loss else []
-                    kept.settle(tensors(value))
-                    self.kept[key] = kept
-                    self.sizes["output", layer, size] = count_bytes(value)
-                    self.sizes["grad_output", layer, size] = count_bytes([t for t in tensors(value) if t.requires_grad])
-                    self.sizes["saved", layer, size] = kept.nbytes
-                elif ("saved", layer, size) in self.sizes or not torch.is_grad_enabled():
-                    if run is None and layer == unread:
-                        value = self.tails.run(layer, module, value)
-                    else:
-                        value = (run or module)(value)
-                    ends = [loss(value)] if loss else []
-                    if ("output", layer, size) not in self.sizes:
+        layer = piece[0]
+        try:
+            for layer in piece:
+                randomness.reseed(self.generators, randomness.draw_seed(self.seed, step, rows.start, layer, start))
+                if kind in self.plain and layer != piece[-1]:
+                    value = self.layers[layer](value)
+                    continue
+                if self.dropouts[layer]:
+                    randomness.at(self.dropouts[layer], step, rows.start, start)
+                loss = self._scaled_loss(*final) if final and layer == piece[-1] else None
+                key = layer, ins.microbatch, ins.step
+                module = self.layers[layer]
+                run = Run(self.carrying, layer, module, ins, start, live) if self.carrying.count > 1 else None
+                new = run is not None and ("carry", layer, size) not in self.sizes
+                known = [*tensors(value), *module.parameters(), *module.buffers()] if new else []
+                with self._remembering(layer, ins):
+                    if key in self.offloaded and torch.is_grad_enabled():
+                        given_here = [*tensors(value), *(tensors(final[0]) if final else ())]
+                        kept = Kept([*given_here, *module.parameters(), *module.buffers()])
+                        with kept.saving():
+                            value = module(value)
+                            ends = [loss(value)] if loss else []
+                        kept.settle(tensors(value))
+                        self.kept[key] = kept
                         self.sizes["output", layer, size] = count_bytes(value)
-                else:
-                    value, ends, weights = weigh(module, value, loss, final[0] if final else (), run)
-                    self.sizes["output", layer, size] = weights.output
-                    self.sizes["grad_output", layer, size] = weights.grad_output
-                    self.sizes["saved", layer, size] = weights.saved
-            if run is not None and new:
-                self.sizes["carry", layer, size], self.sizes["grad_carry", layer, size] = run.sizes(known)
+                        self.sizes["grad_output", layer, size] = count_bytes(
+                            [t for t in tensors(value) if t.requires_grad]
+                        )
+                        self.sizes["saved", layer, size] = kept.nbytes
+                    elif ("saved", layer, size) in self.sizes or not torch.is_grad_enabled():
+                        if run is None and layer == unread:
+                            value = self.tails.run(layer, module, value)
+                        else:
+                            value = (run or module)(value)
+                        ends = [loss(value)] if loss else []
+                        if ("output", layer, size) not in self.sizes:
+                            self.sizes["output", layer, size] = count_bytes(value)
+                    else:
+                        value, ends, weights = weigh(module, value, loss, final[0] if final else (), run)
+                        self.sizes["output", layer, size] = weights.output
+                        self.sizes["grad_output", layer, size] = weights.grad_output
+                        self.sizes["saved", layer, size] = weights.saved
+                if run is not None and new:
+                    self.sizes["carry", layer, size], self.sizes["grad_carry", layer, size] = run.sizes(known)
+        except MiniparError:
+            raise
+        except Exception as error:
+            who = naming_layers.title(layer, self.layers[layer], self.names)
+            where = f"on rank {self.rank}, micro-batch {ins.microbatch} of step {step}"
+            raise naming_layers.raised(who, error, where, value) from error
         special = any(self.dropouts[layer] or self.remembered[layer] for layer in piece)
         if not self.offloaded and self.carrying.count == 1 and not special:
             self.plain.add(kind)
