@@ -1,0 +1,13 @@
+"""docs/own_model.md: every block runs, and says what it says."""
+
+from __future__ import annotations
+
+from tests.pages import blocks, run
+
+
+def test_every_block_runs(capsys):
+    assert len(list(blocks("own_model.md"))) == 10
+    run("own_model.md")
+    said = capsys.readouterr().out
+    assert "the loss is nan in step 0, rank 1, micro-batch 0" in said
+    assert "of 40 rows" in said
