@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from minipar.cluster import worker
-from minipar.comm import algorithms, groups, operations, values
+from minipar.comm import algorithms, groups, operations, packing, values
 from minipar.comm.board import SMALL
 from minipar.comm.handles import Handle, Result, StagedHandle
 from minipar.comm.operations import ALL_GATHER, ALLREDUCE, REDUCE_SCATTER
@@ -122,7 +122,7 @@ class Communicator:
         self._check(peer)
         kind, tensor = values.to_tensor(x, call="send")
         header = torch.tensor(values.encode_form(kind, tensor))
-        data = operations.as_bytes(groups.to_host(tensor) if tensor.is_cuda else tensor)
+        data = packing.as_bytes(groups.to_host(tensor) if tensor.is_cuda else tensor)
         for part in (header, data):
             if part.numel():
                 self.isend(part, peer, self._tag).wait()
@@ -135,7 +135,7 @@ class Communicator:
         kind, dtype, shape = values.decode_form(header.tolist())
         tensor = torch.empty(shape, dtype=dtype)
         if tensor.numel():
-            self.irecv(operations.as_bytes(tensor), peer, self._tag).wait()
+            self.irecv(packing.as_bytes(tensor), peer, self._tag).wait()
         return values.from_tensor(kind, tensor.to(self.device) if kind == "tensor" else tensor)
 
     @property

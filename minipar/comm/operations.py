@@ -19,6 +19,7 @@ from minipar.comm import algorithms, backend, groups, played, shared, values
 from minipar.comm.board import SMALL
 from minipar.comm.handles import Handle, Result
 from minipar.comm.matching import difference
+from minipar.comm.packing import as_bytes
 from minipar.comm.shared import combine, share
 from minipar.comm.world import Group, Way
 from minipar.errors import CollectiveMismatch, RankError
@@ -273,11 +274,6 @@ def unpack(packet: Tensor, device: torch.device) -> tuple[str, Tensor]:
     tensor = torch.empty(shape, dtype=dtype)
     as_bytes(tensor).copy_(packet[_HEADER:])
     return kind, tensor.to(device) if kind == "tensor" else tensor
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor on the host."""
-    return tensor.view(-1).view(torch.uint8)
 
 
 # What they share ------------------------------------------------------------------------------------------------------

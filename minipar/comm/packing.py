@@ -28,7 +28,7 @@ def parts_of(value: Any) -> list[Tensor]:
     start = 0
     for tensor in found:
         size = tensor.numel() * tensor.element_size()
-        message[start : start + size] = tensor.view(-1).view(torch.uint8)
+        message[start : start + size] = as_bytes(tensor)
         start += _room(tensor)
     return [message]
 
@@ -46,6 +46,12 @@ def places_for(value: Any) -> tuple[Any, list[Tensor]]:
         start += _room(tensor)
     rest = iter(views)
     return map_tensors(value, lambda _: next(rest)), [message]
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, byte by byte. (Of a single element, such as an expanded one, the stride may be
+    any number, which a view as bytes refuses.)"""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _together(found: list[Tensor]) -> bool:
