@@ -48,6 +48,10 @@ from minipar.updating import Optimizer, Scheduler, other_scheduler
 from minipar.wording import several
 
 _QUICK = 0.5  # seconds of a calibration that nobody asked for
+_VALUES_ONLY = (
+    "its memory is that of the program's values: what a layer needs only while it runs is not counted, since that is "
+    "recorded neither of slices of sequences nor of models with branches"
+)
 
 
 @dataclass(frozen=True)
@@ -274,6 +278,8 @@ def train(
             return _train_served(plan, made, job, ranks, predicted, reference, check, bar, watch)
         if facts.tapes is not None:
             predicted = with_memory(predicted, facts.tapes, ProfiledCosts(made, facts.profile, job.batch))
+        elif memory:
+            predicted = replace(predicted, note=f"{predicted.note}; {_VALUES_ONLY}")
 
         def measure(rows: tuple[int, ...]) -> Measured:
             (known,) = ranks.run_on([0], profile_job, job, rows, True, None, split)

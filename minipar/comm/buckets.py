@@ -43,7 +43,8 @@ class Buckets:
         self.under_way: dict[tuple[int, ...], list[Handle]] = {}  # pieces that are being summed
         self.sizes = sizes  # of the groups, in bytes as the program knows them
         for ins in instructions:
-            flat = ins.op is Op.ALL_REDUCE and any(part.layer < 0 for part in ins.parts)
+            summed = ins.op is Op.ALL_REDUCE and ins.reads[0].kind == "grad"  # (and no average of parameters)
+            flat = summed and any(part.layer < 0 for part in ins.parts)
             if flat and ins.layers not in self.buffers:
                 self.buffers[ins.layers] = self._allocate(ins.layers, comm.device)
         self.compressor = None if compress == "none" else Compressor(comm, compress)

@@ -34,6 +34,7 @@ from minipar.program import (
     tier,
     version_of,
 )
+from minipar.strategies.compress import row_bytes, top
 
 
 def predict_memory(
@@ -83,6 +84,7 @@ class Walk:
         self.saved: dict[tuple[int, int, int], int] = {}
         self.left: dict[tuple[int, int, int], Storage] = {}  # gradients that wait for a weight half
         self.messages: dict[Value, list[Storage]] = {}  # buffers of a collective, held until what it writes is read
+        self.unpacked: dict[Value, int] = {}  # bytes that it takes to read what a compressed sum brought
         self.filled: set[int] = set()  # groups that have a gradient now
         self.brought: set[tuple[int, int, int]] = set()  # layers whose saved tensors came back: held to the end
         self.leaving: dict[Value, int] = {}  # bytes that go when the copy of them is waited for
@@ -110,6 +112,8 @@ class Walk:
             before["parameters", layer] = before.get(("parameters", layer), 0) + tapes.buffers[layer]
         if data:
             before["data", -1] = data
+        if program.compress.startswith("powersgd"):  # the right factors, from which the next step starts
+            before["temporary", -1] = sum(self._factors(ins)[1] for ins in row if ins.op is Op.ALL_REDUCE)
 
     def _passed_on(self) -> list[int]:
         """Groups of bfloat16 parameters whose float32 slice comes from the host, on the way to the whole ones."""
@@ -157,6 +161,9 @@ class Walk:
     def instruction(self, ins: Instruction) -> None:
         for value in ins.reads:
             self.change(-self.leaving.pop(value, 0), "activations", value.index)
+            unpacked = self.unpacked.pop(value, 0)
+            self.change(unpacked, "temporary", -1)
+            self.change(-unpacked, "temporary", -1)
             for message in self.messages.pop(value, ()):
                 self.release(message, "message")
             storage = self.live.get(value)
@@ -195,6 +202,12 @@ class Walk:
             self.change(-need, "temporary", -1)
         elif ins.op is Op.REDUCE_SCATTER:
             self.reduce_scatter(ins)
+        elif ins.op is Op.ALL_REDUCE and ins.reads[0].kind == "param":
+            size = sum(self.sizes.size(self.rank, grad(g)) for g in ins.layers)
+            self._sent(ins, self.make(size, -1, "message", "buffers"))  # (parameters are averaged in a copy)
+        elif ins.op is Op.ALL_REDUCE and self.program.compress != "none":
+            self.other(ins)
+            self.compressed(ins)
         else:
             self.other(ins)
         self.free(ins)
@@ -230,6 +243,61 @@ class Walk:
         for value in ins.writes:
             if value.kind != "buffer":
                 self.messages[value] = [message]
+
+    def _sent(self, ins: Instruction, *messages: Storage) -> None:
+        """What a sum travels in, which stays until somebody reads what it brought."""
+        for value in ins.writes:
+            self.messages[value] = list(messages)
+
+    def compressed(self, ins: Instruction) -> None:
+        """A sum of gradients that are made smaller first, as `comm.compression` does it."""
+        kind, _, _ = self.program.compress.partition(":")
+        if kind == "topk":
+            self._largest(ins)
+        elif kind == "powersgd":
+            first, second = self._factors(ins)
+            self.change(first, "temporary", -1)  # factors one by one, and then in one message
+            self._sent(ins, self.make(first, -1, "message", "buffers"))
+            self.change(-first, "temporary", -1)
+            self.unpacked[ins.writes[0]] = first + second
+        else:
+            self._sent(ins, self.make(sum(part.bytes for part in ins.parts), -1, "message", "buffers"))
+
+    def _summed(self, ins: Instruction) -> list[int]:
+        """Bytes of the gradients in each message of a sum."""
+        sizes = [size for g in ins.layers for size in self.program.groups[g].tensors]
+        return [sum(sizes)] if ins.parts[0].layer < 0 else sizes
+
+    def _factors(self, ins: Instruction) -> tuple[int, int]:
+        """Bytes of the left factors of a sum's gradients, with what is sent whole, and of the right ones."""
+        first = second = 0
+        parts = iter(ins.parts)
+        for size in self._summed(ins):
+            left = next(parts).bytes
+            first += left
+            second += next(parts).bytes if left < size else 0  # (factors are smaller than what they stand for)
+        return first, second
+
+    def _largest(self, ins: Instruction) -> None:
+        """Each message: the numbers without signs, the largest of them with their places, and the rows of all ranks."""
+        messages: list[Storage] = []
+        for size, part in zip(self._summed(ins), ins.parts, strict=True):
+            rows = part.bytes
+            row = rows // len(ins.group)
+            count = next(
+                count for item in (4, 8, 2) if row_bytes(count := top(size // item, self.program.compress), item) == row
+            )
+            values, places = row - 4 * count, 8 * count
+            for change in (size, values + places, -size - values):
+                self.change(change, "temporary", -1)
+            mine = self.make(row, -1, "walk", "buffers")
+            for change in (values, -values):
+                self.change(change, "temporary", -1)
+            messages.append(self.make(rows, -1, "message", "buffers"))
+            self.change(-places, "temporary", -1)
+            self.release(mine, "walk")
+            self.unpacked[ins.writes[0]] = places
+        self._sent(ins, *messages)
 
     def _workspace(self, groups: Sequence[int]) -> int:
         """Of a STEP over some groups; the slices of sharded ones are parameters of their own.

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from minipar import Plan, data, models
+from minipar import Plan, data, models, train
 from minipar.costs.profiled import ProfiledCosts, microbatch_rows
 from minipar.execution import Job, execute, profile_job
 from minipar.memory.forecast import with_memory
@@ -112,3 +112,39 @@ def test_workspace_of_a_step():
     assert one_by_one.of([]) == 0
     all_at_once = Workspace((10, 30, 20), {(0, 1): 40, (1, 2): 50}, 60)
     assert all_at_once.of([1, 2]) == 50
+
+
+def wide() -> torch.nn.Sequential:
+    layers = (layer for _ in range(4) for layer in (torch.nn.Linear(256, 256), torch.nn.ReLU()))
+    return torch.nn.Sequential(*layers)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dp=2 local_steps=2",
+        "dp=2 compress=topk:0.5",
+        "dp=2 compress=topk:0.2 bucket=0.3",
+        "dp=2 compress=powersgd:64",
+        "dp=2 compress=bf16 bucket=none overlap=none",
+    ],
+)
+def test_averages_and_compressed_sums(clusters, text):
+    """Copies of parameters, residuals, numbers and their places, factors: all that a sum needs besides gradients."""
+    rows = tuple(torch.randn(2, 64, 256, generator=torch.Generator().manual_seed(0)))
+    run = train(wide, rows, text, cluster=clusters(2), steps=4, batch=64, loss=torch.nn.functional.mse_loss,
+                optimizer=ADAM, memory=True, progress=False)  # fmt: skip
+    for got, expected in zip(run.memory, run.predicted.peak_memory(), strict=True):
+        assert got.bytes == pytest.approx(expected, rel=0.01)
+
+
+def test_gradients_are_not_copied_where_only_parameters_are_averaged(clusters):
+    """No buffer for sums that there are not: local_steps costs no more than one replica alone."""
+    rows = tuple(torch.randn(2, 64, 256, generator=torch.Generator().manual_seed(0)))
+    peaks = [
+        max(peak.by_kind["gradients"] + peak.by_kind["temporary"] for peak in run.memory)
+        for text in ("dp=1", "dp=2 local_steps=2")
+        for run in [train(wide, rows, text, cluster=clusters(Plan.parse(text).ranks), steps=4, batch=64,
+                          loss=torch.nn.functional.mse_loss, optimizer=ADAM, memory=True, progress=False)]
+    ]  # fmt: skip
+    assert peaks[1] <= 1.01 * peaks[0]
