@@ -67,6 +67,9 @@ def check_groups(program: Program) -> None:
             if ins.op in COLLECTIVES:
                 if rank not in ins.group:
                     raise refuse(program, rank, index, f"{at(program, rank, index)}: rank {rank} is not of that group")
+                if list(ins.group) != sorted(set(ins.group)):
+                    reason = f"{at(program, rank, index)}: the ranks of a group ascend, each once; possible is"
+                    raise refuse(program, rank, index, f"{reason} group={tuple(sorted(set(ins.group)))}")
                 calls.setdefault(ins.group, {}).setdefault(rank, []).append(index)
     for group, by_rank in calls.items():
         first = group[0]
@@ -91,7 +94,9 @@ def _call(ins: Instruction) -> tuple[object, ...]:
     """What all ranks of a collective must agree on."""
     # (a norm is taken over all ranks, each with its own groups)
     kind = home(ins.reads[0]).kind if ins.op is Op.ALL_REDUCE and ins.reads else ""
-    return ins.op, kind, () if ins.op is Op.NORM else ins.layers, ins.microbatch, ins.parts, ins.step
+    # (and a sum is known by its text, by which ranks tell whether they mean the same one)
+    name = ins.name if ins.op is Op.ALL_REDUCE else ""
+    return ins.op, kind, () if ins.op is Op.NORM else ins.layers, ins.microbatch, ins.parts, ins.step, name
 
 
 # 4. each rank alone -------------------------------------------------------------------------------------------------

@@ -138,9 +138,9 @@ class Instruction(NamedTuple):
             return f"SEND {_moved(self.reads)} -> {self.peer}"
         if self.op is Op.RECV and self.writes:
             return f"RECV {_moved(self.writes)} <- {self.peer}"
-        if self.op is Op.OFFLOAD and self.writes:
+        if self.op is Op.OFFLOAD and self.reads and self.writes:
             return f"OFFLOAD {self.reads[0]} -> {tier(self.writes[0])}"
-        if self.op is Op.FETCH and self.writes:
+        if self.op is Op.FETCH and self.reads and self.writes:
             return f"FETCH {self.writes[0]} <- {tier(self.reads[0])}"
         text = f"{self.op.value} {span(self.layers)}"
         text += f" mb{self.microbatch}" if self.microbatch >= 0 else ""

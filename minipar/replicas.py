@@ -27,7 +27,7 @@ def piece(walk: Walk, rank: int, index: int, ins: Instruction, total: int) -> in
     del walk.pieces[ins.group, g]
     size = sum(walk.program.groups[g].tensors)
     known = sum(b - a for a, b, _ in pieces)
-    if known != size:
+    if known != size or max(b for _, b, _ in pieces) > size:
         reason = f"{where} is the last piece of grad({g}), of which {known} of {size} bytes were summed"
         raise refuse(walk.program, rank, index, reason)
     return reduce(and_, (found for *_, found in pieces))
@@ -40,6 +40,13 @@ def averaged(walk: Walk, rank: int, index: int, group: int, versions: dict[int, 
         updates = ", ".join(f"{n} on rank {r}" for r, n in versions.items())
         reason = f"{at(walk.program, rank, index)} averages param({group}) after different numbers of updates, or"
         raise refuse(walk.program, rank, index, f"{reason} not of all replicas: {updates}")
+    step, done = walk.program.ranks[rank][index].step, walk.version[rank].get(group, 0)
+    due = done % walk.local == 0 or done == walk.program.steps  # (if it is not, the next forward says so)
+    if due and done != step + 1:
+        reason = f"{at(walk.program, rank, index)} averages param({group}) after {several(done, 'update')}, but weighs"
+        raise refuse(
+            walk.program, rank, index, f"{reason} replicas by their rows of step {step}; possible is step {done - 1}"
+        )
     for r in versions:
         walk.apart[r][group] = 0
 

@@ -16,7 +16,17 @@ from collections import defaultdict
 
 from minipar.circles import ProgramDeadlock
 from minipar.errors import ProgramError
-from minipar.program import Instruction, Op, Program, Staleness
+from minipar.program import (
+    Instruction,
+    Op,
+    Program,
+    Staleness,
+    grad,
+    param,
+    pushed,
+    served,
+    served_state,
+)
 from minipar.refusal import at, refuse
 from minipar.wording import several
 
@@ -25,6 +35,7 @@ _PARTNER = {Op.PUSH: Op.ACCEPT, Op.REPLY: Op.PULL}
 
 def check_workers(program: Program) -> None:
     """The first question."""
+    _check_names(program)
     wanted = program.microbatches
     for rank in range(program.workers):
         done: dict[tuple[str, int, int], set[int]] = defaultdict(set)
@@ -49,6 +60,13 @@ def check_workers(program: Program) -> None:
                         reason = f"{at(program, rank, index)} pushes before the gradient is complete: grad({g}) lacks"
                         raise refuse(program, rank, index, f"{reason} micro-batch {i} (layer {layer})")
         steps = {ins.step for ins in program.ranks[rank] if ins.op is Op.PULL}
+        every = not isinstance(program.contract, Staleness) or not any(program.ranks[program.workers :])
+        if lost := set(range(program.steps)) - steps if every else ():
+            raise ProgramError(f"rank {rank} leaves step {min(lost)} out: it pulls no parameters for it")
+        if more := steps - set(range(program.steps)):
+            raise ProgramError(
+                f"rank {rank} pulls parameters for step {min(more)}; steps count from 0 to {program.steps - 1}"
+            )
         for step in sorted(steps):
             for layer in range(program.layers):
                 if len(done["forward", layer, step]) < wanted:
@@ -58,6 +76,94 @@ def check_workers(program: Program) -> None:
             for g, group in enumerate(program.groups):
                 if group.trainable and not pushed[g, step]:
                     raise ProgramError(f"rank {rank} never pushes grad({g}) of step {step}")
+
+
+_WORK = (Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD)
+
+
+def _check_names(program: Program) -> None:
+    """What workers and servers say to each other: each the groups that the server keeps, with the values of these."""
+    assert program.serving is not None
+    if (program.serving.mode == "sync") == isinstance(program.contract, Staleness):
+        contract = type(program.contract).__name__
+        raise ProgramError(
+            f"mode={program.serving.mode} with contract {contract}: sync is Synchronous, others Staleness"
+        )
+    servers = range(program.workers, len(program.ranks))
+    shares = {rank: {v.index for v in program.state[rank] if v.kind == "served"} for rank in servers}
+    for rank, row in enumerate(program.ranks):
+        pulled: dict[int, dict[int, int]] = {}  # group -> server -> step
+        applied = 0
+        for index, ins in enumerate(row):
+            works = rank < program.workers
+            if ins.op not in ((*_WORK, Op.PULL, Op.PUSH) if works else (Op.ACCEPT, Op.APPLY, Op.REPLY)):
+                who = "worker" if works else "server"
+                raise refuse(
+                    program, rank, index, f"{at(program, rank, index)}: rank {rank} is a {who}, which does not"
+                )
+            if ins.stream == "host":
+                raise refuse(
+                    program, rank, index, f"{at(program, rank, index)}: workers and servers have no host stream"
+                )
+            if ins.op in _WORK:
+                _check_work(program, rank, index, pulled, shares)
+                continue
+            server = ins.peer if works else rank
+            partners = servers if works else range(program.workers)
+            if ins.op is not Op.APPLY and ins.peer not in partners:
+                raise refuse(program, rank, index, f"{at(program, rank, index)}: rank {ins.peer} is no partner for it")
+            whole = shares[server] if ins.op is Op.APPLY else set(ins.layers)
+            if (
+                not ins.layers
+                or len(set(ins.layers)) < len(ins.layers)
+                or not whole <= set(ins.layers) <= shares[server]
+            ):
+                told = ", ".join(map(str, sorted(shares[server])))
+                reason = (
+                    f"{at(program, rank, index)}: server {server} keeps groups {told}; possible are these, each once"
+                )
+                raise refuse(program, rank, index, reason)
+            _check_values(program, rank, index, applied)
+            applied += ins.op is Op.APPLY
+            for g in ins.layers if ins.op is Op.PULL else ():
+                pulled.setdefault(g, {})[server] = ins.step
+
+
+def _check_work(
+    program: Program, rank: int, index: int, pulled: dict[int, dict[int, int]], shares: dict[int, set[int]]
+) -> None:
+    """A layer uses the parameters that were pulled for its step, and a backward writes all of its gradients."""
+    ins = program.ranks[rank][index]
+    for g in {g for layer in ins.layers for g in program.groups_of_layer[layer] if program.groups[g].trainable}:
+        for server, share in shares.items():
+            if g in share and pulled.get(g, {}).get(server) != ins.step:
+                reason = f"{at(program, rank, index)} uses param({g}), which was not pulled from rank {server} for step"
+                raise refuse(program, rank, index, f"{reason} {ins.step}")
+        if ins.op is Op.BACKWARD and grad(g) not in ins.writes:
+            raise refuse(program, rank, index, f"{at(program, rank, index)} makes grad({g}), but does not write it")
+
+
+def _check_values(program: Program, rank: int, index: int, applied: int) -> None:
+    """A message names the values of its groups; an update all that it changes."""
+    ins, where = program.ranks[rank][index], at(program, rank, index)
+    groups = ins.layers
+    reads, writes = set(ins.reads), set(ins.writes)
+    if ins.op is Op.APPLY:
+        state = {kind(g) for g in groups for kind in (served, served_state)}
+        gradients = {v for v in reads if v.kind == "pushed"}
+        right = writes == state <= reads and gradients <= set(ins.frees)
+        if ins.step != applied:
+            raise refuse(
+                program, rank, index, f"{where} is update {applied} of its server, but is called step {ins.step}"
+            )
+    elif ins.op is Op.ACCEPT:
+        right = ins.writes == tuple(pushed(g, ins.peer, ins.step) for g in groups) and not reads
+    elif ins.op is Op.PULL:
+        right = writes == set(map(param, groups)) and not reads
+    else:
+        right = reads == set(map(grad if ins.op is Op.PUSH else served, groups)) and not writes
+    if not right:
+        raise refuse(program, rank, index, f"{where} names other values than those of its groups")
 
 
 def check_service(program: Program) -> None:

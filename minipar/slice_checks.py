@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from minipar.errors import ProgramError
 from minipar.program import BACKWARDS, Instruction, Op, Program, Value, carry, grad_carry
 from minipar.refusal import at, refuse
-from minipar.wording import several
 
 KINDS = ("carry", "grad_carry")
 _FORWARDS = (Op.FORWARD, Op.RECOMPUTE)
@@ -14,14 +12,17 @@ _FORWARDS = (Op.FORWARD, Op.RECOMPUTE)
 def check_carries(program: Program) -> None:
     """Every forward reads and writes the carries of its layers, every backward their gradients, of its own sequence."""
     count, carrying = program.slice_count, frozenset(program.carries)
-    if count > 1 and program.microbatches % count:
-        raise ProgramError(
-            f"{several(program.microbatches, 'micro-batch')} are no whole sequences of {several(count, 'slice')}"
-        )
     for rank, instructions in enumerate(program.ranks):
+        begun: dict[tuple[int, int], int] = {}  # of each sequence the slice that went forward last
         for index, ins in enumerate(instructions):
             if ins.op not in _FORWARDS and ins.op not in BACKWARDS:
                 continue
+            i, place = ins.microbatch % count, (ins.microbatch // count, ins.step)
+            if i > begun.get(place, -1) + 1:  # (where its tokens begin is counted as slices go by)
+                before = ins.microbatch - 1
+                reason = f"{at(program, rank, index)} comes before the slice before it, micro-batch {before}"
+                raise refuse(program, rank, index, reason)
+            begun[place] = max(i, begun.get(place, -1))
             reads, writes = _expected(ins, count, carrying)
             named = {v for v in ins.reads if v.kind in KINDS}, {v for v in ins.writes if v.kind in KINDS}
             for does, wanted, found in (("read", reads, named[0]), ("write", writes, named[1])):

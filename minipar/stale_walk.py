@@ -64,6 +64,8 @@ class StaleWalk(Walk):
                 raise self._refuse(rank, index, f"does not update the newest parameters, {param(g, newest)}")
             if param(g, newest + 1) not in ins.writes:
                 raise self._refuse(rank, index, f"does not make {param(g, newest + 1)}")
+            if ins.step != newest:
+                raise self._refuse(rank, index, f"is update {newest} of param({g}), but is called step {ins.step}")
             if grad(g) not in ins.frees:
                 raise self._refuse(rank, index, f"keeps grad({g}), which would go into the next update, too")
             self._check_update(rank, index, g, newest)
@@ -129,7 +131,8 @@ class StaleWalk(Walk):
     def _refuse(self, rank: int, index: int, what: str) -> ProgramError:
         return refuse(self.program, rank, index, f"{at(self.program, rank, index)} {what}")
 
-    def _name(self, group: int, mask: int) -> str:
+    def name(self, group: int, mask: int) -> str:
+        """The first contribution in a mask, in words."""
         bit = (mask & -mask).bit_length() - 1
         size = self.program.replicas * self.program.microbatches * self.program.steps
         slot, rest = divmod(bit, size)

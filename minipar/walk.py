@@ -124,13 +124,19 @@ class Walk:
             return tables[value.kind][rank].get(value.index, 0)
         return self.aside[rank].get(value, 0)
 
-    def _copy(self, rank: int, ins: Instruction) -> None:
+    def _copy(self, rank: int, index: int, ins: Instruction) -> None:
         source, target = ins.reads[0], ins.writes[0]
         self.pending[rank][target] = ("copy", source, 0)
         self.copying[rank][source] = target
         if source.microbatch >= 0:
             return
         g, known = target.index, self._note(rank, source)
+        newer = self._note(rank, target) if "grad" not in target.kind else 0
+        if newer > known:
+            reason = (
+                f"{at(self.program, rank, index)} writes {source} after {several(known, 'update')} over {target} after"
+            )
+            raise refuse(self.program, rank, index, f"{reason} {newer}: an update is lost")
         if tier(target) != "device":
             self.aside[rank][target] = known
         elif target.kind == "param" and home(source).kind == "param":
@@ -181,7 +187,7 @@ class Walk:
             elif op is Op.STEP:
                 self._check_step(rank, index, ins)
             elif op in COPIES:
-                self._copy(rank, ins)
+                self._copy(rank, index, ins)
             else:
                 self._compute(rank, index, ins)
             index += 1

@@ -23,7 +23,8 @@ from minipar.execution import Execution, Job, execute
 from minipar.program import Op, saved_weight
 from minipar.reference import Reference, gradient_error, train_plainly
 from minipar.strategies import registry, schedule, schedules
-from tests.interpreters import judge, shape
+from tests.fuzz.verify_interpreter import judge
+from tests.interpreters import shape
 from tests.test_gradients import two_ties
 from tests.toys import rows, toy
 

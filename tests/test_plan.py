@@ -11,7 +11,8 @@ import minipar
 from minipar import Backward, BackwardInput, Forward, Plan, PlanError, ProgramError, simulate
 from minipar.program import Op
 from minipar.strategies import registry
-from tests.interpreters import BUILT_IN, judge, shape, stages_of
+from tests.fuzz.verify_interpreter import judge
+from tests.interpreters import BUILT_IN, shape, stages_of
 
 
 @pytest.fixture

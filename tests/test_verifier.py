@@ -7,7 +7,8 @@ import pytest
 
 from minipar import Deadlock, Plan, ProgramError, simulate, verify
 from minipar.program import Instruction, Op, Program, grad, grad_output, output, param, saved
-from tests.interpreters import compiled, judge, renamed, shape
+from tests.fuzz.verify_interpreter import judge
+from tests.interpreters import compiled, renamed, shape
 
 PIPELINE = "pp=2 microbatches=2 schedule=gpipe"
 #   rank 0   0 F mb0 | 1 SEND mb0 | 2 F mb1 | 3 SEND mb1 | 4 RECV mb0 | 5 B mb0 | 6 RECV mb1 | 7 B mb1 | 8 STEP

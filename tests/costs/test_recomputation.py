@@ -26,7 +26,7 @@ from minipar.costs.recomputation import (
 )
 from minipar.costs.reversal import rotor
 from minipar.program import Op
-from tests.interpreters import judge
+from tests.fuzz.verify_interpreter import judge
 from tests.recomputing import ByLayer, chains, drafts, single_device, words
 
 

@@ -11,7 +11,7 @@ from minipar import PlanError, verify
 from minipar.costs.recomputation import Chain, LayerCosts, halves, keep_everything, memory, moves, recomputed, time
 from minipar.costs.reversal import advances, minimum, needed, repetitions, revolve, rotor
 from minipar.program import Op
-from tests.interpreters import judge
+from tests.fuzz.verify_interpreter import judge
 from tests.recomputing import single_device, words
 
 # revolve -------------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from minipar.strategies.checkpoint import recompute
 from minipar.strategies.layers import expand
 from minipar.strategies.layout import Layout
 from minipar.strategies.segments import budget_of
+from tests.fuzz.verify_interpreter import judge
 from tests.interpreters import (
     BUILT_IN,
     SIMPLE,
@@ -24,7 +25,6 @@ from tests.interpreters import (
     brute_force,
     compiled,
     fitted,
-    judge,
     mutations,
     programs,
     shape,
@@ -112,7 +112,9 @@ def checkpointed(program: Program, choice: object) -> Program:
     """The program of the same plan and model with another `checkpoint=`."""
     plan = replace(Plan.parse(program.name), checkpoint=choice)
     costs = LayerCosts.equal(program.layers, output=3, saved=5)
-    return plan.compile(Shape(program.layers, program.groups), steps=program.steps, check=False, costs=costs)
+    return plan.compile(
+        Shape(program.layers, program.groups, carries=program.carries), steps=program.steps, check=False, costs=costs
+    )
 
 
 def fits(program: Program, choice: object) -> object:

@@ -17,7 +17,8 @@ from minipar.errors import PlanError, SaveError
 from minipar.execution import Job, execute
 from minipar.program import Op, Part, residual
 from minipar.strategies.compress import low_rank, parse, row_bytes, top
-from tests.interpreters import compiled, judge, shape
+from tests.fuzz.verify_interpreter import judge
+from tests.interpreters import compiled, shape
 from tests.toys import rows, toy
 
 CHOICES = ["bf16", "fp16", "topk:0.1", "topk:1.0", "powersgd:2"]

@@ -8,7 +8,8 @@ from minipar.costs.shapes import Shape
 from minipar.errors import PlanError
 from minipar.program import Group, Op, Part, Synchronous, grad
 from minipar.strategies.data_parallel import MiB
-from tests.interpreters import compiled, judge, programs, shape
+from tests.fuzz.verify_interpreter import judge
+from tests.interpreters import compiled, programs, shape
 
 
 def collectives(program, rank=0):

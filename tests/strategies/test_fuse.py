@@ -9,7 +9,8 @@ from minipar import Plan, simulate, verify
 from minipar.costs.shapes import Shape
 from minipar.program import Instruction, Op, Part, grad, grad_output, output, param, saved
 from minipar.strategies.fuse import FUSIBLE, fuse
-from tests.interpreters import compiled, judge, programs, shape
+from tests.fuzz.verify_interpreter import judge
+from tests.interpreters import compiled, programs, shape
 
 
 @pytest.fixture
@@ -97,7 +98,9 @@ def test_a_fused_instruction_has_the_net_effect_of_its_parts(program):
     plan = Plan.parse(program.name)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("minipar.passes.fuse", lambda instructions, *_: list(instructions))
-        long = plan.compile(Shape(program.layers, program.groups), steps=program.steps, check=False)
+        long = plan.compile(
+            Shape(program.layers, program.groups, carries=program.carries), steps=program.steps, check=False
+        )
     for before, after in zip(long.ranks, program.ranks, strict=True):
         assert all(len(ins.layers) == 1 for ins in before if ins.op in FUSIBLE)
         rest = iter(before)

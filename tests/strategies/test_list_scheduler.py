@@ -8,7 +8,7 @@ from minipar import Plan, PlanError, simulate, verify
 from minipar.strategies import registry, schedule
 from minipar.strategies.layout import wave
 from minipar.strategies.list_scheduler import forward_first, list_schedule
-from tests.interpreters import judge
+from tests.fuzz.verify_interpreter import judge
 
 MEMBERS = {
     "gpipe": lambda p, m: {"ahead": lambda d: m, "rule": forward_first},

@@ -10,7 +10,8 @@ from minipar import Plan, Program, models, resume, simulate, train, verify
 from minipar.data import digits
 from minipar.errors import PlanError, ProgramError, SaveError
 from minipar.program import Local, Op
-from tests.interpreters import compiled, judge, shape
+from tests.fuzz.verify_interpreter import judge
+from tests.interpreters import compiled, shape
 from tests.toys import rows, toy
 
 

@@ -237,7 +237,7 @@ CHANGES = {
     "the host's optimizer without the host's gradients": (
         "offload=optimizer",
         lambda row: [i._replace(stream="compute") if i.op is Op.STEP else i for i in row],
-        "needs",
+        "gradients go to the host for a STEP of the host",
     ),
     "a copy to the wrong place": (
         "offload=activations",

@@ -13,7 +13,8 @@ from minipar.costs.shapes import Shape
 from minipar.errors import PlanError, ProgramError
 from minipar.program import Group, Op, grad
 from minipar.strategies.priority import in_order
-from tests.interpreters import RandomCosts, brute_force, judge
+from tests.fuzz.verify_interpreter import judge
+from tests.interpreters import RandomCosts, brute_force
 from tests.toys import rows, toy
 
 MiB = 1 << 20

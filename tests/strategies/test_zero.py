@@ -19,7 +19,8 @@ from minipar.program import (
     param,
     param_shard,
 )
-from tests.interpreters import compiled, judge, shape
+from tests.fuzz.verify_interpreter import judge
+from tests.interpreters import compiled, shape
 
 COLLECTIVE = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.NORM)
 
