@@ -76,13 +76,11 @@ def _verify(program: Program) -> None:
     check_links(program)
     check_groups(program)
     left = [_check_rank(program, rank) for rank in range(len(program.ranks))]
-    stale = isinstance(program.contract, Staleness) and program.serving is None
+    stale = isinstance(program.contract, Staleness) and program.serving is None and not program.chunks
     if program.serving is not None:
         service.check_service(program)
-    elif not program.chunks:
-        (StaleWalk if stale else Walk)(program).run()
     else:
-        Walk(program).run()
+        (StaleWalk if stale else Walk)(program).run()
     for rank, live in enumerate(left):
         _check_end(program, rank, settled(program, rank, live) if stale else live)
     if program.chunks:
@@ -132,7 +130,7 @@ def _check_instructions(program: Program) -> None:
         own = _State(program, rank)
         for index, ins in enumerate(instructions):
             op, layers, i, step, reads, writes, _, stream, _, group, _, name = ins
-            if name or (group and op not in COLLECTIVES):
+            if name or (group and op not in COLLECTIVES) or type(op) is not Op:
                 _check_rest(program, rank, index)
             if op is Op.SEND or op is Op.RECV:
                 moved, other = (reads, writes) if op is Op.SEND else (writes, reads)

@@ -89,6 +89,7 @@ class Walk:
                         " ALL_GATHER for it after its last STEP"
                     )
 
+            self._check_held(rank)
             self._check_tiers(rank)
             for group, updates in self.apart[rank].items():
                 if updates:
@@ -96,6 +97,18 @@ class Walk:
                         f"rank {rank} ends with param({group}) of its own: after its last STEP it is not averaged over"
                         " the replicas"
                     )
+
+    def _check_held(self, rank: int) -> None:
+        """Every copy of what is trained is updated on its rank."""
+        if not self.program.state:
+            return
+        program, STEP = self.program, Op.STEP
+        row = program.ranks[rank]
+        updated = {g for op, ins in zip(program.ops[rank], row, strict=True) if op is STEP for g in ins.layers}
+        for value in sorted(program.state[rank]):
+            kept = home(value).kind in ("param", "param_shard", *_STATES)
+            if kept and value.index not in updated and program.groups[value.index].trainable:
+                raise ProgramError(f"rank {rank} holds {value}, but has no STEP for it")
 
     def _check_tiers(self, rank: int) -> None:
         """At the end all copies of a parameter or an optimizer state have seen the same updates."""

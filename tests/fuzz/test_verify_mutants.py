@@ -1,0 +1,144 @@
+"""What verify accepts is right: mutants of programs of every kind; and what it says of each odd field."""
+
+from dataclasses import replace
+
+import pytest
+
+from minipar import Plan, Program, ProgramError, verify
+from minipar.program import Local, Op, Part, Serving, Staleness, output, param
+from tests.fuzz.verify_interpreter import judge
+from tests.fuzz.verify_mutants import PLAIN, campaign, valid
+from tests.interpreters import shape
+
+
+def test_all_programs_that_are_changed_are_right():
+    for program in valid():
+        verify(program)
+        assert judge(program) == "", program.name
+
+
+def test_mutants_are_refused_or_right():
+    """The short form of the campaign. It must find both kinds, or it tries nothing."""
+    outcome = campaign(seed=17, count=1500)
+    assert not outcome.crashes, outcome.crashes[0].words + outcome.crashes[0].refusal
+    assert not outcome.missed, outcome.missed[0].words + outcome.missed[0].wrong
+    assert outcome.accepted > 300
+    assert outcome.count - outcome.accepted > 500
+    assert len(outcome.stricter) < 150
+
+
+def program(words: str, steps: int = 1) -> Program:
+    return Plan.parse(words).compile(PLAIN, steps=steps, check=False)
+
+
+def changed(given: Program, op: Op, fields: dict[str, object]) -> Program:
+    """The first instruction of a kind, with other fields."""
+    rank, k = next((r, k) for r, row in enumerate(given.ranks) for k, ins in enumerate(row) if ins.op is op)
+    row = list(given.ranks[rank])
+    row[k] = row[k]._replace(**fields)
+    return given.with_rank(rank, row)
+
+
+PIPELINE, REPLICAS, ALONE = "pp=2 microbatches=2", "dp=2 microbatches=2 bucket=none", "microbatches=2"
+INSTRUCTIONS = [
+    (PIPELINE, Op.FORWARD, {"layers": (1, 0)}, "layers 1,0 do not follow each other; possible are"),
+    (PIPELINE, Op.BACKWARD, {"layers": (1, 0)}, "layers 1,0 do not follow each other"),
+    ("checkpoint=2 microbatches=2", Op.RECOMPUTE, {"layers": (0, 0, 1)}, "names 0 twice; possible is each once"),
+    (PIPELINE, Op.SEND, {"stream": "host"}, "mb0 -> 1` computes nothing, but is on the stream of the host"),
+    (PIPELINE, Op.SEND, {"reads": (param(0),)}, "is of micro-batch 0 of step 0, but names param(0)"),
+    (PIPELINE, Op.FORWARD, {"group": (0, 1)}, "F is no collective, so that nobody joins it in a group"),
+    (REPLICAS, Op.ALL_REDUCE, {"group": (1, 0)}, "the ranks of a group ascend, each once; possible is group=(0, 1)"),
+    (REPLICAS, Op.ALL_REDUCE, {"name": "mine"}, "collective without partner"),
+    (REPLICAS, Op.ALL_REDUCE, {"parts": (Part(Op.ALL_REDUCE, 3, 8, 0),)}, "a piece is of one uncompressed gradient"),
+    ("dp=2 zero=1", Op.REDUCE_SCATTER, {"frees": ()}, "never applies grad(3): it has no STEP for it"),
+    ("dp=2 zero=1", Op.ALL_GATHER, {"writes": (param(0),)}, "changes param(1), but does not write it"),
+    (ALONE, Op.STEP, {"writes": ()}, "changes optimizer_state(0), but does not write it"),
+    (ALONE, Op.FORWARD, {"microbatch": None}, "rank 0 instruction 0: microbatch=None must be a whole number"),
+    (ALONE, Op.FORWARD, {"reads": "x"}, "rank 0 instruction 0: reads='x' must be a tuple of values"),
+    (ALONE, Op.FORWARD, {"name": 7}, "rank 0 instruction 0: name=7 must be text"),
+    (ALONE, Op.FORWARD, {"op": "F"}, "rank 0 instruction 0: op='F' must be one of Op"),
+    (ALONE, Op.FORWARD, {"op": Op.ACCEPT}, "ACCEPT is of collectives and servers, not of training"),
+    ("offload=optimizer", Op.OFFLOAD, {"reads": ()}, "OFFLOAD copies one value"),
+    ("offload=optimizer", Op.FETCH, {"layers": (3,)}, "possible is layers=(0,)"),
+    ("offload=optimizer", Op.STEP, {"stream": "compute"}, "gradients go to the host for a STEP of the host"),
+    ("pp=2 schedule=pipedream microbatches=2", Op.STEP, {"step": 1}, "is update 0 of param(0), but is called step 1"),
+    ("dp=2 sync=ps", Op.PULL, {"writes": (param(0),)}, "names other values than those of its groups"),
+    ("dp=2 sync=ps", Op.PULL, {"step": 1}, "was not pulled from rank 2 for step 0"),
+    ("dp=2 sync=ps", Op.APPLY, {"layers": (0,)}, "server 2 keeps groups 0, 1, 2, 3"),
+    ("dp=2 sync=ps", Op.APPLY, {"step": 1}, "is update 0 of its server, but is called step 1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "op", "fields", "says"), INSTRUCTIONS)
+def test_what_is_said_of_an_instruction(words, op, fields, says):
+    mutant = changed(program(words), op, fields)
+    with pytest.raises(ProgramError) as caught:
+        verify(mutant)
+    assert says in caught.value.reason
+    assert judge(mutant)
+
+
+FIELDS = [
+    ({"receives_ahead": -1}, "receives_ahead=-1: must be a whole number from 0 on"),
+    ({"microbatches": 0}, "microbatches=0: must be at least 1"),
+    ({"slices": 2}, "slices=2 carries=(): no layer carries anything from slice to slice; possible are"),
+    ({"in_flight": 2}, "in_flight=2: its contract is not Staleness(every=..., stashed=False)"),
+    ({"mesh": (("pp", 2), ("dp", 2))}, "mesh pp=2, dp=2: has 4 places for 2 ranks"),
+    ({"state": ()}, "reads param(0), which has no producer"),
+    ({"contract": Local(0)}, "contract=Local(steps=0): must be Synchronous(), Local(steps) or Staleness"),
+    ({"contract": Staleness(-1)}, "contract=Staleness(bound=-1"),
+    ({"clip": -1.0}, "clip=-1.0: must be a positive number, or None"),
+    ({"compress": "topk:7"}, "compress='topk:7': must be none, bf16, fp16, topk:R"),
+    ({"precision": "text"}, "precision='text': must be float32 or bf16"),
+    ({"edges": ((1, 0),)}, "edge 1 -> 0: goes backward"),
+    ({"serving": Serving(9)}, "serving: 9 servers of 2 ranks; at least one rank is a worker"),
+    ({"ranks": ()}, "state: of 2 ranks, but the program has 0 ranks"),
+    ({"groups": (shape(4).groups[0]._replace(layers=(7,)),)}, "group 0 is of layers (7,): must be ascending"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "says"), FIELDS)
+def test_what_is_said_of_a_field_of_the_program(fields, says):
+    mutant = replace(program(PIPELINE), **fields)
+    with pytest.raises(ProgramError) as caught:
+        verify(mutant)
+    assert says in caught.value.reason
+    assert judge(mutant)
+
+
+def test_an_output_inside_of_an_instruction_cannot_be_sent():
+    """Autograd alone has it: the executor would send nothing."""
+    given = program(PIPELINE)
+    send, receive, back = given.ranks[0][1], given.ranks[1][0], given.ranks[1][2]
+    inner = output(0, 0)
+    mutant = given.with_rank(
+        0, [given.ranks[0][0], send._replace(layers=(0,), reads=(inner,), frees=()), *given.ranks[0][1:]]
+    )
+    first = receive._replace(layers=(0,), writes=(inner,))
+    rest = list(given.ranks[1])
+    rest[2] = back._replace(frees=(*back.frees, inner), reads=(*back.reads, inner))
+    mutant = mutant.with_rank(1, [first, *rest])
+    with pytest.raises(ProgramError, match=r"moves output\(0\) mb0, which stays inside of rank 0 instruction 0"):
+        verify(mutant)
+    assert "inside of a graph" in judge(mutant)
+
+
+def test_an_old_copy_does_not_come_over_an_update():
+    given = Plan.parse("dp=2 zero=3 offload=parameters").compile(PLAIN, check=False)
+    for rank in (0, 1):
+        row = list(given.ranks[rank])
+        k = max(k for k, ins in enumerate(row) if ins.op is Op.FETCH and ins.layers == (2,))
+        later = next(n for n, ins in enumerate(row) if ins.op is Op.OFFLOAD and ins.layers == (2,))
+        given = given.with_rank(rank, [*row[:later], row[k], *row[later:]])
+    with pytest.raises(ProgramError, match=r"over param_shard\(2\) after 1: an update is lost"):
+        verify(given)
+    assert judge(given)
+
+
+def test_the_name_of_a_contribution_of_an_asynchronous_program():
+    """Two replicas, which an asynchronous program may have by hand: a contribution beyond one step's is named."""
+    from minipar.stale_walk import StaleWalk
+
+    given = Plan.parse("pp=2 schedule=pipedream microbatches=2").compile(PLAIN, steps=2)
+    walk = StaleWalk(given)
+    assert walk.name(0, 1 << 3) == "micro-batch 1 of step 1 (layer 0)"
