@@ -57,7 +57,7 @@ def order_of(program: Program) -> Order:
         )
     ranks = []
     for row in program.ranks:
-        entries: dict[tuple[str, int], Entry] = {}  # (a backward may have parts, between recomputations)
+        entries: dict[tuple[str, int], Entry] = {}
         for ins in row:
             i = ins.step * program.microbatches + ins.microbatch
             if ins.op is Op.STEP:
@@ -65,7 +65,9 @@ def order_of(program: Program) -> Order:
                 entries[UPDATE, version] = Entry(UPDATE, -1, version)
             elif ins.op is Op.FORWARD or ins.op in BACKWARDS:
                 what = FORWARD if ins.op is Op.FORWARD else BACKWARD
-                entries.setdefault((what, i), Entry(what, i, max(0, *map(version_of, ins.reads))))
+                # A backward may have parts, between recomputations, of which some read no parameters.
+                before = entries.get((what, i), Entry(what, i, 0)).version
+                entries[what, i] = Entry(what, i, max(before, *map(version_of, ins.reads)))
         ranks.append(tuple(entries.values()))
     delays = tuple(delay(program, rank) for rank in range(len(program.ranks)))
     return Order(tuple(ranks), program.placement, program.microbatches, program.contract.every, delays)

@@ -9,6 +9,7 @@ import pytest
 from minipar import Plan, PlanError, ProgramError, simulate, verify
 from minipar.costs.shapes import Shape
 from minipar.program import Group, Op, Program, Staleness, param
+from minipar.recorded_order import order_of
 from minipar.strategies import find
 from minipar.strategies.ampnet import choose
 from minipar.strategies.versions import as_it_happened
@@ -271,3 +272,16 @@ def test_a_synchronous_contract_does_not_hold():
     assert isinstance(program.contract, Staleness)
     with pytest.raises(ProgramError, match=r"rank 0 begins with param\(0\) v0; possible is"):
         verify(replace(program, contract=Synchronous()))
+
+
+@pytest.mark.parametrize("name", STASHED)
+def test_the_recorded_order_is_that_without_recomputation(name):
+    """Also where the first part of a backward is of layers without parameters, which read no version."""
+    one, none = (4,), ()
+    groups = tuple(Group((l,), one if l in (0, 1, 3, 5) else none) for l in range(6))
+    shape = Shape(6, groups)
+    plain, again = (
+        order_of(Plan.parse(f"pp=2 schedule={name} microbatches=3{rest}").compile(shape, steps=4)).ranks
+        for rest in ("", " checkpoint=1")
+    )
+    assert again == plain
