@@ -8,6 +8,9 @@ Source: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using 
     rank 2        F0 F1 F2 F3 B0 B0 B1 B1 B2 B2 B3 B3
 
 Time (m+p-1)(tF+tB); every rank keeps all m micro-batches' activations.
+
+The paper's figure drains from the last micro-batch; here the first comes first, as in torch.distributed.pipelining and
+with the same time and memory. `schedule=looped-bfs chunks=1` is the paper's order.
 """
 
 from __future__ import annotations

@@ -148,3 +148,13 @@ def test_gradients_are_not_copied_where_only_parameters_are_averaged(clusters):
                           loss=torch.nn.functional.mse_loss, optimizer=ADAM, memory=True, progress=False)]
     ]  # fmt: skip
     assert peaks[1] <= 1.01 * peaks[0]
+
+
+def test_a_prediction_says_what_it_does_not_count(clusters):
+    """Of slices no tape is recorded."""
+    model = partial(models.gpt, layers=2, width=16, heads=2, context=16, vocab=32)
+    tokens = tuple(torch.randint(32, (2, 4, 16), generator=torch.Generator().manual_seed(0)))
+    run = train(model, tokens, "pp=2 schedule=terapipe slices=2", cluster=clusters(2), steps=2, batch=4, memory=True,
+                progress=False)  # fmt: skip
+    assert "what a layer needs only while it runs is not counted" in run.predicted.note
+    assert run.memory

@@ -126,3 +126,12 @@ def test_a_wrong_cell_is_found() -> None:
         row = (*picture.rows[1][:-3], wrong, *picture.rows[1][-2:])
         assert row != happened[1]
     assert picture.rows[1] == happened[1]
+
+
+def test_looped_bfs_with_one_chunk_is_gpipe_from_the_last() -> None:
+    """The order of GPipe's figure: the same time and memory."""
+    plans = [Plan.parse(f"pp=3 microbatches=4 schedule={words}") for words in ("gpipe", "looped-bfs chunks=1")]
+    first, last = (simulate(plan.compile(layers=3)) for plan in plans)
+    assert (first.time, first.in_flight()) == (last.time, last.in_flight())
+    back = [ins.microbatch for ins in last.program.ranks[0] if ins.op is Op.BACKWARD]
+    assert back == [3, 2, 1, 0]
