@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minipar.data.sharing import rows_of
 from minipar.errors import RankError
-from minipar.losses import counted, option
+from minipar.losses import counted, option, says_count
 from minipar.program import Program
 from minipar.tensors import check_rows, map_tensors, tensors
 from minipar.wording import several
@@ -33,7 +33,7 @@ class Part(NamedTuple):
     y: Any
     start: int
     rows: list[range]
-    weight: int
+    weight: float
 
 
 def part_of_whole(batch: Batch, program: Program, rank: int, loss: Any) -> Part:
@@ -89,9 +89,11 @@ def read_part(
         return map_tensors(x, cast), map_tensors(y, cast)
 
     x, y = read(mine)
-    weight = total
+    weight: float = total
     target = next(iter(tensors(y)), None)
-    if last and target is not None and not (target.is_floating_point() or target.is_complex()):
+    if last and says_count(loss):
+        weight = counted(read(range(total))[1], loss)
+    elif last and target is not None and not (target.is_floating_point() or target.is_complex()):
         known = getattr(data, "targets", None)
         ignored = option(loss, "ignore_index", -100)
         if known is not None and ignored not in known:

@@ -26,7 +26,7 @@ from minipar.costs.weighing import weigh
 from minipar.errors import MiniparError, RankError
 from minipar.finite import Finite
 from minipar.kept import Kept
-from minipar.losses import counted, counts_elements
+from minipar.losses import counted, counts_elements, says_count
 from minipar.pieces import pieces_of, row_major
 from minipar.program import Instruction, Local, Op, Program, Staleness, Synchronous, Value, grad_output, output
 from minipar.remembered import Remembered, will_run_again
@@ -116,7 +116,7 @@ class Compute:
         self.base, self.batches = base, batches
         self.batch: dict[int, Part] = {}
         self.counts: dict[int, list[int]] = {}
-        self.weights: dict[int, tuple[int, int]] = {}  # what the loss is a mean of, and the whole batch
+        self.weights: dict[int, tuple[float, float]] = {}  # what the loss is a mean of, and the whole batch
         self.losses: list[Tensor | float] = [0.0] * self.program.losses
 
     def batch_of(self, step: int) -> Part:
@@ -199,7 +199,7 @@ class Compute:
 
     def _share(self, y: Any, ins: Instruction) -> float:
         """The part of the rows' weight in the mean that a slice has, where rows are counted and not their tokens."""
-        whole = self.carrying.count == 1 or counts_elements(y)
+        whole = self.carrying.count == 1 or counts_elements(y) or says_count(self.loss)
         return 1.0 if whole else sliced.share(y, self.program.slices, ins.microbatch % self.carrying.count)
 
     def _run_piece(
@@ -300,9 +300,9 @@ class Compute:
         for layer in ins.layers if self.again else ():
             self.remembered[layer].forget((ins.microbatch, ins.step))
 
-    def _weight(self, y: Any, weight: int) -> int:
+    def _weight(self, y: Any, weight: float) -> float:
         """What the micro-batch's targets count against: those of the step, or (so many times) the micro-batch's own."""
-        return weight if self.every is None else max(1, counted(y, self.loss)) * self.every
+        return weight if self.every is None else (counted(y, self.loss) or 1) * self.every
 
     def _scaled_loss(self, y: Any, weight: float) -> Callable[[Any], Tensor]:
         """The micro-batch's share of the step's mean loss: its own mean, times its part of what counts."""
@@ -312,14 +312,23 @@ class Compute:
             if mine == 0:  # every target is ignored: torch's mean would be 0/0
                 return torch.stack([t.sum() for t in differentiable(result)]).sum() * 0.0
             try:
-                value = self.loss(map_tensors(result, single) if self.program.precision == "bf16" else result, y)
+                value: Any = self.loss(map_tensors(result, single) if self.program.precision == "bf16" else result, y)
             except MiniparError:
                 raise
             except Exception as error:
                 raise naming_layers.raised("the loss", error, f"on rank {self.rank}", (result, y)) from error
+            if isinstance(value, tuple):
+                value, count = value
+                if abs(float(count) - mine) > 1e-6 * mine:
+                    raise RankError(
+                        f"the loss gave (sum, count) with count {float(count):g}, but its targets weigh {mine:g}; say "
+                        "what it counts, of y alone, with losses.weighted(loss, count=lambda y: ...)"
+                    )
+                value = value / mine
             if value.dim():
                 raise RankError(f"the loss has shape {tuple(value.shape)}; it must be a scalar, the mean over the rows")
-            return value * (mine / weight)
+            share: Tensor = value * (mine / weight)
+            return share
 
         return loss
 

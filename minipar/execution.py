@@ -39,7 +39,7 @@ from minipar.errors import PlanError
 from minipar.executor import Executor, Record
 from minipar.finite import Finite, check_choice
 from minipar.following import Callback, Following, Telling, Watch
-from minipar.losses import check_loss
+from minipar.losses import check_loss, scalar, try_loss
 from minipar.memory.recorded import Tapes
 from minipar.memory.series import Series
 from minipar.memory.tape import record
@@ -57,11 +57,13 @@ from minipar.shared_cores import available_cores, best_way
 from minipar.sliced import ranges_of
 from minipar.state import Slice, assemble
 from minipar.strategies.versions import as_it_happened
-from minipar.tensors import count_bytes, count_rows, layers_of, map_tensors, single
+from minipar.tensors import count_bytes, count_rows, layers_of, map_tensors, single, take_rows
 from minipar.trace import Trace
 from minipar.updating import Optimizer, Scheduler, Update, forms_of
 from minipar.verifier import verify
 from minipar.wording import several
+
+_TRIED, _TRIED_TARGETS = 8, 4096  # rows of outputs and of targets that a loss is tried on
 
 Model = nn.Module | Sequence[nn.Module] | Callable[[], nn.Module | Sequence[nn.Module]]
 Loss = Callable[[Any, Any], Tensor]
@@ -443,6 +445,8 @@ class Facts(NamedTuple):
     tapes: Tapes | None = None
     copies: Copies = Copies()
     scheduler: str = ""
+    counted_form: Any = None  # of the model's output, if the loss gives (sum, count): see `losses.Counting`
+    loss_note: str = ""  # what to warn of
 
 
 def profile_job(
@@ -452,11 +456,13 @@ def profile_job(
     plan: Plan | None = None,
     split: bool = False,
     sliced: str = "",
+    parts: int = 1,
 ) -> Facts:
     """In one rank: the facts of a job, its layers profiled for these numbers of rows, as the plan will have them.
 
     memory   also what each layer allocates, in order; `split`: in the halves of its backward, too
     sliced   who updates slices of parameters, if anybody does: an optimizer that cannot is refused
+    parts    micro-batches of a step, on all replicas: a loss that is not the weighted mean of theirs is refused
     """
     plan = plan or Plan()
     update = Update(job.optimizer, forms_of(built := job.build()), job.scheduler)
@@ -469,9 +475,11 @@ def profile_job(
         check_narrow(model)
         narrow(model)
         x = map_tensors(x, lambda t: t.to(torch.bfloat16) if t.is_floating_point() else t)
-    loss = job.loss if plan.precision == "float32" else partial(_single, job.loss)
+    mean = partial(_mean, job.loss)
+    loss = mean if plan.precision == "float32" else partial(_single, mean)
     layers = [row_major(layer) for layer in layers_of(model)]
     check_parameters(layers)
+    tried = _try_loss(job, model, x, plan.precision, parts)
     if plan.checkpoint == "selective":
         recomputed.check(layers)
     recomputed.choose(layers, plan.checkpoint == "selective")
@@ -488,7 +496,31 @@ def profile_job(
             torch.device(worker.context().device), plan.offload_to == "disk", plan.offload_folder or None
         )
     sizes = tuple(count_bytes(part) * of // max(1, count_rows(part)) for part in (x, y))
-    return Facts(shape, measured, (sizes[0], sizes[1]), split_sensitive(model, x), tapes, copies, update.scheduler)
+    sensitive = split_sensitive(model, x)
+    return Facts(shape, measured, (sizes[0], sizes[1]), sensitive, tapes, copies, update.scheduler, *tried)
+
+
+def _try_loss(job: Job, model: nn.Module, x: Any, precision: str, parts: int) -> tuple[Any, str]:
+    """What `losses.try_loss` says of a job's loss, on targets of its first batch and outputs near the model's."""
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    device = worker.context().device
+    with torch.random.fork_rng(devices=[device] if device.startswith("cuda") else []), torch.no_grad():
+        try:
+            output = model(map_tensors(take_rows(x, range(_TRIED)), lambda t: t.to(device, copy=True)))
+        except Exception:
+            return None, ""  # the profile comes to it layer by layer, and says which one it is
+        finally:
+            for buffer, values in before:
+                buffer.copy_(values)
+    if precision == "bf16":
+        output = map_tensors(output, single)
+    rows = min(job.batch, _TRIED_TARGETS)
+    y = job.sample(rows)[0][1]
+    return try_loss(job.loss, output, map_tensors(y, lambda t: t.to(device)), parts)
+
+
+def _mean(loss: Loss, output: Any, y: Any) -> Tensor:
+    return scalar(loss(output, y))
 
 
 def _single(loss: Loss, output: Any, y: Any) -> Tensor:

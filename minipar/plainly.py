@@ -31,6 +31,7 @@ from minipar.cluster import launch
 from minipar.cluster.processes import describe_status
 from minipar.errors import ProgramError, RankDied, RankError
 from minipar.execution import Job
+from minipar.losses import Weighted
 from minipar.recorded_order import Order
 from minipar.reference import Reference
 from minipar.saving.keeping import NOTHING, Storing
@@ -106,12 +107,13 @@ def replay_service(
 
 def task_of(job: Job, kind: str, options: Mapping[str, Any], storing: Storing = NOTHING) -> dict[str, Any]:
     """What `reference.run` needs: what the user gave, and plain values."""
+    loss = job.loss.loss if kind == "plain" and isinstance(job.loss, Weighted) else job.loss  # (nothing is split)
     return {
         "kind": kind,
         "model": job.model,
         "data": job.data,
         "batch": job.batch,
-        "loss": job.loss,
+        "loss": loss,
         "optimizer": job.optimizer,
         "seed": job.seed,
         "dtype": job.dtype,

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import copy
 import ctypes
-import dataclasses
 import gc
 import hashlib
 import math
@@ -233,7 +232,7 @@ def every_tensor(value: Any, change: Callable[[Tensor], Any]) -> Any:
         kind: Any = type(value)
         if kind is dict:
             return parts
-        by_field: bool = dataclasses.is_dataclass(kind)
+        by_field: bool = hasattr(kind, "__dataclass_fields__")
         return kind(**parts) if by_field else kind(parts)
     if isinstance(value, (tuple, list)):
         found = [every_tensor(part, change) for part in value]

@@ -35,7 +35,7 @@ from minipar.costs.profiled import split_rows
 from minipar.costs.profiler import parameters_of
 from minipar.elementwise import check_update
 from minipar.emulation import Clock, Delays, Pacing
-from minipar.errors import RankDied, RankError, ServerClosed
+from minipar.errors import PlanError, RankDied, RankError, ServerClosed
 from minipar.execution import Execution, Job
 from minipar.finite import Finite
 from minipar.following import Paced, Warned, Watch, warn_once
@@ -384,7 +384,7 @@ def _work(
         found: dict[str, Tensor] = {}
         part = compute.batch_of(step)
         weight, mine = part.weight, range(part.rows[0].start - part.start, part.rows[-1].stop - part.start)
-        rows = counted(take_rows(part.y, mine), job.loss)
+        rows, weight = (_whole(n) for n in (counted(take_rows(part.y, mine), job.loss), part.weight))
         ps.weigh(rows, weight)
         for p in (p for group in groups for p in group):
             p.data.copy_(ps.pull(names[id(p)]))
@@ -407,6 +407,14 @@ def _work(
         compute.losses[step] = 0.0
         tell(Step(rank, step, loss, rows, weight, found, times, dict(compute.sizes), data))
         begin = time.perf_counter()
+
+
+def _whole(count: float) -> int:
+    if count != int(count):
+        raise PlanError(
+            f"sync=ps: the loss counts {count:g}, and servers count whole numbers; possible is sync=allreduce"
+        )
+    return int(count)
 
 
 def _computing(program: Program, rank: int, layers: list[nn.Module], job: Job) -> Compute:

@@ -29,7 +29,7 @@ from minipar.errors import MiniparError, PlanError
 from minipar.execution import Job, Loss, Model, emulated_costs, execute, profile_job
 from minipar.finite import check_choice
 from minipar.following import Callback, Watch
-from minipar.losses import check_loss
+from minipar.losses import Counting, Weighted, check_loss
 from minipar.memory.advice import Measured, advising
 from minipar.memory.forecast import with_memory
 from minipar.memory.series import Peak
@@ -180,7 +180,8 @@ def train(
                 keys; `steps` is a multiple of its own
     cluster     ranks to run on, plan.ranks of them; default: made for this call
     batch       rows of a step, over all replicas and micro-batches
-    loss        loss(output, y) -> scalar mean over rows (or target elements)
+    loss        loss(output, y) -> scalar mean over rows (or target elements); or (sum, count), or
+                `losses.weighted(loss, count)`, for a mean over anything else that can be counted in y
     optimizer   makes an optimizer of a list of the whole model's trainable parameters; or of a list of pairs
                 (name, parameter), if its own parameter is called `named_parameters` or it is wrapped in `minipar.named`
     scheduler   makes a torch.optim.lr_scheduler of that optimizer, such as partial(CosineAnnealingLR, T_max=steps). It
@@ -239,8 +240,14 @@ def train(
         bar = partial(tqdm, disable=not progress, leave=False)
         with bar(total=1, desc="profile, one layer at a time") as meter:
             rows = microbatch_rows(job.batch, plan.dp, plan.total_microbatches)
-            (facts,) = ranks.run_on([0], profile_job, job, rows, memory, _of_layers(plan), split, sliced)
+            own_means = plan.asynchronous and plan.schedule != "pipedream-2bw"  # of each micro-batch
+            parts = 1 if own_means else plan.dp * plan.total_microbatches
+            (facts,) = ranks.run_on([0], profile_job, job, rows, memory, _of_layers(plan), split, sliced, parts)
             meter.update()
+        if facts.counted_form is not None:
+            job = replace(job, loss=Weighted(loss, Counting(loss, facts.counted_form)))
+        if facts.loss_note:
+            warnings.warn(facts.loss_note, stacklevel=2)
         parts = plan.dp * plan.total_microbatches * plan.slice_count
         if facts.split_sensitive and parts > 1:
             names = ", ".join(facts.split_sensitive)
