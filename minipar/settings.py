@@ -224,7 +224,7 @@ def check_parts(plan: Plan) -> None:
         "reduce": ("microbatch", plan.zero >= 2, "sharded gradients", "zero=2, zero=3"),
         "prefetch": (
             1,
-            plan.zero == 3 or "parameters" in plan.offload,
+            plan.zero == 3 or "parameters" in plan.offload or plan.prefetch == 0,  # (0 asks for nothing)
             "parameters that come layer by layer",
             "zero=3, offload=parameters",
         ),

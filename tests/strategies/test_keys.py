@@ -30,7 +30,7 @@ OTHER: dict[str, tuple[str, ...]] = {
     "checkpoint": ("2", "sqrt", "selective", "3,5"),
     "zero": ("1", "2", "3"),
     "reduce": ("step",),
-    "prefetch": ("0", "2"),
+    "prefetch": ("2",),
     "inference": ("true",),
     "clip": ("1",),
     "precision": ("bf16",),
