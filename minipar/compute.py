@@ -33,6 +33,7 @@ from minipar.remembered import Remembered, will_run_again
 from minipar.strategies import host_layers, offload
 from minipar.tails import Tails
 from minipar.tensors import (
+    Unchanged,
     count_bytes,
     detach,
     differentiable,
@@ -72,6 +73,8 @@ class Compute:
         self.names: tuple[str, ...] = ()  # of all layers, for messages
         self.every = program.contract.every if isinstance(program.contract, Staleness) else None
         self.overwriting = {layer for layer in held if overwrites(self.layers[layer])}
+        self.tried: set[tuple[tuple[int, ...], bool]] = set()  # pieces of layers, with or without a graph
+        self.copied: set[tuple[int, ...]] = set()  # of these, the ones that write into what they are given
         self.follow(program)
         self.finite: Finite | None = None  # looks at the losses
         self.sizes: dict[tuple[str, int, int], int] = {}
@@ -172,14 +175,15 @@ class Compute:
         start = self.carrying.start(ins, value) if self.carrying.count > 1 else 0
         for piece in self.pieces[ins.layers, ins.microbatch]:
             trains = piece[0] in kept
-            given = detach(value, requires_grad=piece[0] > self.program.first_trainable)
+            # (`data` has a version of its own: writing into it would not spoil what other graphs have saved.)
+            given = detach(map_tensors(value, lambda t: t.data), requires_grad=piece[0] > self.program.first_trainable)
             final: tuple[Any, float] | None = None
             if piece[-1] == self.program.layers - 1:
                 y = map_tensors(take_rows(part.y, here), self._to_end)
                 final = self._cut(y, ins), self._weight(y, part.weight) / self._share(y, ins)
             noting = noting_hooks() if trains and self.split else nullcontext()
             with noting, nullcontext() if trains is torch.is_grad_enabled() else torch.set_grad_enabled(trains):
-                result, ends = self._run_piece(piece, given, final, ins, rows, start, live)
+                result, ends = self._run_apart(piece, given, final, ins, rows, start, live)
             if trains:
                 edges = [
                     (k, torch.autograd.graph.get_gradient_edge(end)) for k, end in enumerate(ends) if end.requires_grad
@@ -202,7 +206,7 @@ class Compute:
         whole = self.carrying.count == 1 or counts_elements(y) or says_count(self.loss)
         return 1.0 if whole else sliced.share(y, self.program.slices, ins.microbatch % self.carrying.count)
 
-    def _run_piece(
+    def _run_apart(
         self,
         piece: tuple[int, ...],
         given: Any,
@@ -212,16 +216,77 @@ class Compute:
         start: int,
         live: dict[Value, Any],
     ) -> tuple[Any, list[Tensor]]:
+        """The same as `_run_piece`, which leaves what it is given as it was.
+
+        Layers may write into their input, where that is the piece's (a leaf, somebody else's rows or message). They are
+        found the first time: then all is put back, and they run once more, on a copy, as they do from then on.
+        """
+        arguments = piece, given, final, ins, rows, start, live
+        targets = final[0] if final else ()
+        key = piece, torch.is_grad_enabled()
+        seen = Unchanged(given, targets)
+        if key in self.tried:
+            found = self._run_piece(*arguments)
+            if not seen.versions_are():
+                layers = f"layers {piece[0]} to {piece[-1]}" if len(piece) > 1 else f"layer {piece[0]}"
+                raise RankError(
+                    f"{layers} wrote into their input, which they had not done before; a layer that does so now and "
+                    "then must say so by an attribute `inplace = True`, so that it is given a copy"
+                )
+            return found
+        copies = map_tensors((given, targets), lambda t: t.detach().clone())
+        modules = [module for layer in piece for module in self.layers[layer].modules()]
+        buffers = [(m, name, b, b.clone()) for m in modules for name, b in m._buffers.items() if b is not None]
+        losses, sizes = list(self.losses), dict(self.sizes)
+        try:
+            found = self._run_piece(*arguments, whole=True)
+            if seen.versions_are() and seen.equals(copies):
+                self.tried.add(key)
+                return found
+            del found
+        except Exception:
+            if piece in self.copied:
+                raise
+        with torch.no_grad():
+            for tensor, copied in zip(seen.tensors, tensors(copies), strict=True):
+                tensor.data.copy_(copied)
+            for module, name, buffer, copied in buffers:
+                module._buffers[name] = buffer
+                buffer.copy_(copied)
+        self.losses[:] = losses
+        self.sizes.clear()
+        self.sizes.update(sizes)
+        self.plain = {kind for kind in self.plain if kind[0] != piece}
+        self.copied.add(piece)
+        found = self._run_piece(*arguments)
+        self.tried.add(key)
+        return found
+
+    def _run_piece(
+        self,
+        piece: tuple[int, ...],
+        given: Any,
+        final: tuple[Any, float] | None,
+        ins: Instruction,
+        rows: range,
+        start: int,
+        live: dict[Value, Any],
+        whole: bool = False,
+    ) -> tuple[Any, list[Tensor]]:
         """Layers of one piece of the graph: what they hand on (cut off), and the tensors that backward starts from.
 
         final   of the last layer the targets, and what the whole batch counts; start: the first token of a slice
+        whole   leave nothing out
         """
         size = self.rows(ins)
         handed_on = output(piece[-1], ins.microbatch, ins.step) in ins.writes
         # Of the last layer of a recomputation whose output is not handed on, nobody reads the output's numbers.
         ends_here = ins.op is Op.RECOMPUTE and piece[-1] == ins.layers[-1] and torch.is_grad_enabled()
-        unread = piece[-1] if ends_here and not (final or handed_on or self.overwriting) else None
-        value = map_tensors(given, torch.clone) if piece[0] in self.overwriting else given
+        apart = piece[0] in self.overwriting or piece in self.copied
+        value = map_tensors(given, torch.clone) if apart else given
+        unread = piece[-1] if ends_here and not (final or handed_on or self.overwriting or apart or whole) else None
+        if final and piece in self.copied:
+            final = map_tensors(final[0], torch.clone), final[1]
         ends: list[Tensor] = []
         kind = piece, size, torch.is_grad_enabled()
         step = self.base + ins.step

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from minipar import edges as graphs
-from minipar.tensors import map_tensors, overwrites
+from minipar.tensors import map_tensors
 
 
 class Network(nn.Sequential):
@@ -38,8 +38,7 @@ class Network(nn.Sequential):
         inputs, _, out, _ = graphs.wiring(self.edges, len(self))
         made: list[Any] = []
         for layer, read in zip(self, inputs, strict=True):
-            shared = overwrites(layer) and any(len(out[a]) > 1 for a in read)
-            given = [map_tensors(made[a], torch.clone) if shared else made[a] for a in read]
+            given = [map_tensors(made[a], torch.clone) if len(out[a]) > 1 else made[a] for a in read]
             made.append(layer(x if not read else given[0] if len(read) == 1 else tuple(given)))
         return made[-1]
 

@@ -208,13 +208,13 @@ def statistics_of(model: nn.Module) -> list[str]:
 
 def reader(data: Any, size: int, dtype: torch.dtype) -> Batches:
     """step -> (x, y), the whole batch: of a data set, or always the same pair. Floating numbers become `dtype`, complex
-    ones the matching type."""
+    ones the matching type. They are copies, as a layer or a loss may write into them."""
     complexes = {torch.float32: torch.complex64, torch.float64: torch.complex128}
 
     def cast(tensor: Tensor) -> Tensor:
         if tensor.is_complex():
-            return tensor.to(complexes.get(dtype, tensor.dtype))
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+            return tensor.to(complexes.get(dtype, tensor.dtype), copy=True)
+        return tensor.to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
 
     def read(step: int) -> tuple[Any, Any]:
         x, y = data if isinstance(data, tuple) else data.batch(step, size)

@@ -136,8 +136,40 @@ def opaque(value: Any) -> str | None:
 
 
 def overwrites(layer: nn.Module) -> bool:
-    """Whether a layer may work in place on its input: then it needs a copy, as a leaf of the graph must stay."""
-    return any(getattr(module, "inplace", False) for module in layer.modules())
+    """Whether a layer is known to work in place on its input: then it needs a copy, as a leaf of a graph must stay."""
+    return any(getattr(module, "inplace", False) for module in layer.modules()) or hasattr(layer, _OVERWRITES)
+
+
+def find_overwriting(layer: nn.Module, given: Any, run: Callable[[Any], Any] | None = None) -> None:
+    """Run a copy of a layer once on a copy of its input, to see whether it works in place; `overwrites` then knows."""
+    before = Unchanged(given)
+    with torch.no_grad():
+        trial = map_tensors(given, torch.clone)
+        after = Unchanged(trial)
+        (run or layer)(trial)
+    if not after.versions_are() or not before.equals(trial):
+        setattr(layer, _OVERWRITES, True)
+
+
+_OVERWRITES = "_minipar_overwrites"
+
+
+class Unchanged:
+    """Values, to see whether somebody writes into them."""
+
+    def __init__(self, *values: Any) -> None:
+        self.tensors = tensors(values)
+        self.versions = [t._version for t in self.tensors]
+
+    def versions_are(self) -> bool:
+        """Whether the tensors' versions are as they were. (Writing through `.data` or numpy does not count them.)"""
+        return [t._version for t in self.tensors] == self.versions
+
+    def equals(self, *values: Any) -> bool:
+        """Whether the tensors are those of other values, bit by bit but for NaN."""
+        return all(
+            bool(((a == b) | ((a != a) & (b != b))).all()) for a, b in zip(self.tensors, tensors(values), strict=True)
+        )
 
 
 def differentiable(value: Any) -> list[Tensor]:

@@ -31,7 +31,16 @@ from minipar.errors import MiniparError, PlanError
 from minipar.network import edges_of
 from minipar.program import Group
 from minipar.tails import Tails
-from minipar.tensors import count_bytes, count_rows, detach, differentiable, map_tensors, overwrites, tensors
+from minipar.tensors import (
+    count_bytes,
+    count_rows,
+    detach,
+    differentiable,
+    find_overwriting,
+    map_tensors,
+    overwrites,
+    tensors,
+)
 
 Loss = Callable[[Any], Tensor]
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -254,6 +263,7 @@ def _runs(
         given = detach(value, l > trainable_from)
         part = None if here is None else sliced.Alone(layer, here[0], here[2].get(l), here[1], l >= trainable_from)
         try:
+            find_overwriting(layer, given, part)
             with FlopCounterMode(display=False, custom_mapping=FLOPS) as forward:
                 output, ends, weights = weigh(layer, given, loss, final[1] if last else (), part)
             if here is not None and part is not None:

@@ -22,7 +22,7 @@ from minipar.costs.halves import input_half, weight_half
 from minipar.costs.profiler import OptimizerFactory, parameters_of
 from minipar.memory.recorded import LayerTape, Tape, Tapes, Workspace
 from minipar.memory.storages import Held, Storages
-from minipar.tensors import differentiable, map_tensors, overwrites, take_rows, tensors
+from minipar.tensors import differentiable, find_overwriting, map_tensors, overwrites, take_rows, tensors
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -114,6 +114,7 @@ def record(
             tapes = []
             for l, layer in enumerate(chain):
                 final = (loss, y_n) if l == len(chain) - 1 else None
+                find_overwriting(layer, value)
                 value, tape = _one_layer(layer, value, final, l, first, split)
                 tapes.append(tape)
             found[n] = tuple(tapes)
