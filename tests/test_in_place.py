@@ -94,7 +94,7 @@ def test_branches(clusters, text):
 
 def spoiling(output: Tensor, y: Tensor) -> Tensor:
     """A loss that writes into its targets."""
-    return y.sub_(output.detach()).add_(output.detach()).mul_(-1).add_(output).square().mean()
+    return (output - y.mul_(0.5)).square().mean()
 
 
 def test_a_loss_that_writes_into_its_targets(clusters):
