@@ -1,0 +1,11 @@
+"""docs/models_and_data.md: every block runs, and says what it says."""
+
+from __future__ import annotations
+
+from tests.pages import blocks, run
+
+
+def test_every_block_runs(capsys):
+    assert len(list(blocks("models_and_data.md"))) == 3
+    run("models_and_data.md")
+    assert "Mine: 5 layers, cut between its blocks" in capsys.readouterr().out
