@@ -53,6 +53,7 @@ bench: $(READY)
 soak: $(READY)
 	$(BIN)/python -m tests.comm.kills $(SOAK_ARGS)
 	$(BIN)/python -m tests.fuzz.campaign $(FUZZ_ARGS)
+	$(BIN)/python -m tests.outside
 	test ! -f tests/fuzz/verify_mutants.py || $(BIN)/python -m tests.fuzz.verify_mutants --count 20000
 
 lint: $(READY)

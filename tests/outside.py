@@ -1,6 +1,8 @@
 """Models that nobody here wrote, small, with random initial values; and two that papers describe.
 
 Each function gives layers that `train` takes. Those of packages import them when they are called, in ranks too.
+
+    python -m tests.outside        every model under every plan, compared with plain torch
 """
 
 from __future__ import annotations
@@ -11,9 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import minipar
 from minipar import models
 
 VOCAB, TOKENS = 31, 6
+PLANS = (
+    "pp=4 schedule=1f1b microbatches=4",
+    "dp=2 pp=2 zero=1 microbatches=2 checkpoint=sqrt",
+    "dp=4 zero=3",
+    "pp=2 dp=2 schedule=zb-h1 microbatches=2",
+)
 
 
 # transformers ---------------------------------------------------------------------------------------------------------
@@ -236,3 +245,53 @@ PICTURES = {
 def pictures(rows: int = 12) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     return torch.randn(rows, 3, 16, 16, generator=generator), torch.randint(10, (rows,), generator=generator)
+
+
+# comparing ------------------------------------------------------------------------------------------------------------
+
+
+def some_plans(name: str) -> list[str]:
+    """The pipeline, and another plan, which differs from model to model."""
+    names = [*LANGUAGE, *PICTURES]
+    return [PLANS[0], PLANS[1 + names.index(name) % 3]]
+
+
+def train(cluster: minipar.Cluster, model: Any, data: Any, plan: str, **options: Any) -> minipar.Run:
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    return minipar.train(model, data, plan, cluster=cluster, optimizer=sgd, progress=False, steps=4, **options)
+
+
+def check_language(cluster: minipar.Cluster, name: str, plan: str) -> None:
+    """A language model under a plan gives the losses and gradients of plain torch."""
+    # Norms and rotary tables of Llama's kind are computed in float32, whatever the model's type; so are experts.
+    dtype = torch.float32 if name in ("mixtral", "qwen_moe") else torch.float64
+    run = train(cluster, partial(language, name), texts(name), plan, loss=models.token_loss, dtype=dtype, check=True)
+    _check(run, 1e-12 if name in ("gpt2", "bert") else 1e-5)
+
+
+def check_pictures(cluster: minipar.Cluster, name: str, plan: str) -> None:
+    """The same of a model of pictures."""
+    _check(train(cluster, PICTURES[name], pictures(), plan, dtype=torch.float64, check=True), 1e-11)
+
+
+def _check(run: minipar.Run, bound: float) -> None:
+    error = run.max_gradient_error()
+    assert error < bound, f"{run}: gradient error {error:.1e}"
+    assert run.reference is not None
+    worst = max(abs(a / b - 1) for a, b in zip(run.losses, run.reference.losses, strict=True))
+    assert worst < max(bound, 1e-10), f"{run}: losses differ by {worst:.1e}"
+
+
+def main() -> None:
+    with minipar.Cluster(4, device="cpu") as cluster:
+        for names, check in ((LANGUAGE, check_language), (PICTURES, check_pictures)):
+            for name in names:
+                for plan in PLANS:
+                    if name == "resnet-batch":
+                        plan = "pp=4 microbatches=1"  # (statistics of parts of a batch are others)
+                    check(cluster, name, plan)
+                    print(f"{name}: {plan}: equal", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,7 @@
 """Models that nobody here wrote train as plain torch trains them: Hugging Face's, torchvision's, timm's, of papers.
 
-Skipped where the packages of the extra `models` are missing. One plan for each model; all plans are marked slow.
+Skipped where the packages of the extra `models` are missing. Two plans for each model; `python -m tests.outside`, a
+part of `make soak`, runs all models under all plans.
 """
 
 from __future__ import annotations
@@ -9,15 +10,10 @@ import importlib.util
 from functools import partial
 
 import pytest
-import torch
 
 import minipar
 from minipar import models
 from tests import outside
-
-PLANS = ["dp=2 pp=2 zero=1 microbatches=2 checkpoint=sqrt", "dp=4 zero=3", "pp=2 dp=2 schedule=zb-h1 microbatches=2"]
-SHORT = "pp=4 schedule=1f1b microbatches=4"
-SGD = partial(torch.optim.SGD, lr=0.1)
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="pip install minipar[models]"
@@ -25,74 +21,39 @@ needs_transformers = pytest.mark.skipif(
 needs_timm = pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="pip install minipar[models]")
 
 
-def train(clusters, model, data, plan, **options):
-    return minipar.train(
-        model, data, plan, cluster=clusters(4), optimizer=SGD, progress=False, **({"steps": 4} | options)
-    )
-
-
-def check_language(clusters, name, plan):
-    # Norms and rotary tables of Llama's kind are computed in float32, whatever the model's type; so are experts.
-    dtype = torch.float32 if name in ("mixtral", "qwen_moe") else torch.float64
-    run = train(
-        clusters, partial(outside.language, name), outside.texts(name), plan, loss=models.token_loss,
-        dtype=dtype, check=True,
-    )  # fmt: skip
-    assert run.max_gradient_error() < (1e-12 if name in ("gpt2", "bert") else 1e-5)
-    assert run.losses == pytest.approx(run.reference.losses, rel=1e-6)
-
-
-def check_pictures(clusters, name, plan):
-    run = train(clusters, outside.PICTURES[name], outside.pictures(), plan, dtype=torch.float64, check=True)
-    assert run.max_gradient_error() < 1e-11
-    assert run.losses == pytest.approx(run.reference.losses, rel=1e-10)
-
-
 @needs_transformers
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "bert", "t5"])
 def test_language_models(clusters, name):
-    check_language(clusters, name, SHORT)
+    for plan in outside.some_plans(name):
+        outside.check_language(clusters(4), name, plan)
 
 
 @needs_timm
 @pytest.mark.parametrize("name", ["resnet-group", "vit"])
 def test_models_of_pictures(clusters, name):
-    check_pictures(clusters, name, SHORT)
+    for plan in outside.some_plans(name):
+        outside.check_pictures(clusters(4), name, plan)
 
 
 @pytest.mark.parametrize("name", ["unet", "amoebanet"])
 def test_models_with_skips(clusters, name):
-    check_pictures(clusters, name, SHORT)
+    for plan in outside.some_plans(name):
+        outside.check_pictures(clusters(4), name, plan)
 
 
 @needs_timm
 def test_batch_norm_of_whole_batches(clusters):
     """Where no batch is split, statistics are those of one device."""
-    check_pictures(clusters, "resnet-batch", "pp=4 microbatches=1")
+    outside.check_pictures(clusters(4), "resnet-batch", "pp=4 microbatches=1")
 
 
 @needs_transformers
 def test_half_precision(clusters):
     model, data = partial(outside.language, "gpt2"), outside.texts("gpt2")
-    narrow = train(clusters, model, data, f"{SHORT} precision=bf16", loss=models.token_loss)
-    whole = train(clusters, model, data, SHORT, loss=models.token_loss)
+    plan = outside.PLANS[0]
+    narrow = outside.train(clusters(4), model, data, f"{plan} precision=bf16", loss=models.token_loss)
+    whole = outside.train(clusters(4), model, data, plan, loss=models.token_loss)
     assert narrow.losses == pytest.approx(whole.losses, rel=0.02)
-
-
-@needs_transformers
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", outside.LANGUAGE)
-def test_language_models_under_every_plan(clusters, name, plan):
-    check_language(clusters, name, plan)
-
-
-@needs_timm
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", ["resnet-group", "vit", "unet", "amoebanet"])
-def test_models_of_pictures_under_every_plan(clusters, name, plan):
-    check_pictures(clusters, name, plan)
 
 
 @needs_transformers
