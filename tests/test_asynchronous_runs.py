@@ -238,3 +238,10 @@ def test_the_command_line(capsys):
     assert told["losses"] == pytest.approx(told["reference_losses"], abs=1e-12)
     assert len(told["losses"]) == 8
     assert told["weight_versions"] == [1, 1]
+
+
+def test_ampnet_with_fewer_rows_than_microbatches(clusters):
+    """What has no rows has no messages, and what follows it on the link is looked for behind it."""
+    model = partial(toy, ("linear",))
+    job, done = run(clusters, "pp=2 schedule=ampnet microbatches=4", steps=4, data=rows(2), model=model)
+    assert max(errors(done, replay(job, order_of(done.program)))) <= 1e-12

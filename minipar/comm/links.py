@@ -369,6 +369,9 @@ class _Inbox:
 
     def look(self, message: Values) -> Received | None:
         """The next message, if it is here; `wait` will hand it out."""
+        while self.read < self.positions[message]:  # before it are only those of micro-batches without rows
+            self._read(self.order[self.read])
+            self.read += 1
         if self.read > self.positions[message]:
             return self.open[message]
         if not self.links.comm.readable([self.peer], 0.0):
