@@ -143,6 +143,10 @@ def check_fields(program: Program) -> None:
     _check_mesh(program)
     _check_model(program)
     _check_state(program)
+    if isinstance(program.contract, Local) and program.sharded:
+        raise ProgramError(
+            "contract=Local: replicas that train alone have whole states, no slices; possible is Synchronous()"
+        )
     if program.in_flight is not None:
         _check_deciding(program)
 

@@ -332,9 +332,9 @@ def _check_state_work(
                 raise refuse(program, rank, index, f"{reason}; possible is that in every step")
     elif op is not Op.NORM:
         _check_slices(program, rank, index, own)
-    written = {home(value)[:2] if ins.stream == "host" else value[:2] for value in ins.writes}
+    written = {value[:2] for value in (_on_host(program, rank, index)[1] if ins.stream == "host" else ins.writes)}
     lacking = made - written - ({("norm", 0)} if op is Op.STEP else set())
-    if lacking and not (op is Op.STEP and ins.stream == "host"):
+    if lacking:
         kind, k = min(lacking)
         raise refuse(program, rank, index, f"{where} changes {kind}({k}), but does not write it")
     return needed, made
@@ -377,6 +377,8 @@ def _check_sum(
         if found - summed - rest:
             kind, k = min(found - summed - rest)
             raise refuse(program, rank, index, f"{where} cannot {does} {kind}({k})")
+    if ins.frees:
+        raise refuse(program, rank, index, f"{where} frees {ins.frees[0]}, which it changes; possible is frees=()")
     flat = any(part.layer < 0 for part in ins.parts)
     if piece is not None and (len(ins.layers) > 1 or not flat or piece[1] <= piece[0] or program.compress != "none"):
         reason = f"{where}: a piece is of one uncompressed gradient, in a buffer (layer=-1), and has bytes"
