@@ -130,6 +130,28 @@ class Run:
         pairs = zip(self.gradients, self.reference.gradients, strict=True)
         return max((gradient_error(found, expected) for found, expected in pairs), default=0.0)
 
+    def max_parameter_error(self) -> float:
+        """Largest deviation of a parameter after the last step from plain torch's, relative to the largest parameter.
+
+        Needs `reference` or `check`; SaveError if the ranks did not bring their state back: see `keep` of `train`.
+        """
+        return self._error_of("parameters", "max_parameter_error")
+
+    def max_buffer_error(self) -> float:
+        """The same of buffers that are saved with the model. Where the batch was split, running statistics of norms are
+        left out (`reference.statistics`): they are of each part, and cannot equal the whole batch's."""
+        return self._error_of("buffers", "max_buffer_error")
+
+    def _error_of(self, kind: str, what: str) -> float:
+        if self.reference is None:
+            raise MiniparError(f"{what}: needs train(..., check=True), which also trains the reference")
+        plain: dict[str, Tensor] = getattr(self.reference, kind)
+        found = keeping.model_of(self.shares, what) if self.service is None else self.service.parameters
+        parts = self.plan.dp * self.plan.total_microbatches
+        skipped = set(self.reference.statistics) if parts > 1 else set()
+        names = (found.keys() & plain.keys()) - skipped
+        return gradient_error({n: found[n] for n in names}, {n: plain[n] for n in names})
+
     def __repr__(self) -> str:
         each = 1e3 / self.program.steps
         return (

@@ -208,3 +208,42 @@ def test_the_reference_builds_the_user_s_model_as_it_is():
     assert [layer.training for layer in made] == [True, False, True, True, True]
     assert not any(module.training for module in build(frozen_norm, 0, torch.float64, evaluate=True).modules())
     assert isinstance(build([nn.Linear(2, 2), nn.ReLU()], 0, torch.float32), nn.Sequential)
+
+
+# what is left after the last step -------------------------------------------------------------------------------------
+
+
+class Doubling(nn.Module):
+    """Has a buffer that changes with every forward, and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x):
+        self.scale *= 2
+        return self.norm(x)
+
+
+def doubling() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 6), Doubling(), nn.Linear(6, 6))
+
+
+@pytest.mark.parametrize("text", ["pp=2 microbatches=2", "dp=2 zero=3", "dp=2 sync=ps"])
+def test_parameters_after_the_last_step_are_compared(clusters, text):
+    found = run(clusters, rotary, text)
+    assert found.max_parameter_error() <= 1e-12
+    assert found.max_buffer_error() == 0
+    name = next(iter(found.reference.parameters))
+    found.reference.parameters[name][0] += 1
+    assert found.max_parameter_error() > 1e-3
+
+
+@pytest.mark.filterwarnings("ignore:the batch is split")
+def test_buffers_after_the_last_step_are_compared(clusters):
+    whole = run(clusters, doubling, "pp=2")
+    assert whole.max_buffer_error() <= 1e-12
+    names = {f"1.norm.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
+    assert set(whole.reference.statistics) == names
+    assert run(clusters, doubling, "microbatches=2").max_buffer_error() > 1, "it was called twice as often"
