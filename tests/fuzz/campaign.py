@@ -417,11 +417,9 @@ def shrink(pair: Pair, outcome: Outcome, ranks: Any, seconds: float = 40) -> Pai
             smaller = replace(pair, **change)
             if smaller != pair and smaller.steps > smaller.cut and same(smaller):
                 pair, moved = smaller, True
-        for spec in (
-            replace(pair.spec, given="pair"),
-            replace(pair.spec, rows=max(1, pair.spec.rows // 2)),
-            replace(pair.spec, entries=tuple(replace(e, freeze="", still=False) for e in pair.spec.entries)),
-        ):
+        plain = tuple(replace(e, freeze="", still=False) for e in pair.spec.entries)
+        for part in ({"given": "pair"}, {"rows": max(1, pair.spec.rows // 2)}, {"entries": plain}):
+            spec = replace(pair.spec, **part)
             if spec != pair.spec and same(replace(pair, spec=spec)):
                 pair, moved = replace(pair, spec=spec), True
     return pair
