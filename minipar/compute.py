@@ -86,6 +86,8 @@ class Compute:
         self.trained: dict[tuple[int, ...], list[Tensor]] = {}
         self.graphs: dict[tuple[int, int, int], tuple[Any, list[tuple[int, Any]]]] = {}
         self.tails = Tails()
+        # Parameters whose memory comes and goes: what a layer hands on must not lie in it.
+        self.passing = any(value.kind == "param" for ins in program.ranks[rank] for value in ins.frees)
         self.plain: set[tuple[tuple[int, ...], int, bool]] = set()  # layers of which all is known, with rows and graph
 
     def work(self, ins: Instruction, live: dict[Value, Any]) -> None:
@@ -295,10 +297,10 @@ class Compute:
             for layer in piece:
                 randomness.reseed(self.generators, randomness.draw_seed(self.seed, step, rows.start, layer, start))
                 if kind in self.plain and layer != piece[-1]:
-                    value = self.layers[layer](value)
+                    value = self._apart_from_parameters(layer, self.layers[layer](value))
                     continue
                 if self.dropouts[layer]:
-                    randomness.at(self.dropouts[layer], step, rows.start, start)
+                    randomness.at(self.dropouts[layer], step, rows.start, start, len(rows))
                 loss = self._scaled_loss(*final) if final and layer == piece[-1] else None
                 key = layer, ins.microbatch, ins.step
                 module = self.layers[layer]
@@ -332,6 +334,7 @@ class Compute:
                         self.sizes["output", layer, size] = weights.output
                         self.sizes["grad_output", layer, size] = weights.grad_output
                         self.sizes["saved", layer, size] = weights.saved
+                value = self._apart_from_parameters(layer, value)
                 if run is not None and new:
                     self.sizes["carry", layer, size], self.sizes["grad_carry", layer, size] = run.sizes(known)
         except MiniparError:
@@ -352,6 +355,13 @@ class Compute:
                 self.finite(found, self.base + ins.step, ins.microbatch, rows)
             self.losses[k] = self.losses[k] + (found if part == 1 else found * part)
         return detach(value), ends
+
+    def _apart_from_parameters(self, layer: int, value: Any) -> Any:
+        """What a layer hands on. Where it is a parameter, or a view of one, which will be let go of, it is copied."""
+        if not self.passing:
+            return value
+        own = {p.untyped_storage().data_ptr() for p in self.layers[layer].parameters()}
+        return map_tensors(value, lambda t: t.clone() if t.untyped_storage().data_ptr() in own else t)
 
     def _remembering(self, layer: int, ins: Instruction) -> AbstractContextManager[None]:
         """While entered, a layer runs forward: for the first time, or as it did then."""

@@ -85,6 +85,8 @@ class RowDropout(nn.Module):
     """Dropout whose mask depends on (seed, layer name, step, global row) alone. `at` says where the rows are.
 
     Of a slice of a sequence (rows, tokens, ...) `at` says where its tokens begin: it sees the whole sequence's mask.
+    Where a layer has made several rows of each row of the batch (as a view of (rows, tokens) does), they are counted as
+    such, so that the mask is still that of the whole batch.
     """
 
     def __init__(self, p: float, seed: int, name: str) -> None:
@@ -95,6 +97,7 @@ class RowDropout(nn.Module):
         self.step = 0
         self.first_row = 0
         self.first_token = 0
+        self.rows = 0
 
     def forward(self, x: Tensor) -> Tensor:
         """x of shape (rows, ...): the same shape, with elements zeroed with probability p, the rest scaled up."""
@@ -107,7 +110,8 @@ class RowDropout(nn.Module):
     def _uniform(self, x: Tensor) -> Tensor:
         """Numbers in [0, 1), one per element: splitmix64 of the row's key and the element's position in the row."""
         base = hash64(self.seed, self.name, self.step)
-        rows = torch.arange(self.first_row, self.first_row + len(x), device=x.device)
+        each = len(x) // self.rows if self.rows and len(x) % self.rows == 0 else 1
+        rows = torch.arange(self.first_row * each, self.first_row * each + len(x), device=x.device)
         key = _mix(rows * _GOLDEN + base).view(-1, 1)
         count = x[0].numel() if len(x) else 0
         before = self.first_token * (count // x.shape[1]) if self.first_token and count else 0
@@ -127,13 +131,14 @@ def _mix(z: Tensor) -> Tensor:
 
 def replace_dropout(model: nn.Module, seed: int) -> None:
     """Replace every `nn.Dropout` of a model, in place, by one whose mask is a function of the global row."""
-    for name, module in list(model.named_modules()):
-        for child_name, child in list(module.named_children()):
-            if type(child) is nn.Dropout:
-                full = f"{name}.{child_name}" if name else child_name
-                replacement = RowDropout(child.p, seed, full)
-                replacement.train(child.training)
-                setattr(module, child_name, replacement)
+    named = list(
+        model.named_modules()
+    )  # (one that is used twice stands here once, under its first name, and stays one)
+    made = {id(m): RowDropout(m.p, seed, name).train(m.training) for name, m in named if type(m) is nn.Dropout}
+    for _, module in named:
+        for name, child in list(module._modules.items()):
+            if id(child) in made:
+                module._modules[name] = made[id(child)]
 
 
 def split_sensitive(model: nn.Module, x: Any = None) -> list[str]:
@@ -192,12 +197,14 @@ def row_dropouts(layer: nn.Module) -> list[RowDropout]:
     return [module for module in layer.modules() if isinstance(module, RowDropout)]
 
 
-def at(dropouts: Iterable[RowDropout], step: int, first_row: int, first_token: int = 0) -> None:
+def at(dropouts: Iterable[RowDropout], step: int, first_row: int, first_token: int = 0, rows: int = 0) -> None:
     """Tell dropouts which rows they see next: `first_row`, in the whole batch of `step`, and those after it.
 
     first_token   of a slice of sequences, whose tokens are dimension 1
+    rows          how many there are; 0: as many as the tensor has
     """
     for dropout in dropouts:
         dropout.step = step
         dropout.first_row = first_row
         dropout.first_token = first_token
+        dropout.rows = rows

@@ -69,7 +69,7 @@ class _Again(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Recomputed, *inputs: Tensor) -> Tensor:
         ctx.part = part
-        ctx.rows = [(d, d.step, d.first_row, d.first_token) for d in randomness.row_dropouts(part)]
+        ctx.rows = [(d, d.step, d.first_row, d.first_token, d.rows) for d in randomness.row_dropouts(part)]
         ctx.sources = randomness.generators(inputs[0].device if inputs else torch.device("cpu"))
         ctx.states = [source.get_state() for source in ctx.sources]
         ctx.save_for_backward(*inputs)

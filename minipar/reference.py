@@ -120,14 +120,15 @@ class Masks:
         key of a row      mix(row * G + number of (seed, name, step))       all in 64 bits, unsigned
         element j of it   mix(key + (j + 1) * G) / 2**64 >= p: kept, and divided by 1 - p
 
-    with G the golden ratio in 64 bits, and mix the last steps of splitmix64.
+    with G the golden ratio in 64 bits, and mix the last steps of splitmix64. Where a layer has made k rows of each of
+    the `rows` that the model sees, they are counted from k times `row` on.
 
     All else that draws does so from torch's generators. Before each layer of the model they are seeded with a number of
     (seed, step, row, number of the layer): see `seed_of`.
     """
 
     def __init__(self, model: nn.Module, seed: int) -> None:
-        self.seed, self.step, self.row = seed, 0, 0
+        self.seed, self.step, self.row, self.rows = seed, 0, 0, 0
         self.names: list[str] = []
         for name, module in model.named_modules():
             if type(module) is nn.Dropout and module.training and module.p > 0:
@@ -142,9 +143,9 @@ class Masks:
             layer.register_forward_hook(self._leave, always_call=True)
         self.at(0, 0)
 
-    def at(self, step: int, row: int, layer: int = 0) -> None:
-        """What the model sees next: rows of a step from `row` on. Called are its layers from `layer` on."""
-        self.step, self.row, self.inside = step, row, 0
+    def at(self, step: int, row: int, layer: int = 0, rows: int = 0) -> None:
+        """What the model sees next: so many rows of a step from `row` on. Called are its layers from `layer` on."""
+        self.step, self.row, self.rows, self.inside = step, row, rows, 0
         self.left = {key: [k for k in numbers if k >= layer] for key, numbers in self.numbers.items()}
 
     def _enter(self, layer: nn.Module, given: Any) -> None:
@@ -169,7 +170,8 @@ class Masks:
         text = f"{self.seed}\0{name}\0{self.step}".encode()
         start = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
         golden = 0x9E3779B97F4A7C15
-        keys = torch.tensor([_signed((self.row + r) * golden + start) for r in range(len(x))], dtype=torch.int64)
+        first = self.row * (len(x) // self.rows if self.rows and len(x) % self.rows == 0 else 1)
+        keys = torch.tensor([_signed((first + r) * golden + start) for r in range(len(x))], dtype=torch.int64)
         elements = torch.arange(1, x[:1].numel() + 1) * _signed(golden)
         bits = _shift(_mix(_mix(keys)[:, None] + elements[None, :]), 11)  # 53 of them, as many as a double has
         kept = bits.to(torch.float64) / 2**53 >= module.p
@@ -447,7 +449,7 @@ def train_locally(
             own = rows_in(y, mine)
             weight = weight_of(own, loss) if mine else 0.0
             if weight:
-                masks[r].at(step, mine.start)
+                masks[r].at(step, mine.start, rows=len(mine))
                 value = mean_of(loss(each(rows_in(x, mine)), own))
                 value.backward()
                 total += value.item() * weight / whole
@@ -651,7 +653,7 @@ class _Ordered:
         value = every_tensor(given, torch.clone)  # (a layer may work in place)
         ends: list[Tensor] = []
         if rows:
-            self.masks.at(self.first + i // self.order.microbatches, rows.start, self.order.layers[r][0])
+            self.masks.at(self.first + i // self.order.microbatches, rows.start, self.order.layers[r][0], len(rows))
             own = {name: leaves[names] for name, names in rank.own.items()}
             value = torch.func.functional_call(rank.layers, own, (value,))
             ends = _smooth(value)
@@ -779,7 +781,7 @@ def _worker_step(
     whole, weight = weight_of(y, loss), weight_of(target, loss)
     if not weight:
         return _Done(step, 0.0, 0.0, whole, {name: torch.zeros_like(p) for name, p in named.items()})
-    masks.at(step, mine.start)
+    masks.at(step, mine.start, rows=len(mine))
     value = mean_of(loss(model(rows_in(x, mine)), target)) * (weight / whole)
     found = torch.autograd.grad(value, list(named.values()), allow_unused=True)
     gradients = {

@@ -217,3 +217,26 @@ def test_the_callers_generators_are_left_alone():
     with randomness.untouched(sources):
         randomness.reseed(sources, 1)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class Tokens(nn.Module):
+    """Drops in rows that it has made of (rows, tokens), as mixtures of experts do."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.tokens, self.drop = tokens, nn.Dropout(0.4)
+
+    def forward(self, x):
+        return self.drop(x.reshape(len(x) * self.tokens, -1)).reshape(x.shape)
+
+
+def same_dropout_twice() -> nn.Sequential:
+    drop = nn.Dropout(0.4)
+    return nn.Sequential(nn.Linear(6, 6), drop, Tokens(3), nn.Linear(6, 6), drop, nn.Linear(6, 6))
+
+
+@pytest.mark.parametrize(
+    "text", ["pp=2 microbatches=3", "dp=2 microbatches=2 checkpoint=2", "pp=2 dp=2 schedule=zb-h1"]
+)
+def test_dropout_of_flattened_rows_and_one_that_is_used_twice(clusters, text):
+    check(clusters, Plan.parse(text), same_dropout_twice, rows(10), steps=3)

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import minipar
+from minipar import Plan
 from minipar.errors import RankError
 from minipar.tensors import allocate, check_rows, map_tensors, opaque, spec, tensors
+from tests.test_gradients import check
 from tests.toys import rows
 
 # Ranks cannot import this file by name; its functions travel as those of a notebook do.
@@ -258,3 +260,35 @@ def test_what_cannot_be_looked_into_is_refused(clusters):
         minipar.train(
             [nn.Linear(6, 6), Cached(), nn.Linear(6, 6)], rows(4), "pp=2", cluster=clusters(2), progress=False
         )
+
+
+class HandsOnItsParameter(nn.Module):
+    """Hands on a parameter of its own, and a view of another, as a table of positions that later layers read."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.bias, self.table = nn.Parameter(torch.ones(width)), nn.Parameter(torch.ones(3, width))
+
+    def forward(self, x):
+        return x, self.bias, self.table[1]
+
+
+class UsesThem(nn.Module):
+    def forward(self, given):
+        x, bias, row = given
+        return x * bias + row
+
+
+def tables(width: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(6, width), HandsOnItsParameter(width), UsesThem(), nn.Linear(width, width), nn.Linear(width, 6)
+    )
+
+
+@pytest.mark.parametrize("width", [6, 192])
+@pytest.mark.parametrize(
+    "text", ["dp=2 zero=3", "pp=2 offload=parameters microbatches=2", "dp=2 zero=3 offload=parameters", "dp=2 zero=3 checkpoint=1"]
+)  # fmt: skip
+def test_a_layer_may_hand_on_its_own_parameters(clusters, text, width):
+    """Also where their memory is let go of when the layer has run."""
+    check(clusters, Plan.parse(text), partial(tables, width), rows(8), steps=4)

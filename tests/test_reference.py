@@ -200,3 +200,46 @@ def test_masks_know_rows_in_the_whole_batch():
     assert reference.row_count({"a": (torch.zeros(3, 2), None)}) == 3
     cut = reference.rows_in({"a": (torch.arange(3), None)}, range(1, 3))
     assert cut["a"][0].tolist() == [1, 2]
+
+
+def forgetful_build(job):
+    """What an engine with a mistake in its preparations would do: it loses what a layer adds."""
+    model = _build(job)
+    with torch.no_grad():
+        for buffer in model.buffers():
+            buffer.zero_()
+    return model
+
+
+_build = Job.build
+
+
+class Adds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("added", torch.arange(6.0))
+
+    def forward(self, x):
+        return torch.tanh(x + self.added)
+
+
+def with_a_buffer() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 6), Adds(), nn.Linear(6, 6))
+
+
+def test_it_finds_a_mistake_in_the_engines_preparations(clusters):
+    """Whatever the engine does to a model before it trains it, the reference does not share it."""
+
+    def prepare(build):
+        Job.build = build
+
+    keys = {"cluster": clusters(2), "steps": 1, "dtype": torch.float64, "check": True, "progress": False}
+    keys["loss"] = torch.nn.functional.mse_loss
+    assert train(with_a_buffer, rows(8), "pp=2", **keys).max_gradient_error() < 1e-12
+    clusters(2).run(prepare, forgetful_build)
+    try:
+        run = train(with_a_buffer, rows(8), "pp=2", **keys)
+    finally:
+        clusters(2).run(prepare, _build)
+    assert run.max_gradient_error() > 1e-2
+    assert run.max_buffer_error() > 1e-2
