@@ -131,9 +131,7 @@ def _mix(z: Tensor) -> Tensor:
 
 def replace_dropout(model: nn.Module, seed: int) -> None:
     """Replace every `nn.Dropout` of a model, in place, by one whose mask is a function of the global row."""
-    named = list(
-        model.named_modules()
-    )  # (one that is used twice stands here once, under its first name, and stays one)
+    named = list(model.named_modules())  # (one that is used twice stands here once)
     made = {id(m): RowDropout(m.p, seed, name).train(m.training) for name, m in named if type(m) is nn.Dropout}
     for _, module in named:
         for name, child in list(module._modules.items()):

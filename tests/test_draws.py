@@ -235,8 +235,6 @@ def same_dropout_twice() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 6), drop, Tokens(3), nn.Linear(6, 6), drop, nn.Linear(6, 6))
 
 
-@pytest.mark.parametrize(
-    "text", ["pp=2 microbatches=3", "dp=2 microbatches=2 checkpoint=2", "pp=2 dp=2 schedule=zb-h1"]
-)
+@pytest.mark.parametrize("text", ["pp=2 microbatches=3", "dp=2 microbatches=2 checkpoint=2", "pp=2 schedule=zb-h1"])
 def test_dropout_of_flattened_rows_and_one_that_is_used_twice(clusters, text):
     check(clusters, Plan.parse(text), same_dropout_twice, rows(10), steps=3)

@@ -287,8 +287,14 @@ def tables(width: int) -> nn.Sequential:
 
 @pytest.mark.parametrize("width", [6, 192])
 @pytest.mark.parametrize(
-    "text", ["dp=2 zero=3", "pp=2 offload=parameters microbatches=2", "dp=2 zero=3 offload=parameters", "dp=2 zero=3 checkpoint=1"]
-)  # fmt: skip
+    "text",
+    [
+        "dp=2 zero=3",
+        "dp=2 zero=3 checkpoint=1",
+        "dp=2 zero=3 offload=parameters",
+        "pp=2 offload=parameters microbatches=2",
+    ],
+)
 def test_a_layer_may_hand_on_its_own_parameters(clusters, text, width):
     """Also where their memory is let go of when the layer has run."""
     check(clusters, Plan.parse(text), partial(tables, width), rows(8), steps=4)
