@@ -32,6 +32,7 @@ from minipar.program import (
     COPIES,
     SERVICE,
     TIERS,
+    Instruction,
     Local,
     Op,
     Program,
@@ -531,8 +532,21 @@ def _check_rank(program: Program, rank: int) -> set[Value]:
         for value in ins.frees:
             if value not in live:
                 raise refuse(program, rank, index, f"{at(program, rank, index)} frees {value}, which is not there")
+            if value[0] in _SUMS and not _takes_up(ins, value):
+                reason = f"{at(program, rank, index)} frees {value}, but does not use it: what was summed would be lost"
+                takers = ", ".join(op.value for op in _TAKERS)
+                raise refuse(program, rank, index, f"{reason}; possible in what works on group {value.index}: {takers}")
             live.remove(value)
     return live
+
+
+_SUMS = {kind for whole in ("grad", "grad_shard") for kind in (whole, f"host {whole}", f"disk {whole}")}
+_TAKERS = (Op.STEP, Op.REDUCE_SCATTER, Op.OFFLOAD, Op.PUSH)
+
+
+def _takes_up(ins: Instruction, value: Value) -> bool:
+    """Whether an instruction uses the gradient that it frees, so that nothing summed there is lost."""
+    return ins.op in _TAKERS and value.index in ins.layers and value in (ins.reads[:1] if ins.op in COPIES else ins.reads)
 
 
 def _no_producer(program: Program, rank: int, index: int, value: Value) -> ProgramError:

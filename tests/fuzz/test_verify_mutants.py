@@ -39,6 +39,7 @@ def changed(given: Program, op: Op, fields: dict[str, object]) -> Program:
     return given.with_rank(rank, row)
 
 
+GRADIENTS = ("grad", "grad_shard", "host grad", "host grad_shard")
 PIPELINE, REPLICAS, ALONE = "pp=2 microbatches=2", "dp=2 microbatches=2 bucket=none", "microbatches=2"
 INSTRUCTIONS = [
     (PIPELINE, Op.FORWARD, {"layers": (1, 0)}, "layers 1,0 do not follow each other; possible are"),
@@ -121,6 +122,41 @@ def test_an_output_inside_of_an_instruction_cannot_be_sent():
     with pytest.raises(ProgramError, match=r"moves output\(0\) mb0, which stays inside of rank 0 instruction 0"):
         verify(mutant)
     assert "inside of a graph" in judge(mutant)
+
+
+LOST = [
+    ("microbatches=2", Op.BACKWARD),
+    ("microbatches=2", Op.FORWARD),
+    ("checkpoint=2 microbatches=2", Op.RECOMPUTE),
+    ("pp=2 schedule=zb-h1 microbatches=3", Op.BACKWARD_INPUT),
+    ("pp=2 schedule=zb-h1 microbatches=3", Op.BACKWARD_WEIGHT),
+    ("pp=2 schedule=naive microbatches=3", Op.SEND),
+    ("pp=2 schedule=naive microbatches=3", Op.RECV),
+    ("pp=2 schedule=pipedream microbatches=2", Op.BACKWARD),
+    ("host_layers=3 microbatches=2", Op.BACKWARD),
+    ("dp=2 zero=2 bucket=none microbatches=2 reduce=step", Op.REDUCE_SCATTER),
+    ("offload=activations microbatches=2", Op.OFFLOAD),
+    ("offload=activations microbatches=2", Op.FETCH),
+    ("dp=2 sync=ps microbatches=2", Op.BACKWARD),
+    ("dp=2 sync=ps microbatches=2", Op.FORWARD),
+]
+
+
+@pytest.mark.parametrize(("words", "op"), LOST)
+def test_only_what_uses_a_gradient_lets_it_go(words, op):
+    """Whoever else frees one loses what was summed there: the next backward begins from nothing."""
+    given, refused = program(words), 0
+    for k, ins in enumerate(given.ranks[0]):
+        kept = {value for earlier in given.ranks[0][: k + 1] for value in earlier.writes if value.kind in GRADIENTS}
+        for value in sorted(kept - set(ins.frees)) if ins.op is op else ():
+            row = list(given.ranks[0])
+            row[k] = ins._replace(frees=(*ins.frees, value))
+            mutant = given.with_rank(0, row)
+            with pytest.raises(ProgramError) as caught:
+                verify(mutant)
+            assert judge(mutant)
+            refused += "what was summed would be lost" in caught.value.reason
+    assert refused
 
 
 def test_an_old_copy_does_not_come_over_an_update():
