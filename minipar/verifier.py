@@ -546,7 +546,8 @@ _TAKERS = (Op.STEP, Op.REDUCE_SCATTER, Op.OFFLOAD, Op.PUSH)
 
 def _takes_up(ins: Instruction, value: Value) -> bool:
     """Whether an instruction uses the gradient that it frees, so that nothing summed there is lost."""
-    return ins.op in _TAKERS and value.index in ins.layers and value in (ins.reads[:1] if ins.op in COPIES else ins.reads)
+    used = ins.reads[:1] if ins.op is Op.OFFLOAD else ins.reads
+    return ins.op in _TAKERS and value.index in ins.layers and value in used
 
 
 def _no_producer(program: Program, rank: int, index: int, value: Value) -> ProgramError:
