@@ -11,6 +11,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -259,6 +260,10 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
         result |= _service(run, plan)
     if options.check:
         result["max_gradient_error"] = run.max_gradient_error()
+        with suppress(MiniparError):  # (of a large model the state does not come back to be compared)
+            result["max_parameter_error"] = run.max_parameter_error()
+            if run.service is None:
+                result["max_buffer_error"] = run.max_buffer_error()
     return result
 
 

@@ -23,6 +23,7 @@ def check_fit(program: Program, layers: Sequence[nn.Module], edges: Edges = ()) 
     A program that trains nothing (inference) takes any model of its layers.
     """
     check_parameters(layers)
+    check_types(program, layers)
     groups = shape_of(layers).groups
     planned = {group.layers: group.trainable for group in program.groups}
     same = len(layers) == program.layers and planned.keys() == {group.layers for group in groups}
@@ -58,6 +59,23 @@ def check_parameters(layers: Sequence[nn.Module]) -> None:
                 raise RankError(f"{title} is of layout {p.layout}; possible are dense tensors")
             if any(stride == 0 and size > 1 for size, stride in zip(p.shape, p.stride(), strict=True)):
                 raise RankError(f"{title} is expanded: elements share memory; possible is nn.Parameter(x.contiguous())")
+
+
+def check_types(program: Program, layers: Sequence[nn.Module]) -> None:
+    """Refuse what replicas cannot share out in slices: trained numbers of several types. `RankError`."""
+    if not program.sharded:
+        return
+    first: dict[torch.dtype, str] = {}
+    for k, layer in enumerate(layers):
+        for name, p in layer.named_parameters():
+            if p.requires_grad:
+                first.setdefault(p.dtype, f"{name} of layer {k}")
+    if len(first) > 1:
+        (one, a), (other, b), *_ = first.items()
+        raise RankError(
+            f"zero: {a} is of {one}, {b} of {other}; slices of one message are of one type; possible are zero=0, or a "
+            "model of one type"
+        )
 
 
 def row_major(layer: nn.Module) -> nn.Module:

@@ -85,6 +85,12 @@ def test_what_cannot_be_trained_is_refused_by_name(clusters, layer, says):
             train(made, rows(8), "pp=2", cluster=clusters(2), steps=1, loss=mse, progress=False)
 
 
+def test_slices_of_several_types_are_refused_by_name(clusters):
+    model = partial(_with, partial(Alone, torch.ones(2, dtype=torch.complex64)))
+    with pytest.raises(MiniparError, match="zero: weight of layer 0 is of torch.float32, p of layer 1 of"):
+        train(model, rows(8), "dp=2 zero=1", cluster=clusters(2), steps=1, loss=mse, progress=False)
+
+
 def _with(layer):
     return [nn.Linear(WIDTH, WIDTH), layer()]
 

@@ -229,6 +229,12 @@ def model_in(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
 def _export(tensors: Mapping[str, Tensor], path: str | os.PathLike[str]) -> None:
     from safetensors.torch import save_file
 
+    for name, tensor in tensors.items():
+        if tensor.dtype is torch.complex128:
+            raise SaveError(
+                f"{name}: is of {tensor.dtype}, which a safetensors file cannot hold; export a model of dtype=float32, "
+                "or save the run (run.save), which can"
+            )
     target = os.path.abspath(path)
     aside = f"{target}.{new_token()}"
     try:

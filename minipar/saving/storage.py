@@ -132,7 +132,8 @@ class FolderWriter(StorageWriter):
             seen.add(values.data_ptr())
             kept.append(values)  # while its memory is looked at
             values = _apart(values)
-            tensors[_entry(item.index.fqn, start)] = values
+            # (complex numbers as pairs: safetensors does not know all of their types)
+            tensors[_entry(item.index.fqn, start)] = torch.view_as_real(values) if values.is_complex() else values
             chunk = Chunk(start, values.numel(), name, checksum(values))
             results.append(WriteResult(item.index, values.numel() * values.element_size(), chunk))
         file = os.path.join(self.path, name)
@@ -283,6 +284,8 @@ class FolderReader(StorageReader):
         except (OSError, SafetensorError) as error:
             reason = "is not there" if not os.path.exists(path) else f"cannot be read: {error}"
             raise SaveError(f"{path}: {reason}; go on from another folder") from error
+        if dtype_of(self.saved.entries[key].dtype).is_complex:
+            values = torch.view_as_complex(values)
         if checksum(values) != chunk.checksum:
             raise SaveError(f"{path}: damaged: the checksum of {key} is another one; go on from another folder")
         return values

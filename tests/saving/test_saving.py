@@ -504,3 +504,35 @@ def test_the_optimizer_is_named_also_where_the_first_rank_has_none(clusters, tmp
     work = job(partial(toy, ("linear",), frozen=(0,)))
     saved = saved_by(clusters, "pp=3 split=1,1,1", work, tmp_path)
     assert saved.header.optimizer == "torch.optim.adam.Adam"
+
+
+class Rotated(nn.Module):
+    """Turns pairs of numbers by a complex table, and by angles that are learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.polar(torch.ones(3), torch.arange(3.0)))
+        self.turn = nn.Parameter(torch.polar(torch.ones(3), torch.arange(3.0)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = torch.view_as_complex(x.reshape(len(x), 3, 2).contiguous()) * self.table * self.turn
+        return torch.view_as_real(turned).reshape(x.shape)
+
+
+def rotating() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 6), Rotated(), nn.Linear(6, 6))
+
+
+@pytest.mark.parametrize(("before", "after"), [(ALONE, "pp=2 microbatches=2"), ("dp=2", ALONE)])
+def test_complex_parameters_and_buffers(clusters, tmp_path, before, after):
+    keys = {"loss": mse, "optimizer": MOMENTUM, "progress": False}
+    given = {"batch": 8, "dtype": torch.float64, **keys}
+    first, second = (clusters(Plan.parse(text).ranks) for text in (before, after))
+    whole = train(rotating, Stream(), after, cluster=second, steps=4, check=True, **given)
+    assert whole.max_gradient_error() <= 1e-12
+    train(rotating, Stream(), before, cluster=first, steps=2, save=tmp_path / "run", **given)
+    rest = resume(tmp_path / "run", rotating, Stream(), after, cluster=second, steps=2, **keys)
+    for mine, plain in zip(rest.losses, whole.losses[2:], strict=True):
+        assert mine == pytest.approx(plain, rel=1e-12)
+    with pytest.raises(SaveError, match=r"1\.(table|turn): is of torch.complex128, which a safetensors file cannot"):
+        rest.export(tmp_path / "model.safetensors")
