@@ -347,7 +347,7 @@ def test_messages_of_two_communicators_do_not_meet(clusters):
         (lambda c: c.all_gather("text"), "all_gather: a str is not possible"),
         (lambda c: c.all_to_all([1, 2, 3]), "all_to_all: 3 pieces for 2 ranks"),
         (lambda c: c.all_to_all(torch.tensor(1)), "all_to_all: a tensor has no rows to divide"),
-        (lambda c: c.allreduce([1], algorithm="magic"), "algorithm='magic' is not known; possible are"),
+        (lambda c: c.allreduce([1], algorithm="magic"), "algorithm='magic' is not known on this rank; possible are"),
         (lambda c: c.allreduce(torch.ones(2).to_sparse()), "use .to_dense()"),
         (lambda c: c.send([1], c.rank), "cannot send to or receive from rank"),
         (lambda c: c.recv(7), "cannot send to or receive from rank 7: 2 ranks are here"),

@@ -6,7 +6,6 @@ import ctypes
 import os
 import signal
 import socket
-import struct
 import threading
 import time
 from contextlib import closing
@@ -18,7 +17,7 @@ import torch
 from minipar.cluster import worker
 from minipar.cluster.members import Revived
 from minipar.comm import meeting, pushing, server, snapshot
-from minipar.comm.framing import Message, What
+from minipar.comm.framing import HEADER, Message, What
 from minipar.comm.line import Line
 from minipar.comm.served import Settings
 from minipar.comm.shard import Shard, key_of, pieces_of
@@ -387,8 +386,8 @@ def test_many_small_messages_at_once_are_all_heard():
             listener, b"", lambda peer, message: memory[: message.size], lambda _, m: heard.append(m), lambda _: None
         )
         board.adopt(near)
-        header = struct.Struct("<iiiqqqq")
-        far.sendall(b"".join(header.pack(What.PUSH, k, 0, 0, 0, 0, 8) + bytes(8) for k in range(200)))
+        header = HEADER
+        far.sendall(b"".join(header.pack(What.PUSH, k, 0, 0, 0, 0, 8, 0, 0) + bytes(8) for k in range(200)))
         for _ in range(20):
             board.wait(0.05)
         board.close()
