@@ -9,6 +9,7 @@ import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from itertools import islice
 from typing import Any
 
 from minipar import passes, settings, strategies
@@ -18,11 +19,12 @@ from minipar.costs.recomputation import LayerCosts
 from minipar.costs.shapes import Shape, frozen, uniform
 from minipar.errors import PlanError, ProgramError
 from minipar.program import Action, BackwardWeight, Program
-from minipar.strategies import branches, draft, segments, unflushed
+from minipar.strategies import as_written, branches, draft, segments, unflushed
 from minipar.strategies import compress as compression
 from minipar.strategies.layout import Layout, place
 from minipar.streams import Costs
 from minipar.verifier import verify
+from minipar.wording import several
 
 OVERLAPS = ("none", "backward", "priority")
 REDUCES = ("microbatch", "step")
@@ -369,19 +371,32 @@ class Plan:
         with paused():
             program = passes.program_of(self, shape, layout, steps, costs, costs_of)
             if check:
-                self._verify(program)
+                self._verify(program, layout, steps)
             settings.check_one_group(self, program)
         return program
 
-    def _verify(self, program: Program) -> None:
-        """verify; a refusal says which of the user's own passes had a hand in the program."""
+    def _verify(self, program: Program, layout: Layout, steps: int) -> None:
+        """verify; a refusal names the schedule's action where that is the mistake, and the user's own passes that had a
+        hand in the program."""
         try:
             verify(program)
         except ProgramError as error:
             if self.extra_passes:
                 told = f"the plan's own passes rewrote this program: {', '.join(self.extra_passes)}"
                 error.details = f"{error.details}\n{told}" if error.details else told
-            raise
+            raise self._as_written(layout, steps, error) from None
+
+    def _as_written(self, layout: Layout, steps: int, error: ProgramError) -> ProgramError:
+        """Why a program cannot run, as a mistake of one rank's own actions where it is one."""
+        count = steps if self.asynchronous else 1
+        chosen = [self.actions(rank, count, len(mine)) for rank, mine in enumerate(layout.placement)]
+        trained = {stage for mine in layout.placement for stage in mine if layout.trained(stage)}
+        found = as_written.mistake(chosen, layout.placement, layout.microbatches * count, trained)
+        if not found:
+            return error
+        told = ProgramError(f"schedule={self.schedule}: {found}", str(error))
+        told.places = error.places
+        return told
 
     def actions(self, rank: int, steps: int = 1, held: int = 1) -> list[Action]:
         """The schedule of one rank, repeated for every round of accumulation; without flushes, of several steps.
@@ -401,7 +416,13 @@ class Plan:
         possible = "possible are Forward(i, chunk), Backward, BackwardInput and BackwardWeight"
         if not isinstance(found, Iterable):
             raise PlanError(f"schedule={self.schedule}: gave {found!r}; it must yield actions; {possible}")
-        chosen = list(found)
+        most = 3 * pieces * max(1, chunks)  # (a forward and two halves of a backward, of each)
+        chosen = list(islice(found, most + 1))
+        if len(chosen) > most:
+            raise PlanError(
+                f"schedule={self.schedule}: rank {rank} yields more than {most} actions; there are no more for "
+                f"{several(pieces, 'micro-batch')} in {several(chunks, 'chunk')}; possible is a generator that ends"
+            )
         for action in chosen:
             if not isinstance(action, Action):
                 raise PlanError(f"schedule={self.schedule}: yielded {action!r}; {possible}")

@@ -21,5 +21,5 @@ def test_every_block_runs(capsys):
     assert len(list(blocks("extending.md"))) == 8
     run("extending.md")
     said = capsys.readouterr().out
-    assert "backward before forward" in said  # the refusal
+    assert "schedule=impatient: rank 0: Backward(0) comes before Forward(0)\n" in said  # the refusal
     assert "to-and-fro" in said

@@ -232,17 +232,17 @@ def own(actions):
         (
             lambda rank, m: [Forward(0), Forward(1), Backward(0)],
             ProgramError,
-            "micro-batch 1 is missing: no rank of replica 0 runs the backward of layer 0 on it (step 0)",
+            "schedule=mine: rank 0 never yields Backward(1)",
         ),
         (
             lambda rank, m: [Backward(0), Forward(0), Forward(1), Backward(1)],
             ProgramError,
-            "backward before forward: rank 0 instruction 1 `B 0:2 mb0` needs saved(1) mb0 of rank 0 instruction 2 ",
+            "schedule=mine: rank 0: Backward(0) comes before Forward(0)",
         ),
         (
             lambda rank, m: [Forward(0), Forward(1), Forward(0), Backward(0), Backward(1)],
             ProgramError,
-            "micro-batch 0 is doubled: the forward of layer 0 runs in rank 0 instruction 0 `F 0:2 mb0` and in rank 0 ",
+            "schedule=mine: rank 0: Forward(0) comes twice, as actions 0 and 2",
         ),
         (
             lambda rank, m: [a for i in (range(m) if rank else reversed(range(m))) for a in (Forward(i), Backward(i))],
@@ -272,7 +272,7 @@ def own(actions):
         (
             lambda rank, m: [BackwardInput(0)],
             ProgramError,
-            "micro-batch 0 is missing: no rank of replica 0 runs the forward of layer 0 on it",
+            "schedule=mine: rank 0: BackwardInput(0) comes without Forward(0)",
         ),
         (
             lambda rank, m: None,

@@ -189,15 +189,15 @@ def one_too_many(rank: int, stages: int, microbatches: int) -> Iterator[Action]:
 @pytest.mark.parametrize(
     ("answer", "reason", "hint"),
     [
-        (only(), "micro-batch 0 is missing", "rank 0 yields nothing"),
+        (only(), "rank 0 never yields Forward(0)", "rank 0 yields nothing"),
         (lambda rank, stages, microbatches: None, "gave None", "rank 0 yields nothing"),
         (lambda rank: iter(()), "raised TypeError", "check its arguments"),
         (numbers, "yielded 0", "rank 0 yields Forward(0) never"),
         (endless, "yields more than 32 actions", "does a loop end?"),
         (unknown_name, "raised NameError: name 'microbatch' is not defined", "mend that line"),
-        (twice, "micro-batch 0 is doubled", "rank 0 yields Forward(0) 2 times"),
-        (forwards_only, "the backward of layer 0", "rank 0 yields Backward(0) never"),
-        (backwards_first, "backward before forward", "rank 0 yields Backward(0) before Forward(0)"),
+        (twice, "rank 0: Forward(0) comes twice, as actions 0 and 8", "rank 0 yields Forward(0) 2 times"),
+        (forwards_only, "rank 0 never yields Backward(0)", "rank 0 yields Backward(0) never"),
+        (backwards_first, "rank 0: Backward(0) comes before Forward(0)", "rank 0 yields Backward(0) before Forward(0)"),
         (one_too_many, "micro-batches count from 0 to 7", "rank 0 yields Forward(0) never"),
         (only(Forward([1])), "micro-batches count from 0 to 7", "rank 0 yields Forward(0) never"),  # type: ignore[arg-type]
         (alternating(lambda rank, stages: rank), "wait for each other in a circle, 0 -> 1 -> 0", "read each line"),
