@@ -173,7 +173,12 @@ class _PlainSGD:
 
     def step(self) -> None:
         for p in self.parameters:
-            p.data.sub_(p.grad, alpha=self.lr)
+            if p.grad is not None:
+                p.data.sub_(p.grad, alpha=self.lr)
+
+    def zero_grad(self) -> None:
+        for p in self.parameters:
+            p.grad = None
 
 
 def _pipeline(
