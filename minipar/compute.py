@@ -185,7 +185,7 @@ class Compute:
                 final = self._cut(y, ins), self._weight(y, part.weight) / self._share(y, ins)
             noting = noting_hooks() if trains and self.split else nullcontext()
             with noting, nullcontext() if trains is torch.is_grad_enabled() else torch.set_grad_enabled(trains):
-                result, ends = self._run_apart(piece, given, final, ins, rows, start, live)
+                given, result, ends = self._run_apart(piece, given, final, ins, rows, start, live)
             if trains:
                 edges = [
                     (k, torch.autograd.graph.get_gradient_edge(end)) for k, end in enumerate(ends) if end.requires_grad
@@ -217,8 +217,8 @@ class Compute:
         rows: range,
         start: int,
         live: dict[Value, Any],
-    ) -> tuple[Any, list[Tensor]]:
-        """The same as `_run_piece`, which leaves what it is given as it was.
+    ) -> tuple[Any, Any, list[Tensor]]:
+        """The same as `_run_piece`, which leaves what it is given as it was, and with that, as the graph begins there.
 
         Layers may write into their input, where that is the piece's (a leaf, somebody else's rows or message). They are
         found the first time: then all is put back, and they run once more, on a copy, as they do from then on.
@@ -235,16 +235,20 @@ class Compute:
                     f"{layers} wrote into their input, which they had not done before; a layer that does so now and "
                     "then must say so by an attribute `inplace = True`, so that it is given a copy"
                 )
-            return found
+            return given, *found
         copies = map_tensors((given, targets), lambda t: t.detach().clone())
         modules = [module for layer in piece for module in self.layers[layer].modules()]
         buffers = [(m, name, b, b.clone()) for m in modules for name, b in m._buffers.items() if b is not None]
         losses, sizes = list(self.losses), dict(self.sizes)
+        # (What is written into becomes a result of the layers' graph: the second run begins at leaves of its own.)
+        given_again, again = map_tensors((given, final), lambda t: t.detach().requires_grad_(t.requires_grad))
         try:
             found = self._run_piece(*arguments, whole=True)
             if seen.versions_are() and seen.equals(copies):
-                self.tried.add(key)
-                return found
+                # (A layer that is weighed gets a copy of its own, behind which nothing is seen: once more, then.)
+                if self.sizes.keys() == sizes.keys() or self.overwriting.isdisjoint(piece[1:]):
+                    self.tried.add(key)
+                return given, *found
             del found
         except Exception:
             if piece in self.copied:
@@ -260,9 +264,9 @@ class Compute:
         self.sizes.update(sizes)
         self.plain = {kind for kind in self.plain if kind[0] != piece}
         self.copied.add(piece)
-        found = self._run_piece(*arguments)
+        found = self._run_piece(piece, given_again, again, ins, rows, start, live)
         self.tried.add(key)
-        return found
+        return given_again, *found
 
     def _run_piece(
         self,

@@ -783,10 +783,9 @@ def _worker_step(
         return _Done(step, 0.0, 0.0, whole, {name: torch.zeros_like(p) for name, p in named.items()})
     masks.at(step, mine.start, rows=len(mine))
     value = mean_of(loss(model(rows_in(x, mine)), target)) * (weight / whole)
-    found = torch.autograd.grad(value, list(named.values()), allow_unused=True)
-    gradients = {
-        name: torch.zeros_like(p) if g is None else g for (name, p), g in zip(named.items(), found, strict=True)
-    }
+    found = torch.autograd.grad(value, list(named.values()), allow_unused=True) if value.requires_grad else ()
+    gradients = {name: torch.zeros_like(p) for name, p in named.items()}
+    gradients |= {name: g for name, g in zip(named, found, strict=False) if g is not None}
     return _Done(step, value.item(), weight, whole, gradients)
 
 

@@ -81,6 +81,38 @@ def test_a_batch_in_parts(clusters, text):
     check(clusters, Plan.parse(text), partial(parted, "add"), rows(9), steps=3)
 
 
+class Shifted(nn.Module):
+    """Adds its parameter to its input in place, which then is a result and no leaf of the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.linspace(-1.0, 1.0, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add_(self.shift)
+
+
+def shifted() -> nn.Sequential:
+    return nn.Sequential(Shifted(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+@pytest.mark.parametrize("text", ["microbatches=1", "pp=2 microbatches=3 schedule=zb-h1 checkpoint=1",
+                                  "dp=2 microbatches=2 bucket=none"])  # fmt: skip
+def test_a_parameter_added_to_the_rows(clusters, text):
+    check(clusters, Plan.parse(text), shifted, rows(9), steps=2)
+
+
+def viewed() -> nn.Sequential:
+    """A layer that hands on a view of its input, and behind it one that works in place."""
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Unflatten(1, (1, WIDTH)), nn.ReLU(inplace=True), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH))
+
+
+@pytest.mark.parametrize("text", ["pp=2 microbatches=3 schedule=zb-h2", "pp=2 microbatches=4 schedule=dualpipe"])
+def test_in_place_behind_a_view(clusters, text):
+    check(clusters, Plan.parse(text), viewed, rows(9), steps=2)
+
+
 def branches() -> Network:
     """Two readers of one output, the first of which writes into it, behind a layer that hands it on."""
     layers = [nn.Linear(WIDTH, WIDTH), nn.Identity(), Of(WAYS["add"]), nn.Linear(WIDTH, WIDTH), Of(sum)]
