@@ -120,12 +120,17 @@ def _is_serving(value: object) -> bool:
     return fits and bool(_MODE.fullmatch(value.mode))  # type: ignore[attr-defined]
 
 
-def check_fields(program: Program) -> None:
-    """ProgramError if a field of the program, other than its instructions, is not what its readers can work with."""
+def check_types(program: Program) -> None:
+    """ProgramError if a field of the program itself is of another type than its readers expect."""
     for name, (fits, possible) in _OWN.items():
         value = getattr(program, name)
         if not fits(value):
-            raise ProgramError(f"{name}={_shown(value)}: must be {possible}")
+            raise ProgramError(f"{name}={shown(value)}: must be {possible}")
+
+
+def check_fields(program: Program) -> None:
+    """ProgramError if a field of the program, other than its instructions, is not what its readers can work with."""
+    check_types(program)
     for name, held in (("state", program.state), ("final", program.final)):
         if held and len(held) != len(program.ranks):
             count = several(len(program.ranks), "rank")
@@ -186,7 +191,7 @@ def _check_model(program: Program) -> None:
     for g, group in enumerate(program.groups):
         if not group.layers or list(group.layers) != sorted(set(group.layers)) or group.layers[-1] >= layers:
             raise ProgramError(
-                f"group {g} is of layers {_shown(group.layers)}: must be ascending, each once, from 0 to {layers - 1}"
+                f"group {g} is of layers {shown(group.layers)}: must be ascending, each once, from 0 to {layers - 1}"
             )
     if program.edges:
         try:
@@ -194,7 +199,7 @@ def _check_model(program: Program) -> None:
         except PlanError as error:
             raise ProgramError(error.reason) from None
         if right != program.edges:
-            raise ProgramError(f"edges={_shown(program.edges)}: are numbered in another order; possible is {right}")
+            raise ProgramError(f"edges={shown(program.edges)}: are numbered in another order; possible is {right}")
     count = program.slice_count
     if count > 1 and program.microbatches % count:
         raise ProgramError(
@@ -203,11 +208,11 @@ def _check_model(program: Program) -> None:
     if (count > 1) != bool(program.carries):
         what = "no layer carries anything from slice to slice" if count > 1 else "sequences are not cut"
         raise ProgramError(
-            f"slices={_shown(program.slices)} carries={_shown(program.carries)}: {what}; possible are several slices "
+            f"slices={shown(program.slices)} carries={shown(program.carries)}: {what}; possible are several slices "
             "and the layers that carry, or slices=1 carries=()"
         )
     if len(set(program.carries)) < len(program.carries) or max(program.carries, default=0) >= layers:
-        raise ProgramError(f"carries={_shown(program.carries)}: must be layers from 0 to {layers - 1}, each once")
+        raise ProgramError(f"carries={shown(program.carries)}: must be layers from 0 to {layers - 1}, each once")
 
 
 def _check_state(program: Program) -> None:
@@ -267,10 +272,10 @@ def _is_part(value: object) -> bool:
 def check_instruction(rank: int, index: int, ins: object) -> None:
     """ProgramError if an instruction, or a field of it, is of another type than its readers expect."""
     if type(ins) is not Instruction:
-        raise ProgramError(f"rank {rank} instruction {index} is {_shown(ins)}: must be an Instruction")
+        raise ProgramError(f"rank {rank} instruction {index} is {shown(ins)}: must be an Instruction")
     for (name, (fits, possible)), value in zip(_FIELDS.items(), ins, strict=True):
         if not fits(value):
-            raise ProgramError(f"rank {rank} instruction {index}: {name}={_shown(value)} must be {possible}")
+            raise ProgramError(f"rank {rank} instruction {index}: {name}={shown(value)} must be {possible}")
 
 
 def explain(program: Program, error: Exception) -> ProgramError:
@@ -285,6 +290,7 @@ def explain(program: Program, error: Exception) -> ProgramError:
     return ProgramError(f"the program cannot be read: {type(error).__name__}: {error}")
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A value as Python writes it, of at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import astuple
-from typing import Any
+from typing import Any, TypeVar
 
+from minipar import form
 from minipar.contracts import Contract, Local, Serving, Staleness, Synchronous
+from minipar.errors import ProgramError
 from minipar.program import Group, Instruction, Op, Part, Program
 from minipar.values import Value
+
+T = TypeVar("T")
 
 
 def to_json(program: Program) -> dict[str, Any]:
@@ -57,28 +61,41 @@ def to_json(program: Program) -> dict[str, Any]:
     }
 
 
+_NEEDED = (
+    "name", "layers", "microbatches", "steps", "mesh", "groups", "receives_ahead", "state", "ranks", "values",
+)  # fmt: skip
+
+
 def from_json(data: dict[str, Any]) -> Program:
-    """The program that `to_json` gave."""
-    values = [Value(*entry) for entry in data["values"]]
+    """The program that `to_json` gave. Raises ProgramError, which names the field, if one is missing or of another type
+    than its readers expect; whether the program can run, `verify` says."""
+    if not isinstance(data, dict):
+        raise ProgramError(f"program {form.shown(data)}: must be a dictionary, as Program.to_json gives it")
+    for name in _NEEDED:
+        if name not in data:
+            raise ProgramError(f"{name}: is missing; a program has {', '.join(_NEEDED)}")
+    values = dict(enumerate(_read(data, "values", lambda entries: [Value(*entry) for entry in entries])))
 
     def named(refs: Iterable[int]) -> tuple[Value, ...]:
         return tuple(values[k] for k in refs)
 
-    ranks = tuple(
+    def sets(found: Iterable[Iterable[int]]) -> tuple[frozenset[Value], ...]:
+        return tuple(frozenset(named(refs)) for refs in found)
+
+    rows = _read(data, "ranks", lambda found: [list(row) for row in found])
+    program = Program(
         tuple(
-            Instruction(Op[op], tuple(layers), mb, step, named(reads), named(writes), named(frees), stream, peer,
-                        tuple(group), tuple(Part(Op[part], *rest) for part, *rest in parts), *name)
-            for op, layers, mb, step, reads, writes, frees, stream, peer, group, parts, *name in instructions
-        )
-        for instructions in data["ranks"]
-    )  # fmt: skip
-    return Program(
-        ranks,
+            tuple(_instruction(rank, index, entry, named) for index, entry in enumerate(row))
+            for rank, row in enumerate(rows)
+        ),
         data["layers"],
         data["microbatches"],
-        tuple(Group(tuple(layers), tuple(tensors), frozen) for layers, tensors, frozen in data["groups"]),
-        tuple((name, size) for name, size in data["mesh"]),
-        tuple(frozenset(named(refs)) for refs in data["state"]),
+        _read(
+            data, "groups",
+            lambda found: tuple(Group(tuple(layers), tuple(tensors), frozen) for layers, tensors, frozen in found),
+        ),
+        _read(data, "mesh", lambda found: tuple((name, size) for name, size in found)),
+        _read(data, "state", sets),
         data["steps"],
         contract=_contract(data),
         receives_ahead=data["receives_ahead"],
@@ -89,15 +106,41 @@ def from_json(data: dict[str, Any]) -> Program:
         algorithm=data.get("algorithm", ""),
         folder=data.get("folder", ""),
         room=data.get("room"),
-        chunks=tuple(data.get("chunks", ())),
-        final=tuple(frozenset(named(refs)) for refs in data.get("final", ())),
-        serving=Serving(*data["serving"]) if "serving" in data else None,
+        chunks=_read(data, "chunks", tuple),
+        final=_read(data, "final", sets),
+        serving=_read(data, "serving", lambda found: Serving(*found)) if "serving" in data else None,
         selective=data.get("selective", False),
         in_flight=data.get("in_flight"),
-        slices=_slices(data.get("slices", 1)),
-        carries=tuple(data.get("carries", ())),
-        edges=tuple((a, b) for a, b in data.get("edges", ())),
-    )
+        slices=_read(data, "slices", _slices, 1),
+        carries=_read(data, "carries", tuple),
+        edges=_read(data, "edges", lambda found: tuple((a, b) for a, b in found)),
+    )  # fmt: skip
+    form.check_types(program)
+    return program
+
+
+def _read(data: dict[str, Any], name: str, make: Callable[[Any], T], default: object = ()) -> T:
+    """A field, made of plain lists and numbers; ProgramError if these are no such."""
+    found = data.get(name, default)
+    try:
+        return make(found)
+    except form.STUMBLES as error:
+        raise ProgramError(f"{name}={form.shown(found)}: must be as Program.to_json writes it ({error})") from error
+
+
+def _instruction(rank: int, index: int, entry: Any, named: Callable[[Iterable[int]], tuple[Value, ...]]) -> Instruction:
+    """An instruction, each of its fields of the type that its readers expect."""
+    try:
+        op, layers, i, step, reads, writes, frees, stream, peer, group, parts, *name = entry
+        found = Instruction(
+            Op[op], tuple(layers), i, step, named(reads), named(writes), named(frees), stream, peer, tuple(group),
+            tuple(Part(Op[part], *rest) for part, *rest in parts), *name,
+        )  # fmt: skip
+    except form.STUMBLES as error:
+        where = f"ranks: rank {rank} instruction {index}"
+        raise ProgramError(f"{where} is {form.shown(entry)}: must be as Program.to_json writes it ({error})") from error
+    form.check_instruction(rank, index, found)
+    return found
 
 
 def _slices(found: int | list[int]) -> int | tuple[int, ...]:
@@ -107,4 +150,4 @@ def _slices(found: int | list[int]) -> int | tuple[int, ...]:
 def _contract(data: dict[str, Any]) -> Contract:
     if "local_steps" in data:
         return Local(data["local_steps"])
-    return Staleness(*data["staleness"]) if "staleness" in data else Synchronous()
+    return _read(data, "staleness", lambda found: Staleness(*found)) if "staleness" in data else Synchronous()

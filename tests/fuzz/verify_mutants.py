@@ -1,7 +1,6 @@
 """Mutants of programs of every kind, each judged by `verify` and by an interpreter of its own (verify_interpreter.py).
 
-    python -m tests.fuzz.verify_mutants --count 20000 --seed 0        the long form
-    python -m tests.fuzz.verify_mutants --count 1500 --runs 40        and 40 that verify accepts on real ranks
+    python -m tests.fuzz.verify_mutants --count 20000 --seed 0
 
 A mutant differs from a valid program in one to three places: any field of an instruction or of the program, or the
 order of instructions. verify must refuse it with a ProgramError, or accept it; what it accepts must be right. What it
