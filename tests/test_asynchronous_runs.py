@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from minipar import Plan, PlanError, ProgramError, execute, resume, train
+from minipar import Plan, PlanError, ProgramError, execute, resume, train, verify
 from minipar.correction import ByStaleness
 from minipar.costs.profiler import shape_of
 from minipar.execution import Execution, Job
@@ -244,4 +244,13 @@ def test_ampnet_with_fewer_rows_than_microbatches(clusters):
     """What has no rows has no messages, and what follows it on the link is looked for behind it."""
     model = partial(toy, ("linear",))
     job, done = run(clusters, "pp=2 schedule=ampnet microbatches=4", steps=4, data=rows(2), model=model)
+    assert max(errors(done, replay(job, order_of(done.program)))) <= 1e-12
+
+
+def test_ampnet_waits_for_what_has_no_rows(clusters):
+    """A rank takes up a micro-batch without rows when the rank before it is through with it; else the program as it
+    happened could not happen."""
+    plan = "pp=4 schedule=ampnet microbatches=6 in_flight=3 update_every=2"
+    job, done = run(clusters, plan, steps=4, data=rows(2), model=partial(toy, ("linear",) * 3))
+    verify(done.program)
     assert max(errors(done, replay(job, order_of(done.program)))) <= 1e-12

@@ -114,7 +114,8 @@ def acknowledgements(program: Program, rank: int) -> dict[tuple[int, int], int]:
 class Links:
     """All links of a rank, kept from one pass through its program to the next.
 
-    rows(value) gives the number of rows of a value's micro-batch; nothing is sent for a micro-batch without rows.
+    rows(value) gives the number of rows of a value's micro-batch; of one without rows nothing is sent, or only that it
+    is done where ranks decide as they run.
     emulated: whether messages carry the time of their arrival.
     """
 
@@ -156,6 +157,7 @@ class Links:
         self.here.clear()
         for inbox in self.inboxes.values():
             inbox.reached = inbox.posted = inbox.due = inbox.read = 0
+            inbox.open.clear()
             inbox.post(self.program.receives_ahead)
 
     def reach(self, peer: int) -> None:
@@ -183,7 +185,8 @@ class Links:
                 return
         here = self.present(message)
         if not here:
-            queue.append([])
+            said = self._said(message, arrival)
+            queue.append([] if said is None else [self.comm.isend(said[0], peer, said[1])])
             return
         found = dict(zip(message, contents, strict=True))
         tag, isend = self.tag(here[0]), self.comm.isend
@@ -211,6 +214,13 @@ class Links:
             handles.append(isend(torch.tensor([arrival], dtype=torch.float64), peer, tag + _ARRIVAL))
         queue.append(handles)
         self.learn(peer, message, contents)
+
+    def _said(self, message: Values, arrival: float = 0.0) -> tuple[Tensor, int] | None:
+        """What is sent in place of a message without rows, and its tag, where ranks decide as they run: they go by what
+        has arrived, and could else take up a micro-batch that the rank before them has not come to."""
+        if self.program.in_flight is None:
+            return None
+        return torch.tensor([arrival], dtype=torch.float64), self.tag(message[0]) + _ARRIVAL
 
     def _change(self, value: Value, peer: int, before: Any, form: Any) -> None:
         """An output has another form than before: from now on, every message is looked at."""
@@ -243,8 +253,6 @@ class Links:
 
     def look(self, message: Values, peer: int) -> float | None:
         """When the next message from a peer, this one, has arrived (on an emulated link); None: it is not here."""
-        if not self.present(message):
-            return 0.0
         received = self.inboxes[peer].look(message)
         if received is None:
             return None
@@ -339,6 +347,10 @@ class _Inbox:
         links = self.links
         here = links.present(message)
         if not here:
+            said = links._said(message)
+            if said is not None:
+                links.comm.receive(said[0], self.peer, said[1])
+                self.open[message] = Received([], (), said[0] if links.emulated else None)
             return
         if message not in self.open:
             self.post(self.positions[message] + 1)
@@ -369,9 +381,6 @@ class _Inbox:
 
     def look(self, message: Values) -> Received | None:
         """The next message, if it is here; `wait` will hand it out."""
-        while self.read < self.positions[message]:  # before it are only those of micro-batches without rows
-            self._read(self.order[self.read])
-            self.read += 1
         if self.read > self.positions[message]:
             return self.open[message]
         if not self.links.comm.readable([self.peer], 0.0):
