@@ -162,6 +162,9 @@ def _check_values(program: Program, rank: int, index: int, applied: int) -> None
         right = writes == set(map(param, groups)) and not reads
     else:
         right = reads == set(map(grad if ins.op is Op.PUSH else served, groups)) and not writes
+        if ins.op is Op.PUSH and not reads <= set(ins.frees):  # (what stays would go into the next push, too)
+            kept = min(reads - set(ins.frees))
+            raise refuse(program, rank, index, f"{where} keeps {kept}; possible is frees with all that is pushed")
     if not right:
         raise refuse(program, rank, index, f"{where} names other values than those of its groups")
 

@@ -68,6 +68,8 @@ class StaleWalk(Walk):
                 raise self._refuse(rank, index, f"is update {newest} of param({g}), but is called step {ins.step}")
             if grad(g) not in ins.frees:
                 raise self._refuse(rank, index, f"keeps grad({g}), which would go into the next update, too")
+            if others := {v for v in ins.writes if v.kind == "param" and v.index == g} - {param(g, newest + 1)}:
+                raise self._refuse(rank, index, f"writes {min(others)}; possible is {param(g, newest + 1)} alone")
             self._check_update(rank, index, g, newest)
             self.sums[rank][g] = 0
             self.version[rank][g] = newest + 1

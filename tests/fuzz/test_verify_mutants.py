@@ -65,6 +65,7 @@ INSTRUCTIONS = [
     ("pp=2 schedule=pipedream microbatches=2", Op.STEP, {"step": 1}, "is update 0 of param(0), but is called step 1"),
     ("dp=2 sync=ps", Op.PULL, {"writes": (param(0),)}, "names other values than those of its groups"),
     ("dp=2 sync=ps", Op.PULL, {"step": 1}, "was not pulled from rank 2 for step 0"),
+    ("dp=2 sync=ps", Op.PUSH, {"frees": ()}, "keeps grad(0); possible is frees with all that is pushed"),
     ("dp=2 sync=ps", Op.APPLY, {"layers": (0,)}, "server 2 keeps groups 0, 1, 2, 3"),
     ("dp=2 sync=ps", Op.APPLY, {"step": 1}, "is update 0 of its server, but is called step 1"),
 ]  # fmt: skip
@@ -169,6 +170,17 @@ def test_an_old_copy_does_not_come_over_an_update():
     with pytest.raises(ProgramError, match=r"over param_shard\(2\) after 1: an update is lost"):
         verify(given)
     assert judge(given)
+
+
+def test_an_asynchronous_update_writes_one_version_of_each():
+    given = program("pp=2 schedule=ampnet microbatches=3")
+    k = max(k for k, ins in enumerate(given.ranks[0]) if ins.op is Op.STEP)
+    row = list(given.ranks[0])
+    row[k] = row[k]._replace(writes=(*row[k].writes, next(v for v in row[k].reads if v.kind == "param")))
+    mutant = given.with_rank(0, row)
+    with pytest.raises(ProgramError, match=r"writes param\(0\).*; possible is param\(0\) v\d+ alone"):
+        verify(mutant)
+    assert judge(mutant)
 
 
 def test_the_name_of_a_contribution_of_an_asynchronous_program():
