@@ -158,7 +158,7 @@ def try_loss(loss: Any, output: Any, y: Any, parts: int) -> tuple[Any, str]:
     be split, and for a count that depends on the output.
     """
     given, form = loss, None
-    width = max(1, sum(t[:1].numel() for t in tensors(output)))
+    width = max(1, sum(t[:1].numel() for t in tensors(output) if t.dim()))
     total = min(count_rows(y), max(8, _SAMPLE // width))
     y = take_rows(y, range(total))
     if not total or not count_rows(output):
@@ -204,7 +204,8 @@ def _compare(given: Any, loss: Any, output: Any, y: Any, sizes: Sequence[int], b
         if not mine:
             continue
         try:
-            value = _number(given(take_rows(output, part), own))
+            cut = partial(_rows_of, part=part, count=sum(sizes))
+            value = _number(given(map_tensors(output, cut), own))
         except Exception as error:
             raise PlanError(f"loss: cannot be computed of {size} of {sum(sizes)} rows: {error}; {_WAYS}") from error
         found, plain = found + value * mine / weight, plain + value
@@ -220,6 +221,11 @@ def _compare(given: Any, loss: Any, output: Any, y: Any, sizes: Sequence[int], b
     )
 
 
+def _rows_of(t: Tensor, part: range, count: int) -> Tensor:
+    """Some of so many rows; all of a tensor that has other ones."""
+    return t[part.start : part.stop] if t.dim() and len(t) == count else t
+
+
 _WAYS = (
     "so it cannot be split into micro-batches. Let it return (sum, count), or say what its mean is over with "
     "losses.weighted(loss, count=lambda y: ...); or train with dp=1 microbatches=1"
@@ -232,6 +238,8 @@ def _between(output: Any, rows: int) -> Any:
     a, b, share = torch.randint(count, (rows,)), torch.randint(count, (rows,)), torch.rand(rows)
 
     def mix(t: Tensor) -> Tensor:
+        if not t.dim() or len(t) != count:
+            return t  # no rows: it is the same for every part of a batch
         one, other = t[a.to(t.device)], t[b.to(t.device)]
         if not t.is_floating_point():
             return one

@@ -125,3 +125,15 @@ def test_ordinary_losses_are_let_through():
     trained = nn.Linear(2, 2)
     with pytest.raises(PlanError, match="its parameter weight would never be trained"):
         check_loss(trained)
+
+
+def test_an_output_may_hold_what_has_no_rows():
+    """A parameter that is handed on, say: parts of a batch share it."""
+    output, y = (torch.randn(8, 6), torch.randn(1, 6)), torch.randn(11, 6)
+
+    def scaled(given, y):
+        return F.mse_loss(given[0] * given[1], y)
+
+    assert try_loss(scaled, output, y, 3) == (None, "")
+    with pytest.raises(PlanError, match="seems to be a sum"):
+        try_loss(lambda given, y: summed(given[0] * given[1], y), output, y, 3)

@@ -260,3 +260,17 @@ def test_emulated_links_by_a_function():
                       loss=mse, progress=False)  # fmt: skip
     assert found.predicted.time == pytest.approx(4 * (0.12 + 2 * 0.05))
     assert found.trace.time == pytest.approx(found.predicted.time, rel=0.05)
+
+
+def detached():
+    return torch.nn.Sequential(torch.nn.Linear(6, 6), Detached())
+
+
+class Detached(torch.nn.Module):
+    def forward(self, x):
+        return x.detach()
+
+
+def test_a_model_that_no_gradient_reaches(clusters):
+    found = run(clusters, "dp=2 sync=ps mode=ssp:0", model=detached, steps=2)
+    assert all(not g.any() for each in found.gradients for g in each.values())
