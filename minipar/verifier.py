@@ -331,7 +331,13 @@ def _check_state_work(
                 told = ",".join(map(str, other))
                 reason = f"{where}: an optimizer has groups {told} together, as in an earlier STEP"
                 raise refuse(program, rank, index, f"{reason}; possible is that in every step")
-    elif op is not Op.NORM:
+    elif op is Op.NORM:
+        if len(set(ins.reads)) < len(ins.reads):
+            reason = (
+                f"{where} counts {sorted(ins.reads, key=ins.reads.count)[-1]} twice; possible is each gradient once"
+            )
+            raise refuse(program, rank, index, reason)
+    else:
         _check_slices(program, rank, index, own)
     written = {value[:2] for value in (_on_host(program, rank, index)[1] if ins.stream == "host" else ins.writes)}
     lacking = made - written - ({("norm", 0)} if op is Op.STEP else set())

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from minipar import Plan, Program, ProgramError, verify
-from minipar.program import Local, Op, Part, Serving, Staleness, output, param
+from minipar.program import Local, Op, Part, Serving, Staleness, grad, output, param
 from tests.fuzz.verify_interpreter import judge
 from tests.fuzz.verify_mutants import PLAIN, campaign, valid
 from tests.interpreters import shape
@@ -53,6 +53,7 @@ INSTRUCTIONS = [
     (REPLICAS, Op.ALL_REDUCE, {"parts": (Part(Op.ALL_REDUCE, 3, 8, 0),)}, "a piece is of one uncompressed gradient"),
     ("dp=2 zero=1", Op.REDUCE_SCATTER, {"frees": ()}, "never applies grad(3): it has no STEP for it"),
     ("dp=2 zero=1", Op.ALL_GATHER, {"writes": (param(0),)}, "changes param(1), but does not write it"),
+    ("dp=2 clip=1.0", Op.NORM, {"reads": (*map(grad, (0, 1, 2, 3)), grad(0))}, "counts grad(0) twice; possible is"),
     (ALONE, Op.STEP, {"writes": ()}, "changes optimizer_state(0), but does not write it"),
     (ALONE, Op.FORWARD, {"microbatch": None}, "rank 0 instruction 0: microbatch=None must be a whole number"),
     (ALONE, Op.FORWARD, {"reads": "x"}, "rank 0 instruction 0: reads='x' must be a tuple of values"),
