@@ -510,7 +510,7 @@ def _(dice: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> Made:
     turn = torch.polar(torch.ones(shape[-1] // 2), torch.randn(shape[-1] // 2))
 
     def run(m: Any, x: Tensor) -> Tensor:
-        pairs = torch.view_as_complex((x * m.w).reshape(*x.shape[:-1], -1, 2))
+        pairs = torch.view_as_complex((x * m.w).reshape(*x.shape[:-1], -1, 2).contiguous())
         return torch.view_as_real(pairs * m.turn).flatten(-2)
 
     return With(run, w=parameter(shape[-1]), turn=turn)
