@@ -194,8 +194,6 @@ def test_what_would_train_something_else_is_refused(clusters):
     program = compiled("pp=2 microbatches=2")
     with pytest.raises(PlanError, match="Residual with a forward of its own"):
         execute(program, job(Residual), cluster=clusters(2))
-    with pytest.raises(PlanError, match="class weights"):
-        job(loss=nn.CrossEntropyLoss(weight=torch.ones(6)))
     with pytest.raises(PlanError, match="reduction='sum'"):
         job(loss=partial(nn.functional.mse_loss, reduction="sum"))
     x, y = rows(12)
