@@ -43,3 +43,24 @@ def clusters() -> Iterator[Clusters]:
     made = Clusters()
     yield made
     made.close()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--thorough", action="store_true", help="all cases of tests marked many(k), not every k-th")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of the cases of a module marked many(k) every k-th is run: in each of its grids all rows and columns occur."""
+    if config.getoption("--thorough"):
+        return
+    seen: dict[str, int] = {}
+    left_out = []
+    for item in items:
+        marker = item.get_closest_marker("many")
+        if marker is not None and hasattr(item, "callspec"):
+            count = seen[item.nodeid.split("[")[0]] = seen.get(item.nodeid.split("[")[0], -1) + 1
+            if count % marker.args[0]:
+                left_out.append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]

@@ -21,6 +21,8 @@ from minipar.remembered import Remembered
 from tests.test_gradients import check
 from tests.toys import rows
 
+pytestmark = pytest.mark.many(2)
+
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 WIDTH = 6

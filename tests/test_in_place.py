@@ -17,6 +17,8 @@ from minipar.network import Network
 from tests.test_gradients import check
 from tests.toys import rows
 
+pytestmark = pytest.mark.many(2)
+
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 WIDTH = 6

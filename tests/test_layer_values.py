@@ -19,6 +19,8 @@ from minipar.tensors import allocate, check_rows, map_tensors, opaque, spec, ten
 from tests.test_gradients import check
 from tests.toys import rows
 
+pytestmark = pytest.mark.many(2)
+
 # Ranks cannot import this file by name; its functions travel as those of a notebook do.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -12,6 +12,8 @@ from minipar import Plan, PlanError, train
 from minipar.losses import check_loss, counted, try_loss, weighted
 from tests.toys import rows, toy
 
+pytestmark = pytest.mark.many(2)
+
 F = nn.functional
 MODEL = partial(toy, ("linear", "dropout"))
 

@@ -16,6 +16,8 @@ from minipar.reference import build
 from minipar.reference import convert as convert_plainly
 from tests.toys import rows
 
+pytestmark = pytest.mark.many(2)
+
 mse = nn.functional.mse_loss
 
 

@@ -9,6 +9,8 @@ import pytest
 from tests.odd_layers import ODD, model
 from tests.test_pipelines import check
 
+pytestmark = pytest.mark.many(3)
+
 PLANS = (
     "pp=2 schedule=1f1b microbatches=3 split=3,4",
     "pp=2 schedule=zb-h1 microbatches=3 split=3,4",

@@ -17,6 +17,8 @@ from tests.odd_parameters import FORMS, WIDTH, Alone, model
 from tests.test_pipelines import _job, plainly
 from tests.toys import rows
 
+pytestmark = pytest.mark.many(4)
+
 mse = torch.nn.functional.mse_loss
 
 PLANS = (

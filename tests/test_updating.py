@@ -22,6 +22,8 @@ from minipar.saving.folder import open_folder
 from minipar.updating import Form, Schedule, Update
 from tests.toys import Tied
 
+pytestmark = pytest.mark.many(2)
+
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 mse = nn.functional.mse_loss

@@ -16,6 +16,8 @@ from minipar import Plan
 from tests.test_gradients import check
 from tests.toys import rows, toy
 
+pytestmark = pytest.mark.many(2)
+
 WIDTH = 192
 
 PIECEWISE = [
