@@ -36,6 +36,10 @@ from minipar.memory.storages import Held, Storages
 from minipar.program import BACKWARDS, Op
 from minipar.tensors import differentiable, tensors
 
+# Taken here, since a split backward notes hooks that layers register (`noting_hooks`), and does not split where there
+# are some. This one may run in both halves: it only says which layer is at work.
+_register_hook: Any = torch.Tensor.register_hook
+
 _COMPUTE = (Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 
 
@@ -240,7 +244,7 @@ class Tracker(Storages):
         def after(module: nn.Module, args: Any, output: Any) -> None:
             for tensor in differentiable(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(partial(_at_layer, self, layer))
+                    _register_hook(tensor, partial(_at_layer, self, layer))
 
         self._hooks += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
 
