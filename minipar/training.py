@@ -50,7 +50,7 @@ from minipar.wording import several
 _QUICK = 0.5  # seconds of a calibration that nobody asked for
 _VALUES_ONLY = (
     "its memory is that of the program's values: what a layer needs only while it runs is not counted, since that is "
-    "recorded neither of slices of sequences nor of models with branches"
+    "not recorded of slices of sequences"
 )
 
 
@@ -315,7 +315,7 @@ def train(
             assert known.tapes is not None
             return known.shape, known.profile, known.tapes, known.data_bytes
 
-        with bar(total=steps, desc=str(plan)) as meter, advising(plan, job.batch, measure, bool(made.edges)):
+        with bar(total=steps, desc=str(plan)) as meter, advising(plan, job.batch, measure):
 
             def tell(k: int, loss: float) -> None:
                 meter.set_postfix(loss=f"{loss:.4g}", refresh=False)

@@ -82,14 +82,12 @@ def advised(error: DeviceOutOfMemory, found: list[tuple[str, int]]) -> DeviceOut
 
 
 @contextmanager
-def advising(
-    plan: Plan, batch: int, measure: Callable[[tuple[int, ...]], Measured], branches: bool = False
-) -> Iterator[None]:
+def advising(plan: Plan, batch: int, measure: Callable[[tuple[int, ...]], Measured]) -> Iterator[None]:
     """While entered: a DeviceOutOfMemory says which plans would fit. See `ways_that_fit`."""
     try:
         yield
     except DeviceOutOfMemory as error:
-        if plan.slice_count > 1 or branches:  # (of these no tapes are recorded)
+        if plan.slice_count > 1:  # (of slices no tapes are recorded)
             raise
         try:
             found = ways_that_fit(plan, batch, error.capacity, measure)

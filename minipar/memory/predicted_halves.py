@@ -21,27 +21,26 @@ Key = tuple[int, int, int]  # layer, micro-batch, step
 def input_half(walk: Walk, ins: Instruction) -> None:
     """A BACKWARD_INPUT."""
     i, step = ins.microbatch, ins.step
-    above = walk.live.get(grad_output(ins.layers[-1], i, step))  # the instruction's frees let it go
-    held = False  # by the walk, as a gradient between two pieces
+    above = walk.sum_of_gradients(ins)
+    held = above is not None  # by the walk: such a sum, or a gradient between two pieces
+    if above is None and (out := walk.program.wiring.out[ins.layers[-1]]):
+        above = walk.live.get(grad_output(out[0], i, step))  # the instruction's frees let it go
     for piece in reversed(walk.pieces[ins.layers, i]):
         given, received, inner = above, above, False
         freed: list[tuple[int, int]] = []
         for layer in reversed(piece):
             made = _play(walk, (layer, i, step), received, freed)
-            if inner:
+            if inner and made is not received:
                 walk.release(received, "walk")
             received, inner = made, True
         for delta, layer in freed:
             walk.change(delta, "activations", layer)
         for layer in piece:
             _let_go(walk, (layer, i, step))
-        if held:
+        if held and received is not given:
             walk.release(given, "walk")
         above, held = received, True
-    if ins.layers[0] > walk.program.first_trainable and above is not None:
-        walk.hold(above, "live")
-        walk.live[grad_output(ins.layers[0] - 1, i, step)] = above
-    walk.release(above, "walk")
+    walk.hand_back(ins, above)
 
 
 def _play(walk: Walk, key: Key, received: Storage | None, freed: list[tuple[int, int]]) -> Storage | None:
@@ -62,7 +61,7 @@ def _play(walk: Walk, key: Key, received: Storage | None, freed: list[tuple[int,
             walk.change(delta, "activations", layer - 1)
         elif what == "temporary":
             walk.change(delta, "temporary", layer)
-    if received is not None and stays:
+    if received is not None and stays and walk.groups(layer)[0]:
         walk.hold(received, f"left of {key}")
         walk.left[key] = received
     if made:
@@ -77,7 +76,7 @@ def _let_go(walk: Walk, key: Key) -> None:
     """Inputs and outputs that the weight half does not need."""
     later = walk.tape(key[0], key[1]).weight_half
     if not frees(later, "input"):
-        walk.release(walk.read.pop(key, None), f"read by {key}")
+        walk.let_go_of_inputs(key)
     if not frees(later, "output"):
         walk.release(walk.made.pop(key, None), f"made by {key}")
 
@@ -95,7 +94,7 @@ def weight_half(walk: Walk, ins: Instruction) -> None:
                 left += delta
                 walk.change(delta, "activations", layer)
             elif what == "input":
-                walk.release(walk.read.pop(key, None), f"read by {key}")
+                walk.let_go_of_inputs(key)
             elif what == "output":
                 walk.release(walk.made.pop(key, None), f"made by {key}")
             elif what == "grad_output" and delta < 0:
@@ -105,7 +104,7 @@ def weight_half(walk: Walk, ins: Instruction) -> None:
             elif what == "temporary":
                 walk.change(delta, "temporary", layer)
         walk.change(-left, "activations", layer)
-        walk.release(walk.read.pop(key, None), f"read by {key}")
+        walk.let_go_of_inputs(key)
         walk.release(walk.made.pop(key, None), f"made by {key}")
         walk.release(walk.left.pop(key, None), f"left of {key}")
         copied += walk.fill(layer, groups, fresh)

@@ -79,7 +79,9 @@ class Walk:
         self.series = Series()
         self.changes: list[tuple[int, str, int]] = []
         self.live: dict[Value, Storage] = {}
-        self.read: dict[tuple[int, int, int], Storage] = {}  # layer, micro-batch, step: what its graph holds as input
+        self.read: dict[
+            tuple[int, int, int], list[Storage]
+        ] = {}  # layer, micro-batch, step: inputs that its graph holds
         self.made: dict[tuple[int, int, int], Storage] = {}  # and as its own output
         self.saved: dict[tuple[int, int, int], int] = {}
         self.left: dict[tuple[int, int, int], Storage] = {}  # gradients that wait for a weight half
@@ -221,7 +223,9 @@ class Walk:
                     self.change(-self.sizes.size(self.rank, value), "gradients", self.layer_of(value.index))
                 self.filled.discard(value.index)
             else:
-                self.release(self.live.pop(value, None), "live")
+                storage = self.live.pop(value, None)
+                self.release(storage, "live")
+                self.release(storage, f"live {value}")
 
     def versions(self, ins: Instruction) -> None:
         """The next version of parameters: made of the newest one, if nothing needs that any more, else beside it."""
@@ -333,7 +337,7 @@ class Walk:
                 self.posted[peer] += 1
                 for value in values:
                     size = self.sizes.size(self.rank, value)
-                    self.live[value] = self.make(size, value.index, "live", "buffers")
+                    self.live[value] = self.make(size, self.program.source(value), "live", "buffers")
 
     # computing -------------------------------------------------------------------------------------------------------
 
@@ -343,35 +347,37 @@ class Walk:
     def forward(self, ins: Instruction) -> None:
         i, step = ins.microbatch, ins.step
         saves = {value.index for value in ins.writes if value.kind == "saved"}
-        value = self.live.get(output(ins.layers[0] - 1, i, step))
+        found = (self.live.get(output(a, i, step)) for a in self.program.wiring.inputs[ins.layers[0]])
+        given = [storage for storage in found if storage is not None]
         borrowed: list[Storage] = []  # inputs of pieces: the executor names them until it goes on
         for piece in self.pieces[ins.layers, i]:
             trains = piece[0] in saves
             for layer in piece:
                 key = layer, i, step
                 tape = self.tape(layer, i)
-                if value is not None:
+                read = trains and (layer == piece[0] or keeps(tape.backward, "input"))
+                for value in given:
                     self.hold(value, "walk")
-                    if trains and (layer == piece[0] or keeps(tape.backward, "input")):
+                    if read:
                         self.hold(value, f"read by {key}")
-                        self.read[key] = value
+                        self.read.setdefault(key, []).append(value)
                 made = self._play_forward(tape.forward if trains else tape.plain, layer)
                 if trains:
                     self.saved[key] = sum(size for size, what in tape.forward if what == "saved")
                     if keeps(tape.backward, "output"):
                         self.hold(made, f"made by {key}")
                         self.made[key] = made
-                if value is not None and layer == piece[0]:
-                    borrowed.append(value)
+                if layer == piece[0]:
+                    borrowed += given
                 else:
-                    self.release(value, "walk")
-                value = made
+                    self.release(given[0], "walk")
+                given = [made]
             handed_on = output(piece[-1], i, step)
-            if handed_on in ins.writes and value is not None:
+            if handed_on in ins.writes:
                 self.release(self.live.pop(handed_on, None), "live")
-                self.hold(value, "live")
-                self.live[handed_on] = value
-        for storage in (*borrowed, value):
+                self.hold(made, "live")
+                self.live[handed_on] = made
+        for storage in (*borrowed, *given):
             self.release(storage, "walk")
 
     def _play_forward(self, tape: Tape, layer: int) -> Storage:
@@ -385,25 +391,19 @@ class Walk:
 
     def backward(self, ins: Instruction) -> None:
         i, step = ins.microbatch, ins.step
-        first = self.program.first_trainable
-        above = self.live.get(grad_output(ins.layers[-1], i, step))  # the instruction's frees let it go
+        above = self.sum_of_gradients(ins)
         copied: list[int] = []
         pieces = self.pieces[ins.layers, i]
         for piece in reversed(pieces):
-            given: Storage | None = None  # the gradient that this piece got from the one before
-            if piece is not pieces[-1]:
-                given, above = above, None
+            given = above  # the gradient that this piece got from the one before
             inner: Storage | None = None  # the gradient between two layers of the piece
             for layer in reversed(piece):
                 inner = self._play_backward(layer, i, step, inner, copied, layer == piece[0])
             key = piece[0], i, step
-            self.release(self.read.pop(key, None), f"read by {key}")
+            self.let_go_of_inputs(key)
             self.release(given, "walk")
             above = inner
-        if ins.layers[0] > first and above is not None:
-            self.hold(above, "live")
-            self.live[grad_output(ins.layers[0] - 1, i, step)] = above
-        self.release(above, "walk")
+        self.hand_back(ins, above)
         for g in copied:  # into their buckets
             self.change(-self.sizes.size(self.rank, Value("grad", g)), "temporary", self.layer_of(g))
 
@@ -425,7 +425,7 @@ class Walk:
                 self.release(self.made.pop(key, None), f"made by {key}")
             elif what == "input":
                 if not last:
-                    self.release(self.read.pop(key, None), f"read by {key}")
+                    self.let_go_of_inputs(key)
             elif what == "grad_output":
                 if delta < 0:
                     self.release(received, "walk")
@@ -436,6 +436,7 @@ class Walk:
                 self.change(delta, self.kind_of_gradient(groups), layer)
             else:
                 self.change(delta, "temporary", layer)
+        made += self.given_to_each(layer, i, step, made)
         self.change(-left, "activations", layer)
         self.release(self.made.pop(key, None), f"made by {key}")
         copied += self.fill(layer, groups, fresh)
@@ -443,6 +444,55 @@ class Walk:
             return received  # what comes in goes out
         self.release(received, "walk")
         return Storage(made, layer - 1, holders={"walk"}) if made else None
+
+    def let_go_of_inputs(self, key: tuple[int, int, int]) -> None:
+        """The graph of a layer holds its inputs no more."""
+        for storage in self.read.pop(key, ()):
+            self.release(storage, f"read by {key}")
+
+    # branches: an output has a gradient from each of its readers, and a layer may have several inputs
+
+    def sum_of_gradients(self, ins: Instruction) -> Storage | None:
+        """The gradient of an output with several readers, added up; one reader's is let go by the instruction."""
+        layer = ins.layers[-1]
+        out = self.program.wiring.out[layer]
+        if len(out) < 2:
+            return None
+        size = self.sizes.size(self.rank, grad_output(out[0], ins.microbatch, ins.step))
+        if len(out) > 2:  # each sum is made beside the one before
+            self.change(2 * size, "temporary", layer)
+            self.change(-2 * size, "temporary", layer)
+        return self.make(size, layer, "walk")
+
+    def given_to_each(self, layer: int, i: int, step: int, made: int) -> int:
+        """The gradients of several inputs are tensors of their own: what there is more of than `made` bytes, counted.
+
+        (A join's backward gives parts of one tensor, which are copied where they arrive.)
+        """
+        into = self.program.wiring.into[layer]
+        if len(into) < 2 or layer <= self.program.first_trainable:
+            return 0
+        more = sum(self.sizes.size(self.rank, grad_output(e, i, step)) for e in into) - made
+        self.change(more, "activations", layer - 1)
+        return more
+
+    def hand_back(self, ins: Instruction, found: Storage | None) -> None:
+        """The gradient of an instruction's inputs, which the walk holds, to the layers that these are from."""
+        first, layer = self.program.first_trainable, ins.layers[0]
+        into, inputs = self.program.wiring.into[layer], self.program.wiring.inputs[layer]
+        apart = len(into) > 1 and ins.op is Op.BACKWARD
+        if apart:
+            self.release(found, "walk")
+        for e, source in zip(into, inputs, strict=True):
+            value = grad_output(e, ins.microbatch, ins.step)
+            if source < first:
+                continue
+            if apart:
+                self.live[value] = self.make(self.sizes.size(self.rank, value), source, "live")
+            elif found is not None:
+                self.hold(found, f"live {value}")  # of a half, parts of one tensor
+                self.live[value] = found
+        self.release(found, "walk")
 
     # gradients -------------------------------------------------------------------------------------------------------
 

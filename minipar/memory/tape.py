@@ -20,6 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from minipar import randomness
 from minipar.costs.halves import input_half, weight_half
 from minipar.costs.profiler import OptimizerFactory, parameters_of
+from minipar.edges import Edges, wiring
 from minipar.memory.recorded import LayerTape, Tape, Tapes, Workspace
 from minipar.memory.storages import Held, Storages
 from minipar.tensors import differentiable, find_overwriting, map_tensors, overwrites, take_rows, tensors
@@ -95,10 +96,12 @@ def record(
     rows: Sequence[int],
     optimizer: OptimizerFactory,
     split: bool = False,
+    edges: Edges = (),
 ) -> Tapes:
     """The tapes of every layer for every number of rows in `rows`, and the workspace of an optimizer step.
 
-    Arguments as for `minipar.profile`; `split`: of backwards in halves, too. Every layer runs on a copy.
+    Arguments as for `minipar.profile`; `split`: of backwards in halves, too; `edges`: of a model with branches.
+    Every layer runs on a copy, and is given what its edges bring.
     """
     layers = list(model)
     copies = copy.deepcopy(nn.Sequential(*layers))
@@ -106,16 +109,22 @@ def record(
     chain = [layer for layer in copies._modules.values() if layer is not None]
     trainable = [l for l, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters())]
     first = min(trainable, default=len(layers))
+    inputs = wiring(edges, len(layers)).inputs
+    until = {a: l for l, read in enumerate(inputs) for a in read}  # the last one that reads it
     device = next((p.device for p in copies.parameters()), torch.device("cpu"))
     found: dict[int, tuple[LayerTape, ...]] = {}
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
         for n in sorted(set(rows)):
             value, y_n = (map_tensors(take_rows(v, range(n)), lambda t: t.to(device)) for v in (x, y))
             tapes = []
+            made: dict[int, Any] = {}
             for l, layer in enumerate(chain):
+                if l:
+                    value = made[inputs[l][0]] if len(inputs[l]) == 1 else tuple(made[a] for a in inputs[l])
+                    made = {a: output for a, output in made.items() if until[a] > l}
                 final = (loss, y_n) if l == len(chain) - 1 else None
                 find_overwriting(layer, value)
-                value, tape = _one_layer(layer, value, final, l, first, split)
+                made[l], tape = _one_layer(layer, value, final, l, first, split)
                 tapes.append(tape)
             found[n] = tuple(tapes)
     buffers = tuple(sum(b.numel() * b.element_size() for b in layer.buffers()) for layer in layers)

@@ -82,6 +82,18 @@ def test_ties_dropout_and_other_optimizers(clusters, name, text, optimizer):
         assert abs(mine / real - 1) <= 0.05
 
 
+@pytest.mark.parametrize(
+    "text", ["dp=1", "dp=2 zero=1", "pp=2 microbatches=4", "pp=2 microbatches=4 schedule=zb-h1", "pp=2 dp=2 zero=2"]
+)
+def test_branches(clusters, text):
+    """Outputs that several layers read, the sums of their gradients, and joins of several inputs."""
+    run = train(partial(models.build, "branchy"), data.for_model("branchy"), text, steps=3, batch=17, optimizer=ADAM,
+                memory=True, cluster=clusters(Plan.parse(text).ranks), progress=False)  # fmt: skip
+    assert "is not counted" not in run.predicted.note
+    for got, expected in zip(run.memory, run.predicted.peak_memory(), strict=True):
+        assert got.bytes == pytest.approx(expected, rel=0.02)
+
+
 @pytest.mark.parametrize("text", ["pp=2 dp=2 microbatches=4", "pp=2 microbatches=4 schedule=zb-v"])
 def test_so_is_every_instruction_and_every_kind(clusters, text):
     """Not only the highest moment: a prediction that is right by luck would not be right everywhere."""
