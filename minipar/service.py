@@ -21,6 +21,7 @@ from minipar.program import (
     Op,
     Program,
     Staleness,
+    Value,
     grad,
     param,
     pushed,
@@ -162,9 +163,10 @@ def _check_values(program: Program, rank: int, index: int, applied: int) -> None
         right = writes == set(map(param, groups)) and not reads
     else:
         right = reads == set(map(grad if ins.op is Op.PUSH else served, groups)) and not writes
-        if ins.op is Op.PUSH and not reads <= set(ins.frees):  # (what stays would go into the next push, too)
-            kept = min(reads - set(ins.frees))
-            raise refuse(program, rank, index, f"{where} keeps {kept}; possible is frees with all that is pushed")
+        kept = [v for v in reads - set(ins.frees) if not _parted(program, rank, index, v)]
+        if ins.op is Op.PUSH and kept:  # (what stays would go into the push of the next step, too)
+            reason = f"{where} keeps {min(kept)}; possible is frees with all that is pushed"
+            raise refuse(program, rank, index, reason)
     if not right:
         raise refuse(program, rank, index, f"{where} names other values than those of its groups")
 
@@ -311,3 +313,13 @@ def ages(program: Program) -> list[tuple[int, int, int, int]]:
             found += [(worker, step, version, version - used[worker, step]) for worker, step in taken]
             version += 1
     return found
+
+
+def _parted(program: Program, rank: int, index: int, value: Value) -> bool:
+    """Whether another part of a pushed gradient goes to another server, before it is written again."""
+    for ins in program.ranks[rank][index + 1 :]:
+        if value in ins.writes:
+            return False
+        if ins.op is Op.PUSH and value in ins.reads:
+            return ins.peer != program.ranks[rank][index].peer
+    return False
