@@ -18,6 +18,8 @@ from minipar import NotFinite, PlanError, RankError, StepInfo, resume, train
 from minipar.plan import Plan
 from tests.test_updating import MOMENTUM, Stream, factors, model, recipe
 
+pytestmark = pytest.mark.many(2)
+
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 cloudpickle.register_pickle_by_value(sys.modules["tests.test_updating"])
 

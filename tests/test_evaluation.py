@@ -18,6 +18,8 @@ from minipar.plan import Plan
 from tests.test_updating import MOMENTUM
 from tests.toys import rows, toy
 
+pytestmark = pytest.mark.many(2)
+
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 mse, cross_entropy = nn.functional.mse_loss, nn.functional.cross_entropy

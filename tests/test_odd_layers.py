@@ -9,7 +9,7 @@ import pytest
 from tests.odd_layers import ODD, model
 from tests.test_pipelines import check
 
-pytestmark = pytest.mark.many(3)
+pytestmark = pytest.mark.many(5)
 
 PLANS = (
     "pp=2 schedule=1f1b microbatches=3 split=3,4",

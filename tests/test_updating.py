@@ -22,7 +22,7 @@ from minipar.saving.folder import open_folder
 from minipar.updating import Form, Schedule, Update
 from tests.toys import Tied
 
-pytestmark = pytest.mark.many(2)
+pytestmark = pytest.mark.many(3)
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -16,7 +16,7 @@ from minipar import Plan
 from tests.test_gradients import check
 from tests.toys import rows, toy
 
-pytestmark = pytest.mark.many(2)
+pytestmark = pytest.mark.many(3)
 
 WIDTH = 192
 

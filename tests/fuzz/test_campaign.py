@@ -13,7 +13,7 @@ from minipar import Plan, randomness
 from tests.fuzz import campaign, models, oracle, plans
 from tests.fuzz.campaign import Found, Ranks, compare, draw, expect, judge, shrink
 
-PAIRS = range(20)
+PAIRS = range(14)
 BY_HAND = {"offload_folder", "extra_passes"}  # keys of a plan that are not drawn
 
 
