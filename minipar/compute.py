@@ -28,7 +28,19 @@ from minipar.finite import Finite
 from minipar.kept import Kept
 from minipar.losses import counted, counts_elements, says_count
 from minipar.pieces import pieces_of, row_major
-from minipar.program import Instruction, Local, Op, Program, Staleness, Synchronous, Value, grad_output, output
+from minipar.program import (
+    COPIES,
+    Instruction,
+    Local,
+    Op,
+    Program,
+    Staleness,
+    Synchronous,
+    Value,
+    grad_output,
+    home,
+    output,
+)
 from minipar.remembered import Remembered, will_run_again
 from minipar.strategies import host_layers, offload
 from minipar.tails import Tails
@@ -101,7 +113,9 @@ class Compute:
         self.program, self.pieces = program, pieces_of(program, self.rank)
         self.carrying = Carrying(program)
         self.again = will_run_again(program, self.rank)
-        self.split = any(ins.op is Op.BACKWARD_INPUT for ins in program.ranks[self.rank])
+        row = program.ranks[self.rank]
+        self.split = any(ins.op is Op.BACKWARD_INPUT for ins in row)
+        self.moved = {home(v) for ins in row if ins.op is Op.SEND or ins.op in COPIES for v in ins.reads}
 
     def _given(self, tensor: Tensor) -> Tensor:
         """An input tensor where and as the layers want it."""
@@ -418,13 +432,12 @@ class Compute:
         received, given = self._arrived(ins, live), None
         for piece in reversed(self.pieces[ins.layers, i]):
             given, edges = self.graphs.pop((piece[-1], i, step))
-            grads = [None if received is None else received[k] for k, _ in edges]
-            ends = [edge for _, edge in edges]
+            ends, grads = _reached(edges, received)
             if self.carrying.count > 1:
                 self.carrying.arriving(piece, ins, live, ends, grads)
             if ends:
                 engine.backward(ends, grads, alone=engine.hooked(self._parameters(piece)))
-            received = [torch.zeros_like(t) if t.grad is None else t.grad for t in differentiable(given)]
+            received = [t.grad for t in differentiable(given)]
             if self.carrying.count > 1:
                 self.carrying.hand_back(piece, ins, live)
         for layer in ins.layers if self.kept else ():
@@ -441,12 +454,12 @@ class Compute:
         for piece in reversed(self.pieces[ins.layers, i]):
             given, edges = self.graphs.pop((piece[-1], i, step))
             inputs = differentiable(given) if piece[0] > self.program.first_trainable else []
-            grads = [None if received is None else received[k] for k, _ in edges]
-            found, arrived = input_half([edge for _, edge in edges], grads, inputs, self._parameters(piece))
+            ends, grads = _reached(edges, received)
+            found, arrived = input_half(ends, grads, inputs, self._parameters(piece))
             self.left[piece[-1], i, step] = arrived
             if ("saved_weight", piece[-1], self.rows(ins)) not in self.sizes:
                 self._weigh_left(piece, arrived, self.rows(ins), bool(inputs), given, grads)
-            received = [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, found, strict=True)]
+            received = found
         self._forget(ins)
         self._hand_back(ins, given, received, live)
 
@@ -478,26 +491,32 @@ class Compute:
             found[piece[0]] = self.sizes["saved", piece[0], rows] + before + count_bytes(grads)
         self.sizes.update({("saved_weight", layer, rows): size for layer, size in found.items()})
 
-    def _arrived(self, ins: Instruction, live: dict[Value, Any]) -> list[Tensor] | None:
-        """The gradient of what an instruction hands on, the sum of all readers'; None of the last layer."""
+    def _arrived(self, ins: Instruction, live: dict[Value, Any]) -> list[Tensor | None] | None:
+        """The gradient of what an instruction hands on, the sum of all readers', each tensor's None where no reader has
+        one; None of the last layer."""
         out = self.program.wiring.out[ins.layers[-1]]
         found = [live[grad_output(e, ins.microbatch, ins.step)] for e in out]
         if len(out) > 1:
-            return [reduce(torch.add, parts) for parts in zip(*found, strict=True)]
+            there = [[g for g in parts if g is not None] for parts in zip(*found, strict=True)]
+            return [reduce(torch.add, parts) if parts else None for parts in there]
         return found[0] if found else None
 
-    def _hand_back(self, ins: Instruction, given: Any, received: list[Tensor] | None, live: dict[Value, Any]) -> None:
-        """The gradients of an instruction's inputs, each to the layer that it is from."""
+    def _hand_back(
+        self, ins: Instruction, given: Any, received: list[Tensor | None] | None, live: dict[Value, Any]
+    ) -> None:
+        """The gradients of an instruction's inputs, each to the layer that it is from. What is sent or copied are zeros
+        where there is none, since it has the form of the output."""
         first, layer = self.program.first_trainable, ins.layers[0]
         into = self.program.wiring.into[layer]
         start = 0
         for k, (e, source) in enumerate(zip(into, self.program.wiring.inputs[layer], strict=True)):
-            mine = received
+            mine, places = received, differentiable(given if len(into) == 1 else given[k])
             if received is not None and len(into) > 1:
-                count = len(differentiable(given[k]))
-                mine, start = received[start : start + count], start + count
+                mine, start = received[start : start + len(places)], start + len(places)
             if source >= first:
                 value = grad_output(e, ins.microbatch, ins.step)
+                if mine is not None and value in self.moved:
+                    mine = [torch.zeros_like(t) if g is None else g for t, g in zip(places, mine, strict=True)]
                 live[value] = mine
                 self.weigh(value, mine)
 
@@ -517,3 +536,18 @@ class Compute:
             if self.program.layers - 1 in self.layers:
                 total += count_bytes(take_rows(y, mine))
         return total
+
+
+def _reached(
+    edges: Sequence[tuple[int, Any]], received: Sequence[Tensor | None] | None
+) -> tuple[list[Any], list[Tensor | None]]:
+    """Where a backward begins: the ends of a graph that a gradient has reached, and these gradients.
+
+    edges      of each end which tensor of the output it is
+    received   gradients of these tensors; None where there is none, as in front of a `detach`, whose layers have no
+               backward in plain torch either. Without `received` the end is the loss, whose gradient is 1
+    """
+    if received is None:
+        return [edge for _, edge in edges], [None for _ in edges]
+    reached = [(edge, received[k]) for k, edge in edges if received[k] is not None]
+    return [edge for edge, _ in reached], [g for _, g in reached]
