@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,22 @@ from minipar.tensors import (
 )
 
 Loss = Callable[[Any, Any], Tensor]
+
+
+class _Work(NamedTuple):
+    """One piece of the graph that a forward is to make: some layers, and what they are given.
+
+    final   of the last layer the targets, and what the whole batch counts
+    rows    of the micro-batch in the batch; start: the first token of a slice
+    """
+
+    piece: tuple[int, ...]
+    given: Any
+    final: tuple[Any, float] | None
+    ins: Instruction
+    rows: range
+    start: int
+    live: dict[Value, Any]
 
 
 class Compute:
@@ -199,7 +215,7 @@ class Compute:
                 final = self._cut(y, ins), self._weight(y, part.weight) / self._share(y, ins)
             noting = noting_hooks() if trains and self.split else nullcontext()
             with noting, nullcontext() if trains is torch.is_grad_enabled() else torch.set_grad_enabled(trains):
-                given, result, ends = self._run_apart(piece, given, final, ins, rows, start, live)
+                given, result, ends = self._run_apart(_Work(piece, given, final, ins, rows, start, live))
             if trains:
                 edges = [
                     (k, torch.autograd.graph.get_gradient_edge(end)) for k, end in enumerate(ends) if end.requires_grad
@@ -222,27 +238,18 @@ class Compute:
         whole = self.carrying.count == 1 or counts_elements(y) or says_count(self.loss)
         return 1.0 if whole else sliced.share(y, self.program.slices, ins.microbatch % self.carrying.count)
 
-    def _run_apart(
-        self,
-        piece: tuple[int, ...],
-        given: Any,
-        final: tuple[Any, float] | None,
-        ins: Instruction,
-        rows: range,
-        start: int,
-        live: dict[Value, Any],
-    ) -> tuple[Any, Any, list[Tensor]]:
+    def _run_apart(self, work: _Work) -> tuple[Any, Any, list[Tensor]]:
         """The same as `_run_piece`, which leaves what it is given as it was, and with that, as the graph begins there.
 
         Layers may write into their input, where that is the piece's (a leaf, somebody else's rows or message). They are
         found the first time: then all is put back, and they run once more, on a copy, as they do from then on.
         """
-        arguments = piece, given, final, ins, rows, start, live
+        piece, given, final, *_ = work
         targets = final[0] if final else ()
         key = piece, torch.is_grad_enabled()
         seen = Unchanged(given, targets)
         if key in self.tried:
-            found = self._run_piece(*arguments)
+            found = self._run_piece(work)
             if not seen.versions_are():
                 layers = f"layers {piece[0]} to {piece[-1]}" if len(piece) > 1 else f"layer {piece[0]}"
                 raise RankError(
@@ -257,7 +264,7 @@ class Compute:
         # (What is written into becomes a result of the layers' graph: the second run begins at leaves of its own.)
         given_again, again = map_tensors((given, final), lambda t: t.detach().requires_grad_(t.requires_grad))
         try:
-            found = self._run_piece(*arguments, whole=True)
+            found = self._run_piece(work, whole=True)
             if seen.versions_are() and seen.equals(copies):
                 # (A layer that is weighed gets a copy of its own, behind which nothing is seen: once more, then.)
                 if self.sizes.keys() == sizes.keys() or self.overwriting.isdisjoint(piece[1:]):
@@ -278,26 +285,16 @@ class Compute:
         self.sizes.update(sizes)
         self.plain = {kind for kind in self.plain if kind[0] != piece}
         self.copied.add(piece)
-        found = self._run_piece(piece, given_again, again, ins, rows, start, live)
+        found = self._run_piece(work._replace(given=given_again, final=again))
         self.tried.add(key)
         return given_again, *found
 
-    def _run_piece(
-        self,
-        piece: tuple[int, ...],
-        given: Any,
-        final: tuple[Any, float] | None,
-        ins: Instruction,
-        rows: range,
-        start: int,
-        live: dict[Value, Any],
-        whole: bool = False,
-    ) -> tuple[Any, list[Tensor]]:
+    def _run_piece(self, work: _Work, whole: bool = False) -> tuple[Any, list[Tensor]]:
         """Layers of one piece of the graph: what they hand on (cut off), and the tensors that backward starts from.
 
-        final   of the last layer the targets, and what the whole batch counts; start: the first token of a slice
         whole   leave nothing out
         """
+        piece, given, final, ins, rows, start, live = work
         size = self.rows(ins)
         handed_on = output(piece[-1], ins.microbatch, ins.step) in ins.writes
         # Of the last layer of a recomputation whose output is not handed on, nobody reads the output's numbers.

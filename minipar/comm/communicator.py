@@ -233,7 +233,7 @@ class Communicator:
             return Handle(None, None, self.pending)
         if not tensor.is_contiguous():
             raise RankError(f"a tensor of strides {tensor.stride()} cannot be summed in place; use .contiguous()")
-        if algorithm in algorithms.names("allreduce"):
+        if algorithm is not None and algorithm in algorithms.names("allreduce"):
             return Handle(operations.played_sum(self, tensor, ranks, str(algorithm)), tensor, self.pending)
         what = f"iallreduce of {values.form(tensor)}" + (f" ({name})" if name else "")
         group, given = self._for(tensor, ranks)
