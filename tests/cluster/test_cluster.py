@@ -380,6 +380,7 @@ def test_all_ranks_answered_so_all_keep_their_state(cluster: Cluster) -> None:
 def test_the_rank_that_raised_is_named_and_the_waiting_ones_come_back(cluster: Cluster) -> None:
     def f() -> None:
         if worker.context().rank == 2:
+            time.sleep(0.5)  # so that the others wait
             raise ZeroDivisionError("rank two's own")
         wait_for_all()
 
@@ -387,7 +388,7 @@ def test_the_rank_that_raised_is_named_and_the_waiting_ones_come_back(cluster: C
     started = time.monotonic()
     with pytest.raises(ZeroDivisionError, match="rank two's own") as caught:
         cluster.run(f)
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 3.5
     assert "raised on rank 2:" in notes(caught.value)
     assert "meanwhile ranks 0, 1 were waiting in the making of a group over 0,1,2:" in notes(caught.value)
     assert "communicator.create().allreduce([1.0])" in notes(caught.value)

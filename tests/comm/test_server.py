@@ -221,8 +221,9 @@ def one_server(tmp_path):
     assert not thread.is_alive()
 
 
-def steps_of(folder, who):
+def steps_of(folder, who, begin=lambda: None):
     ps = pushing.connect(folder, who)
+    begin()
     while (step := ps.next_step()) is not None:
         for k in range(3):
             ps.push(k, kills.gradient(ps.pull(k), step, who, k))
@@ -295,9 +296,11 @@ def test_what_is_sent_twice_counts_once(one_server):
 
 
 def test_a_worker_may_join_later(one_server):
-    """One that nobody expected, by what stands in the folder."""
+    """One that nobody expected, by what stands in the folder. Worker 0 is not done before it is there."""
     folder, _, result = one_server
-    all_at_once(*(partial(steps_of, folder, who) for who in (0, 5, 1)))
+    joined = threading.Event()
+    begin = {0: partial(joined.wait, 30), 1: lambda: None, 5: joined.set}
+    all_at_once(*(partial(steps_of, folder, who, begin[who]) for who in (0, 5, 1)))
     while not result:
         time.sleep(0.01)
     values, taken, _ = kills.replay(result[0].order, kills.OPTIMIZERS["sgd"])

@@ -1,5 +1,6 @@
 """Priority: the order of messages, the gain in time, what verify refuses, and that training stays exact."""
 
+import statistics
 from functools import partial
 
 import pytest
@@ -239,7 +240,7 @@ def deep():
 
 def test_the_gain_on_emulated_devices_is_the_predicted_one():
     """A link that needs as long for all gradients as the devices compute."""
-    device = DeviceSpec(costs={"forward": 0.08, "backward": 0.08}, bandwidth=4 * 16640 / 0.16)
+    device = DeviceSpec(costs={"forward": 0.2, "backward": 0.2}, bandwidth=4 * 16640 / 0.4)
     data = torch.randn(8, 64), torch.randn(8, 64)
     times = {}
     with Cluster(2, device=device) as cluster:
@@ -248,6 +249,6 @@ def test_the_gain_on_emulated_devices_is_the_predicted_one():
             found = train(deep, data, plan, cluster=cluster, steps=8, loss=torch.nn.functional.mse_loss, progress=False)
             n = found.program.steps
             assert found.trace.time >= 0.99 * found.predicted.time  # never faster than the device
-            times[overlap] = found.predicted.time / n, found.trace.time / n
+            times[overlap] = found.predicted.time / n, statistics.median(found.step_times)
     assert times["backward"][0] / times["priority"][0] > 1.2  # the first step and the last are as without
     assert times["backward"][1] / times["priority"][1] > 1.1
