@@ -75,6 +75,23 @@ class _Work(NamedTuple):
     live: dict[Value, Any]
 
 
+def _told(backward: Callable[[Compute, Instruction, dict[Value, Any]], None]) -> Any:
+    """An exception in a backward is told with the layers that it is of: those of one call of autograd's engine."""
+
+    def run(self: Compute, ins: Instruction, live: dict[Value, Any]) -> None:
+        try:
+            backward(self, ins, live)
+        except MiniparError:
+            raise
+        except Exception as error:
+            who = " and ".join(naming_layers.title(k, self.layers[k], self.names) for k in ins.layers)
+            step = self.base + ins.step
+            where = f"in the backward on rank {self.rank}, micro-batch {ins.microbatch} of step {step}"
+            raise naming_layers.raised(who, error, where) from error
+
+    return run
+
+
 class Compute:
     """The layers that a rank holds, the rows that it works on, and the graphs between their forward and backward.
 
@@ -422,6 +439,7 @@ class Compute:
 
         return loss
 
+    @_told
     def backward(self, ins: Instruction, live: dict[Value, Any]) -> None:
         i, step = ins.microbatch, ins.step
         if not self.rows(ins):
@@ -442,6 +460,7 @@ class Compute:
         self._forget(ins)
         self._hand_back(ins, given, received, live)
 
+    @_told
     def backward_input(self, ins: Instruction, live: dict[Value, Any]) -> None:
         """The input half of a backward; what it leaves is `saved_weight`. See `costs/halves.py`."""
         i, step = ins.microbatch, ins.step
@@ -460,6 +479,7 @@ class Compute:
         self._forget(ins)
         self._hand_back(ins, given, received, live)
 
+    @_told
     def backward_weight(self, ins: Instruction, live: dict[Value, Any]) -> None:
         """The weight half, from where the input half left off."""
         if self.rows(ins):

@@ -24,7 +24,6 @@ from minipar.comm.buckets import Buckets
 from minipar.comm.communicator import Communicator
 from minipar.comm.handles import Handle, Then
 from minipar.correction import ByStaleness
-from minipar.errors import RankError
 from minipar.program import (
     Instruction,
     Op,
@@ -143,9 +142,6 @@ class State:
     def _slice(self, g: int) -> None:
         """Lay a group's parameters end to end, and take this rank's slice."""
         params = self.groups[g]
-        if len({p.dtype for p in params}) > 1:
-            layer, names = self.program.groups[g].layers[0], ", ".join(sorted({str(p.dtype) for p in params}))
-            raise RankError(f"layer {layer}: ZeRO needs parameters of one dtype, not of {names}")
         n, k = self.program.replicas, self.program.replica(self.comm.rank)
         count = sum(p.numel() for p in params)
         size = max(1, -(-count // n))
@@ -365,9 +361,6 @@ class State:
             for p, begin, end, place in self.places(g):
                 values = whole[place : place + end - begin].to("cpu", copy=True)
                 found.append((p, Slice(tuple(p.shape), begin, values)))
-            for p in self.groups[g]:
-                if p.numel() == 0:  # no slice has any of it
-                    found.append((p, torch.zeros(p.shape, dtype=whole.dtype)))
         return found
 
     def places(self, g: int) -> list[tuple[nn.Parameter, int, int, int]]:

@@ -67,3 +67,31 @@ def test_in_the_loss(clusters):
 
     with pytest.raises(Exception, match=r"the loss on rank 1: ValueError: no such target; given x\[0\] \(8, 6\)"):
         execute(program, Job([nn.Linear(6, 6), nn.Linear(6, 6)], rows(8), loss=loss), cluster=clusters(2))
+
+
+class _Refused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise KeyError("no way back")
+
+
+class OneWay(nn.Module):
+    def forward(self, x):
+        return _Refused.apply(x) if torch.is_grad_enabled() and x.shape[0] == 2 else x
+
+
+@pytest.mark.parametrize("words", ["pp=2 microbatches=2 split=2,2", "pp=2 schedule=zb-h1 microbatches=2 split=2,2"])
+def test_in_a_backward(clusters, words):
+    layers = [nn.Linear(6, 6), nn.Linear(6, 6), OneWay(), nn.Linear(6, 6)]
+    program = minipar.Plan.parse(words).compile(shape_of(layers))
+    job = Job(layers, rows(4), loss=nn.functional.mse_loss, dtype=torch.float64)
+    with pytest.raises(
+        Exception,
+        match=r"layer 2 \(OneWay\) and layer 3 \(Linear\) in the backward on rank 1, micro-batch 0 of step 0: "
+        "KeyError: 'no way back'",
+    ):
+        execute(program, job, cluster=clusters(2))
