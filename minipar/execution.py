@@ -487,9 +487,7 @@ def profile_job(
     slices, threads = ranges_of(plan, shape, [x, y]), torch.get_num_threads()
     again = plan.checkpoint not in ("none", "selective")
     measured = profile(cast(nn.Sequential, model), (x, y), loss, rows, 3, threads, optimizer, slices, again)
-    # (Tapes are of whole rows. Of slices the memory is predicted by the program's values.)
-    whole = memory and not slices
-    tapes = record(layers, x, y, loss, rows, optimizer, split, shape.edges) if whole else None
+    tapes = record(layers, x, y, loss, rows, optimizer, split, shape.edges, slices) if memory else None
     copies = Copies()
     if plan.offload:
         copies = measure_copies(

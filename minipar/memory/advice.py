@@ -87,7 +87,7 @@ def advising(plan: Plan, batch: int, measure: Callable[[tuple[int, ...]], Measur
     try:
         yield
     except DeviceOutOfMemory as error:
-        if plan.slice_count > 1:  # (of slices no tapes are recorded)
+        if plan.slice_count > 1:  # (what it would measure are whole rows)
             raise
         try:
             found = ways_that_fit(plan, batch, error.capacity, measure)

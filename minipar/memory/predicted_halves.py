@@ -1,7 +1,8 @@
 """Predicted memory of backwards in halves: the tapes of each half, laid along a walk (see `prediction.py`).
 
 I 2:4      what autograd saved for this half is free when a piece of the graph is done; gradients that arrived
-           at the operations with parameters stay, and so does what these saved
+           at the operations with parameters stay, and so does what these saved, and the piece's input: operations hold
+           those before them, up to the leaves of the graph
 W 2:4      all of that goes, and gradients of the parameters appear
 """
 
@@ -35,8 +36,9 @@ def input_half(walk: Walk, ins: Instruction) -> None:
             received, inner = made, True
         for delta, layer in freed:
             walk.change(delta, "activations", layer)
+        holds = piece[0] > walk.program.first_trainable and any(walk.groups(layer)[0] for layer in piece)
         for layer in piece:
-            _let_go(walk, (layer, i, step))
+            _let_go(walk, (layer, i, step), inputs=layer > piece[0] or not holds)
         if held and received is not given:
             walk.release(given, "walk")
         above, held = received, True
@@ -72,10 +74,10 @@ def _play(walk: Walk, key: Key, received: Storage | None, freed: list[tuple[int,
     return None
 
 
-def _let_go(walk: Walk, key: Key) -> None:
-    """Inputs and outputs that the weight half does not need."""
+def _let_go(walk: Walk, key: Key, *, inputs: bool) -> None:
+    """Outputs and, if asked, inputs that the weight half does not need."""
     later = walk.tape(key[0], key[1]).weight_half
-    if not frees(later, "input"):
+    if inputs and not frees(later, "input"):
         walk.let_go_of_inputs(key)
     if not frees(later, "output"):
         walk.release(walk.made.pop(key, None), f"made by {key}")

@@ -25,7 +25,9 @@ from minipar.program import (
     Op,
     Program,
     Value,
+    carry,
     grad,
+    grad_carry,
     grad_output,
     home,
     output,
@@ -84,6 +86,7 @@ class Walk:
         ] = {}  # layer, micro-batch, step: inputs that its graph holds
         self.made: dict[tuple[int, int, int], Storage] = {}  # and as its own output
         self.saved: dict[tuple[int, int, int], int] = {}
+        self.carried: dict[tuple[int, int, int], Storage] = {}  # what the graph holds of a carry
         self.left: dict[tuple[int, int, int], Storage] = {}  # gradients that wait for a weight half
         self.messages: dict[Value, list[Storage]] = {}  # buffers of a collective, held until what it writes is read
         self.unpacked: dict[Value, int] = {}  # bytes that it takes to read what a compressed sum brought
@@ -367,6 +370,7 @@ class Walk:
                     if keeps(tape.backward, "output"):
                         self.hold(made, f"made by {key}")
                         self.made[key] = made
+                self._carry_on(ins, key, tape)
                 if layer == piece[0]:
                     borrowed += given
                 else:
@@ -379,6 +383,20 @@ class Walk:
                 self.live[handed_on] = made
         for storage in (*borrowed, *given):
             self.release(storage, "walk")
+
+    def _carry_on(self, ins: Instruction, key: tuple[int, int, int], tape: LayerTape) -> None:
+        """What a layer keeps of a slice for the next one, whose bytes are counted already."""
+        size = sum(delta for delta, what in (tape.forward or tape.plain) if what == "carry")
+        if not size:
+            return
+        made = self.storage(size, key[0])
+        if keeps(tape.backward, "carry"):
+            self.hold(made, f"made by {key}")
+            self.carried[key] = made
+        if (value := carry(*key)) in ins.writes:
+            self.hold(made, "live")
+            self.live[value] = made
+        self.release(made, "walk")
 
     def _play_forward(self, tape: Tape, layer: int) -> Storage:
         size = 0
@@ -415,7 +433,7 @@ class Walk:
         tape = self.tape(layer, i)
         groups, fresh = self.groups(layer)
         left = self.saved.pop(key, 0)
-        made = 0
+        made = carried = 0
         for delta, what in tape.backward if fresh else tape.later:
             if what == "saved":
                 if key not in self.brought:
@@ -432,10 +450,18 @@ class Walk:
             elif what == "grad_input":
                 made += delta
                 self.change(delta, "activations", layer - 1)
+            elif what == "carry":
+                self.release(self.carried.pop(key, None), f"made by {key}")
+            elif what == "grad_carry":
+                carried += delta
+                self.change(delta, "activations", layer)
             elif what == "gradient":
                 self.change(delta, self.kind_of_gradient(groups), layer)
-            else:
+            elif what == "temporary":
                 self.change(delta, "temporary", layer)
+        self.release(self.carried.pop(key, None), f"made by {key}")
+        if carried:
+            self.live[grad_carry(layer, i - 1, step)] = Storage(carried, layer, holders={"live"})
         made += self.given_to_each(layer, i, step, made)
         self.change(-left, "activations", layer)
         self.release(self.made.pop(key, None), f"made by {key}")

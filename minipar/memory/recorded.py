@@ -10,7 +10,8 @@ from typing import NamedTuple, Protocol
 from minipar.program import Value
 
 # Bytes, and what they are: "saved" for the backward, "output", "input" (only its free), "grad_output" (its free),
-# "grad_input", "gradient" of a parameter, "temporary".
+# "grad_input", "gradient" of a parameter, "temporary". Of a slice of sequences also what it carries on, "carry", the
+# gradient of that, "grad_carried" (its free), and the one that it makes itself, "grad_carry"; "carried": what it got.
 Tape = tuple[tuple[int, str], ...]
 Piece = tuple[int, ...]
 
@@ -41,10 +42,10 @@ def frees(tape: Tape, what: str) -> bool:
 
 
 def keeps(tape: Tape, what: str) -> bool:
-    """Whether the graph holds a layer's input or output: then its backward frees it, but not at once."""
+    """Whether the graph holds a layer's input, output or carry: then its backward frees it, but not at once."""
     for k, (delta, kind) in enumerate(tape):
         if delta < 0 and kind == what:
-            return any(before > 0 or other not in ("input", "output") for before, other in tape[:k])
+            return any(before > 0 or other not in ("input", "output", "carry") for before, other in tape[:k])
     return False
 
 
@@ -72,7 +73,8 @@ class Workspace(NamedTuple):
 
 @dataclass(frozen=True)
 class Tapes:
-    """Of a whole model: by rows, then layer; bytes of each layer's buffers (no parameters, but held); the optimizer."""
+    """Of a whole model: by rows (of slices as in a profile), then layer; bytes of each layer's buffers (no parameters,
+    but held); the optimizer."""
 
     layers: dict[int, tuple[LayerTape, ...]]
     buffers: tuple[int, ...]

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from minipar import randomness
+from minipar import randomness, sliced
 from minipar.costs.halves import input_half, weight_half
 from minipar.costs.profiler import OptimizerFactory, parameters_of
 from minipar.edges import Edges, wiring
@@ -97,11 +97,12 @@ def record(
     optimizer: OptimizerFactory,
     split: bool = False,
     edges: Edges = (),
+    slices: Sequence[range] = (),
 ) -> Tapes:
     """The tapes of every layer for every number of rows in `rows`, and the workspace of an optimizer step.
 
-    Arguments as for `minipar.profile`; `split`: of backwards in halves, too; `edges`: of a model with branches.
-    Every layer runs on a copy, and is given what its edges bring.
+    Arguments as for `minipar.profile`, and of slices the same keys; `split`: of backwards in halves, too; `edges`: of a
+    model with branches. Every layer runs on a copy, and is given what its edges bring.
     """
     layers = list(model)
     copies = copy.deepcopy(nn.Sequential(*layers))
@@ -115,18 +116,23 @@ def record(
     found: dict[int, tuple[LayerTape, ...]] = {}
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
         for n in sorted(set(rows)):
-            value, y_n = (map_tensors(take_rows(v, range(n)), lambda t: t.to(device)) for v in (x, y))
-            tapes = []
-            made: dict[int, Any] = {}
-            for l, layer in enumerate(chain):
-                if l:
-                    value = made[inputs[l][0]] if len(inputs[l]) == 1 else tuple(made[a] for a in inputs[l])
-                    made = {a: output for a, output in made.items() if until[a] > l}
-                final = (loss, y_n) if l == len(chain) - 1 else None
-                find_overwriting(layer, value)
-                made[l], tape = _one_layer(layer, value, final, l, first, split)
-                tapes.append(tape)
-            found[n] = tuple(tapes)
+            whole, target = (map_tensors(take_rows(v, range(n)), lambda t: t.to(device)) for v in (x, y))
+            carried: dict[int, Any] = {}  # by layer, what the slice before has carried on
+            for j, tokens in enumerate(slices or [None]):
+                value, y_n = (whole, target) if tokens is None else sliced.pick((whole, target), tokens)
+                tapes = []
+                made: dict[int, Any] = {}
+                for l, layer in enumerate(chain):
+                    if l:
+                        value = made[inputs[l][0]] if len(inputs[l]) == 1 else tuple(made[a] for a in inputs[l])
+                        made = {a: output for a, output in made.items() if until[a] > l}
+                    final = (loss, y_n) if l == len(chain) - 1 else None
+                    if tokens is None:
+                        find_overwriting(layer, value)
+                    here = None if tokens is None else _Here(tokens.start, carried.get(l), j + 1 < len(slices))
+                    made[l], carried[l], tape = _one_layer(layer, value, final, l, first, split, here)
+                    tapes.append(tape)
+                found[n * max(1, len(slices)) + j] = tuple(tapes)
     buffers = tuple(sum(b.numel() * b.element_size() for b in layer.buffers()) for layer in layers)
     groups = parameters_of(layers)
     flat = [[_flat(group)] if group else [] for group in groups]
@@ -134,51 +140,97 @@ def record(
     return Tapes(found, buffers, *spaces)
 
 
+class _Here(NamedTuple):
+    """Where in its sequences a slice is: its first token, what a layer carried on before it, whether there are more."""
+
+    start: int
+    before: Any
+    more: bool
+
+
 def _one_layer(
-    layer: nn.Module, value: Any, final: tuple[Loss, Any] | None, l: int, first: int, split: bool
-) -> tuple[Any, LayerTape]:
-    """What a layer hands on, and its tapes: without a graph; forward and first backward; a later backward; halves."""
+    layer: nn.Module,
+    value: Any,
+    final: tuple[Loss, Any] | None,
+    l: int,
+    first: int,
+    split: bool,
+    here: _Here | None,
+) -> tuple[Any, Any, LayerTape]:
+    """What a layer hands on and, of a slice, carries on; and its tapes: without a graph; forward and first backward; a
+    later backward; halves."""
     with torch.no_grad():
         recorder, given = _given(layer, value, l, None)
+        run = _runner(layer, here, recorder, False)
         with recorder:
-            output = layer(_own(layer, given))
+            output = run(_own(layer, given))
             recorder.role(output, "output")
+            recorder.role(_carried(run), "carry")
             del given
         plain = recorder.take()
-        result = map_tensors(output, torch.clone)
-        del output
+        result, carried = map_tensors(output, torch.clone), map_tensors(_carried(run), torch.clone)
+        del output, run
     if l < first:
-        return result, LayerTape(plain)
+        return result, carried, LayerTape(plain)
     found: list[Tape] = []
     for halves in (False, True) if split else (False,):
-        forward, backward, half = _with_graph(layer, value, final, l, first, halves)
-        _, later, _ = _with_graph(layer, value, final, l, first, halves)
+        forward, backward, half = _with_graph(layer, value, final, l, first, halves, here)
+        _, later, _ = _with_graph(layer, value, final, l, first, halves, here)
         found += [half, backward, later] if halves else [forward, backward, later]
         for p in layer.parameters():
             p.grad = None
-    return result, LayerTape(plain, *found)
+    return result, carried, LayerTape(plain, *found)
+
+
+def _runner(layer: nn.Module, here: _Here | None, recorder: _Recorder, trains: bool) -> Any:
+    """The layer as a function of its input; of a slice, beside it what was carried on, which somebody else holds."""
+    if here is None:
+        return layer
+    before = map_tensors(here.before, lambda t: t.detach().clone())
+    for tensor in tensors(before):
+        recorder.register(tensor, "carried")
+    recorder.take()
+    return sliced.Alone(layer, here.start, before, here.more, trains)
+
+
+def _carried(run: Any) -> Any:
+    """What a layer carries on to the next slice."""
+    return run.handed_on if isinstance(run, sliced.Alone) else None
 
 
 def _with_graph(
-    layer: nn.Module, value: Any, final: tuple[Loss, Any] | None, l: int, first: int, halves: bool = False
+    layer: nn.Module,
+    value: Any,
+    final: tuple[Loss, Any] | None,
+    l: int,
+    first: int,
+    halves: bool = False,
+    here: _Here | None = None,
 ) -> tuple[Tape, Tape, Tape]:
     """Tapes of a forward and its backward; of a backward in halves, of both."""
     root = torch.zeros((), requires_grad=True)
     arrived: list[Tensor] = []
     fresh = [p for p in layer.parameters() if p.grad is None]
     recorder, given = _given(layer, value, l, (root, arrived.append) if l > first else None)
+    run = _runner(layer, here, recorder, True)
+    leaves: list[Tensor] = []
     with recorder:
-        output = layer(_own(layer, given))
+        output = run(_own(layer, given))
         end = final[0](output, final[1]) if final else None
         recorder.role(output, "output")
+        recorder.role(_carried(run), "carry")
         recorder.name_the_rest("saved")
         forward = recorder.take()
         ends = [t for t in differentiable(output) if t.requires_grad] if end is None else []
-        last = end if end is not None else _Sink.apply(lambda made: recorder.role(made, "grad_output"), *ends)
+        more = [t for t in differentiable(_carried(run)) if t.requires_grad]
+        last = [end] if end is not None else [_Sink.apply(lambda made: recorder.role(made, "grad_output"), *ends)]
+        last += [_Sink.apply(lambda made: recorder.role(made, "grad_carried"), *more)] if more else []
+        if isinstance(run, sliced.Alone):
+            leaves, run.handed_on = differentiable(run.given), None
         recorder.take()
-        del output, ends, given, end
+        del output, ends, given, end, more
         before = recorder.take()  # what goes now is not held by the graph
-        edges = [get_gradient_edge(last)] if last.requires_grad else []
+        edges = [get_gradient_edge(one) for one in last if one.requires_grad]
         del last
         input_tape: Tape = ()
         if halves:
@@ -195,6 +247,7 @@ def _with_graph(
                 torch.autograd.backward(edges, [None] * len(edges))
             del edges
             recorder.role(arrived, "grad_input")
+            recorder.role([leaf.grad for leaf in leaves], "grad_carry")
         recorder.role([p.grad for p in fresh if p.grad is not None], "gradient")
         backward = recorder.take()
     return forward, before + backward, input_tape
