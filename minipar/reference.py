@@ -376,7 +376,7 @@ def train_plainly(
         masks.at(step, 0)
         with torch.set_grad_enabled(not inference):
             value = mean_of(loss(model(x), y))
-        if names:
+        if names and value.requires_grad:  # (behind a detach nothing is trained)
             value.backward()
             if clip is not None:
                 torch.nn.utils.clip_grad_norm_(names.values(), clip)
