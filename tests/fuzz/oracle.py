@@ -83,7 +83,7 @@ class Plain:
         if nudge:
             generator = torch.Generator().manual_seed(1)
             for p in self.model.parameters():
-                p.data *= 1 + nudge * (torch.rand(p.shape, generator=generator) - 0.5)
+                p.data *= 1 + nudge * (torch.rand(p.shape, generator=generator, dtype=torch.float64) - 0.5)
         params = list(self.named.values())
         self.optimizer = torch.optim.SGD(params, lr=lr, momentum=momentum) if params else None
 
