@@ -107,8 +107,10 @@ class Compute:
         layers: Sequence[nn.Module],
         loss: Loss,
         seed: int = 0,
+        posts: bool = False,
     ) -> None:
         held = program.placement[rank]
+        self.posts = posts  # whether gradients that are sent must have the form of the output
         self.seed, self.generators = seed, randomness.generators(device)
         self.rank, self.device, self.loss = rank, device, loss
         self.on_host, _ = host_layers.computed(program.ranks[rank])
@@ -148,7 +150,8 @@ class Compute:
         self.again = will_run_again(program, self.rank)
         row = program.ranks[self.rank]
         self.split = any(ins.op is Op.BACKWARD_INPUT for ins in row)
-        self.moved = {home(v) for ins in row if ins.op is Op.SEND or ins.op in COPIES for v in ins.reads}
+        moving = {Op.SEND, *COPIES} if self.posts else COPIES
+        self.moved = {home(v) for ins in row if ins.op in moving for v in ins.reads}
 
     def _given(self, tensor: Tensor) -> Tensor:
         """An input tensor where and as the layers want it."""
@@ -521,8 +524,8 @@ class Compute:
     def _hand_back(
         self, ins: Instruction, given: Any, received: list[Tensor | None] | None, live: dict[Value, Any]
     ) -> None:
-        """The gradients of an instruction's inputs, each to the layer that it is from. What is sent or copied are zeros
-        where there is none, since it has the form of the output."""
+        """The gradients of an instruction's inputs, each to the layer that it is from. Where there is none, zeros are
+        sent by a transport that posts receives by their size, and copied."""
         first, layer = self.program.first_trainable, ins.layers[0]
         into = self.program.wiring.into[layer]
         start = 0

@@ -133,7 +133,7 @@ class Executor:
         check_fit(program, layers, edges_of(container))
         recomputed.choose(layers, program.selective)
         self.comm = comm
-        self.compute = Compute(program, comm.rank, comm.device, layers, loss, seed)
+        self.compute = Compute(program, comm.rank, comm.device, layers, loss, seed, comm.posts)
         self.compute.names = naming_layers.names_of(model)
         if any(value.kind == "grad_output" for ins in program.ranks[comm.rank] for value in ins.reads):
             # Autograd imports this at the first backward from a given gradient: half a second in the middle of a trace.

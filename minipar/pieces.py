@@ -24,7 +24,14 @@ def check_fit(program: Program, layers: Sequence[nn.Module], edges: Edges = ()) 
     """
     check_parameters(layers)
     check_types(program, layers)
-    groups = shape_of(layers).groups
+    shape = shape_of(layers)
+    groups = shape.groups
+    if program.slice_count > 1 and (shape.whole or set(shape.carries) != set(program.carries)):
+        what = f"layer {shape.whole} takes whole sequences" if shape.whole else f"layers {shape.carries} carry"
+        raise RankError(
+            f"program {program.name!r} was compiled for another model, in whose slices of sequences layers "
+            f"{program.carries} carry: {what}; compile it for minipar.costs.profiler.shape_of(model)"
+        )
     planned = {group.layers: group.trainable for group in program.groups}
     same = len(layers) == program.layers and planned.keys() == {group.layers for group in groups}
     if same and edges != program.edges:

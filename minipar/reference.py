@@ -424,11 +424,15 @@ def train_locally(
     first: int = 0,
     begin: Begin = lambda model, optimizer: None,
     how: How = PLAIN,
+    again: Callable[[], nn.Module] | None = None,
 ) -> Reference:
     """The same of Local SGD: copies of the model, each with its optimizer and its rows, averaged after `every` steps
     and the last one, by the rows of each. Losses and gradients are averages, too, those of one step. Buffers are those
-    of the first copy."""
-    copies = [model, *(copy.deepcopy(model) for _ in range(replicas - 1))]
+    of the first copy.
+
+    again   makes the model once more (a copy would lack the hooks of its parameters)
+    """
+    copies = [model, *(again() if again else copy.deepcopy(model) for _ in range(replicas - 1))]
     masks = [Masks(each, seed) for each in copies]
     statistics = statistics_of(model)
     named = [{name: p for name, p in each.named_parameters() if p.requires_grad} for each in copies]
@@ -910,6 +914,8 @@ def run(task: Mapping[str, Any], report: Callable[[int], None] = lambda step: No
         options["report"] = report
         if task["saved"] is not None:
             options["begin"] = partial(go_on, task["saved"])
+    if task["kind"] == "local" and callable(task["model"]) and not isinstance(task["model"], nn.Module):
+        options["again"] = partial(build, task["model"], task["seed"], task["dtype"], task["evaluate"])
     if task["kind"] == "order":
         options["order"] = Order(*options["order"])
     loops: dict[str, Callable[..., Reference]] = {

@@ -131,6 +131,11 @@ def check_causal(plan: Plan, shape: Shape) -> None:
             f"schedule={plan.schedule}: layer {shape.whole} of this model takes whole sequences; possible are causal "
             "models whose layers derive from minipar.sliced.Sliced, such as models.gpt, or a schedule such as 1f1b"
         )
+    if plan.slice_count > 1 and not shape.carries:
+        raise PlanError(
+            f"schedule={plan.schedule}: no layer of this model carries anything from slice to slice, its tokens are as "
+            "good as rows; possible is a schedule such as 1f1b, on micro-batches of rows"
+        )
 
 
 def check_slices(plan: Plan) -> None:

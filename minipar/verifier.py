@@ -232,11 +232,14 @@ def _not_on_host(program: Program, rank: int, index: int) -> ProgramError:
 
 
 def _check_sent(program: Program, rank: int, sent: set[int]) -> None:
-    """What is sent is an output that some instruction hands on: of the layers inside of one, autograd has it alone."""
-    ends = {ins.layers[-1] for ins in program.ranks[rank] if ins.op in (Op.FORWARD, Op.RECOMPUTE)}
-    for index, ins in enumerate(program.ranks[rank]):
+    """What is sent is an output that some instruction hands on: of the layers inside of one, autograd has it alone,
+    unless its graph is cut there."""
+    row = program.ranks[rank]
+    ends = {ins.layers[-1] for ins in row if ins.op in (Op.FORWARD, Op.RECOMPUTE)} | {program.first_trainable - 1}
+    cut = {(ins.layers[0] - 1, ins.microbatch) for ins in row if ins.op in _ON_LAYERS}
+    for index, ins in enumerate(row):
         for value in ins.reads if ins.op is Op.SEND or ins.op in COPIES else ():
-            inside = value.kind == "output" and value.index in sent - ends
+            inside = value.kind == "output" and value.index in sent - ends and (value[1], value.microbatch) not in cut
             makers = _producers(program, rank, value) if inside else ()
             if makers and program.ranks[rank][makers[0]].op is Op.FORWARD:
                 maker = at(program, rank, makers[0])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -50,17 +52,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the cases of a module marked many(k) every k-th is run: in each of its grids all rows and columns occur."""
+    """Of the cases of a module marked many(k) some are run, so that in each of its grids all rows and columns occur: of
+    many(2) every other one of each row, of others every k-th."""
     if config.getoption("--thorough"):
         return
-    seen: dict[str, int] = {}
+    seen: Counter[str] = Counter()
     left_out = []
     for item in items:
         marker = item.get_closest_marker("many")
         if marker is not None and hasattr(item, "callspec"):
-            count = seen[item.nodeid.split("[")[0]] = seen.get(item.nodeid.split("[")[0], -1) + 1
-            if count % marker.args[0]:
+            name, every = item.nodeid.split("[")[0], marker.args[0]
+            if (_diagonal(item) if every == 2 else seen[name]) % every:
                 left_out.append(item)
+            seen[name] += 1
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
+
+
+def _diagonal(item: Any) -> int:
+    """The sum of a case's places in the grid of its test."""
+    names = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    firsts = [name.split(",")[0].strip() if isinstance(name, str) else name[0] for name in names]
+    return sum(item.callspec.indices[name] for name in firsts)

@@ -1,7 +1,7 @@
 """All tests, as `make test` runs them: python tests/everything.py [PYTEST_ARGUMENTS]
 
-First the tests of the cluster and of messages, which mind the clock, by themselves. Then the lessons beside all other
-tests: a lesson mostly waits for emulated devices.
+First the tests of the cluster and of messages, which mind the clock, by themselves. Then the lessons, which mostly wait
+for emulated devices, and a few folders of tests beside all others.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FIRST = ("tests/cluster", "tests/comm")
+BESIDE = ("tests/widgets", "tests/saving", "tests/exercises", "tests/data", "tests/search", "tests/models")
 NOTHING = 5  # pytest's status when the arguments select no test
 
 
@@ -20,13 +21,15 @@ def main(arguments: list[str]) -> int:
     pytest = [sys.executable, "-m", "pytest"]
     found = [subprocess.call([*pytest, *FIRST, *arguments], cwd=ROOT)]
     with tempfile.TemporaryFile("w+") as told:
-        lessons = subprocess.Popen([*pytest, "lessons", *arguments], cwd=ROOT, stdout=told, stderr=subprocess.STDOUT)
+        beside = subprocess.Popen(
+            [*pytest, "lessons", *BESIDE, *arguments], cwd=ROOT, stdout=told, stderr=subprocess.STDOUT
+        )
         try:
-            others = [f"--ignore={folder}" for folder in FIRST]
+            others = [f"--ignore={folder}" for folder in (*FIRST, *BESIDE)]
             found.append(subprocess.call([*pytest, "tests", *others, *arguments], cwd=ROOT))
-            found.append(lessons.wait())
+            found.append(beside.wait())
         finally:
-            lessons.kill()
+            beside.kill()
         told.seek(0)
         print(told.read())
     return next((status for status in found if status not in (0, NOTHING)), 0)

@@ -45,8 +45,13 @@ def cut_off(width: int = 6) -> nn.Sequential:
         "pp=2 microbatches=3 split=4,3",
         "pp=2 microbatches=3 split=5,2 schedule=zb-h1",
         "pp=2 microbatches=4 split=5,2 schedule=chimera",
+        "pp=2 microbatches=3 split=3,4",
+        "pp=3 microbatches=3 split=1,2,4",
+        "pp=3 microbatches=2 split=2,1,4 schedule=zb-h1",
+        "pp=2 microbatches=4 split=1,2,2,2 schedule=zb-v",
+        "pp=2 dp=2 microbatches=2 split=3,4 zero=1 checkpoint=1",
     ],
 )
 def test_no_gradient_passes_a_detach(clusters, text):
-    """Within a rank, whatever cuts the layers apart, and where the gradient's end is at the border of ranks."""
+    """Within a rank, whatever cuts the layers apart, and from rank to rank."""
     check(clusters, Plan.parse(text), partial(cut_off), rows(11), steps=3)

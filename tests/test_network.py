@@ -18,6 +18,8 @@ from minipar.program import Op
 from minipar.training import Run
 from tests.toys import Fork, InPlace, Join, Tied, rows
 
+pytestmark = pytest.mark.many(2)
+
 mse = nn.functional.mse_loss
 
 

@@ -28,6 +28,8 @@ from minipar.program import Op
 from tests.test_gradients import check
 from tests.toys import rows, toy
 
+pytestmark = pytest.mark.many(2)
+
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 mse = nn.functional.mse_loss
@@ -356,8 +358,9 @@ def test_what_a_killed_process_leaves_is_never_read(clusters, tmp_path):
     while not list(folder.rglob("*.tensor")) and time.monotonic() < until:
         time.sleep(0.01)
     time.sleep(0.2)
+    child.send_signal(signal.SIGSTOP)  # so that it cannot clear up
     os.kill(rank, signal.SIGKILL)
-    child.terminate()
+    child.kill()
     child.wait()
     left = [path for path in folder.rglob("*") if path.is_file()]
     assert left

@@ -28,6 +28,8 @@ from tests.interpreters import shape
 from tests.test_gradients import two_ties
 from tests.toys import rows, toy
 
+pytestmark = pytest.mark.many(2)
+
 mse = torch.nn.functional.mse_loss
 
 MODEL = partial(toy, ("linear", "tuples", "dropout", "in-place", "unused"), tied=True, frozen=(1,))  # 9 layers

@@ -24,6 +24,8 @@ from minipar.training import Run
 from tests.test_gradients import check, two_ties
 from tests.toys import KINDS, rows, toy
 
+pytestmark = pytest.mark.many(2)
+
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 mse, cross_entropy = torch.nn.functional.mse_loss, torch.nn.functional.cross_entropy

@@ -37,6 +37,8 @@ class Compressor:
         self, key: tuple[int, ...], flat: Tensor, shapes: Sequence[torch.Size], ranks: tuple[int, ...], name: str
     ) -> list[Handle]:
         """Start a sum. `shapes`: of the gradients that lie in `flat` one after another."""
+        if not flat.numel():
+            return []
         if self.kind in _NARROW:
             low = flat.to(_NARROW[self.kind])
 

@@ -8,7 +8,9 @@ shorter. So a receiver must know shape and dtype beforehand:
     when its form has changed (a longer sequence)            header | data, where messages are read by who waits for
                                                              them (sockets.py); elsewhere an error
     several tensors in one value, or values in one SEND      one message, if they are short (packing.py)
-    gradients                                                like the output that was sent, no header ever
+    gradients                                                like the output that was sent, without a header
+    a gradient that there is none of, as before a detach     a header that says so, as of a changed form; over gloo and
+                                                             NCCL zeros
     a message of one tensor that has crossed before          as it is, without finding all this out again
 
 A changed form is found by reading: the header has a number of its own, and stands where the data was expected. So
@@ -206,6 +208,8 @@ class Links:
                     self.forms[key] = form
                 if self.changed:
                     self.sent[peer, value.index, value.microbatch, value.step] = form
+            elif any(gradient is None for gradient in found[value]):
+                new.append((k, spec(found[value])))
         if new:
             handles.append(isend(_encode(new, here), peer, tag + _HEADER))
         for k, tensor in enumerate(parts_of([found[value] for value in here])):
@@ -394,9 +398,9 @@ class _Inbox:
         new = dict(_decode(buffer))
         forms = []
         for k, value in enumerate(here):
-            if k in new:
+            if k in new and value.kind == "output":
                 self.links.forms["in", self.peer, value.index, self.links.rows(value)] = new[k]
-            forms.append(self._form(value))
+            forms.append(new[k] if k in new else self._form(value))
         return forms
 
     def _forms(self, here: Values) -> list[Any]:

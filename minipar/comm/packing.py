@@ -1,7 +1,7 @@
 """Fusion of messages: the tensors of one value go to one rank at one time, so they go as one message.
 
     value     ( [ hidden . . . . ], ( [ skip . . . . ], [ counter ] ) )      three tensors
-    message   [ hidden . . . . | skip . . . . | counter  ]                   one, each part on a multiple of 8 bytes
+    message   [ hidden . . . . | skip . . . . | counter  ]                   one, each part on a multiple of 16 bytes
 
 A message costs its latency, and copying costs time by the byte: only what is short goes together. Both sides decide
 by the form of the value, which both know. A value of one tensor is sent as it is.
@@ -59,5 +59,5 @@ def _together(found: list[Tensor]) -> bool:
 
 
 def _room(tensor: Tensor) -> int:
-    """Bytes of a tensor's part of a message, filled up to 8."""
-    return -(-tensor.numel() * tensor.element_size() // 8) * 8
+    """Bytes of a tensor's part of a message, filled up to 16, as a view of complex numbers needs it."""
+    return -(-tensor.numel() * tensor.element_size() // 16) * 16

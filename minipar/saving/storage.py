@@ -285,7 +285,7 @@ class FolderReader(StorageReader):
             reason = "is not there" if not os.path.exists(path) else f"cannot be read: {error}"
             raise SaveError(f"{path}: {reason}; go on from another folder") from error
         if dtype_of(self.saved.entries[key].dtype).is_complex:
-            values = torch.view_as_complex(values)
+            values = torch.view_as_complex(values.clone())  # (in a file it may lie at any multiple of 8 bytes)
         if checksum(values) != chunk.checksum:
             raise SaveError(f"{path}: damaged: the checksum of {key} is another one; go on from another folder")
         return values

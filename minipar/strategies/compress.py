@@ -89,7 +89,7 @@ def _carried(tensors: Sequence[tuple[int, int]], shape: Shape, choice: str, rank
 
 def top(count: int, choice: str) -> int:
     """How many of `count` numbers topk sends."""
-    return max(1, math.ceil(float(choice.partition(":")[2]) * count))
+    return min(count, max(1, math.ceil(float(choice.partition(":")[2]) * count)))
 
 
 def row_bytes(count: int, itemsize: int) -> int:

@@ -15,6 +15,8 @@ from minipar.program import Op, Program
 from tests.test_gradients import check
 from tests.toys import rows, toy
 
+pytestmark = pytest.mark.many(2)
+
 
 @pytest.fixture(autouse=True)
 def own_algorithms(monkeypatch):

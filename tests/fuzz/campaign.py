@@ -331,6 +331,8 @@ def judge(pair: Pair, ranks: Any) -> Outcome:
         kind = type(error).__name__
         if kind == "StoreError" and "offload_limit" in {**plan, **dict(pair.later)}:  # (no room, as was asked for)
             return Outcome("refused", str(error).split("\n")[0])
+        if pair.through_train and "modified by an inplace operation" in str(error):
+            return Outcome("invalid", "torch refuses the backward of a layer, which the profile runs alone")
         if not isinstance(error, Exception) or kind in ("RankDied", "Deadlock"):
             ranks.renew()
         if hasattr(error, "__notes__"):

@@ -11,7 +11,6 @@ function of (seed, step, row, name), written here anew from that definition.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -153,7 +152,7 @@ def locally(
 ) -> Result:  # fmt: skip
     """Local SGD: copies that train by themselves, averaged after every so many steps and the last, by their rows."""
     first, result = Plain(spec, seed, lr, 0.0, nudge), Result()
-    copies = [first, *(copy.deepcopy(first) for _ in range(replicas - 1))]
+    copies = [first, *(Plain(spec, seed, lr, 0.0, nudge) for _ in range(replicas - 1))]  # (a copy has no hooks)
     counts = [0] * replicas
     for step in range(steps):
         x, y = batches(step)

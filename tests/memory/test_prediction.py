@@ -15,6 +15,8 @@ from minipar.memory.recorded import Workspace
 from minipar.simulator import simulate
 from minipar.trace import Trace
 
+pytestmark = pytest.mark.many(2)
+
 ADAM = partial(torch.optim.AdamW, lr=1e-3)
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 FOREACH = partial(torch.optim.Adam, lr=1e-3, foreach=True)

@@ -31,6 +31,8 @@ from minipar.saving.keeping import Share, Storing
 from minipar.saving.storage import FolderReader, Reading
 from tests.toys import rows, toy
 
+pytestmark = pytest.mark.many(2)
+
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 mse = torch.nn.functional.mse_loss

@@ -31,6 +31,8 @@ from tests.interpreters import (
 )
 from tests.recomputing import ByLayer, single_device
 
+pytestmark = pytest.mark.many(2)
+
 
 @pytest.fixture
 def unfused(monkeypatch):
