@@ -854,8 +854,8 @@ def _by_row(made: Sequence[nn.Module], entries: Sequence[Entry]) -> bool:
         try:
             whole = whole_of(model(x.clone()))
             parts = [whole_of(model(x[rows].clone())) for rows in (slice(0, 1), slice(1, 5))]
-        except RuntimeError:
-            return False  # (an operation in place on what an earlier layer expanded)
+        except (RuntimeError, ValueError):
+            return False  # (an operation in place on what an earlier layer expanded; a norm of a single number)
         return len(whole) == 5 and len(parts[0]) == 1 and torch.allclose(whole, torch.cat(parts), equal_nan=True)
 
 
