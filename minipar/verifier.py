@@ -38,6 +38,7 @@ from minipar.program import (
     Program,
     Staleness,
     Value,
+    grad_shard,
     home,
     norm,
     optimizer_shard,
@@ -530,6 +531,7 @@ def _check_microbatches(program: Program, replica: int) -> None:
 def _check_rank(program: Program, rank: int) -> set[Value]:
     """Walks one rank; what is live after its last instruction."""
     live: set[Value] = set(program.state[rank]) if program.state else set()
+    together: dict[int, tuple[int, ...]] = {}  # of a group whose gradient is in slices, those of the same message
     for index, ins in enumerate(program.ranks[rank]):
         for value in ins.reads:
             if value not in live:
@@ -537,6 +539,13 @@ def _check_rank(program: Program, rank: int) -> set[Value]:
         for value in ins.writes:
             if value in live and value.microbatch >= 0:
                 raise _written_twice(program, rank, index, value)
+        if ins.op is Op.REDUCE_SCATTER:
+            for g in ins.layers:
+                if grad_shard(g) in ins.reads and together.get(g) != ins.layers:
+                    reason = f"{at(program, rank, index)} adds to the slices of group {g}, which came with groups"
+                    told = f"{reason} {together.get(g, ())}; possible are the same groups in the same order"
+                    raise refuse(program, rank, index, told)
+            together.update(dict.fromkeys(ins.layers, ins.layers))
         live.update(ins.writes)
         for value in ins.frees:
             if value not in live:
