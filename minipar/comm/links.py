@@ -358,7 +358,9 @@ class _Inbox:
             return
         if message not in self.open:
             self.post(self.positions[message] + 1)
+        told = False  # whether a header has said what comes
         while message not in self.open:
+            told = True
             if self.header is None:
                 raise RankError(f"{message[0]} from rank {self.peer} is expected before its form is known")
             buffer, announced = self.header
@@ -369,7 +371,7 @@ class _Inbox:
             self.posted += 1
             self.post(self.due)
         received = self.open[message]
-        if links.changed and (forms := self._forms(here)) != received.forms:
+        if links.changed and not told and (forms := self._forms(here)) != received.forms:
             received = self._make(message, forms)
         header = links.tag(here[0]) + _HEADER
         for k, handle in enumerate(received.handles):

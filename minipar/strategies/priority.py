@@ -81,7 +81,7 @@ def pieces(g: int, layout: Layout, ranks: tuple[int, ...], step: int, bucket: Bu
     """The messages that sum one gradient: equal pieces of at most `bucket` MiB, cut between numbers (of 8 bytes)."""
     whole = reduce_groups([g], layout, ranks, step, bucket)
     size = sum(layout.shape.groups[g].tensors)
-    limit = max(8.0, bucket * MiB) if isinstance(bucket, (int, float)) else float(size)
+    limit = max(8.0, bucket * MiB if isinstance(bucket, (int, float)) else float(size))
     count = int(-(-size // limit))
     if count < 2:
         return [whole]

@@ -72,11 +72,13 @@ class Plain:
     def __init__(self, spec: Spec, seed: int, lr: float, momentum: float, nudge: float = 0.0) -> None:
         self.where = {"seed": seed, "step": 0, "row": 0}
         self.model = build(spec)
+        made: dict[nn.Module, DropoutByRow] = {}  # one that is used twice has the name of its first place
         for name, module in [*self.model.named_modules()]:
-            for child, old in [*module.named_children()]:
+            for child, old in [*module._modules.items()]:
                 if type(old) is nn.Dropout:
-                    new = DropoutByRow(old.p, f"{name}.{child}" if name else child, self.where)
-                    setattr(module, child, new.train(old.training))
+                    if old not in made:
+                        made[old] = DropoutByRow(old.p, f"{name}.{child}" if name else child, self.where)
+                    setattr(module, child, made[old].train(old.training))
         self.loss = loss_of(spec.loss)
         self.named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if nudge:
