@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -55,7 +56,7 @@ class Communicator:
         self._world = world
         self._parted: tuple[int, ...] = ()  # by which splits it was made
         self._splits = 0
-        self._played = 0
+        self._played: Counter[tuple[int, ...]] = Counter()  # by the ranks of the world that took part
         self.rates: Calibration | None = None  # by which "auto" chooses; the same on all ranks
 
     @property
@@ -333,10 +334,11 @@ class Communicator:
             raise RankError(f"algorithm='shared' is not possible: {self.transport}")
         return algorithm != "backend" and group.arena is not None
 
-    def count_played(self) -> int:
-        """A number for a program that is played, the same on all ranks."""
-        self._played += 1
-        return self._played + self._tag
+    def count_played(self, ranks: Sequence[int]) -> int:
+        """A number for a program that some ranks play, the same on all of these, whatever else they have played."""
+        members = tuple(self.members[rank] for rank in ranks)
+        self._played[members] += 1
+        return self._played[members] + self._tag + zlib.crc32(repr(members).encode())
 
     def split(self, by: int | str, mesh: Mapping[str, int] | None = None) -> Communicator:
         """A Communicator among some of these ranks, numbered from 0 in their order. All ranks call this.

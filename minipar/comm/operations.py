@@ -303,7 +303,7 @@ def _choose(
 def _start(comm: Communicator, group: Group, way: Way, how: str, *args: Any) -> Any:
     if how in ("shared", "backend"):
         return group.start(way, how == "shared", *args)
-    number = comm.count_played()
+    number = comm.count_played(range(comm.size))
 
     def play(collective: str, x: Tensor, op: str = "sum", root: int = 0) -> Tensor:
         from minipar.comm.playing import play  # which needs the communicator
@@ -319,7 +319,7 @@ def played_sum(comm: Communicator, tensor: Tensor, ranks: tuple[int, ...], algor
     """The sum of a contiguous tensor in place over some ranks by an algorithm's program, to be run in `wait`."""
     from minipar.comm.playing import play  # which needs the communicator
 
-    size, number = tensor.element_size(), comm.count_played()
+    size, number = tensor.element_size(), comm.count_played(ranks)
     program = algorithms.program("allreduce", algorithm, len(ranks), tensor.numel() * size, item=size)
     return played.Played(lambda: play(program, comm, tensor.detach().view(-1), ranks, number=number))
 

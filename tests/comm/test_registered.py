@@ -9,7 +9,7 @@ import torch
 
 import minipar
 from minipar import Plan, PlanError, ProgramError, RankError, communicator
-from minipar.comm import algorithms
+from minipar.comm import algorithms, operations
 from minipar.comm.algorithms.own import Copy, Reduce, Send
 from minipar.program import Op, Program
 from tests.test_gradients import check
@@ -164,3 +164,18 @@ def test_names_and_kinds_that_cannot_be(name, kind, words):
 
 def to_and_fro_undecorated(setting, rank):
     yield from to_and_fro(setting, rank)
+
+
+def test_what_some_ranks_have_played_before_disturbs_nobody(clusters):
+    """Ranks 0 and 1 play more often than 2 and 3, and then all of them together."""
+    assert clusters(4).run(_played_by_some) == [10.0 * 4] * 4
+
+
+def _played_by_some() -> float:
+    comm = communicator.create()
+    mine = (0, 1) if comm.rank < 2 else (2, 3)
+    for _ in range(5 if comm.rank < 2 else 2):
+        operations.played_sum(comm, torch.ones(3), mine, "ring").wait()
+    tensor = torch.full((4,), float(comm.rank + 1))
+    operations.played_sum(comm, tensor, (0, 1, 2, 3), "tree").wait()
+    return float(tensor.sum())

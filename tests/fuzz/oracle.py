@@ -236,13 +236,15 @@ def served(
     return {name: p.detach().clone() for name, p in plain.named.items()}
 
 
-def stale(spec: Spec, batches: Batches, program: Any, seed: int, lr: float, momentum: float) -> Result:
+def stale(
+    spec: Spec, batches: Batches, program: Any, seed: int, lr: float, momentum: float, nudge: float = 0.0
+) -> Result:
     """A pipeline without flushes, by what its ranks did: which forward or backward with which version, and updates.
 
     On every rank a micro-batch has a model of its own, with the version that its forward used; before its backward this
     becomes the version that the backward used, as weights of which no version is kept change under a graph.
     """
-    plain, result = Plain(spec, seed, lr, momentum), Result()
+    plain, result = Plain(spec, seed, lr, momentum, nudge), Result()
     layers = [layer for layer in plain.model._modules.values() if layer is not None]
     every, m = program.contract.every, program.microbatches
     waiting = [_done(row, m) for row in program.ranks]
