@@ -3,7 +3,8 @@
     snapshot-3.0 .tmp  -> written, flushed, renamed, the folder flushed ->  snapshot-3.0      (number 3 of server 0)
 
 The two newest stay: while one server is still writing number n, another may have it already, so that number n - 1 is
-the newest that all have. A snapshot is a safetensors file: tensors by name, and one JSON text.
+the newest that all have. A snapshot is a safetensors file: tensors by name, and one JSON text. Complex ones, which such a
+file cannot have, stand there as pairs of real numbers.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -47,7 +49,10 @@ def write(
 ) -> None:
     """Write a snapshot, and remove those before the last two. `reach` is called before and after it is renamed."""
     path = _path(folder, server, number)
-    data = save({name: tensor.contiguous() for name, tensor in tensors.items()}, {"facts": json.dumps(facts)})
+    pairs = [name for name, tensor in tensors.items() if tensor.is_complex()]
+    real = {name: torch.view_as_real(tensors[name].resolve_conj()) for name in pairs}
+    about = {"facts": json.dumps(facts), "complex": json.dumps(pairs)}
+    data = save({name: tensor.contiguous() for name, tensor in (tensors | real).items()}, about)
     with open(f"{path}.tmp", "wb") as file:
         file.write(data)
         file.flush()
@@ -67,8 +72,11 @@ def write(
 def read(folder: str, server: int, number: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and facts of a snapshot."""
     with safe_open(_path(folder, server, number), "pt") as file:
-        facts = json.loads(file.metadata()["facts"])
-        return {name: file.get_tensor(name) for name in file.keys()}, facts  # noqa: SIM118
+        about = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        for name in json.loads(about["complex"]):
+            tensors[name] = torch.view_as_complex(tensors[name].clone())  # (it may lie at any multiple of 8 bytes)
+        return tensors, json.loads(about["facts"])
     raise AssertionError
 
 
