@@ -3,8 +3,8 @@
     snapshot-3.0 .tmp  -> written, flushed, renamed, the folder flushed ->  snapshot-3.0      (number 3 of server 0)
 
 The two newest stay: while one server is still writing number n, another may have it already, so that number n - 1 is
-the newest that all have. A snapshot is a safetensors file: tensors by name, and one JSON text. Complex ones, which such a
-file cannot have, stand there as pairs of real numbers.
+the newest that all have. A snapshot is a safetensors file: tensors by name, and one JSON text. It cannot have complex
+tensors: they stand there as pairs of real numbers.
 """
 
 from __future__ import annotations

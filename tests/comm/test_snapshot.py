@@ -19,4 +19,5 @@ def test_what_is_written_is_read(tmp_path):
     assert facts == {"number": 3}
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
