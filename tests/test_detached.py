@@ -49,6 +49,7 @@ def cut_off(width: int = 6) -> nn.Sequential:
         "pp=3 microbatches=3 split=1,2,4",
         "pp=3 microbatches=2 split=2,1,4 schedule=zb-h1",
         "pp=2 microbatches=4 split=1,2,2,2 schedule=zb-v",
+        "pp=2 microbatches=5 split=2,1,1,3 schedule=dualpipe-v",
         "pp=2 dp=2 microbatches=2 split=3,4 zero=1 checkpoint=1",
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import pytest
@@ -122,3 +123,15 @@ def test_channels_last_with_group_norm(clusters):
         options = {"steps": 3, "loss": mse, "dtype": torch.float64, "check": True, "progress": False}
         run = train(channels_last, (x, rows(6)[1]), text, cluster=clusters(2), **options)
         assert run.max_gradient_error() <= 1e-12
+
+
+def only_empty() -> list[nn.Module]:
+    """A layer all of whose parameters are empty, between others."""
+    return [nn.Linear(WIDTH, WIDTH), Alone(torch.zeros(0)), nn.Linear(WIDTH, WIDTH)]
+
+
+@pytest.mark.parametrize("text", ["bucket=none overlap=priority", "bucket=none compress=topk:0.5", "bucket=none"])
+def test_messages_of_nothing(clusters, text):
+    job = Job(only_empty, rows(8), loss=mse, dtype=torch.float64)
+    program = Plan.parse(f"dp=2 {text}").compile(shape_of(only_empty()))
+    assert all(map(math.isfinite, execute(program, job, cluster=clusters(2), passes=2, check=False).losses))

@@ -64,6 +64,17 @@ def test_gradients_and_losses_are_those_of_plain_torch(clusters, text, to, tmp_p
     assert not list(tmp_path.iterdir())
 
 
+def first_without_parameters():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Tanh(), *(nn.Sequential(nn.Linear(6, 6), nn.GELU()) for _ in range(3)), nn.Linear(6, 6))
+
+
+def test_a_checkpoint_inside_of_a_fused_forward(clusters):
+    """Layers 0 and 1 go forward together; the second is recomputed from the first one's output, which goes away."""
+    plan = Plan.parse("pp=2 schedule=looped-bfs microbatches=4 checkpoint=2 offload=activations")
+    check(clusters, plan, first_without_parameters, rows(9))
+
+
 @pytest.mark.parametrize("count", [7, 1])
 def test_micro_batches_without_rows(clusters, count):
     check(clusters, Plan.parse(f"pp=2 dp=2 microbatches=4 {ALL}"), MODEL, rows(count))

@@ -8,7 +8,16 @@ from hypothesis import strategies as st
 from minipar.comm.packing import TOGETHER, parts_of, places_for
 from minipar.tensors import allocate, spec, tensors
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+]
 
 
 @st.composite

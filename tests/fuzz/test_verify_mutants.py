@@ -191,3 +191,16 @@ def test_the_name_of_a_contribution_of_an_asynchronous_program():
     given = Plan.parse("pp=2 schedule=pipedream microbatches=2").compile(PLAIN, steps=2)
     walk = StaleWalk(given)
     assert walk.name(0, 1 << 3) == "micro-batch 1 of step 1 (layer 0)"
+
+
+def test_slices_are_added_to_in_the_message_that_they_came_in():
+    """The executor has them together; groups in another order are other slices."""
+    given = program("dp=2 zero=2 microbatches=2 reduce=microbatch")
+    for rank in (0, 1):
+        row = list(given.ranks[rank])
+        k = max(k for k, ins in enumerate(row) if ins.op is Op.REDUCE_SCATTER and len(ins.layers) > 1)
+        row[k] = row[k]._replace(layers=row[k].layers[::-1])
+        given = given.with_rank(rank, row)
+    with pytest.raises(ProgramError, match="adds to the slices of group .*, which came with groups"):
+        verify(given)
+    assert judge(given)
