@@ -24,6 +24,8 @@ from tests.notebooks.refresh import tidy
 pytestmark = browser
 ROOT = Path(__file__).parents[2]
 WAIT = 60_000  # ms, for whatever is waited for: the machine may be slow
+# anywidget reports a widget whose module has not loaded after two seconds; beside other tests it may take longer.
+PATIENT = "AbortSignal.timeout = (wait => ms => wait.call(AbortSignal, Math.max(ms, 60_000)))(AbortSignal.timeout)"
 
 
 @contextmanager
@@ -82,6 +84,7 @@ class Watched:
     def __init__(self, page: Any) -> None:
         self.page, self.outside, self.errors = page, [], []
         page.route("**/*", self._route)
+        page.add_init_script(PATIENT)
         page.on("console", lambda message: message.type == "error" and self.errors.append(message.text))
         page.on("pageerror", lambda error: self.errors.append(f"{error}\n{error.stack}"))
 
