@@ -16,8 +16,8 @@ from minipar import Cluster, Plan, simulate
 from minipar.costs.device import PRESETS, DeviceSpec
 from minipar.costs.emulated import EmulatedCosts
 from minipar.costs.profiled import ProfiledCosts, microbatch_rows
-from minipar.costs.profiler import shape_of
 from minipar.execution import Job, execute, profile_job
+from minipar.models.parameter_groups import shape_of
 
 TIMES = {"forward": 0.020, "backward": 0.040}
 PLANS = ("pp=4 schedule=gpipe microbatches=8", "pp=4 schedule=1f1b microbatches=8", "dp=4 microbatches=8")

@@ -19,8 +19,8 @@ from torch import nn
 from benchmarks.harness import Row
 from minipar import Cluster, Plan
 from minipar.comm import communicator
-from minipar.costs.profiler import shape_of
 from minipar.executor import Executor
+from minipar.models.parameter_groups import shape_of
 
 
 class _Done:

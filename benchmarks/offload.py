@@ -16,11 +16,11 @@ import torch
 from benchmarks.harness import Row
 from minipar import Cluster, Plan, models
 from minipar.comm import communicator
-from minipar.costs.profiler import shape_of
 from minipar.executor import Executor
 from minipar.memory.disk import DiskStore, drop_page_cache
 from minipar.memory.stores import HostStore, Tier
 from minipar.memory.tracker import Tracker
+from minipar.models.parameter_groups import shape_of
 
 LAYERS, WIDTH, VOCAB, LENGTH, ROWS = 8, 256, 1024, 64, 8
 KINDS = ("activations", "optimizer", "parameters", "activations,optimizer,parameters")

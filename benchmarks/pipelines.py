@@ -32,9 +32,9 @@ from benchmarks.harness import Row, as_in_training, as_torch_starts_them, contes
 from minipar import Cluster, Plan
 from minipar.comm import communicator
 from minipar.costs.halves import input_half, weight_half
-from minipar.costs.profiler import shape_of
 from minipar.costs.shapes import uniform
 from minipar.executor import Executor
+from minipar.models.parameter_groups import shape_of
 
 RANKS, LAYERS, WIDTH, MICROBATCHES, ROWS = 4, 16, 512, 8, 8
 LARGER = 128  # rows of a micro-batch

@@ -20,10 +20,11 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from benchmarks.harness import Row, contestants, in_turn
 from minipar import Cluster, Plan
 from minipar.comm import communicator
-from minipar.costs.profiler import profile, shape_of
+from minipar.costs.profiler import profile
 from minipar.executor import Executor
 from minipar.memory.storages import Storages
 from minipar.models import transformer
+from minipar.models.parameter_groups import shape_of
 
 LAYERS = {"tanh": 64, "mlp": 64, "gpt": 16}
 SIZES = {"tanh": (8192, 64), "mlp": (4096, 64), "gpt": (8, 128, 384)}  # of an activation, width last

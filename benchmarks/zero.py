@@ -27,9 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.harness import Row, as_torch_starts_them, contestants, in_turn
 from minipar import Cluster, Plan, models
 from minipar.comm import communicator
-from minipar.costs.profiler import shape_of
 from minipar.executor import Executor
 from minipar.memory.storages import Held, Storages
+from minipar.models.parameter_groups import shape_of
 from minipar.trace import Trace
 
 LAYERS, WIDTH, VOCAB, LENGTH, ROWS = 12, 512, 2048, 128, 2  # 40 million parameters; sequences per rank

@@ -130,7 +130,14 @@ def load_ipython_extension(ipython: Any) -> None:
     """What `%load_ext minipar` calls: cells can begin with `%%ranks`."""
     from minipar.cluster import magic
 
-    magic.load(ipython)
+    magic.load(ipython, _communicator)
+
+
+def _communicator(comm: object) -> object:
+    """What `comm` is in a cell of `%%ranks`: made anew, also after a failure; left alone where it is the user's own."""
+    from minipar.comm import communicator
+
+    return communicator.create() if isinstance(comm, communicator.Communicator | None) else comm
 
 
 def __dir__() -> list[str]:

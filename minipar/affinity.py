@@ -21,21 +21,13 @@ import ctypes
 import os
 import platform
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+
+from minipar.shared_cores import ways
 
 _TURN = 100_000_000  # nanoseconds
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}.get(platform.machine())  # libc has no function for it
 _ATTRIBUTES = struct.Struct("=IIQiIQQQ")  # size, policy, flags, nice, priority, turn of a fair policy, 2 of others
-
-
-def ways(ranks: int, cores: Sequence[int]) -> list[list[int]]:
-    """How ranks can be dealt to cores: there and back, and round. None where they are better left to the system: cores
-    enough, or some that would have a rank more than others."""
-    if ranks <= len(cores) or ranks % len(cores):
-        return []
-    there, back = list(cores), list(reversed(cores))
-    turns = range(ranks // len(cores))
-    return [[core for turn in turns for core in (back if turn % 2 else there)], there * len(turns)]
 
 
 @contextlib.contextmanager

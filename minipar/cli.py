@@ -157,9 +157,10 @@ def _simulate(options: argparse.Namespace) -> dict[str, Any]:
     from minipar.simulator import simulate
 
     plan = Plan.parse(options.plan)
-    from minipar.costs import presets, shapes
+    from minipar.costs import presets
+    from minipar.costs.shapes import uniform
 
-    shape = presets.shape(options.model) if options.model else shapes.uniform(options.layers)
+    shape = presets.shape(options.model) if options.model else uniform(options.layers)
     costs = presets.layer_costs(options.model, 1) if options.model else None
     program = plan.compile(shape, steps=options.steps or 1, costs=costs)
     halves = (options.input_gradient, options.weight_gradient)

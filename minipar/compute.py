@@ -25,9 +25,10 @@ from minipar.costs.halves import Arrived, input_half, left, noting_hooks, weight
 from minipar.costs.weighing import weigh
 from minipar.errors import MiniparError, RankError
 from minipar.finite import Finite
+from minipar.fitting import row_major
+from minipar.graph_cuts import pieces_of
 from minipar.kept import Kept
 from minipar.losses import counted, counts_elements, says_count
-from minipar.pieces import pieces_of, row_major
 from minipar.program import (
     COPIES,
     Instruction,

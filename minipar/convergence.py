@@ -21,8 +21,8 @@ from minipar import data as datasets
 from minipar import models
 from minipar.cluster import Cluster
 from minipar.correction import ByStaleness, Factory
-from minipar.costs.profiler import shape_of
 from minipar.execution import Job, execute
+from minipar.models.parameter_groups import shape_of
 from minipar.plan import Plan
 from minipar.tensors import layers_of
 

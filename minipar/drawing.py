@@ -210,7 +210,7 @@ def _draw_numbers(axes: Axes, bars: np.ndarray, y: np.ndarray, points: float, he
 
 def _label_lanes(axes: Axes, sheet: Sheet) -> None:
     """Rank names at the left, idle time at the right: on every lane, or only on as many ranks as have room."""
-    places, labels = [], []
+    places, lanes = [], []
     roomy = sheet.lane >= 0.15
     every = 1
     while every * sheet.pitch * sheet.lane < 0.15:
@@ -219,12 +219,12 @@ def _label_lanes(axes: Axes, sheet: Sheet) -> None:
         if sheet.count == 1 or not roomy:
             low, high = sheet.zone("forward", 0)[0], sheet.zone("forward", sheet.count - 1)[1]
             places.append(rank * sheet.pitch + (low + high) / 2)
-            labels.append(f"rank {rank}")
+            lanes.append(f"rank {rank}")
             continue
         for t, name in enumerate(sheet.names):
             places.append(rank * sheet.pitch + sum(sheet.zone("forward", t)) / 2)
-            labels.append(f"rank {rank} {name}" if t == 0 else name)
-    axes.set_yticks(places, labels)
+            lanes.append(f"rank {rank} {name}" if t == 0 else name)
+    axes.set_yticks(places, lanes)
     axes.tick_params(axis="y", length=0)
     if roomy and sheet.ranks > 1:
         lines = [rank * sheet.pitch - (sheet.pitch - sheet.count) / 2 for rank in range(1, sheet.ranks)]

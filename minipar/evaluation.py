@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 from minipar.cluster import Cluster, worker
 from minipar.comm import communicator
-from minipar.costs.profiler import shape_of
 from minipar.costs.shapes import Shape
 from minipar.data import loading
 from minipar.errors import PlanError, SaveError
 from minipar.execution import Job, Loss, Model
 from minipar.executor import Executor
 from minipar.losses import counted
+from minipar.models.parameter_groups import shape_of
 from minipar.network import edges_of
 from minipar.plan import Plan
 from minipar.program import Program

@@ -28,7 +28,7 @@ from minipar.costs.device import DeviceSpec
 from minipar.costs.emulated import EmulatedCosts
 from minipar.costs.measured import Profile
 from minipar.costs.profiled import ProfiledCosts, microbatch_rows
-from minipar.costs.profiler import profile, shape_of
+from minipar.costs.profiler import profile
 from minipar.costs.rates import Copies
 from minipar.costs.shapes import Shape
 from minipar.data import loading
@@ -38,14 +38,15 @@ from minipar.emulation import Delays, delays
 from minipar.errors import PlanError
 from minipar.executor import Executor, Record
 from minipar.finite import Finite, check_choice
+from minipar.fitting import check_parameters, row_major
 from minipar.following import Callback, Following, Telling, Watch
 from minipar.losses import check_loss, scalar, try_loss
 from minipar.memory.recorded import Tapes
 from minipar.memory.series import Series
 from minipar.memory.tape import record
 from minipar.memory.watching import SERIES, Watching
+from minipar.models.parameter_groups import shape_of
 from minipar.network import Network, edges_of
-from minipar.pieces import check_parameters, row_major
 from minipar.plan import Plan
 from minipar.program import Action, Local, Op, Program, Synchronous, Value
 from minipar.randomness import split_sensitive

@@ -27,15 +27,15 @@ from minipar.cluster import notes
 from minipar.comm.communicator import Communicator
 from minipar.comm.links import Links
 from minipar.compute import Compute, Loss
-from minipar.costs.profiler import parameters_of
 from minipar.deciding import Deciding
 from minipar.dtypes import check_narrow, narrow
 from minipar.elementwise import check_update
 from minipar.emulation import Clock, Delays, stamp_later
 from minipar.errors import RankError
+from minipar.fitting import check_fit
+from minipar.models.parameter_groups import parameters_of
 from minipar.network import edges_of
 from minipar.offloading import Copy, Offloading, frozen_parameters
-from minipar.pieces import check_fit
 from minipar.program import COLLECTIVES, COMPUTE, COPIES, Action, Instruction, Local, Op, Program, Value, home, tier
 from minipar.state import Slice, State
 from minipar.tensors import count_bytes, layers_of

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minipar.costs.profiled import split_rows
 from minipar.errors import PlanError
+from minipar.rows import split_rows
 from minipar.tensors import allocate, count_rows, map_tensors, spec, take_rows, tensors
 
 _SAMPLE = 1 << 22  # numbers of the outputs that a loss is tried on

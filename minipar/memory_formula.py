@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 from minipar import settings
 from minipar.costs import divided, presets
 from minipar.costs.divided import WHOLE, Division
-from minipar.costs.profiled import split_rows
 from minipar.costs.recomputation import keep_everything, memory
 from minipar.costs.shapes import Shape
 from minipar.errors import PlanError
 from minipar.models.table import GPT, Branchy
 from minipar.plan import Plan
 from minipar.program import Action, BackwardInput, BackwardWeight, Forward, Group, Program
+from minipar.rows import split_rows
 from minipar.staleness import alive
 from minipar.strategies import segments
 from minipar.strategies.data_parallel import split_buckets

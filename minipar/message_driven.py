@@ -12,10 +12,11 @@ from collections import defaultdict
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+from minipar.costs.protocol import Costs
 from minipar.program import Action, Forward, Op, Program, Staleness
 from minipar.strategies.ampnet import decide
 from minipar.strategies.versions import as_it_happened, blocks_of
-from minipar.streams import Costs, Link
+from minipar.streams import Link
 
 
 def as_decided(program: Program, costs: Costs) -> Program:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from minipar import settings
 from minipar.costs.measured import Profile
+from minipar.costs.protocol import Costs
 from minipar.costs.recomputation import LayerCosts
 from minipar.costs.shapes import Shape
 from minipar.edges import wiring
@@ -33,7 +34,6 @@ from minipar.strategies.local_sgd import average
 from minipar.strategies.priority import Seconds, all_reduce_by_priority
 from minipar.strategies.terapipe import add_carries
 from minipar.strategies.transfers import beside, insert_transfers
-from minipar.streams import Costs
 
 if TYPE_CHECKING:
     from minipar.plan import Plan

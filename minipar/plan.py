@@ -15,6 +15,7 @@ from typing import Any
 from minipar import passes, settings, strategies
 from minipar.collector import paused
 from minipar.costs.measured import Profile
+from minipar.costs.protocol import Costs
 from minipar.costs.recomputation import LayerCosts
 from minipar.costs.shapes import Shape, frozen, uniform
 from minipar.errors import PlanError, ProgramError
@@ -22,7 +23,7 @@ from minipar.program import Action, BackwardWeight, Program
 from minipar.strategies import as_written, branches, draft, segments, unflushed
 from minipar.strategies import compress as compression
 from minipar.strategies.layout import Layout, place
-from minipar.streams import Costs
+from minipar.strategies.registry import OPTIONS
 from minipar.verifier import verify
 from minipar.wording import several
 
@@ -123,9 +124,9 @@ class Plan:
     algorithm: str = settings.ALGORITHM
     extra_passes: tuple[str, ...] | str = ()
 
-    def __new__(cls, *_: object, **keys: object) -> Plan:
+    def __new__(cls, *_: object, **given: object) -> Plan:
         # (so that a wrong keyword gets the same answer as a wrong word)
-        settings.check_keys(keys, [field.name for field in fields(cls)])
+        settings.check_keys(given, [field.name for field in fields(cls)])
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -134,7 +135,7 @@ class Plan:
         chosen = strategies.find(self.schedule)
         object.__setattr__(self, "doubling", settings.truth("doubling", self.doubling))
         object.__setattr__(self, "slices", settings.slices(self.slices))
-        for key in strategies.registry.OPTIONS:
+        for key in OPTIONS:
             if key not in ("doubling", "slices") and getattr(self, key) is not None:
                 object.__setattr__(self, key, settings.whole_number(key, getattr(self, key)))
             chosen.check(key, getattr(self, key))

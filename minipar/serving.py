@@ -26,23 +26,24 @@ from minipar import randomness, recomputed
 from minipar.at_work import AtWork
 from minipar.cluster import Cluster, launch, worker
 from minipar.cluster.members import Revived
-from minipar.comm import meeting, pushing, server
+from minipar.comm import meeting, pushing
 from minipar.comm.served import Served, Settings
+from minipar.comm.server import serve
 from minipar.comm.shard import Key, key_of, pieces_of, view
 from minipar.compute import Compute
 from minipar.costs.emulated import EmulatedCosts
-from minipar.costs.profiled import split_rows
-from minipar.costs.profiler import parameters_of
 from minipar.elementwise import check_update
 from minipar.emulation import Clock, Delays, Pacing
 from minipar.errors import PlanError, RankDied, RankError, ServerClosed
 from minipar.execution import Execution, Job
 from minipar.finite import Finite
+from minipar.fitting import check_fit
 from minipar.following import Paced, Warned, Watch, warn_once
 from minipar.losses import counted
-from minipar.pieces import check_fit
+from minipar.models.parameter_groups import parameters_of
 from minipar.program import COMPUTE, Instruction, Op, Program, Value
 from minipar.replaying import Step, losses_of
+from minipar.rows import split_rows
 from minipar.simulated_service import Times, timed
 from minipar.simulated_service import key_of as place_of
 from minipar.strategies import served_order
@@ -335,7 +336,7 @@ def _take_part(
     if rank >= program.workers:
         _, _, groups, _ = _trained(job)
         values = [p.detach() for group in groups for p in group]
-        return server.serve(folder, rank - program.workers, settings, values, report=_only_silence)
+        return serve(folder, rank - program.workers, settings, values, report=_only_silence)
     done: list[Step] = []
     dying = settings.on_death == "continue"  # what it has done is told at once
 

@@ -129,7 +129,8 @@ def check_causal(plan: Plan, shape: Shape) -> None:
     if plan.slice_count > 1 and shape.whole:
         raise PlanError(
             f"schedule={plan.schedule}: layer {shape.whole} of this model takes whole sequences; possible are causal "
-            "models whose layers derive from minipar.sliced.Sliced, such as models.gpt, or a schedule such as 1f1b"
+            "models whose layers derive from minipar.models.sliced.Sliced, such as models.gpt, or a "
+            "schedule such as 1f1b"
         )
     if plan.slice_count > 1 and not shape.carries:
         raise PlanError(

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
-from minipar.affinity import ways
+from minipar.costs.protocol import Costs
 from minipar.costs.unit import UnitCosts
 from minipar.program import COPIES, PORT, Op, Program, Value
-from minipar.streams import Costs, GroupStream, Link, Slot
+from minipar.streams import GroupStream, Link, Slot
 
 _LATENCY = 0.05  # of a message, in forwards of a rank
 _MOST = 20_000  # instructions: up to here best_way takes less than half a second
@@ -27,6 +27,16 @@ _MOST = 20_000  # instructions: up to here best_way takes less than half a secon
 def available_cores() -> int:
     """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def ways(ranks: int, cores: Sequence[int]) -> list[list[int]]:
+    """How ranks can be dealt to cores: there and back, and round. None where they are better left to the system: cores
+    enough, or some that would have a rank more than others."""
+    if ranks <= len(cores) or ranks % len(cores):
+        return []
+    there, back = list(cores), list(reversed(cores))
+    turns = range(ranks // len(cores))
+    return [[core for turn in turns for core in (back if turn % 2 else there)], there * len(turns)]
 
 
 def best_way(program: Program, cores: float) -> int:

@@ -14,12 +14,12 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from minipar.costs.protocol import Costs
 from minipar.errors import ProgramError
 from minipar.program import Instruction, Op, Program
 from minipar.strategies import served_order
 from minipar.strategies.consistency import Consistency, Kind, Mode, Row
 from minipar.strategies.shares import shares_of
-from minipar.streams import Costs
 
 Key = tuple[int, Op, int, int, tuple[int, ...]]  # rank, what, peer, step, groups
 Times = dict[Key, tuple[float, float]]

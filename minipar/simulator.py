@@ -21,13 +21,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from minipar.collector import paused
+from minipar.costs.protocol import Costs
 from minipar.costs.unit import UnitCosts
 from minipar.errors import PlanError, ProgramError
 from minipar.message_driven import as_decided, fitted
 from minipar.program import PORT, Op, Program, Value
 from minipar.shared_cores import best_way, walk_shared
 from minipar.simulated_service import follow_rule
-from minipar.streams import Costs, GroupStream, Link, Slot
+from minipar.streams import GroupStream, Link, Slot
 from minipar.trace import Trace
 
 

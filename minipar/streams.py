@@ -2,25 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
-from minipar.program import Instruction, Value
-
-
-class Costs(Protocol):
-    """What a simulation must know of devices and model: seconds (or any one unit of time) and bytes."""
-
-    def compute(self, rank: int, ins: Instruction) -> float:
-        """How long a compute instruction takes."""
-
-    def transfer(self, rank: int, ins: Instruction) -> tuple[float, float]:
-        """How long a SEND or a copy occupies its link, and how much later it arrives."""
-
-    def collective(self, ins: Instruction) -> float:
-        """How long a collective takes after its last rank has joined."""
-
-    def size(self, rank: int, value: Value) -> float:
-        """How much memory a value takes on a rank."""
+from minipar.costs.protocol import Costs
+from minipar.program import Instruction
 
 
 class Link(list[float]):

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from minipar.costs.protocol import Costs
 from minipar.costs.shapes import Shape
 from minipar.errors import PlanError
 from minipar.plan import Plan
@@ -24,7 +25,6 @@ from minipar.sheet import picture
 from minipar.simulator import simulate
 from minipar.strategies.bucket_size import sizes
 from minipar.strategies.data_parallel import Bucket
-from minipar.streams import Costs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

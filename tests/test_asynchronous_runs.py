@@ -11,8 +11,8 @@ import torch
 
 from minipar import Plan, PlanError, ProgramError, execute, resume, train, verify
 from minipar.correction import ByStaleness
-from minipar.costs.profiler import shape_of
 from minipar.execution import Execution, Job
+from minipar.models.parameter_groups import shape_of
 from minipar.plainly import replay_order as replay
 from minipar.recorded_order import UPDATE, Entry, Order, order_of
 from minipar.reference import Reference, gradient_error

@@ -16,10 +16,10 @@ from torch import nn
 from minipar import Plan, data, resume, train
 from minipar.batches import gives_rows
 from minipar.cluster import worker
-from minipar.costs.profiler import shape_of
 from minipar.data.sharing import part_of
 from minipar.errors import PlanError, RankError
 from minipar.execution import Job, execute
+from minipar.models.parameter_groups import shape_of
 from minipar.reference import gradient_error, train_plainly
 from minipar.strategies import schedules
 

@@ -17,10 +17,10 @@ from minipar.costs.device import DeviceSpec
 from minipar.costs.emulated import EmulatedCosts, as_emulated
 from minipar.costs.measured import Profile
 from minipar.costs.profiled import ProfiledCosts, microbatch_rows
-from minipar.costs.profiler import shape_of
 from minipar.emulation import Clock, Delays
 from minipar.errors import PlanError
 from minipar.execution import Execution, Job, execute, profile_job
+from minipar.models.parameter_groups import shape_of
 from minipar.program import COMPUTE, Op
 from minipar.trace import Trace
 

@@ -12,9 +12,9 @@ from torch import nn
 
 from minipar import Plan, PlanError, data, execute, verify
 from minipar.comm.links import Links
-from minipar.costs.profiler import shape_of
 from minipar.errors import ProgramError, RankError
 from minipar.execution import Job
+from minipar.models.parameter_groups import shape_of
 from minipar.plainly import train_reference
 from minipar.program import Op, output
 from minipar.reference import gradient_error

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from minipar import Plan, simulate
-from minipar.costs.profiler import shape_of
 from minipar.errors import PlanError
 from minipar.execution import Job, execute
+from minipar.models.parameter_groups import shape_of
 from minipar.program import Op
 
 mse = nn.functional.mse_loss

@@ -8,13 +8,13 @@ from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 import pytest
 
 from minipar.costs import hardware, presets
-from minipar.costs.profiled import split_rows
 from minipar.costs.recomputation import LayerCosts
 from minipar.costs.shapes import Shape
 from minipar.errors import PlanError
 from minipar.memory_formula import PRECISIONS, Precision, RankMemory, in_flight, per_rank, states
 from minipar.plan import Plan
 from minipar.program import Instruction, Op, Program, Value
+from minipar.rows import split_rows
 from minipar.simulator import simulate
 
 GiB = 2**30

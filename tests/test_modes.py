@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from minipar import Plan, PlanError, resume, train
-from minipar.costs.profiler import shape_of
 from minipar.dtypes import check_narrow, convert, main_type, narrow
 from minipar.execution import Job, execute
+from minipar.models.parameter_groups import shape_of
 from minipar.reference import build
 from minipar.reference import convert as convert_plainly
 from tests.toys import rows

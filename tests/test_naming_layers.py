@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import minipar
-from minipar.costs.profiler import shape_of
 from minipar.execution import Job, execute
+from minipar.models.parameter_groups import shape_of
 from tests.toys import rows
 
 # Ranks cannot import this file by name; its functions travel as those of a notebook do.

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from minipar import Plan, train
 from minipar.comm.links import Links
-from minipar.costs.profiler import profile, shape_of
+from minipar.costs.profiler import profile
 from minipar.errors import MiniparError, PlanError
+from minipar.models.parameter_groups import shape_of
 from minipar.network import Network
 from minipar.program import Op
 from minipar.training import Run

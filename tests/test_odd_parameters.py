@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from minipar import MiniparError, Plan, PlanError, train
-from minipar.costs.profiler import shape_of
 from minipar.execution import Job, execute
-from minipar.pieces import check_parameters
+from minipar.fitting import check_parameters
+from minipar.models.parameter_groups import shape_of
 from minipar.reference import gradient_error
 from tests.odd_parameters import FORMS, WIDTH, Alone, model
 from tests.test_pipelines import _job, plainly

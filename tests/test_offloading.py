@@ -21,9 +21,9 @@ from torch import nn
 from minipar import Cluster, DeviceSpec, Plan, PlanError, train
 from minipar.cli import main
 from minipar.comm import communicator
-from minipar.costs.profiler import shape_of
 from minipar.errors import DeviceOutOfMemory, StoreError
 from minipar.executor import Executor
+from minipar.models.parameter_groups import shape_of
 from minipar.program import Op
 from tests.test_gradients import check
 from tests.toys import rows, toy

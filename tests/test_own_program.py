@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from minipar import Plan, PlanError, ProgramError, train
-from minipar.costs.profiler import shape_of
+from minipar.models.parameter_groups import shape_of
 from minipar.program import Op, Program
 from tests.toys import rows, toy
 

@@ -18,8 +18,8 @@ from minipar import (
     simulate,
     verify,
 )
-from minipar.costs.profiler import shape_of
 from minipar.execution import Execution, Job, execute
+from minipar.models.parameter_groups import shape_of
 from minipar.program import Op, saved_weight
 from minipar.reference import Reference, gradient_error, train_plainly
 from minipar.strategies import registry, schedule, schedules

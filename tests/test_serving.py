@@ -14,9 +14,9 @@ import torch
 from minipar import Cluster, DeviceSpec, Plan, train, verify
 from minipar.cli import main
 from minipar.cluster import worker
-from minipar.costs.profiler import shape_of
 from minipar.errors import PlanError, RankDied
 from minipar.execution import Job
+from minipar.models.parameter_groups import shape_of
 from minipar.plainly import replay_service
 from minipar.recomputed import Recomputed
 from minipar.serving import execute_served

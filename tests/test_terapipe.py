@@ -11,12 +11,13 @@ from torch import nn
 from minipar import Plan, PlanError, ProgramError, models, simulate, train, verify
 from minipar.cluster import Cluster
 from minipar.costs.device import DeviceSpec
-from minipar.costs.profiler import profile, shape_of
+from minipar.costs.profiler import profile
 from minipar.costs.slicing import SliceCosts, step_time
 from minipar.execution import Execution, Job, execute
+from minipar.models.parameter_groups import shape_of
+from minipar.models.sliced import Sliced
 from minipar.program import Op, Program, carry, grad_carry
 from minipar.reference import gradient_error, train_plainly
-from minipar.sliced import Sliced
 
 GPT = partial(models.gpt, layers=4, width=16, heads=2, context=16, vocab=32)
 RICH = partial(GPT, tied=True, dropout=0.2, fused=False)

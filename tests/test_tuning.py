@@ -12,10 +12,10 @@ from minipar import Cluster, Plan, bucket_curve, simulate
 from minipar.costs.device import DeviceSpec
 from minipar.costs.emulated import EmulatedCosts
 from minipar.costs.profiled import ProfiledCosts
-from minipar.costs.profiler import shape_of
 from minipar.costs.shapes import Shape
 from minipar.errors import PlanError
 from minipar.execution import Job, profile_job
+from minipar.models.parameter_groups import shape_of
 from minipar.program import Group, Op
 from minipar.strategies.bucket_size import sizes
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from minipar import Plan, PlanError, RankError, data, models, train
 from minipar.comm import communicator
-from minipar.costs.profiler import shape_of
 from minipar.elementwise import check_elementwise
 from minipar.executor import Executor
 from minipar.memory_formula import per_rank
+from minipar.models.parameter_groups import shape_of
 from minipar.program import Op
 from minipar.reference import train_plainly
 from minipar.training import Run

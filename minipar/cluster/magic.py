@@ -49,9 +49,12 @@ _SHOWN_BYTES = 1 << 20  # of what one rank prints in one cell; a notebook with m
 _OPTIONS = "n, --only 0,2, --out name, --quiet"
 
 
-def load(shell: InteractiveShell) -> None:
-    """Give this shell the magics `%%ranks` and `%ranks`."""
-    ranks = Ranks(shell)
+def load(shell: InteractiveShell, communicator: Callable[[object], object]) -> None:
+    """Give this shell the magics `%%ranks` and `%ranks`.
+
+    `communicator(comm)` says what a rank's variable `comm` is next; all ranks call it together.
+    """
+    ranks = Ranks(shell, communicator)
     register: Callable[..., None] = shell.register_magic_function
     register(ranks.cell, "cell", "ranks")
     register(ranks.line, "line", "ranks")
@@ -60,8 +63,8 @@ def load(shell: InteractiveShell) -> None:
 class Ranks:
     """The cluster behind one notebook's `%%ranks` cells."""
 
-    def __init__(self, shell: InteractiveShell) -> None:
-        self._shell = shell
+    def __init__(self, shell: InteractiveShell, communicator: Callable[[object], object]) -> None:
+        self._shell, self._communicator = shell, communicator
         self._cluster: Cluster | None = None
         self._communicates = False  # whether a cell has used `comm` since this cluster began
 
@@ -111,9 +114,10 @@ class Ranks:
         self._communicates = self._communicates or _mentions_comm(cell)
         cluster = self._ranks(request)
         if self._communicates and len(request.ranks) < cluster.size:
-            cluster.run(_make_comm)  # which takes all ranks
+            cluster.run(_make_comm, self._communicator)  # which takes all ranks
         with tempfile.TemporaryDirectory(prefix="cell-", dir=launch.scratch_folder()) as folder:
-            task = Task(cell, line, name, folder, self._communicates, bool(request.out))
+            communicator = self._communicator if self._communicates else None
+            task = Task(cell, line, name, folder, communicator, bool(request.out))
             try:
                 answers = cluster.run_on(request.ranks, run_cell, task)
             finally:
@@ -248,7 +252,7 @@ class Task:
     line: str
     name: str
     folder: str
-    communicates: bool
+    communicator: Callable[[object], object] | None
     wanted: bool
 
 
@@ -261,8 +265,8 @@ def run_cell(task: Task) -> tuple[str, bytes]:
     _remember_source(task.name, f"%%ranks {task.line}\n{task.cell}")
     with _printing_to(os.path.join(task.folder, str(worker.context().rank))):
         namespace = _namespace()
-        if task.communicates:
-            _make_comm()
+        if task.communicator:
+            _make_comm(task.communicator)
         body, last = _compile(task.cell, task.name)
         exec(body, namespace)
         value = None if last is None else eval(last, namespace)
@@ -290,13 +294,10 @@ def _namespace() -> dict[str, Any]:
     return namespace
 
 
-def _make_comm() -> None:
+def _make_comm(communicator: Callable[[object], object]) -> None:
     """Set `comm`, also anew after a failure. All ranks do this together, however the cell uses it, and only then."""
-    from minipar.comm import communicator
-
     namespace = _namespace()
-    if isinstance(namespace.get("comm"), communicator.Communicator | None):
-        namespace["comm"] = communicator.create()
+    namespace["comm"] = communicator(namespace.get("comm"))
 
 
 @contextlib.contextmanager

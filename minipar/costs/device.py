@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from minipar.costs.protocol import Costs
 from minipar.errors import PlanError
 from minipar.program import Instruction, Program, tier
-from minipar.streams import Costs
 
 _UNITS = {
     "": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9,

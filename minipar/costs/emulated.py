@@ -16,10 +16,10 @@ from typing import Any
 from minipar.costs.device import DeviceSpec
 from minipar.costs.measured import Profile
 from minipar.costs.profiled import ProfiledCosts
+from minipar.costs.protocol import Costs
 from minipar.costs.unit import UnitCosts
 from minipar.errors import PlanError
 from minipar.program import COPIES, SERVICE, Instruction, Op, Program, Value
-from minipar.streams import Costs
 from minipar.volumes import carried, hops
 
 

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from minipar.costs.measured import Profile
 from minipar.costs.rates import ORDINARY, Calibration, Copies
 from minipar.program import COMPUTE, COPIES, SERVICE, Instruction, Op, Program, Value, home, output, tier
+from minipar.rows import split_rows
 from minipar.strategies.shares import shares_of
 from minipar.volumes import carried, hops, summed
-
-
-def split_rows(total: int, parts: int) -> list[range]:
-    """`total` rows in `parts` runs of neighbours whose lengths differ by at most one, the longer ones first."""
-    even, more = divmod(total, parts)
-    edges = [k * even + min(k, more) for k in range(parts + 1)]
-    return [range(a, b) for a, b in pairwise(edges)]
 
 
 def microbatch_rows(batch: int, replicas: int, microbatches: int) -> tuple[int, ...]:

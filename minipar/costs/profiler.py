@@ -24,12 +24,11 @@ from minipar import naming_layers, sliced
 from minipar.costs.flops import FLOPS
 from minipar.costs.halves import input_half, left, weight_half
 from minipar.costs.measured import Profile
-from minipar.costs.shapes import Shape
 from minipar.costs.weighing import Weights, weigh
 from minipar.edges import wiring
 from minipar.errors import MiniparError, PlanError
+from minipar.models.parameter_groups import groups_of
 from minipar.network import edges_of
-from minipar.program import Group
 from minipar.tails import Tails
 from minipar.tensors import (
     count_bytes,
@@ -44,50 +43,6 @@ from minipar.tensors import (
 
 Loss = Callable[[Any], Tensor]
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-
-
-def shape_of(model: Iterable[nn.Module]) -> Shape:
-    """The layers and parameter groups of a model, an `nn.Sequential` or any list of layers.
-
-    First one group per layer, of the parameters that no other layer holds; then one per set of layers that hold the
-    same Parameter objects (tied weights). Sizes in bytes. Errors: `PlanError` for a model without layers.
-    """
-    layers = list(model)
-    groups = tuple(
-        Group(holders, tuple(map(_bytes, trainable)), sum(map(_bytes, frozen)))
-        for holders, trainable, frozen in _groups(layers)
-    )
-    name = getattr(model, "name", "")
-    trained = [trainable for _, trainable, _ in _groups(layers)]
-    itemsize = next((p.element_size() for found in trained for p in found), 4)
-    dims = tuple(tuple(tuple(p.shape) for p in found) for found in trained)
-    carries, whole = sliced.describe(layers)
-    title = name if isinstance(name, str) else ""
-    edges = edges_of(model)
-    return Shape(len(layers), groups, title, itemsize=itemsize, dims=dims, carries=carries, whole=whole, edges=edges)
-
-
-def parameters_of(model: Iterable[nn.Module]) -> list[list[nn.Parameter]]:
-    """For each group of `shape_of(model)`, in the same order, its trainable Parameter objects."""
-    return [trainable for _, trainable, _ in _groups(list(model))]
-
-
-class _Held(NamedTuple):
-    layers: tuple[int, ...]
-    trainable: list[nn.Parameter]
-    frozen: list[nn.Parameter]
-
-
-def _groups(layers: Sequence[nn.Module]) -> list[_Held]:
-    holders: dict[nn.Parameter, list[int]] = {}  # a Parameter hashes by identity
-    for l, layer in enumerate(layers):
-        for parameter in layer.parameters():
-            holders.setdefault(parameter, []).append(l)
-    groups = {(l,): _Held((l,), [], []) for l in range(len(layers))}
-    for parameter, found in holders.items():
-        group = groups.setdefault(tuple(found), _Held(tuple(found), [], []))  # type: ignore[arg-type]
-        (group.trainable if parameter.requires_grad else group.frozen).append(parameter)
-    return list(groups.values())
 
 
 def _of_output(loss: Callable[[Any, Any], Tensor], target: Any, output: Any) -> Tensor:
@@ -134,7 +89,7 @@ def profile(
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise PlanError(f"batch: must be a pair (x, y) of rows and targets, not a {type(batch).__name__}")
     x, y = batch
-    held, inputs = _groups(layers), wiring(edges_of(model), len(layers)).inputs
+    held, inputs = groups_of(layers), wiring(edges_of(model), len(layers)).inputs
     trainable_from = min((min(h.layers) for h in held if h.trainable), default=len(layers))
     device = next((p.device for h in held for p in (*h.trainable, *h.frozen)), torch.device("cpu"))
     clock = _Clock(device, threads)

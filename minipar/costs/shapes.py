@@ -1,7 +1,7 @@
 """The shape of a model: what a plan must know of it, without any tensor.
 
 `plan.compile(layers=12)` makes a uniform shape; `models.shape("gpt-tiny")` computes one from a preset, and
-`minipar.costs.profiler.shape_of(model)` reads one off real layers.
+`minipar.models.shape_of(model)` reads one off real layers.
 """
 
 from __future__ import annotations

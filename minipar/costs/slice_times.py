@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from minipar.costs.profiler import profile, shape_of
+from minipar.costs.profiler import profile
 from minipar.errors import PlanError
+from minipar.models.parameter_groups import shape_of
 from minipar.sliced import count_tokens, pick
 from minipar.tensors import count_rows
 
@@ -35,7 +36,7 @@ def slice_times(
     """
     layers, tokens, rows = list(model), count_tokens(batch), count_rows(batch[0])
     if whole := shape_of(layers).whole:
-        raise PlanError(f"model: layer {whole} takes whole sequences; possible are layers of minipar.sliced.Sliced")
+        raise PlanError(f"model: layer {whole} takes whole sequences; possible are minipar.models.sliced.Sliced")
     step = tokens // parts
     if parts < 2 or step < 2:
         raise PlanError(f"parts={parts}: of {tokens} tokens; possible are 2 to {tokens // 2} parts")

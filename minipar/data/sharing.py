@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from minipar.costs.profiled import split_rows
 from minipar.data.order import Order
 from minipar.errors import PlanError
+from minipar.rows import split_rows
 from minipar.wording import several
 
 Mesh = Mapping[str, int] | Sequence[tuple[str, int]]  # axis sizes, slowest first, such as Program.mesh

@@ -187,9 +187,9 @@ def _pipeline(
     """Initial weights in one row, their gradients, the weights after a run; and what gradients were asked for."""
     import torch
 
-    from minipar.costs.profiler import shape_of
     from minipar.execution import Job
     from minipar.models import mlp
+    from minipar.models.parameter_groups import shape_of
     from minipar.recorded_order import order_of
     from minipar.reference import replay_order
     from minipar.tensors import layers_of

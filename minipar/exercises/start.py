@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from minipar.costs.profiled import split_rows
 from minipar.exercises.kinds.choice import Choice
 from minipar.exercises.kinds.function import Function
+from minipar.rows import split_rows
 from minipar.wording import several
 
 _MESHES = tuple((rank, dp, pp) for dp, pp in ((2, 2), (2, 3), (4, 1), (1, 4), (3, 2)) for rank in range(dp * pp))

@@ -9,11 +9,11 @@ from minipar.costs.measured import Profile
 from minipar.costs.profiled import ProfiledCosts, microbatch_rows
 from minipar.costs.shapes import Shape
 from minipar.errors import DeviceOutOfMemory, MiniparError, PlanError, ProgramError
+from minipar.graph_cuts import pieces_of
 from minipar.memory.neighbours import nearby
 from minipar.memory.prediction import predict_memory
 from minipar.memory.recorded import Tapes
 from minipar.memory.series import mib
-from minipar.pieces import pieces_of
 from minipar.plan import Plan
 from minipar.program import Program
 

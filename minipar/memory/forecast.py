@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from minipar.graph_cuts import pieces_of
 from minipar.memory.prediction import Sizes, predict_memory
 from minipar.memory.recorded import Tapes
-from minipar.pieces import pieces_of
 from minipar.trace import Trace
 
 

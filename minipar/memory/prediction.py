@@ -51,7 +51,7 @@ def predict_memory(
 ) -> Series:
     """The series of one rank in one pass through its program, at the times of a predicted trace.
 
-    pieces   as `minipar.pieces.pieces_of` gives them: where the executor cuts autograd's graph
+    pieces   as `minipar.graph_cuts.pieces_of` gives them: where the executor cuts autograd's graph
     data     bytes of the rows that the rank works on
     """
     walk = Walk(program, rank, pieces, tapes, sizes, data)

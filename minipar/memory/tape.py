@@ -19,10 +19,11 @@ from torch.autograd.graph import get_gradient_edge
 
 from minipar import randomness, sliced
 from minipar.costs.halves import input_half, weight_half
-from minipar.costs.profiler import OptimizerFactory, parameters_of
+from minipar.costs.profiler import OptimizerFactory
 from minipar.edges import Edges, wiring
 from minipar.memory.recorded import LayerTape, Tape, Tapes, Workspace
 from minipar.memory.storages import Held, Storages
+from minipar.models.parameter_groups import parameters_of
 from minipar.tensors import differentiable, find_overwriting, map_tensors, overwrites, take_rows, tensors
 
 Loss = Callable[[Any, Any], Tensor]

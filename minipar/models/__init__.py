@@ -2,6 +2,7 @@
 
     model = models.build("gpt-tiny")            # or models.gpt(layers=4, ...), models.mlp(widths=...), models.branchy()
     shape = models.shape("gpt-tiny")            # what a plan needs of it; never imports torch
+    shape = models.shape_of(model)              # the same of any model in torch
     models.presets()                            # the names
     layers = models.from_torch(model, example)  # a model of your own, cut into layers
     layers = models.from_transformers(model)    # one of Hugging Face's
@@ -22,13 +23,14 @@ if TYPE_CHECKING:
     from minipar.models.hugging_face import from_transformers, next_token_loss, token_loss
     from minipar.models.inception import branchy
     from minipar.models.initial import initialise
+    from minipar.models.parameter_groups import shape_of
     from minipar.models.perceptron import mlp
     from minipar.models.tracing import from_torch
     from minipar.models.transformer import gpt
 
 __all__ = [
     "GPT", "MLP", "PRESETS", "Branchy", "branchy", "build", "from_torch", "from_transformers", "gpt", "initialise",
-    "mlp", "next_token_loss", "preset", "presets", "shape", "token_loss",
+    "mlp", "next_token_loss", "preset", "presets", "shape", "shape_of", "token_loss",
 ]  # fmt: skip
 
 _LAZY = {
@@ -40,6 +42,7 @@ _LAZY = {
     "from_transformers": "minipar.models.hugging_face",
     "next_token_loss": "minipar.models.hugging_face",
     "token_loss": "minipar.models.hugging_face",
+    "shape_of": "minipar.models.parameter_groups",
 }
 
 

@@ -1,6 +1,6 @@
 """Shapes of the presets, from their numbers alone. No torch here.
 
-Equal, by test, to `minipar.costs.profiler.shape_of(models.build(name))`.
+Equal, by test, to `minipar.models.shape_of(models.build(name))`.
 """
 
 from __future__ import annotations

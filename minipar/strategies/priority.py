@@ -21,10 +21,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 
+from minipar.costs.protocol import Costs
 from minipar.program import Instruction, Op, Part, grad
 from minipar.strategies.data_parallel import Bucket, MiB, reduce_groups, reduced_groups
 from minipar.strategies.layers import Layout
-from minipar.streams import Costs
 
 Seconds = Callable[[Instruction], float]  # what an instruction of this stage takes: computing, or on the link
 

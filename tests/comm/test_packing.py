@@ -72,8 +72,8 @@ def _count_messages(together):
 
     from minipar import Plan
     from minipar.comm import communicator, packing
-    from minipar.costs.profiler import shape_of
     from minipar.executor import Executor
+    from minipar.models.parameter_groups import shape_of
     from tests.toys import rows, toy
 
     comm, model = communicator.create(), toy(("tuples",)).double()

@@ -126,7 +126,7 @@ def test_what_it_does_not_go_together_with():
     for text in ("", "overlap=none zero=1", "overlap=none compress=bf16", "overlap=none local_steps=2"):
         with pytest.raises(PlanError, match="algorithm=mine: not together with"):
             Plan.parse(f"dp=2 algorithm=mine {text}")
-    from minipar.costs.profiler import shape_of
+    from minipar.models.parameter_groups import shape_of
 
     shape = shape_of(list(toy(("linear", "linear"), tied=True)))
     with pytest.raises(PlanError, match=r"rank 0 sums gradients over ranks .* possible are plans in which each rank"):

@@ -12,8 +12,9 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 from minipar import models
 from minipar.costs.measured import Profile
-from minipar.costs.profiler import parameters_of, profile, shape_of
+from minipar.costs.profiler import profile
 from minipar.errors import PlanError
+from minipar.models.parameter_groups import parameters_of, shape_of
 from minipar.program import Group
 
 

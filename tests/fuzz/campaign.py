@@ -35,11 +35,11 @@ from torch import Tensor
 from minipar import Plan
 from minipar.cluster import Cluster
 from minipar.costs.calibration import calibrate
-from minipar.costs.profiler import shape_of
 from minipar.costs.rates import Calibration
 from minipar.costs.recomputation import LayerCosts
 from minipar.errors import PlanError
 from minipar.execution import Job, execute
+from minipar.models.parameter_groups import shape_of
 from minipar.network import edges_of
 from minipar.saving import keeping
 from minipar.serving import execute_served

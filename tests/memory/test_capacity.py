@@ -16,12 +16,12 @@ import torch
 from minipar import Cluster, DeviceOutOfMemory, DeviceSpec, MiniparError, Plan, data, models, train
 from minipar.cli import main
 from minipar.comm import communicator
-from minipar.costs.profiler import shape_of
 from minipar.execution import Job, execute
 from minipar.executor import Executor
 from minipar.memory.advice import nearby
 from minipar.memory.capacity import out_of_memory, ways_out
 from minipar.memory.tracker import Tracker
+from minipar.models.parameter_groups import shape_of
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

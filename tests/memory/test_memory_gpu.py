@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from minipar import Cluster, Plan, data, models
-from minipar.costs.profiler import shape_of
 from minipar.execution import Job, execute
+from minipar.models.parameter_groups import shape_of
 
 pytestmark = [
     pytest.mark.gpu,

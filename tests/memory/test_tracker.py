@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from minipar import Cluster, MiniparError, Plan, data, models, train
-from minipar.costs.profiler import shape_of
 from minipar.execution import Job, execute
 from minipar.memory.watching import SERIES
+from minipar.models.parameter_groups import shape_of
 from minipar.program import Op
 
 WIDTHS = (32, 64, 64, 256)

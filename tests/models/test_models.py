@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from minipar import models
-from minipar.costs.profiler import shape_of
 from minipar.errors import PlanError
+from minipar.models.parameter_groups import shape_of
 
 
 @pytest.mark.parametrize("name", models.presets())

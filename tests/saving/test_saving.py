@@ -20,9 +20,9 @@ import minipar
 from minipar import Plan, PlanError, RankDied, SaveError, resume, train
 from minipar.cluster import Cluster, worker
 from minipar.comm import communicator
-from minipar.costs.profiler import shape_of
 from minipar.execution import Execution, Job, execute
 from minipar.executor import Executor
+from minipar.models.parameter_groups import shape_of
 from minipar.plainly import train_reference
 from minipar.saving import keeping, storage
 from minipar.saving.contents import Piece, outline_of

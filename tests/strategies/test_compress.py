@@ -11,10 +11,10 @@ from torch import nn
 from minipar import Plan, Program, models, train, verify
 from minipar.comm import communicator
 from minipar.comm.compression import Compressor
-from minipar.costs.profiler import shape_of
 from minipar.data import digits
 from minipar.errors import PlanError, SaveError
 from minipar.execution import Job, execute
+from minipar.models.parameter_groups import shape_of
 from minipar.program import Op, Part, residual
 from minipar.strategies.compress import low_rank, parse, row_bytes, top
 from tests.fuzz.verify_interpreter import judge

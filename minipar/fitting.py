@@ -1,4 +1,4 @@
-"""Where a rank's autograd graph is cut, and whether a model is the one that a program was made for."""
+"""Whether a model is the one that a program was made for, and one that can be trained here."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from minipar.costs.profiler import shape_of
 from minipar.edges import Edges
 from minipar.errors import RankError
-from minipar.program import BACKWARDS, Op, Program
+from minipar.models.parameter_groups import shape_of
+from minipar.program import Program
 from minipar.wording import several
-
-_GRAPH = (Op.FORWARD, Op.RECOMPUTE, *BACKWARDS)
 
 
 def check_fit(program: Program, layers: Sequence[nn.Module], edges: Edges = ()) -> None:
@@ -30,21 +28,21 @@ def check_fit(program: Program, layers: Sequence[nn.Module], edges: Edges = ()) 
         what = f"layer {shape.whole} takes whole sequences" if shape.whole else f"layers {shape.carries} carry"
         raise RankError(
             f"program {program.name!r} was compiled for another model, in whose slices of sequences layers "
-            f"{program.carries} carry: {what}; compile it for minipar.costs.profiler.shape_of(model)"
+            f"{program.carries} carry: {what}; compile it for minipar.models.shape_of(model)"
         )
     planned = {group.layers: group.trainable for group in program.groups}
     same = len(layers) == program.layers and planned.keys() == {group.layers for group in groups}
     if same and edges != program.edges:
         raise RankError(
             f"program {program.name!r} was compiled for another model: with edges {program.edges or 'of a chain'}, not "
-            f"{edges or 'of a chain'}; compile it for minipar.costs.profiler.shape_of(model)"
+            f"{edges or 'of a chain'}; compile it for minipar.models.shape_of(model)"
         )
     trains = any(planned.values())
     if not same or any(trains and group.trainable and not planned[group.layers] for group in groups):
         raise RankError(
             f"program {program.name!r} was compiled for another model: {several(program.layers, 'layer')} with ties "
             f"{[g.layers for g in program.groups if len(g.layers) > 1]}, not {len(layers)} with "
-            f"{[g.layers for g in groups if len(g.layers) > 1]}; compile it for minipar.costs.profiler.shape_of(model)"
+            f"{[g.layers for g in groups if len(g.layers) > 1]}; compile it for minipar.models.shape_of(model)"
         )
 
 
@@ -91,28 +89,3 @@ def row_major(layer: nn.Module) -> nn.Module:
         if not p.is_contiguous():
             p.data = p.data.contiguous(memory_format=torch.contiguous_format)
     return layer
-
-
-def pieces_of(program: Program, rank: int) -> dict[tuple[tuple[int, ...], int], list[tuple[int, ...]]]:
-    """For each compute instruction the runs of layers between which the graph must be cut.
-
-    A cut is where some forward, recomputation or backward of the same micro-batch begins, and before the first
-    trainable layer; after it, too, where backwards are split: it has no input half.
-    """
-    cuts: dict[int, set[int]] = {}
-    first = {program.first_trainable}
-    if any(ins.op is Op.BACKWARD_INPUT for ins in program.ranks[rank]):
-        first.add(program.first_trainable + 1)
-    for ins in program.ranks[rank]:
-        if ins.op in _GRAPH:
-            cuts.setdefault(ins.microbatch, set(first)).add(ins.layers[0])
-    pieces: dict[tuple[tuple[int, ...], int], list[tuple[int, ...]]] = {}
-    for ins in program.ranks[rank]:
-        if ins.op in _GRAPH:
-            runs: list[list[int]] = []
-            for layer in ins.layers:
-                if not runs or layer in cuts[ins.microbatch]:
-                    runs.append([])
-                runs[-1].append(layer)
-            pieces[ins.layers, ins.microbatch] = [tuple(run) for run in runs]
-    return pieces

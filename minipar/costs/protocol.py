@@ -1,0 +1,23 @@
+"""What a simulation asks of costs: how long an instruction takes, and how large a value is."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from minipar.program import Instruction, Value
+
+
+class Costs(Protocol):
+    """What a simulation must know of devices and model: seconds (or any one unit of time) and bytes."""
+
+    def compute(self, rank: int, ins: Instruction) -> float:
+        """How long a compute instruction takes."""
+
+    def transfer(self, rank: int, ins: Instruction) -> tuple[float, float]:
+        """How long a SEND or a copy occupies its link, and how much later it arrives."""
+
+    def collective(self, ins: Instruction) -> float:
+        """How long a collective takes after its last rank has joined."""
+
+    def size(self, rank: int, value: Value) -> float:
+        """How much memory a value takes on a rank."""

@@ -1,0 +1,12 @@
+"""How the rows of a batch are divided among replicas and micro-batches. Imports nothing of minipar."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+
+def split_rows(total: int, parts: int) -> list[range]:
+    """`total` rows in `parts` runs of neighbours whose lengths differ by at most one, the longer ones first."""
+    even, more = divmod(total, parts)
+    edges = [k * even + min(k, more) for k in range(parts + 1)]
+    return [range(a, b) for a, b in pairwise(edges)]
