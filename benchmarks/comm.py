@@ -22,7 +22,9 @@ import torch.distributed as dist
 
 from benchmarks.harness import Row
 from minipar import Cluster, calibrate
-from minipar.comm import algorithms, choice, communicator
+from minipar.comm import communicator
+from minipar.prediction import choice
+from minipar.program import collectives
 
 RANKS = (2, 4)
 SIZES = tuple(4**k << 10 for k in range(9))  # 1 KB to 64 MB
@@ -85,9 +87,9 @@ def _race(store: str, collective: str, size: int, rounds: int) -> dict[str, list
         "all_gather": lambda: comm.iall_gather(parts[comm.rank], y, everyone)[0].wait(),
     }
     contestants[SHARED] = in_memory[collective]
-    for name in algorithms.names(collective):
+    for name in collectives.names(collective):
         nodes = 2 if name == "hierarchical" and comm.size > 2 else 1
-        program = algorithms.program(collective, name, comm.size, size, nodes=nodes, item=4)
+        program = collectives.program(collective, name, comm.size, size, nodes=nodes, item=4)
         contestants[name] = lambda program=program: play(program, comm, y, everyone)  # type: ignore[misc]
     calls = max(1, min(20, (1 << 20) // size))
     times: dict[str, list[tuple[float, float, int]]] = {name: [] for name in contestants}
@@ -126,9 +128,9 @@ def draw(found: Sequence[Point], path: str) -> None:
     kinds = sorted({(p.collective, p.ranks) for p in found}, key=lambda k: (COLLECTIVES.index(k[0]), k[1]))
     figure = Figure(figsize=(11, 3.2 * len(COLLECTIVES)), layout="constrained")
     panels = figure.subplots(len(COLLECTIVES), len(kinds) // len(COLLECTIVES), squeeze=False).flat
-    everything = algorithms.names("allreduce")  # a colour for each
+    everything = collectives.names("allreduce")  # a colour for each
     for axes, (collective, ranks) in zip(panels, kinds, strict=True):
-        for name in (GLOO, SHARED, *algorithms.names(collective)):
+        for name in (GLOO, SHARED, *collectives.names(collective)):
             mine = [p for p in found if (p.collective, p.ranks, p.name) == (collective, ranks, name)]
             sizes, rates = [p.size for p in mine], [p.bus_bandwidth / 1e9 for p in mine]
             colour, width = (

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.harness import Row, as_torch_starts_them, contestants, in_turn
 from minipar import Cluster, Plan, data, models
 from minipar.comm import communicator
-from minipar.executor import Executor
+from minipar.execution.executor import Executor
 from minipar.models.parameter_groups import shape_of
 
 WIDTH, LAYERS, ROWS = 1000, 10, 64  # 10 million parameters; rows per rank

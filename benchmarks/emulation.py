@@ -14,10 +14,10 @@ from torch import nn
 from benchmarks.harness import Row
 from minipar import Cluster, Plan, simulate
 from minipar.costs.device import PRESETS, DeviceSpec
-from minipar.costs.emulated import EmulatedCosts
-from minipar.costs.profiled import ProfiledCosts, microbatch_rows
-from minipar.execution import Job, execute, profile_job
+from minipar.execution.execution import Job, execute, profile_job
 from minipar.models.parameter_groups import shape_of
+from minipar.prediction.emulated import EmulatedCosts
+from minipar.prediction.profiled import ProfiledCosts, microbatch_rows
 
 TIMES = {"forward": 0.020, "backward": 0.040}
 PLANS = ("pp=4 schedule=gpipe microbatches=8", "pp=4 schedule=1f1b microbatches=8", "dp=4 microbatches=8")

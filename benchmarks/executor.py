@@ -19,7 +19,7 @@ from torch import nn
 from benchmarks.harness import Row
 from minipar import Cluster, Plan
 from minipar.comm import communicator
-from minipar.executor import Executor
+from minipar.execution.executor import Executor
 from minipar.models.parameter_groups import shape_of
 
 
@@ -64,7 +64,7 @@ def _without_torch(executor: Executor, x: torch.Tensor, y: torch.Tensor) -> None
         mock.patch.object(type(executor.comm), "irecv", lambda *_: _Done()),
         mock.patch("minipar.comm.links.allocate", lambda *_: cheap),
         mock.patch.object(torch.autograd, "backward", lambda *_: None),
-        mock.patch("minipar.compute.detach", lambda value, requires_grad=False: value),
+        mock.patch("minipar.execution.compute.detach", lambda value, requires_grad=False: value),
     ):
         for optimizer in executor.state.optimizers.values():
             optimizer.step = nothing  # type: ignore[method-assign]

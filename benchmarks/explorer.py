@@ -11,7 +11,7 @@ from statistics import median
 
 from benchmarks.harness import Row
 from minipar import strategies
-from minipar.collector import paused
+from minipar.program.collector import paused
 from minipar_widgets import Timeline, exploring
 from minipar_widgets.exploring import Found, Settings
 

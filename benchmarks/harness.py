@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from minipar.affinity import on_own_core
 from minipar.cluster import Cluster
 from minipar.comm import communicator
+from minipar.execution.affinity import on_own_core
+from minipar.prediction.oversubscription import available_cores, best_way
 from minipar.program import Program
-from minipar.shared_cores import available_cores, best_way
 
 
 @dataclass(frozen=True)

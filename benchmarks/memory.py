@@ -15,12 +15,12 @@ import torch
 from benchmarks.harness import Row
 from minipar import Cluster, Plan, data, models
 from minipar.comm import communicator
-from minipar.costs.profiled import ProfiledCosts, microbatch_rows
-from minipar.execution import Job, execute, profile_job
-from minipar.executor import Executor
-from minipar.memory.forecast import with_memory
-from minipar.memory.tracker import Tracker
-from minipar.training import predict
+from minipar.execution.execution import Job, execute, profile_job
+from minipar.execution.executor import Executor
+from minipar.execution.memory.tracker import Tracker
+from minipar.prediction.forecast import with_memory
+from minipar.prediction.profiled import ProfiledCosts, microbatch_rows
+from minipar.training.training import predict
 
 PLANS = (
     "dp=1",

@@ -16,10 +16,10 @@ import torch
 from benchmarks.harness import Row
 from minipar import Cluster, Plan, models
 from minipar.comm import communicator
-from minipar.executor import Executor
-from minipar.memory.disk import DiskStore, drop_page_cache
-from minipar.memory.stores import HostStore, Tier
-from minipar.memory.tracker import Tracker
+from minipar.execution.executor import Executor
+from minipar.execution.memory.disk import DiskStore, drop_page_cache
+from minipar.execution.memory.stores import HostStore, Tier
+from minipar.execution.memory.tracker import Tracker
 from minipar.models.parameter_groups import shape_of
 
 LAYERS, WIDTH, VOCAB, LENGTH, ROWS = 8, 256, 1024, 64, 8

@@ -31,10 +31,10 @@ from torch.distributed.pipelining import (
 from benchmarks.harness import Row, as_in_training, as_torch_starts_them, contestants, in_turn, times_in_turn
 from minipar import Cluster, Plan
 from minipar.comm import communicator
-from minipar.costs.halves import input_half, weight_half
-from minipar.costs.shapes import uniform
-from minipar.executor import Executor
+from minipar.execution.executor import Executor
+from minipar.execution.split_backward import input_half, weight_half
 from minipar.models.parameter_groups import shape_of
+from minipar.program.shape import uniform
 
 RANKS, LAYERS, WIDTH, MICROBATCHES, ROWS = 4, 16, 512, 8, 8
 LARGER = 128  # rows of a micro-batch

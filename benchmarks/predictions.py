@@ -11,10 +11,10 @@ from statistics import median
 
 from benchmarks.harness import Row
 from minipar import Cluster, Plan, calibrate, data, models
-from minipar.costs.profiled import microbatch_rows
-from minipar.execution import Job, execute, profile_job
-from minipar.shared_cores import available_cores
-from minipar.training import predict
+from minipar.execution.execution import Job, execute, profile_job
+from minipar.prediction.oversubscription import available_cores
+from minipar.prediction.profiled import microbatch_rows
+from minipar.training.training import predict
 
 PLANS = (
     "dp=2",

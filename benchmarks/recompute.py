@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from benchmarks.harness import Row, contestants, in_turn
 from minipar import Cluster, Plan
 from minipar.comm import communicator
-from minipar.costs.profiler import profile
-from minipar.executor import Executor
-from minipar.memory.storages import Storages
+from minipar.execution.executor import Executor
+from minipar.execution.measuring.profiler import profile
+from minipar.execution.memory.storages import Storages
 from minipar.models import transformer
 from minipar.models.parameter_groups import shape_of
 

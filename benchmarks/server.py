@@ -20,13 +20,13 @@ import torch.distributed as dist
 from benchmarks.harness import Row
 from minipar import Cluster, DeviceSpec, Plan, data, models, train
 from minipar.cluster import worker
-from minipar.comm import meeting, pushing, server
-from minipar.comm.served import Settings
-from minipar.comm.shard import key_of
 from minipar.costs.unit import UnitCosts
 from minipar.program import Op, Program
-from minipar.strategies.consistency import Mode
-from minipar.training import Run
+from minipar.program.server_rule import Mode
+from minipar.server import process, pushing, rendezvous
+from minipar.server.served import Settings
+from minipar.server.shard import key_of
+from minipar.training.training import Run
 
 SIZES = {"1 KB": 1 << 10, "64 KB": 1 << 16, "4 MB": 4 << 20, "40 MB": 40 << 20}
 MANY = 100  # keys of a model of small ones
@@ -52,7 +52,7 @@ def _messages(folder: str, size: int, keys: int, rounds: int) -> list[tuple[floa
             _gloo(dist.isend, y, 0)
     if rank == 2:
         settings = Settings(1, total + 1, cast(Any, _NoUpdate), Mode("async"))
-        server.serve(folder, 0, settings, x)
+        process.serve(folder, 0, settings, x)
     if rank:
         return None
     ps = pushing.connect(folder, 0)
@@ -102,7 +102,7 @@ def _transport(quick: bool) -> list[Row]:
                 rounds = (20 if quick else 40) if keys * size >= 4 << 20 else (50 if quick else 400)
                 folder = tempfile.mkdtemp(prefix="bench-server-")
                 try:
-                    meeting.open_folder(folder, [key_of(k, torch.zeros(size // 4)) for k in range(keys)])
+                    rendezvous.open_folder(folder, [key_of(k, torch.zeros(size // 4)) for k in range(keys)])
                     times = cluster.run(_messages, folder, size, keys, rounds)[0]
                 finally:
                     shutil.rmtree(folder)

@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.harness import Row, as_torch_starts_them, contestants, in_turn
 from minipar import Cluster, Plan, models
 from minipar.comm import communicator
-from minipar.executor import Executor
-from minipar.memory.storages import Held, Storages
+from minipar.execution.executor import Executor
+from minipar.execution.memory.storages import Held, Storages
 from minipar.models.parameter_groups import shape_of
 from minipar.trace import Trace
 
@@ -149,7 +149,7 @@ def _bytes_of(name: str) -> int:
 
 
 def _bytes_of_program(name: str, layers: int, ranks: int) -> list[int]:
-    """What ranks of ours send each other, by way of shared memory here (on gloo: `tests/test_zero.py` counts it)."""
+    """What ranks of ours send each other, by way of shared memory here (on gloo: see tests/execution/test_zero.py)."""
     program = Plan.parse(f"dp={ranks} {OURS[name]}").compile(shape_of(list(_build(layers))))
     return Trace(program, (), (), lambda rank, value: 0).bytes_sent()
 

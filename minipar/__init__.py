@@ -12,21 +12,22 @@ if TYPE_CHECKING:  # what type checkers and editors read; a test holds it equal 
     from minipar import cluster as cluster
     from minipar import comm as comm
     from minipar import costs as costs
+    from minipar import course as course
     from minipar import data as data
     from minipar import errors as errors
-    from minipar import exercise as exercise
-    from minipar import memory as memory
+    from minipar import execution as execution
     from minipar import models as models
+    from minipar import planner as planner
+    from minipar import prediction as prediction
     from minipar import program as program
-    from minipar import saving as saving
-    from minipar import search as search
+    from minipar import server as server
     from minipar import strategies as strategies
+    from minipar import trace as trace
+    from minipar import training as training
     from minipar.cluster import Cluster as Cluster
     from minipar.comm import communicator as communicator
-    from minipar.comm.algorithms import collective as collective
-    from minipar.costs.calibration import calibrate as calibrate
     from minipar.costs.device import DeviceSpec as DeviceSpec
-    from minipar.costs.profiler import profile as profile
+    from minipar.course import exercise as exercise
     from minipar.errors import CollectiveMismatch as CollectiveMismatch
     from minipar.errors import Deadlock as Deadlock
     from minipar.errors import DeviceOutOfMemory as DeviceOutOfMemory
@@ -37,49 +38,52 @@ if TYPE_CHECKING:  # what type checkers and editors read; a test holds it equal 
     from minipar.errors import RankDied as RankDied
     from minipar.errors import RankError as RankError
     from minipar.errors import SaveError as SaveError
-    from minipar.evaluation import Evaluation as Evaluation
-    from minipar.evaluation import evaluate as evaluate
-    from minipar.execution import execute as execute
-    from minipar.following import StepInfo as StepInfo
-    from minipar.plan import Plan as Plan
+    from minipar.execution.execution import execute as execute
+    from minipar.execution.following import StepInfo as StepInfo
+    from minipar.execution.measuring.calibration import calibrate as calibrate
+    from minipar.execution.measuring.profiler import profile as profile
+    from minipar.execution.updating import named as named
+    from minipar.prediction.simulator import simulate as simulate
     from minipar.program import Backward as Backward
     from minipar.program import BackwardInput as BackwardInput
     from minipar.program import BackwardWeight as BackwardWeight
     from minipar.program import Forward as Forward
     from minipar.program import Instruction as Instruction
     from minipar.program import Program as Program
-    from minipar.simulator import simulate as simulate
+    from minipar.program.collectives import collective as collective
+    from minipar.program.verify.verifier import verify as verify
     from minipar.strategies import schedule as schedule
     from minipar.strategies.draft import Draft as Draft
     from minipar.strategies.draft import pass_ as pass_
+    from minipar.strategies.plan import Plan as Plan
     from minipar.trace import Trace as Trace
-    from minipar.training import Run as Run
-    from minipar.training import resume as resume
-    from minipar.training import train as train
-    from minipar.tuning import bucket_curve as bucket_curve
-    from minipar.updating import named as named
-    from minipar.verifier import verify as verify
+    from minipar.training.evaluation import Evaluation as Evaluation
+    from minipar.training.evaluation import evaluate as evaluate
+    from minipar.training.training import Run as Run
+    from minipar.training.training import resume as resume
+    from minipar.training.training import train as train
+    from minipar.training.tuning import bucket_curve as bucket_curve
 
 __version__ = "0.1.0"
 
 _homes = {
     "minipar.program": ("Program", "Instruction", "Forward", "Backward", "BackwardInput", "BackwardWeight"),
-    "minipar.plan": ("Plan",),
-    "minipar.verifier": ("verify",),
-    "minipar.simulator": ("simulate",),
+    "minipar.strategies.plan": ("Plan",),
+    "minipar.program.verify.verifier": ("verify",),
+    "minipar.prediction.simulator": ("simulate",),
     "minipar.costs.device": ("DeviceSpec",),
     "minipar.trace": ("Trace",),
-    "minipar.tuning": ("bucket_curve",),
-    "minipar.training": ("train", "resume", "Run"),
-    "minipar.execution": ("execute",),
-    "minipar.evaluation": ("evaluate", "Evaluation"),
-    "minipar.updating": ("named",),
-    "minipar.following": ("StepInfo",),
+    "minipar.training.tuning": ("bucket_curve",),
+    "minipar.training.training": ("train", "resume", "Run"),
+    "minipar.execution.execution": ("execute",),
+    "minipar.training.evaluation": ("evaluate", "Evaluation"),
+    "minipar.execution.updating": ("named",),
+    "minipar.execution.following": ("StepInfo",),
     "minipar.cluster": ("Cluster",),
-    "minipar.costs.profiler": ("profile",),
-    "minipar.costs.calibration": ("calibrate",),
+    "minipar.execution.measuring.profiler": ("profile",),
+    "minipar.execution.measuring.calibration": ("calibrate",),
     "minipar.strategies": ("schedule",),
-    "minipar.comm.algorithms": ("collective",),
+    "minipar.program.collectives": ("collective",),
     "minipar.strategies.draft": ("Draft", "pass_"),
     "minipar.errors": (
         "MiniparError",
@@ -95,33 +99,36 @@ _homes = {
     ),
 }
 _home_of = {name: home for home, names in _homes.items() for name in names}
-_home_of["communicator"] = "minipar.comm.communicator"
+_modules = {"communicator": "minipar.comm.communicator", "exercise": "minipar.course.exercise"}
 _packages = (
     "cluster",
     "comm",
     "costs",
+    "course",
     "data",
     "errors",
-    "exercise",
-    "memory",
+    "execution",
     "models",
+    "planner",
+    "prediction",
     "program",
-    "saving",
-    "search",
+    "server",
     "strategies",
+    "trace",
+    "training",
 )
-_modules_as_names = ("communicator",)
+_modules |= {name: f"minipar.{name}" for name in _packages}
 
-__all__ = [*sorted(_home_of), *_packages]
+__all__ = [*sorted(_home_of), *sorted(_modules)]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _packages:
-        return importlib.import_module(f"minipar.{name}")
-    if name not in _home_of:
+    if name in _modules:
+        value = importlib.import_module(_modules[name])
+    elif name in _home_of:
+        value = getattr(importlib.import_module(_home_of[name]), name)
+    else:
         raise AttributeError(f"module 'minipar' has no attribute {name!r}")
-    module = importlib.import_module(_home_of[name])
-    value = module if name in _modules_as_names else getattr(module, name)
     globals()[name] = value
     return value
 

@@ -15,16 +15,16 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from minipar import freezing, lesson_commands
 from minipar.costs.device import DeviceSpec
+from minipar.course import freezing, lesson_commands
 from minipar.errors import DeviceOutOfMemory, MiniparError, PlanError, ProgramError, StoreError
-from minipar.plan import Plan
 from minipar.program import Op
 from minipar.strategies import schedules
+from minipar.strategies.plan import Plan
 from minipar.wording import several
 
 if TYPE_CHECKING:
-    from minipar.training import Run
+    from minipar.training.training import Run
 
 
 class _Parser(argparse.ArgumentParser):
@@ -154,11 +154,11 @@ def _times(text: str) -> tuple[float, ...]:
 
 
 def _simulate(options: argparse.Namespace) -> dict[str, Any]:
-    from minipar.simulator import simulate
+    from minipar.prediction.simulator import simulate
 
     plan = Plan.parse(options.plan)
     from minipar.costs import presets
-    from minipar.costs.shapes import uniform
+    from minipar.program.shape import uniform
 
     shape = presets.shape(options.model) if options.model else uniform(options.layers)
     costs = presets.layer_costs(options.model, 1) if options.model else None
@@ -217,9 +217,9 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from minipar.cluster import Cluster
-    from minipar.following import Screen
-    from minipar.traffic import in_words
-    from minipar.training import train
+    from minipar.execution.following import Screen
+    from minipar.trace.traffic import in_words
+    from minipar.training.training import train
 
     with Cluster(plan.ranks, device=options.emulate or "auto") as cluster:
         run = train(
@@ -323,13 +323,13 @@ def _show_run(result: dict[str, Any]) -> str:
 
 
 def _memory(options: argparse.Namespace) -> dict[str, Any]:
-    from minipar import reports
+    from minipar.prediction import reports
 
     return reports.memory(options.plan, options.model, options.batch)
 
 
 def _show_memory(result: dict[str, Any]) -> str:
-    from minipar import reports
+    from minipar.prediction import reports
 
     return reports.show_memory(result)
 

@@ -15,11 +15,11 @@ import torch
 
 from minipar import data, models
 from minipar.cluster import Cluster
-from minipar.plan import Plan
-from minipar.reference import gradient_error
-from minipar.shared_cores import available_cores
-from minipar.training import Run, train
-from minipar.webpage import table
+from minipar.prediction.oversubscription import available_cores
+from minipar.strategies.plan import Plan
+from minipar.trace.webpage import table
+from minipar.training.reference import gradient_error
+from minipar.training.training import Run, train
 from minipar.wording import several
 
 PLAN = "pp=2 dp=2 schedule=1f1b microbatches=8"

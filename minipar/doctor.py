@@ -9,7 +9,7 @@ import sys
 import time
 from typing import Any
 
-from minipar.shared_cores import available_cores
+from minipar.prediction.oversubscription import available_cores
 
 
 def examine() -> dict[str, Any]:

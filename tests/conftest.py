@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from minipar import tails
 from minipar.cluster import Cluster
+from minipar.execution import tails
 
 # glibc fills what is freed with this byte, and what it gives out with the opposite one. As floating-point numbers the
 # first are tiny and the second huge: who reads either is far off, at any size of a model.

@@ -12,8 +12,8 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FIRST = ("tests/cluster", "tests/comm")
-BESIDE = ("tests/widgets", "tests/saving", "tests/exercises", "tests/data", "tests/search", "tests/models")
+FIRST = ("tests/cluster", "tests/comm", "tests/server")
+BESIDE = ("tests/widgets", "tests/course", "tests/data", "tests/planner", "tests/models")
 NOTHING = 5  # pytest's status when the arguments select no test
 
 

@@ -4,8 +4,8 @@
     mutations(program, seed, n)    n programs with a few random changes (swap, drop, double, move, relabel)
     programs()                     hypothesis: programs of every plan and model
 
-None of them shares code or ideas with `minipar.simulator` and `minipar.verifier`, which they are there to check. What a
-program computes is said by `tests/fuzz/verify_interpreter.py`.
+None of them shares code or ideas with the simulator and the verifier, which they are there to check. What a program
+computes is said by `tests/fuzz/verify_interpreter.py`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from random import Random
 from hypothesis import strategies as st
 
 from minipar import Plan, Program
-from minipar.costs.shapes import Shape
 from minipar.program import COPIES, Group, Instruction, Op, Value
+from minipar.program.shape import Shape
 from minipar.strategies import find, schedules
 
 # programs ------------------------------------------------------------------------------------------------------------

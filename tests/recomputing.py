@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from minipar import Forward, Program
 from minipar.costs.recomputation import Chain, Move
 from minipar.program import Backward, Instruction, Op, Value
-from minipar.strategies.checkpoint import recompute
-from minipar.strategies.layers import expand, state_of, step_of
 from minipar.strategies.layout import Layout
+from minipar.strategies.passes.checkpoint import recompute
+from minipar.strategies.passes.layers import expand, state_of, step_of
 from tests.interpreters import shape
 
 

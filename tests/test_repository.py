@@ -110,9 +110,9 @@ def test_versions_agree():
 
 
 def test_what_plans_and_draws_needs_no_torch():
-    light = ["program", "plan", "verifier", "simulator", "trace", "strategies", "models", "data"]
-    light += ["costs.shapes", "costs.measured", "errors", "exercise", "cli"]
-    light += ["assignments", *(f"exercises.{path.stem}" for path in (ROOT / "minipar" / "exercises").glob("[a-z]*.py"))]
+    light = ["program.verify.verifier", "strategies.plan", "prediction.simulator", "trace", "strategies", "models"]
+    light += ["data", "costs.measured", "errors", "course.exercise", "course.assignments", "cli"]
+    light += [f"course.exercises.{path.stem}" for path in (ROOT / "minipar/course/exercises").glob("[a-z]*.py")]
     code = (
         f"import sys, minipar_widgets, {', '.join('minipar.' + name for name in light)}\nprint('torch' in sys.modules)"
     )
@@ -140,7 +140,7 @@ def test_the_wheel_has_both_packages_and_the_command(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         entry_points = archive.read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
-    assert "minipar/program.py" in names
+    assert "minipar/program/__init__.py" in names
     assert "minipar_widgets/__init__.py" in names
     lessons = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "lessons").rglob("*.ipynb"))
     assert [f"minipar/{name}" for name in lessons] == sorted(name for name in names if name.endswith(".ipynb"))

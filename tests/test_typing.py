@@ -76,7 +76,7 @@ def test_a_user_s_script_is_checked(tmp_path):
     wrong = [k + 1 for k, line in enumerate(lines) if line.startswith(("Plan(", "train(", "Run.nothing"))]
     found = {int(line.split(":")[1]) for line in told.splitlines() if "script.py" in line and ": error:" in line}
     assert found == set(wrong), told
-    for known in ('"minipar.training.Run"', '"float"', '"float"', "minipar.program.Program"):
+    for known in ('"minipar.training.training.Run"', '"float"', '"float"', "minipar.program.Program"):
         assert f"Revealed type is {known}" in told or known in told, told
     assert 'Revealed type is "Any"' not in told
 

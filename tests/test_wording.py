@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from minipar import Plan, captions, simulate
-from minipar.terminal import text
+from minipar import Plan, simulate
+from minipar.trace import labels
+from minipar.trace.terminal import text
 from minipar.wording import plural, several
 
 
@@ -29,7 +30,7 @@ def test_plurals() -> None:
 
 def test_pictures_of_one_rank_say_so() -> None:
     trace = simulate(Plan(microbatches=1).compile(layers=1))
-    said = "\n".join([captions.description([trace]), trace.summary(), repr(trace.program), text(trace), str(trace)])
+    said = "\n".join([labels.description([trace]), trace.summary(), repr(trace.program), text(trace), str(trace)])
     assert "timeline of 1 rank:" in said
     assert "1 rank, 3 instructions" in said
     for wrong in ("1 ranks", "1 activations", "1 stages", "1 layers"):

@@ -17,7 +17,7 @@ from minipar.cluster import launch, worker
 from minipar.cluster.failures import as_deadlock, as_exception, lost_state
 from minipar.cluster.members import GRACE, GRACE_AFTER_FAILURE, Callback, Members, Round, unpack
 from minipar.cluster.parcel import Parcel, pack
-from minipar.cluster.patience import Watch
+from minipar.cluster.watchdog import Watch
 from minipar.costs.device import DeviceSpec
 from minipar.errors import PlanError, RankError
 from minipar.wording import several

@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from minipar.cluster import launch, stacks, wire
-from minipar.cluster.button import Button
 from minipar.cluster.failures import Failure
+from minipar.cluster.interrupt import Button
 from minipar.cluster.notes import Page
 from minipar.cluster.output import Output, Printer
 from minipar.cluster.parcel import Parcel
 from minipar.cluster.parcel import unpack as _unpack
-from minipar.cluster.patience import Watch
+from minipar.cluster.watchdog import Watch
 from minipar.cluster.worker import Setup
 from minipar.errors import PlanError, RankDied, RankError
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from minipar.cluster import worker
-from minipar.comm import algorithms, groups, operations, packing, values
+from minipar.comm import groups, operations, packing, values
 from minipar.comm.board import SMALL
 from minipar.comm.handles import Handle, Result, StagedHandle
 from minipar.comm.operations import ALL_GATHER, ALLREDUCE, REDUCE_SCATTER
@@ -30,6 +30,7 @@ from minipar.comm.sockets import Sockets
 from minipar.comm.world import CLOSED, Group, World, under_torchrun
 from minipar.costs.rates import Calibration
 from minipar.errors import RankError
+from minipar.program import collectives
 from minipar.wording import several
 
 
@@ -75,29 +76,29 @@ class Communicator:
 
     def allreduce(self, x: Any, op: Any = sum, *, algorithm: Any = None, async_op: bool = False) -> Any:
         """Combine `x` over all ranks, element by element. `op`: `sum`, `max`, `min`, or their names, or "avg"."""
-        return _give(operations.allreduce(self, x, op, algorithms.known(algorithm), async_op), async_op)
+        return _give(operations.allreduce(self, x, op, collectives.known(algorithm), async_op), async_op)
 
     def reduce(self, x: Any, root: int = 0, op: Any = sum, *, algorithm: Any = None, async_op: bool = False) -> Any:
         """`allreduce`, but the result is on rank `root` only; the others get None."""
-        return _give(operations.reduce(self, x, root, op, algorithms.known(algorithm), async_op), async_op)
+        return _give(operations.reduce(self, x, root, op, collectives.known(algorithm), async_op), async_op)
 
     def reduce_scatter(self, x: Any, op: Any = sum, *, algorithm: Any = None, async_op: bool = False) -> Any:
         """`allreduce`, but each rank gets only its share of the rows (the first dimension) of the result.
 
         n rows of p ranks are divided as evenly as can be, the first n mod p ranks having one more.
         """
-        return _give(operations.reduce_scatter(self, x, op, algorithms.known(algorithm), async_op), async_op)
+        return _give(operations.reduce_scatter(self, x, op, collectives.known(algorithm), async_op), async_op)
 
     def all_gather(self, x: Any, *, algorithm: Any = None, async_op: bool = False) -> Any:
         """The rows of all ranks, in their order, on all of them; a rank may have more rows than another, or none.
 
         Of numbers: a list with one of each rank. all_gather(reduce_scatter(x)) is allreduce(x).
         """
-        return _give(operations.all_gather(self, x, algorithms.known(algorithm), async_op), async_op)
+        return _give(operations.all_gather(self, x, collectives.known(algorithm), async_op), async_op)
 
     def broadcast(self, x: Any = None, root: int = 0, *, algorithm: Any = None, async_op: bool = False) -> Any:
         """`x` of rank `root`, on all ranks. The others bring something of the same form, or None."""
-        return _give(operations.broadcast(self, x, root, algorithms.known(algorithm), async_op), async_op)
+        return _give(operations.broadcast(self, x, root, collectives.known(algorithm), async_op), async_op)
 
     def all_to_all(self, x: Any, *, algorithm: Any = None, async_op: bool = False) -> Any:
         """Piece k goes to rank k; a rank gets the pieces that all ranks have for it, in their order.
@@ -105,7 +106,7 @@ class Communicator:
         `x`: a list of one piece for each rank (numbers, lists, arrays, tensors, of any sizes); a list comes back. Or
         an array or a tensor, whose rows are divided as in `reduce_scatter`; what comes is put together.
         """
-        return _give(operations.all_to_all(self, x, algorithms.known(algorithm), async_op), async_op)
+        return _give(operations.all_to_all(self, x, collectives.known(algorithm), async_op), async_op)
 
     def barrier(self) -> None:
         """Return when every rank has called this."""
@@ -234,7 +235,7 @@ class Communicator:
             return Handle(None, None, self.pending)
         if not tensor.is_contiguous():
             raise RankError(f"a tensor of strides {tensor.stride()} cannot be summed in place; use .contiguous()")
-        if algorithm is not None and algorithm in algorithms.names("allreduce"):
+        if algorithm is not None and algorithm in collectives.names("allreduce"):
             return Handle(operations.played_sum(self, tensor, ranks, str(algorithm)), tensor, self.pending)
         what = f"iallreduce of {values.form(tensor)}" + (f" ({name})" if name else "")
         group, given = self._for(tensor, ranks)
@@ -325,7 +326,7 @@ class Communicator:
     def shares(self, group: Group, algorithm: str | None = None, call: str = "") -> bool:
         """Whether an algorithm uses the shared memory of a group. RankError where it cannot, or is not known."""
         if algorithm not in (None, "shared", "backend"):
-            possible = ", ".join(("shared", "backend", *(("auto", *algorithms.names(call)) if call else ())))
+            possible = ", ".join(("shared", "backend", *(("auto", *collectives.names(call)) if call else ())))
             raise RankError(
                 f"algorithm={algorithm!r} is not known on this rank; possible are {possible}, or the generator itself "
                 "that @minipar.collective decorated"

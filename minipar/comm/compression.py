@@ -1,4 +1,4 @@
-"""Compressed sums of gradients, as a rank does them; what they are is told in `strategies/compress.py`.
+"""Compressed sums of gradients, as a rank does them; what they are is told in `strategies/passes/compress.py`.
 
 A message is a flat tensor of gradients, and the gradients that are views of it. When its handles were waited for, it
 holds the sum over all ranks, or what came through of it.
@@ -14,7 +14,7 @@ from torch import Tensor
 from minipar.comm.communicator import Communicator
 from minipar.comm.handles import Handle, Then
 from minipar.errors import RankError
-from minipar.strategies.compress import keeps_residual, low_rank, row_bytes, top
+from minipar.strategies.passes.compress import keeps_residual, low_rank, row_bytes, top
 
 _NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -38,8 +38,8 @@ from torch import Tensor
 from minipar.comm.communicator import Communicator, Handle
 from minipar.comm.packing import parts_of, places_for
 from minipar.errors import RankError
+from minipar.models.tensors import allocate, differentiable, has_tensors, spec
 from minipar.program import Op, Program, Value
-from minipar.tensors import allocate, differentiable, has_tensors, spec
 
 HEADER_BYTES = 4096
 TENSORS = 64  # tags of two values are this far apart: one for each tensor, and these two

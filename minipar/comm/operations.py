@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from minipar.comm import algorithms, backend, groups, played, shared, values
+from minipar.comm import backend, groups, played, shared, values
 from minipar.comm.board import SMALL
 from minipar.comm.handles import Handle, Result
 from minipar.comm.matching import difference
@@ -23,6 +23,7 @@ from minipar.comm.packing import as_bytes
 from minipar.comm.shared import combine, share
 from minipar.comm.world import Group, Way
 from minipar.errors import CollectiveMismatch, RankError
+from minipar.program import collectives
 from minipar.wording import several
 
 if TYPE_CHECKING:
@@ -288,11 +289,11 @@ def _choose(
     if algorithm == "auto":
         algorithm = None
         if comm.rates is not None and nbytes is not None:
-            from minipar.comm import choice  # which needs the simulator
+            from minipar.prediction import choice  # which needs the simulator
 
             found = choice.choose(call, comm.size, nbytes, comm.rates, root=root)
             algorithm = None if found == choice.BACKEND else found
-    if algorithm in algorithms.names(call):
+    if algorithm in collectives.names(call):
         return group, str(algorithm)
     how = "shared" if not nccl and comm.shares(group, algorithm, call) else "backend"
     if how == "backend":
@@ -309,7 +310,7 @@ def _start(comm: Communicator, group: Group, way: Way, how: str, *args: Any) -> 
         from minipar.comm.playing import play  # which needs the communicator
 
         size = x.element_size()
-        program = algorithms.program(collective, how, comm.size, x.numel() * size, root=root, item=size)
+        program = collectives.program(collective, how, comm.size, x.numel() * size, root=root, item=size)
         return play(program, comm, x, tuple(range(comm.size)), op, number=number)
 
     return played.Played(partial(way.played, play, comm.rank, *args))
@@ -320,7 +321,7 @@ def played_sum(comm: Communicator, tensor: Tensor, ranks: tuple[int, ...], algor
     from minipar.comm.playing import play  # which needs the communicator
 
     size, number = tensor.element_size(), comm.count_played(ranks)
-    program = algorithms.program("allreduce", algorithm, len(ranks), tensor.numel() * size, item=size)
+    program = collectives.program("allreduce", algorithm, len(ranks), tensor.numel() * size, item=size)
     return played.Played(lambda: play(program, comm, tensor.detach().view(-1), ranks, number=number))
 
 

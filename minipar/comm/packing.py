@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minipar.tensors import map_tensors, tensors
+from minipar.models.tensors import map_tensors, tensors
 
 TOGETHER = 1 << 18  # bytes: copying this much takes about as long as a message of its own
 

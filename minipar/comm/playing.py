@@ -19,11 +19,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from minipar.comm.algorithms import OPERATIONS
-from minipar.comm.algorithms.moves import bounds
 from minipar.comm.handles import Handle
 from minipar.errors import RankError
 from minipar.program import Instruction, Op, Program, Value
+from minipar.program.collectives import OPERATIONS
+from minipar.program.collectives.moves import bounds
 from minipar.trace import Trace
 
 if TYPE_CHECKING:

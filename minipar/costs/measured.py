@@ -1,6 +1,6 @@
 """What a profile found, as plain numbers: picklable, JSON-able, readable without torch.
 
-`minipar.profile` (in `costs/profiler.py`) fills it.
+`minipar.profile` (in `execution/measuring/profiler.py`) fills it.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ import numpy as np
 from minipar.costs.chains import EXACT, Chain
 from minipar.costs.measured import Profile
 from minipar.costs.recomputation import LayerCosts
-from minipar.edges import Edges
 from minipar.errors import PlanError
+from minipar.program.edges import Edges
 from minipar.wording import several
 
 WIDE, CLOSE = 1e-3, 1e-5  # intervals of bounds are halved down to this part of a bound; then cut no closer to an end

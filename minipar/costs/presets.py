@@ -13,8 +13,8 @@ from typing import Any
 from minipar.costs import analytic
 from minipar.costs.divided import WHOLE, Division
 from minipar.costs.recomputation import LayerCosts
-from minipar.costs.shapes import Shape
 from minipar.models import shapes, table
+from minipar.program.shape import Shape
 
 
 def names() -> tuple[str, ...]:

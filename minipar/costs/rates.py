@@ -1,6 +1,6 @@
 """What a calibration found of a cluster, as plain numbers: rates of computing, of messages, of collectives.
 
-`minipar.calibrate` (in `costs/calibration.py`) fills it. No torch here.
+`minipar.calibrate` (in `execution/measuring/calibration.py`) fills it. No torch here.
 """
 
 from __future__ import annotations

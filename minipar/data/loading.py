@@ -93,7 +93,7 @@ class Rows:
         """The batch of one step, or only its `rows`."""
         from torch.utils.data import default_collate
 
-        from minipar.tensors import take_rows
+        from minipar.models.tensors import take_rows
 
         if self.collate is None:
             return self.pair(default_collate([self.dataset[k] for k in self.order.rows(step, size, rows).tolist()]))
@@ -158,7 +158,7 @@ def read_ahead(data: Any, steps: int, first: int, seed: int, size: int) -> Itera
         return
     import torch
 
-    from minipar.batches import check_batch
+    from minipar.data.batches import check_batch
 
     given = data if isinstance(data, Batches) else Batches(data)
     with tempfile.TemporaryDirectory(prefix="minipar-batches-") as folder:
@@ -195,7 +195,7 @@ def _again(batches: Iterable[Any], steps: int) -> Iterator[Any]:
 
 def _compact(value: Any) -> Any:
     """Tensors without the rest of the storages that they are views of, which would be saved too."""
-    from minipar.tensors import map_tensors
+    from minipar.models.tensors import map_tensors
 
     def own(tensor: Tensor) -> Tensor:
         return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor

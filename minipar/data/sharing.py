@@ -16,7 +16,7 @@ from typing import Any
 
 from minipar.data.order import Order
 from minipar.errors import PlanError
-from minipar.rows import split_rows
+from minipar.program.rows import split_rows
 from minipar.wording import several
 
 Mesh = Mapping[str, int] | Sequence[tuple[str, int]]  # axis sizes, slowest first, such as Program.mesh

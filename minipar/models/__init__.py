@@ -25,12 +25,14 @@ if TYPE_CHECKING:
     from minipar.models.initial import initialise
     from minipar.models.parameter_groups import shape_of
     from minipar.models.perceptron import mlp
+    from minipar.models.selective_checkpoint import Recomputed
+    from minipar.models.sliced import Sliced
     from minipar.models.tracing import from_torch
     from minipar.models.transformer import gpt
 
 __all__ = [
-    "GPT", "MLP", "PRESETS", "Branchy", "branchy", "build", "from_torch", "from_transformers", "gpt", "initialise",
-    "mlp", "next_token_loss", "preset", "presets", "shape", "shape_of", "token_loss",
+    "GPT", "MLP", "PRESETS", "Branchy", "Recomputed", "Sliced", "branchy", "build", "from_torch", "from_transformers",
+    "gpt", "initialise", "mlp", "next_token_loss", "preset", "presets", "shape", "shape_of", "token_loss",
 ]  # fmt: skip
 
 _LAZY = {
@@ -43,6 +45,8 @@ _LAZY = {
     "next_token_loss": "minipar.models.hugging_face",
     "token_loss": "minipar.models.hugging_face",
     "shape_of": "minipar.models.parameter_groups",
+    "Recomputed": "minipar.models.selective_checkpoint",
+    "Sliced": "minipar.models.sliced",
 }
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from minipar.errors import PlanError
-from minipar.tensors import count_bytes, count_rows, differentiable, tensors
+from minipar.models.tensors import count_bytes, count_rows, differentiable, tensors
 from minipar.wording import several
 
 TOLERANCE = 1e-6  # of outputs and gradients, relative to the largest: other kernels may be chosen for other layouts

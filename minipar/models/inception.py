@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from minipar.models.initial import initialise
+from minipar.models.network import Network
 from minipar.models.table import Branchy, check_branchy, edges_of_blocks
-from minipar.network import Network
 
 SIDE = 8  # of an image
 

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from minipar.costs.shapes import Shape
+from minipar.models.network import edges_of
 from minipar.models.sliced import describe
-from minipar.network import edges_of
 from minipar.program import Group
+from minipar.program.shape import Shape
 
 
 def shape_of(model: Iterable[nn.Module]) -> Shape:

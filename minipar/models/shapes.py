@@ -8,8 +8,6 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from minipar.costs.shapes import Shape
-from minipar.edges import numbered
 from minipar.models import table
 from minipar.models.table import (
     GPT,
@@ -23,6 +21,8 @@ from minipar.models.table import (
     title,
 )
 from minipar.program import Group
+from minipar.program.edges import numbered
+from minipar.program.shape import Shape
 
 
 def shape(name: str, *, element_size: int = 4, **overrides: Any) -> Shape:

@@ -25,8 +25,8 @@ from torch.fx.node import map_aggregate
 
 from minipar.errors import PlanError
 from minipar.models.cutting import Holder, Layered, check, hold_tensor, undisturbed
-from minipar.network import Network
-from minipar.tensors import count_bytes, opaque
+from minipar.models.network import Network
+from minipar.models.tensors import count_bytes, opaque
 
 _WHOLE = "model."  # where the tracer finds the model
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)

@@ -11,9 +11,9 @@ from torch.nn import functional
 
 from minipar.errors import PlanError
 from minipar.models.initial import initialise
+from minipar.models.selective_checkpoint import Recomputed
 from minipar.models.sliced import Sliced
 from minipar.models.table import GPT, check_gpt
-from minipar.recomputed import Recomputed
 
 Seen = tuple[Tensor, Tensor]  # keys and values
 

@@ -23,7 +23,7 @@ from minipar.program import Instruction
 from minipar.strategies.layout import Layout
 
 if TYPE_CHECKING:
-    from minipar.plan import Plan
+    from minipar.strategies.plan import Plan
 
 Rows = tuple[tuple[Instruction, ...], ...]
 Rewrite = Callable[[int, Sequence[Instruction]], Iterable[Instruction]]

@@ -24,8 +24,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from minipar.costs.shapes import Shape
 from minipar.errors import PlanError
+from minipar.program.shape import Shape
 from minipar.wording import several
 
 Placement = Callable[[int, int, int], Sequence[int]]  # rank, ranks, chunks -> the stage of each chunk

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from minipar.program import Instruction, Op, Part, Program, pushed, served, served_state
-from minipar.strategies.consistency import Kind, Row
+from minipar.program.server_rule import Kind, Row
 from minipar.strategies.shares import message
 
 

@@ -22,11 +22,11 @@ import torch
 from tqdm.auto import tqdm
 
 from minipar.cluster import Cluster, worker
-from minipar.comm import meeting, pushing, server
-from minipar.comm.served import Settings
-from minipar.comm.shard import key_of
 from minipar.errors import ServerClosed
-from minipar.strategies.consistency import Kind, Mode, Row
+from minipar.program.server_rule import Kind, Mode, Row
+from minipar.server import process, pushing, rendezvous
+from minipar.server.served import Settings
+from minipar.server.shard import key_of
 
 WORKERS = 3
 POINTS = ("push", "pull", "compute", "apply", "snapshot")
@@ -89,7 +89,7 @@ def take_part(folder, settings, point, victim, count, slow, acknowledge):
     reach = Kill(folder, point if rank == victim else "", count, Counter())
     note(folder, "pids", os.getpid())
     if rank >= WORKERS:
-        return server.serve(folder, rank - WORKERS, settings, initial(), reach, worker.report)
+        return process.serve(folder, rank - WORKERS, settings, initial(), reach, worker.report)
     try:
         ps = pushing.connect(folder, rank, reach=reach)
     except ServerClosed:
@@ -165,7 +165,7 @@ def run(case, cluster):
     with tempfile.TemporaryDirectory(prefix="kills-") as folder:
         optimizer = OPTIMIZERS[case.optimizer]
         mode = Mode.parse(case.mode, WORKERS)
-        meeting.open_folder(folder, [key_of(k, v) for k, v in enumerate(initial())], case.servers)
+        rendezvous.open_folder(folder, [key_of(k, v) for k, v in enumerate(initial())], case.servers)
         settings = Settings(WORKERS, case.steps, optimizer, mode, snapshot_every=3, patience=20.0)
         heard = []
         found = cluster.run_reviving(

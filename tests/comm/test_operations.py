@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from minipar.cluster import worker
-from minipar.comm import algorithms, communicator
+from minipar.comm import communicator
 from minipar.comm.communicator import Communicator
 from minipar.errors import CollectiveMismatch, RankError
+from minipar.program import collectives
 
 # Ranks cannot import this file by name; its functions travel as those of a notebook do.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -68,7 +69,7 @@ def check_all(algorithm: str | None, kinds: list[str], shapes: list[tuple[int, .
     comm = create()
 
     def by(call: str) -> dict[str, Any]:
-        return {"algorithm": algorithm if algorithm in (*WAYS, *algorithms.names(call)) else None}
+        return {"algorithm": algorithm if algorithm in (*WAYS, *collectives.names(call)) else None}
 
     n, me = comm.size, comm.rank
     wrong = []
@@ -123,7 +124,7 @@ def test_tensors_of_several_pieces(clusters, ranks):
     assert clusters(ranks).run(check_all, "shared", ["float32 tensor", "int32 array"], [LARGE]) == [[]] * ranks
 
 
-@pytest.mark.parametrize("algorithm", algorithms.names("allreduce"))
+@pytest.mark.parametrize("algorithm", collectives.names("allreduce"))
 def test_every_algorithm(clusters, algorithm):
     assert clusters(4).run(check_all, algorithm, ["list", "float32 tensor"], SHAPES) == [[]] * 4
 

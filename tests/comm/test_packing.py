@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minipar.comm.packing import TOGETHER, parts_of, places_for
-from minipar.tensors import allocate, spec, tensors
+from minipar.models.tensors import allocate, spec, tensors
 
 DTYPES = [
     torch.float32,
@@ -72,7 +72,7 @@ def _count_messages(together):
 
     from minipar import Plan
     from minipar.comm import communicator, packing
-    from minipar.executor import Executor
+    from minipar.execution.executor import Executor
     from minipar.models.parameter_groups import shape_of
     from tests.toys import rows, toy
 

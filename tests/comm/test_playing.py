@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from minipar import Cluster, RankError, simulate
 from minipar.comm import communicator
-from minipar.comm.algorithms import COLLECTIVES, names, program
-from minipar.comm.algorithms.moves import bounds
 from minipar.comm.playing import measured, play, record
 from minipar.costs.alpha_beta import AlphaBeta
 from minipar.program import Op
+from minipar.program.collectives import COLLECTIVES, names, program
+from minipar.program.collectives.moves import bounds
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -9,10 +9,10 @@ import torch
 
 import minipar
 from minipar import Plan, PlanError, ProgramError, RankError, communicator
-from minipar.comm import algorithms, operations
-from minipar.comm.algorithms.own import Copy, Reduce, Send
-from minipar.program import Op, Program
-from tests.test_gradients import check
+from minipar.comm import operations
+from minipar.program import Op, Program, collectives
+from minipar.program.collectives.own import Copy, Reduce, Send
+from tests.execution.test_gradients import check
 from tests.toys import rows, toy
 
 pytestmark = pytest.mark.many(2)
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.many(2)
 @pytest.fixture(autouse=True)
 def own_algorithms(monkeypatch):
     """What a test registers is forgotten after it."""
-    monkeypatch.setattr(algorithms, "_own", {})
+    monkeypatch.setattr(collectives, "_own", {})
 
 
 def to_and_fro(setting, rank, chunks=None):
@@ -39,14 +39,14 @@ def to_and_fro(setting, rank, chunks=None):
 
 def test_it_is_known_by_its_name():
     minipar.collective("to-and-fro")(to_and_fro)
-    assert algorithms.names("allreduce")[-1] == "to-and-fro"
-    assert "to-and-fro" not in algorithms.names("broadcast")
-    program = algorithms.program("allreduce", "to-and-fro", 4, 400)
+    assert collectives.names("allreduce")[-1] == "to-and-fro"
+    assert "to-and-fro" not in collectives.names("broadcast")
+    program = collectives.program("allreduce", "to-and-fro", 4, 400)
     assert program.chunks == (100,) * 4
     with pytest.raises(PlanError, match="has no closed form"):
-        algorithms.cost("allreduce", "to-and-fro", 4, 400, 1.0, 0.0, 0.0)
+        collectives.cost("allreduce", "to-and-fro", 4, 400, 1.0, 0.0, 0.0)
     with pytest.raises(PlanError, match="'to-and-fro' makes no sense"):
-        algorithms.program("broadcast", "to-and-fro", 4, 400)
+        collectives.program("broadcast", "to-and-fro", 4, 400)
 
 
 def test_one_name_for_several_collectives_and_registering_again():
@@ -59,10 +59,10 @@ def test_one_name_for_several_collectives_and_registering_again():
             yield Copy([0], setting.root)
 
     minipar.collective("star", "allreduce")(to_and_fro)
-    assert len(algorithms.program("broadcast", "star", 3, 99, root=1).chunks) == 1
-    assert len(algorithms.program("allreduce", "star", 3, 99).chunks) == 3
+    assert len(collectives.program("broadcast", "star", 3, 99, root=1).chunks) == 1
+    assert len(collectives.program("allreduce", "star", 3, 99).chunks) == 3
     minipar.collective("star", "allreduce", chunks=6)(partial(to_and_fro, chunks=6))
-    assert len(algorithms.program("allreduce", "star", 3, 99).chunks) == 6
+    assert len(collectives.program("allreduce", "star", 3, 99).chunks) == 6
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -142,7 +142,7 @@ def test_a_wrong_one_is_refused_before_it_runs(clusters):
             yield Reduce([0], 1)
 
     with pytest.raises(ProgramError, match="rank 0 ends with"):
-        algorithms.program("allreduce", "lossy", 2, 100)
+        collectives.program("allreduce", "lossy", 2, 100)
     with pytest.raises(ProgramError):
         clusters(2).run(lambda: communicator.create().allreduce(torch.ones(4), algorithm=lossy))
 
@@ -159,7 +159,7 @@ def test_names_and_kinds_that_cannot_be(name, kind, words):
     with pytest.raises(PlanError, match=words):
         minipar.collective(name, kind)
     with pytest.raises(PlanError, match="a generator that @minipar.collective decorated"):
-        algorithms.known(to_and_fro_undecorated)
+        collectives.known(to_and_fro_undecorated)
 
 
 def to_and_fro_undecorated(setting, rank):

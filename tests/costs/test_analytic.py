@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from minipar import models
 from minipar.costs import analytic, presets
 from minipar.costs.analytic import block_bytes, input_bytes
-from minipar.costs.profiler import profile
+from minipar.execution.measuring.profiler import profile
 from minipar.models import GPT, Branchy
 
 GiB = 2**30

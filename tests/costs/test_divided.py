@@ -7,9 +7,9 @@ import pytest
 from minipar.costs import analytic, divided, presets
 from minipar.costs.divided import WHOLE, Division
 from minipar.errors import PlanError
-from minipar.memory_formula import per_rank
 from minipar.models.table import GPT
-from minipar.plan import Plan
+from minipar.prediction.memory_formula import per_rank
+from minipar.strategies.plan import Plan
 
 
 @pytest.mark.parametrize("name", ["gpt-tiny", "gpt-tiny-tied", "gpt2-small"])

@@ -11,7 +11,7 @@ import pytest
 from minipar import models
 from minipar.costs import analytic, presets
 from minipar.errors import PlanError
-from minipar.plan import Plan
+from minipar.strategies.plan import Plan
 
 # Narayanan et al. 2021, table 1: parameters in units of 10^9
 MEGATRON = {"1.7b": "1.7", "3.6b": "3.6", "7.5b": "7.5", "18b": "18.4", "39b": "39.1", "76b": "76.1", "145b": "145.6",

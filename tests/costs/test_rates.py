@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from minipar import Plan, PlanError, simulate
 from minipar.costs.measured import Profile
-from minipar.costs.profiled import ProfiledCosts
 from minipar.costs.rates import Calibration, Line, fit
+from minipar.prediction.profiled import ProfiledCosts
 from minipar.program import Op
 
 FOUND = Calibration(

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from minipar import PlanError, models
-from minipar.costs.slice_times import slice_times
 from minipar.costs.slicing import best_slices, best_uniform, fit, step_time, token_ranges
+from minipar.execution.measuring.slice_times import slice_times
 
 
 def reference(length: int, context: int) -> float:

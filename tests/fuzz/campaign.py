@@ -34,17 +34,17 @@ from torch import Tensor
 
 from minipar import Plan
 from minipar.cluster import Cluster
-from minipar.costs.calibration import calibrate
 from minipar.costs.rates import Calibration
 from minipar.costs.recomputation import LayerCosts
 from minipar.errors import PlanError
-from minipar.execution import Job, execute
+from minipar.execution.execution import Job, execute
+from minipar.execution.measuring.calibration import calibrate
+from minipar.execution.saving import keeping
+from minipar.models.network import edges_of
 from minipar.models.parameter_groups import shape_of
-from minipar.network import edges_of
-from minipar.saving import keeping
-from minipar.serving import execute_served
-from minipar.tensors import layers_of
-from minipar.training import train
+from minipar.models.tensors import layers_of
+from minipar.server.serving import execute_served
+from minipar.training.training import train
 from tests.fuzz import models, oracle, plans
 
 BOUND = 1e-12

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
+from minipar.models.network import Network
+from minipar.models.selective_checkpoint import Recomputed
 from minipar.models.sliced import Sliced
-from minipar.network import Network
-from minipar.recomputed import Recomputed
 
 VOCABULARY = 11
 

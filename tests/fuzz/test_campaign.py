@@ -9,7 +9,8 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from minipar import Plan, randomness
+from minipar import Plan
+from minipar.models import randomness
 from tests.fuzz import campaign, models, oracle, plans
 from tests.fuzz.campaign import Found, Ranks, compare, draw, expect, judge, shrink
 

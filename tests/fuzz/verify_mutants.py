@@ -21,9 +21,8 @@ from random import Random
 from typing import Any, NamedTuple
 
 from minipar import Plan, Program, ProgramError, verify
-from minipar.comm import algorithms
-from minipar.costs.shapes import Shape
-from minipar.program import Instruction, Local, Op, Part, Serving, Staleness, Synchronous, Value
+from minipar.program import Instruction, Local, Op, Part, Serving, Staleness, Synchronous, Value, collectives
+from minipar.program.shape import Shape
 from tests.fuzz.verify_interpreter import judge, values_of
 from tests.interpreters import shape
 
@@ -102,8 +101,8 @@ PLANS: list[tuple[str, Shape, int]] = [  # words, model, steps
 
 COLLECTIVES = [
     (collective, name, ranks)
-    for collective in algorithms.COLLECTIVES
-    for name in algorithms.names(collective)
+    for collective in collectives.COLLECTIVES
+    for name in collectives.names(collective)
     for ranks in (2, 3, 4)
     if name != "halving-doubling" or ranks != 3
 ]
@@ -117,7 +116,7 @@ def valid() -> tuple[Program, ...]:
         plan = Plan.parse(words)
         found.append(plan.compile(model, steps=steps, check=False))
     for collective, name, ranks in COLLECTIVES:
-        found.append(algorithms.program(collective, name, ranks, 24, nodes=2 if ranks == 4 else 1))
+        found.append(collectives.program(collective, name, ranks, 24, nodes=2 if ranks == 4 else 1))
     return tuple(found)
 
 

@@ -4,7 +4,7 @@
     python tests/notebooks/refresh.py --generated lessons/*.ipynb     only writes what comes from elsewhere
 
 Before it runs, a lesson's exercises are written anew from lessons/solutions/, and the cell that installs minipar where
-it is missing is put in its place (minipar/assignments.py).
+it is missing is put in its place (minipar/course/assignments.py).
 
 A saved lesson must read well where nothing runs (GitHub), compare under nbval, and stay small. So: outputs and pictures
 stay; state of widgets, the clock and the versions of this machine go. The hash of the sources that were run is stored,
@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from minipar.assignments import with_exercises, with_install
+from minipar.course.assignments import with_exercises, with_install
 
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 

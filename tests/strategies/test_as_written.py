@@ -6,7 +6,8 @@ import pytest
 
 import minipar
 from minipar import Backward, BackwardInput, BackwardWeight, Forward, Plan, PlanError, ProgramError
-from minipar.strategies import as_written, registry
+from minipar.strategies import as_written
+from minipar.strategies.schedules import registry
 
 F0, F1, B0, B1 = Forward(0), Forward(1), Backward(0), Backward(1)
 RIGHT = [F0, F1, B0, B1]

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from minipar import Plan, PlanError, ProgramError, simulate, verify
-from minipar.costs.shapes import Shape
 from minipar.program import Group, Op, Program, Staleness, param
-from minipar.recorded_order import order_of
+from minipar.program.shape import Shape
 from minipar.strategies import find
-from minipar.strategies.ampnet import choose
-from minipar.strategies.versions import as_it_happened
+from minipar.strategies.passes.versions import as_it_happened
+from minipar.strategies.schedules.ampnet import choose
+from minipar.trace.recorded_order import order_of
 
 STASHED = ("pipedream", "pipedream-vertical", "pipedream-2bw")
 ALL = (*STASHED, "ampnet")

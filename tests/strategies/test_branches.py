@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minipar import Plan, edges, models, reports, simulate, terminal, verify
-from minipar.costs.shapes import Shape, frozen, uniform
+from minipar import Plan, models, simulate, verify
 from minipar.errors import MiniparError, PlanError, ProgramError
-from minipar.program import Group, Op, Program, grad_output, output
+from minipar.prediction import reports
+from minipar.program import Group, Op, Program, edges, grad_output, output
+from minipar.program.shape import Shape, frozen, uniform
+from minipar.trace import terminal
 
 DIAMOND = replace(uniform(4), edges=edges.numbered([(0, 1), (0, 2), (1, 3), (2, 3)], 4))
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from minipar import Backward, Forward, Plan, Program, ProgramError, simulate, verify
 from minipar.costs.recomputation import LayerCosts, in_segments
 from minipar.costs.reversal import revolve
-from minipar.costs.shapes import Shape
 from minipar.program import Op, output, param, saved
-from minipar.strategies.checkpoint import recompute
-from minipar.strategies.layers import expand
+from minipar.program.shape import Shape
 from minipar.strategies.layout import Layout
-from minipar.strategies.segments import budget_of
+from minipar.strategies.passes.checkpoint import recompute
+from minipar.strategies.passes.layers import expand
+from minipar.strategies.passes.segments import budget_of
 from tests.fuzz.verify_interpreter import judge
 from tests.interpreters import (
     BUILT_IN,
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.many(2)
 @pytest.fixture
 def unfused(monkeypatch):
     """Plans compile without the last pass."""
-    monkeypatch.setattr("minipar.passes.fuse", lambda instructions, *_: list(instructions))
+    monkeypatch.setattr("minipar.strategies.compile.fuse", lambda instructions, *_: list(instructions))
 
 
 def text(row):

@@ -14,7 +14,7 @@ from minipar import Plan, simulate
 from minipar.cli import main
 from minipar.program import Op
 from minipar.strategies import schedules
-from minipar.strategies.registry import find
+from minipar.strategies.schedules.registry import find
 from minipar.trace import Trace
 
 TIMES = [(1.0, 1.0, 1.0), (1.0, 1.25, 0.75), (2.0, 1.5, 0.5), (0.5, 3.0, 2.5), (1.0, 2.0, 0.0), (3.0, 1.0, 1.0)]

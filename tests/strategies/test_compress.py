@@ -13,10 +13,10 @@ from minipar.comm import communicator
 from minipar.comm.compression import Compressor
 from minipar.data import digits
 from minipar.errors import PlanError, SaveError
-from minipar.execution import Job, execute
+from minipar.execution.execution import Job, execute
 from minipar.models.parameter_groups import shape_of
 from minipar.program import Op, Part, residual
-from minipar.strategies.compress import low_rank, parse, row_bytes, top
+from minipar.strategies.passes.compress import low_rank, parse, row_bytes, top
 from tests.fuzz.verify_interpreter import judge
 from tests.interpreters import compiled, shape
 from tests.toys import rows, toy

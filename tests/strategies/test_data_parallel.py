@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 
 from minipar import Plan, verify
-from minipar.costs.shapes import Shape
 from minipar.errors import PlanError
 from minipar.program import Group, Op, Part, Synchronous, grad
-from minipar.strategies.data_parallel import MiB
+from minipar.program.shape import Shape
+from minipar.strategies.passes.data_parallel import MiB
 from tests.fuzz.verify_interpreter import judge
 from tests.interpreters import compiled, programs, shape
 

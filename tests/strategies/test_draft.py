@@ -10,9 +10,9 @@ import minipar
 from minipar import Draft, Plan, PlanError, ProgramError, simulate
 from minipar.program import Op
 from minipar.strategies import draft as drafts
-from minipar.strategies.checkpoint import recompute
-from minipar.strategies.segments import schedules
-from tests.test_gradients import check
+from minipar.strategies.passes.checkpoint import recompute
+from minipar.strategies.passes.segments import schedules
+from tests.execution.test_gradients import check
 from tests.toys import rows, toy
 
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 
 from minipar import Plan, simulate, verify
-from minipar.costs.shapes import Shape
 from minipar.program import Instruction, Op, Part, grad, grad_output, output, param, saved
-from minipar.strategies.fuse import FUSIBLE, fuse
+from minipar.program.shape import Shape
+from minipar.strategies.passes.fuse import FUSIBLE, fuse
 from tests.fuzz.verify_interpreter import judge
 from tests.interpreters import compiled, programs, shape
 
@@ -16,7 +16,7 @@ from tests.interpreters import compiled, programs, shape
 @pytest.fixture
 def unfused(monkeypatch):
     """Plans compile without the last pass."""
-    monkeypatch.setattr("minipar.passes.fuse", lambda instructions, *_: list(instructions))
+    monkeypatch.setattr("minipar.strategies.compile.fuse", lambda instructions, *_: list(instructions))
 
 
 def single(op, layer, i=0, step=0):
@@ -97,7 +97,7 @@ def effect(instructions):
 def test_a_fused_instruction_has_the_net_effect_of_its_parts(program):
     plan = Plan.parse(program.name)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("minipar.passes.fuse", lambda instructions, *_: list(instructions))
+        patch.setattr("minipar.strategies.compile.fuse", lambda instructions, *_: list(instructions))
         long = plan.compile(
             Shape(program.layers, program.groups, carries=program.carries), steps=program.steps, check=False
         )

@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from minipar import Plan, PlanError, simulate, verify
-from minipar.costs.shapes import Shape
 from minipar.program import COPIES, Group, Op, home, host, optimizer_state, param, tier
+from minipar.program.shape import Shape
 from tests.interpreters import RandomCosts, brute_force, compiled, shape, shapes
 
 

@@ -4,8 +4,8 @@ import pytest
 
 from minipar import Backward, Forward, Plan, PlanError
 from minipar.program import Op, grad, grad_output, optimizer_state, output, param, saved
-from minipar.strategies.layers import expand, state_of, step_of
 from minipar.strategies.layout import Layout
+from minipar.strategies.passes.layers import expand, state_of, step_of
 from tests.interpreters import compiled, shape
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from minipar import Plan, PlanError, simulate, verify
-from minipar.strategies import registry, schedule
+from minipar.strategies import schedule
 from minipar.strategies.layout import wave
-from minipar.strategies.list_scheduler import forward_first, list_schedule
+from minipar.strategies.schedules import registry
+from minipar.strategies.schedules.list_scheduler import forward_first, list_schedule
 from tests.fuzz.verify_interpreter import judge
 
 MEMBERS = {

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from minipar import Plan, PlanError, Program, ProgramError, simulate, verify
 from minipar.program import COPIES, Op, Value, disk, grad, home, host, optimizer_state, param, saved, tier
-from minipar.strategies.offload import BESIDE
+from minipar.strategies.passes.offload import BESIDE
 from tests.interpreters import RandomCosts, brute_force, compiled, mutations, shape, shapes
 
 

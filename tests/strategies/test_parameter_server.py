@@ -9,8 +9,8 @@ import pytest
 from minipar import Plan, Program, simulate, verify
 from minipar.errors import PlanError, ProgramError
 from minipar.program import Op, Staleness
-from minipar.service import ages
-from minipar.strategies.consistency import Consistency, Kind, Mode, Row, again
+from minipar.program.server_rule import Consistency, Kind, Mode, Row, again
+from minipar.program.verify.service import ages
 
 MODES = ("sync", "async", "ssp:0", "ssp:2", "k-of-n:2/3")
 

@@ -18,7 +18,7 @@ import pytest
 from minipar import Plan, simulate
 from minipar.program import Instruction, Op
 from minipar.strategies import schedules
-from minipar.strategies.registry import find
+from minipar.strategies.schedules.registry import find
 from minipar.trace import Trace
 
 LETTERS = {Op.FORWARD: "F", Op.BACKWARD: "B", Op.BACKWARD_INPUT: "I", Op.BACKWARD_WEIGHT: "W"}
@@ -120,7 +120,7 @@ def test_the_pictures_are_what_happens(module: str) -> None:
 
 def test_a_wrong_cell_is_found() -> None:
     """The test above can fail: another letter, another number, another place."""
-    (picture,) = pictures("minipar.strategies.zb_v")
+    (picture,) = pictures("minipar.strategies.schedules.zb_v")
     happened = simulated(picture)
     for wrong in ("w2", "W3", ""):
         row = (*picture.rows[1][:-3], wrong, *picture.rows[1][-2:])

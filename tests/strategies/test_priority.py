@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from minipar import Cluster, Plan, resume, simulate, train, verify
 from minipar.costs.device import DeviceSpec
-from minipar.costs.shapes import Shape
 from minipar.errors import PlanError, ProgramError
 from minipar.program import Group, Op, grad
-from minipar.strategies.priority import in_order
+from minipar.program.shape import Shape
+from minipar.strategies.passes.priority import in_order
 from tests.fuzz.verify_interpreter import judge
 from tests.interpreters import RandomCosts, brute_force
 from tests.toys import rows, toy

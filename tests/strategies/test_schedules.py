@@ -3,7 +3,8 @@
 import pytest
 
 from minipar import Backward, BackwardInput, BackwardWeight, Forward, Plan, PlanError
-from minipar.strategies import find, registry, schedule
+from minipar.strategies import find, schedule
+from minipar.strategies.schedules import registry
 from tests.interpreters import BUILT_IN, COPIED, compiled, enough, even
 
 KINDS = (Forward, Backward, BackwardInput, BackwardWeight)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 
 from minipar import Forward, Plan, PlanError
 from minipar.program import Instruction, Op, output, param
-from minipar.strategies.transfers import beside, insert_transfers
+from minipar.strategies.passes.transfers import beside, insert_transfers
 from tests.interpreters import SIMPLE, compiled, programs, shape
 
 

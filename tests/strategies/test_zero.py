@@ -6,19 +6,9 @@ import pytest
 
 from minipar import Plan, PlanError, simulate, verify
 from minipar.costs.measured import Profile
-from minipar.costs.profiled import ProfiledCosts
 from minipar.errors import ProgramError
-from minipar.program import (
-    Op,
-    buffer,
-    grad,
-    grad_shard,
-    norm,
-    optimizer_shard,
-    optimizer_state,
-    param,
-    param_shard,
-)
+from minipar.prediction.profiled import ProfiledCosts
+from minipar.program import Op, buffer, grad, grad_shard, norm, optimizer_shard, optimizer_state, param, param_shard
 from tests.fuzz.verify_interpreter import judge
 from tests.interpreters import compiled, shape
 

@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from minipar import Plan, simulate
-from minipar.memory.series import ALL_KINDS
-from minipar.sheet import LOOKS
+from minipar.trace.figure import LOOKS
+from minipar.trace.memory_series import ALL_KINDS
 from minipar_widgets import Explorer, Timeline, base
 from minipar_widgets.inline import SOURCES
 

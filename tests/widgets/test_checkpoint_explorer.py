@@ -7,10 +7,10 @@ import math
 
 import pytest
 
-from minipar.costs.shapes import uniform
 from minipar.errors import PlanError
-from minipar.plan import Plan
 from minipar.program import Op
+from minipar.program.shape import uniform
+from minipar.strategies.plan import Plan
 from minipar_widgets import CheckpointExplorer
 from minipar_widgets.checkpoint_explorer import CheckpointView
 from minipar_widgets.checkpoint_model import Layers, best_length, curve, lengths_to_measure, measure, tape

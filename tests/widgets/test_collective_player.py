@@ -8,17 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from minipar import captions
-from minipar.comm import algorithms
 from minipar.errors import PlanError
+from minipar.program import collectives
+from minipar.trace import labels
 from minipar_widgets import CollectivePlayer
 from minipar_widgets.collective_model import Links, Play, number, play
 from minipar_widgets.collective_player import CollectiveView
 
 CASES = [
     (collective, algorithm, ranks, nodes)
-    for collective in algorithms.COLLECTIVES
-    for algorithm in algorithms.names(collective)
+    for collective in collectives.COLLECTIVES
+    for algorithm in collectives.names(collective)
     for ranks in (2, 3, 4, 6, 8)
     for nodes in ((1, 2) if algorithm == "hierarchical" and ranks % 2 == 0 else (1,))
 ]
@@ -118,7 +118,7 @@ def test_only_what_is_possible_can_be_chosen() -> None:
     player = CollectivePlayer()
     player.algorithm.value = "tree"
     player.collective.value = "reduce_scatter"
-    assert player.algorithm.value in algorithms.names("reduce_scatter")
+    assert player.algorithm.value in collectives.names("reduce_scatter")
     assert player.root.layout.display == "none"
     player.collective.value = "broadcast"
     player.ranks.value = 12
@@ -146,7 +146,7 @@ def test_static_pictures_have_no_sign_that_the_font_lacks() -> None:
     """A box is drawn for what the font has no sign for."""
     from minipar_widgets import base, words
 
-    folders = [base.STATIC.parent, Path(captions.__file__).parent]
+    folders = [base.STATIC.parent, Path(labels.__file__).parent]
     said = "".join(path.read_text() for folder in folders for path in folder.glob("*.py"))
     box = words.font(12).getmask("\N{CJK UNIFIED IDEOGRAPH-4E00}")
     for sign in {sign for sign in said if sign > "~"}:

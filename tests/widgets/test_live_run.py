@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from minipar import Plan, data, models, simulate
-from minipar.following import Moment
+from minipar.execution.following import Moment
 from minipar_widgets import LiveRun, base, live
 from minipar_widgets.live_run import Stopped
 from tests.conftest import Clusters

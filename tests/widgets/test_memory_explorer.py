@@ -10,10 +10,10 @@ import sys
 import pytest
 
 from minipar.costs import presets
-from minipar.memory_formula import per_rank
-from minipar.memory_terms import KINDS, size
 from minipar.models.table import PRESETS
-from minipar.plan import Plan
+from minipar.prediction.memory_formula import per_rank
+from minipar.prediction.memory_terms import KINDS, size
+from minipar.strategies.plan import Plan
 from minipar_widgets import MemoryExplorer
 from minipar_widgets.inline import SOURCES
 from minipar_widgets.memory_explorer import MemoryView

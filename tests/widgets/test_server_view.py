@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from minipar import Plan, simulate, train
-from minipar.service import ages
+from minipar.program.verify.service import ages
 from minipar.trace import Trace
 from minipar_widgets import ServerView
 from minipar_widgets.server_model import served
-from tests.test_serving import KillsOnce
+from tests.server.test_serving import KillsOnce
 from tests.toys import toy
 
 

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from minipar import Plan, Trace, simulate
-from minipar.critical_path import messages
-from minipar.idleness import idle_times
-from minipar.memory.lifetimes import lives
 from minipar.program import Instruction, Op, Program
+from minipar.trace.critical_path import messages
+from minipar.trace.idleness import idle_times
+from minipar.trace.lifetimes import lives
 from minipar_widgets import Timeline
 from minipar_widgets.columns import KINDS, columns
 from minipar_widgets.details import coarse, details, reads
@@ -328,7 +328,7 @@ def test_same_trace_same_output() -> None:
 
 
 def test_kinds_are_those_of_the_pictures() -> None:
-    from minipar.sheet import LOOKS
+    from minipar.trace.figure import LOOKS
 
     assert tuple(LOOKS) == KINDS
 

@@ -12,10 +12,10 @@ import traitlets
 
 from minipar.costs.recomputation import keep_everything, memory, time
 from minipar.errors import MiniparError
-from minipar.memory_terms import size
+from minipar.prediction.memory_terms import size
 from minipar.program import Op
-from minipar.sheet import LOOKS
-from minipar.strategies import segments
+from minipar.strategies.passes import segments
+from minipar.trace.figure import LOOKS
 from minipar.wording import several
 from minipar_widgets import chart
 from minipar_widgets.base import Explorer, View

@@ -1,6 +1,6 @@
 """One chain of layers, forward and backward on one device, move by move: what the checkpoint explorer shows.
 
-The schedule is the one that `checkpoint=` compiles to (`strategies/segments.py`), memory is counted by
+The schedule is the one that `checkpoint=` compiles to (`strategies/passes/segments.py`), memory is counted by
 `costs/recomputation.course`; nothing is computed here but times and where values begin and end.
 """
 
@@ -27,11 +27,11 @@ from minipar.costs.recomputation import (
     square_root,
     time,
 )
-from minipar.costs.shapes import uniform
 from minipar.errors import PlanError
-from minipar.plan import Plan
 from minipar.program import Op
-from minipar.strategies import segments
+from minipar.program.shape import uniform
+from minipar.strategies.passes import segments
+from minipar.strategies.plan import Plan
 
 MOST_LAYERS = 64
 WIDTH = 256  # of the layers that can be run
@@ -190,7 +190,7 @@ def measure(layers: Layers, lengths: Sequence[int], steps: int = 4) -> list[Run]
 
     from minipar import data, models
     from minipar.cluster import Cluster
-    from minipar.training import train
+    from minipar.training.training import train
 
     found = []
     source = data.for_model(MODEL, widths=layers.widths)

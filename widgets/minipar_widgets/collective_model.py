@@ -1,7 +1,7 @@
 """A collective's program walked with real numbers: who holds what when, what each link carries, what is the least.
 
-The program, its times and its cost are those of `minipar.comm.algorithms` and `simulate`; here they only meet numbers:
-chunk c of rank r begins as 10 (r + 1) + c, so that a sum shows whose parts are in it.
+The program, its times and its cost are those of `minipar.program.collectives` and `simulate`; here they only meet
+numbers: chunk c of rank r begins as 10 (r + 1) + c, so that a sum shows whose parts are in it.
 
 Source of the bounds: Chan et al., "Collective communication: theory, practice, and experience", 2007, table 1.
 """
@@ -13,12 +13,11 @@ from collections import deque
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from minipar.comm import algorithms
-from minipar.comm.algorithms.moves import Setting, held
 from minipar.costs.alpha_beta import AlphaBeta
 from minipar.errors import PlanError
-from minipar.program import Op, Program
-from minipar.simulator import simulate
+from minipar.prediction.simulator import simulate
+from minipar.program import Op, Program, collectives
+from minipar.program.collectives.moves import Setting, held
 from minipar.trace import Trace
 from minipar.wording import several
 
@@ -109,9 +108,9 @@ class Play:
     def closed_form(self) -> float | None:
         """Seconds by the algorithm's own formula, which knows one kind of link; None: it has none."""
         one, setting = self.links, self.setting
-        if algorithms.registered(self.algorithm) is not None:
+        if collectives.registered(self.algorithm) is not None:
             return None
-        return algorithms.cost(
+        return collectives.cost(
             self.collective, self.algorithm, self.ranks, self.nbytes, one.alpha, one.beta, one.gamma,
             root=setting.root, nodes=setting.nodes,
         )  # fmt: skip
@@ -148,7 +147,7 @@ def play(
     links = links or Links()
     if ranks > MOST_RANKS:
         raise PlanError(f"ranks={ranks}: too many to look at; possible are 1 to {MOST_RANKS}")
-    program = algorithms.program(collective, algorithm, ranks, nbytes, root=root, nodes=nodes)
+    program = collectives.program(collective, algorithm, ranks, nbytes, root=root, nodes=nodes)
     if len(program.chunks) > MOST_CHUNKS:
         raise PlanError(
             f"{collective} by {algorithm} cuts {nbytes} bytes into "

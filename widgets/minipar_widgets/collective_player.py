@@ -7,10 +7,9 @@ from typing import Any
 import ipywidgets
 import traitlets
 
-from minipar.comm import algorithms
 from minipar.errors import MiniparError
-from minipar.memory_terms import size
-from minipar.program import Op
+from minipar.prediction.memory_terms import size
+from minipar.program import Op, collectives
 from minipar.wording import several
 from minipar_widgets.base import Explorer, View
 from minipar_widgets.collective_model import MOST_RANKS, Cell, Links, Play, play
@@ -182,9 +181,9 @@ class CollectivePlayer(Explorer):
         both = {"style": style, "layout": layout}
         numbers = {**both, "continuous_update": False}
         self.collective = ipywidgets.Dropdown(
-            options=algorithms.COLLECTIVES, value=collective, description="collective", **both
+            options=collectives.COLLECTIVES, value=collective, description="collective", **both
         )
-        names = algorithms.names(collective)
+        names = collectives.names(collective)
         self.algorithm = ipywidgets.Dropdown(options=names, value=algorithm, description="algorithm", **both)
         self.ranks = ipywidgets.IntSlider(ranks, 2, MOST_RANKS, description="ranks", **both)
         self.nodes = ipywidgets.Dropdown(options=_divisors(ranks), value=1, description="nodes", **both)
@@ -234,7 +233,7 @@ class CollectivePlayer(Explorer):
 
     def _fit_options(self) -> None:
         """Only what is possible can be chosen."""
-        names = algorithms.names(self.collective.value)
+        names = collectives.names(self.collective.value)
         if tuple(self.algorithm.options) != names:
             kept = self.algorithm.value
             self.algorithm.options = names

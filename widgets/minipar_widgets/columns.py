@@ -22,16 +22,15 @@ from typing import Any
 
 import numpy as np
 
-from minipar import captions
 from minipar.program import COMPUTE, TRANSFERS, Instruction, Op, version_of
-from minipar.trace import Trace
+from minipar.trace import Trace, labels
 
 KINDS = (
     "forward", "backward", "input gradient", "weight gradient", "recompute", "optimizer step", "reduce",
     "message", "receive", "collective", "copy",
 )  # fmt: skip
 CODES = {kind: code for code, kind in enumerate(KINDS)}
-_CODE_OF = {op: CODES[captions.kind_of(Instruction(op, (), -1, 0))] for op in Op}
+_CODE_OF = {op: CODES[labels.kind_of(Instruction(op, (), -1, 0))] for op in Op}
 _MICROBATCH, _STREAM = itemgetter(2), itemgetter(7)
 _PLAIN = frozenset(COMPUTE)
 RECEIVE = CODES["receive"]
@@ -92,7 +91,7 @@ class Columns:
 
 def columns(traces: Sequence[Trace]) -> Columns:
     """The columns of one trace, or of a predicted and a measured one. The names are made at their first use."""
-    scale = captions.clock(traces).scale
+    scale = labels.clock(traces).scale
     lanes: list[Lane] = []
     parts: list[tuple[np.ndarray, ...]] = []
     done = 0
@@ -106,7 +105,7 @@ def columns(traces: Sequence[Trace]) -> Columns:
             kind = np.fromiter(map(_CODE_OF.__getitem__, trace.program.ops[rank]), np.uint8, len(row))
             number = np.fromiter(map(_MICROBATCH, row), np.int32, len(row))
             for k in np.flatnonzero(kind == CODES["reduce"]).tolist():
-                number[k] = captions.number_of(row[k])
+                number[k] = labels.number_of(row[k])
             start = np.where(kind == RECEIVE, end, start)
             named = [*map(_STREAM, row)]
             streams = {name: k for k, name in enumerate(dict.fromkeys(["compute", *named]))}

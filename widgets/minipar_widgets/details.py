@@ -12,14 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from minipar import captions
-from minipar.critical_path import critical_path, messages
-from minipar.idleness import REASONS, idle_times
-from minipar.memory.lifetimes import KINDS as KIND_OF_VALUE
-from minipar.memory.lifetimes import lives
-from minipar.memory.series import ALL_KINDS
 from minipar.program import Program, Value
-from minipar.trace import Trace
+from minipar.trace import Trace, labels
+from minipar.trace.critical_path import critical_path, messages
+from minipar.trace.idleness import REASONS, idle_times
+from minipar.trace.lifetimes import KINDS as KIND_OF_VALUE
+from minipar.trace.lifetimes import lives
+from minipar.trace.memory_series import ALL_KINDS
 from minipar_widgets.columns import KINDS, Columns
 
 IDLE = {reason: len(KINDS) + k for k, reason in enumerate(REASONS)}  # codes of idle times, after those of events
@@ -78,7 +77,7 @@ def reads(program: Program) -> list[tuple[int, int, int, int]]:
 
 
 def _idle(traces: Sequence[Trace], arrays: Arrays, facts: dict[str, Any]) -> None:
-    scale = captions.clock(traces).scale
+    scale = labels.clock(traces).scale
     lanes: list[list[int]] = []
     rows: list[tuple[float, float, int]] = []
     for t, trace in enumerate(traces):
@@ -96,7 +95,7 @@ def _idle(traces: Sequence[Trace], arrays: Arrays, facts: dict[str, Any]) -> Non
 
 def _memory(traces: Sequence[Trace], arrays: Arrays, facts: dict[str, Any]) -> None:
     """Curves of all ranks end to end; `memory` says for each where it begins and ends."""
-    scale, unit = captions.clock(traces).scale, 2**20 if traces[0].unit == "bytes" else 1
+    scale, unit = labels.clock(traces).scale, 2**20 if traces[0].unit == "bytes" else 1
     times, columns, where, done = [], [], [], 0
     for t, trace in enumerate(traces):
         for rank in range(len(trace.program.ranks)):
@@ -132,7 +131,7 @@ def coarse(total: np.ndarray) -> np.ndarray:
 
 
 def _live(traces: Sequence[Trace], arrays: Arrays, facts: dict[str, Any]) -> None:
-    scale, unit = captions.clock(traces).scale, 2**20 if traces[0].unit == "bytes" else 1
+    scale, unit = labels.clock(traces).scale, 2**20 if traces[0].unit == "bytes" else 1
     rows: list[tuple[float, float, float, int, int]] = []
     names: dict[str, int] = {}
     where = []

@@ -12,11 +12,10 @@ from typing import Any
 
 import traitlets
 
-from minipar import captions, sheet
 from minipar.errors import MiniparError
-from minipar.plan import Plan
 from minipar.program import Program
-from minipar.trace import Trace
+from minipar.strategies.plan import Plan
+from minipar.trace import Trace, figure, labels
 from minipar.wording import several
 from minipar_widgets import judging, orders, words
 from minipar_widgets.base import View
@@ -143,7 +142,7 @@ class ScheduleEditor(View):
         if found.trace is None:
             return ""
         same = f" · this is {' and '.join(found.same_as)}" if found.same_as else ""
-        return captions.facts(found.trace) + same
+        return labels.facts(found.trace) + same
 
     # words, table, picture --------------------------------------------------------------------------------------------
 
@@ -163,7 +162,7 @@ class ScheduleEditor(View):
 
     def rows(self) -> list[list[str]]:
         trace = self.trace
-        idle = [f"{captions.idle(trace, rank):.1%}" if trace else "" for rank in range(len(self.words))]
+        idle = [f"{labels.idle(trace, rank):.1%}" if trace else "" for rank in range(len(self.words))]
         held = [f"{n:g}" for n in trace.in_flight()] if trace else [""] * len(self.words)
         return [
             ["rank", "order", "idle", "activations held"],
@@ -192,7 +191,7 @@ class ScheduleEditor(View):
             top = 4 + rank * LANE
             draw.text((6, top + LANE / 2 - 2), f"rank {rank}", fill=look.ink, font=words.font(12), anchor="lm")
             for b, start, end in lane:
-                colours = sheet.LOOKS[KINDS[b["word"][0]]]
+                colours = figure.LOOKS[KINDS[b["word"][0]]]
                 box = (LEFT + start * scale, top, LEFT + max(end * scale - 1, start * scale + 1), top + LANE - 5)
                 runs = b["end"] is not None
                 edge, width = (look.warn, 3) if b["guilty"] else (colours.edge, 1)

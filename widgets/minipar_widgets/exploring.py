@@ -10,14 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from minipar import captions, strategies
+from minipar import strategies
 from minipar.errors import MiniparError
-from minipar.plan import Plan
+from minipar.prediction.simulator import simulate
 from minipar.program import Program, Staleness, Value
-from minipar.simulator import simulate
-from minipar.strategies.ampnet import with_equal_times
-from minipar.trace import Trace
-from minipar.verifier import verify
+from minipar.program.verify.verifier import verify
+from minipar.strategies.plan import Plan
+from minipar.strategies.schedules.ampnet import with_equal_times
+from minipar.trace import Trace, labels
 
 STAGES, MICROBATCHES, CHUNKS = 16, 64, 4  # the most that the explorer offers
 KEPT = 16  # programs
@@ -156,7 +156,7 @@ def forget() -> None:
 def facts(found: Found) -> str:
     """One line: time, both bubbles, peak memory, staleness."""
     assert found.trace is not None
-    return f"{captions.facts(found.trace)} · {staleness(found)}"
+    return f"{labels.facts(found.trace)} · {staleness(found)}"
 
 
 def staleness(found: Found) -> str:
@@ -177,4 +177,4 @@ def table(found: Found) -> list[list[str]]:
     old, versions = settled(found.plan)
     head = ["rank", "idle", "activations at once", "staleness", "versions of weights"]
     rows = zip(range(len(held)), held, old, versions, strict=True)
-    return [head, *([str(r), f"{captions.idle(found.trace, r):.1%}", f"{n:g}", str(s), str(v)] for r, n, s, v in rows)]
+    return [head, *([str(r), f"{labels.idle(found.trace, r):.1%}", f"{n:g}", str(s), str(v)] for r, n, s, v in rows)]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from minipar_widgets.base import Shown
 
 if TYPE_CHECKING:
-    from minipar.training import Run
+    from minipar.training.training import Run
 
 HEAD = """# Gallery
 
@@ -57,7 +57,7 @@ class Exhibit:
 
 
 def _at_the_end(run: Run) -> Shown:
-    from minipar.following import Moment
+    from minipar.execution.following import Moment
     from minipar_widgets.live_run import LiveRun
 
     steps = len(run.losses)

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from minipar import strategies
 from minipar.costs.unit import UnitCosts
 from minipar.errors import Deadlock, MiniparError, PlanError, ProgramError
-from minipar.plan import Plan
+from minipar.prediction.simulator import simulate
 from minipar.program import Action, Instruction, Op, Program, message
-from minipar.simulator import simulate
+from minipar.program.verify.verifier import verify
+from minipar.program.verify.walk import Walk
 from minipar.strategies.layout import place
+from minipar.strategies.plan import Plan
 from minipar.trace import Trace
-from minipar.verifier import verify
-from minipar.walk import Walk
 from minipar_widgets.orders import OPS, Order, action_of, actions_of, order_of
 
 Span = tuple[float, float]

@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 from PIL import Image, ImageDraw
 
-from minipar.following import Moment, Screen
+from minipar.execution.following import Moment, Screen
 from minipar_widgets import words
 from minipar_widgets.base import Explorer
 from minipar_widgets.base import live as in_notebook
 from minipar_widgets.timeline import Timeline
 
 if TYPE_CHECKING:
-    from minipar.plan import Plan
-    from minipar.training import Run
+    from minipar.strategies.plan import Plan
+    from minipar.training.training import Run
 
 _WIDTH, _HEIGHT = 1000, 104
 _LOSS = "#D55E00"
@@ -197,7 +197,7 @@ def live(model: Any, data: Any, plan: Plan | str, *, steps: int = 10, **options:
 
     *cancel*, the notebook's stop button, or Ctrl-C in a terminal, ends the run and its ranks (KeyboardInterrupt).
     """
-    from minipar.training import train
+    from minipar.training.training import train
 
     begin: Callable[..., Run] = train
     if not in_notebook():

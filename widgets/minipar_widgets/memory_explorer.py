@@ -13,9 +13,9 @@ from minipar import strategies
 from minipar.costs import hardware, presets
 from minipar.costs.divided import Division
 from minipar.errors import MiniparError
-from minipar.memory_terms import KINDS, size
 from minipar.models.table import GPT
-from minipar.plan import Plan
+from minipar.prediction.memory_terms import KINDS, size
+from minipar.strategies.plan import Plan
 from minipar.wording import several
 from minipar_widgets import chart
 from minipar_widgets.base import Explorer, View

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
-from minipar import memory_formula, memory_terms
 from minipar.costs.divided import WHOLE, Division
 from minipar.errors import PlanError
-from minipar.memory_formula import Detail
-from minipar.memory_terms import KINDS, Term, size
 from minipar.models.table import PRESETS
-from minipar.plan import Plan
+from minipar.prediction import memory_formula, memory_terms
+from minipar.prediction.memory_formula import Detail
+from minipar.prediction.memory_terms import KINDS, Term, size
+from minipar.strategies.plan import Plan
 from minipar.wording import several
 from minipar_widgets import chart
 from minipar_widgets.raster import MEMORY
@@ -130,7 +130,7 @@ def measure(choice: Choice) -> list[dict[str, int]]:
     import torch
 
     from minipar import data, models
-    from minipar.training import train
+    from minipar.training.training import train
 
     run = train(
         partial(models.build, choice.model, **choice.numbers),

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minipar import strategies
-from minipar.costs.shapes import uniform
 from minipar.errors import MiniparError, PlanError
-from minipar.plan import Plan
 from minipar.program import Action, Backward, BackwardInput, BackwardWeight, Forward, Op, Program
+from minipar.program.shape import uniform
 from minipar.strategies.layout import both_ways, looped, wave
+from minipar.strategies.plan import Plan
 
 MOST = 1_000  # actions: more are no longer moved by hand
 ACTIONS: dict[str, type[Forward | Backward | BackwardInput | BackwardWeight]] = {

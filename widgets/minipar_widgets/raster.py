@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from PIL import Image, ImageDraw
 
-from minipar import captions
-from minipar.idleness import REASONS
-from minipar.memory.series import ALL_KINDS
-from minipar.sheet import LOOKS
+from minipar.trace import labels
+from minipar.trace.figure import LOOKS
+from minipar.trace.idleness import REASONS
+from minipar.trace.memory_series import ALL_KINDS
 from minipar_widgets.columns import KINDS
 from minipar_widgets.details import IDLE
 from minipar_widgets.words import Paper, font, paper, png
@@ -200,7 +200,7 @@ def _label(draw: Any, timeline: Timeline, placed: Sequence[Row], top: int, span:
         if lane.stream == "compute" and top + row.y >= until:
             name = f"  {names[1]}" if lane.trace and row.height >= 10 else f"rank {lane.rank}"
             draw.text((4, y), name, fill=look.ink, font=font(11), anchor="lm")
-            words = f"{captions.idle(timeline.traces[lane.trace], lane.rank):.0%} idle"
+            words = f"{labels.idle(timeline.traces[lane.trace], lane.rank):.0%} idle"
             draw.text((WIDTH - 2, y), words, fill=look.muted, font=font(11), anchor="rm")
             until = top + row.y + max(13, row.height)
         here = range(lane.first, lane.last)

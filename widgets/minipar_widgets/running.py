@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 from minipar.costs.device import DeviceSpec
 from minipar.costs.unit import UnitCosts
 from minipar.errors import MiniparError
-from minipar.plan import Plan
 from minipar.program import Program
+from minipar.strategies.plan import Plan
 from minipar.wording import several
 
 if TYPE_CHECKING:
     from minipar.cluster import Cluster
-    from minipar.following import Moment
-    from minipar.training import Run
+    from minipar.execution.following import Moment
+    from minipar.training.training import Run
 
 Tell = Callable[[int, int, str], None]  # steps done, of how many, and what is going on
 Done = Callable[["Run | None", str], None]  # the run, or why there is none
@@ -87,7 +87,7 @@ class Attempt:
     def _train(self) -> Run:
         plan, layers, spec, steps = self._arguments
         self._tell(0, steps, "loading torch")
-        from minipar.training import train
+        from minipar.training.training import train
 
         self._tell(0, steps, f"starting {several(plan.ranks, 'process')}")
         from minipar.cluster import Cluster

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets as ui
 
 from minipar import strategies
-from minipar.collector import paused
 from minipar.errors import MiniparError
-from minipar.plan import Plan
-from minipar.simulator import simulate
+from minipar.prediction.simulator import simulate
+from minipar.program.collector import paused
+from minipar.strategies.plan import Plan
 from minipar.wording import several
 from minipar_widgets import exploring, running
 from minipar_widgets.base import Explorer
@@ -19,7 +19,7 @@ from minipar_widgets.exploring import Found, Settings
 from minipar_widgets.timeline import Timeline
 
 if TYPE_CHECKING:
-    from minipar.training import Run
+    from minipar.training.training import Run
 
 LINES = 30  # of each rank's program that are shown
 _WIDE, _HALF = {"width": "330px"}, {"width": "200px"}

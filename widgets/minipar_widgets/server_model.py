@@ -9,11 +9,10 @@ from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
-from minipar import captions
 from minipar.errors import MiniparError
 from minipar.program import COMPUTE, Op
-from minipar.strategies.consistency import Kind, Row
-from minipar.trace import Trace
+from minipar.program.server_rule import Kind, Row
+from minipar.trace import Trace, labels
 
 MOST_STEPS = 20_000
 SLOW = 1.25  # times the median of all workers
@@ -104,7 +103,7 @@ def served(trace: Trace, order: Sequence[Row] = ()) -> Served:
     order   of the servers (`run.service.order`), which says exactly who came back; without it, who was not heard of for
             long is taken to have been away
     """
-    captions.check([trace])
+    labels.check([trace])
     program = trace.program
     if program.serving is None:
         raise MiniparError("the program has no parameter servers; possible are plans with sync=ps")

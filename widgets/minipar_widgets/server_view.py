@@ -6,10 +6,9 @@ from typing import Any
 
 import traitlets
 
-from minipar import captions
 from minipar.errors import MiniparError
-from minipar.sheet import LOOKS
-from minipar.trace import Trace
+from minipar.trace import Trace, labels
+from minipar.trace.figure import LOOKS
 from minipar.wording import several
 from minipar_widgets.base import View
 from minipar_widgets.server_model import Served, Worker, served
@@ -49,10 +48,10 @@ class ServerView(View):
             self.refresh()
 
     def _data(self, one: Served) -> dict[str, Any]:
-        clock = captions.clock([one.trace])
+        clock = labels.clock([one.trace])
         s = clock.scale
         return {
-            "unit": "ms" if captions.in_seconds(one.trace) else "forwards",
+            "unit": "ms" if labels.in_seconds(one.trace) else "forwards",
             "time": one.trace.time * s,
             "updates": [time * s for time in one.updates],
             "servers": [
@@ -83,7 +82,7 @@ class ServerView(View):
             facts.append(f"slow: its steps take {worker.slowness:.2f} times the median")
         if worker.dropped:
             facts.append(f"{several(worker.dropped, 'gradient')} dropped")
-        facts += [f"away from {captions.duration(trace, a)} to {captions.duration(trace, b)}" for a, b in worker.away]
+        facts += [f"away from {labels.duration(trace, a)} to {labels.duration(trace, b)}" for a, b in worker.away]
         return f"worker {worker.rank}: {', '.join(facts)}"
 
     def summary(self) -> str:
@@ -94,7 +93,7 @@ class ServerView(View):
         return (
             f"{one.trace.kind} trace of mode={one.mode}, {several(program.workers, 'worker')} and {count}: "
             f"{len(one.updates)} "
-            f"updates in {captions.duration(one.trace, one.trace.time)}; staleness at most {', '.join(map(str, late))}"
+            f"updates in {labels.duration(one.trace, one.trace.time)}; staleness at most {', '.join(map(str, late))}"
         )
 
     def caption(self) -> str:
@@ -113,7 +112,7 @@ class ServerView(View):
         rows = [["worker", "step", "asked at", "began at", "pushed at", "version", "update", "updates late"]]
         for worker in self.found.workers:
             for x in worker.steps:
-                times = [captions.duration(trace, t) for t in (x.pull[0], x.pull[1], x.push[1])]
+                times = [labels.duration(trace, t) for t in (x.pull[0], x.pull[1], x.push[1])]
                 fate = [str(x.update), str(x.late)] if x.update >= 0 else ["dropped", ""]
                 rows.append([str(worker.rank), str(x.step), *times, str(x.version), *fate])
         return rows
@@ -180,7 +179,7 @@ def _picture(one: Served, dark: bool) -> bytes:
     for k, time in enumerate(one.updates):
         points += [(at(time), height(k)), (at(time), height(k + 1))]
     sketch.line([*points, (width - 12.0, points[-1][1])], sketch.look.ink, 2)
-    clock = captions.clock([one.trace])
+    clock = labels.clock([one.trace])
     for tick in ticks(whole * clock.scale, 8):
         sketch.text(at(tick / clock.scale), top + chart, f"{tick:g}", sketch.look.muted, 11, "mm")
     sketch.text(width - 12, top + chart + 14, clock.label, sketch.look.muted, 11, "rm")

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import traitlets
 
-from minipar import captions
-from minipar.comparison import Comparison
 from minipar.errors import MiniparError
-from minipar.idleness import REASONS, idle_split
-from minipar.trace import Trace
+from minipar.trace import Trace, labels
+from minipar.trace.comparison import Comparison
+from minipar.trace.idleness import REASONS, idle_split
 from minipar.wording import several
 from minipar_widgets.base import View
 from minipar_widgets.columns import KINDS, MOST, Columns, columns
@@ -92,7 +91,7 @@ class Timeline(View):
                 f"{count:,} events are more than one picture can show; possible are {MOST:,}: fewer ranks, steps or "
                 "micro-batches show the same pattern"
             )
-        captions.check(self.traces)
+        labels.check(self.traces)
 
     @property
     def same(self) -> bool:
@@ -106,7 +105,7 @@ class Timeline(View):
         return True
 
     def _fill(self, found: Columns) -> None:
-        clock = captions.clock(self.traces)
+        clock = labels.clock(self.traces)
         shown = np.bincount(found.kind, minlength=len(KINDS))
         arrays = {key: getattr(found, key) for key in ("start", "length", "kind", "number", "index")}
         self.data, layout = pack(arrays)
@@ -117,7 +116,7 @@ class Timeline(View):
             "unit": clock.unit,
             "kinds": KINDS,
             "shown": [kind for kind, count in zip(KINDS, shown, strict=True) if count],
-            "traces": captions.names(self.traces),
+            "traces": labels.names(self.traces),
             "same": self.same,
             "span": max(t.time for t in self.traces) * clock.scale,
             "spans": [t.time * clock.scale for t in self.traces],
@@ -178,12 +177,12 @@ class Timeline(View):
 
     def caption(self) -> str:
         lines = []
-        for trace, name in zip(self.traces, captions.names(self.traces), strict=True):
+        for trace, name in zip(self.traces, labels.names(self.traces), strict=True):
             if self._brief:
                 note = f" · {len(trace.program):,} events: texts, causes and memory are shown of up to {MANY:,}"
                 lines.append(f"{name}: {_times(trace)}{note if self.about['light'] else ''}")
             else:
-                lines.append(f"{name}: {captions.facts(trace)}")
+                lines.append(f"{name}: {labels.facts(trace)}")
             lines += [trace.note] if trace.note else []
         return "\n".join(lines)
 
@@ -192,13 +191,13 @@ class Timeline(View):
         whole = self.found is not None or not (self.about["large"] or self._hurry)
         idle = [f"idle: {reason}" for reason in REASONS] if whole else []
         rows = [["trace", "rank", "busy", "idle", *idle, *(["peak memory"] if whole else [])]]
-        for trace, name in zip(self.traces, captions.names(self.traces), strict=True):
+        for trace, name in zip(self.traces, labels.names(self.traces), strict=True):
             peaks = trace.peak_memory() if whole else []
             for rank, busy in enumerate(trace.busy):
-                row = [name, str(rank), captions.duration(trace, busy), f"{captions.idle(trace, rank):.1%}"]
+                row = [name, str(rank), labels.duration(trace, busy), f"{labels.idle(trace, rank):.1%}"]
                 if whole:
-                    row += [captions.duration(trace, part) for part in idle_split(trace, rank).values()]
-                    row.append(captions.amount(trace, peaks[rank]))
+                    row += [labels.duration(trace, part) for part in idle_split(trace, rank).values()]
+                    row.append(labels.amount(trace, peaks[rank]))
                 rows.append(row)
         return rows
 
@@ -225,6 +224,6 @@ class Timeline(View):
 def _times(trace: Trace) -> str:
     """Of a trace whose memory would take long to find."""
     return (
-        f"time {captions.duration(trace, trace.time)}, bubble {trace.bubble_of_total():.1%} of total "
+        f"time {labels.duration(trace, trace.time)}, bubble {trace.bubble_of_total():.1%} of total "
         f"({trace.bubble_of_ideal():.1%} of ideal)"
     )

@@ -5,7 +5,7 @@ import { fill, FONT, frame, make, MEMORY, short } from "./shared.js";
 
 const ROW = 46, LEFT = 98;
 
-/** Bytes in words, as minipar.memory_terms.size says them. */
+/** Bytes in words, as minipar.prediction.memory_terms.size says them. */
 export function bytes(count) {
   for (const [unit, whole] of [["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]]) {
     if (Math.abs(count) >= whole) return `${(count / whole).toLocaleString("en", { minimumFractionDigits: 2, maximumFractionDigits: 2 })} ${unit}`;

@@ -15,7 +15,7 @@
 //
 // The functions without a document are pure, and tested by shared.test.mjs.
 
-/** Colours by kind, as in minipar/sheet.py: face, edge, ink on it, hatch, letter. A test holds the two equal. */
+/** Colours by kind, as in minipar/trace/figure.py: face, edge, ink on it, hatch, letter. A test holds the two equal. */
 export const LOOKS = {
   "forward": ["#0072B2", "#004a75", "#fefefe", "", "F"],
   "backward": ["#E69F00", "#7a5300", "#201400", "", "B"],

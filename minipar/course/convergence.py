@@ -1,0 +1,105 @@
+"""What staleness does to training: one model, one learning rate, trained with and without flushes. Under a minute.
+
+    curves()           runs each of METHODS on real ranks: the mean loss of every step
+    plot(curves)       all of them in one picture
+
+Every method sees the same rows in the same order, with the same learning rate and momentum. What is synchronous updates
+once a step; PipeDream and AMPNet update after every micro-batch, by gradients that are late; PipeDream-2BW once a step,
+one step late. The corrected ones begin with a lower learning rate on ranks whose gradients are later (`correction.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from minipar import data as datasets
+from minipar import models
+from minipar.cluster import Cluster
+from minipar.execution.correction import ByStaleness, Factory
+from minipar.execution.execution import Job, execute
+from minipar.models.parameter_groups import shape_of
+from minipar.models.tensors import layers_of
+from minipar.strategies.plan import Plan
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# name: schedule, whether its learning rate is corrected
+METHODS: dict[str, tuple[str, bool]] = {
+    "1F1B, synchronous": ("1f1b", False),
+    "PipeDream": ("pipedream", False),
+    "PipeDream, vertical sync": ("pipedream-vertical", False),
+    "PipeDream-2BW": ("pipedream-2bw", False),
+    "AMPNet, 8 in flight": ("ampnet in_flight=8", False),
+    "PipeDream, vertical sync, corrected": ("pipedream-vertical", True),
+    "AMPNet, 8 in flight, corrected": ("ampnet in_flight=8", True),
+}
+WIDTHS = (64,) * 8 + (10,)
+
+
+def curves(
+    steps: int = 40,
+    *,
+    ranks: int = 4,
+    microbatches: int = 8,
+    batch: int = 64,
+    lr: float = 0.01,
+    momentum: float = 0.9,
+    methods: Mapping[str, tuple[str, bool]] = METHODS,
+    cluster: Cluster | None = None,
+    model: Any = partial(models.mlp, WIDTHS, activation=torch.nn.Tanh),
+    data: Any = None,
+    seed: int = 0,
+) -> dict[str, list[float]]:
+    """The mean loss of each step of each method, a step being `batch` rows in `microbatches` parts.
+
+    cluster   of `ranks` ranks; default: made for this call
+    data      default: the handwritten digits
+    """
+    plain = partial(torch.optim.SGD, lr=lr, momentum=momentum)
+    corrected = ByStaleness(plain, steps * microbatches // 2)
+    found = {}
+    with nullcontext(cluster) if cluster is not None else Cluster(ranks, device="cpu") as running:
+        for name, (schedule, correct) in methods.items():
+            plan = Plan.parse(f"pp={ranks} microbatches={microbatches} schedule={schedule}")
+            optimizer: Factory = corrected if correct else plain
+            job = Job(model, data or datasets.digits(seed), batch, optimizer=optimizer, seed=seed)
+            shape = shape_of(layers_of(job.build()))
+            whole = plan.asynchronous
+            program = plan.compile(shape, steps=steps if whole else 1)
+            done = execute(program, job, cluster=running, passes=1 if whole else steps, keep_gradients=False)
+            found[name] = by_step(done.losses, steps)
+    return found
+
+
+def by_step(losses: Sequence[float], steps: int) -> list[float]:
+    """Losses of mini-batches, as means over those of each step."""
+    k = len(losses) // steps
+    return [sum(losses[s * k : (s + 1) * k]) / k for s in range(steps)]
+
+
+def plot(found: Mapping[str, Sequence[float]]) -> Figure:
+    """The loss curves in one picture."""
+    from minipar.trace.figure import picture
+
+    figure: Any = picture()(figsize=(9, 4.2), layout="constrained")
+    axes = figure.subplots()
+    looks = (("#000000", "o"), ("#0072B2", "s"), ("#56B4E9", "^"), ("#009E73", "D"), ("#D55E00", "v"))
+    kept: dict[str, tuple[str, str]] = {}
+    for name, losses in found.items():
+        base = name.removesuffix(", corrected")
+        colour, marker = kept.setdefault(base, looks[len(kept) % len(looks)])
+        every = max(1, len(losses) // 8)
+        line = "--" if name != base else "-"
+        axes.plot(losses, label=name, color=colour, linestyle=line, marker=marker, markevery=every, markersize=5)
+    axes.set_xlabel("step")
+    axes.set_ylabel("mean loss of the step")
+    axes.set_title("Late gradients: same model, rows and learning rate")
+    figure.legend(loc="outside right upper", frameon=False)
+    figure.alt = "; ".join(f"{name}: {losses[0]:.2f} to {losses[-1]:.2f}" for name, losses in found.items())
+    return figure

@@ -1,0 +1,28 @@
+"""Checks for the exercises of the lessons: at once, in words that teach, and not passed by a stub.
+
+    exercise.check(step_time, tasks.GPIPE_TIME)                                         a function of numbers
+    exercise.check(mine, exercise.Target(stages=4, microbatches=8, time=33, activations=4))      a schedule
+
+A task says what is asked; the engine itself judges: `simulate` knows the right number, `verify` whether a schedule can
+run, the predicted trace what it costs. A verdict shows itself, and is true only if everything asked was met.
+
+Tasks stand in `exercises/`, one module a topic, made of the kinds that are named here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from minipar.course.exercises.kinds.formula import Formula
+from minipar.course.exercises.kinds.function import Function
+from minipar.course.exercises.kinds.rewrite import Rewrite
+from minipar.course.exercises.kinds.schedule import Target
+from minipar.course.exercises.kinds.verdict import Task, Verdict, raised
+from minipar.course.exercises.programs import GPIPE_TIME
+
+__all__ = ["GPIPE_TIME", "Formula", "Function", "Rewrite", "Target", "Task", "Verdict", "check", "raised"]
+
+
+def check(answer: Any, task: Task) -> Verdict:
+    """Judge an answer at once. Never raises for a wrong answer: the verdict says what is wrong with it."""
+    return task.judge(answer)

@@ -1,0 +1,143 @@
+"""Lesson 11: a backward in halves; ZB-H1; where to cut a sequence; a schedule with less bubble than ZB-H1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from minipar.costs.slicing import best_slices
+from minipar.costs.slicing import step_time as sliced_time
+from minipar.course.exercises.kinds.function import Function
+from minipar.course.exercises.kinds.schedule import Target
+from minipar.course.exercises.kinds.verdict import Verdict, raised
+from minipar.wording import several
+
+CLOSE = 1e-9  # relative; the halves are computed in float64
+
+
+@dataclass(frozen=True)
+class Halves:
+    """The backward of y = tanh(x @ w.T) as two functions, judged by autograd.
+
+    input_half(w, y, grad_y) -> (grad_x, left)      what the stage before waits for, and what the other half needs
+    weight_half(x, left) -> grad_w                  any time later
+    """
+
+    sizes: tuple[tuple[int, int, int], ...] = ((5, 3, 4), (1, 6, 2), (7, 2, 2))  # rows, inputs, outputs
+
+    def judge(self, answer: Any) -> Verdict:
+        if not isinstance(answer, (tuple, list)) or len(answer) != 2 or not all(map(callable, answer)):
+            return Verdict(False, "that is not a pair of functions", "exercise.check((input_half, weight_half), ...)")
+        for rows, inputs, outputs in self.sizes:
+            verdict = _compare(answer[0], answer[1], rows, inputs, outputs)
+            if verdict is not None:
+                return verdict
+        return Verdict(True, f"both halves together are autograd's backward, in {len(self.sizes)} sizes")
+
+
+def _compare(input_half: Callable[..., Any], weight_half: Callable[..., Any], *size: int) -> Verdict | None:
+    """What is wrong with the halves in one size; None if nothing."""
+    import torch
+
+    rows, inputs, outputs = size
+    generator = torch.Generator().manual_seed(rows)
+    x, w, grad_y = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64)
+        for shape in ((rows, inputs), (outputs, inputs), (rows, outputs))
+    )
+    x.requires_grad_()
+    w.requires_grad_()
+    y = torch.tanh(x @ w.T)
+    right_x, right_w = torch.autograd.grad(y, (x, w), grad_y)
+    x, w, y = x.detach(), w.detach(), y.detach()
+    what = f"with {several(rows, 'row')}, {inputs} inputs and {outputs} outputs"
+    try:
+        made = input_half(w, y, grad_y)
+    except Exception as error:
+        return raised(error, f"{what}, your input half")
+    if not isinstance(made, (tuple, list)) or len(made) != 2:
+        return Verdict(False, f"{what}, your input half gives no pair", "it must `return grad_x, left`")
+    grad_x, left = made
+    if not _close(grad_x, right_x):
+        hint = "it is grad_z @ w, where z = x @ w.T and grad_z = grad_y * (1 - y ** 2)"
+        if _close(grad_x, grad_y @ w):
+            hint = "that would be right for y = x @ w.T; tanh comes first on the way back: its derivative is 1 - y ** 2"
+        return Verdict(False, f"{what}, grad_x {_shape(grad_x, right_x)}", hint)
+    try:
+        grad_w = weight_half(x, left)
+    except Exception as error:
+        return raised(error, f"{what}, your weight half")
+    if not _close(grad_w, right_w):
+        hint = "it is grad_z.T @ x; grad_z is what the input half should leave"
+        if _close(grad_w, right_w.T):
+            hint = "that is its transpose: grad_w has a row for each output, as w has"
+        elif _close(grad_w, grad_y.T @ x):
+            hint = "that was made of grad_y; leave the gradient *behind* the tanh, which your input half has already"
+        return Verdict(False, f"{what}, grad_w {_shape(grad_w, right_w)}", hint)
+    return None
+
+
+def _close(given: Any, right: Any) -> bool:
+    import torch
+
+    if not isinstance(given, torch.Tensor) or given.shape != right.shape:
+        return False
+    return bool((given - right).abs().max() <= CLOSE * right.abs().max())
+
+
+def _shape(given: Any, right: Any) -> str:
+    shape = tuple(getattr(given, "shape", ()))
+    if shape != tuple(right.shape):
+        return f"has the shape {shape}; it must be {tuple(right.shape)}" if shape else f"is {given!r}, not a tensor"
+    return "has the right shape, but other numbers than autograd's"
+
+
+HALVES = Halves()
+
+ZB_H1 = Target(stages=4, microbatches=8, time=27, activations=4)
+
+
+# slices of a sequence
+
+
+def attention(length: int, context: int) -> float:
+    return 2 + length + 0.1 * length * (context + length / 2)
+
+
+def constant(length: int, context: int) -> float:
+    return 1.0 + length
+
+
+def steep(length: int, context: int) -> float:
+    return 0.5 + 0.2 * length * (context + length)
+
+
+def _slow(given: Any, tokens: int, stages: int, time: Callable[[int, int], float]) -> str:
+    lengths = [int(n) for n in given]
+    if any(n < 1 for n in lengths) or sum(lengths) != tokens:
+        return f"gives {lengths}: lengths of at least 1 that sum to {sum(lengths)}; the sequence has {tokens} tokens"
+    took, best = (sliced_time(cut, stages, time) for cut in (lengths, best_slices(tokens, stages, time)))
+    if took <= best * 1.01:
+        return ""
+    starts = accumulate(lengths, initial=0)
+    slowest = max(time(n, start) for n, start in zip(lengths, starts, strict=False))
+    total = took - (stages - 1) * slowest
+    parts = f"the sum {total:.1f} and {stages - 1} times the slowest slice's {slowest:.1f}"
+    take = "takes" if len(lengths) == 1 else "take"
+    return f"gives {several(len(lengths), 'slice')} that {take} {took:.1f}: {parts}; {best:.1f} is possible"
+
+
+SLICES = Function(
+    "cut(tokens, stages, time)",
+    ((12, 3, attention), (32, 8, attention), (24, 4, constant), (16, 4, steep), (10, 1, attention)),
+    problem=_slow,
+    mistakes=(
+        (lambda tokens, stages, time: [tokens], "one slice: nothing overlaps; every rank waits for the one before"),
+        (lambda tokens, stages, time: [1] * tokens, "slices of one token: each pays for an instruction of its own"),
+    ),
+    hint="for each limit on the slowest slice, which cut has the least sum? try every value that time(...) can have",
+)  # fmt: skip
+
+TWO_CHUNKS = Target(stages=4, microbatches=8, time=26, activations=5)

@@ -1,0 +1,96 @@
+"""A rank that decides as it runs, by the rule of `strategies.ampnet`: what has arrived is done, backwards first.
+
+The rank's program gives the instructions of each forward and backward, with their messages, in one possible order.
+Links keep their order, so what comes next on each of them is known; whether it is there, the rank looks. It waits
+where nothing is. What it has decided is the program as it happened.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from minipar.cluster import notes
+from minipar.comm.links import Links
+from minipar.program import Action, Forward, Instruction, Op, Program, Staleness, Value, grad_output, output
+from minipar.strategies.passes.versions import Place, place_of
+from minipar.strategies.schedules.ampnet import choose
+
+_LOOK = 0.05  # seconds of a wait, after which the rank looks again
+_SOON = 2e-4  # the same while the message of an emulated device is under way
+
+
+class Deciding:
+    """The walk of one rank through its program, in the order that it decides; kept from pass to pass.
+
+    order      forwards and backwards as they were decided
+    executed   indices of instructions as they were walked
+    """
+
+    def __init__(self, program: Program, rank: int, links: Links) -> None:
+        assert isinstance(program.contract, Staleness)
+        assert program.in_flight is not None
+        self.program, self.rank, self.links = program, rank, links
+        self.every = program.contract.every or program.microbatches
+        self.total = program.steps * program.microbatches
+        self.blocks: dict[Place, list[int]] = {}
+        self.steps = [k for k, ins in enumerate(program.ranks[rank]) if ins.op is Op.STEP]
+        for k, ins in enumerate(program.ranks[rank]):
+            if ins.op is not Op.STEP:
+                self.blocks.setdefault(place_of(ins), []).append(k)
+        held = program.placement[rank]
+        self.before, self.after = held[0] - 1, held[-1]  # the layers whose outputs and gradients arrive
+
+    def walk(self) -> Iterator[tuple[int, Instruction]]:
+        """Instructions with their indices, each when it is its turn."""
+        row, ranks, m = self.program.ranks[self.rank], len(self.program.ranks), self.program.microbatches
+        self.order: list[Action] = []
+        self.executed: list[int] = []
+        forwards = backwards = 0
+        since = 0.0  # when the rank began to wait, if it does
+        while forwards + backwards < 2 * self.total:
+            outputs = forwards + self._here(output(self.before, *self._place(forwards)), self.rank - 1, forwards)
+            gradient = grad_output(self.after, *self._place(backwards))
+            gradients = backwards + self._here(gradient, self.rank + 1, backwards, forwards)
+            assert self.program.in_flight is not None
+            action = choose(
+                self.rank, ranks, self.total, self.program.in_flight, forwards, backwards, outputs, gradients
+            )
+            if action is None:
+                since = since or time.monotonic()
+                self._wait(forwards, backwards, since)
+                continue
+            if since:
+                notes.going_on()
+                since = 0.0
+            there = isinstance(action, Forward)
+            step, i = divmod(action.microbatch, m)
+            todo = list(self.blocks[there, i, step])
+            forwards, backwards = forwards + there, backwards + (not there)
+            if not there and self.steps and (backwards % self.every == 0 or backwards == self.total):
+                todo.append(self.steps[(backwards - 1) // self.every])
+            self.order.append(action)
+            for index in todo:
+                self.executed.append(index)
+                yield index, row[index]
+
+    def _place(self, k: int) -> tuple[int, int]:
+        step, i = divmod(k, self.program.microbatches)
+        return i, step
+
+    def _here(self, value: Value, peer: int, k: int, begun: int | None = None) -> bool:
+        """Whether the k-th message from a peer is there. (The gradient of what has not begun is not.)"""
+        if not 0 <= peer < len(self.program.ranks) or k >= (self.total if begun is None else begun):
+            return False
+        arrival = self.links.look((value,), peer)
+        return arrival is not None and arrival <= time.perf_counter()
+
+    def _wait(self, forwards: int, backwards: int, since: float) -> None:
+        """Until some message comes, or for a short time."""
+        peers = [self.rank - 1] * (self.rank > 0 and forwards < self.total)
+        peers += [self.rank + 1] * (self.rank + 1 < len(self.program.ranks) and backwards < forwards)
+        if self.links.emulated:
+            time.sleep(_SOON)
+            return
+        notes.waiting("recv from rank " + " or rank ".join(map(str, peers)), since)
+        self.links.wait_for_any(peers, _LOOK)

@@ -1,0 +1,250 @@
+"""An emulated device, inside a rank: real work, real messages, but nothing ends before the device would have ended it.
+
+    device     |--------- F 0:2 mb0 ---------|          `now`: where the emulated device is in time
+    real work  |--work--|.......sleep........|          on the clock that all ranks of a machine share
+    message                                  |--bytes/bandwidth--|--latency--| arrives
+
+Short delays do not add up: an instruction that is woken late still ends when its device would have. Real work that
+takes longer than the emulated time cannot be hidden: it counts as an overrun, and the device goes on from the clock.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from threading import Timer
+
+import torch
+from torch import Tensor
+
+from minipar.comm.communicator import Communicator
+from minipar.comm.handles import Handle
+from minipar.prediction.emulated import EmulatedCosts
+from minipar.program import COLLECTIVES, COMPUTE, Instruction, Op, tier
+
+# How far the clock may be past the emulated end of an event before the device is put back to the clock: a thread that
+# sleeps is woken some tenths of a millisecond late, more where ranks outnumber cores.
+LATE = 2e-3
+
+
+@dataclass(frozen=True)
+class Delays:
+    """What the driver tells a rank: seconds by index of instruction (absent: as long as it takes), and its links."""
+
+    compute: dict[int, float]
+    collective: dict[int, float]
+    transfer: dict[int, tuple[float, float]]  # absent: from the bytes of the message
+    links: bool  # whether messages and collectives are delayed at all
+    bandwidth: float | None
+    latency: float
+    host_bandwidth: float | None = None
+    disk_bandwidth: float | None = None
+
+
+def delays(costs: EmulatedCosts, rank: int) -> Delays:
+    """The delays of one rank."""
+    row = list(enumerate(costs.program.ranks[rank]))
+    return Delays(
+        {k: costs.compute(rank, ins) for k, ins in row if ins.op in COMPUTE and costs.delays(ins)},
+        {k: costs.collective(ins) for k, ins in row if ins.op in COLLECTIVES and costs.links},
+        {
+            k: costs.transfer(rank, ins)
+            for k, ins in row
+            if (ins.op is Op.SEND and costs.transfers_by_function) or (ins.op is Op.PUSH and costs.links)
+        },
+        costs.links,
+        costs.spec.bandwidth,
+        costs.spec.latency or 0.0,
+        costs.spec.host_bandwidth,
+        costs.spec.disk_bandwidth,
+    )
+
+
+@dataclass(frozen=True)
+class Pacing:
+    """What the driver tells emulated parameter servers.
+
+    replies   of each server what its answer to a worker's step takes: (seconds on the link, latency)
+    updates   seconds that an update takes on each server; None: as long as it takes
+    """
+
+    replies: tuple[dict[tuple[int, int], tuple[float, float]], ...]
+    updates: tuple[float, ...] | None
+
+
+@dataclass
+class Pace:
+    """An emulated parameter server: one thread that receives, updates and sends, one thing after another.
+
+    What is done at once counts as done when the device would have done it. Times are of the clock that all processes
+    of a machine share.
+
+    now    the emulated time of what is being dealt with
+    busy   until when the device has something to do
+    """
+
+    now: float = 0.0
+    busy: float = 0.0
+    _timers: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
+    _number: itertools.count[int] = field(default_factory=itertools.count)
+
+    def hear(self, moment: float) -> None:
+        """Something came at this emulated time; 0: now."""
+        self.now = moment or time.perf_counter()
+
+    def later(self, moment: float, then: Callable[[], None]) -> None:
+        heapq.heappush(self._timers, (moment, next(self._number), then))
+
+    def work(self, seconds: float, then: Callable[[float, float], None]) -> float:
+        """Be busy for so long, after what is to be done before; when that ends. `then` is told when it began and
+        ended, as the clock was read."""
+        begin = max(self.now, self.busy)
+        self.busy = end = begin + seconds
+        read: list[float] = []
+        self.later(begin, lambda: read.append(time.perf_counter()))
+        self.later(end, lambda: then(read[0], time.perf_counter()))
+        return end
+
+    def left(self, most: float) -> float:
+        """Seconds until there is something to do, at most so many."""
+        return max(0.0, min(most, self._timers[0][0] - time.perf_counter())) if self._timers else most
+
+    @property
+    def idle(self) -> bool:
+        return not self._timers
+
+    def go_on(self) -> bool:
+        """Do the next thing whose time has come; whether there was one."""
+        clock = time.perf_counter()
+        if not self._timers or self._timers[0][0] > clock:
+            return False
+        moment, _, then = heapq.heappop(self._timers)
+        self.now = moment if clock - moment < LATE else clock
+        then()
+        return True
+
+    def forget(self) -> None:
+        """Nothing that was begun counts any more."""
+        self._timers.clear()
+        self.busy = 0.0
+
+
+@dataclass
+class Joined:
+    """A collective that this rank has joined: when each rank did, once that is known, and so when it ends."""
+
+    index: int
+    times: Tensor  # emulated time of joining, per rank of the group; complete when `handle` is
+    handle: Handle
+    arrived: bool = False
+    end: float = 0.0
+
+
+@dataclass
+class Clock:
+    """The emulated device of one rank: its time, its links, and which instructions took longer than they should."""
+
+    delays: Delays
+    now: float = 0.0
+    link_free: dict[int, float] = field(default_factory=dict)
+    lane_free: dict[str, float] = field(default_factory=dict)  # of copies, by direction
+    collectives: dict[tuple[int, ...], list[Joined]] = field(default_factory=dict)
+    overruns: list[int] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """A new pass through the program."""
+        self.now = time.perf_counter()
+        self.link_free.clear()
+        self.lane_free.clear()
+        self.collectives.clear()
+        self.overruns = []
+
+    def computed(self, index: int) -> None:
+        """The real work of a compute instruction is done: wait for the emulated device."""
+        duration = self.delays.compute.get(index)
+        if duration is None:
+            self.now = max(self.now, time.perf_counter())
+        else:
+            self.wait(self.now + duration, index)
+
+    def sent(self, index: int, peer: int, size: int) -> float:
+        """A message of `size` bytes leaves now: when it arrives."""
+        d = self.delays
+        occupied, latency = d.transfer.get(index, (size / d.bandwidth if d.bandwidth else 0.0, d.latency))
+        self.link_free[peer] = max(self.now, self.link_free.get(peer, 0.0)) + occupied
+        return self.link_free[peer] + latency
+
+    def copied(self, ins: Instruction, size: int) -> float | None:
+        """An OFFLOAD or FETCH of `size` bytes begins now: when it ends; None: when the real one does."""
+        to_disk = any(tier(value) == "disk" for value in (ins.reads[0], ins.writes[0]))
+        rate = self.delays.disk_bandwidth if to_disk else self.delays.host_bandwidth
+        if rate is None:
+            return None
+        free = self.lane_free.get(ins.stream, 0.0)
+        self.lane_free[ins.stream] = end = max(self.now, free) + size / rate
+        return end
+
+    def join(self, index: int, group: tuple[int, ...], comm: Communicator) -> Joined:
+        """This rank starts its next collective in a group, and tells the others when."""
+        times = torch.zeros(len(group), dtype=torch.float64)
+        times[group.index(comm.rank)] = self.now
+        joined = Joined(index, times, comm.iallreduce(times, group))
+        self.collectives.setdefault(group, []).append(joined)
+        return joined
+
+    def end_of(self, joined: Joined, group: tuple[int, ...]) -> float | None:
+        """When a collective ends; None while that is not known. Those of a group go in order."""
+        free = 0.0
+        for each in self.collectives.get(group, ()):
+            if not each.arrived:
+                return None
+            each.end = max(free, float(each.times.max())) + self.delays.collective[each.index]
+            if each is joined:
+                return each.end
+            free = each.end
+        return None
+
+    def wait(self, until: float, index: int) -> None:
+        """Go on at the emulated time `until`, or now if that is long past: then the instruction is an overrun."""
+        until = max(until, self.now)
+        left = until - time.perf_counter()
+        if left > 0:
+            time.sleep(left)
+        if left > -LATE:
+            self.now = until
+        else:
+            self.overruns.append(index)
+            self.now = time.perf_counter()
+
+    def arrived(self, moment: float, index: int) -> None:
+        """A message is there: go on when it has arrived on the emulated link, or now where links are not emulated."""
+        if self.delays.links:
+            self.wait(moment, index)
+        else:
+            self.now = max(self.now, time.perf_counter())
+
+    def ended(self, joined: Joined | None, group: tuple[int, ...], index: int) -> None:
+        """A collective is done: go on when it has ended on the emulated links, or now where they are not emulated."""
+        if joined is None:
+            self.now = max(self.now, time.perf_counter())
+            return
+        for each in self.collectives[group]:
+            each.handle.wait()
+            each.arrived = True
+            if each is joined:
+                break
+        end = self.end_of(joined, group)
+        assert end is not None
+        self.wait(end, index)
+
+
+def stamp_later(moment: float, stamp: Callable[[], None]) -> None:
+    """Call `stamp` at this moment, from another thread; at once if it is past."""
+    left = moment - time.perf_counter()
+    if left > 0:
+        Timer(left, stamp).start()
+    else:
+        stamp()

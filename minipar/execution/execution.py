@@ -1,0 +1,526 @@
+"""execute(): a program on real processes. It gives the measured trace, the loss and the gradients.
+
+The driver ships a `Job` to every rank; each builds the model, keeps its own layers, and runs its `Executor`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from minipar.cluster import Cluster, launch, worker
+from minipar.comm import communicator
+from minipar.costs.device import DeviceSpec
+from minipar.costs.measured import Profile
+from minipar.costs.rates import Copies
+from minipar.data import loading
+from minipar.data.batches import Batch, Part, check_batch, gives_rows, read_part
+from minipar.errors import PlanError
+from minipar.execution.affinity import on_own_core
+from minipar.execution.dtypes import check_narrow, convert, matching, narrow
+from minipar.execution.elementwise import check_update
+from minipar.execution.emulation import Delays, delays
+from minipar.execution.executor import Executor, Record
+from minipar.execution.finite import Finite, check_choice
+from minipar.execution.fitting import check_parameters, row_major
+from minipar.execution.following import Callback, Following, Telling, Watch
+from minipar.execution.measuring.copying import measure_copies
+from minipar.execution.measuring.profiler import profile
+from minipar.execution.memory.tape import record
+from minipar.execution.memory.watching import SERIES, Watching
+from minipar.execution.saving.contents import dtype_name, outline_of
+from minipar.execution.saving.folder import Header
+from minipar.execution.saving.keeping import NOTHING, Share, Storing
+from minipar.execution.sliced import ranges_of
+from minipar.execution.state import Slice, assemble
+from minipar.execution.updating import Optimizer, Scheduler, Update, forms_of
+from minipar.models import selective_checkpoint
+from minipar.models.losses import check_loss, scalar, try_loss
+from minipar.models.network import Network, edges_of
+from minipar.models.parameter_groups import shape_of
+from minipar.models.randomness import split_sensitive
+from minipar.models.tensors import count_bytes, count_rows, layers_of, map_tensors, single, take_rows
+from minipar.prediction.emulated import EmulatedCosts
+from minipar.prediction.oversubscription import available_cores, best_way
+from minipar.prediction.profiled import ProfiledCosts, microbatch_rows
+from minipar.prediction.recorded import Tapes
+from minipar.program import Action, Local, Op, Program, Synchronous, Value, collectives
+from minipar.program.collectives.moves import Algorithm
+from minipar.program.shape import Shape
+from minipar.program.verify.verifier import verify
+from minipar.strategies.keys import at_least_1
+from minipar.strategies.passes.versions import as_it_happened
+from minipar.strategies.plan import Plan
+from minipar.trace import Trace
+from minipar.trace.memory_series import Series
+from minipar.wording import several
+
+_TRIED, _TRIED_TARGETS = 8, 4096  # rows of outputs and of targets that a loss is tried on
+
+Model = nn.Module | Sequence[nn.Module] | Callable[[], nn.Module | Sequence[nn.Module]]
+Loss = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that a rank must know to do its part.
+
+    model       a function that makes the layers, or the layers themselves
+    data        has `batch(step, size) -> (x, y)`; or one fixed pair (x, y). Where `batch` has a parameter `rows`,
+                each rank asks for its own ones (a range); `length(step, size)` says if a step has fewer than `size`.
+                A torch Dataset becomes `data.Rows`. Of iterables `minipar.data.loading.read_ahead` makes such data
+    batch       rows of a step, over all replicas and micro-batches
+    optimizer   makes an optimizer of the whole model's parameters (see `updating`)
+    scheduler   makes a scheduler of that optimizer, which steps once after each update
+    evaluate    put the model in evaluation mode; else every module has the mode that the model function gave it. None:
+                where a program trains nothing of a model that could be trained
+    on_nan      where the loss of a micro-batch is not finite: "stop", "warn" or "ignore"
+    """
+
+    model: Model
+    data: Any
+    batch: int = 32
+    loss: Loss = torch.nn.functional.cross_entropy
+    optimizer: Optimizer = partial(torch.optim.SGD, lr=0.1)
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+    scheduler: Scheduler | None = None
+    evaluate: bool | None = None
+    on_nan: str = "ignore"
+
+    def __post_init__(self) -> None:
+        check_loss(self.loss)
+        check_choice(self.on_nan)
+        object.__setattr__(self, "data", loading.indexed(self.data, self.seed))
+        if isinstance(self.data, tuple):
+            object.__setattr__(self, "batch", check_batch(self.data))
+        elif not hasattr(self.data, "batch"):
+            raise PlanError(
+                f"data={type(self.data).__name__}: must have batch(step, size) -> (x, y), or be a pair (x, y), a torch "
+                "Dataset or DataLoader, or an iterable of batches"
+            )
+        object.__setattr__(self, "batch", at_least_1("batch", self.batch))
+
+    def build(self) -> nn.Module:
+        """The whole model, the same in every process: parameters come from (seed, name) or the order of creation."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            given = isinstance(self.model, (nn.Module, list, tuple))
+            made = self.model if given else cast(Callable[[], Any], self.model)()
+        chain = isinstance(made, (list, tuple, nn.ModuleList))
+        model = nn.Sequential(*cast(Sequence[nn.Module], made)) if chain else made
+        if not isinstance(model, nn.Module) or not layers_of(model):
+            kind = type(model).__name__
+            raise PlanError(f"model: a {kind} without layers; possible is an nn.Sequential or a list of layers")
+        if type(model).forward not in (nn.Sequential.forward, Network.forward):
+            kind = type(model).__name__
+            raise PlanError(f"model: a {kind} with a forward of its own; possible are nn.Sequential, Network, a list")
+        convert(model, self.dtype)
+        return model.eval() if self.evaluate else model
+
+    def batches(self, step: int) -> tuple[Any, Any]:
+        """x and y of one step: the whole batch, of all replicas."""
+        x, y = self.data if isinstance(self.data, tuple) else self.data.batch(step, self.batch)
+        return map_tensors(x, self._cast), map_tensors(y, self._cast)
+
+    def part(self, step: int, program: Program, rank: int) -> Batch | Part:
+        """What a rank needs of one step: its own rows, or the whole batch where the data set gives nothing less."""
+        if not gives_rows(self.data) or isinstance(
+            program.contract, Local
+        ):  # a replica must know what the others weigh
+            return self.batches(step)
+        return read_part(self.data, step, self.batch, program, rank, self.loss, self._cast)
+
+    def sample(self, rows: int) -> tuple[Batch, int]:
+        """The first rows of step 0, at least so many, and how many rows the whole batch has."""
+        if not gives_rows(self.data):
+            whole = self.batches(0)
+            return whole, count_rows(whole[0])
+        x, y = self.data.batch(0, self.batch, rows=range(rows))
+        return (map_tensors(x, self._cast), map_tensors(y, self._cast)), self.batch
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(matching(tensor, self.dtype))
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What one rank brings back: per pass through the program the losses, clocks and gradients; sizes of its values."""
+
+    losses: list[list[float]]
+    starts: list[list[float]]
+    ends: list[list[float]]
+    gradients: list[list[dict[str, Tensor | Slice]]]
+    sizes: list[dict[Value, int]]
+    data: list[int]
+    overruns: list[list[int]]
+    orders: list[list[Action]]  # of ranks that decide as they run
+    series: dict[int, Series]  # of the last passes, if memory was tracked
+    share: Share  # of the state, if it was to come back
+
+
+@dataclass(frozen=True)
+class Execution:
+    """A program as it ran: where the ranks decided, in the order that they chose in the pass of the trace.
+
+    losses      the mean loss of every step, before its update; of asynchronous programs, of every mini-batch
+    gradients   per update the gradients by parameter name, if they were kept
+    times       seconds of every pass through the program (and of the rest)
+    trace       the measured trace of the pass of median duration (the first, which warms up, left out if possible)
+    """
+
+    program: Program
+    losses: list[float]
+    times: list[float]
+    trace: Trace
+    gradients: list[dict[str, Tensor]] = field(default_factory=list, repr=False)
+    shares: list[Share] = field(default_factory=list, repr=False)
+
+
+def execute(
+    program: Program,
+    job: Job,
+    *,
+    cluster: Cluster | None = None,
+    passes: int = 1,
+    keep_gradients: bool = True,
+    report: Callable[[int, float], None] = lambda done, loss: None,
+    watch: Watch | None = None,
+    check: bool = True,
+    costs: EmulatedCosts | None = None,
+    memory: bool = False,
+    storing: Storing = NOTHING,
+    rest: Program | None = None,
+    callback: Callback | None = None,
+) -> Execution:
+    """Run a program on real processes, `passes` times in a row (each is `program.steps` training steps).
+
+    report(k, loss)   called when all ranks have finished pass k, with the loss of its last step
+    callback    called with a `StepInfo` of every step, in order; when it returns False, the run ends after the pass
+                that the ranks are at
+    watch       called with a `Moment` of the run at most ten times a second
+    check       verify the program first: one that cannot run would wait for ever
+    costs       of the emulated devices, if the cluster has such; default: from the cluster's DeviceSpec
+    memory      follow every storage of every rank: the trace then has `series` (it takes time: not for timing)
+    rest        run once after these: the same program for fewer steps
+    storing     go on from a saved run; save this one; bring its state back in `Execution.shares`
+    Raises ProgramError if verify refuses it; PlanError if the cluster has another number of ranks; what a rank
+    raises, such as DeviceOutOfMemory on emulated devices of limited memory; RankDied.
+    """
+    count = len(program.ranks)
+    if check:
+        verify(program)
+    if cluster is not None and cluster.size != count:
+        raise PlanError(f"program {program.name!r} needs {several(count, 'rank')}, but the cluster has {cluster.size}")
+    programs = [program] * at_least_1("passes", passes) + ([rest] if rest is not None else [])
+    ending = Ending(callback is not None)
+    tell = Following(programs, report, watch, callback, storing.first, ending.ask)
+    with nullcontext(cluster) if cluster is not None else Cluster(count) as ranks:
+        if costs is None and ranks.emulates is not None and ranks.emulates.emulates:
+            costs = emulated_costs(program, ranks.emulates, job, ranks)
+        slow = [_delays(costs, rank, rest) for rank in range(count)] if costs is not None else None
+        watching = Watching(memory, None if ranks.emulates is None else ranks.emulates.memory)
+        with storing.around(), ending:
+            own = collectives.registered(program.algorithm)  # (ranks know what is registered there)
+            passed = ranks.run_with(
+                tell, _passes, job, programs, keep_gradients, slow, watching, storing, bool(watch), ending, own
+            )
+
+    programs = programs[: len(passed[0].losses)]
+    passes = min(passes, len(programs))
+    losses = [sum(p.losses[k][s] for p in passed) for k, each in enumerate(programs) for s in range(each.losses)]
+    times = [max(max(p.ends[k]) for p in passed) - min(min(p.starts[k]) for p in passed) for k in range(len(programs))]
+    tracked = range(max(1, len(programs) - SERIES), passes) if memory else range(1, passes)
+    typical = sorted(tracked or [0], key=times.__getitem__)[(len(tracked) - 1) // 2 if tracked else 0]
+    where = [(k, s) for k, each in enumerate(programs) for s in range(each.updates)]  # pass and update in it
+    gradients: list[dict[str, Tensor]] = [{} for _ in where] if keep_gradients else []
+    for found, (k, s) in zip(gradients, where, strict=False):
+        found.update(_whole([p.gradients[k][s] for p in passed], isinstance(program.contract, Local)))
+    if program.in_flight is not None:
+        program = as_it_happened(program, [p.orders[typical] for p in passed])
+        verify(program)
+    trace = _measured(program, passed, typical)
+    if costs is not None:
+        trace = replace(trace, overruns=[p.overruns[typical] for p in passed])
+        trace = replace(trace, note=emulated_note(costs.spec, trace.overruns))
+    return Execution(program, losses, times, trace, gradients, [p.share for p in passed])
+
+
+def _whole(found: Sequence[dict[str, Tensor | Slice]], local: bool = False) -> dict[str, Tensor]:
+    """Gradients by name, from what each rank has of them: all, or a slice; of `local` replicas the sum."""
+    slices: dict[str, list[Slice]] = {}
+    whole: dict[str, Tensor] = {}
+    for of_rank in found:
+        for name, gradient in of_rank.items():
+            if isinstance(gradient, Slice):
+                slices.setdefault(name, []).append(gradient)
+            else:
+                whole[name] = whole[name] + gradient if local and name in whole else gradient
+    return whole | {name: assemble(parts) for name, parts in slices.items()}
+
+
+def emulated_costs(program: Program, spec: DeviceSpec, job: Job, cluster: Cluster) -> EmulatedCosts:
+    """The costs of a program on emulated devices; where they depend on the model, rank 0 profiles it."""
+    if spec.flops is None:
+        return EmulatedCosts(program, spec)
+    rows = microbatch_rows(job.batch, program.replicas, program.row_microbatches)
+    computing = Plan(precision=program.precision, checkpoint="selective" if program.selective else "none")
+    if program.slice_count > 1:
+        computing = replace(computing, schedule="terapipe", slices=program.slices)
+    (facts,) = cluster.run_on([0], profile_job, job, rows, False, computing)
+    return EmulatedCosts(program, spec, ProfiledCosts(program, facts.profile, job.batch))
+
+
+def _delays(costs: EmulatedCosts, rank: int, rest: Program | None) -> tuple[Delays, Delays | None]:
+    """The delays of a rank, in the program and in the rest."""
+    if rest is None:
+        return delays(costs, rank), None
+    own = None if costs.own is None else replace(costs.own, program=rest)
+    return delays(costs, rank), delays(replace(costs, program=rest, own=own), rank)
+
+
+def emulated_note(spec: DeviceSpec, overruns: Sequence[Sequence[int]]) -> str:
+    """What every picture of a run on emulated devices says."""
+    count = sum(map(len, overruns))
+    late = f"; {several(count, 'overrun')}: real work took longer than the device would have" if count else ""
+    return f"emulated device {spec}: real work and real clock readings, delayed to its speed{late}"
+
+
+def _measured(program: Program, passed: Sequence[Passed], k: int) -> Trace:
+    """The trace of one pass, from the clocks of all ranks (one clock, on one machine)."""
+    zero = min(min(p.starts[k]) for p in passed)
+    starts = [[t - zero for t in p.starts[k]] for p in passed]
+    ends = [[t - zero for t in p.ends[k]] for p in passed]
+    sizes = [p.sizes[k] for p in passed]
+
+    def size(rank: int, value: Value) -> int:
+        return sizes[rank].get(value, 0)
+
+    series = [replace(p.series[k], times=[t - zero for t in p.series[k].times]) for p in passed if p.series]
+    return Trace(program, starts, ends, size, "measured", "bytes", [p.data[k] for p in passed], series=series)
+
+
+class Ending:
+    """How a run is ended between two of its passes: the driver makes a file, and the ranks agree whether it is there.
+
+    path   "": nobody asks
+    """
+
+    def __init__(self, used: bool) -> None:
+        self._folder = tempfile.mkdtemp(prefix="ending-", dir=launch.scratch_folder()) if used else ""
+        self.path = os.path.join(self._folder, "now") if used else ""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None:
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def ask(self) -> None:
+        """In the driver: end the run."""
+        with open(self.path, "wb"):
+            pass
+
+    def reached(self, comm: communicator.Communicator) -> bool:
+        """In the ranks, all of them, before a pass: whether it is not to begin."""
+        return bool(self.path) and bool(comm.allreduce(int(comm.rank == 0 and os.path.exists(self.path))))
+
+
+# in the ranks ---------------------------------------------------------------------------------------------------------
+
+
+def _passes(
+    job: Job,
+    programs: Sequence[Program],
+    keep_gradients: bool,
+    slow: list[tuple[Delays, Delays | None]] | None,
+    watching: Watching,
+    storing: Storing,
+    watched: bool = False,
+    ending: Ending | None = None,
+    own: Algorithm | None = None,
+) -> Passed:
+    comm, telling = communicator.create(), Telling(watched, programs[0], worker.report)
+    if own is not None:
+        collectives.add(programs[0].algorithm, own)
+    mine, last = slow[comm.rank] if slow is not None else (None, None)
+    program = programs[0]
+    model = job.build()
+    trains = any(ins.op is Op.STEP for row in program.ranks for ins in row)
+    if job.evaluate is None and not trains and any(p.requires_grad for p in model.parameters()):
+        model.eval()  # inference
+    outline = outline_of(model)
+    executor = Executor(program, comm, model, job.loss, job.optimizer, job.seed, mine, job.scheduler)
+    executor.walked = telling.walked
+    executor.compute.finite = None if job.on_nan == "ignore" else Finite(comm.rank, job.on_nan, worker.report)
+    asked, update = ending is not None and ending.path != "", executor.state.update
+    measuring = asked and isinstance(program.contract, Synchronous)
+    del model  # with the layers of other ranks
+    # An emulated device sleeps most of the time: any core that is free wakes it soonest.
+    held = on_own_core(_way(program, comm.size)) if comm.device.type == "cpu" and mine is None else nullcontext()
+    with closing(executor.offloading), held:
+        storing.begin(executor, outline)
+        header = Header(storing.first, job.seed, job.batch, dtype_name(job.dtype), program.name, "", outline.rows)
+        records: list[Record] = []
+        sizes: list[dict[Value, int]] = []
+        data: list[int] = []
+        rows: dict[int, list[int]] = {}
+        tracker = watching.start(executor)
+        base, updates = storing.first, 0
+        for k, each in enumerate(programs):
+            if each is not executor.program:
+                executor.follow(each, last)
+            given = {s: job.part(s, each, comm.rank) for s in range(base, base + each.steps)}
+            if ending is not None and ending.reached(comm):
+                storing.after(executor, outline, header, True, updates)
+                break
+            comm.barrier()  # so that a pass begins on all ranks at once, as the prediction assumes
+            executor.state.measured = {} if measuring else None
+            with tracker:
+                records.append(executor.run(given.__getitem__, base, keep_gradients))
+            base += each.steps
+            header = replace(header, step=base)
+            updates += each.updates
+            storing.after(executor, outline, header, k == len(programs) - 1, updates)
+            news = telling.news(k, records[-1].losses, records[-1].starts, records[-1].ends)
+            if asked:
+                squares, done = executor.state.measured, range(updates - each.updates, updates)
+                news = news._replace(
+                    rates=[update.rates_at(u) for u in done],
+                    squares=None if squares is None else [squares.get(s, 0.0) for s in range(each.updates)],
+                )
+            if update.schedule is not None:
+                update.schedule.forget(updates)
+            worker.report(news)
+            if not sizes or executor.compute.counts != rows:  # steps of an epoch's end have fewer rows
+                rows = executor.compute.counts
+                sizes.append(_sizes(executor))
+                data.append(executor.compute.data_bytes())
+            else:
+                sizes.append(sizes[-1])
+                data.append(data[-1])
+    return Passed(
+        [record.losses for record in records],
+        [record.starts for record in records],
+        [record.ends for record in records],
+        [record.gradients for record in records],
+        sizes,
+        data,
+        [record.overruns for record in records],
+        [record.order for record in records],
+        tracker.series_of_passes() if watching.series else {},
+        storing.share(executor, outline, header, updates),
+    )
+
+
+def _way(program: Program, ranks: int) -> int:
+    """In which of affinity.py's ways ranks are dealt to cores. The simulator knows, if all of them are on this host."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return best_way(program, available_cores()) if here == ranks else 0
+
+
+def _sizes(executor: Executor) -> dict[Value, int]:
+    """Bytes of every value of a rank's program, as they were in the pass before."""
+    named = {value for ins in executor.instructions for value in (*ins.reads, *ins.writes)}
+    return {value: executor.size(value) for value in named | executor.program.state[executor.comm.rank]}
+
+
+class Facts(NamedTuple):
+    """What is known of a job before it runs: shape, profile, bytes of a batch's x and y, layers that feel the split;
+    what each layer allocates in order, and how fast tensors are copied away, if that was asked for; the class of the
+    scheduler."""
+
+    shape: Shape
+    profile: Profile
+    data_bytes: tuple[int, int]
+    split_sensitive: list[str]
+    tapes: Tapes | None = None
+    copies: Copies = Copies()
+    scheduler: str = ""
+    counted_form: Any = None  # of the model's output, if the loss gives (sum, count): see `losses.Counting`
+    loss_note: str = ""  # what to warn of
+
+
+def profile_job(
+    job: Job,
+    rows: tuple[int, ...],
+    memory: bool = False,
+    plan: Plan | None = None,
+    split: bool = False,
+    sliced: str = "",
+    parts: int = 1,
+) -> Facts:
+    """In one rank: the facts of a job, its layers profiled for these numbers of rows, as the plan will have them.
+
+    memory   also what each layer allocates, in order; `split`: in the halves of its backward, too
+    sliced   who updates slices of parameters, if anybody does: an optimizer that cannot is refused
+    parts    micro-batches of a step, on all replicas: a loss that is not the weighted mean of theirs is refused
+    """
+    plan = plan or Plan()
+    update = Update(job.optimizer, forms_of(built := job.build()), job.scheduler)
+    if sliced:
+        check_update(update, sliced)
+    optimizer = update.of_group(update.largest)
+    model = built.to(worker.context().device)
+    (x, y), of = job.sample(max(rows))
+    if plan.precision == "bf16":
+        check_narrow(model)
+        narrow(model)
+        x = map_tensors(x, lambda t: t.to(torch.bfloat16) if t.is_floating_point() else t)
+    mean = partial(_mean, job.loss)
+    loss = mean if plan.precision == "float32" else partial(_single, mean)
+    layers = [row_major(layer) for layer in layers_of(model)]
+    check_parameters(layers)
+    tried = _try_loss(job, model, x, plan.precision, parts)
+    if plan.checkpoint == "selective":
+        selective_checkpoint.check(layers)
+    selective_checkpoint.choose(layers, plan.checkpoint == "selective")
+    shape = replace(shape_of(layers), names=tuple(model._modules), edges=edges_of(model))
+    slices, threads = ranges_of(plan, shape, [x, y]), torch.get_num_threads()
+    again = plan.checkpoint not in ("none", "selective")
+    measured = profile(cast(nn.Sequential, model), (x, y), loss, rows, 3, threads, optimizer, slices, again)
+    tapes = record(layers, x, y, loss, rows, optimizer, split, shape.edges, slices) if memory else None
+    copies = Copies()
+    if plan.offload:
+        copies = measure_copies(
+            torch.device(worker.context().device), plan.offload_to == "disk", plan.offload_folder or None
+        )
+    sizes = tuple(count_bytes(part) * of // max(1, count_rows(part)) for part in (x, y))
+    sensitive = split_sensitive(model, x)
+    return Facts(shape, measured, (sizes[0], sizes[1]), sensitive, tapes, copies, update.scheduler, *tried)
+
+
+def _try_loss(job: Job, model: nn.Module, x: Any, precision: str, parts: int) -> tuple[Any, str]:
+    """What `losses.try_loss` says of a job's loss, on targets of its first batch and outputs near the model's."""
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    device = worker.context().device
+    with torch.random.fork_rng(devices=[device] if device.startswith("cuda") else []), torch.no_grad():
+        try:
+            output = model(map_tensors(take_rows(x, range(_TRIED)), lambda t: t.to(device, copy=True)))
+        except Exception:
+            return None, ""  # the profile comes to it layer by layer, and says which one it is
+        finally:
+            for buffer, values in before:
+                buffer.copy_(values)
+    if precision == "bf16":
+        output = map_tensors(output, single)
+    rows = min(job.batch, _TRIED_TARGETS)
+    y = job.sample(rows)[0][1]
+    return try_loss(job.loss, output, map_tensors(y, lambda t: t.to(device)), parts)
+
+
+def _mean(loss: Loss, output: Any, y: Any) -> Tensor:
+    return scalar(loss(output, y))
+
+
+def _single(loss: Loss, output: Any, y: Any) -> Tensor:
+    return loss(map_tensors(output, single), y)

@@ -1,0 +1,399 @@
+"""The loop that a rank runs: the executor of a Program on real tensors and real messages.
+
+    for each instruction, in order:
+        wait for what it reads (messages and collectives that are on their way)
+        FORWARD, RECOMPUTE, BACKWARD, STEP    compute now
+        SEND, RECV, collectives               start, and go on
+
+It is an interpreter: it knows no strategy.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from minipar.cluster import notes
+from minipar.comm.communicator import Communicator
+from minipar.comm.links import Links
+from minipar.data.batches import Batch, Part
+from minipar.errors import RankError
+from minipar.execution import naming_layers
+from minipar.execution.compute import Compute, Loss
+from minipar.execution.dtypes import check_narrow, narrow
+from minipar.execution.dynamic_schedule import Deciding
+from minipar.execution.elementwise import check_update
+from minipar.execution.emulation import Clock, Delays, stamp_later
+from minipar.execution.fitting import check_fit
+from minipar.execution.offloading import Copy, Offloading, frozen_parameters
+from minipar.execution.state import Slice, State
+from minipar.execution.updating import Optimizer, Scheduler, Update, forms_of
+from minipar.models import randomness, selective_checkpoint
+from minipar.models.network import edges_of
+from minipar.models.parameter_groups import parameters_of
+from minipar.models.tensors import count_bytes, layers_of
+from minipar.program import COLLECTIVES, COMPUTE, COPIES, Action, Instruction, Local, Op, Program, Value, home, tier
+from minipar.trace.under_way import Walked
+
+_WALKED = (
+    Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.SEND, Op.RECV, Op.STEP
+)  # fmt: skip
+
+
+# Autograd and the optimizer keep these, not `live`.
+_ELSEWHERE = frozenset(("saved", "saved_weight", "grad", "param"))
+
+
+@dataclass
+class Record:
+    """What a rank brings back of one pass through its program. Times are clock readings in seconds."""
+
+    losses: list[float]  # per step of the program: this rank's share of the mean (0 where it does not hold the end)
+    starts: list[float]
+    ends: list[float]
+    gradients: list[dict[str, Tensor | Slice]] = field(default_factory=list)  # whole, or this rank's slices
+    overruns: list[int] = field(default_factory=list)  # instructions that took longer than the emulated device
+    order: list[Action] = field(default_factory=list)  # of a rank that decides as it runs: what it decided
+
+
+class _Line(NamedTuple):
+    """What the walk needs of an instruction, found out once."""
+
+    label: bytes  # what this rank is doing, should it die
+    arriving: tuple[Value, ...]  # what it reads that it may have to wait for
+    graded: tuple[int, ...]  # groups whose gradients it writes
+    dropped: tuple[Value, ...]  # what it frees of `live`
+    released: tuple[Value, ...]  # parameters that it lets go
+
+
+def _lines(instructions: Sequence[Instruction]) -> list[_Line]:
+    moving = (Op.RECV, *COLLECTIVES, *COPIES)
+    moved = {value for ins in instructions if ins.op in moving for value in ins.writes}
+    return [
+        _Line(
+            notes.label(str(ins)),
+            tuple([value for value in ins.reads if value in moved]),
+            tuple([value.index for value in ins.writes if value.kind == "grad"]),
+            tuple([value for value in ins.frees if value.kind not in _ELSEWHERE]),
+            tuple([value for value in ins.frees if value.kind in ("param", "param_shard")]),
+        )
+        for ins in instructions
+    ]
+
+
+class Watch(Protocol):
+    """What looks on while a rank runs, such as a memory tracker."""
+
+    def at(self, index: int) -> None:
+        """The walk has come to an instruction; it ends where the next one begins."""
+
+    def received(self, content: Any) -> None:
+        """A message was received."""
+
+    def aside(self) -> AbstractContextManager[None]:
+        """While entered: what is done for the record only, and not by the rank's device."""
+
+
+class Executor:
+    """One rank's part of a program: layers, optimizer, links and buffers, kept from step to step.
+
+    layers      all layers of the model; those that this rank does not hold may be of any kind, and are let go
+    loss        loss(output, y) -> scalar mean over the rows (or target elements) of a micro-batch
+    optimizer   makes an optimizer of the whole model's parameters, given as a list, or as pairs with their names
+    scheduler   makes a scheduler of it, which steps once for each update
+    delays      of the emulated device that this rank is, if it is one
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        comm: Communicator,
+        model: nn.Module | Sequence[nn.Module],
+        loss: Loss,
+        optimizer: Optimizer,
+        seed: int = 0,
+        delays: Delays | None = None,
+        scheduler: Scheduler | None = None,
+    ) -> None:
+        container = model if isinstance(model, nn.Module) else nn.Sequential(*model)
+        update = Update(optimizer, forms_of(container), scheduler)
+        if program.sharded:
+            check_update(update, f"program {program.name!r} shards optimizer states")
+        if program.precision == "bf16":
+            check_narrow(container)
+        randomness.replace_dropout(container, seed)
+        layers: list[nn.Module] = layers_of(container)
+        check_fit(program, layers, edges_of(container))
+        selective_checkpoint.choose(layers, program.selective)
+        self.comm = comm
+        self.compute = Compute(program, comm.rank, comm.device, layers, loss, seed, comm.posts)
+        self.compute.names = naming_layers.names_of(model)
+        if any(value.kind == "grad_output" for ins in program.ranks[comm.rank] for value in ins.reads):
+            # Autograd imports this at the first backward from a given gradient: half a second in the middle of a trace.
+            with suppress(ImportError):
+                importlib.import_module("torch.fx.experimental.symbolic_shapes")
+        own = {id(p) for layer in self.compute.layers.values() for p in layer.parameters()}
+        groups = [[p for p in params if id(p) in own] for params in parameters_of(layers)]
+        self.names = {id(p): name for name, p in container.named_parameters() if id(p) in own}
+        self.state = State(program, comm, groups, update, self.names)
+        self.groups, self.buckets = groups, self.state.buckets
+        on_host = {ins.layers for ins in program.ranks[comm.rank] if ins.op is Op.STEP and ins.stream == "host"}
+        self.optimizers = {k: o for k, o in self.state.optimizers.items() if k not in on_host}  # those of the device
+        frozen = frozen_parameters(program, layers, self.compute.layers.values())
+        if program.precision == "bf16":
+            # What is not trained: frozen parameters (before they go), buffers.
+            narrow(nn.ModuleList(self.compute.layers.values()))
+        self.offloading = Offloading(program, comm.rank, self.state, self.compute.kept, frozen)
+        self.live: dict[Value, Any] = {}
+        self.watch: Watch | None = None
+        self.walked: Walked | None = None  # tells of a pass while it goes on
+        self.follow(program, delays)
+
+    def follow(self, program: Program, delays: Delays | None = None) -> None:
+        """Run this program from now on: the one that the executor was made for, or the same for fewer steps."""
+        comm = self.comm
+        self.program, self.instructions = program, program.ranks[comm.rank]
+        self.compute.follow(program)
+        comm.prepare({ins.group for ins in self.instructions if ins.group})
+        self.device = Clock(delays) if delays is not None else None
+        self.links = Links(program, comm, self.compute.rows, delays is not None and delays.links)
+        self.deciding = Deciding(program, comm.rank, self.links) if program.in_flight is not None else None
+        self.lines = _lines(self.instructions)
+
+    def run(self, batches: Callable[[int], Batch | Part], base: int = 0, keep_gradients: bool = False) -> Record:
+        """One pass through the program; its step s trains on `batches(base + s)`: the whole batch, or this rank's part.
+
+        keep_gradients   copy every gradient as its STEP uses it
+        """
+        program, instructions = self.program, self.instructions
+        compute, live = self.compute, self.live
+        compute.begin(batches, base)
+        self.state.stash.begin()
+        versions = bool(self.state.stash.versions)
+        self.gradients: list[dict[str, Tensor | Slice]] = [{} for _ in range(program.updates)]
+        self.keep_gradients = keep_gradients
+        size = len(instructions)
+        starts, self.ends = [0.0] * size, [0.0] * size
+        ends, clock = self.ends, time.perf_counter
+        links = self.links
+        self.pending: dict[Value, tuple[int, Any]] = {}  # value -> (index of its writer, peer or handles)
+        pending = self.pending
+        posted: dict[int, list[float]] = {}
+        cuda = self.comm.device.type == "cuda"
+        device = self.device
+        links.start()
+        tell = self.walked
+        if tell is not None:
+            tell.begin(starts, ends, compute.losses)
+        begin = clock()
+        if device is not None:
+            device.begin()
+        watch = self.watch
+        copying = self.offloading.under_way
+        note, lines = notes.note, self.lines
+        # Local names: a member of an Enum is slow to look up, many times for each instruction.
+        FORWARD, RECOMPUTE, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, SEND, RECV, STEP = _WALKED
+        for index, ins in enumerate(instructions) if self.deciding is None else self.deciding.walk():
+            op = ins.op
+            line = lines[index]
+            note(line.label)
+            if watch is not None:
+                watch.at(index)
+            if copying:
+                self.offloading.settle()
+            if op is RECV:
+                times = posted.setdefault(ins.peer, [])
+                times.append(clock())
+                k = len(times) - 1 - program.receives_ahead
+                starts[index] = times[k] if k >= 0 else begin
+                ends[index] = times[-1]
+                links.reach(ins.peer)
+                for value in ins.writes:
+                    pending[value] = (index, ins.peer)
+                continue
+            if pending:
+                for value in line.arriving:
+                    if value in pending:
+                        self._await(value)
+            if versions:
+                self.state.stash.show(ins.reads)
+            starts[index] = clock()
+            if ins.stream == "host" and op is not Op.STEP:
+                self._on_host(ins)
+            elif op is FORWARD or op is RECOMPUTE:
+                compute.forward(ins, live)
+            elif op is BACKWARD or op is BACKWARD_WEIGHT:
+                if op is BACKWARD:
+                    compute.backward(ins, live)
+                else:
+                    compute.backward_weight(ins, live)
+                for group in line.graded:
+                    self.buckets.fill(group)
+            elif op is BACKWARD_INPUT:
+                compute.backward_input(ins, live)
+            elif op is SEND:
+                contents = [live.get(value) for value in ins.reads]
+                arrival = device.sent(index, ins.peer, count_bytes(contents)) if device is not None else 0.0
+                links.send(ins.reads, contents, ins.peer, arrival)
+                del contents  # or this name would keep them until the next SEND
+            elif op in COPIES:
+                self._copy(index, ins)
+                continue
+            elif op in COLLECTIVES:
+                self._collective(index, ins)
+            elif op is STEP:
+                self._step(ins)
+            else:
+                raise RankError(f"{ins}: no executor for {op.name}")
+            if cuda and ins.stream == "compute":
+                torch.cuda.synchronize(self.comm.device)  # the clock must see the device's work
+            if device is not None and op in COMPUTE:
+                device.computed(index)
+            ends[index] = clock()
+            if tell is not None:
+                tell(self._order(index), (k for k, _ in pending.values()))
+            for value in line.dropped:
+                live.pop(value, None)
+            for value in line.released:
+                self.state.release(value)
+                self.offloading.release(value)
+        while pending:
+            self._await(next(iter(pending)))
+        links.finish()
+        self.offloading.finish()
+        now = clock()
+        ends[:] = [end or now for end in ends]  # (of pieces of a gradient only the last one was waited for)
+        if tell is not None:
+            tell(self._order(size - 1), last=True)
+        overruns = [] if device is None else device.overruns
+        losses = [float(loss) for loss in compute.losses]
+        if self.deciding is None:
+            return Record(losses, starts, ends, self.gradients, overruns)
+        walked = self.deciding.executed
+        late = [k for k, index in enumerate(walked) if index in overruns]
+        starts, ends = ([times[index] for index in walked] for times in (starts, ends))
+        return Record(losses, starts, ends, self.gradients, late, self.deciding.order)
+
+    def _order(self, index: int) -> Sequence[int]:
+        """The instructions walked so far, the last of them `index`."""
+        return range(index + 1) if self.deciding is None else self.deciding.executed
+
+    # waiting ---------------------------------------------------------------------------------------------------------
+
+    def _await(self, value: Value) -> None:
+        """Wait for a message, or for the collective that writes a value."""
+        index, what = self.pending.pop(value)
+        if isinstance(what, int):
+            message = self.instructions[index].writes
+            for other in message if len(message) > 1 else ():
+                self.pending.pop(other, None)
+            present = [other for other in message if self.compute.rows(other)]
+            if present:
+                contents, arrival = self.links.receive(message, what)
+                for other, content in zip(present, contents, strict=True):
+                    self.live[other] = content
+                    self.compute.weigh(other, content)
+                    if self.watch is not None:
+                        self.watch.received(content)
+                if self.device is not None:
+                    self.device.arrived(arrival, index)
+            self.ends[index] = time.perf_counter()
+            return
+        if isinstance(what, Copy):
+            what.wait()
+            self.offloading.settle()
+            if what.end is not None and self.device is not None:
+                self.device.wait(what.end, index)
+            if self.watch is not None:
+                self.watch.received(self.live[value] if value in self.live else self.offloading.brought(value))
+            return
+        handles, joined = what
+        for handle in handles:
+            handle.wait()
+        if self.device is not None:
+            self.device.ended(joined, self.instructions[index].group, index)
+        for other in self.instructions[index].writes:
+            self.pending.pop(other, None)
+        self.ends[index] = self.ends[index] or time.perf_counter()
+
+    # instructions ----------------------------------------------------------------------------------------------------
+
+    def _collective(self, index: int, ins: Instruction) -> None:
+        share = 1.0
+        if isinstance(self.program.contract, Local):
+            share = self.compute.share(ins.step, ins.step % self.program.contract.steps + 1)
+        handles = self.state.start(ins, share)
+        ends, device, group = self.ends, self.device, ins.group
+        joined = device.join(index, group, self.comm) if device is not None and device.delays.links else None
+
+        def stamp() -> None:
+            ends[index] = time.perf_counter()
+
+        def done() -> None:
+            if device is None or joined is None:
+                return stamp()
+            joined.arrived = True
+            end = device.end_of(joined, group)
+            return None if end is None else stamp_later(end, stamp)
+
+        for value in ins.writes:
+            if value not in ins.frees:
+                self.pending[value] = (index, (handles, joined))
+        if joined is not None or handles:
+            (handles[-1] if joined is None else joined.handle).when_done(done)
+
+    def _on_host(self, ins: Instruction) -> None:
+        """Compute layers on the host: with the host's values, as if they were the device's."""
+        here = {home(value): self.live[value] for value in ins.reads if value in self.live}
+        reads, writes, frees = (tuple(map(home, values)) for values in (ins.reads, ins.writes, ins.frees))
+        plain = ins._replace(reads=reads, writes=writes, frees=frees)
+        with self._aside():
+            self.compute.work(plain, here)
+        self.live.update({value: here[home(value)] for value in ins.writes if home(value) in here})
+
+    def _copy(self, index: int, ins: Instruction) -> None:
+        with self._aside() if tier(ins.writes[0]) == "host" else nullcontext():
+            copy = self.offloading.start(ins, self.live)
+        copy.end = self.device.copied(ins, copy.nbytes) if self.device is not None else None
+        self.pending[ins.writes[0]] = (index, copy)
+
+        def done() -> None:
+            self.ends[index] = time.perf_counter()
+            copy.arrive()
+
+        copy.when_copied(done if copy.end is None else partial(stamp_later, copy.end, done))
+
+    def _aside(self) -> AbstractContextManager[None]:
+        """While entered, what is made belongs to the host and not to the device."""
+        return nullcontext() if self.watch is None else self.watch.aside()
+
+    def _step(self, ins: Instruction) -> None:
+        if ins.stream == "host":
+            with self._aside():
+                return self._update(ins)
+        return self._update(ins)
+
+    def _update(self, ins: Instruction) -> None:
+        self.state.scale(ins)
+        if self.keep_gradients:
+            kept = self.gradients[ins.step]
+            with self._aside():
+                share = self.compute.share(ins.step)  # (of replicas that train by themselves, the mean is kept)
+                for p, grad in self.state.gradients(ins.layers):
+                    kept[self.names[id(p)]] = grad * share if isinstance(grad, Tensor) and share != 1 else grad
+        self.state.step(ins)
+
+    def size(self, value: Value) -> int:
+        """Bytes of a value on this rank, as measured when it was there."""
+        value = home(value)
+        if value.microbatch >= 0:
+            return self.compute.sizes.get((value.kind, self.program.source(value), self.compute.rows(value)), 0)
+        return self.state.size(value)

@@ -1,0 +1,91 @@
+"""Whether a model is the one that a program was made for, and one that can be trained here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from minipar.errors import RankError
+from minipar.models.parameter_groups import shape_of
+from minipar.program import Program
+from minipar.program.edges import Edges
+from minipar.wording import several
+
+
+def check_fit(program: Program, layers: Sequence[nn.Module], edges: Edges = ()) -> None:
+    """Refuse a model with other layers, edges or ties, or more to train than the program was compiled for.
+
+    A program that trains nothing (inference) takes any model of its layers.
+    """
+    check_parameters(layers)
+    check_types(program, layers)
+    shape = shape_of(layers)
+    groups = shape.groups
+    if program.slice_count > 1 and (shape.whole or set(shape.carries) != set(program.carries)):
+        what = f"layer {shape.whole} takes whole sequences" if shape.whole else f"layers {shape.carries} carry"
+        raise RankError(
+            f"program {program.name!r} was compiled for another model, in whose slices of sequences layers "
+            f"{program.carries} carry: {what}; compile it for minipar.models.shape_of(model)"
+        )
+    planned = {group.layers: group.trainable for group in program.groups}
+    same = len(layers) == program.layers and planned.keys() == {group.layers for group in groups}
+    if same and edges != program.edges:
+        raise RankError(
+            f"program {program.name!r} was compiled for another model: with edges {program.edges or 'of a chain'}, not "
+            f"{edges or 'of a chain'}; compile it for minipar.models.shape_of(model)"
+        )
+    trains = any(planned.values())
+    if not same or any(trains and group.trainable and not planned[group.layers] for group in groups):
+        raise RankError(
+            f"program {program.name!r} was compiled for another model: {several(program.layers, 'layer')} with ties "
+            f"{[g.layers for g in program.groups if len(g.layers) > 1]}, not {len(layers)} with "
+            f"{[g.layers for g in groups if len(g.layers) > 1]}; compile it for minipar.models.shape_of(model)"
+        )
+
+
+def check_parameters(layers: Sequence[nn.Module]) -> None:
+    """Refuse what cannot be trained by name: `RankError`."""
+    for k, layer in enumerate(layers):
+        for name, module in layer.named_modules():
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+                kind = type(module).__name__
+                raise RankError(
+                    f"layer {k}{name and ': '}{name}: {kind}(sparse=True) has sparse gradients, which ranks do not add "
+                    "up; possible is sparse=False"
+                )
+        for name, p in layer.named_parameters():
+            title = f"layer {k}: parameter {name}"
+            if isinstance(p, UninitializedParameter):
+                raise RankError(f"{title} has no shape yet; possible after a forward of the lazy module")
+            if p.layout is not torch.strided or p.is_quantized or p.is_nested:
+                raise RankError(f"{title} is of layout {p.layout}; possible are dense tensors")
+            if any(stride == 0 and size > 1 for size, stride in zip(p.shape, p.stride(), strict=True)):
+                raise RankError(f"{title} is expanded: elements share memory; possible is nn.Parameter(x.contiguous())")
+
+
+def check_types(program: Program, layers: Sequence[nn.Module]) -> None:
+    """Refuse what replicas cannot share out in slices: trained numbers of several types. `RankError`."""
+    if not program.sharded:
+        return
+    first: dict[torch.dtype, str] = {}
+    for k, layer in enumerate(layers):
+        for name, p in layer.named_parameters():
+            if p.requires_grad:
+                first.setdefault(p.dtype, f"{name} of layer {k}")
+    if len(first) > 1:
+        (one, a), (other, b), *_ = first.items()
+        raise RankError(
+            f"zero: {a} is of {one}, {b} of {other}; slices of one message are of one type; possible are zero=0, or a "
+            "model of one type"
+        )
+
+
+def row_major(layer: nn.Module) -> nn.Module:
+    """The layer, its parameters laid row by row: as messages, buckets, slices and files have them."""
+    for p in layer.parameters():
+        if not p.is_contiguous():
+            p.data = p.data.contiguous(memory_format=torch.contiguous_format)
+    return layer

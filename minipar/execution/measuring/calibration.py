@@ -1,0 +1,250 @@
+"""calibrate(cluster): what the ranks of a real cluster can do, alone and all at once.
+
+    compute      a layer's forward and backward, on one rank, then on all         caches, memory and cores they share
+    messages     ping-pong over sizes, one pair of ranks after another            a line: fixed + bytes / bandwidth
+    collectives  allreduce over sizes, in all pairs at once, then over all ranks  a line, too
+    exchange     a message to the next rank, all at once; adding what came        what algorithms consist of
+
+Nothing here knows a plan or a model, so a prediction that uses it is fitted to no run of either.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import combinations
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from minipar.cluster import Cluster, worker
+from minipar.comm import communicator
+from minipar.comm.communicator import Communicator
+from minipar.costs.rates import Calibration, Line, fit
+from minipar.errors import PlanError
+from minipar.execution.affinity import on_own_core
+from minipar.execution.measuring.exchange import adding, exchange, message_alone
+from minipar.prediction.oversubscription import available_cores
+
+_SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 21)
+_SUM_SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
+_PAIRS = 28  # of up to 8 ranks all pairs are measured; of more only neighbours
+_WIDTH, _ROWS, _SQUARE = 192, 256, 256
+
+
+def calibrate(cluster: Cluster, *, seconds: float = 2.0, progress: bool = True, algorithms: bool = True) -> Calibration:
+    """Measure a cluster: rates of computing, of messages between any two ranks, and of allreduce.
+
+    seconds    about how long it may take with 4 ranks; shorter is less exact
+    progress   show a bar
+    algorithms also what algorithms of collectives consist of, which takes about as long again
+
+    On emulated devices it measures the machine below them. Other programs on the machine disturb messages and
+    collectives. Errors: PlanError for seconds that are not positive; what a rank raises; RankDied.
+    """
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < float("inf"):
+        raise PlanError(f"seconds={seconds!r}: must be a positive number, such as 2.0")
+    size = cluster.size
+    pairs = list(combinations(range(size), 2))
+    if len(pairs) > _PAIRS:
+        pairs = [(rank, rank + 1) for rank in range(size - 1)]
+    with tqdm(total=2 + len(pairs), desc="calibrate", disable=not progress, leave=False) as bar:
+        found = cluster.run_with(lambda rank, done: bar.update(), _measure, pairs, seconds, algorithms)
+    return found[0]
+
+
+# in the ranks ---------------------------------------------------------------------------------------------------------
+
+
+def _measure(pairs: list[tuple[int, int]], seconds: float, algorithms: bool) -> Calibration:
+    comm = communicator.create()
+    cores = available_cores() if comm.device.type == "cpu" else None
+    with on_own_core() if cores is not None else nullcontext():  # as when a program runs
+        found = _measure_all(comm, cores, pairs, seconds)
+    return _with_exchanges(comm, found, max(3, round(seconds * 8))) if algorithms else found  # as users call them
+
+
+def _measure_all(comm: Communicator, cores: int | None, pairs: list[tuple[int, int]], seconds: float) -> Calibration:
+    own_clock = comm.device.type == "cpu" and torch.get_num_threads() == 1
+
+    def done() -> None:
+        if comm.rank == 0:
+            worker.report(1)
+
+    alone, together = _compute(comm, seconds / 24, time.thread_time if own_clock else time.perf_counter)
+    at_once = comm.size
+    if cores is not None and own_clock:  # the threads' own time says nothing of the time that they had to wait
+        at_once = min(cores, comm.size)
+    done()
+    repeats = max(3, round(seconds * 8))
+    links, sends, receives = [], [], []
+    for a, b in pairs:
+        points = [_ping_pong(comm, a, b, size, max(3, repeats // (1 + size // 2**17))) for size in _SIZES]
+        own = [x for column in zip(*points, strict=True) for x in fit(list(zip(_SIZES, column, strict=True)))]
+        found = _gather(comm, own if comm.rank == a else [], 6)[a]
+        links.append((a, b, Line(*found[:2])))
+        sends.append(Line(*found[2:4]))
+        receives.append(Line(*found[4:]))
+        done()
+    nothing = Line(0.0, 0.0)
+    sums = []
+    for members in sorted({2, comm.size} & set(range(2, comm.size + 1))):
+        sums.append((members, _allreduce(comm, members, repeats)))
+    done()
+    return Calibration(
+        device=comm.device.type,
+        ranks=comm.size,
+        cores=cores,
+        flops_alone=alone[0],
+        flops_together=together[0] * at_once / comm.size,
+        concurrency=max(1.0, min(float(at_once), at_once * together[1] / alone[1])),
+        links=tuple(links),
+        send=_middle(sends) if comm.device.type == "cpu" and sends else nothing,
+        receive=_middle(receives) if comm.device.type == "cpu" and receives else nothing,
+        allreduce=tuple(sums),
+    )
+
+
+def _with_exchanges(comm: Communicator, found: Calibration, repeats: int) -> Calibration:
+    """The calibration with what collectives by algorithm consist of."""
+
+    def gather(numbers: list[float]) -> list[list[float]]:
+        return _gather(comm, numbers, len(numbers))
+
+    exchanges = []
+    for members, _ in found.allreduce:
+        group, inside = _neighbours(comm, members)
+        exchanges.append((members, *exchange(comm, group, inside, repeats, gather)))
+    alone, add = message_alone(comm, repeats, gather), adding(comm, repeats, gather)
+    return replace(found, exchange=tuple(exchanges), alone=alone, add=add)
+
+
+def _compute(comm: Communicator, window: float, clock: Callable[[], float]) -> tuple[list[float], list[float]]:
+    """FLOP/s of a matrix product and rounds a second of a layer, on rank 0 alone, and the mean of all at once."""
+    device = comm.device
+    square = torch.randn(_SQUARE, _SQUARE, device=device)
+    layer = nn.Sequential(
+        nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, 4 * _WIDTH), nn.GELU(), nn.Linear(4 * _WIDTH, _WIDTH)
+    ).to(device)
+    rows = torch.randn(_ROWS, _WIDTH, device=device, requires_grad=True)
+
+    def product() -> None:
+        square @ square
+
+    def train() -> None:
+        result: Tensor = layer(rows)
+        result.backward(result.detach())
+
+    def rate(work: Callable[[], None], here: bool) -> float:
+        work()  # warm up, and back into the caches
+        _ready(device)
+        comm.barrier()
+        if not here:
+            comm.barrier()
+            return 0.0
+        count, start, end = 0, clock(), time.perf_counter() + window
+        while count < 3 or time.perf_counter() < end:
+            work()
+            _ready(device)
+            count += 1
+        found = count / (clock() - start)
+        comm.barrier()
+        return found
+
+    works = {product: 2.0 * _SQUARE**3, train: 1.0}
+    alone: list[list[float]] = [[], []]
+    together: list[list[float]] = [[], []]
+    for _ in range(3):  # in turn, so that what disturbs one disturbs the other
+        for k, (work, amount) in enumerate(works.items()):
+            alone[k].append(rate(work, comm.rank == 0) * amount)
+            together[k].append(rate(work, True) * amount)
+    mine = [median(column) for column in (*alone, *together)]
+    rates = _gather(comm, mine, len(mine))
+    return rates[0][:2], [sum(column) / comm.size for column in zip(*(row[2:] for row in rates), strict=True)]
+
+
+def _ping_pong(comm: Communicator, a: int, b: int, size: int, repeats: int) -> tuple[float, float, float]:
+    """Seconds of one message between a and b, of the sender's work in it, and of the receiver's; counts on rank a."""
+    comm.barrier()
+    if comm.rank not in (a, b):
+        comm.barrier()
+        return 1.0, 1.0, 1.0
+    peer = b if comm.rank == a else a
+    out, into = (torch.zeros(size, dtype=torch.uint8, device=comm.device) for _ in range(2))
+    trips, sends, receives = [], [], []
+
+    def send() -> None:
+        start = time.process_time()
+        comm.isend(out, peer).wait()
+        sends.append(time.process_time() - start)
+
+    def receive() -> None:
+        start = time.process_time()
+        comm.irecv(into, peer).wait()
+        _ready(comm.device)
+        receives.append(time.process_time() - start)
+
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        if comm.rank == a:
+            send()
+            receive()
+        else:
+            receive()
+            send()
+        trips.append((time.perf_counter() - start) / 2)
+    comm.barrier()
+    tiny = 1e-9  # a clock may not have moved at all
+    return _typical(trips[1:]), max(tiny, _typical(sends[1:])), max(tiny, _typical(receives[1:]))
+
+
+def _allreduce(comm: Communicator, members: int, repeats: int) -> Line:
+    """A line for sums over groups of so many neighbours, all groups at once (ranks that are left over only wait)."""
+    group, inside = _neighbours(comm, members)
+    comm.prepare({group} if inside else set())
+
+    points = []
+    for size in _SUM_SIZES:
+        tensor = torch.zeros(size // 4, device=comm.device)
+        times = []
+        for _ in range(max(3, repeats // (1 + size // 2**19)) + 1):
+            comm.barrier()
+            start = time.perf_counter()
+            if inside:
+                comm.iallreduce(tensor, group).wait()
+                _ready(comm.device)
+            times.append(time.perf_counter() - start)
+        slowest = [max(column) for column in zip(*_gather(comm, times[1:], len(times) - 1), strict=True)]
+        points.append((float(size), _typical(slowest)))
+    return fit(points)
+
+
+def _neighbours(comm: Communicator, members: int) -> tuple[tuple[int, ...], bool]:
+    """The group of so many neighbours that a rank is in, and whether it is complete."""
+    first = comm.rank // members * members
+    return tuple(range(first, first + members)), first + members <= comm.size
+
+
+def _gather(comm: Communicator, numbers: list[float], length: int) -> list[list[float]]:
+    """Every rank's numbers, on all ranks; shorter lists are filled up with zeros."""
+    table = [[0.0] * length for _ in range(comm.size)]
+    table[comm.rank][: len(numbers)] = numbers
+    return [list(row) for row in comm.allreduce(table)] if length else table
+
+
+def _typical(times: list[float]) -> float:
+    """The lower quartile: what happens when no other program is in the way, but no lucky exception."""
+    return sorted(times)[(len(times) - 1) // 4]
+
+
+def _ready(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _middle(lines: list[Line]) -> Line:
+    return Line(median(line.fixed for line in lines), median(line.per_byte for line in lines))

@@ -1,0 +1,363 @@
+"""Measure a model: its shape, and what each of its layers costs, one layer at a time on one device.
+
+layer l:   detached output of l-1 --forward--> output --backward--> gradients      (timed, counted, weighed)
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.flop_counter import FlopCounterMode
+
+from minipar.costs.measured import Profile
+from minipar.errors import MiniparError, PlanError
+from minipar.execution import naming_layers, sliced
+from minipar.execution.measuring.flops import FLOPS
+from minipar.execution.measuring.weighing import Weights, weigh
+from minipar.execution.split_backward import input_half, left, weight_half
+from minipar.execution.tails import Tails
+from minipar.models.network import edges_of
+from minipar.models.parameter_groups import groups_of
+from minipar.models.tensors import (
+    count_bytes,
+    count_rows,
+    detach,
+    differentiable,
+    find_overwriting,
+    map_tensors,
+    overwrites,
+    tensors,
+)
+from minipar.program.edges import wiring
+
+Loss = Callable[[Any], Tensor]
+OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def _of_output(loss: Callable[[Any, Any], Tensor], target: Any, output: Any) -> Tensor:
+    return loss(output, target)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def profile(
+    model: Iterable[nn.Module],
+    batch: tuple[Any, Any],
+    loss: Callable[[Any, Any], Tensor] = nn.functional.cross_entropy,
+    rows: Sequence[int] | None = None,
+    repeats: int = 3,
+    threads: int = 1,
+    optimizer: OptimizerFactory = torch.optim.SGD,
+    slices: Sequence[range] = (),
+    recompute: bool = False,
+) -> Profile:
+    """Time and weigh each layer of `model` for every number of rows in `rows`, and one step of `optimizer`.
+
+    batch     (x, y): tensors, or tuples of tensors, with at least max(rows) rows; micro-batches of n rows are their
+              first n
+    loss      loss(output, y) -> a scalar
+    rows      sizes of micro-batches; default: all rows of the batch
+    repeats   times are medians of so many, after one run to warm up
+    recompute also time each layer as the end of a recomputation (not of slices)
+    threads   CPU threads that a layer may use. With one, times are of that thread's own work, so that other programs
+              on the machine do not disturb them; with more, and on a GPU, they are by the clock
+
+    slices    token slices of the rows, each behind those before it: then slice j of n rows has the key n * slices + j
+
+    Layers are timed one at a time, in the order of a training step: forwards first, backwards last, so that the caches
+    hold what they would hold in one. The model is left as it was, with its buffers and gradients, on the device where
+    it is, and so is the state of the random generators: every layer is measured on a copy.
+
+    Errors: `PlanError` for rows that the batch cannot give, or less than 1 repeat.
+    """
+    layers, names = list(model), naming_layers.names_of(model)
+    if repeats < 1:
+        raise PlanError(f"repeats={repeats}: must be at least 1")
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise PlanError(f"batch: must be a pair (x, y) of rows and targets, not a {type(batch).__name__}")
+    x, y = batch
+    held, inputs = groups_of(layers), wiring(edges_of(model), len(layers)).inputs
+    trainable_from = min((min(h.layers) for h in held if h.trainable), default=len(layers))
+    device = next((p.device for h in held for p in (*h.trainable, *h.frozen)), torch.device("cpu"))
+    clock = _Clock(device, threads)
+    costs: dict[int, list[_LayerCost]] = {}
+    with _undisturbed(device, threads):
+        for n in sorted(set(rows if rows is not None else [count_rows(x)])):
+            value, target = _rows(x, n, device), _rows(y, n, device)
+            carried: dict[int, Any] = {}
+            for j, tokens in enumerate(slices or [None]):
+                key = n * max(1, len(slices)) + j
+                given, wanted = (value, target) if tokens is None else sliced.pick((value, target), tokens)
+                here = None if tokens is None else (tokens.start, j < len(slices) - 1, carried)
+                costs[key] = []
+                for run in _runs(layers, inputs, given, (loss, wanted), trainable_from, here, names):
+                    if recompute and tokens is None:
+                        for each in run:
+                            each.recompute(repeats, clock)
+                    costs[key] += _time_run(run, repeats, clock)
+        step_seconds, optimizer_bytes = _measure_step([h.trainable for h in held], optimizer, repeats, clock)
+
+    def table(column: Callable[[_LayerCost], Any]) -> dict[int, tuple[Any, ...]]:
+        return {n: tuple(map(column, found)) for n, found in costs.items()}
+
+    return Profile(
+        forward=table(lambda c: c.forward),
+        backward=table(lambda c: c.backward),
+        output_bytes=table(lambda c: c.weights.output),
+        grad_output_bytes=table(lambda c: c.weights.grad_output),
+        saved_bytes=table(lambda c: c.weights.saved),
+        saves_output=tuple(any(found[l].weights.saves_output for found in costs.values()) for l in range(len(layers))),
+        parameter_bytes=tuple(sum(map(_bytes, (*h.trainable, *h.frozen))) for h in held),
+        gradient_bytes=tuple(sum(map(_bytes, h.trainable)) for h in held),
+        optimizer_bytes=optimizer_bytes,
+        step_seconds=step_seconds,
+        backward_input=table(lambda c: c.input_half),
+        backward_weight=table(lambda c: c.weight_half),
+        forward_flops=table(lambda c: c.forward_flops),
+        backward_flops=table(lambda c: c.backward_flops),
+        saved_weight_bytes=table(lambda c: c.left),
+        carry_bytes=table(lambda c: c.weights.carry),
+        grad_carry_bytes=table(lambda c: c.weights.grad_carry),
+        recompute=table(lambda c: c.recompute) if recompute and not slices else {},
+    )
+
+
+class _LayerCost(NamedTuple):
+    forward: float
+    backward: float
+    input_half: float
+    weight_half: float
+    weights: Weights
+    forward_flops: int
+    backward_flops: int
+    left: int
+    recompute: float
+
+
+@dataclass
+class _Measured:
+    """One layer under measurement: a copy of it, its input, the loss if it is the last, and what was found so far."""
+
+    layer: nn.Module
+    value: Any
+    loss: Loss | None
+    input_gradient: bool
+    weights: Weights
+    flops: tuple[int, int]
+    given: int  # bytes of its input, unless that is the rows themselves
+    seconds: dict[str, list[float]]
+    left: list[int] = field(default_factory=list)  # bytes between the halves of its backward
+    slice: sliced.Alone | None = None
+
+    def forward(self, clock: _Clock) -> tuple[Any, list[Tensor]]:
+        """A timed forward: the input as a leaf, and the tensors that a backward starts from."""
+        given = detach(self.value, self.input_gradient)
+        start = clock()
+        output = (self.slice or self.layer)(map_tensors(given, torch.clone) if overwrites(self.layer) else given)
+        ends = [self.loss(output)] if self.loss else differentiable(output)
+        ends = [end for end in ends + differentiable(self.slice and self.slice.handed_on) if end.requires_grad]
+        self.seconds["forward"].append(clock() - start)
+        return given, ends
+
+    def recompute(self, repeats: int, clock: _Clock) -> None:
+        """Time the forward as the executor runs it where nobody reads the output, if that is any shorter."""
+        if self.loss or overwrites(self.layer):
+            return
+        tails = Tails()
+        for k in range(repeats + 1):
+            given = detach(self.value, self.input_gradient)
+            start = clock()
+            output = tails.run(0, self.layer, given)
+            if k:
+                self.seconds["recompute"].append(clock() - start)
+            graph = [get_gradient_edge(t) for t in differentiable(output) if t.requires_grad]
+            del output
+            tails.settle()
+            del graph
+            if not tails.shortens(0, given):
+                return
+
+
+def _runs(
+    layers: list[nn.Module],
+    inputs: Sequence[Sequence[int]],
+    value: Any,
+    final: tuple[Callable[[Any, Any], Tensor], Any],
+    trainable_from: int,
+    here: tuple[int, bool, dict[int, Any]] | None = None,
+    names: Sequence[str] = (),
+) -> Iterator[list[_Measured]]:
+    """Neighbouring layers that are timed together, each weighed and warmed up: as many as keep `_KEPT` bytes.
+
+    inputs   for each layer those whose outputs it reads
+    here     of a slice of sequences its first token, whether there is a next one, and by layer what was carried on
+    """
+    made: dict[int, Any] = {}
+    until = {a: l for l, read in enumerate(inputs) for a in read}  # the last one that reads it
+    run: list[_Measured] = []
+    kept = 0
+    for l, layer in enumerate(layers):
+        layer, last = copy.deepcopy(layer), l == len(layers) - 1
+        if l:
+            value = made[inputs[l][0]] if len(inputs[l]) == 1 else tuple(made[a] for a in inputs[l])
+            made = {a: output for a, output in made.items() if until[a] > l}
+        loss = partial(_of_output, *final) if last else None
+        given = detach(value, l > trainable_from)
+        part = None if here is None else sliced.Alone(layer, here[0], here[2].get(l), here[1], l >= trainable_from)
+        try:
+            find_overwriting(layer, given, part)
+            with FlopCounterMode(display=False, custom_mapping=FLOPS) as forward:
+                output, ends, weights = weigh(layer, given, loss, final[1] if last else (), part)
+            if here is not None and part is not None:
+                ends = ends + differentiable(part.handed_on)
+                carry, gradient = part.sizes([*tensors(given), *layer.parameters(), *layer.buffers()])
+                weights = weights._replace(carry=carry, grad_carry=gradient)
+                here[2][l] = detach(part.handed_on)
+            # Gradients of the same size would arrive from the next layer. This backward allocates the weights'
+            # gradients, which the timed ones add to, as all micro-batches but one do.
+            ends = [end for end in ends if end.requires_grad]
+            with FlopCounterMode(display=False, custom_mapping=FLOPS) as backward:
+                if ends:
+                    torch.autograd.backward(ends, _ones(ends))
+        except MiniparError:
+            raise
+        except Exception as error:
+            who = naming_layers.title(l, layer, names) + " or the loss" * last
+            raise naming_layers.raised(who, error, "in the profile, before the run", given) from error
+        flops = forward.get_total_flops(), backward.get_total_flops()
+        before = count_bytes(value) if l else 0
+        run.append(_Measured(layer, value, loss, l > trainable_from, weights, flops, before, defaultdict(list)))
+        run[-1].slice = part
+        made[l] = detach(output)
+        del output, ends, given
+        kept += weights.saved + weights.output
+        if kept >= _KEPT:
+            yield run
+            run, kept = [], 0
+    if run:
+        yield run
+
+
+def _time_run(run: list[_Measured], repeats: int, clock: _Clock) -> list[_LayerCost]:
+    """The layers of a run, forwards in order and backwards in reverse; then again with backwards in halves."""
+    for _ in range(repeats):
+        graphs = [each.forward(clock) for each in run]
+        for each in reversed(run):
+            _, ends = graphs.pop()
+            gradients = _ones(ends)
+            start = clock()
+            if ends:
+                torch.autograd.backward(ends, gradients)
+            each.seconds["backward"].append(clock() - start if ends else 0.0)
+            del ends
+    for _ in range((repeats + 1) // 2):
+        graphs = [each.forward(clock) for each in run]
+        for each in reversed(run):
+            given, ends = graphs.pop()
+            gradients = _ones(ends)
+            inputs = [t for t in differentiable(given) if t.requires_grad]
+            parameters = [p for p in each.layer.parameters() if p.requires_grad]
+            start = clock()
+            edges = [get_gradient_edge(end) for end in ends]
+            arrived = input_half(edges, gradients, inputs, parameters)[1]
+            middle = clock()
+            if not each.left:
+                kept = [*each.layer.parameters(), *each.layer.buffers()]
+                everything = each.weights.saved + each.given + count_bytes(gradients)
+                each.left.append(sum(left(arrived, kept)) if inputs or not ends else everything)
+                middle = clock()
+            weight_half(arrived)
+            each.seconds["weight half"].append(clock() - middle if arrived else 0.0)
+            each.seconds["input half"].append(middle - start if inputs and ends else 0.0)
+            del given, ends, edges, inputs, arrived
+    return [
+        _LayerCost(
+            median(each.seconds["forward"]),
+            median(each.seconds["backward"]),
+            median(each.seconds["input half"]),
+            median(each.seconds["weight half"]),
+            each.weights,
+            *each.flops,
+            each.left[0],
+            median(each.seconds["recompute"] or each.seconds["forward"]),
+        )
+        for each in run
+    ]
+
+
+def _ones(ends: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.ones_like(end) for end in ends]
+
+
+# What autograd keeps of the layers that are timed together: more than the caches next to a core hold, and little
+# beside a device's memory.
+_KEPT = 64 * 2**20
+
+
+class _Clock:
+    """Seconds: of the thread's own work where one thread of the CPU does it all, of the clock elsewhere."""
+
+    def __init__(self, device: torch.device, threads: int) -> None:
+        self.device = device
+        self.read = time.thread_time if device.type == "cpu" and threads == 1 else time.perf_counter
+
+    def __call__(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return self.read()
+
+
+def _measure_step(
+    groups: list[list[nn.Parameter]], factory: OptimizerFactory, repeats: int, clock: _Clock
+) -> tuple[float, tuple[int, ...]]:
+    """Seconds of an optimizer step over copies of all parameters, and the bytes it keeps for each group."""
+    copies = [[nn.Parameter(p.detach().clone()) for p in group] for group in groups]
+    everything = [p for group in copies for p in group]
+    if not everything:
+        return 0.0, (0,) * len(groups)
+    for p in everything:
+        p.grad = torch.full_like(p, 1e-3)
+    optimizer = factory(everything)
+    optimizer.step()  # creates the state
+    seconds = []
+    for _ in range(repeats):
+        start = clock()
+        optimizer.step()
+        seconds.append(clock() - start)
+    state = [
+        sum(_bytes(t) for p in group for t in optimizer.state.get(p, {}).values() if isinstance(t, Tensor))
+        for group in copies
+    ]
+    return median(seconds), tuple(state)
+
+
+@contextmanager
+def _undisturbed(device: torch.device, threads: int) -> Iterator[None]:
+    """Random generators and the number of threads as they were, whatever happens inside."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
+            yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _rows(value: Any, n: int, device: torch.device) -> Any:
+    have = min((len(t) for t in tensors(value)), default=0)
+    if not 1 <= n <= have:
+        raise PlanError(f"rows={n}: must be from 1 to {have}, the rows of the data given")
+    return map_tensors(value, lambda t: t[:n].to(device))

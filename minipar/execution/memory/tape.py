@@ -1,0 +1,315 @@
+"""Record what one layer allocates and frees, in order, alone on one device: its forward, and its backward.
+
+    root --Source--> input --layer--> output --Sink-->        Source and Sink stand for the neighbours: they hand over
+         <--------- input gradient <-------- gradient         and take what the neighbours would, and keep nothing
+
+So everything that is still there is there because this layer keeps it. `prediction.py` lays the tapes of all layers
+along a program.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from minipar.execution import sliced
+from minipar.execution.measuring.profiler import OptimizerFactory
+from minipar.execution.memory.storages import Held, Storages
+from minipar.execution.split_backward import input_half, weight_half
+from minipar.models import randomness
+from minipar.models.parameter_groups import parameters_of
+from minipar.models.tensors import differentiable, find_overwriting, map_tensors, overwrites, take_rows, tensors
+from minipar.prediction.recorded import LayerTape, Tape, Tapes, Workspace
+from minipar.program.edges import Edges, wiring
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+class _Recorder(Storages):
+    """Every change in order; `roles` say what the storages that matter are, those that do not are temporary."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__(device)
+        self.log: list[tuple[int, Held]] = []
+
+    def changed(self, held: Held, delta: int) -> None:
+        self.log.append((delta, held))
+
+    def role(self, value: Any, kind: str) -> None:
+        """Say what a value's storages are, unless they are something already (an output may be the input itself)."""
+        for tensor in tensors(value):
+            held = self.held_by(tensor)
+            if held is not None and not held.kind:
+                held.kind = kind
+
+    def name_the_rest(self, kind: str) -> None:
+        """What is left of a forward is saved for the backward; what is gone was temporary."""
+        self.settle()
+        for _, held in self.log:
+            held.kind = held.kind or ("temporary" if held() is None else kind)
+
+    def take(self) -> Tape:
+        """What happened since the last call."""
+        self.settle()
+        log, self.log = self.log, []
+        return tuple((delta, held.kind or "temporary") for delta, held in log)
+
+
+class _Source(torch.autograd.Function):
+    """Hands on a tensor that somebody else holds, and takes its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, root: Tensor, tensor: Tensor, take: Callable[[Tensor], None]) -> Tensor:
+        ctx.take = take
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.take(gradients[0])
+        return None, None, None
+
+
+class _Sink(torch.autograd.Function):
+    """A scalar behind some tensors, of which it keeps nothing; makes a gradient for each of them."""
+
+    @staticmethod
+    def forward(ctx: Any, give: Callable[[Any], None], *ends: Tensor) -> Tensor:
+        ctx.give = give
+        ctx.forms = [(end.shape, end.dtype, end.device) for end in ends]
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        made = [torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.forms]
+        ctx.give(made)
+        return None, *made
+
+
+def record(
+    model: Iterable[nn.Module],
+    x: Any,
+    y: Any,
+    loss: Loss,
+    rows: Sequence[int],
+    optimizer: OptimizerFactory,
+    split: bool = False,
+    edges: Edges = (),
+    slices: Sequence[range] = (),
+) -> Tapes:
+    """The tapes of every layer for every number of rows in `rows`, and the workspace of an optimizer step.
+
+    Arguments as for `minipar.profile`, and of slices the same keys; `split`: of backwards in halves, too; `edges`: of a
+    model with branches. Every layer runs on a copy, and is given what its edges bring.
+    """
+    layers = list(model)
+    copies = copy.deepcopy(nn.Sequential(*layers))
+    randomness.replace_dropout(copies, 0)
+    chain = [layer for layer in copies._modules.values() if layer is not None]
+    trainable = [l for l, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters())]
+    first = min(trainable, default=len(layers))
+    inputs = wiring(edges, len(layers)).inputs
+    until = {a: l for l, read in enumerate(inputs) for a in read}  # the last one that reads it
+    device = next((p.device for p in copies.parameters()), torch.device("cpu"))
+    found: dict[int, tuple[LayerTape, ...]] = {}
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
+        for n in sorted(set(rows)):
+            whole, target = (map_tensors(take_rows(v, range(n)), lambda t: t.to(device)) for v in (x, y))
+            carried: dict[int, Any] = {}  # by layer, what the slice before has carried on
+            for j, tokens in enumerate(slices or [None]):
+                value, y_n = (whole, target) if tokens is None else sliced.pick((whole, target), tokens)
+                tapes = []
+                made: dict[int, Any] = {}
+                for l, layer in enumerate(chain):
+                    if l:
+                        value = made[inputs[l][0]] if len(inputs[l]) == 1 else tuple(made[a] for a in inputs[l])
+                        made = {a: output for a, output in made.items() if until[a] > l}
+                    final = (loss, y_n) if l == len(chain) - 1 else None
+                    if tokens is None:
+                        find_overwriting(layer, value)
+                    here = None if tokens is None else _Here(tokens.start, carried.get(l), j + 1 < len(slices))
+                    made[l], carried[l], tape = _one_layer(layer, value, final, l, first, split, here)
+                    tapes.append(tape)
+                found[n * max(1, len(slices)) + j] = tuple(tapes)
+    buffers = tuple(sum(b.numel() * b.element_size() for b in layer.buffers()) for layer in layers)
+    groups = parameters_of(layers)
+    flat = [[_flat(group)] if group else [] for group in groups]
+    spaces = (_workspace(some, len(layers), optimizer, device.type) for some in (groups, flat))
+    return Tapes(found, buffers, *spaces)
+
+
+class _Here(NamedTuple):
+    """Where in its sequences a slice is: its first token, what a layer carried on before it, whether there are more."""
+
+    start: int
+    before: Any
+    more: bool
+
+
+def _one_layer(
+    layer: nn.Module,
+    value: Any,
+    final: tuple[Loss, Any] | None,
+    l: int,
+    first: int,
+    split: bool,
+    here: _Here | None,
+) -> tuple[Any, Any, LayerTape]:
+    """What a layer hands on and, of a slice, carries on; and its tapes: without a graph; forward and first backward; a
+    later backward; halves."""
+    with torch.no_grad():
+        recorder, given = _given(layer, value, l, None)
+        run = _runner(layer, here, recorder, False)
+        with recorder:
+            output = run(_own(layer, given))
+            recorder.role(output, "output")
+            recorder.role(_carried(run), "carry")
+            del given
+        plain = recorder.take()
+        result, carried = map_tensors(output, torch.clone), map_tensors(_carried(run), torch.clone)
+        del output, run
+    if l < first:
+        return result, carried, LayerTape(plain)
+    found: list[Tape] = []
+    for halves in (False, True) if split else (False,):
+        forward, backward, half = _with_graph(layer, value, final, l, first, halves, here)
+        _, later, _ = _with_graph(layer, value, final, l, first, halves, here)
+        found += [half, backward, later] if halves else [forward, backward, later]
+        for p in layer.parameters():
+            p.grad = None
+    return result, carried, LayerTape(plain, *found)
+
+
+def _runner(layer: nn.Module, here: _Here | None, recorder: _Recorder, trains: bool) -> Any:
+    """The layer as a function of its input; of a slice, beside it what was carried on, which somebody else holds."""
+    if here is None:
+        return layer
+    before = map_tensors(here.before, lambda t: t.detach().clone())
+    for tensor in tensors(before):
+        recorder.register(tensor, "carried")
+    recorder.take()
+    return sliced.Alone(layer, here.start, before, here.more, trains)
+
+
+def _carried(run: Any) -> Any:
+    """What a layer carries on to the next slice."""
+    return run.handed_on if isinstance(run, sliced.Alone) else None
+
+
+def _with_graph(
+    layer: nn.Module,
+    value: Any,
+    final: tuple[Loss, Any] | None,
+    l: int,
+    first: int,
+    halves: bool = False,
+    here: _Here | None = None,
+) -> tuple[Tape, Tape, Tape]:
+    """Tapes of a forward and its backward; of a backward in halves, of both."""
+    root = torch.zeros((), requires_grad=True)
+    arrived: list[Tensor] = []
+    fresh = [p for p in layer.parameters() if p.grad is None]
+    recorder, given = _given(layer, value, l, (root, arrived.append) if l > first else None)
+    run = _runner(layer, here, recorder, True)
+    leaves: list[Tensor] = []
+    with recorder:
+        output = run(_own(layer, given))
+        end = final[0](output, final[1]) if final else None
+        recorder.role(output, "output")
+        recorder.role(_carried(run), "carry")
+        recorder.name_the_rest("saved")
+        forward = recorder.take()
+        ends = [t for t in differentiable(output) if t.requires_grad] if end is None else []
+        more = [t for t in differentiable(_carried(run)) if t.requires_grad]
+        last = [end] if end is not None else [_Sink.apply(lambda made: recorder.role(made, "grad_output"), *ends)]
+        last += [_Sink.apply(lambda made: recorder.role(made, "grad_carried"), *more)] if more else []
+        if isinstance(run, sliced.Alone):
+            leaves, run.handed_on = differentiable(run.given), None
+        recorder.take()
+        del output, ends, given, end, more
+        before = recorder.take()  # what goes now is not held by the graph
+        edges = [get_gradient_edge(one) for one in last if one.requires_grad]
+        del last
+        input_tape: Tape = ()
+        if halves:
+            parameters = [p for p in layer.parameters() if p.requires_grad]
+            _, left = input_half(edges, [None] * len(edges), [root] if l > first else [], parameters)
+            del edges
+            recorder.role(arrived, "grad_input")
+            recorder.name_the_rest("left")
+            input_tape, before = before + recorder.take(), ()
+            weight_half(left)
+            del left
+        else:
+            if edges:
+                torch.autograd.backward(edges, [None] * len(edges))
+            del edges
+            recorder.role(arrived, "grad_input")
+            recorder.role([leaf.grad for leaf in leaves], "grad_carry")
+        recorder.role([p.grad for p in fresh if p.grad is not None], "gradient")
+        backward = recorder.take()
+    return forward, before + backward, input_tape
+
+
+def _given(layer: nn.Module, value: Any, l: int, source: Any) -> tuple[_Recorder, Any]:
+    """The layer's input, held by nobody else, and a recorder that knows it."""
+    device = next((t.device.type for t in tensors(value)), "cpu")
+    recorder = _Recorder(device)
+    own = map_tensors(value, lambda t: t.detach().clone())
+    for tensor in tensors(own):
+        recorder.register(tensor, "input")
+    smooth = {id(t) for t in differentiable(own)}
+
+    def hand_on(tensor: Tensor) -> Tensor:
+        return _Source.apply(source[0], tensor, source[1]) if source and id(tensor) in smooth else tensor
+
+    recorder.take()
+    return recorder, map_tensors(own, hand_on)
+
+
+def _own(layer: nn.Module, given: Any) -> Any:
+    return map_tensors(given, torch.clone) if overwrites(layer) else given
+
+
+def _flat(group: list[nn.Parameter]) -> nn.Parameter:
+    """The parameters of a group laid end to end, in the type of the first one."""
+    return nn.Parameter(torch.cat([p.detach().reshape(-1).to(group[0].dtype) for p in group]))
+
+
+def _workspace(groups: list[list[nn.Parameter]], layers: int, factory: OptimizerFactory, device: str) -> Workspace:
+    """What an optimizer step needs while it runs. The first `layers` groups are those of one layer each."""
+    known: dict[tuple[Any, ...], int] = {}
+
+    def most(parameters: list[nn.Parameter]) -> int:
+        form = tuple((tuple(p.shape), p.dtype) for p in parameters)
+        if form in known or not parameters:
+            return known.get(form, 0)
+        copies = [nn.Parameter(p.detach().clone()) for p in parameters]
+        for p in copies:
+            p.grad = torch.full_like(p, 1e-3)
+        optimizer = factory(copies)
+        optimizer.step()  # makes the state
+        recorder = _Recorder(device)
+        highest = 0
+        with recorder:
+            optimizer.step()
+        level = 0
+        recorder.settle()
+        for delta, _ in recorder.log:
+            level += delta
+            highest = max(highest, level)
+        known[form] = highest
+        return highest
+
+    tied = [g for g in range(layers, len(groups)) if groups[g]]
+    pairs = {
+        (g, h): most(groups[g] + groups[h])
+        for g in range(len(groups))
+        for h in {g + 1, *tied}
+        if g < h < len(groups) and groups[g] and groups[h]
+    }
+    return Workspace(tuple(map(most, groups)), pairs, most([p for group in groups for p in group]))

@@ -1,0 +1,279 @@
+"""The memory of one rank while it runs its program: every live storage, what it is, whose, and since which instruction.
+
+    tracker = Tracker(executor, capacity=64 << 20)     takes in the layers and buffers that the executor holds
+    with tracker:
+        executor.run(...)
+    tracker.take_series()                              what happened in this pass
+
+What a storage is, is known when the instruction that made it has ended:
+
+    parameters    registered: parameters and buffers of the layers that the rank holds, frozen ones included
+    gradients     a parameter's `.grad` then, and the buckets that gradients live in
+    optimizer     in the optimizer's state after a STEP
+    buffers       a message's, until it was received, or made for a SEND or a collective
+    activations   made by a FORWARD, RECOMPUTE or BACKWARD and still there (a received message becomes one)
+    data          the rows of the step that the rank works on
+    temporary     what was gone again when its instruction had ended
+
+A storage's layer is the one whose forward ran, or the one whose output's gradient was computed last.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from minipar.execution.executor import Executor
+from minipar.execution.memory.capacity import out_of_memory
+from minipar.execution.memory.storages import Held, Storages
+from minipar.models.tensors import differentiable, tensors
+from minipar.program import BACKWARDS, Op
+from minipar.trace.memory_series import Series
+
+# Taken here, since a split backward notes hooks that layers register (`noting_hooks`), and does not split where there
+# are some. This one may run in both halves: it only says which layer is at work.
+_register_hook: Any = torch.Tensor.register_hook
+
+_COMPUTE = (Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+
+
+class Tracker(Storages):
+    """Follows the storages of an executor; see the top of the module.
+
+    capacity   bytes that the device holds: the allocation that crosses it raises DeviceOutOfMemory. It counts what
+               the tracker counts, and nothing of what the driver, the data set or a check keep on the host.
+    """
+
+    def __init__(self, executor: Executor, capacity: int | None = None) -> None:
+        super().__init__(executor.comm.device.type)
+        self.executor, self.capacity = executor, capacity
+        self.highest = 0
+        self.index, self.layer = -1, -1
+        self.series = Series()
+        self._fresh: list[Held] = []  # made by the instruction that runs now
+        self._open: list[tuple[float, int, Held | None, str]] = []  # its changes, whose kinds are not all known yet
+        self._data = self._batches = 0
+        self._hooks: list[Any] = []
+        self._layer_of = {id(p): layer for layer, module in self._layers() for p in module.parameters()}
+        for g, part in executor.state.parts.items():
+            self._layer_of[id(part)] = next((self._layer_of[id(p)] for p in executor.groups[g]), -1)
+        for g, copies in (*executor.state.wide.items(), *executor.state.stash.leading.items()):
+            self._layer_of |= {
+                id(c): self._layer_of.get(id(p), -1) for p, c in zip(executor.groups[g], copies, strict=True)
+            }
+        for layer, module in self._layers():
+            self._watch_layer(layer, module)
+        self.take_in()
+        self.series = Series()  # of what happens from now on
+        self._begin()
+        executor.watch = self
+
+    def _layers(self) -> list[tuple[int, nn.Module]]:
+        """The layers that are computed on the device."""
+        compute = self.executor.compute
+        return [(layer, module) for layer, module in compute.layers.items() if layer not in compute.on_host]
+
+    def take_in(self) -> None:
+        """Register what the executor holds now: layers, gradients, optimizer states."""
+        for layer, module in self._layers():
+            for tensor in (*module.parameters(), *module.buffers()):
+                self.register(tensor, "parameters", layer)
+        for part in self.executor.state.parts.values():
+            self.register(part, "parameters", self._layer_of[id(part)])
+        for copies in self.executor.state.wide.values():
+            for copy in copies:
+                self.register(copy, "optimizer", self._layer_of[id(copy)])
+        for views in self.executor.buckets.buffers.values():
+            for buffer in views:
+                self.register(buffer, "gradients")
+        if self.executor.buckets.compressor is not None:
+            for left_out in self.executor.buckets.compressor.residuals.values():
+                self.register(left_out, "buffers")
+        self._find_states()
+        self._settle()
+
+    def close(self) -> None:
+        """Leave the executor and its layers as they were before."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if self.executor.watch is self:
+            self.executor.watch = None
+
+    # what the executor tells -----------------------------------------------------------------------------------------
+
+    def at(self, index: int) -> None:
+        """The walk has come to an instruction: what the one before it made is classified."""
+        self._settle()
+        ins = self.executor.instructions[index]
+        self.index = index
+        self.layer = ins.layers[-1] if ins.op in BACKWARDS else -1
+        if len(self.executor.compute.batch) != self._batches:
+            self._count_data()
+
+    def _count_data(self) -> None:
+        """The rows of a step are there: a view of the data set's tensors on the host, but the device holds a copy."""
+        compute = self.executor.compute
+        self._batches = len(compute.batch)
+        delta = compute.data_bytes() - self._data
+        if self._batches and delta:
+            self._data += delta
+            self.live += delta
+            self._open.append((time.perf_counter(), delta, None, "data"))
+            self._check(delta)
+
+    def received(self, content: Any) -> None:
+        """A message was received: its buffers are activations from now on."""
+        self.settle()
+        now = time.perf_counter()
+        for tensor in tensors(content):
+            held = self.held_by(tensor)
+            if held is not None and held.kind == "buffers":  # (one that this instruction made has no kind yet)
+                self._open.append((now, -held.nbytes, held, "buffers"))
+                self._open.append((now, held.nbytes, held, "activations"))
+                held.kind = "activations"
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """While entered, what is made belongs to the host."""
+        self._taking = False
+        try:
+            yield
+        finally:
+            self._taking = True
+
+    def take_series(self) -> Series:
+        """What happened since the last call, or the beginning; a pass through the program ends here."""
+        self._settle()
+        self.index = self.layer = -1
+        series, self.series = self.series, Series()
+        if self.device_type == "cuda":
+            series.device.update(allocator(self.executor.comm.device))
+        self._begin()
+        return series
+
+    def _begin(self) -> None:
+        before: dict[tuple[str, int], int] = {("data", -1): self._data} if self._data else {}
+        for held in self.everything():
+            owner = held.kind, held.layer
+            before[owner] = before.get(owner, 0) + held.nbytes
+        self.series.before.update(before)
+
+    # what the storages tell ------------------------------------------------------------------------------------------
+
+    def changed(self, held: Held, delta: int) -> None:
+        """A storage was allocated, freed, or has another size now."""
+        self._open.append((time.perf_counter(), delta, held, held.kind))
+        if not held.kind and delta == held.nbytes:
+            held.layer = self.layer
+            self._fresh.append(held)
+        if delta > 0:
+            self._check(delta)
+
+    def _check(self, request: int) -> None:
+        self.highest = max(self.highest, self.live)
+        if self.capacity is not None and self.live > self.capacity:
+            raise self._full(request)
+
+    def _settle(self) -> None:
+        """The instruction has ended: what is left of what it made is what."""
+        self.settle()
+        executor = self.executor
+        ins = executor.instructions[self.index] if self.index >= 0 else None
+        if ins is not None and ins.op is Op.STEP:
+            self._find_states()
+            self._find_versions()
+        elif ins is not None and ins.op is not Op.FORWARD:
+            self._find_gradients(value.index for value in ins.writes if value.kind in ("grad", "grad_shard"))
+        for held in self._fresh:
+            if not held.kind:
+                if held() is None:
+                    held.kind = "temporary"
+                elif ins is None or ins.op not in _COMPUTE:
+                    held.kind = "buffers" if ins is None or ins.op is not Op.STEP else "temporary"
+                else:
+                    held.kind = "activations"
+        self._fresh.clear()
+        self._flush()
+
+    def _flush(self) -> None:
+        for moment, delta, held, kind in self._open:
+            made = held.kind if held is not None else ""
+            layer = held.layer if held is not None else -1
+            self.series.add(moment, self.index, delta, kind or made or "temporary", layer)
+        self._open.clear()
+
+    def _find_gradients(self, groups: Iterator[int]) -> None:
+        for g in groups:
+            for p in (*self.executor.groups[g], self.executor.state.parts.get(g)):
+                if p is not None and p.grad is not None:
+                    self._name(p.grad, "gradients", self._layer_of.get(id(p), -1))
+
+    def _find_states(self) -> None:
+        for optimizer in self.executor.optimizers.values():
+            for p, state in optimizer.state.items():
+                for tensor in state.values():
+                    if isinstance(tensor, torch.Tensor) and tensor.device.type == self.device_type:
+                        self._name(tensor, "optimizer", self._layer_of.get(id(p), -1))
+
+    def _find_versions(self) -> None:
+        for g, versions in self.executor.state.stash.versions.items():
+            for copies in versions.values():
+                for p, tensor in zip(self.executor.groups[g], copies, strict=True):
+                    self._name(tensor, "parameters", self._layer_of.get(id(p), -1))
+
+    def _name(self, tensor: torch.Tensor, kind: str, layer: int) -> None:
+        held = self.held_by(tensor)
+        if held is None:
+            self.register(tensor, kind, layer)
+        elif not held.kind:
+            held.kind, held.layer = kind, layer
+
+    # layers ----------------------------------------------------------------------------------------------------------
+
+    def _watch_layer(self, layer: int, module: nn.Module) -> None:
+        def before(module: nn.Module, args: Any) -> None:
+            self.layer = layer
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            for tensor in differentiable(output):
+                if tensor.requires_grad:
+                    _register_hook(tensor, partial(_at_layer, self, layer))
+
+        self._hooks += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+
+    def _full(self, request: int) -> Exception:
+        executor = self.executor
+        self._find_gradients(iter(range(len(executor.groups))))
+        self._find_states()
+        ins = executor.instructions[self.index] if self.index >= 0 else None
+        unknown = "activations" if ins is not None and ins.op in (Op.FORWARD, Op.RECOMPUTE) else "temporary"
+        found: dict[tuple[str, int], int] = {("data", -1): self._data} if self._data else {}
+        for held in self.everything():
+            owner = held.kind or unknown, held.layer
+            found[owner] = found.get(owner, 0) + held.nbytes
+        doing = "holding its layers and buffers" if ins is None else str(ins)
+        assert self.capacity is not None
+        return out_of_memory(executor.program, executor.comm.rank, doing, found, request, self.capacity)
+
+
+def _at_layer(tracker: Tracker, layer: int, gradient: Any) -> None:
+    tracker.layer = layer
+
+
+def allocator(device: torch.device) -> dict[str, int]:
+    """What CUDA's allocator has given out and reserved, now and at most since the last call."""
+    stats = {
+        "allocated": torch.cuda.memory_allocated(device),
+        "most_allocated": torch.cuda.max_memory_allocated(device),
+        "reserved": torch.cuda.memory_reserved(device),
+        "most_reserved": torch.cuda.max_memory_reserved(device),
+    }
+    torch.cuda.reset_peak_memory_stats(device)
+    return stats

@@ -1,0 +1,392 @@
+"""The copies of one rank between its device and the slower tiers: what OFFLOAD and FETCH do.
+
+    saved            what autograd keeps of a layer (`saved_tensors.py`): to a store, and the storages are let go
+    grad             to the `.grad` of the parameters' copies on the host, on which the optimizer works
+    param            from those copies, or from a store; on the device its storage has size 0 in between. It is resized,
+                     never replaced: what autograd saved (the transpose of a weight) is a view of it
+    host param,      the optimizer's copies and its state: to the disk and back
+    host optimizer_state
+
+Copies run on threads, one per tier and direction, and are started and let go of by the rank's own thread. When a store
+has no room, what should have gone stays where it is, the step goes on with it, and the error is raised at its end:
+then parameters and optimizer are those after the step, and the run can go on.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from functools import partial
+from threading import Event
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minipar.errors import StoreError
+from minipar.execution.memory.disk import DiskStore
+from minipar.execution.memory.stores import HostStore, Tier, move
+from minipar.execution.saved_tensors import Kept
+from minipar.execution.state import State
+from minipar.models.tensors import count_bytes, map_tensors, tensors
+from minipar.program import COPIES, Instruction, Op, Program, Value, home, host, tier
+
+Key = tuple[int, int, int]  # layer, micro-batch, step
+
+
+def _nothing() -> None:
+    pass
+
+
+def _any_time(ins: Instruction) -> bool:
+    return ins.op is Op.FETCH or ins.reads[0].kind != "saved"
+
+
+class Copy:
+    """A copy that is under way: `settle` when `arrived`, on the rank's own thread."""
+
+    def __init__(
+        self,
+        futures: Sequence[Future[None]] = (),
+        nbytes: int = 0,
+        let_go: Callable[[], Any] = _nothing,
+        failed: StoreError | None = None,
+    ) -> None:
+        self.futures, self.nbytes, self.let_go, self.failed = futures, nbytes, let_go, failed
+        self.end: float | None = None  # on the emulated device
+        self.awaited = False
+        self._arrived = Event()
+
+    def when_copied(self, act: Callable[[], None]) -> None:
+        """Call `act` when the bytes are where they should be; perhaps from another thread, or at once."""
+        if self.futures:
+            self.futures[-1].add_done_callback(lambda _: act())  # (they go in order)
+        else:
+            act()
+
+    def arrive(self) -> None:
+        """The copy counts as done."""
+        self._arrived.set()
+
+    @property
+    def arrived(self) -> bool:
+        return self._arrived.is_set()
+
+    def wait(self) -> None:
+        self.awaited = True
+        self._arrived.wait()
+
+    def forget(self) -> None:
+        """Hold nothing any more (a future knows who waits for it: without this, both would hold each other)."""
+        self.futures, self.let_go = (), _nothing
+
+    def error(self) -> StoreError | None:
+        """Why it failed, if it did; errors of other kinds are raised."""
+        for future in self.futures:
+            error = future.exception()
+            if isinstance(error, StoreError):
+                self.failed = self.failed or error
+            elif error is not None:
+                raise error
+        return self.failed
+
+
+class Offloading:
+    """What one rank has away from its device, kept from step to step.
+
+    kept     per layer, micro-batch and step: what autograd keeps of it
+    frozen   per group its frozen parameters on this rank
+    """
+
+    def __init__(
+        self, program: Program, rank: int, state: State, kept: dict[Key, Kept], frozen: Sequence[Sequence[Tensor]]
+    ) -> None:
+        copies = [ins for ins in program.ranks[rank] if ins.op in COPIES]
+        self.program, self.state, self.kept, self.frozen = program, state, kept, frozen
+        self.device = state.comm.device
+        held = program.state[rank] if program.state else frozenset()
+        self.held = frozenset(value for value in held if value.index not in state.at_home)  # (those never move)
+        self.stores: dict[str, Tier] = {}
+        self.under_way: list[tuple[Instruction, Copy]] = []
+        self.failed: StoreError | None = None
+        self._stays: set[Value] = set()  # what could not be copied away
+        self._unwritten: dict[Value, Any] = {}  # contents that are on their way
+        self._fixed: dict[int, list[Tensor]] = {}  # the host's copies of frozen parameters
+        self._away = {g for ins in copies if ins.op is Op.FETCH for g in ins.layers if self._is_away(ins.writes[0])}
+        if not copies:
+            return
+        self._threads = {op: ThreadPoolExecutor(1, op.value) for op in COPIES}
+        self.stores["host"] = HostStore(program.room)
+        if any(tier(value) == "disk" for ins in copies for value in (ins.reads[0], ins.writes[0])):
+            self.stores["disk"] = DiskStore(program.folder or None, program.room)
+        # (at the latest when nobody needs it any more: after an error)
+        self._finish = weakref.finalize(self, _close, list(self._threads.values()), list(self.stores.values()))
+        self._begin()
+
+    def close(self) -> None:
+        """Let everything go, files included."""
+        if self.stores:
+            self._finish()
+
+    def _is_away(self, value: Value) -> bool:
+        """Whether a group's parameters are not on the device between steps."""
+        return value.kind in ("param", "param_shard") and value not in self.held
+
+    def _begin(self) -> None:
+        """Bring what is away between steps to where it belongs."""
+        for g in self._away:
+            for p in (*self.state.owned(g), *self.frozen[g]):
+                if p.untyped_storage().nbytes() != _bytes([p]) or not p.is_contiguous():
+                    p.data = p.data.clone(memory_format=torch.contiguous_format)  # a storage of its own, to be resized
+        for value in sorted(self.held):
+            if tier(value) == "device" or "param" not in value.kind:
+                continue
+            store, masters = self.stores[tier(value)], self._masters(value.index)
+            if tier(value) == "host" and masters:
+                store.hold(value, _bytes(masters))
+            else:
+                for k, tensor in enumerate(masters or self._device(value.index)):
+                    store.put((value, k), tensor).result()
+                _resize(masters, False)
+        for g in self._away:
+            _resize(self._device(g), False)
+
+    @contextmanager
+    def all_here(self) -> Iterator[None]:
+        """Between steps: while entered, everything is in memory, to be saved or to be filled anew."""
+        away = [value for value in sorted(self.held) if tier(value) != "device"] if self.stores else []
+        stored = [value for value in away if tier(value) == "disk" or not self._masters(value.index)]
+        for value in stored:
+            found = self._elsewhere(value)
+            if host(home(value)) not in self._stays and home(value) not in self._stays:
+                _resize(found, True)
+                wait([self.stores[tier(value)].fetch((value, k), tensor) for k, tensor in enumerate(found)])
+        for g in self._away:
+            _resize(self._device(g), True)
+            for master, tensor in zip(self._masters(g), self._device(g), strict=False):
+                tensor.copy_(master)
+        yield
+        for g in self._away:
+            for master, tensor in zip(self._masters(g), self._device(g), strict=False):
+                master.copy_(tensor)
+        for value in stored:
+            for k, tensor in enumerate(self._elsewhere(value)):
+                self.stores[tier(value)].put((value, k), tensor).result()
+            _resize(self._elsewhere(value), False)
+        for g in self._away:
+            _resize(self._device(g), False)
+        self._stays.clear()
+
+    def _elsewhere(self, value: Value) -> list[Tensor]:
+        """The tensors whose values a store keeps between steps as `value`."""
+        masters = self._masters(value.index)
+        if "param" not in value.kind:
+            return self.state.optimizer_tensors(value.index)
+        return masters or self._device(value.index)
+
+    # the tensors of a value ------------------------------------------------------------------------------------------
+
+    def _device(self, g: int) -> list[Tensor]:
+        """What the device holds of a group between steps, or would: `param`, or `param_shard`."""
+        return [p.data for p in (*self.state.owned(g), *(self.frozen[g] if g in self._away else ()))]
+
+    def _masters(self, g: int) -> list[Tensor]:
+        """The host's copies of the same, if STEP works on them."""
+        if g not in self.state.masters:
+            return []
+        if g in self._away and g not in self._fixed:
+            self._fixed[g] = [p.data.to("cpu", copy=True) for p in self.frozen[g]]
+        return [*(p.data for p in self.state.masters[g]), *self._fixed.get(g, ())]
+
+    def _tensors(self, value: Value) -> list[Tensor]:
+        """Parameters and optimizer states on the device or on the host."""
+        if tier(value) == "device":
+            return self._device(value.index)
+        if "param" in value.kind:
+            return self._masters(value.index)
+        return self.state.optimizer_tensors(value.index)
+
+    # copies ----------------------------------------------------------------------------------------------------------
+
+    def start(self, ins: Instruction, live: dict[Value, Any]) -> Copy:
+        """Start the copy of an OFFLOAD or FETCH. (What it makes on the host is made here: call it aside.)"""
+        source, target = ins.reads[0], ins.writes[0]
+        try:
+            if home(source).kind == "saved":
+                copy = self._saved(ins.op, source, target)
+            elif home(source).kind in ("grad", "grad_shard"):
+                copy = self._gradient(source.index)
+            elif home(source).kind in ("output", "grad_output"):
+                copy = self._hand_over(ins, live)
+            elif ins.op is Op.OFFLOAD:
+                copy = self._put(source, target)
+            else:
+                copy = self._fetch(source, target)
+        except StoreError as error:
+            copy = Copy(failed=error)
+        self.under_way.append((ins, copy))
+        return copy
+
+    def settle(self) -> None:
+        """Let go of what has been copied away, on the rank's own thread.
+
+        Of what autograd keeps only when the program waits for the copy: how much memory a step needs should not
+        depend on the link's speed.
+        """
+        for entry in [
+            entry for entry in self.under_way if entry[1].arrived and (entry[1].awaited or _any_time(entry[0]))
+        ]:
+            self.under_way.remove(entry)
+            ins, copy = entry
+            error = copy.error()
+            if error is None:
+                copy.let_go()
+                if ins.op is Op.OFFLOAD:
+                    self._stays.discard(ins.reads[0])
+            elif ins.op is Op.FETCH:
+                raise error
+            else:
+                self._stays.add(ins.reads[0])
+                self.failed = self.failed or copy.failed
+            copy.forget()
+
+    def finish(self) -> None:
+        """All copies are done: raise the error of the first one that failed."""
+        for _, copy in self.under_way:
+            copy.wait()
+        self.settle()
+        failed, self.failed = self.failed, None
+        if failed is not None:
+            raise failed
+
+    def brought(self, value: Value) -> list[Tensor]:
+        """What a FETCH has brought back of a micro-batch."""
+        found = self.kept.get((value.index, value.microbatch, value.step)) if value.kind == "saved" else None
+        return [] if found is None else [slot.bytes() for slot in found.slots]
+
+    def release(self, value: Value) -> None:
+        """Let the parameters of a group go from the device, which are elsewhere, too."""
+        g = value.index
+        if g not in self._away or (value.kind == "param" and g in self.program.scattered):
+            return
+        if not any(value.index == g and "param" in value.kind for value in self._stays):
+            _resize(self._device(g), False)
+
+    def _saved(self, op: Op, source: Value, target: Value) -> Copy:
+        value = home(source)
+        found = self.kept.get((value.index, value.microbatch, value.step))
+        if found is None:  # a micro-batch without rows
+            return Copy()
+        store = self.stores[tier(target if op is Op.OFFLOAD else source)]
+        if value in self._stays:  # it could not go
+            self._stays.discard(value)
+            _drop(store, [(value, k) for k in range(len(found.slots))])
+            return Copy()
+        if op is Op.OFFLOAD:
+            for slot in found.slots:
+                slot.check()
+            futures = [store.put((value, k), slot.bytes()) for k, slot in enumerate(found.slots)]
+            return Copy(futures, found.nbytes, found.let_go)
+        futures = [store.fetch((value, k), slot.make()) for k, slot in enumerate(found.slots)]
+        return Copy(futures, found.nbytes, partial(_drop, store, [(value, k) for k in range(len(futures))]))
+
+    def _gradient(self, g: int) -> Copy:
+        pairs = []
+        for p, master in zip(self.state.owned(g), self.state.masters[g], strict=True):
+            if p.grad is not None:
+                master.grad = torch.empty_like(master)
+                pairs.append((p.grad, master.grad))
+        self.state.forget_gradient(g)
+        return Copy([self._threads[Op.OFFLOAD].submit(move, *pair) for pair in pairs], _bytes(a for a, _ in pairs))
+
+    def _hand_over(self, ins: Instruction, live: dict[Value, Any]) -> Copy:
+        """A checkpoint; or what layers on the host and layers on the device hand on to each other."""
+        source, target = ins.reads[0], ins.writes[0]
+        if source not in live:  # a micro-batch without rows
+            return Copy()
+        content = live.pop(source)
+        if target in self._stays:
+            live[target] = self._unwritten.pop(target)
+            self._stays.discard(target)
+            return Copy()
+        tiers = {"device": self.device, "host": torch.device("cpu"), "disk": torch.device("meta")}
+        there = tiers[tier(target)]
+        live[target] = map_tensors(content, lambda t: torch.empty(t.shape, dtype=t.dtype, device=there))
+        old, new = list(tensors(content)), list(tensors(live[target]))
+        if ins.op is Op.OFFLOAD:
+            self._unwritten[source] = content
+            store = self.stores[tier(target)]
+            if tier(target) == "disk":
+                jobs = [store.put((target, k), t) for k, t in enumerate(old)]
+            else:
+                store.hold(target, count_bytes(content))
+                jobs = [self._threads[ins.op].submit(move, a.detach(), b) for a, b in zip(old, new, strict=True)]
+            return Copy(jobs, count_bytes(content), partial(self._unwritten.pop, source, None))
+        store = self.stores[tier(source)]
+        if tier(source) == "disk":
+            keys: list[Hashable] = [(source, k) for k in range(len(new))]
+            jobs = [store.fetch(key, t) for key, t in zip(keys, new, strict=True)]
+        else:
+            keys = [source]
+            jobs = [self._threads[ins.op].submit(move, a.detach(), b) for a, b in zip(old, new, strict=True)]
+        return Copy(jobs, count_bytes(new), partial(_drop, store, keys))
+
+    def _put(self, source: Value, target: Value) -> Copy:
+        store, found = self.stores[tier(target)], self._tensors(source)
+        futures = [store.put((target, k), tensor) for k, tensor in enumerate(found)]
+        return Copy(futures, _bytes(found), lambda: _resize(found, False))
+
+    def _fetch(self, source: Value, target: Value) -> Copy:
+        found, masters = self._tensors(target), self._masters(source.index)
+        if target in self._stays:
+            return Copy()
+        if tier(target) == "host" or target.index in self._away:  # (others may be part of a larger storage)
+            _resize(found, True)
+        if masters and (tier(source) == "host" or host(home(source)) in self._stays):
+            jobs = [self._threads[Op.FETCH].submit(move, *pair) for pair in zip(masters, found, strict=True)]
+        else:
+            jobs = [self.stores[tier(source)].fetch((source, k), tensor) for k, tensor in enumerate(found)]
+        return Copy(jobs, _bytes(found))
+
+
+def _close(threads: list[ThreadPoolExecutor], stores: list[Tier]) -> None:
+    for thread in threads:
+        thread.shutdown()
+    for store in stores:
+        store.close()
+
+
+def _drop(store: Tier, keys: Iterable[Hashable]) -> None:
+    for key in keys:
+        store.drop(key)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _resize(tensors: Iterable[Tensor], whole: bool) -> None:
+    """Give tensors room for their values, or none."""
+    for tensor in tensors:
+        size = tensor.numel() * tensor.element_size() if whole else 0
+        if tensor.untyped_storage().nbytes() != size:
+            tensor.untyped_storage().resize_(size)
+
+
+def frozen_parameters(
+    program: Program, layers: Sequence[nn.Module], held: Iterable[nn.Module]
+) -> list[list[nn.Parameter]]:
+    """Per group the frozen parameters of the layers that a rank holds; `layers` are all of the model."""
+    holders: dict[nn.Parameter, list[int]] = {}
+    for k, layer in enumerate(layers):
+        for p in layer.parameters():
+            if not p.requires_grad:
+                holders.setdefault(p, []).append(k)
+    group_of = {group.layers: g for g, group in enumerate(program.groups)}
+    found: list[list[nn.Parameter]] = [[] for _ in program.groups]
+    for p in dict.fromkeys(p for layer in held for p in layer.parameters()):
+        if p in holders:
+            found[group_of[tuple(holders[p])]].append(p)
+    return found

@@ -1,0 +1,344 @@
+"""What a run must save, cut into pieces: parameters, optimizer states and buffers, as every rank holds some of them.
+
+    parameters/4.weight           [ . . . . . . . . . . . . ]     in memory order, whatever its shape is
+    optimizer/exp_avg/4.weight    [ . . . . . . . . . . . . ]
+    optimizer/step/4.weight       one number
+                                    rank 0  rank 1  rank 2        pieces: runs of neighbouring elements
+
+Names and elements are those of the model and of nothing else, so that a piece means the same under every plan. A rank
+takes from these lines what its own plan gives it: whole tensors, or the slices of ZeRO.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from minipar.errors import SaveError
+from minipar.execution.executor import Executor
+from minipar.execution.saving.folder import Row
+from minipar.execution.updating import Piece as Updated
+from minipar.models.tensors import layers_of
+from minipar.program import Local
+from minipar.strategies.passes.compress import keeps_residual
+
+SMALL = 1 << 20  # bytes; what is larger, and held by several ranks, is written by all of them, a part each
+
+
+class Piece(NamedTuple):
+    """Neighbouring elements of a tensor of this shape, from `start` on. `number`: a plain number, made a tensor."""
+
+    key: str
+    shape: tuple[int, ...]
+    start: int
+    values: Tensor
+    number: bool = False
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What every rank knows of a whole model before it lets go of the layers that are not its own."""
+
+    rows: tuple[Row, ...]
+    layers_of: dict[str, tuple[int, ...]]  # parameter -> layers that have it
+    prefixes: tuple[str, ...]  # of the names in each layer
+
+
+class Source(Protocol):
+    """Where saved elements come from."""
+
+    def everything(self) -> list[str]:
+        """Everything that was saved."""
+
+    def form(self, key: str) -> tuple[tuple[int, ...], torch.dtype, bool]:
+        """Shape and dtype of a tensor, and whether it was a plain number."""
+
+    def states(self, name: str) -> list[str]:
+        """Names of the optimizer's states of a parameter."""
+
+    def scalars(self) -> set[str]:
+        """Names of the optimizer's states that are one number for a parameter of any size."""
+
+    def fill(self, wanted: dict[tuple[str, int], Tensor]) -> None:
+        """Fill each 1-dimensional tensor on the CPU with the elements of (key, start)."""
+
+
+def outline_of(model: nn.Module) -> Outline:
+    """The outline of a model that is whole."""
+    layers: dict[int, list[int]] = {}
+    for l, layer in enumerate(layers_of(model)):
+        for p in layer.parameters():
+            layers.setdefault(id(p), []).append(l)
+    found = dict(model.named_parameters())
+    return Outline(
+        tuple(Row(name, tuple(p.shape), dtype_name(p.dtype), p.requires_grad) for name, p in found.items()),
+        {name: tuple(layers[id(p)]) for name, p in found.items()},
+        tuple(name for name, layer in model._modules.items() if layer is not None),
+    )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# out ------------------------------------------------------------------------------------------------------------------
+
+
+def optimizer_name(executor: Executor) -> str:
+    """What updates this rank's parameters; "" where nothing does."""
+    return next((_class_name(optimizer) for optimizer in executor.state.optimizers.values()), "")
+
+
+def schedule_of(executor: Executor, updates: int) -> dict[str, Any] | None:
+    """The state of the scheduler after so many updates of this run, if there is one."""
+    schedule = executor.state.update.schedule
+    return None if schedule is None else schedule.saved(updates)
+
+
+def collect(executor: Executor, outline: Outline) -> Iterator[Piece]:
+    """This rank's share of what must be saved: all ranks together bring each element once. No copies are made."""
+    state, rank = executor.state, executor.comm.rank
+    kept = {id(p): values for o in state.optimizers.values() for p, values in o.state.items()}
+    if isinstance(executor.program.contract, Local) and any(
+        v is not None for own in kept.values() for v in own.values()
+    ):
+        raise SaveError(
+            f"plan {executor.program.name!r}: optimizer states differ between replicas that train by themselves, and "
+            "are not saved; possible: an optimizer without states, such as SGD without momentum"
+        )
+    if keeps_residual(executor.program.compress):
+        raise SaveError(
+            f"plan {executor.program.name!r}: what compress={executor.program.compress} has left out of the gradients "
+            "waits on every rank, and is not saved; possible are compress=none, bf16, fp16"
+        )
+    seen = {id(p) for g in state.parts for p in state.groups[g]}
+    trained = _trained(executor)
+    for layer in executor.compute.layers.values():
+        for p in layer.parameters():
+            if id(p) in seen:
+                continue
+            seen.add(id(p))
+            name, own = executor.names[id(p)], trained.get(id(p), p)
+            holders = _holders(executor, outline.layers_of[name])
+            yield from _share(f"parameters/{name}", _here(own, name), rank, holders)
+            for key, values, number in _states(name, kept.get(id(own), {})):
+                yield from _share(key, values, rank, holders, number)
+    for g in state.parts:
+        (part,) = state.trained(g)
+        for p in state.groups[g]:
+            if p.numel() == 0:  # no slice has any of it
+                yield Piece(f"parameters/{executor.names[id(p)]}", tuple(p.shape), 0, p.data.reshape(-1))
+        for p, begin, end, place in state.places(g):
+            name, shape = executor.names[id(p)], tuple(p.shape)
+            yield Piece(f"parameters/{name}", shape, begin, _here(part, name)[place : place + end - begin])
+        for piece in state.pieces.get(g, ()):
+            for name, shape, begin, end, place in piece.runs:
+                for key, values, number in _states(name, kept.get(id(piece.parameter), {})):
+                    if values.shape == piece.parameter.shape and not number:
+                        yield Piece(key, shape, begin, values[place : place + end - begin])
+                    elif begin == 0:
+                        yield Piece(key, tuple(values.shape), 0, values.reshape(-1), number)
+    for l, layer in executor.compute.layers.items():
+        if rank == _holders(executor, (l,))[0]:  # replicas may differ in their buffers: the first one's are kept
+            for name, values in _buffers(layer, outline.prefixes[l]):
+                yield Piece(f"buffers/{name}", tuple(values.shape), 0, values.reshape(-1).clone())
+
+
+def _states(name: str, values: dict[str, Any]) -> Iterator[tuple[str, Tensor, bool]]:
+    """Key, tensor, and whether it is a plain number, of each state that an optimizer keeps of a parameter."""
+    for state, value in values.items():
+        key = f"optimizer/{state}/{name}"
+        if isinstance(value, Tensor):
+            yield key, _here(value, key), False
+        elif isinstance(value, (bool, int, float)):
+            yield key, torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64), True
+        elif value is not None:
+            raise SaveError(
+                f"optimizer state {state!r} of {name} is a {type(value).__name__}; possible are tensors and numbers"
+            )
+
+
+def _trained(executor: Executor) -> dict[int, nn.Parameter]:
+    """What the optimizer works on for each whole trainable parameter, by its id: itself, or a copy on the host."""
+    state = executor.state
+    whole = [g for g in range(len(state.groups)) if g not in state.parts]
+    return {id(p): own for g in whole for p, own in zip(state.groups[g], state.trained(g), strict=True)}
+
+
+def _here(values: Tensor, name: str) -> Tensor:
+    """The values, if they are in memory."""
+    if _away(values):
+        raise SaveError(
+            f"{name} is offloaded between steps, and cannot be saved or loaded; possible: offload=none, or "
+            "offload=optimizer offload_to=host"
+        )
+    return values.detach()
+
+
+def _away(values: Tensor) -> bool:
+    return values.numel() > 0 and values.untyped_storage().nbytes() == 0
+
+
+def _holders(executor: Executor, layers: Sequence[int]) -> list[int]:
+    """The ranks that hold any of these layers."""
+    return [rank for rank, held in enumerate(executor.program.placement) if not set(layers).isdisjoint(held)]
+
+
+def _share(key: str, values: Tensor, rank: int, holders: list[int], number: bool = False) -> Iterator[Piece]:
+    """The part that a rank brings of a tensor that all holders have."""
+    flat, shape = values.detach().reshape(-1), tuple(values.shape)
+    k, size = holders.index(rank), flat.numel()
+    if flat.numel() * flat.element_size() > SMALL:
+        size = -(-flat.numel() // len(holders))
+    elif k > 0:
+        return
+    if k * size < flat.numel() or flat.numel() == 0:
+        yield Piece(key, shape, k * size, flat[k * size : (k + 1) * size], number)
+
+
+def _buffers(layer: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that belong to a layer's state, with their names in the model."""
+    parameters = {name for name, _ in layer.named_parameters(remove_duplicate=False)}
+    for name, values in layer.state_dict().items():
+        if name not in parameters and isinstance(values, Tensor):
+            yield f"{prefix}.{name}", values
+
+
+def _class_name(optimizer: torch.optim.Optimizer) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+# in -------------------------------------------------------------------------------------------------------------------
+
+
+def restore(executor: Executor, outline: Outline, source: Source) -> None:
+    """Give a rank that has not begun what was saved, whatever plan it was saved under."""
+    state = executor.state
+    seen = {id(p) for g in state.parts if g in executor.program.scattered for p in state.groups[g]}
+    trained = _trained(executor)
+    for l, layer in executor.compute.layers.items():
+        for p in layer.parameters():
+            if id(p) not in seen:
+                own: Tensor = trained.get(id(p), p)
+                _copy(source, f"parameters/{executor.names[id(p)]}", own)
+                if own is not p and not _away(p):
+                    p.data.copy_(own.data)
+            seen.add(id(p))
+        for name, values in _buffers(layer, outline.prefixes[l]):
+            _copy(source, f"buffers/{name}", values)
+    for g, part in state.parts.items():
+        (mine,) = state.trained(g)
+        wanted = torch.zeros(part.numel(), dtype=part.dtype)
+        source.fill({
+            (f"parameters/{executor.names[id(p)]}", begin): wanted[place : place + end - begin]
+            for p, begin, end, place in state.places(g)
+        })  # fmt: skip
+        _here(mine, f"parameters/{executor.names[id(state.groups[g][0])]}").copy_(wanted)
+        if mine is not part and not _away(part):
+            part.data.copy_(wanted)
+    names = {id(own): executor.names[p] for p, own in trained.items()}
+    parts = {id(piece.parameter): piece for g in state.parts for piece in state.pieces.get(g, ())}
+    shapes = {row.name: row.shape for row in outline.rows}
+    for optimizer in state.optimizers.values():
+        for own, settings in _parameters(optimizer):
+            if id(own) in parts:
+                found = _states_of_slice(source, parts[id(own)], shapes)
+            else:
+                found = _states_of(source, names[id(own)])
+            _give(optimizer, own, settings, found)
+
+
+def read_whole(source: Source) -> dict[str, dict[str, Any]]:
+    """All that was saved, as whole tensors by name: parameters, buffers, and each parameter's states."""
+    found: dict[str, dict[str, Any]] = {"parameters": {}, "buffers": {}, "states": {}}
+    for key in source.everything():
+        kind, _, name = key.partition("/")
+        if kind == "optimizer":
+            state, _, name = name.partition("/")
+            value = _read(source, key)
+            found["states"].setdefault(name, {})[state] = value.item() if source.form(key)[2] else value
+        else:
+            found[kind][name] = _read(source, key)
+    return found
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    """Every parameter of an optimizer, with the settings of its group."""
+    return ((p, group) for group in optimizer.param_groups for p in group["params"])
+
+
+def _copy(source: Source, key: str, target: Tensor) -> None:
+    values, here = _read(source, key), _here(target, key)
+    if values.dtype == here.dtype or not torch.equal(here.to("cpu", values.dtype), values):
+        here.copy_(values)  # (else it was rounded for precision=bf16, and the model itself has it as it was)
+
+
+def _read(source: Source, key: str) -> Tensor:
+    shape, dtype, _ = source.form(key)
+    flat = torch.empty(shape, dtype=dtype).view(-1)
+    source.fill({(key, 0): flat})
+    return flat.view(shape)
+
+
+def _states_of(source: Source, name: str) -> dict[str, Any]:
+    """The states of a whole parameter."""
+    found: dict[str, Any] = {}
+    for state in source.states(name):
+        key = f"optimizer/{state}/{name}"
+        value = _read(source, key)
+        found[state] = value.item() if source.form(key)[2] else value
+    return found
+
+
+def _states_of_slice(source: Source, piece: Updated, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    """The states of a rank's slice: elements of its parameters' states, end to end, and common numbers.
+
+    A parameter that nothing used yet has no states; in a slice its elements start from 0.
+    """
+    part, scalars = piece.parameter, source.scalars()
+    found: dict[str, Any] = {}
+    wanted: dict[tuple[str, int], Tensor] = {}
+    origin: dict[str, str] = {}
+    for name in piece.names:
+        for each in source.states(name):
+            key = f"optimizer/{each}/{name}"
+            shape, dtype, number = source.form(key)
+            if each in scalars:
+                value = _read(source, key)
+                before = found.setdefault(each, value.item() if number else value)
+                if before != value:
+                    raise SaveError(
+                        f"optimizer state {each!r} is {value.item():g} for {name}, but {float(before):g} for "
+                        f"{origin[each]} of the same layer, which ZeRO updates as one; go on with zero=0"
+                    )
+                origin.setdefault(each, name)
+            elif shape != shapes[name]:
+                raise SaveError(
+                    f"optimizer state {each!r} of {name} has shape {shape}, and cannot be sliced; go on with zero=0"
+                )
+            elif each not in found:
+                found[each] = torch.zeros(part.numel(), dtype=dtype)
+    for name, _, begin, end, place in piece.runs:
+        for each in source.states(name):
+            if each not in scalars:
+                wanted[f"optimizer/{each}/{name}", begin] = found[each][place : place + end - begin]
+    source.fill(wanted)
+    return found
+
+
+def _give(optimizer: torch.optim.Optimizer, p: Tensor, settings: dict[str, Any], found: dict[str, Any]) -> None:
+    """Make these the states of a parameter. torch's `load_state_dict` would change the dtype of some.
+
+    Numbers stay on the CPU, where torch's optimizers want them, unless their settings say otherwise.
+    """
+    there = bool(settings.get("capturable") or settings.get("fused"))
+    states = {
+        key: value.to(p.device) if isinstance(value, Tensor) and (there or value.dim() > 0 or p.dim() == 0) else value
+        for key, value in found.items()
+    }
+    if states:
+        optimizer.state[p] = states

@@ -1,0 +1,263 @@
+"""A run's state on its way: from ranks into a folder, from a folder into ranks, and home to the driver.
+
+    train(..., save=folder, save_every=100)     every rank writes its share, in parallel, while it has it
+    run = train(...); run.save(folder)          each rank's share came back with its results (up to `KEEP` bytes
+                                                in all), and the driver writes it
+
+Both write the same files, and all shares together hold every element once, however many replicas there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minipar.errors import SaveError
+from minipar.execution.executor import Executor
+from minipar.execution.saving.contents import (
+    Outline,
+    Piece,
+    collect,
+    optimizer_name,
+    read_whole,
+    restore,
+    schedule_of,
+)
+from minipar.execution.saving.folder import (
+    Header,
+    Saved,
+    commit,
+    discard,
+    flush,
+    new_token,
+    open_folder,
+    prepare,
+    step_folder,
+    writing,
+)
+from minipar.models.tensors import count_bytes
+
+KEEP = 64 << 20  # bytes of parameters and optimizer states that come back unasked, so that `run.save` works
+
+_WAYS = "possible: train(..., keep=True), or train(..., save=folder)"
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank brought back of its state: pieces, or the reason why not."""
+
+    header: Header
+    pieces: tuple[Piece, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Storing:
+    """What the ranks are to do about saving.
+
+    saved    go on from there
+    folder   write there at the end and, if `every` is not 0, every so many steps; "": nowhere
+    keep     bring the state home if it has at most so many bytes in all; None: however large it is
+    """
+
+    saved: Saved | None = None
+    folder: str = ""
+    every: int = 0
+    token: str = ""
+    keep: int | None = 0
+    _written: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def first(self) -> int:
+        """The first step of the run."""
+        return 0 if self.saved is None else self.saved.header.step
+
+    def begin(self, executor: Executor, outline: Outline) -> None:
+        """In a rank that has not begun: take what was saved."""
+        if self.saved is None:
+            return
+        from minipar.execution.saving.storage import Reading
+
+        self.saved.check_fits(outline.rows, optimizer_name(executor))
+        with executor.offloading.all_here():
+            restore(executor, outline, Reading(self.saved))
+        if executor.state.update.schedule is not None:
+            executor.state.update.schedule.load(self.saved.header.schedule)
+
+    def plainly(self) -> dict[str, dict[str, Any]] | None:
+        """What was saved as plain tensors by name, for a model that is whole: parameters, buffers, and of each
+        parameter the optimizer's states. None if the run starts anew."""
+        if self.saved is None:
+            return None
+        from minipar.execution.saving.storage import Reading
+
+        return read_whole(Reading(self.saved))
+
+    def after(self, executor: Executor, outline: Outline, header: Header, last: bool, updates: int) -> None:
+        """In a rank, after some steps: write its share, if it is time. All ranks call this.
+
+        updates   of this run so far
+        """
+        if not self.folder or not (last or (self.every and (header.step - self.first) % self.every == 0)):
+            return
+        if header.step == self._written.get("step"):  # (a run that is ended early may have been saved just now)
+            return
+        self._written["step"] = header.step
+        from minipar.execution.saving.storage import write
+
+        comm, step = executor.comm, header.step
+        header = replace(header, schedule=schedule_of(executor, updates))
+        with writing(self.folder), executor.offloading.all_here():
+            path = step_folder(self.folder, step, self.token)
+            write(path, comm.rank, optimizer_name(executor), collect(executor, outline))
+        comm.barrier()
+        if comm.rank == 0:
+            with writing(self.folder):
+                commit(self.folder, step, self.token, comm.size, header)
+
+    def share(self, executor: Executor, outline: Outline, header: Header, updates: int = 0) -> Share:
+        """In a rank, at the end: its share for the driver, if that is wanted. All ranks call this."""
+        header = replace(header, optimizer=optimizer_name(executor))
+        if self.keep == 0:
+            return Share(header, reason=f"its state was not kept; {_WAYS}")
+        pieces: list[Piece] = []
+        reason = ""
+        try:
+            header = replace(header, schedule=schedule_of(executor, updates))
+            pieces = list(collect(executor, outline))
+        except SaveError as error:  # nobody may want it; `run.save` says so
+            reason = error.reason
+        total = int(executor.comm.allreduce(sum(count_bytes(piece.values) for piece in pieces)))
+        if self.keep is not None and total > self.keep:
+            kept = self.keep / 2**20
+            reason = f"its state has {total / 2**20:.1f} MiB, of which up to {kept:.0f} are kept unasked; {_WAYS}"
+        if reason:
+            return Share(header, reason=reason)
+        return Share(header, tuple(piece._replace(values=_alone(piece.values)) for piece in pieces))
+
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        """In the driver, around the run: what a save that fails has half written goes away."""
+        try:
+            yield
+        except BaseException:
+            if self.folder:
+                discard(self.folder, self.token)
+            raise
+
+
+NOTHING = Storing()
+
+
+def storing(
+    resume: str | os.PathLike[str] | None, save: str | os.PathLike[str] | None, every: int, keep: bool | None
+) -> Storing:
+    """What `train` was asked for. SaveError for a folder without a saved run, and one that cannot be written."""
+    return Storing(
+        None if resume is None else open_folder(resume),
+        "" if save is None else prepare(save),
+        every,
+        new_token(),
+        KEEP if keep is None else None if keep else 0,
+    )
+
+
+# in the driver --------------------------------------------------------------------------------------------------------
+
+
+def save(shares: Sequence[Share], folder: str | os.PathLike[str]) -> None:
+    """Write what the ranks brought back. SaveError if they did not, or if it cannot be written."""
+    header, pieces = _together(shares, "run.save")
+    from minipar.execution.saving.storage import write
+
+    path, token = prepare(folder), new_token()
+    try:
+        with writing(path):
+            write(step_folder(path, header.step, token), 0, header.optimizer, pieces)
+            commit(path, header.step, token, 1, header)
+    except BaseException:
+        discard(path, token)
+        raise
+
+
+def export(shares: Sequence[Share], path: str | os.PathLike[str]) -> None:
+    """Write the whole model that the ranks brought back to one safetensors file."""
+    _export(model_of(shares, "run.export"), path)
+
+
+def model_of(shares: Sequence[Share], what: str) -> dict[str, Tensor]:
+    """The parameters and buffers that the ranks brought back, each whole, by name. `what` in an error: who asks."""
+    _, pieces = _together(shares, what)
+    tensors: dict[str, Tensor] = {}
+    for piece in pieces:
+        kind, _, name = piece.key.partition("/")
+        if kind != "optimizer":
+            whole = tensors.setdefault(name, torch.empty(piece.shape, dtype=piece.values.dtype))
+            whole.view(-1)[piece.start : piece.start + piece.values.numel()] = piece.values
+    return tensors
+
+
+def export_folder(folder: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
+    """Write the model of a saved run to one safetensors file, each parameter whole, under its name.
+
+    What is tied stands there once, under its first name: `safetensors.torch.load_model` reads it. SaveError.
+    """
+    _export(model_in(folder), path)
+
+
+def model_in(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """The parameters and buffers of a saved run, each whole, by name. SaveError."""
+    from minipar.execution.saving.storage import Reading
+
+    reading = Reading(open_folder(folder))
+    tensors: dict[str, Tensor] = {}
+    for key in reading.saved.entries:
+        kind, _, name = key.partition("/")
+        if kind != "optimizer":
+            shape, dtype, _ = reading.form(key)
+            tensors[name] = torch.empty(shape, dtype=dtype)
+            reading.fill({(key, 0): tensors[name].view(-1)})
+    return tensors
+
+
+def _export(tensors: Mapping[str, Tensor], path: str | os.PathLike[str]) -> None:
+    from safetensors.torch import save_file
+
+    for name, tensor in tensors.items():
+        if tensor.dtype is torch.complex128:
+            raise SaveError(
+                f"{name}: is of {tensor.dtype}, which a safetensors file cannot hold; export a model of dtype=float32, "
+                "or save the run (run.save), which can"
+            )
+    target = os.path.abspath(path)
+    aside = f"{target}.{new_token()}"
+    try:
+        with writing(target):
+            save_file(dict(tensors), aside)
+            flush(aside)
+            os.replace(aside, target)
+            flush(os.path.dirname(target))
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(aside)
+        raise
+
+
+def _together(shares: Sequence[Share], what: str) -> tuple[Header, list[Piece]]:
+    reason = next((share.reason for share in shares if share.reason), "" if shares else f"no state was kept; {_WAYS}")
+    if reason:
+        raise SaveError(f"{what}: {reason}")
+    optimizer = next((share.header.optimizer for share in shares if share.header.optimizer), "")
+    return replace(shares[0].header, optimizer=optimizer), [piece for share in shares for piece in share.pieces]
+
+
+def _alone(values: Tensor) -> Tensor:
+    """The same elements on the CPU, in memory that holds nothing else (all of which would travel with them)."""
+    values = values.detach().cpu()
+    return values if values.untyped_storage().nbytes() == count_bytes(values) else values.clone()

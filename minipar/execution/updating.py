@@ -1,0 +1,420 @@
+"""One optimizer and one scheduler for the whole model, as the user makes them; every rank updates its parts by them.
+
+    optimizer(all parameters)      group 0  lr 0.1, decay     embed.weight   1.weight   head.weight
+                                   group 1  lr 0.1, none      1.bias         head.bias
+    rank 0, which has layer 1      group 0  its slice, or all, of 1.weight
+                                   group 1  its slice, or all, of 1.bias
+
+The user's function is always given every trainable parameter of the model, in the model's order, with the shape that it
+has there: what it decides by name, by shape or by position holds under every plan. What it is given are stand-ins that
+take no memory. The optimizer of a rank is made by the same function; then its stand-ins are replaced by what the rank
+updates, and groups of which it has nothing are left out.
+
+The scheduler steps once for each update of the whole model. A rank has several optimizers where parameters are updated
+one after another, so each of them asks for the settings of its next update by number.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from minipar.errors import MiniparError, PlanError, SaveError
+from minipar.execution.correction import ByStaleness
+
+Plain = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+ByName = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+Optimizer = Plain | ByName
+Scheduler = Callable[[torch.optim.Optimizer], LRScheduler]
+Settings = list[dict[str, Any]]  # of every group of the whole model's optimizer, without its parameters
+
+
+@dataclass(frozen=True)
+class Named:
+    """A function that makes an optimizer of (name, parameter) pairs; see `named`."""
+
+    make: ByName
+
+    def __call__(self, named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        return self.make(named_parameters)
+
+
+def named(make: ByName) -> ByName:
+    """Say that a function makes an optimizer of (name, parameter) pairs, whatever its parameter is called.
+
+    A function whose first parameter is called `named_parameters` is given such pairs anyway. The names are those of
+    the whole model's `named_parameters()`, a tied parameter has the first of its names.
+    """
+    return Named(make)
+
+
+def takes_names(factory: Any) -> bool:
+    """Whether a function that makes an optimizer is to be given (name, parameter) pairs."""
+    while isinstance(factory, ByStaleness):
+        factory = factory.make
+    if isinstance(factory, Named):
+        return True
+    try:
+        first = next(iter(inspect.signature(factory).parameters), "")
+    except (TypeError, ValueError):  # a callable that does not tell
+        return False
+    return first == "named_parameters"
+
+
+def make(factory: Any, pairs: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """What a user's function makes of these parameters, given with their names if it wants them."""
+    given = list(pairs)
+    made = factory(given if takes_names(factory) else [p for _, p in given])
+    if not isinstance(made, torch.optim.Optimizer):
+        raise PlanError(f"optimizer: made a {type(made).__name__}; it must make a torch.optim.Optimizer")
+    return made
+
+
+class Form(NamedTuple):
+    """What is known everywhere of a trainable parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def forms_of(model: nn.Module) -> tuple[Form, ...]:
+    """The trainable parameters of a whole model, in its order."""
+    return tuple(Form(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters() if p.requires_grad)
+
+
+class Run(NamedTuple):
+    """Elements `begin` to `end` of a parameter of this name and shape, from `place` on in what an optimizer updates."""
+
+    name: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+    place: int
+
+
+class Piece(NamedTuple):
+    """What an optimizer of a rank updates: a parameter, or a slice that has runs of several.
+
+    names   of the parameters that it stands for; a rank may have nothing of some of them
+    """
+
+    parameter: nn.Parameter
+    names: tuple[str, ...]
+    runs: tuple[Run, ...]
+    sliced: bool = False
+
+
+def whole_piece(name: str, parameter: nn.Parameter) -> Piece:
+    shape = tuple(parameter.shape)
+    return Piece(parameter, (name,), (Run(name, shape, 0, parameter.numel(), 0),))
+
+
+@dataclass
+class Part:
+    """An optimizer of a rank. `which[k]`: the group of the whole model's optimizer that its group k is a part of."""
+
+    optimizer: torch.optim.Optimizer
+    which: list[int]
+
+    def follow(self, settings: Settings) -> None:
+        """Take the settings of the whole model's groups."""
+        for group, k in zip(self.optimizer.param_groups, self.which, strict=True):
+            group.update(settings[k])
+
+
+class Update:
+    """The user's optimizer and scheduler of a whole model.
+
+    group_of   of each parameter by name its group; those that are in none are not updated
+    Raises PlanError where the optimizer cannot be made of these parameters, or has others.
+    """
+
+    def __init__(self, factory: Optimizer, forms: Sequence[Form], scheduler: Scheduler | None = None) -> None:
+        self.factory, self.forms = factory, tuple(forms)
+        self.whole, stands = self._make(factory)
+        names = {id(p): name for name, p in stands.items()}
+        self.group_of: dict[str, int] = {}
+        self.schedule: Schedule | None = None
+        if not stands:
+            return
+        for k, group in enumerate(self.whole.param_groups):
+            for p in group["params"]:
+                if id(p) not in names:
+                    raise PlanError(
+                        f"optimizer {self.name}: has a parameter of shape {tuple(p.shape)} that it was not given; "
+                        "make it of the parameters that the function is called with"
+                    )
+                self.group_of[names[id(p)]] = k
+        if scheduler is not None:
+            self.schedule = Schedule(self.whole, scheduler)
+
+    @property
+    def name(self) -> str:
+        """The class of the optimizer."""
+        return type(self.whole).__name__
+
+    @property
+    def scheduler(self) -> str:
+        """The class of the scheduler; "" without one."""
+        return "" if self.schedule is None else class_name(self.schedule.scheduler)
+
+    def _make(self, factory: Any) -> tuple[torch.optim.Optimizer, dict[str, nn.Parameter]]:
+        stands = {form.name: nn.Parameter(torch.zeros((), dtype=form.dtype).expand(form.shape)) for form in self.forms}
+        if not stands:  # nothing is trained
+            return torch.optim.SGD([nn.Parameter(torch.zeros(0))], lr=0.0), stands
+        try:
+            return make(factory, stands.items()), stands
+        except MiniparError:
+            raise
+        except Exception as error:
+            made = getattr(factory, "func", factory)  # (of a partial)
+            name = getattr(made, "__name__", type(made).__name__)
+            raise PlanError(f"optimizer {name}: cannot be made of this model's parameters: {error}") from error
+
+    def rates_at(self, update: int) -> tuple[float, ...]:
+        """The learning rates of an update, one for each group of the whole model's optimizer."""
+        if not self.forms:
+            return ()
+        found = settings_of(self.whole) if self.schedule is None else self.schedule.at(update)
+        return tuple(float(group.get("lr", float("nan"))) for group in found)
+
+    def part(self, pieces: Sequence[Piece], late_by: int | None = None) -> Part:
+        """The optimizer of some pieces. late_by: their gradients are so many updates old (see `correction`)."""
+        made, stands = self._make(self.factory)
+        if isinstance(self.factory, ByStaleness) and late_by is not None:
+            self.factory.slow(made, late_by)
+        before, which = dict(made.state), []
+        made.state.clear()
+        for k, group in enumerate(made.param_groups):
+            mine = [piece for piece in pieces if self.group_of.get(piece.names[0]) == k]
+            group["params"][:] = [piece.parameter for piece in mine]
+            if "param_names" in group:
+                group["param_names"] = [",".join(piece.names) for piece in mine]
+            for piece in mine:
+                state = {key: _elements(piece, key, stands, before) for key in before.get(stands[piece.names[0]], ())}
+                if state:
+                    made.state[piece.parameter] = state
+            if mine:
+                which.append(k)
+        made.param_groups[:] = [group for group in made.param_groups if group["params"]]
+        return Part(made, which)
+
+    def of_group(self, k: int) -> Plain:
+        """Makes an optimizer of any parameters, with the settings of one group."""
+        return partial(self._like, k)
+
+    def _like(self, k: int, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        made, _ = self._make(self.factory)
+        chosen = made.param_groups[k]
+        first = next(iter(chosen["params"]), None)
+        before = {} if first is None else made.state.get(first, {})
+        made.state.clear()
+        chosen["params"][:] = parameters
+        chosen.pop("param_names", None)
+        made.param_groups[:] = [chosen]
+        for p in parameters if before else ():  # (what a state begins with is the same for every element)
+            made.state[p] = {
+                key: v.reshape(-1)[:1].expand(p.shape).clone() if isinstance(v, Tensor) and v.dim() else _copy(v)
+                for key, v in before.items()
+            }
+        return made
+
+    @property
+    def largest(self) -> int:
+        """The group with the most elements."""
+        counts = [0] * len(self.whole.param_groups)
+        for form in self.forms:
+            if form.name in self.group_of:
+                counts[self.group_of[form.name]] += torch.Size(form.shape).numel()
+        return max(range(len(counts)), key=counts.__getitem__, default=0)
+
+
+def _elements(piece: Piece, key: str, stands: dict[str, nn.Parameter], before: dict[Any, Any]) -> Any:
+    """What a state begins with, of the elements of a piece."""
+    first = stands[piece.names[0]]
+    value = before[first][key]
+    if not isinstance(value, Tensor) or value.shape != first.shape or not value.dim():
+        return _copy(value)
+    if not piece.sliced:
+        return value.clone(memory_format=torch.preserve_format).to(piece.parameter.device)
+    found = torch.zeros(piece.parameter.shape, dtype=value.dtype)
+    for run in piece.runs:
+        whole = before[stands[run.name]][key].reshape(-1)
+        found[run.place : run.place + run.end - run.begin] = whole[run.begin : run.end]
+    return found.to(piece.parameter.device)
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+# settings and their scheduler -----------------------------------------------------------------------------------------
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
+    """What the groups of an optimizer say, without their parameters."""
+    return [
+        {key: _copy(value) for key, value in group.items() if key not in ("params", "param_names")}
+        for group in optimizer.param_groups
+    ]
+
+
+class Schedule:
+    """What a scheduler makes of the settings, update by update, counted from 0 in this run.
+
+    Raises PlanError where it is no scheduler that steps by itself.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scheduler: Scheduler) -> None:
+        self.optimizer, self.scheduler = optimizer, make_scheduler(scheduler, optimizer)
+        self._settings = {0: settings_of(optimizer)}
+        self._last = 0
+
+    def at(self, update: int) -> Settings:
+        """The settings of an update. Those that were forgotten cannot be had again."""
+        while self._last < update:
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # (or the scheduler warns)
+            self.scheduler.step()
+            self._last += 1
+            self._settings[self._last] = settings_of(self.optimizer)
+        return self._settings[update]
+
+    def forget(self, update: int) -> None:
+        """Nobody asks for the settings of the updates before this one any more."""
+        self.at(update)
+        self._settings = {k: found for k, found in self._settings.items() if k >= update}
+
+    def saved(self, update: int) -> dict[str, Any]:
+        """As plain JSON data what `load` takes, where `update` updates are done and no more were asked for."""
+        settings = self.at(update)
+        return {
+            "class": class_name(self.scheduler),
+            "state": _plain(self.scheduler.state_dict(), "scheduler"),
+            "settings": [{k: _plain(v, k) for k, v in group.items() if _is_number(v)} for group in settings],
+        }
+
+    def load(self, saved: dict[str, Any] | None) -> None:
+        """Go on from what `saved` gave, if it was a scheduler of the same class."""
+        load_scheduler(self.scheduler, self.optimizer, saved)
+        self._last, self._settings = 0, {0: settings_of(self.optimizer)}
+
+
+def make_scheduler(make: Scheduler, optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """The user's scheduler of an optimizer; PlanError for what does not step by itself."""
+    made = make(optimizer)
+    step = getattr(made, "step", None)
+    if not callable(step) or not hasattr(made, "state_dict"):
+        raise PlanError(f"scheduler: made a {type(made).__name__}; it must make a torch.optim.lr_scheduler of it")
+    asked = [
+        name for name, p in inspect.signature(step).parameters.items()
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]  # fmt: skip
+    if asked:
+        raise PlanError(
+            f"scheduler {type(made).__name__}: step() needs {', '.join(asked)}, which no rank has before the step is "
+            "over on all of them; possible is one that goes by the number of the step, such as CosineAnnealingLR"
+        )
+    return made
+
+
+def load_scheduler(scheduler: LRScheduler, optimizer: torch.optim.Optimizer, saved: dict[str, Any] | None) -> None:
+    """Put a saved state into a scheduler of the same class, and the settings that it had made into its optimizer."""
+    if saved is None or saved["class"] != class_name(scheduler):
+        return
+    settings, groups = saved["settings"], optimizer.param_groups
+    if len(settings) != len(groups):
+        raise SaveError(
+            f"optimizer: has {len(groups)} parameter groups, but was saved with {len(settings)}; go on with the "
+            "optimizer= that it was saved with"
+        )
+    for group, found in zip(groups, settings, strict=True):
+        group.update({key: _found(value) for key, value in found.items()})
+    scheduler.load_state_dict(_found(saved["state"]))
+
+
+def other_scheduler(saved: dict[str, Any] | None, mine: str) -> str:
+    """What to warn of where a run goes on without the scheduler that it was saved with, or ""."""
+    before = "" if saved is None else saved["class"]
+    if before == mine or not before:
+        return ""
+    if not mine:
+        return f"saved with the scheduler {before}, and goes on without one: learning rates are the optimizer's own"
+    return f"saved with the scheduler {before}; {mine} begins anew"
+
+
+def plain_schedule(saved: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A saved state as torch's own objects: the scheduler's class and state, and its optimizer's settings by group."""
+    if saved is None:
+        return None
+    return {"class": saved["class"], "state": _found(saved["state"]), "settings": [
+        {key: _found(value) for key, value in group.items()} for group in saved["settings"]
+    ]}  # fmt: skip
+
+
+# as JSON --------------------------------------------------------------------------------------------------------------
+
+
+def class_name(scheduler: object) -> str:
+    return f"{type(scheduler).__module__}.{type(scheduler).__qualname__}"
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a setting is something that a scheduler may change: numbers, and pairs of them such as betas."""
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_number, value))
+    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def _plain(value: Any, where: str) -> Any:
+    """A value as JSON data that `_found` reads: tables and tuples say what they are."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, list):
+        return [_plain(v, where) for v in value]
+    if isinstance(value, tuple):
+        return {"tuple": [_plain(v, where) for v in value]}
+    if isinstance(value, dict):
+        kind = "counter" if isinstance(value, Counter) else "table"
+        return {kind: [[_plain(k, where), _plain(v, f"{where}.{k}")] for k, v in value.items()]}
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return {"tensor": value.item(), "dtype": str(value.dtype).removeprefix("torch."), "dim": value.dim()}
+    raise SaveError(
+        f"{where} is a {type(value).__name__}, which cannot be saved; possible are numbers, texts, and lists of them"
+    )
+
+
+def _found(data: Any) -> Any:
+    """What `_plain` wrote down."""
+    if isinstance(data, list):
+        return [_found(v) for v in data]
+    if not isinstance(data, dict):
+        return data
+    if "tensor" in data:
+        return torch.full((1,) * data["dim"], data["tensor"], dtype=getattr(torch, data["dtype"]))
+    if "tuple" in data:
+        return tuple(_found(v) for v in data["tuple"])
+    pairs = next(iter(data.values()))
+    table = {_found(k): _found(v) for k, v in pairs}
+    return Counter(table) if "counter" in data else table
+
+
+@dataclass
+class Count:
+    """How many updates each of a rank's optimizers has done in this run."""
+
+    done: dict[Any, int] = field(default_factory=dict)
+
+    def next(self, key: Any) -> int:
+        """The number of the update that this optimizer does now."""
+        found = self.done.get(key, 0)
+        self.done[key] = found + 1
+        return found

@@ -1,7 +1,0 @@
-"""The tasks of the lessons: one module a topic, its tasks in capitals, made of the kinds in `kinds/`.
-
-from minipar import exercise
-from minipar.exercises import programs as tasks
-
-exercise.check(step_time, tasks.GPIPE_TIME)
-"""

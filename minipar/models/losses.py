@@ -1,0 +1,263 @@
+"""What a loss says about its mean: what it is over, so that a batch's loss is the weighted mean of its parts'.
+
+    loss of the batch = sum over parts of (loss of the part * weight of the part) / weight of the batch
+
+The weight is what the mean is over. It is known where it can be read off: target elements other than `ignore_index`
+for integer targets, each by its class's weight, and rows for all others. Any other loss says it:
+
+    losses.weighted(masked_loss, count=lambda y: y[1].sum())     y = (targets, mask): the mean is over what is masked
+    def masked_loss(output, y): ...; return total, count         or it gives the sum and the count themselves
+
+A loss that is no such mean (in-batch contrastive, a plain sum) is refused before the run, unless nothing is split.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minipar.errors import PlanError
+from minipar.models.tensors import allocate, count_rows, map_tensors, spec, take_rows, tensors
+from minipar.program.rows import split_rows
+
+_SAMPLE = 1 << 22  # numbers of the outputs that a loss is tried on
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """A loss that says what its mean is over; see `weighted`."""
+
+    loss: Callable[[Any, Any], Any]
+    count: Callable[[Any], Any]
+
+    def __call__(self, output: Any, y: Any) -> Any:
+        return self.loss(output, y)
+
+
+def weighted(loss: Callable[[Any, Any], Any], count: Callable[[Any], Any]) -> Weighted:
+    """A loss, with what its mean is over: `count(y)` of some targets, a number that adds up over rows."""
+    return Weighted(loss, count)
+
+
+@dataclass(frozen=True)
+class Counting:
+    """The count that a loss gives as (sum, count), found by calling it: on zeros in place of the model's output.
+
+    form   of the output for one row, as `tensors.spec` writes it
+    """
+
+    loss: Callable[[Any, Any], Any]
+    form: Any
+
+    def __call__(self, y: Any) -> float:
+        rows, total = count_rows(y), 0.0
+        size = max(1, sum(t.numel() for t in tensors(allocate(self.form, torch.device("meta")))))
+        step = max(1, _SAMPLE // size)
+        place = next((t.device for t in tensors(y)), torch.device("cpu"))
+        for start in range(0, rows, step):
+            part = range(start, min(rows, start + step))
+            blank = _zeros(self.form, len(part), place)
+            try:
+                with torch.no_grad():
+                    _, count = self.loss(blank, take_rows(y, part))
+            except Exception as error:
+                raise PlanError(
+                    f"loss: gives (sum, count), and its count could not be found by calling it on zeros: {error}; say "
+                    "it with losses.weighted(loss, count=lambda y: ...)"
+                ) from error
+            total += float(count)
+        return total
+
+
+def _zeros(form: Any, rows: int, device: torch.device) -> Any:
+    def zeros(t: Tensor) -> Tensor:
+        return torch.zeros((rows, *t.shape[1:]), dtype=t.dtype, device=device)
+
+    return map_tensors(allocate(form, torch.device("meta")), zeros)
+
+
+def option(loss: Any, name: str, default: Any) -> Any:
+    """An option of a loss: a keyword of a partial, or an attribute of a loss module."""
+    while isinstance(loss, partial):
+        if name in loss.keywords:
+            return loss.keywords[name]
+        loss = loss.func
+    return getattr(loss, name, default)
+
+
+def check_loss(loss: Any) -> None:
+    """Refuse what cannot be a loss, and what is known to be no mean."""
+    if not callable(loss):
+        raise PlanError(f"loss={loss!r}: must be a function loss(output, y) -> scalar")
+    if option(loss, "reduction", "mean") == "sum":
+        raise PlanError("loss: reduction='sum' is not possible; use 'mean' (gradients are of the mean over all rows)")
+    if isinstance(loss, nn.Module):
+        trained = next((name for name, p in loss.named_parameters() if p.requires_grad), None)
+        if trained is not None:
+            raise PlanError(
+                f"loss: its parameter {trained} would never be trained, as the optimizer has the model's parameters; "
+                "make it part of the last layer, or freeze it"
+            )
+
+
+def scalar(value: Any) -> Any:
+    """The mean that a loss gives: itself, or of (sum, count) the quotient."""
+    return value[0] / value[1] if isinstance(value, tuple) else value
+
+
+def says_count(loss: Any) -> bool:
+    """Whether a loss says what its mean is over, beyond what can be read off its targets."""
+    return callable(option(loss, "count", None)) or option(loss, "weight", None) is not None
+
+
+def counts_elements(y: Any) -> bool:
+    """Whether a batch of these targets weighs by its target elements, which are integers; others weigh by rows."""
+    first = next(iter(tensors(y)), None)
+    return first is not None and not first.is_floating_point() and not first.is_complex()
+
+
+def counted(y: Any, loss: Any) -> float:
+    """How much a batch weighs in a mean loss: what the loss counts; else its target elements that count, each by its
+    class's weight, or its rows where y is not integer."""
+    count = option(loss, "count", None)
+    if callable(count):
+        return _plain(float(count(y)))
+    if not counts_elements(y):
+        return count_rows(y)
+    first = tensors(y)[0]
+    known = first != option(loss, "ignore_index", -100)
+    classes = option(loss, "weight", None)
+    if classes is None:
+        return int(known.sum())
+    return _plain(float(classes.to(first.device, torch.float64)[first[known]].sum()))
+
+
+def _plain(count: float) -> float:
+    """A whole number as such."""
+    return int(count) if math.isfinite(count) and count == int(count) else count
+
+
+# before the run -------------------------------------------------------------------------------------------------------
+
+
+def try_loss(loss: Any, output: Any, y: Any, parts: int) -> tuple[Any, str]:
+    """Try on one batch whether a loss is the weighted mean of its parts' losses.
+
+    output   of the model, for some rows; what the loss is tried on lies between rows of it
+    y        targets of the batch, or of its first rows
+    parts    into which a batch is split in training
+
+    Returns the form of the output for one row if the loss gives (sum, count) and does not say its count itself (see
+    `Counting`), else None; and what to warn of, or "". PlanError, saying what to do, for a loss that cannot
+    be split, and for a count that depends on the output.
+    """
+    given, form = loss, None
+    width = max(1, sum(t[:1].numel() for t in tensors(output) if t.dim()))
+    total = min(count_rows(y), max(8, _SAMPLE // width))
+    y = take_rows(y, range(total))
+    if not total or not count_rows(output):
+        return None, ""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        first, second = _between(output, total), _between(output, total)
+        try:
+            value, again = loss(first, y), loss(first, y)
+        except Exception:
+            return None, ""  # it will be raised where the layers are profiled
+        if isinstance(value, tuple) and not callable(option(loss, "count", None)):
+            other = loss(second, y)
+            if float(other[1]) != float(value[1]):
+                raise PlanError(
+                    f"loss: gives (sum, count) with a count that depends on the output: {float(value[1]):g} and "
+                    f"{float(other[1]):g} for the same targets; possible is one that depends on y alone"
+                )
+            form = spec(map_tensors(output, lambda t: t[:1]))
+            loss = Weighted(loss, Counting(loss, form))
+        if parts == 1 or total == 1:
+            return form, ""
+        if _number(value) != _number(again) and not math.isnan(_number(value)):
+            return form, "the loss draws random numbers: its parts draw others than the whole batch would"
+        wide = _widened(given, first, y)
+        cuts = {(total // 3 or 1, total - (total // 3 or 1)), tuple(map(len, split_rows(total, parts)))}
+        for sizes in sorted(cuts):
+            _compare(given, loss, *(wide or (first, y)), sizes, 1e-9 if wide else 1e-4)
+    return form, ""
+
+
+def _compare(given: Any, loss: Any, output: Any, y: Any, sizes: Sequence[int], bound: float) -> None:
+    """Compare the loss of a batch with the weighted mean of its parts of these sizes."""
+    whole, weight = _number(given(output, y)), counted(y, loss)
+    if not math.isfinite(whole) or not weight:
+        return
+    found = plain = scale = 0.0
+    start = 0
+    for size in sizes:
+        part, start = range(start, start + size), start + size
+        own = take_rows(y, part)
+        mine = counted(own, loss) if size else 0
+        if not mine:
+            continue
+        try:
+            cut = partial(_rows_of, part=part, count=sum(sizes))
+            value = _number(given(map_tensors(output, cut), own))
+        except Exception as error:
+            raise PlanError(f"loss: cannot be computed of {size} of {sum(sizes)} rows: {error}; {_WAYS}") from error
+        found, plain = found + value * mine / weight, plain + value
+        scale += abs(value * mine / weight)
+    if math.isfinite(found) and abs(found - whole) <= bound * max(abs(whole), scale):
+        return
+    kind = "" if abs(plain - whole) > bound * max(abs(whole), scale) else "; it seems to be a sum, and no mean"
+    shown = " + ".join(map(str, sizes[:4])) + (" + ..." if len(sizes) > 4 else "")
+    over = "what it counts" if says_count(loss) else "target elements" if counts_elements(y) else "rows"
+    raise PlanError(
+        f"loss: of {sum(sizes)} rows it is {whole:.6g}, but its parts of {shown} rows, weighted by {over}, give "
+        f"{found:.6g}{kind}; {_WAYS}"
+    )
+
+
+def _rows_of(t: Tensor, part: range, count: int) -> Tensor:
+    """Some of so many rows; all of a tensor that has other ones."""
+    return t[part.start : part.stop] if t.dim() and len(t) == count else t
+
+
+_WAYS = (
+    "so it cannot be split into micro-batches. Let it return (sum, count), or say what its mean is over with "
+    "losses.weighted(loss, count=lambda y: ...); or train with dp=1 microbatches=1"
+)
+
+
+def _between(output: Any, rows: int) -> Any:
+    """So many rows, each somewhere between two rows of an output: where those are possible, so are these."""
+    count = count_rows(output)
+    a, b, share = torch.randint(count, (rows,)), torch.randint(count, (rows,)), torch.rand(rows)
+
+    def mix(t: Tensor) -> Tensor:
+        if not t.dim() or len(t) != count:
+            return t  # no rows: it is the same for every part of a batch
+        one, other = t[a.to(t.device)], t[b.to(t.device)]
+        if not t.is_floating_point():
+            return one
+        part = share.to(t.device, t.dtype).view(-1, *(1,) * (t.dim() - 1))
+        return one * part + other * (1 - part)
+
+    return map_tensors(output, mix)
+
+
+def _widened(loss: Any, output: Any, y: Any) -> tuple[Any, Any] | None:
+    """The same in float64, if the loss takes it: there rounding hides nothing."""
+    wide = [map_tensors(value, lambda t: t.double() if t.is_floating_point() else t) for value in (output, y)]
+    try:
+        _number(loss(*wide))
+    except Exception:
+        return None
+    return wide[0], wide[1]
+
+
+def _number(value: Any) -> float:
+    return float(scalar(value))

@@ -1,0 +1,48 @@
+"""A model whose layers branch: an `nn.Sequential` with edges between its layers instead of one behind the other.
+
+    net = Network([stem, left, right, join], [(0, 1), (0, 2), (1, 3), (2, 3)])       join is given (left's, right's)
+
+Plain torch runs it layer by layer (`forward` below), which is what every plan must equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from minipar.models.tensors import map_tensors
+from minipar.program import edges as graphs
+
+
+class Network(nn.Sequential):
+    """Layers and the edges (from, to) between their numbers; each stands behind all that it reads.
+
+    Layer 0 is given the rows, and the last layer's output goes into the loss. A layer with one edge to it is given that
+    output; one with several a tuple of them, in the order of the layers that they come from. All readers of an output
+    are given it as it was made, also where one of them works in place.
+
+    Errors: PlanError for edges that make no such model (see `minipar.program.edges.numbered`).
+    """
+
+    edges: graphs.Edges
+
+    def __init__(self, layers: Iterable[nn.Module], edges: Iterable[tuple[int, int]]) -> None:
+        super().__init__(*layers)
+        self.edges = graphs.numbered(edges, len(self))
+
+    def forward(self, x: Any) -> Any:
+        """The last layer's output for rows x."""
+        inputs, _, out, _ = graphs.wiring(self.edges, len(self))
+        made: list[Any] = []
+        for layer, read in zip(self, inputs, strict=True):
+            given = [map_tensors(made[a], torch.clone) if len(out[a]) > 1 else made[a] for a in read]
+            made.append(layer(x if not read else given[0] if len(read) == 1 else tuple(given)))
+        return made[-1]
+
+
+def edges_of(model: object) -> graphs.Edges:
+    """The edges of a model; () for a chain."""
+    return model.edges if isinstance(model, Network) else ()

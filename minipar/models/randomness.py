@@ -1,0 +1,208 @@
+"""Randomness as a function of the seed, the step, the rows and the layer, never of the order of calls.
+
+`nn.Dropout` draws from a generator in the order of calls, so it is replaced by one that draws for each row of the whole
+batch by itself. Every split of the batch then sees the same dropout: which rank computes a row, and in which
+micro-batch, makes no difference.
+
+    row r of layer "3.drop"  ->  64-bit key  ->  element j kept if hash(key, j) is above p
+
+All else that draws (`torch.rand_like`, `F.dropout`, dropout inside an attention) draws from torch's generators. They
+are seeded before each layer runs, by `draw_seed`: a layer that runs again on the same micro-batch draws the same. Other
+micro-batches have other first rows and draw other numbers, so the result depends on how the batch is split.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minipar.models.network import edges_of
+from minipar.models.tensors import map_tensors
+from minipar.program.edges import wiring
+
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # the 64-bit golden ratio, as a signed number
+_MIX1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX2 = 0x94D049BB133111EB - (1 << 64)
+
+
+def hash64(*words: object) -> int:
+    """A signed 64-bit number from any words, the same in every process."""
+    digest = hashlib.blake2b("\0".join(map(str, words)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def draw_seed(seed: int, step: int, first_row: int, layer: int, first_token: int = 0) -> int:
+    """The number that torch's generators are seeded with before a layer of the model runs forward, also once more.
+
+    seed, step    of the run; steps count from 0
+    first_row     the first row of the micro-batch, counted in the whole batch
+    layer         its number in the model, from 0; a module that is two layers of it has two numbers
+    first_token   of a slice of sequences, where it begins
+
+    It is the BLAKE2b hash, of 8 bytes, of the decimal numbers `seed`, `step`, `first_row`, `layer` and `first_token`,
+    in this order behind the word `draws`, with a zero byte between each two: as a little-endian number without its
+    highest bit. In Python:
+
+        text = "\\0".join(["draws", *map(str, (seed, step, first_row, layer, first_token))])
+        int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") % 2**63
+    """
+    return hash64("draws", seed, step, first_row, layer, first_token) % (1 << 63)
+
+
+def generators(device: torch.device) -> list[torch.Generator]:
+    """The generators that a layer on this device draws from unless it has its own: the CPU's, and the device's."""
+    if device.type != "cuda":
+        return [torch.default_generator]
+    torch.cuda.init()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return [torch.default_generator, torch.cuda.default_generators[index]]
+
+
+def reseed(sources: Iterable[torch.Generator], number: int) -> None:
+    """Seed generators with the same number."""
+    for source in sources:
+        source.manual_seed(number)
+
+
+@contextmanager
+def untouched(sources: Sequence[torch.Generator]) -> Iterator[None]:
+    """Afterwards the generators are as they were."""
+    states = [source.get_state() for source in sources]
+    try:
+        yield
+    finally:
+        for source, state in zip(sources, states, strict=True):
+            source.set_state(state)
+
+
+class RowDropout(nn.Module):
+    """Dropout whose mask depends on (seed, layer name, step, global row) alone. `at` says where the rows are.
+
+    Of a slice of a sequence (rows, tokens, ...) `at` says where its tokens begin: it sees the whole sequence's mask.
+    Where a layer has made several rows of each row of the batch (as a view of (rows, tokens) does), they are counted as
+    such, so that the mask is still that of the whole batch.
+    """
+
+    def __init__(self, p: float, seed: int, name: str) -> None:
+        super().__init__()
+        self.p = p
+        self.seed = seed
+        self.name = name
+        self.step = 0
+        self.first_row = 0
+        self.first_token = 0
+        self.rows = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x of shape (rows, ...): the same shape, with elements zeroed with probability p, the rest scaled up."""
+        if not self.training or self.p == 0.0:
+            return x
+        if self.p == 1.0:
+            return x * 0.0
+        return x * (self._uniform(x) >= self.p).to(x.dtype).div_(1.0 - self.p)
+
+    def _uniform(self, x: Tensor) -> Tensor:
+        """Numbers in [0, 1), one per element: splitmix64 of the row's key and the element's position in the row."""
+        base = hash64(self.seed, self.name, self.step)
+        each = len(x) // self.rows if self.rows and len(x) % self.rows == 0 else 1
+        rows = torch.arange(self.first_row * each, self.first_row * each + len(x), device=x.device)
+        key = _mix(rows * _GOLDEN + base).view(-1, 1)
+        count = x[0].numel() if len(x) else 0
+        before = self.first_token * (count // x.shape[1]) if self.first_token and count else 0
+        position = torch.arange(before + 1, before + count + 1, device=x.device) * _GOLDEN
+        bits = _mix(key + position).bitwise_right_shift_(11).bitwise_and_((1 << 53) - 1)
+        return bits.double().mul_(2.0**-53).view(x.shape)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}, by row"
+
+
+def _mix(z: Tensor) -> Tensor:
+    z = (z ^ (z >> 30 & (1 << 34) - 1)) * _MIX1
+    z = (z ^ (z >> 27 & (1 << 37) - 1)) * _MIX2
+    return z ^ (z >> 31 & (1 << 33) - 1)
+
+
+def replace_dropout(model: nn.Module, seed: int) -> None:
+    """Replace every `nn.Dropout` of a model, in place, by one whose mask is a function of the global row."""
+    named = list(model.named_modules())  # (one that is used twice stands here once)
+    made = {id(m): RowDropout(m.p, seed, name).train(m.training) for name, m in named if type(m) is nn.Dropout}
+    for _, module in named:
+        for name, child in list(module._modules.items()):
+            if id(child) in made:
+                module._modules[name] = made[id(child)]
+
+
+def split_sensitive(model: nn.Module, x: Any = None) -> list[str]:
+    """Modules and layers, by name, whose result depends on how the batch is split.
+
+    x   rows, given to a copy of a sequential model, to see which of its layers draw, and which change their buffers
+    """
+    found = []
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if not module.training and getattr(module, "running_mean", None) is not None:
+            continue  # (a norm that uses what it has collected)
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            if not module.training and module.running_mean is not None:
+                continue  # it goes by the statistics that it has
+            found.append(f"{name} ({kind}: statistics of a micro-batch)")
+        elif not module.training:
+            continue
+        elif isinstance(module, nn.modules.dropout._DropoutNd) and type(module) is not nn.Dropout and module.p:
+            found.append(f"{name} ({kind}: only nn.Dropout draws by row)")
+        elif isinstance(module, nn.MultiheadAttention) and module.dropout:
+            found.append(f"{name} ({kind}: its inner dropout does not draw by row)")
+    named = [text.split()[0] for text in found]
+    for name, what in _seen(model, x) if x is not None else ():
+        if not any(f"{other}.".startswith(f"{name}.") for other in named):
+            found.append(f"{name} ({type(model._modules[name]).__name__}: {what})")
+    return found
+
+
+def _seen(model: nn.Module, x: Any) -> list[tuple[str, str]]:
+    """Of the layers of a sequential model, seen as copies of them run: those that draw or change buffers."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    sources, found = generators(device), []
+    made: dict[int, Any] = {}
+    layers = {name: layer for name, layer in model._modules.items() if layer is not None}
+    inputs = wiring(edges_of(model), len(layers)).inputs
+    # A layer that cannot run is reported where it is measured.
+    with untouched(sources), torch.no_grad(), suppress(Exception):
+        for number, (name, layer) in enumerate(layers.items()):
+            holder = nn.Sequential(copy.deepcopy(layer))
+            replace_dropout(holder, 0)
+            read = [made[k] for k in inputs[number]] or [x]
+            given = map_tensors(read[0] if len(read) == 1 else tuple(read), lambda t: t.to(device, copy=True))
+            states = [source.get_state() for source in sources]
+            buffers = {key: t.clone() for key, t in holder.named_buffers()}
+            made[number] = holder[0](given)
+            if any(not torch.equal(s.get_state(), state) for s, state in zip(sources, states, strict=True)):
+                found.append((name, "draws random numbers for a micro-batch; only nn.Dropout draws by row"))
+            elif any(not torch.equal(t, buffers.get(key, t)) for key, t in holder.named_buffers()):
+                found.append((name, "each micro-batch changes its buffers"))
+    return found
+
+
+def row_dropouts(layer: nn.Module) -> list[RowDropout]:
+    """The row-wise dropouts of a layer."""
+    return [module for module in layer.modules() if isinstance(module, RowDropout)]
+
+
+def at(dropouts: Iterable[RowDropout], step: int, first_row: int, first_token: int = 0, rows: int = 0) -> None:
+    """Tell dropouts which rows they see next: `first_row`, in the whole batch of `step`, and those after it.
+
+    first_token   of a slice of sequences, whose tokens are dimension 1
+    rows          how many there are; 0: as many as the tensor has
+    """
+    for dropout in dropouts:
+        dropout.step = step
+        dropout.first_row = first_row
+        dropout.first_token = first_token
+        dropout.rows = rows

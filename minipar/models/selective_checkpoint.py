@@ -1,0 +1,93 @@
+"""checkpoint=selective: a part inside a layer keeps its inputs only, and runs forward again in the layer's backward.
+
+    forward     q, k, v --core--> seen          kept: q, k, v; not what the core made of them (scores, softmax, mask)
+    backward    q, k, v --core--> seen, once more, then its gradient
+
+The core of an attention makes the largest activations of a block from few operations: in GPT-3 70 % of the bytes for
+2.7 % of the time. Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
+
+A model's author marks such a part by deriving it from `Recomputed`. It is part of its layer's BACKWARD, since a layer
+is the smallest unit of a program; profile and prediction measure the layer as it then is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minipar.errors import PlanError
+from minipar.models import randomness
+
+
+class Recomputed(nn.Module):
+    """A part of a layer, without parameters, that runs again in backward where a plan says checkpoint=selective.
+
+    Derive from it and write `compute(*inputs) -> Tensor`, a function of its inputs and of `nn.Dropout`s inside.
+    """
+
+    again = False
+
+    def compute(self, *inputs: Tensor) -> Tensor:
+        """What the part computes."""
+        raise NotImplementedError(f"{type(self).__name__} needs a method compute(*inputs)")
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        if self.again and torch.is_grad_enabled():
+            return _Again.apply(self, *inputs)
+        return self.compute(*inputs)
+
+
+def choose(layers: Iterable[nn.Module], again: bool) -> None:
+    """Let the marked parts of these layers run again in backward, or keep what they made."""
+    for part in _parts(layers):
+        part.again = again
+
+
+def check(layers: Iterable[nn.Module]) -> None:
+    """Refuse a model that has nothing to run again, or a part that cannot: `PlanError`."""
+    found = _parts(layers)
+    if not found:
+        raise PlanError(
+            "checkpoint=selective: no layer of this model has a part that derives from minipar.models.Recomputed, as "
+            " the attention core of models.gpt does; possible are checkpoint=none, sqrt, K, a budget or layers"
+        )
+    for part in found:
+        if any(True for _ in part.parameters()):
+            raise PlanError(f"checkpoint=selective: {type(part).__name__} has parameters; a recomputed part has none")
+
+
+def _parts(layers: Iterable[nn.Module]) -> list[Recomputed]:
+    return [part for layer in layers for part in layer.modules() if isinstance(part, Recomputed)]
+
+
+class _Again(torch.autograd.Function):
+    """The part as one node of autograd's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Recomputed, *inputs: Tensor) -> Tensor:
+        ctx.part = part
+        ctx.rows = [(d, d.step, d.first_row, d.first_token, d.rows) for d in randomness.row_dropouts(part)]
+        ctx.sources = randomness.generators(inputs[0].device if inputs else torch.device("cpu"))
+        ctx.states = [source.get_state() for source in ctx.sources]
+        ctx.save_for_backward(*inputs)
+        return part.compute(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *received: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1:]
+        inputs = [x.detach().requires_grad_(need) for x, need in zip(ctx.saved_tensors, needed, strict=True)]
+        buffers = [(buffer, buffer.clone()) for buffer in ctx.part.buffers()]
+        with torch.enable_grad(), randomness.untouched(ctx.sources):
+            for dropout, *where in ctx.rows:  # each element falls as it fell before
+                randomness.at([dropout], *where)
+            for source, state in zip(ctx.sources, ctx.states, strict=True):
+                source.set_state(state)
+            result = ctx.part.compute(*inputs)
+        for buffer, before in buffers:  # what it counts, it counts once
+            buffer.copy_(before)
+        wanted = [x for x in inputs if x.requires_grad]
+        found = iter(torch.autograd.grad(result, wanted, received))
+        return (None, *(next(found) if need else None for need in needed))

@@ -1,0 +1,96 @@
+"""Which plans near one that did not fit would fit: each compiled, and its memory predicted from tapes of the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from minipar.costs.measured import Profile
+from minipar.errors import DeviceOutOfMemory, MiniparError, PlanError, ProgramError
+from minipar.prediction.memory import predict_memory
+from minipar.prediction.neighbours import nearby
+from minipar.prediction.profiled import ProfiledCosts, microbatch_rows
+from minipar.prediction.recorded import Tapes
+from minipar.program import Program
+from minipar.program.graph_cuts import pieces_of
+from minipar.program.shape import Shape
+from minipar.strategies.plan import Plan
+from minipar.trace.memory_series import mib
+
+Measured = tuple[Shape, Profile, Tapes, tuple[int, int]]
+
+
+def peaks(program: Program, measured: Measured, batch: int) -> list[int]:
+    """The predicted peak of every rank, in bytes."""
+    _, profile, tapes, data_bytes = measured
+    costs = ProfiledCosts(program, profile, batch)
+    found = []
+    for rank, held in enumerate(program.placement):
+        share = costs.rows_of(rank) / batch
+        data = (0 in held) * data_bytes[0] + (program.layers - 1 in held) * data_bytes[1]
+        zeros = [0.0] * len(program.ranks[rank])
+        pieces = pieces_of(program, rank)
+        series = predict_memory(program, rank, pieces, tapes, costs, round(share * data), zeros, zeros)
+        found.append(max(series.totals()))
+    return found
+
+
+def ways_that_fit(
+    plan: Plan, batch: int, capacity: int, measure: Callable[[tuple[int, ...]], Measured]
+) -> list[tuple[str, int]]:
+    """At most three ways to fit, with their predicted peaks in bytes: the smallest change of each kind.
+
+    Plans first; then a smaller batch; then a device as large as this plan needs.
+    measure(rows)   shape, profile and tapes of the model for these numbers of rows, and bytes of a batch's x and y
+    """
+    families = [[(f'"{made}"', made, batch) for made in family] for family in nearby(plan, batch)]
+    smaller = [batch // k for k in (2, 4, 8) if batch // k >= plan.dp * plan.total_microbatches]
+    families.append([(f"batch={rows}", plan, rows) for rows in smaller])
+    tried = [*(one for family in families for one in family), ("", plan, batch)]
+    rows = {n for _, made, b in tried for n in microbatch_rows(b, made.dp, made.total_microbatches)}
+    measured = measure(tuple(sorted(rows)))
+
+    def peak(made: Plan, rows: int) -> int:
+        program = made.compile(measured[0], costs=measured[1])
+        x, y = (size * rows // batch for size in measured[3])
+        return max(peaks(program, (*measured[:3], (x, y)), rows))
+
+    found: list[tuple[str, int]] = []
+    for family in families:
+        for text, made, rows_of_step in family:
+            try:
+                size = peak(made, rows_of_step)
+            except (PlanError, ProgramError):
+                continue
+            if size <= capacity:
+                found.append((text, size))
+                break
+        if len(found) == 3:
+            return found
+    return [*found, ("a device for the plan as it is", peak(plan, batch))]
+
+
+def advised(error: DeviceOutOfMemory, found: list[tuple[str, int]]) -> DeviceOutOfMemory:
+    """The error, with what was predicted to fit in front of what the rank itself could say."""
+    ways = [f"{text} (peak {mib(peak)})" for text, peak in found]
+    ways += error.ways_out[: max(0, 3 - len(ways))]
+    made = DeviceOutOfMemory(
+        error.reason.partition("; possible: ")[0] + "; predicted to fit: " + "; ".join(ways), error.details
+    )
+    made.__dict__.update({**error.__dict__, "reason": made.reason, "ways_out": tuple(ways)})
+    return made
+
+
+@contextmanager
+def advising(plan: Plan, batch: int, measure: Callable[[tuple[int, ...]], Measured]) -> Iterator[None]:
+    """While entered: a DeviceOutOfMemory says which plans would fit. See `ways_that_fit`."""
+    try:
+        yield
+    except DeviceOutOfMemory as error:
+        if plan.slice_count > 1:  # (what it would measure are whole rows)
+            raise
+        try:
+            found = ways_that_fit(plan, batch, error.capacity, measure)
+        except MiniparError:  # what it was about to say counts more
+            raise error from None
+        raise advised(error, found) from None

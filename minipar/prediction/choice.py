@@ -1,0 +1,139 @@
+"""Which algorithm is the fastest for a collective, by the rates of a calibrated cluster.
+
+Each algorithm's program is simulated. A message costs more the more ranks send at the same time, since they share
+cores and memory; so its rates lie between those of one message alone and those of all ranks' at once:
+
+    tree, 4 ranks    round 0    two of four ranks send      a third of the way between
+                     round 1    one rank sends              alone
+    ring, 4 ranks    always     all send                    all at once
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from minipar.costs.alpha_beta import AlphaBeta
+from minipar.costs.rates import Calibration, Line
+from minipar.prediction.simulator import simulate
+from minipar.program import Instruction, Op, Program, Value, collectives
+
+BACKEND = "backend"  # the name of gloo's or NCCL's own way
+
+
+class CalibratedCosts:
+    """What `simulate` must know of a collective's program on a calibrated cluster. Times in seconds, sizes in bytes."""
+
+    def __init__(self, program: Program, rates: Calibration) -> None:
+        self.program, self.add = program, rates.add
+        ranks = len(program.ranks)
+        alone, (all_, further) = rates.alone, rates.exchanged(ranks)
+        rounds_of = _rounds(program)
+        senders = _senders(rounds_of)
+        self.lines: list[dict[Instruction, tuple[float, Line]]] = []
+        for rounds in rounds_of:
+            lines: dict[Instruction, tuple[float, Line]] = {}
+            for ins, turn in rounds.items():
+                share = (len(senders[turn]) - 1) / max(1, ranks - 1)
+                one = _between(alone, all_, share)
+                overhead = min(one.fixed, _between(alone, further, share).fixed)
+                lines[ins] = one.fixed - overhead, Line(overhead, one.per_byte)
+            self.lines.append(lines)
+
+    def compute(self, rank: int, ins: Instruction) -> float:
+        """Seconds of a REDUCE."""
+        return self.add.at(sum(part.bytes for part in ins.parts))
+
+    def transfer(self, rank: int, ins: Instruction) -> tuple[float, float]:
+        """Seconds for which a SEND occupies its rank's port, and how much later it arrives."""
+        latency, port = self.lines[rank][ins]
+        return port.at(sum(self.program.chunks[value.index] for value in ins.reads)), latency
+
+    def collective(self, ins: Instruction) -> float:
+        """A collective's program has none inside."""
+        return 0.0
+
+    def size(self, rank: int, value: Value) -> int:
+        """Bytes of a chunk."""
+        return self.program.chunks[value.index]
+
+
+def predicted(
+    collective: str, ranks: int, nbytes: int, rates: Calibration, *, root: int = 0, nodes: int = 1
+) -> dict[str, float]:
+    """Seconds of a collective by each algorithm, and ("backend") by the backend's own where that was measured.
+
+    Errors: PlanError for an unknown collective, ranks that nodes do not divide, rates without messages.
+    """
+    found = {
+        name: seconds(collective, name, ranks, nbytes, rates, root=root, nodes=nodes)
+        for name in collectives.names(collective)
+    }
+    return found | ({BACKEND: rates.sum_over(ranks, nbytes)} if collective == "allreduce" else {})
+
+
+def seconds(
+    collective: str, algorithm: str, ranks: int, nbytes: int, rates: Calibration, *, root: int = 0, nodes: int = 1
+) -> float:
+    """Seconds of a collective by one algorithm. Errors: as `predicted`."""
+    program = collectives.program(collective, algorithm, ranks, nbytes, root=root, nodes=nodes)
+    return simulate(program, CalibratedCosts(program, rates)).time if ranks > 1 else 0.0
+
+
+def by_links(algorithm: str, ranks: int, nbytes: int, latency: float, beta: float) -> float:
+    """Seconds of an allreduce by one algorithm, on links of this latency and of `beta` seconds for each byte."""
+    program = collectives.program("allreduce", algorithm, ranks, nbytes)
+    return simulate(program, AlphaBeta(program, latency, beta)).time if ranks > 1 else 0.0
+
+
+@lru_cache(1024)
+def choose(collective: str, ranks: int, nbytes: int, rates: Calibration, *, root: int = 0, nodes: int = 1) -> str:
+    """The algorithm that `predicted` says is the fastest; "backend" for the backend's own. Errors: as there."""
+    seconds = predicted(collective, ranks, nbytes, rates, root=root, nodes=nodes)
+    return min(seconds, key=seconds.__getitem__)
+
+
+def _between(a: Line, b: Line, share: float) -> Line:
+    return Line(*(x + (y - x) * share for x, y in zip(a, b, strict=True)))
+
+
+def _rounds(program: Program) -> list[dict[Instruction, int]]:
+    """For each SEND of a rank: its round, after those of the rank's own sends before it, and of what it waits for."""
+    known: list[dict[Instruction, int]] = [{} for _ in program.ranks]
+    queues: dict[tuple[int, int], list[int]] = {}
+    waiting: list[dict[Value, tuple[tuple[int, int], int]]] = [{} for _ in program.ranks]
+    taken: dict[tuple[int, int], int] = {}
+    turn, place = [0] * len(program.ranks), [0] * len(program.ranks)
+
+    def advance(rank: int) -> bool:
+        row, start = program.ranks[rank], place[rank]
+        for ins in row[start:]:
+            for value in ins.reads:
+                if value in waiting[rank]:
+                    link, k = waiting[rank][value]
+                    if len(queues.get(link, ())) <= k:
+                        return place[rank] > start
+                    turn[rank] = max(turn[rank], queues[link][k] + 1)
+                    del waiting[rank][value]
+            if ins.op is Op.SEND:
+                known[rank][ins] = turn[rank]
+                queues.setdefault((rank, ins.peer), []).append(turn[rank])
+                turn[rank] += 1
+            elif ins.op is Op.RECV:
+                link = ins.peer, rank
+                taken[link] = taken.get(link, -1) + 1
+                waiting[rank].update(dict.fromkeys(ins.writes, (link, taken[link])))
+            place[rank] += 1
+        return place[rank] > start
+
+    while sum(advance(rank) for rank in range(len(program.ranks))):
+        pass
+    return known
+
+
+def _senders(rounds: list[dict[Instruction, int]]) -> dict[int, set[int]]:
+    """Which ranks send in each round."""
+    found: dict[int, set[int]] = {}
+    for rank, sends in enumerate(rounds):
+        for turn in sends.values():
+            found.setdefault(turn, set()).add(rank)
+    return found

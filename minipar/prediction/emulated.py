@@ -1,0 +1,149 @@
+"""Costs of a program on emulated devices: what the device's spec says, and the machine's own figures for the rest.
+
+    compute     spec.costs, else operations / spec.flops, else as measured on this machine
+    messages    bytes / spec.bandwidth after spec.latency; links of infinite speed where times are given and no rates
+    memory      as profiled
+
+The executor delays real instructions and messages by the same table (`emulation.py`), so that a measured timeline has
+the shape that this predicts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from minipar.costs.device import DeviceSpec
+from minipar.costs.measured import Profile
+from minipar.costs.protocol import Costs
+from minipar.costs.unit import UnitCosts
+from minipar.errors import PlanError
+from minipar.prediction.profiled import ProfiledCosts
+from minipar.program import COPIES, SERVICE, Instruction, Op, Program, Value
+from minipar.program.comm_volume import carried, hops
+
+
+def as_emulated(profile: Profile, spec: DeviceSpec | None) -> Profile:
+    """A profile with the times that layers take on a device of so many operations a second: to plan for that device.
+
+    It is the same where the spec has no such rate.
+    """
+    if spec is None or spec.flops is None:
+        return profile
+    rate = spec.flops
+
+    def seconds(operations: dict[int, tuple[int, ...]]) -> dict[int, tuple[float, ...]]:
+        return {rows: tuple(n / rate for n in layers) for rows, layers in operations.items()}
+
+    return replace(profile, forward=seconds(profile.forward_flops), backward=seconds(profile.backward_flops))
+
+
+@dataclass(frozen=True)
+class EmulatedCosts:
+    """Seconds and bytes of a program's instructions on devices of one kind.
+
+    own     costs on this machine, for whatever the spec leaves open; needed for flops, and for sizes of activations
+    """
+
+    program: Program
+    spec: DeviceSpec
+    own: ProfiledCosts | None = None
+    _table: list[Costs] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        costs = self.spec.costs
+        if costs is not None:
+            times: dict[str, Any] = {} if callable(costs) else dict(costs)
+            self._table.append(costs(self.program) if callable(costs) else UnitCosts(self.program, **times))
+
+    @property
+    def computes(self) -> bool:
+        """Whether the device has a speed of its own; otherwise instructions take what they take on this machine."""
+        return bool(self._table) or self.spec.flops is not None
+
+    @property
+    def links(self) -> bool:
+        """Whether messages have a speed of their own."""
+        return bool(self._table) or self.spec.bandwidth is not None or self.spec.latency is not None
+
+    def delays(self, ins: Instruction) -> bool:
+        """Whether a compute instruction takes the device's time rather than this machine's."""
+        return bool(self._table) or (
+            self.spec.flops is not None and ins.op not in (Op.STEP, Op.APPLY) and ins.stream != "host"
+        )
+
+    def compute(self, rank: int, ins: Instruction) -> float:
+        if self._table:
+            return self._table[0].compute(rank, ins)
+        own = self._own("the time of an instruction")
+        if self.spec.flops is None or not self.delays(ins):
+            return own.compute(rank, ins)
+        return self._operations(own, rank, ins) / self.spec.flops
+
+    def transfer(self, rank: int, ins: Instruction) -> tuple[float, float]:
+        if ins.op in COPIES:
+            return self._copy(rank, ins)
+        if not self.links:
+            return self._own("the time of a message").transfer(rank, ins)
+        if ins.op is Op.PULL:
+            return 0.0, 0.0  # (what travels is the server's REPLY)
+        if self.spec.bandwidth is None:
+            by_function = self.transfers_by_function
+            return self._table[0].transfer(rank, ins) if by_function else (0.0, self.spec.latency or 0.0)
+        if ins.op in SERVICE:
+            size: float = sum(part.bytes for part in ins.parts)
+        else:
+            own = self._own("the size of a message")
+            size = sum(own.size(rank, value) for value in ins.reads)
+        return (size / self.spec.bandwidth, self.spec.latency or 0.0) if size else (0.0, 0.0)
+
+    def _copy(self, rank: int, ins: Instruction) -> tuple[float, float]:
+        rate = self.spec.copy_bandwidth(ins)
+        if rate is not None:
+            return self._own("the size of a copy").size(rank, ins.reads[0]) / rate, 0.0
+        return (0.0, 0.0) if self._table else self._own("the time of a copy").transfer(rank, ins)
+
+    def collective(self, ins: Instruction) -> float:
+        if not self.links:
+            return self._own("the time of a collective").collective(ins)
+        if self.transfers_by_function:
+            return self._table[0].collective(ins)
+        # A ring: each rank sends n - 1 messages for each hop, (n - 1) / n of the bytes together.
+        n = len(ins.group)
+        size: float = sum(part.bytes for part in ins.parts)
+        if ins.op is Op.ALL_REDUCE:
+            size = sum(sum(self.program.groups[g].tensors) for g in ins.layers) * carried(ins, self.program)
+            if self.program.algorithm:
+                from minipar.prediction import choice  # which needs the simulator
+
+                beta = 1 / self.spec.bandwidth if self.spec.bandwidth else 0.0
+                each, name = round(size / max(1, len(ins.parts))), self.program.algorithm
+                return len(ins.parts) * choice.by_links(name, n, each, self.spec.latency or 0.0, beta)
+        occupied = hops(ins) * (n - 1) / n * size / self.spec.bandwidth if self.spec.bandwidth else 0.0
+        return len(ins.parts) * hops(ins) * (n - 1) * (self.spec.latency or 0.0) + occupied
+
+    def size(self, rank: int, value: Value) -> float:
+        if self.own is not None:
+            return self.own.size(rank, value)
+        return self._table[0].size(rank, value) if self._table else 0
+
+    def _operations(self, own: ProfiledCosts, rank: int, ins: Instruction) -> float:
+        rows = own.rows(rank, ins.microbatch)
+        if rows == 0:
+            return 0.0
+        forward = ins.op in (Op.FORWARD, Op.RECOMPUTE)
+        table = own.profile.forward_flops if forward else own.profile.backward_flops
+        whole = sum(table[rows][layer] for layer in ins.layers)
+        return whole / 2 if ins.op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT) else whole
+
+    @property
+    def transfers_by_function(self) -> bool:
+        """Whether the spec has a function for messages, too."""
+        return callable(self.spec.costs) and self.spec.bandwidth is None and self.spec.latency is None
+
+    def _own(self, what: str) -> ProfiledCosts:
+        if self.own is None:
+            raise PlanError(
+                f"device {self.spec.name or self.spec}: {what} needs a profile of the model; use train(...)"
+            )
+        return self.own

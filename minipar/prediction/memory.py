@@ -1,0 +1,545 @@
+"""Predict a rank's memory: tapes of one layer at a time, laid along the instructions of its program.
+
+    F 0:2 mb0      tape of layer 0's forward | tape of layer 1's forward
+    SEND           the output is gone
+    B 0:2 mb0      tape of layer 1's backward | tape of layer 0's backward, gradients appear
+    STEP           the optimizer's workspace comes and goes
+
+What a tape cannot know is who else holds a storage: an output lives until the executor, the layer that made it and
+the layer that read it have all let go of it. That is followed here, as the executor does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from minipar.prediction.recorded import LayerTape, Piece, Sizes, Storage, Tape, Tapes, keeps
+from minipar.prediction.split_backward import input_half, weight_half
+from minipar.program import (
+    COLLECTIVES,
+    COMPUTE,
+    COPIES,
+    Instruction,
+    Op,
+    Program,
+    Value,
+    carry,
+    grad,
+    grad_carry,
+    grad_output,
+    home,
+    output,
+    param,
+    param_shard,
+    tier,
+    version_of,
+)
+from minipar.strategies.passes.compress import row_bytes, top
+from minipar.trace.lifetimes import KINDS
+from minipar.trace.memory_series import Series
+
+
+def predict_memory(
+    program: Program,
+    rank: int,
+    pieces: dict[tuple[Piece, int], list[Piece]],
+    tapes: Tapes,
+    sizes: Sizes,
+    data: int,
+    starts: Sequence[float],
+    ends: Sequence[float],
+) -> Series:
+    """The series of one rank in one pass through its program, at the times of a predicted trace.
+
+    pieces   as `minipar.program.graph_cuts.pieces_of` gives them: where the executor cuts autograd's graph
+    data     bytes of the rows that the rank works on
+    """
+    walk = Walk(program, rank, pieces, tapes, sizes, data)
+    now = min(starts, default=0.0)
+    walk.post(program.receives_ahead)
+    walk.spread(-1, now, now)
+    for index, ins in enumerate(program.ranks[rank]):
+        walk.instruction(ins)
+        begin, now = (starts[index], ends[index]) if ins.op in COMPUTE else (now, now)  # others run beside the walk
+        walk.spread(index, begin, now)
+    return walk.series
+
+
+class Walk:
+    """One rank's walk through its list."""
+
+    def __init__(
+        self,
+        program: Program,
+        rank: int,
+        pieces: dict[tuple[Piece, int], list[Piece]],
+        tapes: Tapes,
+        sizes: Sizes,
+        data: int,
+    ) -> None:
+        self.program, self.rank, self.pieces, self.tapes, self.sizes = program, rank, pieces, tapes, sizes
+        self.series = Series()
+        self.changes: list[tuple[int, str, int]] = []
+        self.live: dict[Value, Storage] = {}
+        self.read: dict[
+            tuple[int, int, int], list[Storage]
+        ] = {}  # layer, micro-batch, step: inputs that its graph holds
+        self.made: dict[tuple[int, int, int], Storage] = {}  # and as its own output
+        self.saved: dict[tuple[int, int, int], int] = {}
+        self.carried: dict[tuple[int, int, int], Storage] = {}  # what the graph holds of a carry
+        self.left: dict[tuple[int, int, int], Storage] = {}  # gradients that wait for a weight half
+        self.messages: dict[Value, list[Storage]] = {}  # buffers of a collective, held until what it writes is read
+        self.unpacked: dict[Value, int] = {}  # bytes that it takes to read what a compressed sum brought
+        self.filled: set[int] = set()  # groups that have a gradient now
+        self.brought: set[tuple[int, int, int]] = set()  # layers whose saved tensors came back: held to the end
+        self.leaving: dict[Value, int] = {}  # bytes that go when the copy of them is waited for
+        self.state = program.state[rank] if program.state else frozenset()
+        self.kept = {value.index for value in self.state if value.kind == "grad"}
+        row = program.ranks[rank]
+        self.receives: dict[int, list[tuple[Value, ...]]] = {}
+        for ins in row:
+            if ins.op is Op.RECV:
+                self.receives.setdefault(ins.peer, []).append(ins.writes)
+        self.posted = dict.fromkeys(self.receives, 0)
+        self.reached = dict.fromkeys(self.receives, 0)
+        before = self.series.before
+        for value in (value for value in self.state if tier(value) == "device"):
+            owner = KINDS[value.kind], -1 if value.kind == "grad" else self.layer_of(value.index)
+            before[owner] = before.get(owner, 0) + sizes.size(rank, value)
+        for value in self.state:
+            if version_of(value) >= 0:
+                size, layer = sizes.size(rank, grad(value.index)), self.layer_of(value.index)
+                self.live[value] = Storage(size, layer, "parameters", {"live"})
+        for g in self._passed_on():
+            owner = "parameters", self.layer_of(g)
+            before[owner] = before.get(owner, 0) + sizes.size(rank, param_shard(g))
+        for layer in program.placement[rank]:
+            before["parameters", layer] = before.get(("parameters", layer), 0) + tapes.buffers[layer]
+        if data:
+            before["data", -1] = data
+        if program.compress.startswith("powersgd"):  # the right factors, from which the next step starts
+            before["temporary", -1] = sum(self._factors(ins)[1] for ins in row if ins.op is Op.ALL_REDUCE)
+
+    def _passed_on(self) -> list[int]:
+        """Groups of bfloat16 parameters whose float32 slice comes from the host, on the way to the whole ones."""
+        if self.program.precision != "bf16":
+            return []
+        away = {v.index for v in self.state if home(v).kind == "param_shard" and tier(v) != "device"}
+        return [g for g in sorted(away) if param(g) in self.state]
+
+    def layer_of(self, group: int) -> int:
+        held = self.program.placement[self.rank]
+        return next((layer for layer in self.program.groups[group].layers if layer in held), -1)
+
+    # changes ---------------------------------------------------------------------------------------------------------
+
+    def change(self, delta: int, kind: str, layer: int) -> None:
+        if delta:
+            self.changes.append((delta, kind, layer))
+
+    def spread(self, index: int, start: float, end: float) -> None:
+        """The changes of an instruction, evenly over its time."""
+        count = len(self.changes)
+        for k, (delta, kind, layer) in enumerate(self.changes):
+            self.series.add(start + (end - start) * (k + 1) / (count + 1), index, delta, kind, layer)
+        self.changes.clear()
+
+    def hold(self, storage: Storage, holder: str) -> None:
+        storage.holders.add(holder)
+
+    def release(self, storage: Storage | None, holder: str) -> None:
+        if storage is not None and holder in storage.holders:
+            storage.holders.discard(holder)
+            if not storage.holders:
+                self.change(-storage.size, storage.kind, storage.layer)
+
+    def storage(self, size: int, layer: int) -> Storage:
+        """One that the walk holds, and whose bytes are counted already."""
+        return Storage(size, layer, holders={"walk"})
+
+    def make(self, size: int, layer: int, holder: str, kind: str = "activations") -> Storage:
+        self.change(size, kind, layer)
+        return Storage(size, layer, kind, {holder})
+
+    # instructions ----------------------------------------------------------------------------------------------------
+
+    def instruction(self, ins: Instruction) -> None:
+        for value in ins.reads:
+            self.change(-self.leaving.pop(value, 0), "activations", value.index)
+            unpacked = self.unpacked.pop(value, 0)
+            self.change(unpacked, "temporary", -1)
+            self.change(-unpacked, "temporary", -1)
+            for message in self.messages.pop(value, ()):
+                self.release(message, "message")
+            storage = self.live.get(value)
+            if storage is not None and storage.kind == "buffers":  # a message that is received now
+                self.change(-storage.size, "buffers", storage.layer)
+                self.change(storage.size, "activations", storage.layer)
+                storage.kind = "activations"
+        if ins.writes and all(tier(value) != "device" for value in ins.writes) and home(ins.reads[0]).kind != "saved":
+            pass  # the host's memory
+        elif ins.op in (Op.FORWARD, Op.RECOMPUTE):
+            if self.sizes.rows(self.rank, ins.microbatch):
+                self.forward(ins)
+        elif ins.op is Op.BACKWARD:
+            if self.sizes.rows(self.rank, ins.microbatch):
+                self.backward(ins)
+        elif ins.op is Op.BACKWARD_INPUT:
+            if self.sizes.rows(self.rank, ins.microbatch):
+                input_half(self, ins)
+        elif ins.op is Op.BACKWARD_WEIGHT:
+            if self.sizes.rows(self.rank, ins.microbatch):
+                weight_half(self, ins)
+        elif ins.op is Op.RECV:
+            self.reached[ins.peer] += 1
+            self.post(self.program.receives_ahead, ins.peer)
+        elif ins.op in COPIES and home(ins.reads[0]).kind == "saved":
+            size = self.saved.get(home(ins.reads[0])[1:], 0)
+            if ins.op is Op.OFFLOAD:
+                self.leaving[ins.writes[0]] = size
+            else:
+                self.change(size, "activations", ins.layers[0])
+                self.brought.add(home(ins.reads[0])[1:])
+        elif ins.op is Op.STEP:
+            self.versions(ins)
+            need = self._workspace(ins.layers)
+            self.change(need, "temporary", -1)
+            self.change(-need, "temporary", -1)
+        elif ins.op is Op.REDUCE_SCATTER:
+            self.reduce_scatter(ins)
+        elif ins.op is Op.ALL_REDUCE and ins.reads[0].kind == "param":
+            size = sum(self.sizes.size(self.rank, grad(g)) for g in ins.layers)
+            self._sent(ins, self.make(size, -1, "message", "buffers"))  # (parameters are averaged in a copy)
+        elif ins.op is Op.ALL_REDUCE and self.program.compress != "none":
+            self.other(ins)
+            self.compressed(ins)
+        else:
+            self.other(ins)
+        self.free(ins)
+        if ins.op is Op.STEP:
+            self.filled -= set(ins.layers)
+
+    def free(self, ins: Instruction) -> None:
+        for value in ins.frees:
+            if value.kind == "grad":
+                if value.index in self.filled - self.kept:
+                    self.change(-self.sizes.size(self.rank, value), "gradients", self.layer_of(value.index))
+                self.filled.discard(value.index)
+            else:
+                storage = self.live.pop(value, None)
+                self.release(storage, "live")
+                self.release(storage, f"live {value}")
+
+    def versions(self, ins: Instruction) -> None:
+        """The next version of parameters: made of the newest one, if nothing needs that any more, else beside it."""
+        for value in ins.writes:
+            if version_of(value) > 0:
+                before = param(value.index, value.step - 1)
+                size = self.sizes.size(self.rank, grad(value.index))
+                in_place = self.live.pop(before, None) if before in ins.frees else None
+                self.live[value] = in_place or self.make(size, self.layer_of(value.index), "live", "parameters")
+
+    def reduce_scatter(self, ins: Instruction) -> None:
+        """Gradients are packed into a message, which stays until it is summed with the others'; those are read where
+        they are, in memory that the ranks share."""
+        buffers = [value for value in ins.writes if value.kind == "buffer"]
+        size = sum(self.sizes.size(self.rank, value) for value in buffers)
+        message = self.make(size, -1, "message", "buffers")
+        self.free(ins)
+        self.other(ins._replace(writes=tuple(value for value in ins.writes if value.kind != "buffer")))
+        for value in ins.writes:
+            if value.kind != "buffer":
+                self.messages[value] = [message]
+
+    def _sent(self, ins: Instruction, *messages: Storage) -> None:
+        """What a sum travels in, which stays until somebody reads what it brought."""
+        for value in ins.writes:
+            self.messages[value] = list(messages)
+
+    def compressed(self, ins: Instruction) -> None:
+        """A sum of gradients that are made smaller first, as `comm.compression` does it."""
+        kind, _, _ = self.program.compress.partition(":")
+        if kind == "topk":
+            self._largest(ins)
+        elif kind == "powersgd":
+            first, second = self._factors(ins)
+            self.change(first, "temporary", -1)  # factors one by one, and then in one message
+            self._sent(ins, self.make(first, -1, "message", "buffers"))
+            self.change(-first, "temporary", -1)
+            self.unpacked[ins.writes[0]] = first + second
+        else:
+            self._sent(ins, self.make(sum(part.bytes for part in ins.parts), -1, "message", "buffers"))
+
+    def _summed(self, ins: Instruction) -> list[int]:
+        """Bytes of the gradients in each message of a sum."""
+        sizes = [size for g in ins.layers for size in self.program.groups[g].tensors]
+        return [sum(sizes)] if ins.parts[0].layer < 0 else sizes
+
+    def _factors(self, ins: Instruction) -> tuple[int, int]:
+        """Bytes of the left factors of a sum's gradients, with what is sent whole, and of the right ones."""
+        first = second = 0
+        parts = iter(ins.parts)
+        for size in self._summed(ins):
+            left = next(parts).bytes
+            first += left
+            second += next(parts).bytes if left < size else 0  # (factors are smaller than what they stand for)
+        return first, second
+
+    def _largest(self, ins: Instruction) -> None:
+        """Each message: the numbers without signs, the largest of them with their places, and the rows of all ranks."""
+        messages: list[Storage] = []
+        for size, part in zip(self._summed(ins), ins.parts, strict=True):
+            rows = part.bytes
+            row = rows // len(ins.group)
+            count = next(
+                count for item in (4, 8, 2) if row_bytes(count := top(size // item, self.program.compress), item) == row
+            )
+            values, places = row - 4 * count, 8 * count
+            for change in (size, values + places, -size - values):
+                self.change(change, "temporary", -1)
+            mine = self.make(row, -1, "walk", "buffers")
+            for change in (values, -values):
+                self.change(change, "temporary", -1)
+            messages.append(self.make(rows, -1, "message", "buffers"))
+            self.change(-places, "temporary", -1)
+            self.release(mine, "walk")
+            self.unpacked[ins.writes[0]] = places
+        self._sent(ins, *messages)
+
+    def _workspace(self, groups: Sequence[int]) -> int:
+        """Of a STEP over some groups; the slices of sharded ones are parameters of their own.
+
+        With precision=bf16 the tapes are of bfloat16, STEP is in float32, and makes float32 copies of whole gradients.
+        """
+        shards = [g for g in groups if Value("optimizer_shard", g) in self.state]
+        others = [g for g in groups if g not in shards]
+        whole = self.tapes.workspace.of(others)
+        sliced = self.tapes.flat_workspace.of(shards) // max(1, self.program.replicas)
+        if self.program.precision != "bf16":
+            return max(whole, sliced)
+        return 2 * max(whole + sum(self.sizes.size(self.rank, grad(g)) for g in others), sliced)
+
+    def other(self, ins: Instruction) -> None:
+        """An instruction that nothing special is known of: what it writes appears; what it frees goes."""
+        for value in ins.writes:
+            if value.kind == "grad":
+                if value.index not in self.filled and ins.op in COLLECTIVES:  # no backward had rows: zeros
+                    self.filled.add(value.index)
+                    if value.index not in self.kept:
+                        self.change(self.sizes.size(self.rank, value), "gradients", self.layer_of(value.index))
+            elif value not in self.live and value not in self.state:
+                kind = KINDS.get(value.kind, "buffers")
+                self.live[value] = self.make(self.sizes.size(self.rank, value), value.index, "live", kind)
+
+    def post(self, ahead: int, *peers: int) -> None:
+        """Receive buffers of the messages that are due."""
+        for peer in peers or self.receives:
+            due = min(self.reached[peer] + ahead, len(self.receives[peer]))
+            while self.posted[peer] < due:
+                values = self.receives[peer][self.posted[peer]]
+                self.posted[peer] += 1
+                for value in values:
+                    size = self.sizes.size(self.rank, value)
+                    self.live[value] = self.make(size, self.program.source(value), "live", "buffers")
+
+    # computing -------------------------------------------------------------------------------------------------------
+
+    def tape(self, layer: int, microbatch: int) -> LayerTape:
+        return self.tapes.layers[self.sizes.rows(self.rank, microbatch)][layer]
+
+    def forward(self, ins: Instruction) -> None:
+        i, step = ins.microbatch, ins.step
+        saves = {value.index for value in ins.writes if value.kind == "saved"}
+        found = (self.live.get(output(a, i, step)) for a in self.program.wiring.inputs[ins.layers[0]])
+        given = [storage for storage in found if storage is not None]
+        borrowed: list[Storage] = []  # inputs of pieces: the executor names them until it goes on
+        for piece in self.pieces[ins.layers, i]:
+            trains = piece[0] in saves
+            for layer in piece:
+                key = layer, i, step
+                tape = self.tape(layer, i)
+                read = trains and (layer == piece[0] or keeps(tape.backward, "input"))
+                for value in given:
+                    self.hold(value, "walk")
+                    if read:
+                        self.hold(value, f"read by {key}")
+                        self.read.setdefault(key, []).append(value)
+                made = self._play_forward(tape.forward if trains else tape.plain, layer)
+                if trains:
+                    self.saved[key] = sum(size for size, what in tape.forward if what == "saved")
+                    if keeps(tape.backward, "output"):
+                        self.hold(made, f"made by {key}")
+                        self.made[key] = made
+                self._carry_on(ins, key, tape)
+                if layer == piece[0]:
+                    borrowed += given
+                else:
+                    self.release(given[0], "walk")
+                given = [made]
+            handed_on = output(piece[-1], i, step)
+            if handed_on in ins.writes:
+                self.release(self.live.pop(handed_on, None), "live")
+                self.hold(made, "live")
+                self.live[handed_on] = made
+        for storage in (*borrowed, *given):
+            self.release(storage, "walk")
+
+    def _carry_on(self, ins: Instruction, key: tuple[int, int, int], tape: LayerTape) -> None:
+        """What a layer keeps of a slice for the next one, whose bytes are counted already."""
+        size = sum(delta for delta, what in (tape.forward or tape.plain) if what == "carry")
+        if not size:
+            return
+        made = self.storage(size, key[0])
+        if keeps(tape.backward, "carry"):
+            self.hold(made, f"made by {key}")
+            self.carried[key] = made
+        if (value := carry(*key)) in ins.writes:
+            self.hold(made, "live")
+            self.live[value] = made
+        self.release(made, "walk")
+
+    def _play_forward(self, tape: Tape, layer: int) -> Storage:
+        size = 0
+        for delta, what in tape:
+            if what == "output":
+                size += delta
+            if what != "input":
+                self.change(delta, "temporary" if what == "temporary" else "activations", layer)
+        return Storage(size, layer, holders={"walk"})
+
+    def backward(self, ins: Instruction) -> None:
+        i, step = ins.microbatch, ins.step
+        above = self.sum_of_gradients(ins)
+        copied: list[int] = []
+        pieces = self.pieces[ins.layers, i]
+        for piece in reversed(pieces):
+            given = above  # the gradient that this piece got from the one before
+            inner: Storage | None = None  # the gradient between two layers of the piece
+            for layer in reversed(piece):
+                inner = self._play_backward(layer, i, step, inner, copied, layer == piece[0])
+            key = piece[0], i, step
+            self.let_go_of_inputs(key)
+            self.release(given, "walk")
+            above = inner
+        self.hand_back(ins, above)
+        for g in copied:  # into their buckets
+            self.change(-self.sizes.size(self.rank, Value("grad", g)), "temporary", self.layer_of(g))
+
+    def _play_backward(
+        self, layer: int, i: int, step: int, received: Storage | None, copied: list[int], last: bool
+    ) -> Storage | None:
+        """One layer; the gradient of its input. `last`: the executor holds its input until the piece is done."""
+        key = layer, i, step
+        tape = self.tape(layer, i)
+        groups, fresh = self.groups(layer)
+        left = self.saved.pop(key, 0)
+        made = carried = 0
+        for delta, what in tape.backward if fresh else tape.later:
+            if what == "saved":
+                if key not in self.brought:
+                    left += delta
+                    self.change(delta, "activations", layer)
+            elif what == "output":
+                self.release(self.made.pop(key, None), f"made by {key}")
+            elif what == "input":
+                if not last:
+                    self.let_go_of_inputs(key)
+            elif what == "grad_output":
+                if delta < 0:
+                    self.release(received, "walk")
+            elif what == "grad_input":
+                made += delta
+                self.change(delta, "activations", layer - 1)
+            elif what == "carry":
+                self.release(self.carried.pop(key, None), f"made by {key}")
+            elif what == "grad_carry":
+                carried += delta
+                self.change(delta, "activations", layer)
+            elif what == "gradient":
+                self.change(delta, self.kind_of_gradient(groups), layer)
+            elif what == "temporary":
+                self.change(delta, "temporary", layer)
+        self.release(self.carried.pop(key, None), f"made by {key}")
+        if carried:
+            self.live[grad_carry(layer, i - 1, step)] = Storage(carried, layer, holders={"live"})
+        made += self.given_to_each(layer, i, step, made)
+        self.change(-left, "activations", layer)
+        self.release(self.made.pop(key, None), f"made by {key}")
+        copied += self.fill(layer, groups, fresh)
+        if not made and received is not None and layer > self.program.first_trainable:
+            return received  # what comes in goes out
+        self.release(received, "walk")
+        return Storage(made, layer - 1, holders={"walk"}) if made else None
+
+    def let_go_of_inputs(self, key: tuple[int, int, int]) -> None:
+        """The graph of a layer holds its inputs no more."""
+        for storage in self.read.pop(key, ()):
+            self.release(storage, f"read by {key}")
+
+    # branches: an output has a gradient from each of its readers, and a layer may have several inputs
+
+    def sum_of_gradients(self, ins: Instruction) -> Storage | None:
+        """The gradient of an output with several readers, added up; one reader's is let go by the instruction."""
+        layer = ins.layers[-1]
+        out = self.program.wiring.out[layer]
+        if len(out) < 2:
+            return None
+        size = self.sizes.size(self.rank, grad_output(out[0], ins.microbatch, ins.step))
+        if len(out) > 2:  # each sum is made beside the one before
+            self.change(2 * size, "temporary", layer)
+            self.change(-2 * size, "temporary", layer)
+        return self.make(size, layer, "walk")
+
+    def given_to_each(self, layer: int, i: int, step: int, made: int) -> int:
+        """The gradients of several inputs are tensors of their own: what there is more of than `made` bytes, counted.
+
+        (A join's backward gives parts of one tensor, which are copied where they arrive.)
+        """
+        into = self.program.wiring.into[layer]
+        if len(into) < 2 or layer <= self.program.first_trainable:
+            return 0
+        more = sum(self.sizes.size(self.rank, grad_output(e, i, step)) for e in into) - made
+        self.change(more, "activations", layer - 1)
+        return more
+
+    def hand_back(self, ins: Instruction, found: Storage | None) -> None:
+        """The gradient of an instruction's inputs, which the walk holds, to the layers that these are from."""
+        first, layer = self.program.first_trainable, ins.layers[0]
+        into, inputs = self.program.wiring.into[layer], self.program.wiring.inputs[layer]
+        apart = len(into) > 1 and ins.op is Op.BACKWARD
+        if apart:
+            self.release(found, "walk")
+        for e, source in zip(into, inputs, strict=True):
+            value = grad_output(e, ins.microbatch, ins.step)
+            if source < first:
+                continue
+            if apart:
+                self.live[value] = self.make(self.sizes.size(self.rank, value), source, "live")
+            elif found is not None:
+                self.hold(found, f"live {value}")  # of a half, parts of one tensor
+                self.live[value] = found
+        self.release(found, "walk")
+
+    # gradients -------------------------------------------------------------------------------------------------------
+
+    def groups(self, layer: int) -> tuple[list[int], list[int]]:
+        """The trainable groups of a layer, and those of them that have no gradient yet."""
+        groups = [g for g in self.program.groups_of_layer[layer] if self.program.groups[g].trainable]
+        return groups, [g for g in groups if g not in self.filled]
+
+    def kind_of_gradient(self, groups: Sequence[int]) -> str:
+        """What goes into a bucket is a temporary: the bucket is the gradient."""
+        return "temporary" if self.kept.intersection(groups) else "gradients"
+
+    def fill(self, layer: int, groups: Sequence[int], fresh: Sequence[int]) -> list[int]:
+        """A layer's gradients have appeared; those that go on to a bucket."""
+        copied = []
+        for g in groups if fresh else ():
+            if g not in fresh:  # tied to a layer whose backward has made it already
+                kind = "temporary" if g in self.kept else "gradients"
+                self.change(-self.sizes.size(self.rank, Value("grad", g)), kind, layer)
+            else:
+                self.filled.add(g)
+                if g in self.kept:
+                    copied.append(g)
+        return copied

@@ -1,0 +1,36 @@
+"""Plans near one that does not fit into memory. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+from minipar.errors import PlanError
+from minipar.strategies.plan import Plan
+
+
+def nearby(plan: Plan, batch: int) -> list[list[Plan]]:
+    """Families of plans for as many ranks, in each the smaller changes first."""
+    known = {field.name for field in fields(Plan)}
+    more = "microbatches" if plan.pp == 1 else "accumulate"  # a pipeline holds several micro-batches at once
+    count = getattr(plan, more)
+    families: list[list[dict[str, Any]]] = [[{more: count * k} for k in (2, 4, 8, 16)]]
+    if "checkpoint" in known:
+        families.append([{"checkpoint": value} for value in ("sqrt", 1)])
+    if "zero" in known and plan.dp > 1:
+        families.append([{"zero": stage} for stage in (1, 2, 3)])
+    if plan.dp > 1:
+        families.append([{"dp": plan.dp // k, "pp": plan.pp * k} for k in (2, 4) if plan.dp % k == 0])
+    if "checkpoint" in known:
+        families.append([{"checkpoint": "sqrt", more: count * k} for k in (2, 4, 8, 16)])
+        if "zero" in known and plan.dp > 1:
+            families.append([{"zero": 3, "checkpoint": "sqrt", more: count * k} for k in (1, 2, 4, 8)])
+    return [[made for change in family if (made := _changed(plan, change, batch)) is not None] for family in families]
+
+
+def _changed(plan: Plan, change: dict[str, Any], batch: int) -> Plan | None:
+    try:
+        made = replace(plan, **change)
+    except PlanError:
+        return None
+    return made if made != plan and made.dp * made.total_microbatches <= batch else None

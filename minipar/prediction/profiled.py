@@ -1,0 +1,209 @@
+"""Costs from a profile: what a program would cost with this model's layers, measured one at a time on one device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from minipar.costs.measured import Profile
+from minipar.costs.rates import ORDINARY, Calibration, Copies
+from minipar.program import COMPUTE, COPIES, SERVICE, Instruction, Op, Program, Value, home, output, tier
+from minipar.program.comm_volume import carried, hops, summed
+from minipar.program.rows import split_rows
+from minipar.strategies.shares import shares_of
+
+
+def microbatch_rows(batch: int, replicas: int, microbatches: int) -> tuple[int, ...]:
+    """The different numbers of rows that micro-batches of a step have: what a profile must measure."""
+    return tuple(sorted({len(r) for r in split_rows(batch, replicas * microbatches)} - {0}))
+
+
+@dataclass(frozen=True)
+class ProfiledCosts:
+    """Seconds and bytes of a program's instructions and values, for a step of `batch` rows.
+
+    latency      seconds that a message needs, however short
+    bandwidth    bytes a second of every link
+    copies       of tensors to the host or the disk, and back
+    calibration  of the cluster: messages and collectives cost what it measured, and latency and bandwidth do not
+                 matter. The sending and the receiving rank's own work on a message is part of the compute instruction
+                 before the SEND, and of the first one that reads what was received
+
+    The defaults are what gloo reaches over the loopback of an ordinary machine.
+    """
+
+    program: Program
+    profile: Profile
+    batch: int
+    latency: float = 2e-4
+    bandwidth: float = 1.5e9
+    copies: Copies = ORDINARY
+    calibration: Calibration | None = None
+    _rows: list[range] = field(default_factory=list, init=False, repr=False, compare=False)
+    _shares: list[dict[int, int]] = field(default_factory=list, init=False, repr=False, compare=False)
+    _messages: list[dict[Instruction, float]] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._rows.extend(split_rows(self.batch, self.program.replicas * self.program.row_microbatches))
+        if self.calibration is not None:
+            self._messages.extend(self._work_on_messages(rank) for rank in range(len(self.program.ranks)))
+
+    def rows(self, rank: int, microbatch: int) -> int:
+        """Rows of a micro-batch of the rank's replica; of a slice the profile's key: rows * slices + its number."""
+        i, j = divmod(microbatch, self.program.slice_count)
+        count = len(self._rows[self.program.replica(rank) * self.program.row_microbatches + i])
+        return count * self.program.slice_count + j if count else 0
+
+    def rows_of(self, rank: int) -> int:
+        """Rows of a step that the rank's replica works on."""
+        count = self.program.row_microbatches
+        first = self.program.replica(rank) * count
+        return sum(map(len, self._rows[first : first + count]))
+
+    def compute(self, rank: int, ins: Instruction) -> float:
+        alone = self._alone(rank, ins)
+        return alone + self._messages[rank].get(ins, 0.0) if self._messages else alone
+
+    def _work_on_messages(self, rank: int) -> dict[Instruction, float]:
+        """Seconds that a rank works on sending and receiving, by the compute instruction that has to wait for it."""
+        assert self.calibration is not None
+        found: dict[Instruction, float] = {}
+        received: dict[Value, tuple[Value, ...]] = {}  # each with all of its message
+        before: Instruction | None = None
+        for ins in self.program.ranks[rank]:
+            if ins.op is Op.RECV:
+                received.update(dict.fromkeys(ins.writes, ins.writes))
+            elif ins.op is Op.SEND and before is not None:
+                size = sum(self.size(rank, value) for value in ins.reads)
+                found[before] = found.get(before, 0.0) + (self.calibration.send.at(size) if size else 0.0)
+            elif ins.op in COMPUTE:
+                for came in {received[value] for value in ins.reads if value in received}:
+                    size = sum(self.size(rank, value) for value in came)
+                    found[ins] = found.get(ins, 0.0) + (self.calibration.receive.at(size) if size else 0.0)
+                    for value in came:
+                        del received[value]
+                before = ins
+        return found
+
+    def _alone(self, rank: int, ins: Instruction) -> float:
+        """Seconds of a compute instruction, without messages."""
+        if ins.op is Op.STEP:
+            whole = sum(self.profile.gradient_bytes)
+            part = sum(self.size(rank, v) for v in ins.reads if home(v).kind in ("grad", "grad_shard"))
+            return self.profile.step_seconds * part / whole if whole else 0.0
+        if ins.op is Op.APPLY:  # (a server sums the gradients, and updates its part)
+            whole, pushes = sum(self.profile.gradient_bytes), sum(value.kind == "pushed" for value in ins.reads)
+            part = sum(piece.bytes for piece in ins.parts)
+            extra = max(0, pushes // max(1, len(ins.layers)) - 1)
+            summing = extra * part * self.copies.to_host.per_byte
+            return (self.profile.step_seconds * part / whole if whole else 0.0) + summing
+        rows = self.rows(rank, ins.microbatch)
+        if rows == 0:
+            return 0.0
+        tables = {Op.BACKWARD: self.profile.backward, Op.BACKWARD_INPUT: self.profile.backward_input}
+        tables[Op.BACKWARD_WEIGHT] = self.profile.backward_weight
+        table = tables.get(ins.op, self.profile.forward)
+        seconds = sum(table[rows][layer] for layer in ins.layers)
+        if ins.op is Op.RECOMPUTE and self.profile.recompute:
+            last = ins.layers[-1]
+            if output(last, ins.microbatch, ins.step) not in ins.writes:
+                seconds += self.profile.recompute[rows][last] - self.profile.forward[rows][last]
+        return seconds
+
+    def transfer(self, rank: int, ins: Instruction) -> tuple[float, float]:
+        if ins.op in COPIES:
+            value, copies = ins.reads[0], self.copies
+            on_disk = any(tier(value) == "disk" for value in (ins.reads[0], ins.writes[0]))
+            away = ins.op is Op.OFFLOAD
+            if on_disk:
+                line = copies.to_disk if away else copies.from_disk
+            else:
+                line = copies.to_host if away else copies.from_host
+            count = max(1, len(self.program.groups[value.index].tensors)) if value.microbatch < 0 else 1
+            return self.size(rank, value) * line.per_byte + count * line.fixed, 0.0
+        served = ins.op in SERVICE
+        size = sum(part.bytes for part in ins.parts) if served else sum(self.size(rank, value) for value in ins.reads)
+        if size and self.calibration is not None:
+            if ins.op in SERVICE:  # (both ranks' own work is the server's time)
+                line = self.calibration.message(rank, ins.peer)
+                return size * line.per_byte, line.fixed
+            return self.calibration.transfer(rank, ins.peer, size)
+        return (size / self.bandwidth, self.latency) if size else (0.0, 0.0)
+
+    def collective(self, ins: Instruction) -> float:
+        n = len(ins.group)
+        size: float = sum(part.bytes for part in ins.parts)
+        if ins.op is Op.ALL_REDUCE:
+            size = sum(self.size(ins.group[0], value) for value in summed(ins)) * carried(ins, self.program)
+        if self.program.algorithm and ins.op is Op.ALL_REDUCE:
+            return len(ins.parts) * self._by_algorithm(n, round(size / max(1, len(ins.parts))))
+        if self.calibration is not None:  # of sums, in which the bytes travel twice
+            return hops(ins) / 2 * len(ins.parts) * self.calibration.sum_over(n, size / max(1, len(ins.parts)))
+        return hops(ins) * (len(ins.parts) * (n - 1) * self.latency + (n - 1) / n * size / self.bandwidth)
+
+    def _by_algorithm(self, ranks: int, nbytes: int) -> float:
+        """Seconds of a sum by the program's own algorithm."""
+        from minipar.prediction import choice  # which needs the simulator
+
+        if self.calibration is not None:
+            return choice.seconds("allreduce", self.program.algorithm, ranks, nbytes, self.calibration)
+        return choice.by_links(self.program.algorithm, ranks, nbytes, self.latency, 1 / self.bandwidth)
+
+    def size(self, rank: int, value: Value) -> int:
+        value = home(value)
+        if value.kind in ("served", "served_state", "pushed"):
+            return self._size_on_server(rank, value)
+        if value.microbatch >= 0:
+            rows = self.rows(rank, value.microbatch)
+            tables = {
+                "output": self.profile.output_bytes,
+                "grad_output": self.profile.grad_output_bytes,
+                "saved": self.profile.saved_bytes,
+                "saved_weight": self.profile.saved_weight_bytes,
+                "carry": self.profile.carry_bytes,
+                "grad_carry": self.profile.grad_carry_bytes,
+            }
+            return tables[value.kind][rows][self.program.source(value)] if rows else 0
+        sizes = {
+            "param": self.profile.parameter_bytes,
+            "grad": self.profile.gradient_bytes,
+            "optimizer_state": self.profile.optimizer_bytes,
+        }
+        if value.kind in sizes and value.index not in self.program.sharded:
+            if value.kind == "optimizer_state" and self.program.precision == "bf16":
+                return 2 * (sizes[value.kind][value.index] + self.profile.gradient_bytes[value.index])
+            return sizes[value.kind][value.index]
+        return self._size_of_slice(value)
+
+    def _size_on_server(self, rank: int, value: Value) -> int:
+        """Bytes of a parameter server's part of a group: parameters, a gradient, or what its optimizer keeps."""
+        if not self._shares and self.program.serving is not None:
+            self._shares.extend(shares_of(self.program.groups, self.program.serving.servers))
+        g = value.index
+        part = self._shares[rank - self.program.workers].get(g, 0)
+        whole = max(1, self.profile.gradient_bytes[g])
+        return self.profile.optimizer_bytes[g] * part // whole if value.kind == "served_state" else part
+
+    def _size_of_slice(self, value: Value) -> int:
+        """Bytes of what belongs to a sharded group (its slices filled up to equal size), or to no group.
+
+        With precision=bf16 the profile is of bfloat16 parameters, while slices are of float32 ones, twice as large.
+        """
+        if value.kind == "norm":
+            return 8
+        if value.kind == "residual":
+            return self.profile.gradient_bytes[value.index]
+        n, g = self.program.replicas, value.index
+        whole = self.profile.gradient_bytes[g]
+        frozen = self.profile.parameter_bytes[g] - whole
+        part = -(-whole // (4 * n)) * 4
+        wide = 2 if self.program.precision == "bf16" else 1
+        master = part * wide if wide > 1 and g not in self.program.scattered else 0
+        sizes = {
+            "param": part * n + (0 if g in self.program.scattered else frozen),
+            "param_shard": part * wide + frozen,
+            "grad": whole,
+            "grad_shard": part * wide,
+            "buffer": part * n,
+            "optimizer_shard": -(-self.profile.optimizer_bytes[g] // n) * wide + master,
+        }
+        return sizes[value.kind]

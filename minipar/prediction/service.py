@@ -1,0 +1,229 @@
+"""simulate() of programs with parameter servers: workers and servers that follow the rule, with predicted times.
+
+    worker   |PULL ..........|--- F, B ---|PUSH|PULL ...           a worker waits for nothing but its PULL
+    server        |REPLY ->0|REPLY ->1|        |ACCEPT <-0|APPLY|REPLY ->0| ...      one thing after another
+
+A server is one thread: receiving, sending and updating wait for each other. A message takes its time on both its ranks.
+With fewer cores than ranks all that work share them equally, as in `simulate`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from minipar.costs.protocol import Costs
+from minipar.errors import ProgramError
+from minipar.program import Instruction, Op, Program
+from minipar.program.server_rule import Consistency, Kind, Mode, Row
+from minipar.strategies import served_order
+from minipar.strategies.shares import shares_of
+
+Key = tuple[int, Op, int, int, tuple[int, ...]]  # rank, what, peer, step, groups
+Times = dict[Key, tuple[float, float]]
+
+
+def key_of(rank: int, ins: Instruction, count: int = -1) -> Key:
+    """By what an instruction is known before its place in the program is: of compute, its place in its step."""
+    if ins.op is Op.APPLY:
+        return rank, ins.op, -1, ins.step, ()
+    if ins.op in (Op.PULL, Op.REPLY):
+        return rank, ins.op, ins.peer, ins.step, ()
+    return rank, ins.op, ins.peer if ins.peer >= 0 else count, ins.step, ins.layers if ins.peer >= 0 else ()
+
+
+def timed(program: Program, times: Times) -> tuple[list[list[float]], list[list[float]]]:
+    """Starts and ends of a program's instructions; what is not known takes no time, at the end of what came before."""
+    starts, ends = [], []
+    for rank, row in enumerate(program.ranks):
+        first: list[float] = []
+        last: list[float] = []
+        counts: dict[int, int] = {}
+        for ins in row:
+            count = counts[ins.step] = counts.get(ins.step, -1) + 1
+            now = last[-1] if last else 0.0
+            start, end = times.get(key_of(rank, ins, count), (now, now))
+            first.append(start)
+            last.append(end)
+        starts.append(first)
+        ends.append(last)
+    return starts, ends
+
+
+def follow_rule(
+    program: Program, costs: Costs, cores: float | None
+) -> tuple[Program, list[list[float]], list[list[float]]]:
+    """The program as it would happen, and when."""
+    run = _Run(program, costs, float("inf") if cores is None else cores)
+    run.go()
+    if program.serving is not None and program.serving.mode != "sync":
+        program = served_order.as_it_happened(program, run.order, run.shares)
+    return program, *timed(program, run.times)
+
+
+@dataclass
+class _Work:
+    """Something that a rank is busy with, and what comes then."""
+
+    left: float
+    begin: float
+    key: Key
+    then: Callable[[], None]
+
+
+@dataclass
+class _Run:
+    program: Program
+    costs: Costs
+    cores: float
+    now: float = 0.0
+    times: Times = field(default_factory=dict)
+    order: list[Row] = field(default_factory=list)
+    busy: dict[int, _Work] = field(default_factory=dict)
+    queues: dict[int, list[tuple[float, Key, Callable[[], None]]]] = field(default_factory=dict)
+    timers: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
+    number: itertools.count[int] = field(default_factory=itertools.count)
+
+    def __post_init__(self) -> None:
+        program, serving = self.program, self.program.serving
+        assert serving is not None
+        self.workers = program.workers
+        self.servers = range(self.workers, len(program.ranks))
+        self.shares = shares_of(program.groups, serving.servers)
+        self.rule = Consistency(Mode.parse(serving.mode, self.workers), self.workers, program.steps)
+        self.blocks: list[dict[int, list[Instruction]]] = [{} for _ in range(self.workers)]
+        for w in range(self.workers):
+            for ins in program.ranks[w]:
+                self.blocks[w].setdefault(ins.step, []).append(ins)
+        self.expected: dict[tuple[int, int], int] = {}  # accepts to come of a worker's step
+        self.early: set[int] = set()
+        self.pulling: dict[int, tuple[float, int]] = {}  # worker: since when, and replies to come
+
+    # time
+
+    def go(self) -> None:
+        for w in range(self.workers):
+            self._ask(w)
+        self._decide()
+        while self.busy or self.timers:
+            rate = min(1.0, self.cores / len(self.busy)) if self.busy else 1.0
+            rank = min(self.busy, key=lambda r: self.busy[r].left, default=-1)
+            end = self.now + self.busy[rank].left / rate if rank >= 0 else float("inf")
+            moment = self.timers[0][0] if self.timers else float("inf")
+            until = min(end, moment)
+            for work in self.busy.values():
+                work.left -= (until - self.now) * rate
+            self.now = until
+            if moment <= end:
+                heapq.heappop(self.timers)[2]()
+                continue
+            work = self.busy.pop(rank)
+            self.times[work.key] = work.begin, self.now
+            work.then()
+            self._next_of_queue(rank)
+        if self.rule.members:
+            raise ProgramError("parameter servers wait for ever; verify(program) says why")
+
+    def _later(self, delay: float, then: Callable[[], None]) -> None:
+        heapq.heappush(self.timers, (self.now + delay, next(self.number), then))
+
+    def _work(self, rank: int, seconds: float, key: Key, then: Callable[[], None]) -> None:
+        """Let a rank do something, after what it has to do before."""
+        self.queues.setdefault(rank, []).append((seconds, key, then))
+        self._next_of_queue(rank)
+
+    def _next_of_queue(self, rank: int) -> None:
+        if rank not in self.busy and self.queues.get(rank):
+            seconds, key, then = self.queues[rank].pop(0)
+            self.busy[rank] = _Work(max(0.0, seconds), self.now, key, then)
+
+    # workers
+
+    def _ask(self, worker: int) -> None:
+        self.pulling[worker] = self.now, len(self.servers)
+        if any(w == worker for w, _ in self.expected):
+            self.early.add(worker)  # what it pushed before is still on its way
+        else:
+            self.rule.ask(worker)
+
+    def _answered(self, worker: int, step: int) -> None:
+        since, left = self.pulling[worker]
+        self.pulling[worker] = since, left - 1
+        if left == 1:  # (all parameters are copied once more, into the layers)
+            pulls = [ins for ins in self.blocks[worker][step] if ins.op is Op.PULL]
+            seconds = sum(self.costs.transfer(worker, ins)[0] for ins in pulls)
+            self._work(worker, seconds, (worker, Op.PULL, -1, step, ()), self._then_begin(worker, step))
+
+    def _run_on(self, worker: int, step: int, index: int) -> None:
+        block = self.blocks[worker][step]
+        while index < len(block):
+            ins = block[index]
+            if ins.op is Op.PUSH:
+                return self._push(worker, ins, self._then_run(worker, step, index + 1))
+            if ins.op is not Op.PULL:
+                seconds = self.costs.compute(worker, ins)
+                self._work(worker, seconds, key_of(worker, ins, index), self._then_run(worker, step, index + 1))
+                return
+            index += 1
+        self._ask(worker)
+        self._decide()
+
+    def _then_begin(self, worker: int, step: int) -> Callable[[], None]:
+        def begin() -> None:
+            since = self.pulling[worker][0]
+            for server in self.servers:
+                self.times[worker, Op.PULL, server, step, ()] = since, self.now
+            self._run_on(worker, step, 0)
+
+        return begin
+
+    def _then_run(self, worker: int, step: int, index: int) -> Callable[[], None]:
+        return lambda: self._run_on(worker, step, index)
+
+    def _push(self, worker: int, ins: Instruction, then: Callable[[], None]) -> None:
+        occupied, delay = self.costs.transfer(worker, ins)
+        self._work(worker, occupied, key_of(worker, ins), then)
+        pushes = sum(other.op is Op.PUSH for other in self.blocks[worker][ins.step])
+        self.expected.setdefault((worker, ins.step), pushes)
+        key = (ins.peer, Op.ACCEPT, worker, ins.step, ins.layers)
+        self._later(delay, lambda: self._work(ins.peer, occupied, key, lambda: self._accepted(worker, ins.step)))
+
+    # servers
+
+    def _accepted(self, worker: int, step: int) -> None:
+        self.expected[worker, step] -= 1
+        if not self.expected[worker, step]:
+            del self.expected[worker, step]
+            self.rule.push(worker, step)
+            if worker in self.early:
+                self.early.discard(worker)
+                self.rule.ask(worker)
+            self._decide()
+
+    def _decide(self) -> None:
+        while rows := self.rule.decide():
+            self.order += rows
+            for row in rows:
+                if row.kind is Kind.APPLY:
+                    self._apply(row, [take for take in rows if take.kind is Kind.TAKE])
+                elif row.kind is Kind.ANSWER and row.step >= self.program.steps:
+                    self.order.append(self.rule.leave(row.worker))
+                elif row.kind is Kind.ANSWER:
+                    self._reply(row)
+
+    def _apply(self, row: Row, taken: Sequence[Row]) -> None:
+        for server, share in zip(self.servers, self.shares, strict=True):
+            ins = served_order.update(share, row, taken)
+            self._work(server, self.costs.compute(server, ins), key_of(server, ins), lambda: None)
+
+    def _reply(self, row: Row) -> None:
+        for server, pull in zip(self.servers, self.blocks[row.worker][row.step], strict=False):
+            reply = pull._replace(op=Op.REPLY, peer=row.worker, writes=())
+            occupied, delay = self.costs.transfer(server, reply)
+            answered = self._then_answer(row.worker, row.step, delay)
+            self._work(server, occupied, key_of(server, reply), answered)
+
+    def _then_answer(self, worker: int, step: int, delay: float) -> Callable[[], None]:
+        return lambda: self._later(delay, lambda: self._answered(worker, step))

@@ -1,0 +1,164 @@
+"""simulate(program, costs): what would happen, and when. A predicted Trace, without running anything.
+
+The rule is the executor's, word for word (ARCHITECTURE.md, "How a program runs"):
+
+  * a rank walks its list in order; a compute instruction starts when what it reads is there and the rank is free
+  * transfers, copies and collectives are started when the walk reaches them and awaited at the first read of what they
+    write
+  * a message occupies its link for bytes/bandwidth and arrives a latency later; messages of a link go in order, and so
+    do those of a rank that leave it through one port
+  * a copy occupies its direction of its rank's link to the slower tier; copies of one direction go in order
+  * a collective ends at the latest arrival of its ranks plus its cost; collectives of a group go in order
+
+A program whose ranks decide as they run is walked in the order that they would choose at these costs; the trace has it.
+With a core for every rank, nothing is shared but links and groups, so no global clock is needed: each rank is walked
+as far as it can go, and again when what it waits for is known. So the time to simulate is linear in the instructions.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from minipar.costs.protocol import Costs
+from minipar.costs.unit import UnitCosts
+from minipar.errors import PlanError, ProgramError
+from minipar.prediction.dynamic import as_decided, fitted
+from minipar.prediction.oversubscription import best_way, walk_shared
+from minipar.prediction.service import follow_rule
+from minipar.prediction.streams import GroupStream, Link, Slot
+from minipar.program import PORT, Op, Program, Value
+from minipar.program.collector import paused
+from minipar.trace import Trace
+
+
+def simulate(
+    program: Program,
+    costs: Costs | None = None,
+    *,
+    forward: float = 1.0,
+    backward: float = 2.0,
+    input_gradient: float | None = None,
+    weight_gradient: float | None = None,
+    latency: float = 0.0,
+    stage_factors: Sequence[float] = (),
+    cores: float | None = None,
+) -> Trace:
+    """The predicted trace of a program.
+
+    costs     what things cost, such as a profile's; default `UnitCosts` of the keywords that follow: times of one
+              micro-batch on one rank's whole share of the layers, the delay of a message, factors per stage
+    cores     how many ranks can compute at once; default all of them (every rank is a device of its own). A part of a
+              core is what they lose by being in each other's way, as `Calibration.concurrency` says
+    Raises ProgramError if the program cannot run to its end (`verify` says why).
+    """
+    if costs is None:
+        costs = UnitCosts(program, forward, backward, input_gradient, weight_gradient, latency, tuple(stage_factors))
+        unit = "activations"
+    else:
+        unit = "bytes"
+    with paused():
+        way = best_way(program, cores) if cores is not None and 1 <= cores < len(program.ranks) else 0
+        if program.in_flight is not None:
+            program = as_decided(program, costs)
+            costs = fitted(costs, program)
+        if program.serving is not None:
+            if cores is not None and cores < 1:
+                raise PlanError(f"cores={cores}: must be at least 1")
+            program, starts, ends = follow_rule(program, costs, cores)
+        elif cores is None or cores >= len(program.ranks):
+            starts, ends = _walk(program, costs)
+        elif cores >= 1:
+            starts, ends = walk_shared(program, costs, cores, way)
+        else:
+            raise PlanError(f"cores={cores}: must be at least 1")
+    return Trace(program, starts, ends, costs.size, "predicted", unit)
+
+
+def _walk(program: Program, costs: Costs) -> tuple[list[list[float]], list[list[float]]]:
+    count = len(program.ranks)
+    starts = [[0.0] * len(instructions) for instructions in program.ranks]
+    ends = [[0.0] * len(instructions) for instructions in program.ranks]
+    place = [0] * count
+    clock = [0.0] * count
+    pending: list[dict[Value, Slot]] = [{} for _ in range(count)]  # values that are on their way
+    links: list[dict[int, Link]] = [defaultdict(Link) for _ in range(count)]  # of each rank that receives, by sender
+    groups: dict[tuple[int, ...], GroupStream] = {}
+    ahead = program.receives_ahead
+    lanes: dict[tuple[int, str], Link] = {}  # of copies, one per rank and direction
+    ports = [0.0] * count  # when each rank's is free
+    SEND, RECV, OFFLOAD, FETCH = Op.SEND, Op.RECV, Op.OFFLOAD, Op.FETCH
+
+    ready = list(range(count - 1, -1, -1))
+    while ready:
+        rank = ready.pop()
+        instructions, begin, end = program.ranks[rank], starts[rank], ends[rank]
+        waiting, arriving = pending[rank], links[rank]
+        now, index, size = clock[rank], place[rank], len(instructions)
+        while index < size:
+            ins = instructions[index]
+            op = ins[0]
+            if waiting and op is not RECV:
+                blocked = False
+                for value in ins[4]:
+                    if value in waiting:
+                        arrivals, k, writer = waiting[value]
+                        if len(arrivals) <= k:
+                            blocked = True
+                            break
+                        arrival = arrivals[k]
+                        end[writer] = arrival if arrival > begin[writer] else begin[writer]
+                        if arrival > now:
+                            now = arrival
+                        del waiting[value]
+                if blocked:
+                    arrivals.waiters.append(rank)
+                    break
+            if op is SEND:
+                link = links[ins.peer][rank]
+                occupied, delay = costs.transfer(rank, ins)
+                if ins.stream == PORT:
+                    first = now if now > ports[rank] else ports[rank]
+                    begin[index], end[index] = link.send(first, occupied, delay)
+                    ports[rank] = end[index]
+                else:
+                    begin[index], end[index] = link.send(now, occupied, delay)
+                if link.waiters:
+                    ready += link.waiters
+                    link.waiters = []
+            elif op is RECV:
+                link = arriving[ins.peer]
+                k, begin[index] = link.reach(now, ahead)
+                for value in ins.writes:
+                    waiting[value] = (link, k, index)
+            elif op is OFFLOAD or op is FETCH:
+                lane = lanes.get((rank, ins.stream)) or lanes.setdefault((rank, ins.stream), Link())
+                begin[index], end[index] = lane.send(now, *costs.transfer(rank, ins))
+                for value in ins.writes:
+                    waiting[value] = (lane, len(lane) - 1, index)
+            elif ins.group:  # a collective
+                stream = groups.get(ins.group) or groups.setdefault(ins.group, GroupStream(ins.group))
+                begin[index] = now
+                k = stream.join(rank, index, now, ins, costs, starts, ends)
+                for value in ins.writes:
+                    if value not in ins.frees:
+                        waiting[value] = (stream, k, index)
+                if stream.waiters and len(stream) > k:
+                    ready += stream.waiters
+                    stream.waiters = []
+            else:
+                begin[index] = now
+                now += costs.compute(rank, ins)
+                end[index] = now
+            index += 1
+        place[rank], clock[rank] = index, now
+
+    for rank in range(count):
+        if place[rank] < len(program.ranks[rank]):
+            raise ProgramError(
+                f"rank {rank} stops for ever at instruction {place[rank]} `{program.ranks[rank][place[rank]]}`; "
+                "verify(program) says why"
+            )
+        for arrivals, k, writer in pending[rank].values():  # received or reduced, but read by nothing
+            ends[rank][writer] = max(arrivals[k], starts[rank][writer])
+    return starts, ends

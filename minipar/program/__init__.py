@@ -1,0 +1,402 @@
+"""The program: what every rank does, in order, on named values.
+
+A strategy builds a `Program`; `verify`, `simulate`, `execute` and `plot` read the same one. A rank's program is a
+tuple of `Instruction`s. An instruction reads, writes and frees `Value`s; who waits for whom, and how much memory is
+live, is derived from these three lists and written nowhere else.
+
+    rank 0   F 0:2 mb0 | SEND output(1) mb0 -> 1 | ...          | RECV grad_output(1) mb0 <- 1 | B 0:2 mb0 | STEP 0:2
+    rank 1               RECV output(1) mb0 <- 0 | F 2:4 mb0 | B 2:4 mb0 | SEND grad_output(1) mb0 -> 0     | STEP 2:4
+
+This module imports nothing of minipar but actions, contracts, edges and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from minipar.program import edges as graphs
+from minipar.program.actions import Action as Action
+from minipar.program.actions import Backward as Backward
+from minipar.program.actions import BackwardInput as BackwardInput
+from minipar.program.actions import BackwardWeight as BackwardWeight
+from minipar.program.actions import Forward as Forward
+from minipar.program.consistency import Contract as Contract
+from minipar.program.consistency import Local as Local
+from minipar.program.consistency import Serving as Serving
+from minipar.program.consistency import Staleness as Staleness
+from minipar.program.consistency import Synchronous as Synchronous
+from minipar.program.values import TIERS as TIERS
+from minipar.program.values import Value as Value
+from minipar.program.values import buffer as buffer
+from minipar.program.values import carry as carry
+from minipar.program.values import chunk as chunk
+from minipar.program.values import disk as disk
+from minipar.program.values import grad as grad
+from minipar.program.values import grad_carry as grad_carry
+from minipar.program.values import grad_output as grad_output
+from minipar.program.values import grad_shard as grad_shard
+from minipar.program.values import home as home
+from minipar.program.values import host as host
+from minipar.program.values import incoming as incoming
+from minipar.program.values import norm as norm
+from minipar.program.values import optimizer_shard as optimizer_shard
+from minipar.program.values import optimizer_state as optimizer_state
+from minipar.program.values import output as output
+from minipar.program.values import param as param
+from minipar.program.values import param_shard as param_shard
+from minipar.program.values import pushed as pushed
+from minipar.program.values import residual as residual
+from minipar.program.values import saved as saved
+from minipar.program.values import saved_weight as saved_weight
+from minipar.program.values import served as served
+from minipar.program.values import served_state as served_state
+from minipar.program.values import tier as tier
+from minipar.program.values import version_of as version_of
+from minipar.wording import several
+
+
+class Op(str, Enum):
+    """What an instruction does. Compared with `is`, never by its text.
+
+    Loops over whole programs look the members they need up once, before they begin: it takes longer than comparing.
+    """
+
+    __hash__ = str.__hash__  # (that of an Enum is a Python function)
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+    RECOMPUTE = "R"
+    STEP = "STEP"
+    SEND = "SEND"
+    RECV = "RECV"
+    ALL_REDUCE = "ALL_REDUCE"
+    REDUCE_SCATTER = "REDUCE_SCATTER"
+    ALL_GATHER = "ALL_GATHER"
+    NORM = "NORM"  # an all-reduce of one number: the length of all gradients together
+    OFFLOAD = "OFFLOAD"  # a copy of a value to a slower tier
+    FETCH = "FETCH"  # and back
+    REDUCE = "REDUCE"  # adds what came of a chunk to the own chunk
+    PUSH = "PUSH"  # worker: gradients to a parameter server
+    PULL = "PULL"  # worker: parameters from it
+    ACCEPT = "ACCEPT"  # server: a PUSH is there
+    APPLY = "APPLY"  # server: an update
+    REPLY = "REPLY"  # server: parameters to a worker
+
+
+COMPUTE = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.RECOMPUTE, Op.STEP, Op.REDUCE)
+BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)  # from the last layer to the first
+TRANSFERS = (Op.SEND, Op.RECV)
+COLLECTIVES = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.NORM)
+COPIES = (Op.OFFLOAD, Op.FETCH)
+PORT = "port"  # stream of the SENDs that leave a rank one after another, whichever rank they are for
+SERVICE = (Op.PUSH, Op.PULL, Op.ACCEPT, Op.APPLY, Op.REPLY)
+
+
+class Part(NamedTuple):
+    """One piece of a fused instruction: a layer's compute, or one message of a collective.
+
+    `start`: of a message that carries a piece of a gradient only, the byte where the piece begins; otherwise -1.
+    """
+
+    op: Op
+    layer: int = -1
+    bytes: int = 0
+    start: int = -1
+
+
+class Instruction(NamedTuple):
+    """One line of a rank's program. Immutable, and printable on one line (`F 3:5 mb2`).
+
+    `layers` are the layers computed, or the parameter groups that a collective or STEP works on. `reads`, `writes`
+    and `frees` are local values; a value written before is updated in place. `parts` keeps what was fused. `name`, if
+    given, is the text: what a trace that was imported calls it.
+    """
+
+    op: Op
+    layers: tuple[int, ...]
+    microbatch: int
+    step: int
+    reads: tuple[Value, ...] = ()
+    writes: tuple[Value, ...] = ()
+    frees: tuple[Value, ...] = ()
+    stream: str = "compute"
+    peer: int = -1
+    group: tuple[int, ...] = ()
+    parts: tuple[Part, ...] = ()
+    name: str = ""
+
+    def __str__(self) -> str:
+        if self.name:
+            return self.name
+        if self.op is Op.SEND and self.reads:
+            return f"SEND {_moved(self.reads)} -> {self.peer}"
+        if self.op is Op.RECV and self.writes:
+            return f"RECV {_moved(self.writes)} <- {self.peer}"
+        if self.op is Op.OFFLOAD and self.reads and self.writes:
+            return f"OFFLOAD {self.reads[0]} -> {tier(self.writes[0])}"
+        if self.op is Op.FETCH and self.reads and self.writes:
+            return f"FETCH {self.writes[0]} <- {tier(self.reads[0])}"
+        text = f"{self.op.value} {span(self.layers)}"
+        text += f" mb{self.microbatch}" if self.microbatch >= 0 else ""
+        if self.op not in TRANSFERS:  # of an asynchronous program: the version used, or made
+            version = max(map(version_of, self.writes if self.op is Op.STEP else self.reads), default=-1)
+            text += f" v{version}" if version >= 0 else ""
+        if piece := piece_of(self):
+            text += f"[{piece[0]}:{piece[1]}]"
+        if self.group:
+            text += " over " + ",".join(map(str, self.group))
+        if self.op in SERVICE and self.peer >= 0:
+            text += f" {'->' if self.op in (Op.PUSH, Op.REPLY) else '<-'} {self.peer}"
+        return text
+
+
+def piece_of(ins: Instruction) -> tuple[int, int] | None:
+    """First byte and end of the piece of a gradient that an ALL_REDUCE sums; None if it sums all of it."""
+    if ins.op is not Op.ALL_REDUCE or len(ins.parts) != 1 or ins.parts[0].start < 0:
+        return None
+    return ins.parts[0].start, ins.parts[0].start + ins.parts[0].bytes
+
+
+def _moved(values: Sequence[Value]) -> str:
+    if len(values) > 1 and values[0].kind in ("chunk", "incoming"):
+        return f"{values[0].kind}({span([value.index for value in values])})"
+    return ", ".join(map(str, values))
+
+
+def message(ins: Instruction) -> tuple[Value, ...]:
+    """What a SEND or RECV moves, in the words of the rank that sends it."""
+    moved = ins.reads if ins.op is Op.SEND else ins.writes
+    return tuple(chunk(value.index) if value.kind == "incoming" else value for value in moved)
+
+
+def span(layers: Sequence[int]) -> str:
+    """Layer numbers, short: `3` for one, `3:5` for 3 and 4, `0,3:5` with a gap."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][1]:
+            runs[-1][1] = layer + 1
+        else:
+            runs.append([layer, layer + 1])
+    return ",".join(str(a) if b == a + 1 else f"{a}:{b}" for a, b in runs)
+
+
+class Group(NamedTuple):
+    """A parameter group: the parameters of one layer that no other layer shares, or one set tied between layers.
+
+    `tensors` are the sizes in bytes of its trainable parameters, `frozen` the bytes that never get a gradient.
+    """
+
+    layers: tuple[int, ...]
+    tensors: tuple[int, ...] = (0,)
+    frozen: int = 0
+
+    @property
+    def trainable(self) -> bool:
+        return bool(self.tensors)
+
+
+@dataclass(frozen=True)
+class Program:
+    """Per rank a tuple of instructions, and what their readers must know to judge them.
+
+    ranks            instructions of each rank, in the order in which its loop walks them
+    layers           number of layers of the model; layer l reads what layer l-1 hands on, or what `edges` say
+    microbatches     per replica and step (every round of accumulation counted)
+    groups           parameter groups, by index
+    mesh             axis sizes, slowest first: rank = dp index * pp + pp index
+    state            per rank the values held before the first instruction and after the last one
+    receives_ahead   how many receives per link are posted before the walk reaches them
+    clip             what STEP scales gradients down to where their norm is larger; None: nothing
+    compress         what gradients are made into before they are summed: "none", "bf16", "fp16", "topk:R", "powersgd:R"
+    precision        "bf16": layers compute in bfloat16, STEP in float32; "float32": everything as the model is
+    folder           where values on the disk are kept; "": the system's temporary folder
+    algorithm        by which gradients are summed over the replicas; "": the backend's own, or shared memory
+    room             bytes that a rank may keep in the slower tier; None: what there is
+    chunks           of a collective, which has no layers: the sizes in bytes of the chunks that its tensor is cut into
+    final            of a collective: the values that each rank holds at the end; (): those of `state`
+    selective        a BACKWARD first runs the cores of its layers' attention forward again
+    serving          the parameter servers, if there are some
+    in_flight        the ranks decide as they run, with so many micro-batches under way: `ranks` is one possible order.
+                     None: the order is this one
+    slices           a micro-batch is a slice of the tokens of a sequence: how many of equal lengths, or their lengths
+    carries          the layers that keep something of a sequence for its later slices
+    edges            of a model with branches (see `minipar.program.edges`); (): a chain. grad_output(e, i) is of edge e
+    """
+
+    ranks: tuple[tuple[Instruction, ...], ...]
+    layers: int
+    microbatches: int
+    groups: tuple[Group, ...]
+    mesh: tuple[tuple[str, int], ...] = (("dp", 1), ("pp", 1))
+    state: tuple[frozenset[Value], ...] = ()
+    steps: int = 1
+    contract: Contract = field(default_factory=Synchronous)
+    receives_ahead: int = 2
+    name: str = ""
+    clip: float | None = None
+    precision: str = "float32"
+    compress: str = "none"
+    folder: str = ""
+    room: int | None = None
+    algorithm: str = ""
+    chunks: tuple[int, ...] = ()
+    final: tuple[frozenset[Value], ...] = ()
+    selective: bool = False
+    serving: Serving | None = None
+    in_flight: int | None = None
+    slices: int | tuple[int, ...] = 1
+    carries: tuple[int, ...] = ()
+    edges: graphs.Edges = ()
+
+    def __len__(self) -> int:
+        return sum(len(instructions) for instructions in self.ranks)
+
+    def replica(self, rank: int) -> int:
+        """Which copy of the model the rank works for: its position on the `dp` axis."""
+        return rank * self.replicas // self.workers
+
+    @property
+    def workers(self) -> int:
+        """The ranks that hold layers: all but parameter servers."""
+        return len(self.ranks) - (self.serving.servers if self.serving else 0)
+
+    @property
+    def slice_count(self) -> int:
+        """How many slices a sequence is cut into."""
+        return self.slices if isinstance(self.slices, int) else len(self.slices)
+
+    @property
+    def row_microbatches(self) -> int:
+        """Into how many micro-batches the rows of a replica's step are split, each of them cut into slices."""
+        return self.microbatches // self.slice_count
+
+    @property
+    def replicas(self) -> int:
+        return dict(self.mesh).get("dp", 1)
+
+    @property
+    def losses(self) -> int:
+        """How many losses a pass gives: one for each step, or for each micro-batch that is a mini-batch of its own."""
+        own = isinstance(self.contract, Staleness) and self.contract.every is not None
+        return self.steps * self.microbatches if own else self.steps
+
+    @cached_property
+    def ops(self) -> tuple[tuple[Op, ...], ...]:
+        """What each instruction does: for walks that look at few of them, since these are close together in memory."""
+        return tuple(tuple([ins.op for ins in row]) for row in self.ranks)
+
+    @cached_property
+    def updates(self) -> int:
+        """How often the parameters change: once a step, or as often as an asynchronous program says."""
+        if isinstance(self.contract, Synchronous):
+            return self.steps
+        return max((1 + ins.step for row in self.ranks for ins in row if ins.op is Op.STEP), default=0)
+
+    @cached_property
+    def sharded(self) -> frozenset[int]:
+        """The parameter groups whose optimizer state is sharded over the replicas."""
+        return frozenset(v.index for held in self.state for v in held if home(v).kind == "optimizer_shard")
+
+    @cached_property
+    def scattered(self) -> frozenset[int]:
+        """Those of them whose parameters are sharded between steps, too."""
+        whole = {v.index for held in self.state for v in held if home(v).kind == "param"}
+        slices = {v.index for held in self.state for v in held if home(v).kind == "param_shard"}
+        return frozenset(slices - whole)  # (a slice on the host may be the optimizer's copy of a whole one)
+
+    @cached_property
+    def holders(self) -> tuple[int, ...]:
+        """For each parameter group how many ranks hold it, whole or a slice of it."""
+        held = [{v.index for v in values if home(v).kind in ("param", "param_shard")} for values in self.state]
+        return tuple(sum(g in found for found in held) for g in range(len(self.groups)))
+
+    @cached_property
+    def first_trainable(self) -> int:
+        """The first layer with a trainable parameter. Layers before it need no backward."""
+        return min((min(g.layers) for g in self.groups if g.trainable), default=self.layers)
+
+    @cached_property
+    def wiring(self) -> graphs.Wiring:
+        """Which layer reads what which other one hands on."""
+        return graphs.wiring(self.edges, self.layers)
+
+    def source(self, value: Value) -> int:
+        """The layer that an activation is of: of grad_output the one whose output it is a gradient of."""
+        return self.edges[value.index][0] if self.edges and value.kind == "grad_output" else value.index
+
+    @cached_property
+    def placement(self) -> tuple[tuple[int, ...], ...]:
+        """Layers held by each rank, ascending."""
+        FORWARD = Op.FORWARD
+        return tuple(
+            tuple(sorted({layer for op, ins in zip(ops, row, strict=True) if op is FORWARD for layer in ins.layers}))
+            for ops, row in zip(self.ops, self.ranks, strict=True)
+        )
+
+    @cached_property
+    def share(self) -> tuple[tuple[int, ...], ...]:
+        """The layers of each rank that one micro-batch goes through: of two copies of a stage, those of one."""
+        found, FORWARD = [], Op.FORWARD
+        for ops, row in zip(self.ops, self.ranks, strict=True):
+            layers: dict[int, tuple[int, ...]] = {}
+            for op, ins in zip(ops, row, strict=True):
+                if op is FORWARD and ins.step == 0:
+                    layers[ins.microbatch] = layers.get(ins.microbatch, ()) + ins.layers
+            fullest: tuple[int, ...] = max(layers.values(), key=len, default=())
+            found.append(tuple(sorted(fullest)))
+        return tuple(found)
+
+    @cached_property
+    def groups_of_layer(self) -> tuple[tuple[int, ...], ...]:
+        """For each layer the indices of the parameter groups it uses."""
+        found: list[list[int]] = [[] for _ in range(self.layers)]
+        for index, group in enumerate(self.groups):
+            for layer in group.layers:
+                found[layer].append(index)
+        return tuple(map(tuple, found))
+
+    def with_rank(self, rank: int, instructions: Iterable[Instruction]) -> Program:
+        """A copy in which one rank runs other instructions (for tests, lessons and the hand editor)."""
+        ranks = list(self.ranks)
+        ranks[rank] = tuple(instructions)
+        return replace(self, ranks=tuple(ranks))
+
+    def text(self, rank: int | None = None, limit: int = 40) -> str:
+        """The program as text, one instruction a line; of long ranks the first `limit` lines."""
+        lines = [f"program {self.name or 'by hand'}: {self._size}"]
+        for r in range(len(self.ranks)) if rank is None else [rank]:
+            instructions = self.ranks[r]
+            layers = f"layers {span(self.placement[r])}, " if self.placement[r] else ""
+            lines.append(f"rank {r}: {layers}{several(len(instructions), 'instruction')}")
+            lines += [f"  {k:4d}  {ins}" for k, ins in enumerate(instructions[:limit])]
+            lines += [f"  ... {len(instructions) - limit} more"] if len(instructions) > limit else []
+        return "\n".join(lines)
+
+    @property
+    def _size(self) -> str:
+        return f"{several(len(self.ranks), 'rank')}, {several(len(self), 'instruction')}"
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def __repr__(self) -> str:
+        return f"<Program {self.name!r}: {self._size}>"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain lists and numbers, for `json.dump`. `from_json` gives an equal program."""
+        from minipar.program import text  # (which imports this module)
+
+        return text.to_json(self)
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Program:
+        """The program that `to_json` gave."""
+        from minipar.program import text
+
+        return text.from_json(data)

@@ -1,0 +1,91 @@
+"""A collective of one's own: a generator of moves, as in the files beside this one, becomes a Program.
+
+def mine(setting, rank):                          setting.ranks, setting.root, setting.nodes
+    yield Send([rank], (rank + 1) % setting.ranks)
+    ...
+
+own_program("allreduce", mine, 4, 1 << 20)        verify it, simulate it, draw it, play it on tensors
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+from minipar.errors import PlanError
+from minipar.program import Program
+from minipar.program.collectives.moves import Algorithm, Copy, Move, Moves, Reduce, Send, Setting, bounds, lay_out
+from minipar.wording import several
+
+__all__ = ["Copy", "Move", "Reduce", "Send", "Setting", "own_program"]
+
+MOST = 10_000  # moves of a rank: a generator that never ends must not hang a notebook
+
+
+def own_program(
+    collective: str,
+    moves: Moves,
+    ranks: int,
+    nbytes: int,
+    *,
+    root: int = 0,
+    nodes: int = 1,
+    chunks: int | None = None,
+) -> Program:
+    """The program of a collective on `ranks` ranks, whose `moves(setting, rank)` are somebody's own.
+
+    chunks   how many the tensor is cut into; default one for each rank (for each pair in an all_to_all, and one
+             altogether in a broadcast and a reduce)
+    The rest as in `algorithms.program`. It is not verified. Errors: PlanError for what is no move, or names a chunk or
+    a rank that is not there; what the generator raises.
+    """
+    setting = Setting(ranks, root, nodes)
+    made = algorithm(collective, moves, chunks)
+    count = made.chunks(collective, setting)
+    each = count // ranks if collective == "all_to_all" else count  # there each rank's tensor is cut by itself
+    cuts = [bounds(nbytes, each, c % each) for c in range(count)]
+    sizes = tuple(last - first for first, last in cuts)
+    return lay_out(
+        f"{collective} by hand, {several(ranks, 'rank')}", collective, setting, made.moves[collective], sizes
+    )
+
+
+def algorithm(collective: str, moves: Moves, chunks: int | None = None) -> Algorithm:
+    """Somebody's own moves as an algorithm for one collective; what they yield is checked."""
+
+    def count(collective: str, setting: Setting) -> int:
+        usual = {"broadcast": 1, "reduce": 1, "all_to_all": setting.ranks**2}.get(collective, setting.ranks)
+        return usual if chunks is None else chunks
+
+    def checked(setting: Setting, rank: int) -> Iterator[Move]:
+        made: Any = moves(setting, rank)
+        if not isinstance(made, Iterable):
+            raise PlanError(f"rank {rank}: gave {made!r}; moves are yielded: `yield Send([0], 1)`")
+        for k, move in enumerate(islice(made, MOST + 1)):
+            if k == MOST:
+                raise PlanError(f"rank {rank}: yields more than {MOST} moves; does a loop end?")
+            yield _checked(move, rank, setting.ranks, count(collective, setting))
+
+    return Algorithm({collective: checked}, None, count)
+
+
+def joined(first: Algorithm, second: Algorithm) -> Algorithm:
+    """One algorithm for the collectives of two; the second one's counts."""
+
+    def count(collective: str, setting: Setting) -> int:
+        return (second if collective in second.moves else first).chunks(collective, setting)
+
+    return Algorithm({**first.moves, **second.moves}, None, count)
+
+
+def _checked(move: Any, rank: int, ranks: int, chunks: int) -> Move:
+    """A move with its chunks as a tuple; PlanError if it is none."""
+    if not isinstance(move, (Send, Reduce, Copy)):
+        raise PlanError(f"rank {rank}: yields {move!r}, which is no move; possible are Send, Reduce, Copy")
+    named, peer = move
+    if not isinstance(named, Sequence) or not all(isinstance(c, int) and 0 <= c < chunks for c in named):
+        raise PlanError(f"rank {rank}: {move} needs a list of chunks, which count from 0 to {chunks - 1}")
+    if not isinstance(peer, int) or not 0 <= peer < ranks or peer == rank:
+        raise PlanError(f"rank {rank}: {move} needs another rank, and they count from 0 to {ranks - 1}")
+    return type(move)(tuple(named), peer)

@@ -1,0 +1,94 @@
+"""Whether ranks agree: on the messages of each link, and on the collectives of each group and their order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from minipar.program import COLLECTIVES, Instruction, Op, Program, Value, home, message
+from minipar.program.verify.diagnostics import at, refuse
+
+
+def check_links(program: Program) -> None:
+    """What one rank sends another receives, in the same order."""
+    sends: dict[tuple[int, int], list[tuple[tuple[Value, ...], int]]] = {}
+    receives: dict[tuple[int, int], list[tuple[tuple[Value, ...], int]]] = {}
+    replica = [program.replica(rank) for rank in range(len(program.ranks))]
+    for rank, instructions in enumerate(program.ranks):
+        for index, ins in enumerate(instructions):
+            if ins.op is not Op.SEND and ins.op is not Op.RECV:
+                continue
+            if not 0 <= ins.peer < len(program.ranks) or ins.peer == rank:
+                raise refuse(program, rank, index, f"{at(program, rank, index)}: there is no other rank {ins.peer}")
+            if replica[ins.peer] != replica[rank]:
+                reason = f"{at(program, rank, index)}: rank {ins.peer} works on the rows of another replica"
+                raise refuse(program, rank, index, reason)
+            if ins.op is Op.SEND:
+                sends.setdefault((rank, ins.peer), []).append((message(ins), index))
+            else:
+                receives.setdefault((ins.peer, rank), []).append((message(ins), index))
+    for source, target in sorted(sends.keys() | receives.keys()):
+        sent, received = sends.get((source, target), []), receives.get((source, target), [])
+        here, there = [value for value, _ in sent], [value for value, _ in received]
+        n = _first_difference(here, there)
+        if n is None:
+            continue
+        if n < len(there) and there[n] not in here[n:]:
+            place = received[n][1]
+            reason = f"receive without send: {at(program, target, place)}, not sent by rank {source}"
+            raise refuse(program, target, place, reason)
+        if n < len(here) and here[n] not in there[n:]:
+            index = sent[n][1]
+            reason = f"send without receive: {at(program, source, index)}, not taken by rank {target}"
+            raise refuse(program, source, index, reason)
+        x, y = at(program, source, sent[n][1]), at(program, target, received[n][1])
+        raise refuse(program, target, received[n][1], f"receive order differs from send order: {x} meets {y}")
+
+
+def _first_difference(a: Sequence[object], b: Sequence[object]) -> int | None:
+    """The first position at which two sequences differ, the end of the shorter one included."""
+    if a == b:
+        return None
+    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def check_groups(program: Program) -> None:
+    """All ranks of a group start the same collectives, in the same order."""
+    calls: dict[tuple[int, ...], dict[int, list[int]]] = {}
+    for rank, instructions in enumerate(program.ranks):
+        for index, ins in enumerate(instructions):
+            if ins.op in COLLECTIVES:
+                if rank not in ins.group:
+                    raise refuse(program, rank, index, f"{at(program, rank, index)}: rank {rank} is not of that group")
+                if list(ins.group) != sorted(set(ins.group)):
+                    reason = f"{at(program, rank, index)}: the ranks of a group ascend, each once; possible is"
+                    raise refuse(program, rank, index, f"{reason} group={tuple(sorted(set(ins.group)))}")
+                calls.setdefault(ins.group, {}).setdefault(rank, []).append(index)
+    for group, by_rank in calls.items():
+        first = group[0]
+        for rank in group[1:]:
+            mine, theirs = by_rank.get(first, []), by_rank.get(rank, [])
+            here = [_call(program.ranks[first][index]) for index in mine]
+            there = [_call(program.ranks[rank][index]) for index in theirs]
+            n = _first_difference(here, there)
+            if n is None:
+                continue
+            if n < len(here) and here[n] not in there[n:]:
+                reason = f"collective without partner: {at(program, first, mine[n])}; rank {rank} never joins"
+                raise refuse(program, first, mine[n], reason)
+            if n < len(there) and there[n] not in here[n:]:
+                reason = f"collective without partner: {at(program, rank, theirs[n])}; rank {first} never joins"
+                raise refuse(program, rank, theirs[n], reason)
+            x, y = at(program, first, mine[n]), at(program, rank, theirs[n])
+            raise refuse(program, rank, theirs[n], f"collectives in different order: {x} meets {y}")
+
+
+def _call(ins: Instruction) -> tuple[object, ...]:
+    """What all ranks of a collective must agree on."""
+    # (a norm is taken over all ranks, each with its own groups)
+    kind = home(ins.reads[0]).kind if ins.op is Op.ALL_REDUCE and ins.reads else ""
+    # (and a sum is known by its text, by which ranks tell whether they mean the same one)
+    name = ins.name if ins.op is Op.ALL_REDUCE else ""
+    return ins.op, kind, () if ins.op is Op.NORM else ins.layers, ins.microbatch, ins.parts, ins.step, name
+
+
+# 4. each rank alone -------------------------------------------------------------------------------------------------

@@ -1,0 +1,107 @@
+"""What a collective's program computes: for every chunk on every rank, whose values are summed in it.
+
+A chunk that a rank holds at the beginning is its own value, once. SEND takes a copy along, REDUCE adds what came,
+RECV into a chunk replaces it. So a program is right if at the end every chunk on every rank is made of each rank that
+had it at the beginning, exactly once: in an allreduce all ranks, in an all-gather the chunk's one owner.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from minipar.errors import ProgramError
+from minipar.program import Op, Program, Value
+from minipar.program.verify.diagnostics import at, refuse
+
+Sums = dict[int, Counter[int]]  # of one rank: chunk -> how often each rank's value is in it
+
+
+def result(program: Program) -> list[Sums]:
+    """Per rank, for each chunk that it holds at the end: how often each rank's value is summed in it."""
+    held: list[Sums] = [{v.index: Counter((rank,)) for v in state} for rank, state in enumerate(program.state)]
+    sent: dict[tuple[int, int], list[Sums]] = {}
+    received: dict[tuple[int, int], int] = {}
+    pending: list[dict[Value, tuple[tuple[int, int], int]]] = [{} for _ in program.ranks]
+    came: list[dict[Value, Counter[int]]] = [{} for _ in program.ranks]  # and waits to be added
+    place = [0] * len(program.ranks)
+
+    def arrive(rank: int, values: tuple[Value, ...]) -> bool:
+        for value in values:
+            if value in pending[rank]:
+                link, k = pending[rank][value]
+                if len(sent.get(link, ())) <= k:
+                    return False
+                del pending[rank][value]
+                content = sent[link][k][value.index]
+                if value.kind == "incoming":
+                    came[rank][value] = content
+                else:
+                    held[rank][value.index] = content
+        return True
+
+    def advance(rank: int) -> bool:
+        row, start = program.ranks[rank], place[rank]
+        for ins in row[start:]:
+            if not arrive(rank, ins.reads):
+                break
+            if ins.op is Op.SEND:
+                sent.setdefault((rank, ins.peer), []).append({v.index: held[rank][v.index] for v in ins.reads})
+            elif ins.op is Op.RECV:
+                link = ins.peer, rank
+                received[link] = k = received.get(link, -1) + 1
+                pending[rank].update(dict.fromkeys(ins.writes, (link, k)))
+            else:
+                for value in ins.reads:
+                    if value.kind == "incoming":
+                        held[rank][value.index] = held[rank][value.index] + came[rank].pop(value)
+            for value in ins.frees:
+                if value.kind == "chunk":
+                    del held[rank][value.index]
+            place[rank] += 1
+        return place[rank] > start
+
+    while sum(advance(rank) for rank in range(len(program.ranks))):
+        pass
+    for rank, waiting in enumerate(pending):
+        arrive(rank, tuple(waiting))
+    return held
+
+
+def check_contributions(program: Program) -> None:
+    """ProgramError if a chunk at the end is not the sum of what all ranks had of it, each once."""
+    wanted: dict[int, Counter[int]] = {}
+    for rank, state in enumerate(program.state):
+        for value in state:
+            wanted.setdefault(value.index, Counter())[rank] = 1
+    for rank, sums in enumerate(result(program)):
+        for index, found in sorted(sums.items()):
+            if found == wanted[index]:
+                continue
+            wrong = [f"lacks rank {r}'s" for r in sorted(wanted[index] - found)]
+            wrong += [f"counts rank {r}'s {found[r]} times" for r in sorted(found - wanted[index])]
+            raise ProgramError(f"rank {rank} ends with a chunk({index}) that {wrong[0]}")
+
+
+def check_moves(program: Program) -> None:
+    """ProgramError if an instruction is none that a collective is made of, or names other values than it moves."""
+    for rank, row in enumerate(program.ranks):
+        for index, ins in enumerate(row):
+            where = at(program, rank, index)
+            if ins.op not in (Op.SEND, Op.RECV, Op.REDUCE):
+                raise refuse(program, rank, index, f"{where}: a collective is made of SEND, RECV and REDUCE")
+            if not ins.layers or not 0 <= min(ins.layers) <= max(ins.layers) < len(program.chunks):
+                raise refuse(program, rank, index, f"{where} works on a chunk that is not there")
+            chunks = [Value("chunk", c) for c in ins.layers]
+            kinds = {value.kind for value in ins.writes}
+            if ins.op is Op.SEND:
+                right = list(ins.reads) == chunks and not ins.writes
+            elif ins.op is Op.RECV:
+                sources = {value.microbatch for value in ins.writes if value.kind == "incoming"}
+                named = [value.index for value in ins.writes] == list(ins.layers)
+                right = named and not ins.reads and kinds in ({"chunk"}, {"incoming"}) and sources <= {ins.peer}
+            else:
+                added = [value for value in ins.reads if value.kind == "incoming"]
+                own = [value for value in ins.reads if value.kind == "chunk"]
+                right = [value.index for value in added] == list(ins.layers) and own == chunks == list(ins.writes)
+            if not right:
+                raise refuse(program, rank, index, f"{where} does not name the chunks that it works on")

@@ -1,0 +1,314 @@
+"""What the verifier asks of a program with parameter servers: would it run, and does it keep its contract?
+
+  1. each worker   every step that it does has every micro-batch forward and backward, exactly once, between the
+                   parameters that it pulls and the gradients that it pushes, which are then complete
+  2. each link     the pushes of a worker are what its server accepts, in order; replies are what is pulled
+  3. together      walking the lists ends; all parameters of a step are of one version; an update takes each gradient
+                   once, and none of parameters that are older than the contract allows; mode sync takes all of a step
+
+In the modes in which servers decide, a program that was not run yet has no instructions for them: then only what each
+worker does alone is asked.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from minipar.errors import ProgramError
+from minipar.program import Instruction, Op, Program, Staleness, Value, grad, param, pushed, served, served_state
+from minipar.program.verify.deadlock import ProgramDeadlock
+from minipar.program.verify.diagnostics import at, refuse
+from minipar.wording import several
+
+_PARTNER = {Op.PUSH: Op.ACCEPT, Op.REPLY: Op.PULL}
+
+
+def check_workers(program: Program) -> None:
+    """The first question."""
+    _check_names(program)
+    wanted = program.microbatches
+    for rank in range(program.workers):
+        done: dict[tuple[str, int, int], set[int]] = defaultdict(set)
+        pushed: dict[tuple[int, int], set[int]] = defaultdict(set)
+        for index, ins in enumerate(program.ranks[rank]):
+            what = {Op.FORWARD: "forward", Op.BACKWARD: "backward"}.get(ins.op)
+            for layer in ins.layers if what else ():
+                assert what is not None
+                if ins.microbatch in done[what, layer, ins.step]:
+                    reason = f"micro-batch {ins.microbatch} is doubled: {at(program, rank, index)} is not the first"
+                    raise refuse(program, rank, index, reason)
+                done[what, layer, ins.step].add(ins.microbatch)
+            for g in ins.layers if ins.op is Op.PUSH else ():
+                if ins.peer in pushed[g, ins.step]:
+                    reason = f"{at(program, rank, index)} pushes grad({g}) of step {ins.step} again"
+                    raise refuse(program, rank, index, reason)
+                pushed[g, ins.step].add(ins.peer)
+                for layer in program.groups[g].layers:
+                    there = done["backward", layer, ins.step]
+                    if len(there) < wanted:
+                        i = min(set(range(wanted)) - there)
+                        reason = f"{at(program, rank, index)} pushes before the gradient is complete: grad({g}) lacks"
+                        raise refuse(program, rank, index, f"{reason} micro-batch {i} (layer {layer})")
+        steps = {ins.step for ins in program.ranks[rank] if ins.op is Op.PULL}
+        every = not isinstance(program.contract, Staleness) or not any(program.ranks[program.workers :])
+        if lost := set(range(program.steps)) - steps if every else ():
+            raise ProgramError(f"rank {rank} leaves step {min(lost)} out: it pulls no parameters for it")
+        if more := steps - set(range(program.steps)):
+            raise ProgramError(
+                f"rank {rank} pulls parameters for step {min(more)}; steps count from 0 to {program.steps - 1}"
+            )
+        for step in sorted(steps):
+            for layer in range(program.layers):
+                if len(done["forward", layer, step]) < wanted:
+                    i = min(set(range(wanted)) - done["forward", layer, step])
+                    reason = f"micro-batch {i} is missing: rank {rank} does not run the forward of layer {layer}"
+                    raise ProgramError(f"{reason} on it (step {step})")
+            for g, group in enumerate(program.groups):
+                if group.trainable and not pushed[g, step]:
+                    raise ProgramError(f"rank {rank} never pushes grad({g}) of step {step}")
+
+
+_WORK = (Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD)
+
+
+def _check_names(program: Program) -> None:
+    """What workers and servers say to each other: each the groups that the server keeps, with the values of these."""
+    assert program.serving is not None
+    if (program.serving.mode == "sync") == isinstance(program.contract, Staleness):
+        contract = type(program.contract).__name__
+        raise ProgramError(
+            f"mode={program.serving.mode} with contract {contract}: sync is Synchronous, others Staleness"
+        )
+    servers = range(program.workers, len(program.ranks))
+    shares = {rank: {v.index for v in program.state[rank] if v.kind == "served"} for rank in servers}
+    for rank, row in enumerate(program.ranks):
+        pulled: dict[int, dict[int, int]] = {}  # group -> server -> step
+        applied = 0
+        for index, ins in enumerate(row):
+            works = rank < program.workers
+            if ins.op not in ((*_WORK, Op.PULL, Op.PUSH) if works else (Op.ACCEPT, Op.APPLY, Op.REPLY)):
+                who = "worker" if works else "server"
+                raise refuse(
+                    program, rank, index, f"{at(program, rank, index)}: rank {rank} is a {who}, which does not"
+                )
+            if ins.stream == "host":
+                raise refuse(
+                    program, rank, index, f"{at(program, rank, index)}: workers and servers have no host stream"
+                )
+            if ins.op in _WORK:
+                _check_work(program, rank, index, pulled, shares)
+                continue
+            server = ins.peer if works else rank
+            partners = servers if works else range(program.workers)
+            if ins.op is not Op.APPLY and ins.peer not in partners:
+                raise refuse(program, rank, index, f"{at(program, rank, index)}: rank {ins.peer} is no partner for it")
+            whole = shares[server] if ins.op is Op.APPLY else set(ins.layers)
+            if (
+                not ins.layers
+                or len(set(ins.layers)) < len(ins.layers)
+                or not whole <= set(ins.layers) <= shares[server]
+            ):
+                told = ", ".join(map(str, sorted(shares[server])))
+                reason = (
+                    f"{at(program, rank, index)}: server {server} keeps groups {told}; possible are these, each once"
+                )
+                raise refuse(program, rank, index, reason)
+            _check_values(program, rank, index, applied)
+            applied += ins.op is Op.APPLY
+            for g in ins.layers if ins.op is Op.PULL else ():
+                pulled.setdefault(g, {})[server] = ins.step
+
+
+def _check_work(
+    program: Program, rank: int, index: int, pulled: dict[int, dict[int, int]], shares: dict[int, set[int]]
+) -> None:
+    """A layer uses the parameters that were pulled for its step, and a backward writes all of its gradients."""
+    ins = program.ranks[rank][index]
+    for g in {g for layer in ins.layers for g in program.groups_of_layer[layer] if program.groups[g].trainable}:
+        for server, share in shares.items():
+            if g in share and pulled.get(g, {}).get(server) != ins.step:
+                reason = f"{at(program, rank, index)} uses param({g}), which was not pulled from rank {server} for step"
+                raise refuse(program, rank, index, f"{reason} {ins.step}")
+        if ins.op is Op.BACKWARD and grad(g) not in ins.writes:
+            raise refuse(program, rank, index, f"{at(program, rank, index)} makes grad({g}), but does not write it")
+
+
+def _check_values(program: Program, rank: int, index: int, applied: int) -> None:
+    """A message names the values of its groups; an update all that it changes."""
+    ins, where = program.ranks[rank][index], at(program, rank, index)
+    groups = ins.layers
+    reads, writes = set(ins.reads), set(ins.writes)
+    if ins.op is Op.APPLY:
+        state = {kind(g) for g in groups for kind in (served, served_state)}
+        gradients = {v for v in reads if v.kind == "pushed"}
+        right = writes == state <= reads and gradients <= set(ins.frees)
+        if ins.step != applied:
+            raise refuse(
+                program, rank, index, f"{where} is update {applied} of its server, but is called step {ins.step}"
+            )
+    elif ins.op is Op.ACCEPT:
+        right = ins.writes == tuple(pushed(g, ins.peer, ins.step) for g in groups) and not reads
+    elif ins.op is Op.PULL:
+        right = writes == set(map(param, groups)) and not reads
+    else:
+        right = reads == set(map(grad if ins.op is Op.PUSH else served, groups)) and not writes
+        kept = [v for v in reads - set(ins.frees) if not _parted(program, rank, index, v)]
+        if ins.op is Op.PUSH and kept:  # (what stays would go into the push of the next step, too)
+            reason = f"{where} keeps {min(kept)}; possible is frees with all that is pushed"
+            raise refuse(program, rank, index, reason)
+    if not right:
+        raise refuse(program, rank, index, f"{where} names other values than those of its groups")
+
+
+def check_service(program: Program) -> None:
+    """The other questions, where servers have instructions."""
+    if not any(program.ranks[program.workers :]):
+        return
+    _check_links(program)
+    _Walk(program).run()
+
+
+def _check_links(program: Program) -> None:
+    sides: dict[tuple[Op, int, int], list[tuple[object, int]]] = defaultdict(list)
+    for rank, row in enumerate(program.ranks):
+        for index, ins in enumerate(row):
+            if ins.op in (Op.PUSH, Op.REPLY):
+                sides[ins.op, rank, ins.peer].append(((ins.layers, ins.step), index))
+            elif ins.op in (Op.ACCEPT, Op.PULL):
+                op = Op.PUSH if ins.op is Op.ACCEPT else Op.REPLY
+                sides[_PARTNER[op], ins.peer, rank].append(((ins.layers, ins.step), index))
+    for op, partner in _PARTNER.items():
+        links = {key[1:] for key in sides if key[0] in (op, partner)}
+        for source, target in sorted(links):
+            sent, taken = sides.get((op, source, target), []), sides.get((partner, source, target), [])
+            for (here, k), (there, n) in zip(sent, taken, strict=False):
+                if here != there:
+                    reason = f"{at(program, source, k)} meets {at(program, target, n)}"
+                    raise refuse(program, target, n, f"receive order differs from send order: {reason}")
+            if len(sent) > len(taken):
+                index = sent[len(taken)][1]
+                reason = f"send without receive: {at(program, source, index)}, not taken by rank {target}"
+                raise refuse(program, source, index, reason)
+            if len(taken) > len(sent):
+                index = taken[len(sent)][1]
+                reason = f"receive without send: {at(program, target, index)}, not sent by rank {source}"
+                raise refuse(program, target, index, reason)
+
+
+class _Walk:
+    """All ranks, each as far as it can go, again and again."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.place = [0] * len(program.ranks)
+        self.sent: dict[tuple[int, int, Op], int] = defaultdict(int)
+        self.taken: dict[tuple[int, int, Op], int] = defaultdict(int)
+        self.version = [0] * len(program.ranks)  # updates of a server; the version that a worker pulled
+        self.replies: dict[tuple[int, int], list[int]] = defaultdict(list)  # versions, by server and worker
+        self.used: dict[tuple[int, int], int] = {}  # worker and step: the version it was computed from
+        self.applied: set[tuple[int, int, int, int]] = set()  # server, group, worker, step
+
+    def run(self) -> None:
+        ranks = range(len(self.program.ranks))
+        while any(list(map(self._advance, ranks))):
+            pass
+        stuck = [rank for rank in ranks if self.place[rank] < len(self.program.ranks[rank])]
+        if stuck:
+            lines = [f"  {at(self.program, rank, self.place[rank])} waits for ever" for rank in stuck]
+            raise ProgramDeadlock("deadlock: workers and servers wait for each other", "\n".join(lines))
+
+    def _advance(self, rank: int) -> bool:
+        row, start = self.program.ranks[rank], self.place[rank]
+        while self.place[rank] < len(row):
+            index, ins = self.place[rank], row[self.place[rank]]
+            if ins.op in (Op.ACCEPT, Op.PULL):
+                op = Op.PUSH if ins.op is Op.ACCEPT else Op.REPLY
+                k = self.taken[ins.peer, rank, op]
+                if self.sent[ins.peer, rank, op] <= k:
+                    break
+                self.taken[ins.peer, rank, op] = k + 1
+                if ins.op is Op.PULL:
+                    self._pull(rank, index, ins, self.replies[ins.peer, rank][k])
+            elif ins.op in (Op.PUSH, Op.REPLY):
+                self.sent[rank, ins.peer, ins.op] += 1
+                if ins.op is Op.REPLY:
+                    self.replies[rank, ins.peer].append(self.version[rank])
+            elif ins.op is Op.APPLY:
+                self._apply(rank, index, ins)
+            self.place[rank] += 1
+        return self.place[rank] > start
+
+    def _pull(self, rank: int, index: int, ins: Instruction, version: int) -> None:
+        where, synchronous = at(self.program, rank, index), not isinstance(self.program.contract, Staleness)
+        if self.used.setdefault((rank, ins.step), version) != version:
+            reason = f"{where} brings version {version}, but another server's parameters of this step are of"
+            raise refuse(self.program, rank, index, f"{reason} version {self.used[rank, ins.step]}")
+        if synchronous and version != ins.step:
+            reason = (
+                f"{where} brings parameters after {several(version, 'update')}; a synchronous program "
+                f"promises {ins.step}"
+            )
+            raise refuse(self.program, rank, index, reason)
+
+    def _apply(self, rank: int, index: int, ins: Instruction) -> None:
+        program, where, update = self.program, at(self.program, rank, index), self.version[rank]
+        found: dict[int, set[tuple[int, int]]] = defaultdict(set)
+        for value in ins.reads:
+            if value.kind == "pushed":
+                found[value.index].add((value.microbatch, value.step))
+        for g in ins.layers:
+            if found[g] != found[ins.layers[0]] or not found[g]:
+                raise refuse(program, rank, index, f"{where} takes other gradients of grad({g}) than of the rest")
+            for worker, step in found[g]:
+                if (rank, g, worker, step) in self.applied:
+                    reason = f"{where} takes what rank {worker} pushed of grad({g}) in step {step} twice"
+                    raise refuse(program, rank, index, reason)
+                self.applied.add((rank, g, worker, step))
+        contract = program.contract
+        for worker, step in found[ins.layers[0]] if ins.layers else ():
+            late = update - self.used[worker, step]
+            bound = contract.bound if isinstance(contract, Staleness) else 0
+            if bound is not None and late > bound:
+                reason = f"{where} takes a gradient of rank {worker} that is {several(late, 'update')} old"
+                raise refuse(program, rank, index, f"{reason}; its contract allows {bound}")
+        if not isinstance(contract, Staleness):
+            missing = {(worker, update) for worker in range(program.workers)} - found[ins.layers[0]]
+            if missing:
+                worker = min(missing)[0]
+                reason = f"{where} comes before all gradients are there: rank {worker}'s of step {update} is not read"
+                raise refuse(program, rank, index, reason)
+        self.version[rank] += 1
+
+
+def staleness(program: Program) -> list[int]:
+    """Per worker the most updates between the parameters that it pulled and the update that its gradient went into;
+    0 for servers."""
+    worst = [0] * len(program.ranks)
+    for worker, _, _, late in ages(program):
+        worst[worker] = max(worst[worker], late)
+    return worst
+
+
+def ages(program: Program) -> list[tuple[int, int, int, int]]:
+    """Of every gradient in an update: its worker, its step, the update, and how many updates came in between."""
+    used: dict[tuple[int, int], int] = {}
+    found = []
+    version = 0
+    for ins in program.ranks[program.workers] if program.serving else ():
+        if ins.op is Op.REPLY:
+            used[ins.peer, ins.step] = version
+        elif ins.op is Op.APPLY:
+            taken = dict.fromkeys((v.microbatch, v.step) for v in ins.reads if v.kind == "pushed")
+            found += [(worker, step, version, version - used[worker, step]) for worker, step in taken]
+            version += 1
+    return found
+
+
+def _parted(program: Program, rank: int, index: int, value: Value) -> bool:
+    """Whether another part of a pushed gradient goes to another server, before it is written again."""
+    for ins in program.ranks[rank][index + 1 :]:
+        if value in ins.writes:
+            return False
+        if ins.op is Op.PUSH and value in ins.reads:
+            return ins.peer != program.ranks[rank][index].peer
+    return False

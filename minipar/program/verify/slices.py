@@ -1,0 +1,46 @@
+"""What verify must know of slices of a sequence: each takes from the one before it, and gives to the next."""
+
+from __future__ import annotations
+
+from minipar.program import BACKWARDS, Instruction, Op, Program, Value, carry, grad_carry
+from minipar.program.verify.diagnostics import at, refuse
+
+KINDS = ("carry", "grad_carry")
+_FORWARDS = (Op.FORWARD, Op.RECOMPUTE)
+
+
+def check_carries(program: Program) -> None:
+    """Every forward reads and writes the carries of its layers, every backward their gradients, of its own sequence."""
+    count, carrying = program.slice_count, frozenset(program.carries)
+    for rank, instructions in enumerate(program.ranks):
+        begun: dict[tuple[int, int], int] = {}  # of each sequence the slice that went forward last
+        for index, ins in enumerate(instructions):
+            if ins.op not in _FORWARDS and ins.op not in BACKWARDS:
+                continue
+            i, place = ins.microbatch % count, (ins.microbatch // count, ins.step)
+            if i > begun.get(place, -1) + 1:  # (where its tokens begin is counted as slices go by)
+                before = ins.microbatch - 1
+                reason = f"{at(program, rank, index)} comes before the slice before it, micro-batch {before}"
+                raise refuse(program, rank, index, reason)
+            begun[place] = max(i, begun.get(place, -1))
+            reads, writes = _expected(ins, count, carrying)
+            named = {v for v in ins.reads if v.kind in KINDS}, {v for v in ins.writes if v.kind in KINDS}
+            for does, wanted, found in (("read", reads, named[0]), ("write", writes, named[1])):
+                if found != wanted:
+                    value = min(found ^ wanted)
+                    says = f"needs to {does} {value}" if value in wanted else f"cannot {does} {value}"
+                    raise refuse(program, rank, index, f"{at(program, rank, index)} {says}")
+
+
+def _expected(ins: Instruction, count: int, carrying: frozenset[int]) -> tuple[set[Value], set[Value]]:
+    """The carries and their gradients that an instruction reads and writes."""
+    i, step = ins.microbatch, ins.step
+    layers = carrying.intersection(ins.layers)
+    before = {carry(layer, i - 1, step) for layer in layers} if i % count else set()
+    after = {carry(layer, i, step) for layer in layers} if (i + 1) % count else set()
+    if ins.op is Op.FORWARD:
+        return before, after
+    if ins.op is not Op.BACKWARD:
+        return before, set()
+    arriving = {grad_carry(value.index, i, step) for value in after}
+    return before | after | arriving, {grad_carry(value.index, i - 1, step) for value in before}

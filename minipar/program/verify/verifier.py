@@ -1,0 +1,623 @@
+"""verify(program): proof that a program can run, or the shortest explanation of why not.
+
+Seven questions, each with its own kind of evidence, asked in the order in which their answers explain most:
+  0. the program's fields  they are of the types and sizes that its readers work with (fields.py)
+  1. each instruction      it names the values that its work on these layers and this micro-batch needs, and its layers,
+                           groups and stream are such as a rank can work on
+  2. each replica          every layer runs every micro-batch forward and backward, exactly once
+  3. each link and group   the sends of a link are its receives, in order; collectives agree on all ranks of a group
+  4. each rank alone       every read has a producer before it, nothing is written twice or used after it was freed
+  5. all ranks together    walking the lists by the rule of execution ends (no deadlock), nothing changes while it is
+                           under way, and every STEP finds the sum of all micro-batches of all replicas in its
+                           gradients, each exactly once, and every forward and backward the parameters that the
+                           contract promises
+  6. the end               no value is left over, none is missing
+Of a collective, which has no layers, the second question is another one: every chunk that a rank holds at the end is
+the sum of what all ranks had of it at the beginning, each exactly once (contributions.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+
+from minipar.errors import ProgramError
+from minipar.program import (
+    BACKWARDS,
+    COLLECTIVES,
+    COPIES,
+    SERVICE,
+    TIERS,
+    Instruction,
+    Local,
+    Op,
+    Program,
+    Staleness,
+    Value,
+    grad_shard,
+    home,
+    norm,
+    optimizer_shard,
+    param,
+    piece_of,
+    tier,
+)
+from minipar.program.collector import paused
+from minipar.program.verify import fields, service, slices
+from minipar.program.verify.agreement import check_groups, check_links
+from minipar.program.verify.contributions import check_contributions, check_moves
+from minipar.program.verify.diagnostics import at, refuse
+from minipar.program.verify.stale_walk import StaleWalk, settled
+from minipar.program.verify.walk import Walk
+
+
+def verify(program: Program) -> None:
+    """Silent if the program can run; otherwise ProgramError (or its sub-class for deadlocks) says why not.
+
+    Takes about 6 microseconds an instruction.
+    """
+    with paused():
+        try:
+            fields.check_fields(program)
+            _verify(program)
+        except fields.STUMBLES as error:
+            raise fields.explain(program, error) from error
+
+
+def _verify(program: Program) -> None:
+    if program.chunks:
+        check_moves(program)
+    else:
+        _check_instructions(program)
+        if program.slice_count > 1:
+            slices.check_carries(program)
+        if program.serving is not None:
+            service.check_workers(program)
+        for replica in range(program.replicas if program.serving is None else 0):
+            _check_microbatches(program, replica)
+    check_links(program)
+    check_groups(program)
+    left = [_check_rank(program, rank) for rank in range(len(program.ranks))]
+    stale = isinstance(program.contract, Staleness) and program.serving is None and not program.chunks
+    if program.serving is not None:
+        service.check_service(program)
+    else:
+        (StaleWalk if stale else Walk)(program).run()
+    for rank, live in enumerate(left):
+        _check_end(program, rank, settled(program, rank, live) if stale else live)
+    if program.chunks:
+        check_contributions(program)
+
+
+# 1. each instruction ------------------------------------------------------------------------------------------------
+
+
+_ON_LAYERS = (Op.FORWARD, Op.RECOMPUTE, *BACKWARDS)
+_MOVED = ("output", "grad_output")  # what travels between the ranks of a pipeline
+_COPIED = ("saved", "param", "grad", "optimizer_state", "param_shard", "grad_shard", "optimizer_shard", *_MOVED)
+
+
+class _State:
+    """What the instructions of one rank on parameter groups must agree on.
+
+    updated   groups -> those that one optimizer has together; `buffers`: those whose gradients lie in one buffer
+    held      what the rank holds, wherever
+    """
+
+    def __init__(self, program: Program, rank: int) -> None:
+        self.updated: dict[int, tuple[int, ...]] = {}
+        self.buffers: dict[int, tuple[int, ...]] = {}
+        self.program, self.rank = program, rank
+
+    @cached_property
+    def held(self) -> frozenset[Value]:
+        return frozenset(map(home, self.program.state[self.rank])) if self.program.state else frozenset()
+
+    @cached_property
+    def places(self) -> dict[int, set[str]]:
+        """For each group the streams of its STEPs."""
+        found: dict[int, set[str]] = {}
+        for op, ins in zip(self.program.ops[self.rank], self.program.ranks[self.rank], strict=True):
+            for g in ins.layers if op is Op.STEP else ():
+                found.setdefault(g, set()).add(ins.stream)
+        return found
+
+
+def _check_instructions(program: Program) -> None:
+    known: dict[tuple[Op, tuple[int, ...]], tuple[frozenset[tuple[str, int]], frozenset[tuple[str, int]]]] = {}
+    carried = slices.KINDS if program.slice_count > 1 else ()  # (which slices.py looks at)
+    for rank, instructions in enumerate(program.ranks):
+        sent: set[int] = set()  # layers whose outputs are sent or copied
+        again = False
+        own = _State(program, rank)
+        for index, ins in enumerate(instructions):
+            op, layers, i, step, reads, writes, _, stream, _, group, _, name = ins
+            if name or (group and op not in COLLECTIVES) or type(op) is not Op:
+                _check_rest(program, rank, index)
+            if op is Op.SEND or op is Op.RECV:
+                moved, other = (reads, writes) if op is Op.SEND else (writes, reads)
+                if not moved or other or len(set(moved)) < len(moved):
+                    raise refuse(
+                        program, rank, index, f"{at(program, rank, index)}: {op.value} moves values, each once"
+                    )
+                if moved[0][2] != i or moved[0][3] != step:
+                    raise _mislabelled(program, rank, index, moved[0])
+                for value in moved:
+                    if value[0] not in _MOVED:
+                        reason = f"{at(program, rank, index)} moves {value}; outputs and their gradients travel"
+                        raise refuse(program, rank, index, reason)
+                    if value[0] == "output" and op is Op.SEND:
+                        sent.add(value[1])
+                if stream == "host":
+                    raise _not_on_host(program, rank, index)
+                continue
+            if op in COPIES:
+                _check_copy(program, rank, index, own)
+                if reads[0].kind == "output":
+                    sent.add(reads[0].index)
+                continue
+            if op in SERVICE and program.serving is not None:
+                continue  # (service.py asks)
+            if (op, layers) not in known:
+                _check_layers(program, rank, index)
+                known[op, layers] = _needs(program, op, layers)
+            needed, made = known[op, layers]
+            if op is Op.STEP or op in COLLECTIVES:
+                needed, made = _check_state_work(program, rank, index, needed, made, own)
+            elif op is Op.RECOMPUTE:
+                again = True
+            if stream == "host" or op is Op.NORM or (op is Op.ALL_REDUCE and reads and " " in reads[0].kind):
+                reads, writes = _on_host(program, rank, index)
+            missing = needed.difference([value[:2] for value in reads])
+            if missing:
+                kind, k = min(missing)
+                reason = f"{at(program, rank, index)} needs {kind}({k}), but does not read it"
+                raise refuse(program, rank, index, reason)
+            for value in writes:
+                if value[:2] not in made and value[0] not in carried:
+                    raise refuse(program, rank, index, f"{at(program, rank, index)} cannot make {value}")
+            for value in reads + writes:
+                if value[2] >= 0 and (value[2] != i or value[3] != step) and value[0] not in carried:
+                    if stream == "compute" and " " in value[0] and value in reads:
+                        continue  # it waits until a copy is done, perhaps of the micro-batch before
+                    raise _mislabelled(program, rank, index, value)
+        if sent:
+            _check_sent(program, rank, sent)
+        if again:
+            _check_graphs(program, rank)
+
+
+def _check_rest(program: Program, rank: int, index: int) -> None:
+    """The fields that few instructions have: a group, a name."""
+    ins = program.ranks[rank][index]
+    fields.check_instruction(rank, index, ins)
+    if ins.group and ins.op not in COLLECTIVES:
+        raise refuse(
+            program, rank, index,
+            f"{at(program, rank, index)}: {ins.op.value} is no collective, so that nobody joins it in a group; "
+            "possible is group=()",
+        )  # fmt: skip
+
+
+def _check_layers(program: Program, rank: int, index: int) -> None:
+    """Layers of a compute instruction follow each other; groups of a collective or STEP are there, each once."""
+    ins = program.ranks[rank][index]
+    op, layers, where = ins.op, ins.layers, at(program, rank, index)
+    if op not in _ON_LAYERS and op is not Op.STEP and op not in COLLECTIVES:
+        raise refuse(program, rank, index, f"{where}: {op.value} is of collectives and servers, not of training")
+    count = program.layers if op in _ON_LAYERS else len(program.groups)
+    if not layers or min(layers) < 0 or max(layers) >= count:
+        raise refuse(program, rank, index, f"{where} works on a layer or parameter group that is not there")
+    if len(set(layers)) < len(layers):
+        raise refuse(program, rank, index, f"{where} names {_twice(layers)} twice; possible is each once")
+    if op not in _ON_LAYERS:
+        return
+    if program.edges and not program.wiring.alone.issuperset(sorted(layers)[1:]):
+        reason = f"{where}: its layers are no chain; possible is one instruction for each"
+        raise refuse(program, rank, index, reason)
+    if layers != tuple(range(layers[0], layers[-1] + 1)):
+        told = ",".join(map(str, layers))
+        reason = f"{where}: layers {told} do not follow each other; possible are neighbours, ascending, such as "
+        raise refuse(program, rank, index, f"{reason}{','.join(map(str, range(min(layers), max(layers) + 1)))}")
+
+
+def _twice(items: Iterable[int]) -> int:
+    """The first thing that comes a second time."""
+    seen: set[int] = set()
+    return next(item for item in items if item in seen or seen.add(item))  # type: ignore[func-returns-value]
+
+
+def _not_on_host(program: Program, rank: int, index: int) -> ProgramError:
+    reason = f"{at(program, rank, index)} computes nothing, but is on the stream of the host"
+    return refuse(program, rank, index, f"{reason}; possible on stream host are layers and STEP")
+
+
+def _check_sent(program: Program, rank: int, sent: set[int]) -> None:
+    """What is sent is an output that some instruction hands on: of the layers inside of one, autograd has it alone,
+    unless its graph is cut there."""
+    row = program.ranks[rank]
+    ends = {ins.layers[-1] for ins in row if ins.op in (Op.FORWARD, Op.RECOMPUTE)} | {program.first_trainable - 1}
+    cut = {(ins.layers[0] - 1, ins.microbatch) for ins in row if ins.op in _ON_LAYERS}
+    for index, ins in enumerate(row):
+        for value in ins.reads if ins.op is Op.SEND or ins.op in COPIES else ():
+            inside = value.kind == "output" and value.index in sent - ends and (value[1], value.microbatch) not in cut
+            makers = _producers(program, rank, value) if inside else ()
+            if makers and program.ranks[rank][makers[0]].op is Op.FORWARD:
+                maker = at(program, rank, makers[0])
+                reason = f"{at(program, rank, index)} moves {value}, which stays inside of {maker}; possible is to end"
+                raise refuse(program, rank, index, f"{reason} that instruction with layer {value.index}")
+
+
+def _check_graphs(program: Program, rank: int) -> None:
+    """Autograd keeps a graph of a run of layers as a whole, or nothing: a forward or recomputation saves all or none
+    of the layers between two places at which some instruction of the micro-batch begins."""
+    cuts: dict[int, set[int]] = {}
+    for ins in program.ranks[rank]:
+        if ins.op in _ON_LAYERS:
+            cuts.setdefault(ins.microbatch, {program.first_trainable}).add(ins.layers[0])
+    for index, ins in enumerate(program.ranks[rank]):
+        if ins.op is not Op.FORWARD and ins.op is not Op.RECOMPUTE:
+            continue
+        kept = {value.index for value in ins.writes if home(value).kind == "saved"}
+        graph = False
+        for layer in ins.layers if kept else ():
+            if layer == ins.layers[0] or layer in cuts[ins.microbatch]:
+                graph = layer in kept
+            elif (layer in kept) != graph:
+                had, lacks = (layer - 1, layer) if graph else (layer, layer - 1)
+                reason = (
+                    f"{at(program, rank, index)} keeps what layer {had} saves, but not layer {lacks}; possible is both"
+                )
+                raise refuse(program, rank, index, f"{reason}, or two instructions")
+
+
+def _mislabelled(program: Program, rank: int, index: int, value: Value) -> ProgramError:
+    ins = program.ranks[rank][index]
+    what = f"micro-batch {ins.microbatch} of step {ins.step}, but names {value} of step {value.step}"
+    return refuse(program, rank, index, f"{at(program, rank, index)} is of {what}")
+
+
+def _check_copy(program: Program, rank: int, index: int, own: _State) -> None:
+    """A copy moves one value, OFFLOAD to a slower tier and FETCH to a faster one."""
+    ins = program.ranks[rank][index]
+    where = at(program, rank, index)
+    if len(ins.writes) != 1 or not ins.reads:
+        raise refuse(program, rank, index, f"{where}: {ins.op.value} copies one value")
+    source, target = ins.reads[0], ins.writes[0]
+    down = TIERS.index(tier(target)) - TIERS.index(tier(source))
+    slice_of_it = home(source).kind == "param_shard" and target == param(source.index)
+    if not (home(source) == home(target) or slice_of_it) or (down <= 0 if ins.op is Op.OFFLOAD else down >= 0):
+        raise refuse(program, rank, index, f"{where} cannot make {target} of {source}")
+    if source.microbatch >= 0 and (source.microbatch, source.step) != (ins.microbatch, ins.step):
+        raise _mislabelled(program, rank, index, source)
+    if (target.microbatch, target.step) != (source.microbatch, source.step):
+        raise _mislabelled(program, rank, index, target)
+    if ins.layers != (source.index,):
+        raise refuse(program, rank, index, f"{where} copies {source}; possible is layers=({source.index},)")
+    kind = home(source).kind
+    if kind not in _COPIED:
+        raise refuse(program, rank, index, f"{where}: {kind} is not copied between tiers")
+    if ins.stream == "host":
+        raise _not_on_host(program, rank, index)
+    if kind in ("grad", "grad_shard"):
+        if ins.op is not Op.OFFLOAD or own.places.get(source.index) != {"host"}:
+            reason = f"{where}: gradients go to the host for a STEP of the host; rank {rank} has none for {source}"
+            raise refuse(program, rank, index, reason)
+    elif source not in ins.frees and (ins.op is Op.OFFLOAD or source.microbatch >= 0):
+        raise refuse(
+            program, rank, index, f"{where} lets {source} go when it is copied; possible is frees with {source}"
+        )
+
+
+def _check_state_work(
+    program: Program,
+    rank: int,
+    index: int,
+    needed: frozenset[tuple[str, int]],
+    made: frozenset[tuple[str, int]],
+    own: _State,
+) -> tuple[frozenset[tuple[str, int]], frozenset[tuple[str, int]]]:
+    """What works on parameter groups names all that it changes; what it must read, and can write."""
+    ins, where = program.ranks[rank][index], at(program, rank, index)
+    op, groups = ins.op, ins.layers
+    if type(ins.microbatch) is not int or type(ins.step) is not int:
+        fields.check_instruction(rank, index, ins)
+    if ins.stream == "host" and op is not Op.STEP:
+        raise _not_on_host(program, rank, index)
+    if op is Op.ALL_REDUCE:
+        return _check_sum(program, rank, index, made, own)
+    if op is Op.STEP:
+        frozen = [g for g in groups if not program.groups[g].trainable]
+        if frozen:
+            raise refuse(program, rank, index, f"{where} updates param({frozen[0]}), which has nothing to train")
+        for g in groups:
+            if (other := own.updated.setdefault(g, groups)) != groups:
+                told = ",".join(map(str, other))
+                reason = f"{where}: an optimizer has groups {told} together, as in an earlier STEP"
+                raise refuse(program, rank, index, f"{reason}; possible is that in every step")
+    elif op is Op.NORM:
+        if len(set(ins.reads)) < len(ins.reads):
+            reason = (
+                f"{where} counts {sorted(ins.reads, key=ins.reads.count)[-1]} twice; possible is each gradient once"
+            )
+            raise refuse(program, rank, index, reason)
+    else:
+        _check_slices(program, rank, index, own)
+    written = {value[:2] for value in (_on_host(program, rank, index)[1] if ins.stream == "host" else ins.writes)}
+    lacking = made - written - ({("norm", 0)} if op is Op.STEP else set())
+    if lacking:
+        kind, k = min(lacking)
+        raise refuse(program, rank, index, f"{where} changes {kind}({k}), but does not write it")
+    return needed, made
+
+
+def _check_slices(program: Program, rank: int, index: int, own: _State) -> None:
+    """Slices are of one rank of each replica, in order."""
+    ins, where = program.ranks[rank][index], at(program, rank, index)
+    if [program.replica(r) for r in ins.group] != list(range(program.replicas)):
+        reason = f"{where}: slice k is that of replica k; possible is a group of one rank of each replica, ascending"
+        raise refuse(program, rank, index, reason)
+    for g in ins.layers:
+        if optimizer_shard(g) not in own.held:
+            raise refuse(program, rank, index, f"{where}: rank {rank} has no slice of parameter group {g}")
+
+
+def _check_sum(
+    program: Program, rank: int, index: int, made: frozenset[tuple[str, int]], own: _State
+) -> tuple[frozenset[tuple[str, int]], frozenset[tuple[str, int]]]:
+    """An ALL_REDUCE reads and writes the gradients of its groups, or the parameters of replicas that train alone, and
+    nothing else; and their buffers fit together."""
+    ins, where = program.ranks[rank][index], at(program, rank, index)
+    first = ins.reads[0].kind if ins.reads else ""
+    summed = frozenset((first, g) for g in ins.layers)
+    if first == "param":
+        if not isinstance(program.contract, Local):
+            raise refuse(program, rank, index, f"{where} sums parameters; possible with contract Local alone")
+        rest: frozenset[tuple[str, int]] = frozenset()
+    elif home(ins.reads[0]).kind == "grad" if ins.reads else False:
+        rest = frozenset(("residual", g) for g in ins.layers)
+    else:
+        raise refuse(program, rank, index, f"{where} sums gradients, but reads none")
+    read, written = (frozenset(value[:2] for value in values) for values in (ins.reads, ins.writes))
+    needed = summed | rest if program.compress.startswith(("topk", "powersgd")) else summed
+    piece = piece_of(ins)
+    for does, found, wanted in (("read", read, needed), ("write", written, needed if piece is None else frozenset())):
+        if wanted - found:
+            kind, k = min(wanted - found)
+            raise refuse(program, rank, index, f"{where} needs to {does} {kind}({k})")
+        if found - summed - rest:
+            kind, k = min(found - summed - rest)
+            raise refuse(program, rank, index, f"{where} cannot {does} {kind}({k})")
+    if ins.frees:
+        raise refuse(program, rank, index, f"{where} frees {ins.frees[0]}, which it changes; possible is frees=()")
+    flat = any(part.layer < 0 for part in ins.parts)
+    if piece is not None and (len(ins.layers) > 1 or not flat or piece[1] <= piece[0] or program.compress != "none"):
+        reason = f"{where}: a piece is of one uncompressed gradient, in a buffer (layer=-1), and has bytes"
+        raise refuse(program, rank, index, reason)
+    for g in ins.layers if flat and rest else ():
+        if (other := own.buffers.setdefault(g, ins.layers)) != ins.layers:
+            told = ",".join(map(str, other))
+            reason = f"{where}: grad({g}) lies in the buffer of groups {told}; possible are the same groups in"
+            raise refuse(program, rank, index, f"{reason} every step")
+    host = " " in first
+    return (frozenset(home(Value(*pair, -1, -1))[:2] for pair in summed) if host else summed), made | summed
+
+
+def _on_host(program: Program, rank: int, index: int) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
+    """What an instruction of the host reads and writes, as if it was on the device."""
+    ins = program.ranks[rank][index]
+    here = [value for value in ins.reads + ins.writes if tier(value) != "host" and value != norm()]
+    if here and ins.op not in COLLECTIVES:
+        reason = f"{at(program, rank, index)} works on the host, where {here[0]} is not"
+        raise refuse(program, rank, index, reason)
+    whole = ins.op is Op.STEP  # which works on a slice, in zero=1 and 2, of what the device holds whole
+
+    def plain(value: Value) -> Value:
+        own = home(value)
+        return param(own.index) if whole and own.kind == "param_shard" and own.index not in program.scattered else own
+
+    return tuple(map(plain, ins.reads)), tuple(map(plain, ins.writes))
+
+
+def _needs(
+    program: Program, op: Op, layers: tuple[int, ...]
+) -> tuple[frozenset[tuple[str, int]], frozenset[tuple[str, int]]]:
+    """(kind, index) of what an instruction must read to do its work, and of all that it can write (none: no matter)."""
+    if op is Op.STEP or op in COLLECTIVES:
+        return _needs_of_state(program, op, layers)
+    params = {("param", g) for layer in layers for g in program.groups_of_layer[layer]}
+    if op is Op.FORWARD or op is Op.RECOMPUTE:
+        reads = params | {("output", a) for a in program.wiring.inputs[min(layers)]}
+        return frozenset(reads), frozenset((kind, layer) for layer in layers for kind in ("output", "saved"))
+    left = {("saved_weight", layer) for layer in layers}
+    grads = {("grad", g) for _, g in params if program.groups[g].trainable}
+    if op is Op.BACKWARD_WEIGHT:
+        return frozenset(params | left), frozenset(grads)
+    last, first = max(layers), program.first_trainable
+    kept = {("saved", layer) for layer in layers} | {
+        ("output", a) for layer in layers for a in program.wiring.inputs[layer]
+    }
+    given = {("grad_output", e) for e in program.wiring.out[last]} or {("output", last)}
+    wires = program.wiring
+    made = {
+        ("grad_output", e)
+        for layer in layers
+        for e, source in zip(wires.into[layer], wires.inputs[layer], strict=True)
+        if source >= first
+    }
+    return frozenset(params | kept | given), frozenset(made | (grads if op is Op.BACKWARD else left))
+
+
+def _needs_of_state(
+    program: Program, op: Op, groups: tuple[int, ...]
+) -> tuple[frozenset[tuple[str, int]], frozenset[tuple[str, int]]]:
+    """The same of what works on parameter groups, whole or sharded."""
+    sharded = [g in program.sharded for g in groups]
+    whole = {("grad", g) for g in groups}
+    grads = {("grad_shard" if part else "grad", g) for g, part in zip(groups, sharded, strict=True)}
+    params = {("param_shard" if g in program.scattered else "param", g) for g in groups}
+    if op is Op.STEP:
+        kinds = ("optimizer_shard" if part else "optimizer_state" for part in sharded)
+        state = params | set(zip(kinds, groups, strict=True))
+        length = {norm()[:2]} if program.clip is not None else set()
+        return frozenset(state | grads | length), frozenset(state)
+    if op is Op.ALL_GATHER:
+        return frozenset(params), frozenset(("param", g) for g in groups)
+    if op is Op.REDUCE_SCATTER:
+        return frozenset(whole), frozenset((kind, g) for g in groups for kind in ("grad_shard", "buffer"))
+    if op is Op.NORM:
+        return frozenset(grads), frozenset({norm()[:2]})
+    return frozenset(whole), frozenset(whole | {("residual", g) for g in groups})
+
+
+# 2. each replica ----------------------------------------------------------------------------------------------------
+
+_HALVES = {
+    Op.FORWARD: ("forward",),
+    Op.BACKWARD: ("input gradient", "weight gradient"),
+    Op.BACKWARD_INPUT: ("input gradient",),
+    Op.BACKWARD_WEIGHT: ("weight gradient",),
+}
+
+
+def _check_microbatches(program: Program, replica: int) -> None:
+    seen: dict[tuple[str, int, int, int], tuple[int, int]] = {}
+    for rank, instructions in enumerate(program.ranks):
+        if program.replica(rank) != replica:
+            continue
+        for index, ins in enumerate(instructions):
+            if ins.op is Op.RECOMPUTE and not (
+                0 <= ins.microbatch < program.microbatches and 0 <= ins.step < program.steps
+            ):
+                reason = f"{at(program, rank, index)} works on a micro-batch or step that is not there"
+                raise refuse(program, rank, index, reason)
+            for half in _HALVES.get(ins.op, ()):
+                for layer in ins.layers:
+                    key = (half, layer, ins.microbatch, ins.step)
+                    if key in seen:
+                        where = at(program, *seen[key])
+                        reason = f"micro-batch {ins.microbatch} is doubled: the {half} of layer {layer} runs in"
+                        raise refuse(program, rank, index, f"{reason} {where} and in {at(program, rank, index)}")
+                    seen[key] = (rank, index)
+    back = range(program.first_trainable, program.layers)
+    need = program.steps * program.microbatches * (program.layers + 2 * len(back))
+    wanted = {"forward": range(program.layers), "input gradient": back, "weight gradient": back}
+    microbatches, steps = range(program.microbatches), range(program.steps)
+    if len(seen) == need and all(
+        layer in wanted[half] and i in microbatches and step in steps for half, layer, i, step in seen
+    ):
+        return
+    for half, layers in wanted.items():
+        for step in range(program.steps):
+            for i in range(program.microbatches):
+                for layer in layers:
+                    if (half, layer, i, step) not in seen:
+                        name = "forward" if half == "forward" else "backward"
+                        raise ProgramError(
+                            f"micro-batch {i} is missing: no rank of replica {replica} runs the {name} of layer {layer}"
+                            f" on it (step {step})"
+                        )
+    rank, index = next(
+        place for (half, layer, i, step), place in seen.items()
+        if not (layer in wanted[half] and i in microbatches and step in steps)
+    )  # fmt: skip
+    reason = f"{at(program, rank, index)} works on a layer, micro-batch or step that is not there"
+    raise refuse(program, rank, index, reason)
+
+
+# 3. each link and group ---------------------------------------------------------------------------------------------
+
+
+def _check_rank(program: Program, rank: int) -> set[Value]:
+    """Walks one rank; what is live after its last instruction."""
+    live: set[Value] = set(program.state[rank]) if program.state else set()
+    together: dict[int, tuple[int, ...]] = {}  # of a group whose gradient is in slices, those of the same message
+    for index, ins in enumerate(program.ranks[rank]):
+        for value in ins.reads:
+            if value not in live:
+                raise _no_producer(program, rank, index, value)
+        for value in ins.writes:
+            if value in live and value.microbatch >= 0:
+                raise _written_twice(program, rank, index, value)
+        if ins.op is Op.REDUCE_SCATTER:
+            for g in ins.layers:
+                if grad_shard(g) in ins.reads and together.get(g) != ins.layers:
+                    reason = f"{at(program, rank, index)} adds to the slices of group {g}, which came with groups"
+                    told = f"{reason} {together.get(g, ())}; possible are the same groups in the same order"
+                    raise refuse(program, rank, index, told)
+            together.update(dict.fromkeys(ins.layers, ins.layers))
+        live.update(ins.writes)
+        for value in ins.frees:
+            if value not in live:
+                raise refuse(program, rank, index, f"{at(program, rank, index)} frees {value}, which is not there")
+            if value[0] in _SUMS and not _takes_up(ins, value):
+                reason = f"{at(program, rank, index)} frees {value}, but does not use it: what was summed would be lost"
+                takers = ", ".join(op.value for op in _TAKERS)
+                raise refuse(program, rank, index, f"{reason}; possible in what works on group {value.index}: {takers}")
+            live.remove(value)
+    return live
+
+
+_SUMS = {kind for whole in ("grad", "grad_shard") for kind in (whole, f"host {whole}", f"disk {whole}")}
+_TAKERS = (Op.STEP, Op.REDUCE_SCATTER, Op.OFFLOAD, Op.PUSH)
+
+
+def _takes_up(ins: Instruction, value: Value) -> bool:
+    """Whether an instruction uses the gradient that it frees, so that nothing summed there is lost."""
+    used = ins.reads[:1] if ins.op is Op.OFFLOAD else ins.reads
+    return ins.op in _TAKERS and value.index in ins.layers and value in used
+
+
+def _no_producer(program: Program, rank: int, index: int, value: Value) -> ProgramError:
+    where = at(program, rank, index)
+    writers = _producers(program, rank, value)
+    freers = [k for k in range(index) if value in program.ranks[rank][k].frees]
+    if freers:
+        reason = f"{where} reads {value} after {at(program, rank, freers[-1])} freed it"
+    elif writers and value.kind == "saved":
+        reason = f"backward before forward: {where} needs {value} of {at(program, rank, writers[0])}"
+    elif writers and value.kind == "saved_weight":
+        reason = f"weight half before input half: {where} needs {value} of {at(program, rank, writers[0])}"
+    elif writers:
+        reason = f"{where} reads {value} before {at(program, rank, writers[0])} writes it"
+    elif value.kind == "saved_weight":
+        reason = f"weight half before input half: {where} needs {value}, but rank {rank} does not run that input half"
+    elif value.kind == "saved":
+        reason = f"backward before forward: {where} needs {value}, but rank {rank} does not run that forward"
+    else:
+        own = program.replica(rank)
+        others = [r for r in range(len(program.ranks)) if program.replica(r) == own and _producers(program, r, value)]
+        hint = f"; rank {others[0]} has it, but does not send it here" if others else ""
+        reason = f"{where} reads {value}, which has no producer{hint}"
+    return refuse(program, rank, index, reason)
+
+
+def _producers(program: Program, rank: int, value: Value) -> list[int]:
+    """Instructions of a rank that make a value, rather than change it."""
+    return [k for k, ins in enumerate(program.ranks[rank]) if value in ins.writes and value not in ins.reads]
+
+
+def _written_twice(program: Program, rank: int, index: int, value: Value) -> ProgramError:
+    first = next((k for k in range(index) if value in program.ranks[rank][k].writes), index)
+    reason = f"{value} is written twice: by {at(program, rank, first)} and by {at(program, rank, index)}"
+    return refuse(program, rank, index, reason)
+
+
+# 6. the end ---------------------------------------------------------------------------------------------------------
+
+
+def _check_end(program: Program, rank: int, live: set[Value]) -> None:
+    if not program.state:
+        return
+    final = (program.final or program.state)[rank]
+    for value in sorted(live - final):
+        writer = max(k for k, ins in enumerate(program.ranks[rank]) if value in ins.writes)
+        reason = f"{value} is never freed: written by {at(program, rank, writer)}"
+        raise refuse(program, rank, writer, reason)
+    for value in sorted(final - live):
+        freers = [k for k, ins in enumerate(program.ranks[rank]) if value in ins.frees]
+        if not freers:  # as in a collective that forgets a rank
+            raise ProgramError(f"rank {rank} must end with {value}, but never has it")
+        freer = freers[-1]
+        reason = f"{value} must outlive the program, but {at(program, rank, freer)} frees it"
+        raise refuse(program, rank, freer, reason)

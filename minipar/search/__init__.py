@@ -1,4 +1,0 @@
-"""Searches for good plans: exact ones (linear programming) and learned ones, each beside a simple baseline.
-
-This package imports nothing by itself; `minipar.search.linear` needs scipy, `minipar.search.placement` torch.
-"""

@@ -1,0 +1,66 @@
+"""What the workers of parameter servers do, told while the run goes on: progress, losses, a picture of the last steps.
+
+worker 0   |pull F B push|pull F B push|          each worker tells of every step that it has done;
+worker 1   |pull ... F B push|pull F B ..         shown is the time of the last step of the one furthest behind
+"""
+
+from __future__ import annotations
+
+from minipar.program import Instruction, Program
+from minipar.server.replaying import Step, mean_loss
+from minipar.trace import Trace
+from minipar.trace.under_way import Span, window
+
+
+class AtWork:
+    """In the driver: what the workers of parameter servers have told of their steps.
+
+    done    as many steps as the workers have done together, shared out equally
+    losses  of them, each over the rows of the workers that did it
+    trace   of the last step of the worker that is furthest behind, with what the others did meanwhile
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self._blocks: list[dict[int, list[Instruction]]] = [{} for _ in range(program.workers)]
+        for worker, blocks in enumerate(self._blocks):
+            for ins in program.ranks[worker]:
+                blocks.setdefault(ins.step, []).append(ins)
+        self._told: dict[int, list[Step]] = {}
+        self._rows: dict[int, list[Span]] = {}
+        self._last: dict[int, tuple[float, float]] = {}  # of each worker that is there, its last step
+
+    def heard(self, step: Step) -> None:
+        """A worker has done a step."""
+        done = self._told.setdefault(step.step, [])
+        if any(one.worker == step.worker for one in done):
+            return  # a worker that was started again
+        done.append(step._replace(gradients={}, sizes={}))
+        row = zip(self._blocks[step.worker][step.step], step.times, strict=True)
+        self._rows.setdefault(step.worker, []).extend((ins, start, end) for ins, (start, end) in row)
+        self._last[step.worker] = min(a for a, _ in step.times), max(b for _, b in step.times)
+        behind = min(self._last.values(), key=lambda span: span[1])
+        for worker, rows in self._rows.items():
+            self._rows[worker] = [one for one in rows if one[2] >= behind[0]]
+
+    def gone(self, worker: int) -> None:
+        """A worker is waited for no longer, or starts again."""
+        self._last.pop(worker, None)
+
+    @property
+    def done(self) -> int:
+        return min(self.program.steps, sum(map(len, self._told.values())) // self.program.workers)
+
+    @property
+    def losses(self) -> list[float]:
+        return [mean_loss(self._told.get(s, ())) for s in range(self.done)]
+
+    @property
+    def trace(self) -> Trace | None:
+        if not self._last:
+            return None
+        worker = min(self._last, key=lambda w: self._last[w][1])
+        step = max(s for s, done in self._told.items() if any(one.worker == worker for one in done))
+        rows = [self._rows.get(w, []) for w in range(self.program.workers)]
+        what = f"the time of step {step + 1} of rank {worker}; what the servers do is in the trace of the whole run"
+        return window(self.program, rows, *self._last[worker], what)

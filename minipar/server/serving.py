@@ -1,0 +1,462 @@
+"""execute() for parameter servers: workers and servers on real processes, and the program as it happened.
+
+    rank 0, 1, ...   a worker: pulls, walks its instructions of the step, pushes, tells the driver, and again
+    the last ranks   a server: follows the rule, and brings back the order of what it did
+    driver           waits; where on_death=continue it starts ranks that die again
+
+The result can be replayed exactly: `reference.py` reads only the order (in plain torch, in a process of its own).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minipar.cluster import Cluster, launch, worker
+from minipar.cluster.members import Revived
+from minipar.errors import PlanError, RankDied, RankError, ServerClosed
+from minipar.execution.compute import Compute
+from minipar.execution.elementwise import check_update
+from minipar.execution.emulation import Clock, Delays, Pacing
+from minipar.execution.execution import Execution, Job
+from minipar.execution.finite import Finite
+from minipar.execution.fitting import check_fit
+from minipar.execution.following import Paced, Warned, Watch, warn_once
+from minipar.execution.updating import Form, Update, forms_of
+from minipar.models import randomness, selective_checkpoint
+from minipar.models.losses import counted
+from minipar.models.parameter_groups import parameters_of
+from minipar.models.tensors import layers_of, take_rows
+from minipar.prediction.emulated import EmulatedCosts
+from minipar.prediction.service import Times, timed
+from minipar.prediction.service import key_of as place_of
+from minipar.program import COMPUTE, Instruction, Op, Program, Value
+from minipar.program.rows import split_rows
+from minipar.program.server_rule import Kind, Mode, Row
+from minipar.server import pushing, rendezvous
+from minipar.server.at_work import AtWork
+from minipar.server.process import serve
+from minipar.server.replaying import Step, losses_of
+from minipar.server.served import Served, Settings
+from minipar.server.shard import Key, key_of, pieces_of, view
+from minipar.strategies import served_order
+from minipar.strategies.served_order import completed
+from minipar.strategies.shares import shares_of
+from minipar.trace import Trace
+
+_REVIVALS = 100  # deaths of ranks in one run that are no reason to give up
+_TRIES = 3  # deaths of one rank, without a step in between, after which starting it again is of no use
+
+
+@dataclass(frozen=True)
+class Service:
+    """What parameter servers did in a run.
+
+    order        of updates and answers, the same at all servers
+    deaths       ranks that died and were started again, with their last words
+    silent       (worker, step, seconds) of workers that were waited for no longer
+    received     bytes of gradients, per server
+    sent         bytes of parameters, per server
+    parameters   at the end, by name
+    """
+
+    order: list[Row] = field(repr=False)
+    deaths: list[str]
+    silent: list[tuple[int, int, float]]
+    received: list[int]
+    sent: list[int]
+    parameters: dict[str, Tensor] = field(repr=False)
+
+    @property
+    def dropped(self) -> int:
+        """Gradients that came too late (k-of-n)."""
+        return sum(row.kind is Kind.DROP for row in self.order)
+
+
+def execute_served(
+    program: Program,
+    job: Job,
+    cluster: Cluster,
+    *,
+    on_death: str = "abort",
+    keep_gradients: bool = False,
+    report: Callable[[int], None] = lambda done: None,
+    watch: Watch | None = None,
+    slow: list[Delays] | None = None,
+    pacing: Pacing | None = None,
+    snapshot_every: int | None = None,
+    patience: float | None = 30.0,
+) -> tuple[Execution, Service]:
+    """Run a program with parameter servers, all its steps; what came of it, and what the servers did.
+
+    watch            called with a `Moment` of the run at most ten times a second
+    on_death         "abort": the death of a rank is raised; "continue": it starts again and goes on
+    slow             delays of emulated devices, one for each worker
+    pacing           of the servers, where links are emulated, too
+    snapshot_every   updates between two snapshots of the servers; default with on_death="continue": 10
+    patience         seconds after which a worker that is gone or was stopped is waited for no longer; one that
+                     computes is waited for, however long it takes
+
+    Raises RankDied where a rank dies again and again without doing a step in between.
+    """
+    assert program.serving is not None
+    servers, workers = program.serving.servers, program.workers
+    mode = Mode.parse(program.serving.mode, workers)
+    every = snapshot_every or (10 if on_death == "continue" else None)
+    folder = tempfile.mkdtemp(prefix="servers-", dir=launch.scratch_folder())
+    steps: dict[tuple[int, int], Step] = {}
+    deaths: list[str] = []
+    tries: Counter[int] = Counter()  # deaths of each rank since something was done
+    warned: set[str] = set()
+    at_work, tell = AtWork(program), Paced(watch, program.steps)
+
+    def hear(rank: int, fact: Any) -> None:
+        if isinstance(fact, Revived):
+            deaths.append(fact.line)
+            at_work.gone(rank)
+            tries[rank] += 1
+            if tries[rank] >= _TRIES:
+                what = "a step" if rank < workers else "a new step of any worker"
+                times = f"{_TRIES} times without {what} in between"
+                raise RankDied(f"{fact.line}. It died {times}: to start it again does not help")
+        elif isinstance(fact, Step):
+            new = (fact.worker, fact.step) not in steps
+            for one in [one for one in tries if one == rank or (new and one >= workers)]:
+                del tries[one]
+            steps[fact.worker, fact.step] = fact
+            report(len(steps))
+            if watch is not None:
+                at_work.heard(fact)
+                if at_work.done < program.steps:  # (or the run is over soon, and its losses are told then)
+                    tell(at_work.done, lambda: at_work.losses, lambda: at_work.trace)
+        elif isinstance(fact, Warned):
+            warn_once(fact, warned)
+        elif isinstance(fact, int):
+            report(fact)
+        elif fact[0] == "silent":
+            at_work.gone(fact[1])
+            cluster.end_rank(fact[1])
+
+    try:
+        ((keys, forms),) = cluster.run_on([0], _keys, job, program.name)
+        rendezvous.open_folder(folder, keys, servers)
+        settings = Settings(
+            workers, program.steps, job.optimizer, mode, every, patience, on_death, True, pacing, job.scheduler, forms
+        )
+        revivals = _REVIVALS if on_death == "continue" else 0
+        found = cluster.run_reviving(
+            revivals, hear, _take_part, job, program, folder, settings, keep_gradients, slow, watch is not None
+        )
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    steps |= {(one.worker, one.step): one for told in found[:workers] for one in told}
+    served: list[Served] = found[workers:]
+    result = _result(program, keys, steps, served, deaths, keep_gradients, job.batch)
+    tell(program.steps, lambda: result[0].losses, lambda: at_work.trace)
+    return result
+
+
+def pacing_of(costs: EmulatedCosts) -> Pacing:
+    """What emulated servers need of the costs of their program."""
+    program = costs.program
+    servers = range(program.workers, len(program.ranks))
+    replies = tuple(
+        {
+            (worker, ins.step): costs.transfer(server, ins._replace(op=Op.REPLY, peer=worker, writes=()))
+            for worker in range(program.workers)
+            for ins in program.ranks[worker]
+            if ins.op is Op.PULL and ins.peer == server
+        }
+        for server in servers
+    )
+    assert program.serving is not None
+    taken = [Row(Kind.TAKE, worker, 0, 0) for worker in range(program.workers)]
+    updates = [
+        served_order.update(share, Row(Kind.APPLY, -1, -1, 0), taken)
+        for share in shares_of(program.groups, program.serving.servers)
+    ]
+    known = all(costs.delays(ins) for ins in updates)
+    return Pacing(
+        replies, tuple(costs.compute(s, ins) for s, ins in zip(servers, updates, strict=True)) if known else None
+    )
+
+
+def _result(
+    program: Program,
+    keys: tuple[Key, ...],
+    steps: dict[tuple[int, int], Step],
+    served: list[Served],
+    deaths: list[str],
+    keep_gradients: bool,
+    batch: int,
+) -> tuple[Execution, Service]:
+    order = [Row(*row) for row in served[0].order]
+    done = completed(order)
+    taken = [steps[order[k].worker, order[k].step] for k in done if (order[k].worker, order[k].step) in steps]
+    losses = losses_of(taken, program.steps)
+    assert program.serving is not None
+    if program.serving.mode == "sync":  # (its program was known; arrivals in another order are the same program)
+        gradients = [_summed([t for t in taken if t.step == s]) for s in range(program.steps)]
+    else:
+        program = served_order.as_it_happened(program, order, shares_of(program.groups, program.serving.servers))
+        gradients = [t.gradients for t in taken]
+    starts, ends = timed(program, _times(program, taken, served, keys))
+    data = [max((t.data for t in taken if t.worker == rank), default=0) for rank in range(len(program.ranks))]
+    zero = min((event.start for event in served[0].events if event.kind == Kind.ANSWER), default=0.0)
+    starts, ends = ([[max(0.0, t - zero) for t in row] for row in rows] for rows in (starts, ends))
+    trace = Trace(program, starts, ends, _size(program, taken, served, batch), "measured", "bytes", data)
+    service = Service(
+        order,
+        deaths,
+        [worker for one in served for worker in one.silent],
+        [one.received for one in served],
+        [one.sent for one in served],
+        _assembled(keys, served),
+    )
+    execution = Execution(program, losses, [trace.time], trace, gradients if keep_gradients else [])
+    return execution, service
+
+
+def _size(program: Program, taken: list[Step], served: list[Served], batch: int) -> Callable[[int, Value], int]:
+    """Bytes of a value, as measured when it was there."""
+    servers = program.serving.servers if program.serving else 1
+    shares = shares_of(program.groups, servers)
+    rows = [len(r) for r in split_rows(batch, program.workers * program.microbatches)]
+    sizes: dict[tuple[str, int, int], int] = {}
+    for step in taken:
+        sizes |= step.sizes
+    group_of = [g for g, group in enumerate(program.groups) for _ in group.tensors]
+    states: dict[tuple[int, int], int] = {}
+    for number, one in enumerate(served):
+        for tensor, kept in one.states.items():
+            key = number, group_of[tensor]
+            states[key] = states.get(key, 0) + kept
+
+    def size(rank: int, value: Value) -> int:
+        g, server = value.index, rank - program.workers
+        if value.kind in ("served", "pushed"):
+            return shares[server].get(g, 0)
+        if value.kind == "served_state":
+            return states.get((server, g), 0)
+        if value.microbatch >= 0:
+            return sizes.get((value.kind, g, rows[rank * program.microbatches + value.microbatch]), 0)
+        return sum(program.groups[g].tensors) + (program.groups[g].frozen if value.kind == "param" else 0)
+
+    return size
+
+
+def _summed(steps: list[Step]) -> dict[str, Tensor]:
+    """The gradient of a step, from what each worker has of it."""
+    found: dict[str, Tensor] = {}
+    for step in sorted(steps, key=lambda t: t.worker):
+        for name, gradient in step.gradients.items():
+            found[name] = found[name] + gradient if name in found else gradient
+    return found
+
+
+def _times(program: Program, taken: list[Step], served: list[Served], keys: tuple[Key, ...]) -> Times:
+    """When instructions ran, as the ranks tell it."""
+    times: Times = {}
+    blocks: list[dict[int, list[Any]]] = [{} for _ in range(program.workers)]
+    for w in range(program.workers):
+        for ins in program.ranks[w]:
+            blocks[w].setdefault(ins.step, []).append(ins)
+    for t in taken:
+        for k, (ins, span) in enumerate(zip(blocks[t.worker][t.step], t.times, strict=True)):
+            times[place_of(t.worker, ins, k)] = span
+    group_of = [g for g, group in enumerate(program.groups) for _ in group.tensors]
+    for rank, one in enumerate(served, program.workers):
+        pieces: dict[tuple[int, int, int], list[tuple[float, float]]] = {}
+        for event in one.events:
+            span = event.start, event.end
+            if event.kind == 0:
+                pieces.setdefault((event.worker, event.step, group_of[event.which]), []).append(span)
+            elif event.kind == Kind.APPLY:
+                times[rank, Op.APPLY, -1, event.which, ()] = span
+            elif event.kind == Kind.ANSWER:
+                times[rank, Op.REPLY, event.worker, event.step, ()] = span
+        for ins in program.ranks[rank]:
+            if ins.op is Op.ACCEPT:
+                here = [span for g in ins.layers for span in pieces.get((ins.peer, ins.step, g), [])]
+                if here:
+                    times[place_of(rank, ins)] = min(a for a, _ in here), max(b for _, b in here)
+    return times
+
+
+def _assembled(keys: tuple[Key, ...], served: list[Served]) -> dict[str, Tensor]:
+    """The parameters at the end, from the servers' pieces."""
+    found = {key: torch.empty(torch.Size(key.shape).numel(), dtype=key.type) for key in keys}
+    for pieces, one in zip(pieces_of(keys, len(served)), served, strict=True):
+        for piece in pieces:
+            key = keys[piece.tensor]
+            size = key.type.itemsize
+            found[key][piece.start // size : piece.stop // size] = view(one.values, key, piece)
+    return {str(key.name): values.view(key.shape) for key, values in found.items()}
+
+
+# in the ranks ---------------------------------------------------------------------------------------------------------
+
+
+def _trained(job: Job) -> tuple[nn.Module, list[nn.Module], list[list[nn.Parameter]], dict[int, str]]:
+    """The model, its layers, trainable parameters by group, and their names by id."""
+    model = job.build()
+    layers: list[nn.Module] = layers_of(model)
+    return model, layers, parameters_of(layers), {id(p): name for name, p in model.named_parameters()}
+
+
+def _keys(job: Job, name: str) -> tuple[tuple[Key, ...], tuple[Form, ...]]:
+    """What servers and workers call the parameters; and what the optimizer is made of."""
+    model, _, groups, names = _trained(job)
+    forms = forms_of(model)
+    check_update(Update(job.optimizer, forms, job.scheduler), f"program {name!r} cuts parameters over servers")
+    return tuple(key_of(names[id(p)], p) for group in groups for p in group), forms
+
+
+def _take_part(
+    job: Job,
+    program: Program,
+    folder: str,
+    settings: Settings,
+    keep_gradients: bool,
+    slow: list[Delays] | None,
+    watched: bool = False,
+) -> Served | list[Step]:
+    """What every rank does: the first ones are workers, the last ones servers."""
+    rank = worker.context().rank
+    if rank >= program.workers:
+        _, _, groups, _ = _trained(job)
+        values = [p.detach() for group in groups for p in group]
+        return serve(folder, rank - program.workers, settings, values, report=_only_silence)
+    done: list[Step] = []
+    dying = settings.on_death == "continue"  # what it has done is told at once
+
+    def tell(step: Step) -> None:
+        worker.report(step if dying else step._replace(gradients={}) if watched else rank)
+        if not dying:
+            done.append(step)
+
+    with contextlib.suppress(ServerClosed):  # it was started again when all was over
+        _work(job, program, folder, keep_gradients, slow[rank] if slow else None, tell)
+    return done
+
+
+def _only_silence(fact: object) -> None:
+    if isinstance(fact, tuple) and fact[0] == "silent":
+        worker.report(fact)
+
+
+def _work(
+    job: Job,
+    program: Program,
+    folder: str,
+    keep_gradients: bool,
+    delays: Delays | None,
+    tell: Callable[[Step], None],
+) -> None:
+    """A worker, until the servers have all their updates."""
+    rank = worker.context().rank
+    model, layers, groups, names = _trained(job)
+    randomness.replace_dropout(model, job.seed)
+    layers = layers_of(model)
+    check_fit(program, layers)
+    selective_checkpoint.choose(layers, program.selective)
+    blocks: dict[int, list[tuple[int, Instruction]]] = {}
+    for index, ins in enumerate(program.ranks[rank]):
+        blocks.setdefault(ins.step, []).append((index, ins))
+    ps = pushing.connect(folder, rank)  # (first of all: the servers see who is at work)
+    spare = copy.deepcopy(model)  # first calls take longer: not the first step's fault
+    _run(_computing(program, rank, layers_of(spare), job), parameters_of(layers_of(spare)), blocks[0])
+    del spare
+    compute = _computing(program, rank, layers, job)
+    compute.finite = None if job.on_nan == "ignore" else Finite(rank, job.on_nan, worker.report)
+    device = Clock(delays) if delays is not None else None
+    begin = time.perf_counter()
+    while (step := ps.next_step()) is not None:
+        found: dict[str, Tensor] = {}
+        part = compute.batch_of(step)
+        weight, mine = part.weight, range(part.rows[0].start - part.start, part.rows[-1].stop - part.start)
+        rows, weight = (_whole(n) for n in (counted(take_rows(part.y, mine), job.loss), part.weight))
+        ps.weigh(rows, weight)
+        for p in (p for group in groups for p in group):
+            p.data.copy_(ps.pull(names[id(p)]))
+        if device is not None:
+            device.arrived(ps.arrived, blocks[step][0][0])
+
+        def push(p: nn.Parameter, gradient: Tensor, peer: int, found: dict[str, Tensor] = found) -> None:
+            if keep_gradients:
+                found[names[id(p)]] = gradient
+            ps.push(names[id(p)], gradient, peer - program.workers)
+
+        times = _run(compute, groups, blocks[step], push, device, ps)
+        if device is not None and device.delays.links:
+            ps.pace(device.now)
+        pulls = sum(ins.op is Op.PULL for _, ins in blocks[step])
+        times[:pulls] = [(begin, times[0][1])] * pulls
+        loss, data = float(compute.losses[step]), compute.data_bytes()
+        compute.batch.pop(step, None)
+        compute.counts.pop(step, None)
+        compute.losses[step] = 0.0
+        tell(Step(rank, step, loss, rows, weight, found, times, dict(compute.sizes), data))
+        begin = time.perf_counter()
+
+
+def _whole(count: float) -> int:
+    if count != int(count):
+        raise PlanError(
+            f"sync=ps: the loss counts {count:g}, and servers count whole numbers; possible is sync=allreduce"
+        )
+    return int(count)
+
+
+def _computing(program: Program, rank: int, layers: list[nn.Module], job: Job) -> Compute:
+    compute = Compute(program, rank, torch.device("cpu"), layers, job.loss, job.seed)
+    compute.begin(job.batches, 0)
+    return compute
+
+
+def _run(
+    compute: Compute,
+    groups: list[list[nn.Parameter]],
+    block: list[tuple[int, Instruction]],
+    push: Callable[[nn.Parameter, Tensor, int], None] | None = None,
+    device: Clock | None = None,
+    ps: pushing.Servers | None = None,
+) -> list[tuple[float, float]]:
+    """Walk a worker's instructions of one step; when each of them ran. `push` takes a gradient for a server."""
+    live: dict[Value, Any] = {}
+    times = []
+    for index, ins in block:
+        start = time.perf_counter()
+        if ins.op in (Op.FORWARD, Op.RECOMPUTE):
+            compute.forward(ins, live)
+        elif ins.op is Op.BACKWARD:
+            compute.backward(ins, live)
+        elif ins.op is Op.PUSH:
+            occupied, delay = (0.0, 0.0) if device is None else device.delays.transfer.get(index, (0.0, 0.0))
+            if device is not None and ps is not None and device.delays.links:
+                ps.pace(device.now + delay, occupied)
+            for p in (p for g in ins.layers for p in groups[g]):
+                if push is not None:
+                    push(p, torch.zeros_like(p) if p.grad is None else p.grad, ins.peer)
+            if device is not None and device.delays.links:
+                device.wait(device.now + occupied, index)
+        elif ins.op is not Op.PULL:
+            raise RankError(f"{ins}: no worker does {ins.op.name}")
+        if device is not None and ins.op in COMPUTE:
+            device.computed(index)
+        times.append((start, time.perf_counter()))
+        for value in ins.frees:
+            live.pop(value, None)
+            for p in groups[value.index] if value.kind == "grad" else ():
+                p.grad = None
+    return times

@@ -1,0 +1,267 @@
+"""What one parameter server keeps: its part of the parameters, its optimizer, and gradients that wait to be applied.
+
+flat      [ weight . . . . | bias . | next weight's first half ]     one run of bytes, sent as it is
+pushed    [ . . . . . . . . . . . . . . . . . . . . . . . . . . ]     one for each gradient that is there, same layout
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from minipar.execution.updating import Form, Optimizer, Run, Scheduler, Update
+from minipar.execution.updating import Piece as Updated
+from minipar.server.framing import bytes_of
+from minipar.server.peer import Peer
+from minipar.strategies.shares import Piece, cut
+
+
+class Key(NamedTuple):
+    """A parameter as servers and workers name it: any text or number, shape, dtype ("float32")."""
+
+    name: str | int
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def type(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.type.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {tuple(self.shape)}"
+
+
+def key_of(name: str | int, tensor: Tensor) -> Key:
+    return Key(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
+def pieces_of(keys: Sequence[Key], servers: int) -> list[list[Piece]]:
+    """What each server keeps."""
+    return cut([key.nbytes for key in keys], servers, [key.type.itemsize for key in keys])
+
+
+def digest(keys: Sequence[Key], servers: int) -> str:
+    """What a worker and a server compare before they talk of the same keys."""
+    return hashlib.sha256(json.dumps([servers, [list(key) for key in keys]]).encode()).hexdigest()
+
+
+def view(flat: Tensor, key: Key, piece: Piece) -> Tensor:
+    """A piece's elements in what a server keeps, in memory order."""
+    return flat[piece.place : piece.place + piece.size].view(key.type)
+
+
+def length(pieces: Sequence[Piece]) -> int:
+    return pieces[-1].place + pieces[-1].size if pieces else 0
+
+
+class Room:
+    """Memory for one gradient, and the pieces in it: made once and used again for the next gradients."""
+
+    def __init__(self, keys: Sequence[Key], pieces: Sequence[Piece], flat: Tensor) -> None:
+        self.flat = flat
+        whole = bytes_of(flat)
+        self.bytes = {p.tensor: whole[p.place : p.place + p.size] for p in pieces}
+        self.views = [view(flat, keys[p.tensor], p) for p in pieces]
+
+
+@dataclass
+class Pushed:
+    """A worker's gradient of one step, as far as it is here. It is the gradient of `rows` of the `of` rows of a step,
+    already scaled by rows / of."""
+
+    worker: int
+    life: int
+    step: int
+    rows: int
+    of: int
+    room: Room
+    missing: set[int] = field(default_factory=set)  # tensors of which the piece is not here yet
+
+
+class Shard:
+    """One server's part. `values` are the initial parameters, in the order of `keys`."""
+
+    def __init__(
+        self,
+        keys: Sequence[Key],
+        pieces: Sequence[Piece],
+        values: Sequence[Tensor],
+        optimizer: Optimizer,
+        scheduler: Scheduler | None = None,
+        forms: Sequence[Form] = (),
+    ) -> None:
+        self.keys, self.pieces = keys, pieces
+        self.by_tensor = {piece.tensor: piece for piece in pieces}
+        self.flat = torch.zeros(length(pieces), dtype=torch.uint8)
+        self.bytes = bytes_of(self.flat)
+        self.parameters = [nn.Parameter(view(self.flat, keys[p.tensor], p)) for p in pieces]
+        for piece, parameter in zip(pieces, self.parameters, strict=True):
+            size = keys[piece.tensor].type.itemsize
+            whole = values[piece.tensor].detach().reshape(-1)
+            parameter.data.copy_(whole[piece.start // size : piece.stop // size])
+        forms = forms or [Form(str(key.name), key.shape, key.type) for key in keys]
+        self.scheduler = scheduler
+        self.update, self.updates = Update(optimizer, forms, scheduler), 0
+        updated = [_updated(keys[p.tensor], p, own) for p, own in zip(pieces, self.parameters, strict=True)]
+        self.part = self.update.part(updated)
+        # (a server may have nothing to keep, where servers outnumber elements)
+        self.optimizer = self.part.optimizer if self.part.which else None
+        self.readers: list[Peer] = []  # who may still be reading `flat`
+        self.spare: list[Room] = []
+        self.pushed: dict[tuple[int, int], Pushed] = {}  # by worker and life
+        # Runs of pieces of one type are summed in one go.
+        self.runs: list[tuple[torch.dtype, int, int]] = []
+        for piece in pieces:
+            dtype = keys[piece.tensor].type
+            if self.runs and self.runs[-1][0] is dtype and self.runs[-1][2] == piece.place:
+                self.runs[-1] = dtype, self.runs[-1][1], piece.place + piece.size
+            else:
+                self.runs.append((dtype, piece.place, piece.place + piece.size))
+
+    @property
+    def nbytes(self) -> int:
+        return length(self.pieces)
+
+    # gradients
+
+    def pushing(self, worker: int, life: int, step: int, rows: int, of: int) -> Pushed:
+        """Where a worker's gradient of a step goes: the one that has begun to come, or a new one."""
+        found = self.pushed.get((worker, life))
+        if found is None or found.step != step:
+            if found is not None:
+                self.let_go(found)
+            room = self.spare.pop() if self.spare else self._room(torch.empty(self.nbytes, dtype=torch.uint8))
+            found = Pushed(worker, life, step, rows, of, room, set(self.by_tensor))
+            self.pushed[worker, life] = found
+        return found
+
+    def _room(self, flat: Tensor) -> Room:
+        return Room(self.keys, self.pieces, flat)
+
+    def find(self, worker: int, step: int) -> Pushed | None:
+        """A worker's gradient of a step that is whole."""
+        for pushed in self.pushed.values():
+            if pushed.worker == worker and pushed.step == step and not pushed.missing:
+                return pushed
+        return None
+
+    def let_go(self, pushed: Pushed) -> None:
+        del self.pushed[pushed.worker, pushed.life]
+        self.spare.append(pushed.room)
+
+    def apply(self, taken: Sequence[Pushed]) -> None:
+        """Sum gradients, in this order, into the gradient of the mean over their rows; update; let them go."""
+        if not taken:
+            return
+        if self.optimizer is not None:
+            first, rows = taken[0], sum([p.rows for p in taken])
+            if len(taken) > 1 or 0 < rows != first.of:
+                self._add(taken, first.of / rows if rows else 1.0)
+            if self.readers:
+                self._spare_readers()
+            for gradient, parameter in zip(first.room.views, self.parameters, strict=True):
+                parameter.grad = gradient
+            if self.update.schedule is not None:
+                self.part.follow(self.update.schedule.at(self.updates))
+                self.update.schedule.forget(self.updates)
+            self.optimizer.step()
+            for parameter in self.parameters:
+                parameter.grad = None
+        self.updates += 1
+        for pushed in taken:
+            self.let_go(pushed)
+
+    def _add(self, taken: Sequence[Pushed], scale: float) -> None:
+        """The sum of gradients, scaled, in the room of the first."""
+        for dtype, start, stop in self.runs:
+            sums = taken[0].room.flat[start:stop].view(dtype)
+            for other in taken[1:]:
+                sums += other.room.flat[start:stop].view(dtype)
+            if scale != 1:
+                sums *= scale
+
+    def _spare_readers(self) -> None:
+        """Before an update: answers that are still being sent keep the parameters they have; others get a copy."""
+        if any(peer.busy for peer in self.readers):
+            flat = torch.empty_like(self.flat)
+            flat.copy_(self.flat)
+            self._take(flat)
+        self.readers = []
+
+    def _take(self, flat: Tensor) -> None:
+        self.flat, self.bytes = flat, bytes_of(flat)
+        for piece, parameter in zip(self.pieces, self.parameters, strict=True):
+            parameter.data = view(flat, self.keys[piece.tensor], piece)
+
+    def state_bytes(self) -> dict[int, int]:
+        """Bytes that the optimizer keeps, by tensor."""
+        found: dict[int, int] = {}
+        for piece, parameter in zip(self.pieces, self.parameters, strict=True) if self.optimizer else ():
+            assert self.optimizer is not None
+            states = (v for v in self.optimizer.state.get(parameter, {}).values() if isinstance(v, Tensor))
+            found[piece.tensor] = sum(value.numel() * value.element_size() for value in states)
+        return found
+
+    # snapshots
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Everything, as tensors by name and a few facts. What is not whole yet is left out."""
+        tensors = {"parameters": self.flat}
+        numbers: dict[str, Any] = {}
+        for k, parameter in enumerate(self.parameters if self.optimizer else ()):
+            assert self.optimizer is not None
+            for name, value in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    tensors[f"optimizer/{k}/{name}"] = value.detach().clone()  # (some share their memory)
+                else:
+                    numbers[f"{k}/{name}"] = value
+        whole = [p for p in self.pushed.values() if not p.missing]
+        for k, pushed in enumerate(whole):
+            tensors[f"pushed/{k}"] = pushed.room.flat
+        facts = [[p.worker, p.life, p.step, p.rows, p.of] for p in whole]
+        return tensors, {"numbers": numbers, "pushed": facts, "updates": self.updates}
+
+    def restore(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        """Back to what `state` gave."""
+        self._take(tensors["parameters"].clone())
+        self.readers = []
+        self.pushed = {
+            (worker, life): Pushed(worker, life, step, rows, of, self._room(tensors[f"pushed/{k}"].clone()))
+            for k, (worker, life, step, rows, of) in enumerate(facts["pushed"])
+        }
+        if self.optimizer is None:
+            return
+        states: dict[int, dict[str, Any]] = {}
+        for name, value in tensors.items():
+            kind, _, rest = name.partition("/")
+            if kind == "optimizer":
+                k, _, state = rest.partition("/")
+                states.setdefault(int(k), {})[state] = value
+        for name, number in facts["numbers"].items():
+            k, _, state = name.partition("/")
+            states.setdefault(int(k), {})[state] = number
+        if self.update.schedule is not None and facts["updates"] < self.updates:
+            self.update = Update(self.update.factory, self.update.forms, self.scheduler)
+        self.updates = facts["updates"]
+        # (torch counts parameters by group; those that are in no group have no state)
+        place = {id(p): k for k, p in enumerate(p for group in self.optimizer.param_groups for p in group["params"])}
+        numbered = {place[id(self.parameters[k])]: found for k, found in states.items()}
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
+
+
+def _updated(key: Key, piece: Piece, own: nn.Parameter) -> Updated:
+    """A piece as its optimizer knows it."""
+    begin, size = piece.start // key.type.itemsize, own.numel()
+    return Updated(own, (str(key.name),), (Run(str(key.name), key.shape, begin, begin + size, 0),), True)

@@ -1,0 +1,126 @@
+"""All connections of a server, behind one selector: nobody is waited for while others have something to say."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+from collections.abc import Callable
+
+from minipar.comm.looking import Looking
+from minipar.server.framing import MOST_TEXT, Message, What
+from minipar.server.peer import Peer, Refused
+
+Target = Callable[[Peer, Message], memoryview]
+Done = Callable[[Peer, Message], None]
+
+
+class Switchboard:
+    """Peers as they come to a listening socket.
+
+    target, done   as in Peer
+    gone           called when a connection has ended
+    """
+
+    def __init__(
+        self, listener: socket.socket, token: bytes, target: Target, done: Done, gone: Callable[[Peer], None]
+    ) -> None:
+        self.listener, self.token, self.target, self.done, self.gone = listener, token, target, done, gone
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(listener, selectors.EVENT_READ)
+        self.looking = Looking()
+        self.peers: set[Peer] = set()
+        self.writing: set[Peer] = set()  # where the selector waits for room to write, too
+        self.unread: list[Peer] = []  # had more to say than its turn was long
+
+    def wait(self, seconds: float) -> None:
+        """Until something comes or can be written, at most so long; and see to it."""
+        unread, self.unread = self.unread, []
+        ready = self.selector.select(0) if unread else self.looking.find(self._ready) or self.selector.select(seconds)
+        for peer in unread:
+            if peer in self.peers:
+                self._attend(peer, selectors.EVENT_READ)
+        for key, events in ready:
+            if key.fileobj is self.listener:
+                self._accept()
+            elif key.fileobj in self.peers:  # (an event before may have ended it)
+                assert isinstance(key.fileobj, Peer)
+                self._attend(key.fileobj, events)
+
+    def _ready(self) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = self.selector.select(0)
+        if not ready:
+            raise BlockingIOError
+        return ready
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self.listener.accept()
+        except OSError:
+            return
+        self.add(Peer(connection, self.token, self.target, self.done))
+
+    def adopt(self, connection: socket.socket, ahead: bytes = b"") -> Peer:
+        """A connection that this process has made itself, as a client, and what it has read of it already."""
+        peer = Peer(connection, b"", self.target, self.done, ahead)
+        self.add(peer)
+        if ahead:
+            self.unread.append(peer)
+        return peer
+
+    def add(self, peer: Peer) -> None:
+        self.selector.register(peer, selectors.EVENT_READ)
+        self.peers.add(peer)
+        self._watch(peer)
+
+    def _attend(self, peer: Peer, events: int) -> None:
+        try:
+            if events & selectors.EVENT_WRITE:
+                peer.flush()
+            if events & selectors.EVENT_READ:
+                peer.read()
+        except Refused as error:
+            if str(error):
+                peer.send(Message(What.REFUSED), str(error).encode()[:MOST_TEXT])
+            peer.ended = True
+        if peer.ended:
+            self.drop(peer)
+            self.gone(peer)
+        else:
+            self._watch(peer)
+            if peer.unread:
+                self.unread.append(peer)
+
+    def _watch(self, peer: Peer) -> None:
+        """Wait for room to write only where something is to be written."""
+        if peer.busy is not (peer in self.writing) and peer in self.peers:
+            self.writing.symmetric_difference_update((peer,))
+            self.selector.modify(peer, selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.busy else 0))
+
+    def tell(
+        self,
+        peer: Peer | None,
+        message: Message,
+        data: memoryview | bytes = b"",
+        written: Callable[[], None] | None = None,
+    ) -> None:
+        """Send a peer a message, if it is there; see `Peer.send`."""
+        if peer is not None and not peer.ended:
+            peer.send(message, data, written)
+            self._watch(peer)
+
+    def drop(self, peer: Peer) -> None:
+        """End a connection."""
+        if peer in self.peers:
+            self.selector.unregister(peer)
+            self.peers.remove(peer)
+            self.writing.discard(peer)
+        peer.close()
+
+    def drop_all(self) -> None:
+        for peer in list(self.peers):
+            self.drop(peer)
+
+    def close(self) -> None:
+        self.drop_all()
+        self.selector.close()
+        self.listener.close()

@@ -1,0 +1,206 @@
+r"""Branch placement: layers that do not depend on each other run on different ranks at the same time.
+
+             1x1                 place=0,0,1,1,0     rank 0   F stem | F 1x1 |                    F join | ...
+           /     \                                   rank 1            F 3x3 | F 5x5 | send both |
+      stem - 3x3 - join
+           \     /               place=branches      the k-th branch between two layers that every path goes through is
+             5x5                                     on rank k mod pp; these layers themselves are on rank 0
+
+Every rank walks its layers in their order, micro-batch by micro-batch, so no placement can deadlock: any order in which
+all ranks take the same micro-batches is right, such as gpipe's or that of 1f1b on a pipeline of one rank. With
+schedule=looped-bfs all micro-batches go through one run of neighbouring layers before the next run: then ranks that
+have finished their branch of one micro-batch go on with the next.
+
+`place` is not needed to train a model with branches: stages of neighbouring layers (`split`) work with any schedule
+that flushes, and branches in different stages run side by side there, too.
+
+A layer that several others read (a fork) gets a gradient from each of them, a grad_output for every edge, and its
+backward adds them up. An output is freed after its last read on each rank; a layer that reads several (a join) is given
+a tuple of them.
+
+Sources: Dean et al., "Large Scale Distributed Deep Networks", 2012 (model parallelism); Szegedy et al., "Going Deeper
+with Convolutions", 2015 (Inception); Mirhoseini et al., 2017, who learn such placements (see `minipar.planner`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from minipar.errors import PlanError
+from minipar.program import Action, Forward, Instruction, Op, Value
+from minipar.program import edges as graphs
+from minipar.strategies.layout import looped
+from minipar.strategies.passes import segments
+from minipar.strategies.schedules import registry
+from minipar.wording import several
+
+if TYPE_CHECKING:
+    from minipar.program.shape import Shape
+    from minipar.strategies.plan import Plan
+
+Table = Sequence[Sequence[Value]]  # by layer, or edge, and micro-batch
+
+
+# what a plan says -----------------------------------------------------------------------------------------------------
+
+
+def parse(value: object, ranks: int) -> str | tuple[int, ...] | None:
+    """The rank of each layer, or "branches"; None: stages of neighbouring layers, as `split` says."""
+    if value in (None, "none", "branches"):
+        return None if value in (None, "none") else "branches"
+    words = value.split(",") if isinstance(value, str) else list(value) if isinstance(value, Iterable) else [value]
+    try:
+        found = tuple(int(str(word)) for word in words)
+    except ValueError:
+        found = ()
+    if not found:
+        raise PlanError(f"place={value}: must be branches, or the rank of each layer, such as 0,0,1,1,0")
+    told = ",".join(map(str, found))
+    if min(found) < 0 or max(found) >= ranks:
+        raise PlanError(f"place={told}: ranks of a pipeline with pp={ranks} are 0 to {ranks - 1}")
+    if set(found) != set(range(ranks)):
+        idle = min(set(range(ranks)) - set(found))
+        raise PlanError(
+            f"place={told}: puts no layer on rank {idle}; possible is pp={len(set(found))}, or another place"
+        )
+    return found
+
+
+def check_place(plan: Plan) -> None:
+    """Refuse what `place` does not go together with."""
+    schedule = registry.find(plan.schedule)
+    why = f"place={_told(plan)}: says which rank has which layers"
+    for key, value in {"split": plan.split, "chunks": plan.chunks}.items():
+        if value is not None:
+            told = ",".join(map(str, value)) if isinstance(value, tuple) else value
+            raise PlanError(f"{why}; so does {key}={told}; possible is one of them")
+    others = set(schedule.options) - {"chunks"}
+    if (
+        schedule.placement is not looped
+        or schedule.asynchronous is not None
+        or others
+        or plan.schedule == "interleaved"
+    ):
+        raise PlanError(
+            f"{why}; schedule={plan.schedule} needs stages in a row; possible are naive, gpipe, 1f1b, looped-bfs, zb-h1"
+        )
+
+
+def check_shape(plan: Plan, shape: Shape) -> None:
+    """Refuse what a model with branches does not go together with."""
+    if plan.place is not None and plan.place != "branches" and len(plan.place) != shape.layers:
+        raise PlanError(
+            f"place={_told(plan)}: of {several(len(plan.place), 'layer')}, but the model has {shape.layers}"
+        )
+    if plan.place == "branches" and not any(len(found) > 1 for found in graphs.side_by_side(shape.edges, shape.layers)):
+        raise PlanError(
+            "place=branches: the model has none side by side; possible is the rank of each layer, or split="
+        )
+    if not shape.edges:
+        return
+    why = f"of a model with branches (edges between its {several(shape.layers, 'layer')})"
+    if plan.asynchronous or plan.slice_count > 1:
+        raise PlanError(
+            f"schedule={plan.schedule}: is for chains, not {why}; possible is one that flushes, such as 1f1b"
+        )
+    if plan.sync == "ps":
+        raise PlanError(f"sync=ps: the replay of its order is for chains, not {why}; possible is sync=allreduce")
+    if plan.checkpoint not in ("none", "selective"):
+        told = segments.text(plan.checkpoint)
+        raise PlanError(f"checkpoint={told}: segments are of chains, not {why}; possible are none, selective")
+    for key, value in {"host_layers": plan.host_layers, "offload": set(plan.offload) & {"activations"}}.items():
+        if value:
+            raise PlanError(
+                f"{key}={','.join(value)}: follows the outputs of a chain, not {why}; possible is {key}=none"
+            )
+
+
+def _told(plan: Plan) -> str:
+    return plan.place if isinstance(plan.place, str) else ",".join(map(str, plan.place or ()))
+
+
+def ranks_of(place: str | tuple[int, ...], shape: Shape, ranks: int) -> tuple[int, ...]:
+    """The rank of every layer."""
+    if isinstance(place, tuple):
+        return place
+    blocks = graphs.side_by_side(shape.edges, shape.layers)
+    widest = max(map(len, blocks))
+    if ranks > widest:
+        raise PlanError(
+            f"pp={ranks} place=branches: at most {widest} branches are side by side; possible are 1 to {widest}"
+        )
+    found = [0] * shape.layers
+    for parts in blocks:
+        for k, part in enumerate(parts):
+            for layer in part:
+                found[layer] = k % ranks
+    return tuple(found)
+
+
+def stages(place: Sequence[int], ranks: int) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """Runs of neighbouring layers on one rank are stages: their lengths, and for each rank its stages."""
+    runs = [(rank, len(list(run))) for rank, run in groupby(place)]
+    held = tuple(tuple(s for s, (rank, _) in enumerate(runs) if rank == r) for r in range(ranks))
+    return tuple(length for _, length in runs), held
+
+
+def through(actions: Iterable[Action], chunks: int) -> list[Action]:
+    """A micro-batch's action on all chunks of a rank: forward from the first to the last, backward the other way."""
+    order = range(chunks)
+    return [
+        replace(action, chunk=c)
+        for action in actions
+        for c in (order if isinstance(action, Forward) else reversed(order))
+    ]
+
+
+# layers ---------------------------------------------------------------------------------------------------------------
+
+
+def instructions(
+    shape: Shape,
+    first: int,
+    step: int,
+    tables: tuple[Table, Table, Table, Table],
+    params: Sequence[tuple[Value, ...]],
+    grads: Sequence[tuple[Value, ...]],
+) -> tuple[Callable[[int, int], Instruction], Callable[[int, int, bool], Instruction]]:
+    """FORWARD and BACKWARD of a layer with several before and behind it; outputs are freed by `free_after_last_read`.
+
+    first    the first trainable layer; tables: output, grad_output (by edge), saved, saved_weight
+    """
+    out, gout, kept, left = tables
+    inputs, into, onward, _ = graphs.wiring(shape.edges, shape.layers)
+    last = shape.layers - 1
+
+    def forward(layer: int, i: int) -> Instruction:
+        reads = tuple(out[a][i] for a in inputs[layer]) + params[layer]
+        writes = (out[layer][i], kept[layer][i]) if layer >= first else (out[layer][i],)
+        frees = (out[layer][i],) if layer == last < first else ()
+        return Instruction(Op.FORWARD, (layer,), i, step, reads, writes, frees)
+
+    def backward(layer: int, i: int, whole: bool) -> Instruction:
+        gone = (kept[layer][i], *(gout[e][i] for e in onward[layer]))
+        given = tuple(out[a][i] for a in inputs[layer])
+        given += (out[layer][i],) if layer == last else ()
+        writes = tuple(gout[e][i] for a, e in zip(inputs[layer], into[layer], strict=True) if a >= first)
+        writes += grads[layer] if whole else (left[layer][i],)
+        op = Op.BACKWARD if whole else Op.BACKWARD_INPUT
+        return Instruction(op, (layer,), i, step, gone + given + params[layer], writes, gone)
+
+    return forward, backward
+
+
+def free_after_last_read(row: Sequence[Instruction]) -> list[Instruction]:
+    """One rank's instructions, in which the last one that reads an output frees it."""
+    known = {value for ins in row for value in ins.frees}
+    result = []
+    for ins in reversed(row):
+        mine = tuple(v for v in ins.reads if v.kind == "output" and v not in known)
+        known.update(mine)
+        result.append(ins._replace(frees=ins.frees + mine) if mine else ins)
+    result.reverse()
+    return result

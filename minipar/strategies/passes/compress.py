@@ -1,0 +1,106 @@
+"""Compression: what the data-parallel sum of gradients carries is made smaller than the gradients.
+
+    compress=bf16          [ g as 16-bit numbers ]                                    half of float32; also fp16
+    compress=topk:0.01     [ the largest 1 % ][ where they are ]  gathered, added     the rest stays in the residual
+    compress=powersgd:2    G is n x m:  P = G Q [ n x 2 ]  summed, made orthonormal   G is about P Q'
+                                        Q = G' P [ m x 2 ] summed                     the rest stays in the residual
+
+Sources: Lin et al., "Deep Gradient Compression", ICLR 2018 (the largest elements); Vogels et al., "PowerSGD: Practical
+Low-Rank Gradient Compression for Distributed Optimization", NeurIPS 2019 (low rank).
+
+What topk and powersgd leave out is added to the next step's gradient (error feedback): it waits in `residual(g)`, as
+large as the gradient, which the collective reads and writes. Over all ranks, what was sent and what waits is what the
+gradients were. The sum stays an ALL_REDUCE of the program, whose parts say what travels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from minipar.errors import PlanError
+from minipar.program import Instruction, Op, Part, Value, home, residual
+from minipar.program.shape import Shape
+
+
+def parse(value: object) -> str:
+    """The word of a choice; PlanError for what is none. R is a part of all numbers, or a rank."""
+    text = str(value)
+    kind, _, number = text.partition(":")
+    if text in ("none", "bf16", "fp16"):
+        return text
+    try:
+        if kind == "topk" and 0 < float(number) <= 1:
+            return text
+        if kind == "powersgd" and int(number) >= 1:
+            return text
+    except ValueError:
+        pass
+    raise PlanError(
+        f"compress={value}: must be none, bf16, fp16, topk:R (R from 0 to 1: the part of all numbers that is sent) or "
+        "powersgd:R (R at least 1: the rank)"
+    )
+
+
+def keeps_residual(choice: str) -> bool:
+    """Whether something is left out, and waits for the next step."""
+    return choice.startswith(("topk", "powersgd"))
+
+
+def compress(instructions: Sequence[Instruction], shape: Shape, choice: str) -> list[Instruction]:
+    """A stage's instructions with smaller sums of gradients."""
+    if choice == "none":
+        return list(instructions)
+    result = []
+    for ins in instructions:
+        if ins.op is Op.ALL_REDUCE and home(ins.reads[0]).kind == "grad":
+            tensors = [(g, t) for g in ins.layers for t in range(len(shape.groups[g].tensors))]
+            messages = [tensors] if ins.parts[0].layer < 0 else [[one] for one in tensors]
+            parts = [part for one in messages for part in _carried(one, shape, choice, len(ins.group))]
+            kept = tuple(map(residual, ins.layers)) if keeps_residual(choice) else ()
+            ins = ins._replace(reads=ins.reads + kept, writes=ins.writes + kept, parts=tuple(parts))
+        result.append(ins)
+    return result
+
+
+def state_of(state: frozenset[Value], instructions: Sequence[Instruction]) -> frozenset[Value]:
+    """What a rank holds between steps: the residuals, too."""
+    return state | {value for ins in instructions for value in ins.writes if value.kind == "residual"}
+
+
+def _carried(tensors: Sequence[tuple[int, int]], shape: Shape, choice: str, ranks: int) -> list[Part]:
+    """What is sent for one message of these tensors (parameter group, place in it)."""
+    layer = -1 if len(tensors) > 1 else tensors[0][0]
+    sizes = [shape.groups[g].tensors[t] // shape.itemsize for g, t in tensors]
+    kind, _, number = choice.partition(":")
+    if kind in ("bf16", "fp16"):
+        return [Part(Op.ALL_REDUCE, layer, 2 * sum(sizes))]
+    if kind == "topk":
+        return [Part(Op.ALL_GATHER, layer, ranks * row_bytes(top(sum(sizes), choice), shape.itemsize))]
+    if not shape.dims:
+        raise PlanError(f"compress={choice}: needs the shapes of all tensors; compile for shape_of(model)")
+    first = second = 0
+    for (g, t), size in zip(tensors, sizes, strict=True):
+        factors = low_rank(shape.dims[g][t], int(number))
+        first += size if factors is None else factors[0] * factors[2]
+        second += 0 if factors is None else factors[1] * factors[2]
+    return [Part(Op.ALL_REDUCE, layer, count * shape.itemsize) for count in (first, second) if count]
+
+
+def top(count: int, choice: str) -> int:
+    """How many of `count` numbers topk sends."""
+    return min(count, max(1, math.ceil(float(choice.partition(":")[2]) * count)))
+
+
+def row_bytes(count: int, itemsize: int) -> int:
+    """Bytes of one rank's message with so many numbers and their places (32 bits each), filled up to 8."""
+    return -(-count * (itemsize + 4) // 8) * 8
+
+
+def low_rank(dims: Sequence[int], rank: int) -> tuple[int, int, int] | None:
+    """Rows and columns of a tensor as a matrix, and the rank of its factors; None: they would not be smaller."""
+    if len(dims) < 2:
+        return None
+    n, m = dims[0], math.prod(dims[1:])
+    rank = min(rank, n, m)
+    return (n, m, rank) if (n + m) * rank < n * m else None

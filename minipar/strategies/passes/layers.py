@@ -1,0 +1,140 @@
+"""From a schedule's actions to instructions on layers: who reads, writes and frees what.
+
+    Forward(i) on a rank that holds layers 2:4      F 2 mb i   reads output(1)              writes output(2), saved(2)
+                                                    F 3 mb i   reads output(2)              writes output(3), saved(3)
+    Backward(i)                                     B 3 mb i   reads saved(3), output(2), grad_output(3)
+                                                               writes grad_output(2), grad(3)   frees all that it read
+                                                    B 2 mb i   ...
+
+    BackwardInput(i)                                I 3 mb i   as B, but writes saved_weight(3) instead of grad(3)
+    BackwardWeight(i)                               W 3 mb i   reads saved_weight(3), writes grad(3), frees what it read
+
+Autograd needs a layer's input until its backward is done, so B frees it. After I, saved_weight owns what W still needs:
+of a product of matrices the layer's input, and the gradient that arrived. Layers before the first trainable one keep
+nothing and have no backward. The last layer's forward includes the loss. Of models with branches see `branches.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from minipar.errors import PlanError
+from minipar.program import (
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Instruction,
+    Op,
+    Value,
+    grad,
+    optimizer_state,
+    param,
+)
+from minipar.strategies.layout import Layout
+from minipar.strategies.passes import branches
+
+REST = tuple(Instruction._field_defaults.values())[3:]  # what comes after `frees`, as it is by default
+
+
+def expand(actions: Sequence[Iterable[Action]], layout: Layout, step: int = 0) -> list[list[Instruction]]:
+    """The instructions of one step, for each rank of one replica; `actions[r]` is the schedule of rank r."""
+    shape, microbatches = layout.shape, layout.microbatches
+    groups_of: list[list[int]] = [[] for _ in range(shape.layers)]
+    for index, group in enumerate(shape.groups):
+        for layer in group.layers:
+            groups_of[layer].append(index)
+    first = layout.first_trainable
+    last = shape.layers - 1
+    # One Value object each, shared by all instructions that name it: dictionaries then compare by identity.
+    new = tuple.__new__  # (takes half the time of Value or Instruction itself)
+
+    def values(kind: str, count: int) -> list[list[Value]]:
+        return [[new(Value, (kind, index, i, step)) for i in range(microbatches)] for index in range(count)]
+
+    out, kept, left = (values(kind, shape.layers) for kind in ("output", "saved", "saved_weight"))
+    gout = values("grad_output", max(shape.layers, len(shape.edges)))
+    params = [tuple(param(k) for k in groups_of[layer]) for layer in range(shape.layers)]
+    grads = [tuple(grad(k) for k in groups_of[layer] if shape.groups[k].trainable) for layer in range(shape.layers)]
+    alone = [(layer,) for layer in range(shape.layers)]
+
+    FORWARD, WHOLE, INPUT, WEIGHT = Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT
+
+    def forward(layer: int, i: int) -> Instruction:
+        given: tuple[Value, ...] = (out[layer - 1][i],) if layer else ()
+        reads = given + params[layer]
+        if layer < first:
+            if layer == last:
+                given += (out[layer][i],)  # a model with nothing to train: the loss is all that is wanted
+            return Instruction(FORWARD, alone[layer], i, step, reads, (out[layer][i],), given)
+        writes = out[layer][i], kept[layer][i]
+        return new(Instruction, (FORWARD, alone[layer], i, step, reads, writes, (), *REST))
+
+    def backward(layer: int, i: int, whole: bool) -> Instruction:
+        given = out[layer][i] if layer == last else gout[layer][i]
+        held = (kept[layer][i], given, out[layer - 1][i]) if layer else (kept[layer][i], given)
+        writes = grads[layer] if whole else (left[layer][i],)
+        if layer > first:
+            writes = (gout[layer - 1][i], *writes)
+        op, reads = WHOLE if whole else INPUT, held + params[layer]
+        return new(Instruction, (op, alone[layer], i, step, reads, writes, held, *REST))
+
+    def weights(layer: int, i: int) -> Instruction:
+        mine = (left[layer][i],)
+        reads = mine + params[layer]
+        return new(Instruction, (WEIGHT, alone[layer], i, step, reads, grads[layer], mine, *REST))
+
+    run: Callable[[int, int], Instruction] = forward
+    back_of: Callable[[int, int, bool], Instruction] = backward
+    if shape.edges:
+        run, back_of = branches.instructions(shape, first, step, (out, gout, kept, left), params, grads)
+
+    ranks = []
+    for rank, chosen in enumerate(actions):
+        chunks = layout.chunks(rank)
+        backs = [[layer for layer in reversed(layers) if layer >= first] for layers in chunks]
+        instructions: list[Instruction] = []
+        for action in chosen:
+            i = action.microbatch
+            if not 0 <= i < microbatches or not 0 <= action.chunk < len(chunks):
+                has = "only chunk 0" if len(chunks) == 1 else f"chunks 0 to {len(chunks) - 1}"
+                raise PlanError(f"{action}: rank {rank} has micro-batches 0 to {microbatches - 1} and {has}")
+            if isinstance(action, Forward):
+                for layer in chunks[action.chunk]:
+                    instructions.append(run(layer, i))
+            elif isinstance(action, (Backward, BackwardInput)):
+                whole = isinstance(action, Backward)
+                for layer in backs[action.chunk]:
+                    instructions.append(back_of(layer, i, whole))
+            elif isinstance(action, BackwardWeight):
+                for layer in backs[action.chunk]:
+                    instructions.append(weights(layer, i))
+            else:
+                raise PlanError(
+                    f"{action}: a schedule yields Forward(i, chunk), Backward, BackwardInput, BackwardWeight"
+                )
+        ranks.append(branches.free_after_last_read(instructions) if shape.edges else instructions)
+    return ranks
+
+
+def step_of(layout: Layout, rank: int, step: int, keep: frozenset[int] = frozenset()) -> list[Instruction]:
+    """The optimizer's STEP of a rank: reads every gradient, frees those whose group is not in `keep`."""
+    groups = layout.trainable(rank)
+    if not groups:
+        return []
+    params = tuple(param(k) for k in groups)
+    states = tuple(optimizer_state(k) for k in groups)
+    grads = tuple(grad(k) for k in groups)
+    frees = tuple(grad(k) for k in groups if k not in keep)
+    return [Instruction(Op.STEP, groups, -1, step, grads + params + states, params + states, frees)]
+
+
+def state_of(layout: Layout, rank: int, keep: frozenset[int] = frozenset()) -> frozenset[Value]:
+    """What a rank holds before and after a step: parameters, optimizer states, kept gradient buffers."""
+    trainable = layout.trainable(rank)
+    return frozenset(
+        [param(k) for k in layout.groups(rank)]
+        + [optimizer_state(k) for k in trainable]
+        + [grad(k) for k in trainable if k in keep]
+    )

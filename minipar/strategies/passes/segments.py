@@ -1,0 +1,197 @@
+"""What `checkpoint=` means: from the user's word to a schedule of moves for each stage (see `checkpoint.py`).
+
+checkpoint=4         0 1 2 3 | 4 5 6 7 | 8 9        segments of 4 layers, counted in each stage
+checkpoint=sqrt      segments of the length that takes the least memory
+checkpoint=3,7       0 1 2 | 3 4 5 6 | 7 8 9        segments begin at these layers
+checkpoint=selective the core of each attention, inside its layer: see `minipar.models.selective_checkpoint`
+checkpoint=64MiB     whatever is fastest and fits: some layers keep what they save, some run again, perhaps twice
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from minipar.costs.measured import Profile
+from minipar.costs.recomputation import Chain, LayerCosts, Move, every, in_segments, square_root
+from minipar.costs.reversal import minimum, rotor
+from minipar.errors import PlanError
+from minipar.program import Action, BackwardWeight, Forward
+from minipar.strategies.layout import Layout
+from minipar.wording import several
+
+Checkpoint = (
+    int | str | tuple[int, ...]
+)  # every K layers; "none", "sqrt", "selective" or a budget; first layers of segments
+_UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+POSSIBLE = (
+    "none, sqrt, selective (attention core), K (every K layers), a budget such as 64MiB, "
+    "or first layers of segments such as 3,7,11"
+)
+
+
+def parse(value: object) -> Checkpoint:
+    """One of the forms of `Checkpoint`, from a word or a Python value; PlanError for anything else."""
+    if isinstance(value, str):
+        if value in ("none", "sqrt", "selective"):
+            return value
+        if "," in value:
+            return _starts(value, value.removesuffix(",").split(","))
+        found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)(b|kib|mib|gib)", value.lower())
+        if found and float(found[1]) * _UNITS[found[2]] >= 1:
+            return value
+        value = int(value) if re.fullmatch(r"[0-9]{1,9}", value) else value
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return value
+    if isinstance(value, (tuple, list)):
+        return _starts(value, value)
+    raise PlanError(f"checkpoint={value}: must be {POSSIBLE}")
+
+
+def _starts(given: object, entries: Iterable[object]) -> tuple[int, ...]:
+    texts = [str(entry) for entry in entries]
+    starts = [int(text) for text in texts if re.fullmatch(r"[0-9]{1,9}", text)]
+    if not starts or len(starts) < len(texts) or starts != sorted(set(starts)):
+        raise PlanError(
+            f"checkpoint={given}: must be layers in ascending order, at which segments begin, such as 3,7,11"
+        )
+    return tuple(starts)
+
+
+def text(choice: Checkpoint) -> str:
+    """The word that parses to the same choice."""
+    return ",".join(map(str, choice)) + "," * (len(choice) == 1) if isinstance(choice, tuple) else str(choice)
+
+
+def budget_of(choice: Checkpoint) -> int | None:
+    """Bytes, if the choice is a budget."""
+    found = re.fullmatch(r"([0-9.]+)([a-z]+)", choice.lower()) if isinstance(choice, str) else None
+    return int(float(found[1]) * _UNITS[found[2]]) if found else None
+
+
+def schedules(
+    choice: Checkpoint,
+    layout: Layout,
+    actions: Sequence[Sequence[Action]],
+    costs: LayerCosts | Profile | None = None,
+    receives_ahead: int = 2,
+) -> list[tuple[Move, ...]]:
+    """For each stage how one micro-batch goes through its trainable layers; moves count from the first of these.
+
+    actions   of each rank: with how many micro-batches in flight the choice has to do
+    costs     of each layer, for a budget; with them "sqrt" takes sizes into account
+
+    A budget counts activations: outputs, their gradients, what is saved, and `receives_ahead` buffers for messages
+    from each neighbour; not the input rows. Outputs that wait for a slow link to take them come on top. Raises
+    PlanError for a choice that does not fit the model, and for a budget that is too small; it names the least one.
+    """
+    if isinstance(costs, Profile):
+        costs = LayerCosts.of(costs)
+    _check(choice, layout, costs)
+    count = len(layout.split)
+    if choice in ("none", "selective"):
+        return [()] * count
+    parts = [layout.trained(stage) for stage in range(count)]
+    flying = [1] * count
+    for rank, chosen in enumerate(actions):
+        for c, stage in enumerate(layout.placement[rank]):
+            flying[stage] = max(flying[stage], in_flight(action for action in chosen if action.chunk == c))
+    budget = budget_of(choice)
+    if budget is not None and costs is not None:
+        if any(isinstance(action, BackwardWeight) for chosen in actions for action in chosen):
+            raise PlanError(f"checkpoint={text(choice)}: a budget is for whole backwards; possible are none, sqrt, K")
+        return _within(budget, layout, parts, flying, costs, receives_ahead)
+    found = []
+    for part, flight in zip(parts, flying, strict=True):
+        segments: Iterable[range] = ()
+        if isinstance(choice, tuple):
+            cuts = [part.start, *(layer for layer in choice if part.start < layer < part.stop), part.stop]
+            segments = [range(a - part.start, b - part.start) for a, b in pairwise(cuts) if a < b]
+        elif isinstance(choice, int):
+            segments = every(len(part), choice)
+        elif choice == "sqrt" and part:
+            chain = _chain(costs, layout, part) if costs is not None else None
+            segments = every(len(part), square_root(len(part), chain, flight))
+        found.append(in_segments(len(part), segments))
+    return found
+
+
+def in_flight(actions: Iterable[Action]) -> int:
+    """The most micro-batches of a chunk's actions between the beginning of their forward and the end of their backward.
+
+    (A split backward ends, for what recomputation is about, with its input half.)
+    """
+    now = most = 0
+    for action in actions:
+        if not isinstance(action, BackwardWeight):
+            now += 1 if isinstance(action, Forward) else -1
+        most = max(most, now)
+    return max(1, most)
+
+
+def _check(choice: Checkpoint, layout: Layout, costs: LayerCosts | None) -> None:
+    layers = layout.shape.layers
+    if costs is not None and len(costs.forward) != layers:
+        raise PlanError(f"costs: of {several(len(costs.forward), 'layer')}, but the model has {layers}")
+    if isinstance(choice, int) and choice > layers:
+        raise PlanError(f"checkpoint={choice}: the model has {several(layers, 'layer')}; possible are 1 to {layers}")
+    if isinstance(choice, tuple) and not 0 < choice[0] <= choice[-1] < layers:
+        possible = f"possible are 1 to {layers - 1}" if layers > 1 else "it has one layer"
+        raise PlanError(f"checkpoint={text(choice)}: segments begin at layers of the model; {possible}")
+    if budget_of(choice) is not None and costs is None:
+        raise PlanError(
+            f"checkpoint={text(choice)}: a budget needs the sizes of the layers; give compile(..., costs=profile), "
+            "or choose sqrt, K or layers"
+        )
+    if budget_of(choice) is not None and max(map(len, layout.placement)) > 1:
+        raise PlanError(f"checkpoint={text(choice)}: a budget is for one chunk a rank; possible are none, sqrt, K")
+
+
+def _chain(costs: LayerCosts, layout: Layout, part: range) -> Chain:
+    return costs.chain(part.start, part.stop, layout.first_trainable)
+
+
+def _within(
+    budget: int, layout: Layout, stages: list[range], flying: list[int], costs: LayerCosts, receives_ahead: int
+) -> list[tuple[Move, ...]]:
+    """The fastest schedule of each stage; or the budget with which every stage has one."""
+    around = [_around(layout, stage, flying[stage], costs, receives_ahead) for stage in range(layout.pp)]
+    chains = [_chain(costs, layout, part) if part else None for part in stages]
+    found: list[tuple[Move, ...]] = []
+    try:
+        for chain, flight, extra in zip(chains, flying, around, strict=True):
+            if extra > budget:
+                raise PlanError("too small")
+            found.append(rotor(chain, budget - extra, flight) if chain else ())
+    except PlanError:
+        least = [
+            extra + (minimum(chain, flight) if chain else 0)
+            for chain, flight, extra in zip(chains, flying, around, strict=True)
+        ]
+        stage = max(range(layout.pp), key=least.__getitem__)
+        where = f" on stage {stage}, with {flying[stage]} in flight" if layout.pp > 1 else ""
+        raise PlanError(
+            f"checkpoint: a budget of {_size(budget)} is too small; the least is {_size(least[stage], up=True)}{where}"
+        ) from None
+    return found
+
+
+def _around(layout: Layout, stage: int, flying: int, costs: LayerCosts, receives_ahead: int) -> int:
+    """Bytes that a stage needs besides its chain of trainable layers."""
+    layers, start = layout.layers(stage), layout.trained(stage).start
+    total = flying * costs.output[start - 1] if start and start < layers.stop else 0  # the input of the chain stays
+    messages = min(receives_ahead, layout.microbatches)
+    if stage:
+        total += messages * costs.output[layers.start - 1]
+    if start < layers.stop < layout.shape.layers:
+        total += messages * costs.gradient[layers.stop - 1]
+    frozen = range(layers.start, start)  # forward runs through them with two outputs at a time
+    return total + max((sum(costs.output[max(0, layer - 1) : layer + 1]) for layer in frozen), default=0)
+
+
+def _size(count: int, up: bool = False) -> str:
+    """Bytes as a word that `parse` reads, rounded up if it is to suffice."""
+    if count < 2**20:
+        return f"{count}B"
+    return f"{-(-count * 100 // 2**20) / 100 if up else count / 2**20:.2f}MiB"

@@ -1,0 +1,114 @@
+"""AMPNet: no schedule at all. A rank does what has arrived, backwards first, and updates when it has enough gradients.
+
+Source: Gaunt et al., "AMPNet: Asynchronous Model-Parallel Training for Dynamic Neural Networks", 2017.
+
+    p=3, in_flight=3, update_every=1            rank 0 starts a micro-batch if fewer than `in_flight` are under way
+    rank 0  F0   F1   F2                       B0   B0|1 F3   B1   B1|2 F4   B2   B2|3 F5
+    rank 1       F0   F1   F2        B0   B0|1      B1   B1|2 F3   B2   B2|3 F4   B3   B3|4
+    rank 2            F0   B0   B0|1 F1   B1   B1|2 F2   B2   B2|3 F3   B3   B3|4 F4   B4
+
+Nothing is stashed: a backward uses the weights as they are by then, which may have changed since its forward. So what
+is applied is not the gradient of any function. in_flight=1, update_every=m is synchronous SGD.
+
+The rule is local and pure (`choose`): each rank knows what has arrived, and how many forwards and backwards it has
+done. Links keep their order, so all ranks see micro-batches in the order in which they began, and only how forwards and
+backwards mingle is decided. At most K-1 others are under way between a micro-batch's forward and backward: gradients
+are at most ceil((K-1)/u) updates old. With equal times K=p keeps all ranks busy; more only makes gradients older.
+
+    p=4, tF=1, tB=2     K=1          K=4          K=8          K=16          K=16, u=4
+    utilisation         25 %         99 %         99 %         99 %          99 %        (300 micro-batches)
+    updates old         0 0 0 0      3 3 3 0      7 7 4 0      12 8 4 0      3 2 1 0     per rank, at most
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+
+from minipar.program import Action, Backward, Forward, Staleness
+from minipar.strategies.passes.versions import Asynchronous, newest
+from minipar.strategies.schedules.registry import schedule
+
+Run = Callable[[int, Action, float], tuple[float, float]]
+Rule = Callable[[int, int, int, int, int, int, int, int], Action | None]  # arguments and result of `choose`
+_FREE, _OUTPUT, _GRADIENT = -1, 0, 1
+
+
+def choose(
+    rank: int, ranks: int, total: int, in_flight: int, forwards: int, backwards: int, outputs: int, gradients: int
+) -> Action | None:
+    """What a rank does next, or None: it waits.
+
+    forwards, backwards   how many it has done
+    outputs, gradients    how many have arrived from the rank before it and from the one after it
+    """
+    if backwards < forwards and (rank == ranks - 1 or backwards < gradients):
+        return Backward(backwards)
+    if forwards < total and (forwards - backwards < in_flight if rank == 0 else forwards < outputs):
+        return Forward(forwards)
+    return None
+
+
+def decide(ranks: int, total: int, in_flight: int, run: Run, rule: Rule = choose) -> list[list[Action]]:
+    """The order of every rank, if all follow the rule. Of one moment, a rank first gets free, then looks at what came.
+
+    run    (rank, action, time) -> when the rank is free again, and when the next rank has what the action hands on
+    rule   what a rank does next, by what `choose` is told
+    """
+    orders: list[list[Action]] = [[] for _ in range(ranks)]
+    done = [[0, 0] for _ in range(ranks)]
+    arrived = [[0, 0] for _ in range(ranks)]
+    free = [True] * ranks
+    events = [(0.0, rank, _FREE) for rank in range(ranks)]
+    while events:
+        now, rank, what = heapq.heappop(events)
+        if what == _FREE:
+            free[rank] = True
+        else:
+            arrived[rank][what] += 1
+        action = rule(rank, ranks, total, in_flight, *done[rank], *arrived[rank]) if free[rank] else None
+        if action is None:
+            continue
+        there = isinstance(action, Forward)
+        orders[rank].append(action)
+        done[rank][_OUTPUT if there else _GRADIENT] += 1
+        free[rank] = False
+        end, arrival = run(rank, action, now)
+        heapq.heappush(events, (end, rank, _FREE))
+        target = rank + 1 if there else rank - 1
+        if 0 <= target < ranks:
+            heapq.heappush(events, (arrival, target, _OUTPUT if there else _GRADIENT))
+    return orders
+
+
+def promise(ranks: int, keys: Mapping[str, int]) -> Staleness:
+    """One version, as old as the micro-batches under way make it."""
+    u = keys["update_every"]
+    return Staleness(bound=-(-(keys["in_flight"] - 1) // u), versions=1, every=u, stashed=False)
+
+
+@schedule(
+    "ampnet",
+    paper="Gaunt et al. 2017",
+    time="to tF+tB for each micro-batch where in_flight >= p",
+    peak="min(in_flight, n)",
+    asynchronous=Asynchronous(newest, promise, decides=True),
+)
+def ampnet(
+    rank: int, stages: int, microbatches: int, in_flight: int | None = None, update_every: int | None = None
+) -> Iterator[Action]:
+    """Whatever has arrived, backwards first; here as it would be if backward took twice as long as forward."""
+
+    return iter(with_equal_times(stages, microbatches, in_flight or stages)[rank])
+
+
+@lru_cache(maxsize=1)
+def with_equal_times(ranks: int, total: int, in_flight: int) -> list[list[Action]]:
+    """The order of every rank where a backward takes twice as long as a forward; kept, since each rank asks for it."""
+
+    def run(rank: int, action: Action, now: float) -> tuple[float, float]:
+        end = now + (1.0 if isinstance(action, Forward) else 2.0)
+        return end, end
+
+    return decide(ranks, total, in_flight, run)

@@ -1,0 +1,100 @@
+"""Schedules by name: the order in which a rank runs the forwards and backwards of its micro-batches.
+
+A schedule is a generator `f(rank, ranks, microbatches)` of actions (`Forward(i)`, `Backward(i)`, ...) for one rank of a
+pipeline. `@schedule("name")` makes it known to `Plan`, the command line, simulate and run. One with several chunks a
+rank yields `Forward(i, chunk)`, and says by a placement which stages these are. A plan's keys in `OPTIONS` go to a
+generator that has parameters of these names. What cannot be it refuses by a PlanError before its first action.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from minipar.errors import PlanError
+from minipar.program import Action
+from minipar.strategies.layout import Placement, looped
+from minipar.strategies.passes.versions import Asynchronous
+
+Generator = Callable[..., Iterator[Action]]  # of (rank, ranks, microbatches), and options
+OPTIONS = ("chunks", "group", "doubling", "slices", "in_flight", "update_every")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A registered schedule: its name, its generator, and the facts that `minipar schedules` prints."""
+
+    name: str
+    generate: Generator
+    paper: str = ""
+    time: str = ""
+    peak: str = ""
+    needs: str = ""
+    placement: Placement = looped
+    chunks: int = 1
+    asynchronous: Asynchronous | None = None
+
+    @property
+    def summary(self) -> str:
+        return (self.generate.__doc__ or "").strip().split("\n")[0]
+
+    @cached_property
+    def options(self) -> tuple[str, ...]:
+        """The keys of a plan that the generator takes."""
+        return tuple(name for name in OPTIONS if name in inspect.signature(self.generate).parameters)
+
+    def check(self, key: str, value: object) -> None:
+        """PlanError if a plan sets an option that this schedule does not have."""
+        default = {"chunks": self.chunks, "doubling": False}.get(key)
+        if value is not None and value != default and key not in self.options:
+            others = ", ".join(s.name for s in _schedules.values() if key in s.options)
+            has = f"has {self.chunks} a rank" if key == "chunks" else "has none"
+            text = ",".join(map(str, value)) if isinstance(value, tuple) else value
+            raise PlanError(f"{key}={text}: schedule={self.name} {has}; possible with {others}")
+
+
+_schedules: dict[str, Schedule] = {}
+
+
+def schedule(
+    name: str,
+    *,
+    paper: str = "",
+    time: str = "",
+    peak: str = "",
+    needs: str = "",
+    placement: Placement = looped,
+    chunks: int = 1,
+    asynchronous: Asynchronous | None = None,
+) -> Callable[[Generator], Generator]:
+    """Decorator: register a schedule under `name` (registering again replaces, so a notebook cell can be re-run).
+
+    paper, time, peak, needs   source, closed-form step time, peak activations and constraints, shown by
+                               `minipar schedules`
+    placement                  (rank, ranks, chunks) -> the stage of each chunk of the rank; default: chunk c of rank r
+                               is stage c * ranks + r
+    chunks                     per rank, if the plan does not say; a generator with a parameter `chunks` takes others
+    asynchronous               when it updates, and by which versions: then the order goes over all steps of a run
+    """
+    if not name or any(c.isspace() or c in "=," for c in name):
+        raise PlanError(f"schedule name {name!r}: must be one word without '=' and ','")
+
+    def register(generate: Generator) -> Generator:
+        _schedules[name] = Schedule(name, generate, paper, time, peak, needs, placement, chunks, asynchronous)
+        return generate
+
+    return register
+
+
+def find(name: str) -> Schedule:
+    """The schedule called `name`, or a PlanError that lists what there is."""
+    if not isinstance(name, str) or name not in _schedules:
+        raise PlanError(f"schedule={name}: unknown; possible are {', '.join(_schedules)}")
+    return _schedules[name]
+
+
+def schedules() -> tuple[Schedule, ...]:
+    """All registered schedules, in the order of registration."""
+    return tuple(_schedules.values())

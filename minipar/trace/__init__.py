@@ -1,0 +1,398 @@
+"""Trace: when every instruction of a program ran, predicted or measured, and what follows from it.
+
+A trace keeps the program and two numbers per instruction, start and end. Bubble, memory, bytes, critical path and the
+picture are derived. Times are seconds in measured traces, and the unit of the costs in predicted ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from minipar.errors import MiniparError
+from minipar.program import COLLECTIVES, COMPUTE, Instruction, Op, Program, Value, version_of
+from minipar.program.comm_volume import carried, hops, summed
+from minipar.program.verify import service
+from minipar.program.verify.staleness import alive
+from minipar.trace.lifetimes import lifetimes
+from minipar.trace.memory_series import Curve, Series
+from minipar.wording import several
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from matplotlib.figure import Figure
+
+    from minipar.trace.comparison import Comparison
+    from minipar.trace.kineto import Source
+    from minipar_widgets import Timeline
+
+
+class Event(NamedTuple):
+    """One instruction as it ran. `version_used` and `version_applied` count updates of the rank's parameters."""
+
+    rank: int
+    index: int  # type: ignore[assignment]
+    stream: str
+    start: float
+    end: float
+    instruction: Instruction
+    bytes: int
+    version_used: int | None
+    version_applied: int | None
+
+    @property
+    def duration(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Start and end of every instruction of `program`; `starts[r][k]` belongs to `program.ranks[r][k]`.
+
+    size     memory of a value on a rank, in `unit`: "bytes", or "activations" (one micro-batch's on one rank)
+    kind     "predicted" or "measured"
+    data     bytes of input rows that each rank holds throughout
+    note     a line that every picture shows (such as how the prediction was made)
+    overruns per rank the indices of instructions whose real work took longer than the emulated device
+    series   per rank every change of its memory, temporaries included: tracked, or predicted from profiles of layers;
+             without it memory is derived from the values' lifetimes
+    """
+
+    program: Program
+    starts: Sequence[Sequence[float]]
+    ends: Sequence[Sequence[float]]
+    size: Callable[[int, Value], float]
+    kind: str = "predicted"
+    unit: str = "bytes"
+    data: Sequence[int] = ()
+    note: str = ""
+    overruns: Sequence[Sequence[int]] = ()
+    series: Sequence[Series] = ()
+    _cache: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __repr__(self) -> str:
+        return f"<{self.summary()}>"
+
+    def summary(self) -> str:
+        """One line: how long, how idle, how much memory."""
+        peak = max(self.peak_memory(), default=0)
+        memory = f"{peak / 2**20:.2f} MiB" if self.unit == "bytes" else several(max(self.in_flight()), "activation")
+        time = f"{self.time * 1e3:.2f} ms" if self.kind == "measured" or self.unit == "bytes" else f"{self.time:g}"
+        return (
+            f"{self.kind} trace: {several(len(self.program.ranks), 'rank')}, "
+            f"{several(len(self.program), 'instruction')}, time {time}, "
+            f"bubble {self.bubble_of_total():.1%} of total ({self.bubble_of_ideal():.1%} of ideal), "
+            f"peak memory {memory}"
+        )
+
+    # time ------------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def span(self) -> tuple[float, float]:
+        """First start and last end over all ranks. (A receive is posted early: it does not open the span.)"""
+        RECV = Op.RECV
+        begun = chain.from_iterable(map(zip, self.program.ops, self.starts))
+        first = min((start for op, start in begun if op is not RECV), default=0.0)
+        return first, max((max(row) for row in self.ends if len(row)), default=0.0)
+
+    @property
+    def time(self) -> float:
+        """Makespan: from the first start to the last end."""
+        return self.span[1] - self.span[0]
+
+    @property
+    def events(self) -> list[Event]:
+        """Every instruction as it ran, rank by rank in program order."""
+        return [event for rank in range(len(self.program.ranks)) for event in self.events_of(rank)]
+
+    def events_of(self, rank: int) -> Iterator[Event]:
+        updates = dict.fromkeys(range(-1, len(self.program.groups)), 0)  # (-1: of an imported trace, all in one)
+        for index, ins in enumerate(self.program.ranks[rank]):
+            groups = (self._groups_of(ins) if ins.op in COMPUTE else ()) or (-1,)
+            used = min(updates[g] for g in groups) if ins.op in COMPUTE else None
+            if used is not None and (named := max(map(version_of, ins.reads), default=-1)) >= 0:
+                used = named
+            applied = None
+            if ins.op is Op.STEP:
+                updates.update((g, updates[g] + 1) for g in groups)
+                applied = min(updates[g] for g in groups)
+            yield Event(
+                rank, index, ins.stream, self.starts[rank][index], self.ends[rank][index], ins,
+                self.sent(rank, ins), used, applied,
+            )  # fmt: skip
+
+    def _groups_of(self, ins: Instruction) -> tuple[int, ...]:
+        """The trainable parameter groups that a compute instruction works on."""
+        if ins.op is Op.STEP:
+            return ins.layers if self.program.groups else ()  # (a trace from another tool's file names none)
+        known = self._cache.setdefault("groups", {})
+        if ins.layers not in known:
+            found = {g for layer in ins.layers for g in self.program.groups_of_layer[layer]}
+            known[ins.layers] = tuple(sorted(g for g in found if self.program.groups[g].trainable))
+        return known[ins.layers]
+
+    @cached_property
+    def busy(self) -> list[float]:
+        """Per rank the time spent in compute instructions."""
+        return [
+            sum(e - s for ins, s, e in zip(row, self.starts[r], self.ends[r], strict=True) if ins.stream == "compute")
+            for r, row in enumerate(self.program.ranks)
+        ]
+
+    def bubble_of_total(self) -> float:
+        """Idle time over all ranks / (ranks x makespan)."""
+        whole = len(self.busy) * self.time
+        return max(0.0, 1 - sum(self.busy) / whole) if whole else 0.0
+
+    def bubble_of_ideal(self) -> float:
+        """Idle time over all ranks / busy time over all ranks."""
+        work = sum(self.busy)
+        return max(0.0, len(self.busy) * self.time - work) / work if work else 0.0
+
+    def window_bubble(self) -> float:
+        """max over ranks of (last end - first start of its compute) - its work: the zero-bubble papers' measure."""
+        windows = []
+        for r, row in enumerate(self.program.ranks):
+            mine = [k for k, ins in enumerate(row) if ins.stream == "compute"]
+            if mine:
+                windows.append(self.ends[r][mine[-1]] - self.starts[r][mine[0]] - self.busy[r])
+        return max(0.0, max(windows, default=0.0))
+
+    # memory and bytes ------------------------------------------------------------------------------------------------
+
+    def memory(self, rank: int) -> Curve:
+        """Memory of a rank over time: from `series`, or else as the values' lifetimes say."""
+        key = f"memory {rank}"
+        if key in self._cache:
+            return self._cache[key]
+        curve = self.series[rank].curve(self.span[0]) if self.series else lifetimes(self, rank)
+        self._cache[key] = curve
+        return curve
+
+    def peak_memory(self) -> list[int] | list[float]:
+        """Per rank the highest memory, in bytes (int); in units of activations where no bytes are known."""
+        peaks = [self.memory(rank).peak for rank in range(len(self.program.ranks))]
+        return [round(peak) for peak in peaks] if self.unit == "bytes" else [round(peak, 9) for peak in peaks]
+
+    def peak_by_kind(self, rank: int) -> dict[str, int]:
+        """What a rank's memory consists of at the moment of its peak, in bytes."""
+        curve = self.memory(rank)
+        k = max(range(len(curve.total)), key=curve.total.__getitem__, default=0)
+        return {name: round(column[k]) for name, column in curve.kinds.items()}
+
+    def in_flight(self) -> list[float]:
+        """Per rank the most activations held at once, in units of one micro-batch on the rank's whole share.
+
+        Of a split backward they are held until its weight half is done.
+        """
+        peaks, HALF, SEND, RECV = [], Op.BACKWARD_INPUT, Op.SEND, Op.RECV
+        for rank, row in enumerate(self.program.ranks):
+            now = peak = 0
+            for op, ins in zip(self.program.ops[rank], row, strict=True):
+                if op is SEND or op is RECV or op is HALF:  # (what a half frees and what it leaves are the same)
+                    continue
+                for value in ins.writes:
+                    if value.kind == "saved":
+                        now += 1
+                if now > peak:
+                    peak = now
+                for value in ins.frees:
+                    if value.kind == "saved" or value.kind == "saved_weight":
+                        now -= 1
+            kept = sum(layer >= self.program.first_trainable for layer in self.program.share[rank])
+            peaks.append(peak / kept if kept else 0.0)
+        return [int(x) if x == int(x) else x for x in peaks]
+
+    def weight_versions(self) -> list[int]:
+        """Per rank how many versions of its parameters are alive at once. One, in a synchronous program."""
+        return [alive(row) for row in self.program.ranks]
+
+    def staleness(self) -> list[int]:
+        """Per rank the most updates between the version that a forward used and the one its gradient went into."""
+        if self.program.serving is not None:
+            return service.staleness(self.program)
+        worst = []
+        for rank in range(len(self.program.ranks)):
+            used: dict[tuple[int, int, int], int] = {}
+            open_: dict[int, list[tuple[int, int, int]]] = {}
+            most = 0
+            for event in self.events_of(rank):
+                ins, version = event.instruction, event.version_used or 0
+                for g in self._groups_of(ins) if ins.op in COMPUTE else ():
+                    key = ins.step, ins.microbatch, g
+                    if ins.op is Op.FORWARD:
+                        used.setdefault(key, version)
+                    elif ins.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
+                        open_.setdefault(g, []).append(key)
+                    elif ins.op is Op.STEP:
+                        most = max([most, *(version - used[each] for each in open_.pop(g, ()) if each in used)])
+            worst.append(most)
+        return worst
+
+    def sent(self, rank: int, ins: Instruction) -> int:
+        """Bytes that a rank puts on the wire for one instruction: of a collective `hops` (n-1)/n of its size."""
+        if self.unit != "bytes":
+            return 0
+        if ins.op is Op.SEND:
+            return round(sum(self.size(rank, value) for value in ins.reads))
+        if ins.op is Op.PUSH or ins.op is Op.REPLY:
+            return sum(part.bytes for part in ins.parts)
+        if ins.op in COLLECTIVES:
+            n = len(ins.group)
+            return round(self.whole(rank, ins) * hops(ins) * (n - 1) / n)
+        return 0
+
+    def whole(self, rank: int, ins: Instruction) -> int:
+        """Bytes of the tensor that a collective works on."""
+        if ins.op is Op.ALL_REDUCE:
+            return round(sum(self.size(rank, value) for value in summed(ins)) * carried(ins, self.program))
+        return sum(part.bytes for part in ins.parts)
+
+    def bytes_sent(self) -> list[int]:
+        """Per rank the bytes sent in the whole program."""
+        return [sum(self.sent(rank, ins) for ins in row) for rank, row in enumerate(self.program.ranks)]
+
+    def bytes_by_link(self, algorithm: str = "backend") -> dict[tuple[int, int | tuple[int, ...]], int]:
+        """Bytes sent for each (source, target). Of collectives the target is the group where the backend chooses the
+        way; or the ranks that an algorithm of `comm.algorithms` sends to, such as "ring". PlanError for others."""
+        from minipar.trace import traffic
+
+        return traffic.by_link(self, algorithm)
+
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Bytes sent by all ranks together, by what they are: parameters, gradients, activations (and their
+        gradients), ..."""
+        from minipar.trace import traffic
+
+        return traffic.by_kind(self)
+
+    def messages_per_microbatch(self) -> float:
+        """Point-to-point messages per micro-batch of one replica."""
+        sends = sum(ins.op is Op.SEND for row in self.program.ranks for ins in row)
+        return sends / (self.program.replicas * self.program.microbatches * self.program.steps)
+
+    # causes ----------------------------------------------------------------------------------------------------------
+
+    def critical_path(self) -> list[Event]:
+        """The chain of instructions that the makespan consists of, first to last: each waited for the one before it."""
+        from minipar.trace.critical_path import critical_path
+
+        return critical_path(self)
+
+    def compare(self, other: Trace) -> Comparison:
+        """This trace beside another one of the same program, instruction by instruction."""
+        from minipar.trace.comparison import Comparison
+
+        return Comparison(self, other)
+
+    # pictures --------------------------------------------------------------------------------------------------------
+
+    def plot(self, **options: Any) -> Figure:
+        """Timeline (a lane per rank) with the memory curves under it, as a matplotlib figure. See `drawing.draw`."""
+        from minipar.trace import drawing
+
+        return drawing.draw([self], **options)
+
+    def show(self, **options: Any) -> Timeline:
+        """The picture to take hold of: zoom, ask, play. See `minipar_widgets.Timeline`, which takes the options."""
+        from minipar_widgets import Timeline
+
+        return Timeline(self, **options)
+
+    def to_svg(self, **options: Any) -> str:
+        """The picture as SVG text, with a title and a description for screen readers."""
+        from minipar.trace import drawing
+
+        return drawing.svg([self], **options)
+
+    def to_html(self, path: str | os.PathLike[str] | None = None, **options: Any) -> str:
+        """One self-contained page with the picture and its numbers as a table; written to `path` if given."""
+        from minipar.trace import drawing
+
+        return drawing.page([self], path, **options)
+
+    # in and out ------------------------------------------------------------------------------------------------------
+
+    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Everything as JSON text; `from_json` gives it back. Written to `path` if given."""
+        program = self.program.to_json()
+        values = [Value(*entry) for entry in program["values"]]
+        state: Sequence[frozenset[Value]] = self.program.state or [frozenset()] * len(self.program.ranks)
+        known = [
+            state[r] | {value for ins in row for value in (*ins.reads, *ins.writes)}
+            for r, row in enumerate(self.program.ranks)
+        ]
+        sizes = [
+            {k: size for k, value in enumerate(values) if value in mine and (size := self.size(rank, value))}
+            for rank, mine in enumerate(known)
+        ]
+        text = json.dumps(
+            {
+                "format": "minipar-trace/1",
+                "kind": self.kind,
+                "unit": self.unit,
+                "note": self.note,
+                "overruns": [list(row) for row in self.overruns],
+                "data": list(self.data),
+                "series": [series.to_json() for series in self.series],
+                "program": program,
+                "starts": [list(row) for row in self.starts],
+                "ends": [list(row) for row in self.ends],
+                "sizes": sizes,
+            }
+        )
+        if path is not None:
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(text)
+        return text
+
+    @staticmethod
+    def from_json(text: str) -> Trace:
+        """A trace from `to_json`'s text."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise MiniparError(f"not a trace: {error}") from None
+        if not isinstance(data, dict) or data.get("format") != "minipar-trace/1":
+            raise MiniparError("not a trace: the text has no format 'minipar-trace/1'")
+        missing = [
+            key for key in ("kind", "unit", "note", "data", "program", "starts", "ends", "sizes") if key not in data
+        ]
+        if missing:
+            raise MiniparError(f"not a whole trace: the text has no {', '.join(missing)}")
+        values = [Value(*entry) for entry in data["program"]["values"]]
+        sizes = [{values[int(k)]: size for k, size in table.items()} for table in data["sizes"]]
+
+        def size(rank: int, value: Value) -> float:
+            return sizes[rank].get(value, 0)
+
+        program = Program.from_json(data["program"])
+        kind, unit, held, note = (data[key] for key in ("kind", "unit", "data", "note"))
+        series = [Series.from_json(one) for one in data.get("series", ())]
+        overruns = data.get("overruns", ())
+        return Trace(program, data["starts"], data["ends"], size, kind, unit, held, note, overruns, series)
+
+    def to_perfetto(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Chrome Trace Event JSON, for ui.perfetto.dev and chrome://tracing. See `interchange.to_perfetto`."""
+        from minipar.trace import interchange
+
+        return interchange.to_perfetto(self, path)
+
+    def to_hta(self, folder: str | os.PathLike[str]) -> list[Path]:
+        """One file per rank, for Holistic Trace Analysis. See `interchange.to_hta`."""
+        from minipar.trace import interchange
+
+        return interchange.to_hta(self, folder)
+
+    @staticmethod
+    def from_kineto(sources: Source | Sequence[Source]) -> Trace:
+        """A trace from files of torch's profiler, one per rank, or of `to_perfetto`. See `kineto.from_kineto`."""
+        from minipar.trace import kineto
+
+        return kineto.from_kineto(sources)

@@ -1,0 +1,90 @@
+"""Line charts that show themselves in a notebook and say in words what they show: times over sizes, losses over steps.
+
+    lines({"ring": [(1e3, 0.6), (1e6, 6.6)], "tree": [...]}, x="bytes", y="ms", log="xy")
+
+Lines differ in colour, dash and marker. Pictures of traces are in `drawing.py`. matplotlib loads on first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from minipar.errors import PlanError
+from minipar.trace.figure import picture
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#AA4499", "#8C6D31", "#7A7A7A", "#CC79A7", "#999933")
+MARKERS = "osDv^PX*"
+DASHES = ("-", "--", "-.", ":")
+FEW_DECADES = 1000  # last / first value of a logarithmic axis, below which its ticks are plain numbers
+MANY = 40  # points, beyond which markers would hide the line
+
+Points = Sequence[tuple[float, float]]
+
+
+def lines(
+    curves: Mapping[str, Points], *, x: str, y: str, title: str = "", log: str = "", width: float = 8.0
+) -> Figure:
+    """One chart of several curves, each a name and its points (x, y).
+
+    x, y    what stands on the axes, with the unit
+    log     axes that are logarithmic: "", "x", "y" or "xy"
+    width   inches
+
+    The words that stand for the picture (its `alt`, and what a notebook shows as text) name each curve with its first
+    and last point. Errors: PlanError for no curve, or one without points.
+    """
+    if not curves or not all(curves.values()):
+        empty = next((name for name, points in curves.items() if not points), None)
+        raise PlanError("lines: no curves" if empty is None else f"lines: curve {empty!r} has no points")
+    figure = picture()(figsize=(width, 0.45 * width), layout="constrained")
+    axes = figure.subplots()
+    for k, (name, points) in enumerate(curves.items()):
+        axes.plot(
+            [point[0] for point in points],
+            [point[1] for point in points],
+            label=name,
+            color=COLOURS[k % len(COLOURS)],
+            linestyle=DASHES[k % len(DASHES)],
+            marker=MARKERS[k % len(MARKERS)] if len(points) <= MANY else "",
+            markersize=4,
+        )
+    axes.set(xlabel=x, ylabel=y, title=title)
+    across, up = zip(*(point for points in curves.values() for point in points), strict=True)
+    if "x" in log:
+        axes.set_xscale("log")
+        _plain_ticks(axes.xaxis, across)
+    if "y" in log:
+        axes.set_yscale("log")
+        _plain_ticks(axes.yaxis, up)
+    elif all(value >= 0 for value in up):
+        axes.set_ylim(0.0, 1.08 * max(up) or 1.0)
+    axes.grid(color="#DDDDDD", linewidth=0.6)
+    axes.set_axisbelow(True)
+    if len(curves) > 1:
+        axes.legend(frameon=False)
+    figure.alt = in_words(curves, x, y, title)  # type: ignore[attr-defined]
+    return figure
+
+
+def _plain_ticks(axis: Any, values: Sequence[float]) -> None:
+    """A short logarithmic axis has 1, 2, 5, 10, ... on it; by itself it would name one power of ten, or none."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    if min(values) > 0 and max(values) < FEW_DECADES * min(values):
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(NullFormatter())
+
+
+def in_words(curves: Mapping[str, Points], x: str, y: str, title: str = "") -> str:
+    """What a chart shows, as text: each curve with its first and last point."""
+    ends = [f"{name} from {_point(points[0])} to {_point(points[-1])}" for name, points in curves.items()]
+    return f"{title or 'Chart'}: {y} over {x}. " + "; ".join(ends) + "."
+
+
+def _point(point: tuple[float, float]) -> str:
+    return f"{point[1]:.3g} at {point[0]:.6g}"

@@ -1,0 +1,322 @@
+"""Static pictures of traces: a timeline with a lane per rank, and the memory curves under it.
+
+    rank 0  |F0|F1|  |B0  |B1  |S|      one trace: filled bars, the number is the micro-batch;
+            /// '        '  xxxx        under them messages and collectives (hatched), receives (ticks)
+    rank 0  predicted, outlined         two traces: one over the other, on one time axis
+            measured, filled
+    memory  _/--\\__                     a step curve per rank, its peak marked
+
+`draw` gives a matplotlib figure that shows itself in a notebook, `svg` an image as text, `page` (webpage.py) a
+self-contained HTML page, `text` (terminal.py) letters and digits. matplotlib loads on first use.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from minipar.errors import MiniparError
+from minipar.trace import Trace, labels
+from minipar.trace.critical_path import messages
+from minipar.trace.figure import BENEATH, INK, LOOKS, MUTED, PAPER, RULE, Bars, Sheet
+from minipar.trace.terminal import text
+from minipar.trace.webpage import page, table
+
+if TYPE_CHECKING:
+    import numpy as np
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["draw", "page", "svg", "table", "text"]
+
+Span = tuple[float, float]
+RANK_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#AA4499", "#999933", "#7A7A7A", "#CC79A7", "#8C6D31")
+RANK_MARKERS = "osDv^PX*"
+MANY_BARS = 20_000  # beyond this they are stored as pixels in an SVG
+MANY_NUMBERS = 2_500
+MANY_MESSAGES = 200
+NARROW = 3.0  # points; a bar's edge would hide its face
+
+
+def draw(
+    traces: Sequence[Trace],
+    *,
+    memory: bool = True,
+    numbers: bool = True,
+    width: float = 11,
+    window: Span | None = None,
+    title: str = "",
+    arrows: bool = False,
+) -> Figure:
+    """One trace, or two (predicted, measured) on one time axis, as a matplotlib figure. Both begin at 0.
+
+    memory    the memory curves under the timeline
+    numbers   micro-batch numbers on the bars that are wide enough
+    width     inches
+    window    only this part of the time axis, in the axis's own unit
+    title     default: the program's name
+    arrows    arrows from each SEND to its RECV, if there are at most 200 messages
+
+    Communication has its own thin lane under the bars; it is left out if it takes no time at all (as in the papers'
+    figures). The figure shows itself in a notebook and belongs to no window (it is no pyplot figure).
+    Errors: MiniparError for no traces, more than two, different numbers of ranks, an empty trace, a bad window.
+    """
+    import matplotlib
+    import matplotlib.style
+
+    labels.check(traces)
+    clock = labels.clock(traces)
+    span = window or (0.0, max(trace.time for trace in traces) * clock.scale or 1.0)
+    if not span[0] < span[1]:
+        raise MiniparError(f"window={window}: must be (from, to) on the time axis, with from below to")
+    if not 4 <= width <= 100:
+        raise MiniparError(f"width={width}: must be from 4 to 100 inches")
+    with matplotlib.style.context("default"), matplotlib.rc_context({"hatch.linewidth": 0.7}):
+        bars = [_bars(trace, clock.scale, span) for trace in traces]
+        sheet = Sheet(traces, bars, width, title or traces[0].program.name or "a program made by hand", memory)
+        lowest = timeline = sheet.axes(sheet.top, sheet.timeline)
+        _draw_timeline(timeline, sheet, span, numbers)
+        if arrows:
+            _draw_arrows(timeline, sheet, clock.scale)
+        if memory:
+            lowest = sheet.axes(sheet.memory_top, sheet.memory)
+            _draw_memory(lowest, sheet, clock.scale)
+            timeline.tick_params(labelbottom=False)
+        for axes in sheet.figure.axes:
+            axes.set_xlim(span[0], span[1] + (0 if window else 2 / sheet.points(span)))  # room for the last edge
+        lowest.set_xlabel(clock.label, color=INK, fontsize=8.5)
+    return sheet.figure
+
+
+def svg(traces: Sequence[Trace], **options: Any) -> str:
+    """The picture of `draw` (with its options) as one `<svg>` element, described in words for screen readers."""
+    import matplotlib
+
+    figure = draw(traces, **options)
+    file = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": "minipar", "svg.fonttype": "path"}):  # the same text every time
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(file, format="svg", metadata=nothing, dpi=200, facecolor=PAPER)
+    whole = file.getvalue()
+    opening, rest = whole[whole.index("<svg") :].split(">", 1)
+    name = escape("Timeline: " + (options.get("title") or traces[0].program.name or "a program made by hand"))
+    words = escape(labels.description(traces))
+    return f'{opening} role="img" aria-label="{name}">\n <title>{name}</title>\n <desc>{words}</desc>{rest}'
+
+
+# the timeline ---------------------------------------------------------------------------------------------------------
+
+
+def _bars(trace: Trace, scale: float, span: Span) -> Bars:
+    """The bars of a trace, cut to what is in sight; without communication that takes no time."""
+    import numpy as np
+
+    rows: dict[str, list[tuple[int, float, float, int]]] = {}
+    for rank, row in enumerate(trace.program.ranks):
+        for ins, start, end in zip(row, trace.starts[rank], trace.ends[rank], strict=True):
+            rows.setdefault(labels.kind_of(ins), []).append((rank, start, end, labels.number_of(ins)))
+    bars = {kind: np.array(found, dtype=float) for kind, found in rows.items()}
+    if "receive" in bars:
+        bars["receive"][:, 1] = bars["receive"][:, 2]  # posted long before; what counts is when the message was there
+        sends = bars.get("message", np.zeros((0, 4)))
+        if not (sends[:, 2] > sends[:, 1]).any() and sorted(sends[:, 2]) == sorted(bars["receive"][:, 2]):
+            del bars["receive"], bars["message"]
+    if "collective" in bars and not (bars["collective"][:, 2] > bars["collective"][:, 1]).any():
+        del bars["collective"]
+    for found in bars.values():
+        found[:, 1:3] = (found[:, 1:3] - trace.span[0]) * scale
+    seen = {kind: found[(found[:, 2] >= span[0]) & (found[:, 1] <= span[1])] for kind, found in bars.items()}
+    for found in seen.values():
+        found[:, 1:3] = found[:, 1:3].clip(*span)
+    return {kind: found for kind, found in seen.items() if len(found)}
+
+
+def _draw_timeline(axes: Axes, sheet: Sheet, span: Span, numbers: bool) -> None:
+    points = sheet.points(span)
+    for t, bars in enumerate(sheet.bars):
+        outlined = sheet.count == 2 and t == 0
+        for kind, found in bars.items():
+            top, bottom = sheet.zone(kind, t)
+            _draw_bars(axes, kind, found, found[:, 0] * sheet.pitch, (top, bottom), points, outlined, sheet.names[t])
+            if numbers and kind not in BENEATH:
+                height = (bottom - top) * sheet.lane * 72
+                middle = found[:, 0] * sheet.pitch + (top + bottom) / 2
+                _draw_numbers(axes, found, middle, points, height, INK if outlined else LOOKS[kind].ink)
+    lanes = sheet.ranks * sheet.pitch
+    axes.set_ylim(lanes - (sheet.pitch - sheet.count), 0)
+    axes.spines["left"].set_visible(False)
+    _label_lanes(axes, sheet)
+
+
+def _draw_bars(
+    axes: Axes, kind: str, bars: np.ndarray, y: np.ndarray, zone: Span, points: float, outlined: bool, name: str
+) -> None:
+    """All bars of a kind as one collection, so that 200 000 of them take a second."""
+    import numpy as np
+    from matplotlib.collections import LineCollection, PolyCollection
+
+    look = LOOKS[kind]
+    start, end, top, bottom = bars[:, 1], bars[:, 2], y + zone[0], y + zone[1]
+    gid = f"{name} {kind}".replace(" ", "-")
+    if kind == "receive":
+        ticks = np.stack([np.stack([end, top], 1), np.stack([end, bottom], 1)], 1)
+        axes.add_collection(
+            LineCollection(list(ticks), colors=look.edge, linewidths=1.3, label=kind, gid=gid, zorder=3), autolim=False
+        )
+        return
+    narrow = bool((end > start).any()) and float(np.median((end - start)[end > start])) * points < NARROW
+    least = 1.2 / points  # what takes no time is seen, too
+    end = np.maximum(end, start + least) if kind in BENEATH else np.where(end > start, end, start + least)
+    corners = [np.stack([x, y], 1) for x, y in ((start, top), (end, top), (end, bottom), (start, bottom))]
+    if outlined:
+        tint: Any = (look.face, 0.5) if narrow else "none" if look.hatch else (look.face, 0.16)
+        style: dict[str, Any] = {"facecolors": tint, "edgecolors": look.face}
+    else:
+        style = {"facecolors": look.face, "edgecolors": look.edge}
+    axes.add_collection(
+        PolyCollection(
+            list(np.stack(corners, 1)), linewidths=0.0 if narrow else 1.2 if outlined else 0.6,
+            hatch=look.hatch or None, label=kind, gid=gid, rasterized=len(bars) > MANY_BARS, zorder=2, **style,
+        ),
+        autolim=False,
+    )  # fmt: skip
+
+
+def _draw_numbers(axes: Axes, bars: np.ndarray, y: np.ndarray, points: float, height: float, ink: str) -> None:
+    """Micro-batch numbers, in the largest size that suits most bars; none where a bar is too small for it."""
+    import numpy as np
+
+    bars, y = bars[bars[:, 3] >= 0], y[bars[:, 3] >= 0]
+    if not len(bars):
+        return
+    room = (bars[:, 2] - bars[:, 1]) * points
+    letters = len(f"{bars[:, 3].max():.0f}")  # the same room for all, or 10 would be hidden where 9 is shown
+    for size in (9.0, 8.0, 7.0, 6.0, 5.5):
+        fits = letters * 0.64 * size + 1 <= room
+        if fits.mean() >= 0.7 and size * 1.25 <= height:
+            break
+    rank = bars[:, 0].astype(int)
+    fits &= (np.bincount(rank, fits) / np.maximum(1, np.bincount(rank)))[rank] >= 0.4  # not here and there in a lane
+    if size * 1.25 > height or fits.sum() > MANY_NUMBERS:
+        return
+    for x, middle, number in zip((bars[:, 1] + bars[:, 2])[fits] / 2, y[fits], bars[fits, 3], strict=True):
+        axes.text(
+            x, middle, f"{number:.0f}", size=size, color=ink, ha="center", va="center_baseline", clip_on=True, zorder=4
+        )
+
+
+def _label_lanes(axes: Axes, sheet: Sheet) -> None:
+    """Rank names at the left, idle time at the right: on every lane, or only on as many ranks as have room."""
+    places, lanes = [], []
+    roomy = sheet.lane >= 0.15
+    every = 1
+    while every * sheet.pitch * sheet.lane < 0.15:
+        every *= 2
+    for rank in range(0, sheet.ranks, every):
+        if sheet.count == 1 or not roomy:
+            low, high = sheet.zone("forward", 0)[0], sheet.zone("forward", sheet.count - 1)[1]
+            places.append(rank * sheet.pitch + (low + high) / 2)
+            lanes.append(f"rank {rank}")
+            continue
+        for t, name in enumerate(sheet.names):
+            places.append(rank * sheet.pitch + sum(sheet.zone("forward", t)) / 2)
+            lanes.append(f"rank {rank} {name}" if t == 0 else name)
+    axes.set_yticks(places, lanes)
+    axes.tick_params(axis="y", length=0)
+    if roomy and sheet.ranks > 1:
+        lines = [rank * sheet.pitch - (sheet.pitch - sheet.count) / 2 for rank in range(1, sheet.ranks)]
+        axes.hlines(lines, 0, 1, transform=axes.get_yaxis_transform(), color=RULE, linewidth=0.6, zorder=0)
+    if not roomy:
+        return
+    inch = 1 / (sheet.width - sheet.left - sheet.right)
+    for t, trace in enumerate(sheet.traces):
+        for rank in range(sheet.ranks):
+            y = rank * sheet.pitch + sum(sheet.zone("forward", t)) / 2
+            words, across = labels.share(trace, rank), axes.get_yaxis_transform()
+            axes.text(1 + 0.1 * inch, y, words, transform=across, size=8, color=MUTED, va="center_baseline")
+
+
+def _draw_arrows(axes: Axes, sheet: Sheet, scale: float) -> None:
+    """From the end of each SEND to the end of its RECV."""
+    for t, trace in enumerate(sheet.traces):
+        pairs = messages(trace.program)
+        if not 0 < len(pairs) <= MANY_MESSAGES:
+            continue
+        zone = sheet.zone("message", t)
+        below = (zone[0] + zone[1]) / 2 if sheet.beneath else zone[1]
+        tails = [((trace.ends[r][k] - trace.span[0]) * scale, r * sheet.pitch + below) for (r, k), _ in pairs]
+        heads = [((trace.ends[r][k] - trace.span[0]) * scale, r * sheet.pitch + below) for _, (r, k) in pairs]
+        x, y = zip(*tails, strict=True)
+        dx, dy = zip(*((b[0] - a[0], b[1] - a[1]) for a, b in zip(tails, heads, strict=True)), strict=True)
+        axes.quiver(
+            x, y, dx, dy, angles="xy", scale_units="xy", scale=1, units="inches", width=0.009, headwidth=7,
+            headlength=8, headaxislength=7, color=LOOKS["message"].edge, alpha=0.75, zorder=5, label="arrows",
+        )  # fmt: skip
+
+
+# memory ---------------------------------------------------------------------------------------------------------------
+
+
+def _draw_memory(axes: Axes, sheet: Sheet, scale: float) -> None:
+    """A step curve per rank, or of the highest rank if there are many; the peaks are marked, and listed beside it."""
+    mib = sheet.traces[0].unit == "bytes"
+    highest = 0.0
+    for line in range(len(sheet.key)):
+        colour = RANK_COLOURS[line] if sheet.curves else INK
+        for t, trace in enumerate(sheet.traces):
+            times, values = _curve(trace, sheet.curves[line][0] if sheet.curves else -1, scale)
+            values = values / 2**20 if mib else values
+            dashed = sheet.count == 2 and t == 0
+            axes.step(
+                times, values, where="post", color=colour, linewidth=1.2, zorder=3 if dashed else 2.5,
+                linestyle=(4 * line, (4, 2)) if dashed else "solid", label=f"{sheet.names[t]} {sheet.key[line][0]}",
+            )  # fmt: skip
+            peak = int(values.argmax())
+            axes.plot(times[peak], values[peak], RANK_MARKERS[line], color=colour, markersize=4.5, zorder=5)
+            highest = max(highest, float(values[peak]))
+    axes.set_ylim(0, highest * 1.12 or 1.0)
+    axes.set_ylabel("memory (MiB)" if mib else "activations", color=INK, fontsize=8.5)
+    axes.locator_params(axis="y", nbins=4 if mib else 5, integer=not mib)  # half an activation is nothing
+    axes.grid(axis="y", color=RULE, linewidth=0.6)
+
+    line_height, inch = 0.15 / sheet.memory, 1 / (sheet.width - sheet.left - sheet.right)  # in parts of the panel
+    for k, words in enumerate(sheet.key_head):
+        axes.text(1 + 0.1 * inch, 1 - k * line_height, words, transform=axes.transAxes, size=7.5, color=MUTED, va="top")
+    for k, (label, words) in enumerate(sheet.key):
+        y = 1 - (k + len(sheet.key_head) + 0.5) * line_height
+        colour = RANK_COLOURS[k] if sheet.curves else INK
+        axes.plot(
+            1 + 0.15 * inch, y, RANK_MARKERS[k], color=colour, markersize=4.5, transform=axes.transAxes, clip_on=False
+        )
+        axes.text(
+            1 + 0.25 * inch, y, f"{label}  {words}", transform=axes.transAxes, size=8, color=INK, va="center_baseline"
+        )
+
+
+def _curve(trace: Trace, rank: int, scale: float) -> tuple[np.ndarray, np.ndarray]:
+    """Times and values of a rank's memory to the end of the trace; of all ranks the highest, if `rank` is -1."""
+    import numpy as np
+
+    def steps(r: int) -> tuple[np.ndarray, np.ndarray]:
+        curve = trace.memory(r)
+        if not curve.times:
+            return np.array(trace.span), np.zeros(2)
+        return np.array([*curve.times, trace.span[1]]), np.array([*curve.total, curve.total[-1]])
+
+    if rank >= 0:
+        times, values = steps(rank)
+    else:
+        curves = [steps(r) for r in range(len(trace.program.ranks))]
+        times = np.unique(np.concatenate([t for t, _ in curves]))
+        values = np.zeros(len(times))
+        for t, v in curves:
+            at = np.searchsorted(t, times, "right") - 1
+            values = np.maximum(values, np.where(at >= 0, v[at], 0.0))
+    last = np.append(times[1:] > times[:-1], True)  # frees come before allocations: what a moment ends with is its most
+    times, values = (times[last] - trace.span[0]) * scale, values[last]
+    if len(times) > 6000:  # more than pixels: of each run of steps the highest
+        first = np.arange(0, len(times), len(times) // 3000)
+        times, values = times[first], np.maximum.reduceat(values, first)
+    return times, values

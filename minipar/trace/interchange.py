@@ -1,0 +1,262 @@
+"""Traces for other tools: Perfetto (Chrome Trace Event JSON), and Holistic Trace Analysis, which reads torch's traces.
+
+    rank 0   compute |F0|F1|    |B0|        a process per rank, a thread per stream, a slice per instruction;
+             send 1     \\                   an arrow from each SEND to the instruction that reads what was sent;
+    rank 1   recv 0      \\                  a memory counter per rank, by kind
+             compute      |F0|B0|
+
+Formats: the Trace Event Format document that chrome://tracing and Perfetto follow (complete, metadata, flow and counter
+events; times in microseconds), and what HTA 0.5.0 (Meta, github.com/facebookresearch/HolisticTraceAnalysis) looks for.
+`kineto.py` reads such files.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from minipar.errors import MiniparError
+from minipar.program import COLLECTIVES, COMPUTE, TRANSFERS, Op
+from minipar.trace import labels
+from minipar.trace.critical_path import Place, messages
+from minipar.trace.kineto import OURS, Source, from_kineto
+
+if TYPE_CHECKING:
+    from minipar.trace import Trace
+
+__all__ = ["Source", "from_kineto", "to_hta", "to_perfetto"]
+
+Entry = dict[str, Any]
+
+
+class Clock(NamedTuple):
+    """From a trace's times to whole nanoseconds after `origin`. A unit of the forward counts as a millisecond."""
+
+    origin: float
+    scale: float
+
+    def __call__(self, time: float) -> int:
+        return round((time - self.origin) * self.scale)
+
+
+def clock(trace: Trace) -> Clock:
+    """The clock of a trace's export: 0 is the first start or end of any instruction."""
+    origin = min(min(row) for rows in (trace.starts, trace.ends) for row in rows if len(row))
+    return Clock(origin, 1e9 if labels.in_seconds(trace) else 1e6)
+
+
+def spans(trace: Trace, now: Clock) -> dict[Place, tuple[int, int]]:
+    """Start and end of every instruction in ns; a message that came before its receive was posted takes no time."""
+    found = {}
+    for rank, row in enumerate(trace.program.ranks):
+        for k in range(len(row)):
+            end = now(trace.ends[rank][k])
+            found[rank, k] = (min(now(trace.starts[rank][k]), end), end)
+    return found
+
+
+# Perfetto -------------------------------------------------------------------------------------------------------------
+
+
+def to_perfetto(trace: Trace, path: str | os.PathLike[str] | None = None) -> str:
+    """The trace as Chrome Trace Event JSON; written to `path` if given, compressed if that ends in `.gz`.
+
+    A process per rank (pid = rank), a thread per stream. Slices of a thread never overlap: what overlaps on a stream
+    (receives, which are posted ahead) gets a further thread, `recv 0 (2)`. Times are microseconds from the first event,
+    to the nanosecond; if the trace counts in units of the forward, one unit is shown as 1 ms. `from_kineto` reads it
+    back, without the values that instructions read and write, and so without memory.
+    Errors: MiniparError for an empty trace, and for times that are not finite or run backwards.
+    """
+    labels.check([trace])
+    now = clock(trace)
+    where = spans(trace, now)
+    threads = _threads(trace, where)
+    unit = "ms" if labels.in_seconds(trace) else "units of the forward, each shown as 1 ms"
+    slices = _slices(trace, where, threads)
+    # Flows follow the slices: at equal times a reader keeps the order of the file, and an arrow needs its slice first.
+    events = [*_names(trace, threads), *slices, *_flows(trace, where, threads), *_counters(trace, now)]
+    whole = {
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "format": OURS, "kind": trace.kind, "unit": trace.unit, "note": trace.note, "name": trace.program.name,
+            "origin": now.origin, "scale": now.scale, "times": unit, "layers": trace.program.layers,
+            "microbatches": trace.program.microbatches, "steps": trace.program.steps,
+            "mesh": [list(axis) for axis in trace.program.mesh],
+        },
+        "traceEvents": events,
+    }  # fmt: skip
+    text = json.dumps(whole)
+    if path is not None:
+        _write(Path(path), text)
+    return text
+
+
+def _write(path: Path, text: str) -> None:
+    data = text.encode()
+    path.write_bytes(gzip.compress(data, 6, mtime=0) if path.suffix == ".gz" else data)
+
+
+def _threads(trace: Trace, where: dict[Place, tuple[int, int]]) -> dict[Place, tuple[int, str]]:
+    """The thread of every instruction: its number, different for all ranks, and its name."""
+    numbers: dict[tuple[int, str], int] = {}
+    found = {}
+    for rank, row in enumerate(trace.program.ranks):
+        lanes: dict[str, list[int]] = {}  # per stream and lane the end of its last slice
+        for k in sorted(range(len(row)), key=lambda k: (row[k].stream != "compute", where[rank, k])):
+            ends = lanes.setdefault(row[k].stream, [])
+            start, end = where[rank, k]
+            lane = next((i for i, last in enumerate(ends) if last <= start), len(ends))
+            ends[lane : lane + 1] = [end]
+            name = row[k].stream + (f" ({lane + 1})" if lane else "")
+            found[rank, k] = (numbers.setdefault((rank, name), len(numbers) + 1), name)
+    return found
+
+
+def _names(trace: Trace, threads: dict[Place, tuple[int, str]]) -> Iterable[Entry]:
+    for rank in range(len(trace.program.ranks)):
+        yield _meta("process_name", rank, 0, name=f"rank {rank} ({trace.kind})")
+        yield _meta("process_sort_index", rank, 0, sort_index=rank)
+    for rank, (tid, name) in dict.fromkeys((rank, thread) for (rank, _), thread in threads.items()):
+        yield _meta("thread_name", rank, tid, name=name)
+        yield _meta("thread_sort_index", rank, tid, sort_index=tid)
+
+
+def _meta(kind: str, pid: int, tid: int, **args: Any) -> Entry:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": args}
+
+
+def _slices(
+    trace: Trace, where: dict[Place, tuple[int, int]], threads: dict[Place, tuple[int, str]]
+) -> Iterable[Entry]:
+    for event in trace.events:
+        ins, (start, end) = event.instruction, where[event.rank, event.index]
+        args = {
+            "instruction": str(ins), "op": ins.op.name, "index": event.index, "layers": list(ins.layers),
+            "microbatch": ins.microbatch, "step": ins.step, "stream": ins.stream, "bytes": event.bytes,
+        }  # fmt: skip
+        if ins.op in TRANSFERS:
+            args["peer"] = ins.peer
+        if ins.group:
+            args["group"] = list(ins.group)
+        if ins.name:
+            args["name"] = ins.name
+        if event.end < event.start:
+            args["late"] = event.start - event.end  # posted so long after the message was there
+        for name, version in (("version_used", event.version_used), ("version_applied", event.version_applied)):
+            if version is not None:
+                args[name] = version
+        yield {
+            "ph": "X", "cat": labels.kind_of(ins), "name": str(ins), "pid": event.rank,
+            "tid": threads[event.rank, event.index][0], "ts": start / 1e3, "dur": (end - start) / 1e3, "args": args,
+        }  # fmt: skip
+
+
+def _flows(trace: Trace, where: dict[Place, tuple[int, int]], threads: dict[Place, tuple[int, str]]) -> Iterable[Entry]:
+    """An arrow from each SEND to the first instruction that reads the value; to the RECV where nobody does."""
+    for number, (send, receive) in enumerate(messages(trace.program), 1):
+        rank, k = receive
+        row = trace.program.ranks[rank]
+        value = next(iter(row[k].writes), None)
+        reader = next((i for i in range(k + 1, len(row)) if value is not None and value in row[i].reads), None)
+        start = where[send][0]
+        if reader is not None and where[rank, reader][0] >= start:
+            target, arrival = (rank, reader), where[rank, reader][0]
+        else:
+            target, arrival = receive, max(*where[receive][:1], where[receive][1] - 1)
+        common = {"cat": "message", "name": "message", "id": number}
+        yield {"ph": "s", **common, "pid": send[0], "tid": threads[send][0], "ts": start / 1e3}
+        yield {"ph": "f", "bp": "e", **common, "pid": rank, "tid": threads[target][0], "ts": arrival / 1e3}
+
+
+def _counters(trace: Trace, now: Clock) -> Iterable[Entry]:
+    unit = "bytes" if trace.unit == "bytes" else trace.unit
+    for rank in range(len(trace.program.ranks)):
+        curve = trace.memory(rank)
+        kinds = {kind: column for kind, column in curve.kinds.items() if any(column)}
+        for k, time in enumerate(curve.times if kinds else []):
+            args = {kind: column[k] for kind, column in kinds.items()}
+            yield {"ph": "C", "name": f"memory ({unit})", "pid": rank, "tid": 0, "ts": now(time) / 1e3, "args": args}
+
+
+# Holistic Trace Analysis ----------------------------------------------------------------------------------------------
+
+COSTUMES = {
+    Op.ALL_REDUCE: "ncclDevKernel_AllReduce",
+    Op.SEND: "ncclDevKernel_SendRecv",
+    Op.RECV: "ncclDevKernel_SendRecv",
+    Op.OFFLOAD: "Memcpy DtoH",
+    Op.FETCH: "Memcpy HtoD",
+}
+
+
+def to_hta(trace: Trace, folder: str | os.PathLike[str]) -> list[Path]:
+    """One file per rank, `rank_0.json` and so on, in the form of a torch profiler's trace of a GPU. Returns the paths.
+
+    HTA knows GPUs only, so everything wears a costume: an instruction is a kernel on a CUDA stream (compute on 7, the
+    others from 8 on), launched by a `cudaLaunchKernel` when its stream was free; communication, also over gloo or only
+    simulated, bears the names of NCCL's kernels, by which HTA tells it. A RECV lasts from the start of its SEND (or its
+    posting, if that is later) to its arrival. Times are whole microseconds: HTA shortens others, each by up to 2 us.
+    Two `Memset` of no length mark the ends of the trace's span, so that HTA's idle time is that of the whole makespan:
+    compute + communication alone (HTA's non_compute) + idle = makespan, and compute is `trace.busy`.
+    In a simulation whose communication takes no time HTA's non_compute is 0, and its idle the `bubble_of_total`.
+    Errors: MiniparError for an empty trace, bad times, or a folder that holds other traces (HTA would read them, too).
+    """
+    labels.check([trace])
+    now = clock(trace)
+    where = spans(trace, now)
+    for send, receive in messages(trace.program):
+        start, end = where[receive]
+        where[receive] = (min(max(start, where[send][0]), end), end)
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    paths = [target / f"rank_{rank}.json" for rank in range(len(trace.program.ranks))]
+    others = sorted({p.name for p in target.iterdir() if p.suffix in (".json", ".gz")} - {p.name for p in paths})
+    if others:
+        raise MiniparError(
+            f"the folder {target} holds {len(others)} other traces ({', '.join(others[:3])}), which HTA would read as "
+            "ranks of this one: choose an empty folder"
+        )
+    ends = (now(trace.span[0]), now(trace.span[1]))
+    for rank, path in enumerate(paths):
+        whole = {
+            "schemaVersion": 1,
+            "distributedInfo": {"rank": rank, "world_size": len(paths), "backend": "nccl"},
+            "displayTimeUnit": "ms",
+            "traceEvents": _kernels(trace, rank, where, ends),
+        }
+        _write(path, json.dumps(whole))  # with ": ", without which HTA does not find the rank
+    return paths
+
+
+def _kernels(trace: Trace, rank: int, where: dict[Place, tuple[int, int]], ends: tuple[int, int]) -> list[Entry]:
+    host = 10_000 + rank
+    numbers = {"compute": 7}
+    free: dict[int, int] = {}
+    events: list[Entry] = []
+
+    def kernel(cat: str, name: str, stream: int, span: tuple[int, int], **more: Any) -> None:
+        start, end = (round(time / 1e3) for time in span)
+        args = {"stream": stream, "correlation": len(events) + 1, "device": 0}
+        launch = {"name": "cudaLaunchKernel", "cat": "cuda_runtime", "pid": host, "tid": host}
+        ready = min(free.get(stream, start), start)
+        events.append({"ph": "X", **launch, "ts": ready, "dur": 0, "args": {"correlation": args["correlation"]}})
+        place = {"name": name, "cat": cat, "pid": 0, "tid": stream}
+        events.append({"ph": "X", **place, "ts": start, "dur": end - start, "args": args | more})
+        free[stream] = max(end, free.get(stream, end))
+
+    row = trace.program.ranks[rank]
+    kernel("gpu_memset", "Memset (begin)", 0, (ends[0], ends[0]))
+    for k in sorted(range(len(row)), key=lambda k: where[rank, k]):
+        ins = row[k]
+        stream = numbers.setdefault(ins.stream, 7 + len(numbers))
+        name = ins.name or f"{labels.kind_of(ins)} {str(ins).split()[1] if ins.layers else ''}".strip()
+        if ins.op not in COMPUTE:
+            name = COSTUMES[ins.op]
+        cat = "kernel" if ins.op in (*COMPUTE, *TRANSFERS, *COLLECTIVES) else "gpu_memcpy"
+        kernel(cat, name, stream, where[rank, k], instruction=str(ins))
+    kernel("gpu_memset", "Memset (end)", 0, (ends[1], ends[1]))
+    return events

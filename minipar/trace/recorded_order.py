@@ -1,0 +1,73 @@
+"""The order of an asynchronous run: what each rank did, with the version that it used or made. No torch.
+
+    rank 0    forward 0 v0 | forward 1 v0 | backward 0 v0 | update v1 | forward 2 v1 | ...
+
+`replay_order` in `reference.py` trains by it, and by nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from minipar.errors import PlanError
+from minipar.program import BACKWARDS, Op, Program, Staleness, version_of
+from minipar.program.verify.staleness import delay
+
+FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
+
+
+class Entry(NamedTuple):
+    """One thing that a rank did: `what` with micro-batch `microbatch` (counted through the run); an update is of none.
+
+    version   of the rank's parameters: used by a forward or backward, made by an update
+    """
+
+    what: str
+    microbatch: int
+    version: int
+
+
+class Order(NamedTuple):
+    """What every rank did, in the order in which it did.
+
+    layers         of each rank
+    microbatches   of a step
+    every          micro-batches of an update, each with a mean loss of its own; None: those of a step, which share one
+    delays         updates by which each rank's gradients are stale, as its optimizer was told
+    """
+
+    ranks: tuple[tuple[Entry, ...], ...]
+    layers: tuple[tuple[int, ...], ...]
+    microbatches: int
+    every: int | None
+    delays: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"rank {r}  " + " | ".join(f"{e.what} {e.microbatch if e.what != UPDATE else ''} v{e.version}" for e in row)
+            for r, row in enumerate(self.ranks)
+        )
+
+
+def order_of(program: Program) -> Order:
+    """The order that a program states; of an execution, `Execution.program` or `Trace.program` as it happened."""
+    if not isinstance(program.contract, Staleness) or program.in_flight is not None:
+        raise PlanError(
+            f"program {program.name!r}: has no recorded order; possible is an asynchronous one that has run"
+        )
+    ranks = []
+    for row in program.ranks:
+        entries: dict[tuple[str, int], Entry] = {}
+        for ins in row:
+            i = ins.step * program.microbatches + ins.microbatch
+            if ins.op is Op.STEP:
+                version = max(map(version_of, ins.writes))
+                entries[UPDATE, version] = Entry(UPDATE, -1, version)
+            elif ins.op is Op.FORWARD or ins.op in BACKWARDS:
+                what = FORWARD if ins.op is Op.FORWARD else BACKWARD
+                # A backward may have parts, between recomputations, of which some read no parameters.
+                before = entries.get((what, i), Entry(what, i, 0)).version
+                entries[what, i] = Entry(what, i, max(before, *map(version_of, ins.reads)))
+        ranks.append(tuple(entries.values()))
+    delays = tuple(delay(program, rank) for rank in range(len(program.ranks)))
+    return Order(tuple(ranks), program.placement, program.microbatches, program.contract.every, delays)

@@ -1,0 +1,303 @@
+"""evaluate(): a model's loss, and what else one wants to know of it, over data; forward only, on the ranks of a plan.
+
+    every micro-batch    output, y  ->  sum and count of the loss, and of each metric    (ranks with the last layer)
+    at the end           sum of the sums / sum of the counts                             (the driver)
+
+So each row (or target element) counts once, however the data were cut: into batches of which the last is shorter, over
+replicas, into micro-batches.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from minipar.cluster import Cluster, worker
+from minipar.comm import communicator
+from minipar.data import loading
+from minipar.errors import PlanError, SaveError
+from minipar.execution.execution import Job, Loss, Model
+from minipar.execution.executor import Executor
+from minipar.execution.saving import keeping
+from minipar.models.losses import counted
+from minipar.models.network import edges_of
+from minipar.models.parameter_groups import shape_of
+from minipar.models.tensors import count_rows, layers_of, map_tensors, take_rows
+from minipar.program import Program
+from minipar.program.shape import Shape
+from minipar.strategies.keys import at_least_1
+from minipar.strategies.plan import Plan
+from minipar.wording import several
+
+Metric = Callable[[Any, Any], tuple[Any, Any]]  # of (output, y): a sum, and of how many
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What `evaluate` found.
+
+    loss      the mean over all that counts in it
+    count     how much that is: rows, or target elements
+    metrics   of each its sum over its count, by name
+    outputs   of all rows in the order of the data, on the CPU, if they were asked for
+    """
+
+    loss: float
+    count: float
+    metrics: dict[str, float] = field(default_factory=dict)
+    outputs: Any = field(default=None, repr=False)
+
+
+def evaluate(
+    model: Model,
+    data: Any,
+    plan: Plan | str = "",
+    *,
+    state: Any = None,
+    cluster: Cluster | None = None,
+    batches: int | None = None,
+    batch: int = 32,
+    loss: Loss = torch.nn.functional.cross_entropy,
+    metrics: Mapping[str, Metric] | None = None,
+    outputs: bool = False,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Evaluation:
+    """A model's mean loss over data: in eval mode, without gradients, on the ranks of a plan. Nothing is changed.
+
+    model       as for `train`
+    data        a pair (x, y) or a torch Dataset, which are cut into batches; a DataLoader or any iterable of batches;
+                or a data set with `batch(step, size)`, of which `batches` are taken
+    plan        its layout is used: replicas, stages, micro-batches and precision. (Parameters are whole on the ranks
+                that have them; ranks for parameter servers are replicas more.)
+    state       the parameters: a `Run`, a folder with a saved run, or a state dict; default: those that the model has
+    batch       rows of a batch, where the data do not say
+    loss        loss(output, y) -> scalar mean, or (sum, count)
+    metrics     by name functions of (output, y) that give (sum, count), such as (how many are right, how many)
+    outputs     bring the model's outputs back, too
+
+    Raises PlanError where plan, model and data do not fit together; SaveError for a state of another model.
+    """
+    plan = Plan.parse(plan)
+    given, batch, count = _batches(data, batch, batches)
+    job = Job(model, given, batch, loss, seed=seed, dtype=dtype, evaluate=True)
+    values = state_of(state)
+    if cluster is not None and cluster.size != plan.ranks:
+        raise PlanError(f"plan {plan} needs {several(plan.ranks, 'rank')}, but the cluster has {cluster.size}")
+    with nullcontext(cluster) if cluster is not None else Cluster(plan.ranks) as ranks:
+        (shape,) = ranks.run_on([0], _shape, job)
+        program = layout_of(plan, shape).compile(shape)
+        found = ranks.run(_evaluate, job, program, values, count, dict(metrics or {}), outputs)
+    return _together([one for one in found if one is not None], dict(metrics or {}), outputs)
+
+
+def layout_of(plan: Plan, shape: Shape) -> Plan:
+    """The plan that evaluates where another one trains."""
+    if plan.sync == "ps":
+        return Plan(dp=plan.ranks, microbatches=plan.microbatches, inference=True)
+    split = plan.split if isinstance(plan.split, tuple) and len(plan.split) == plan.pp else None
+    return Plan(
+        dp=plan.dp,
+        pp=plan.pp,
+        schedule="gpipe",
+        microbatches=plan.microbatches,
+        split=split,
+        place=plan.place,
+        precision=plan.precision,
+        inference=True,
+    )
+
+
+# data and parameters --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A pair (x, y) of which each step has the next rows; the last step may have fewer."""
+
+    x: Any
+    y: Any
+
+    def length(self, step: int, size: int) -> int:
+        return min(size, count_rows(self.x) - step * size)
+
+    def batch(self, step: int, size: int) -> tuple[Any, Any]:
+        mine = range(step * size, step * size + self.length(step, size))
+        return take_rows(self.x, mine), take_rows(self.y, mine)
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """Batches that are there."""
+
+    pairs: tuple[tuple[Any, Any], ...]
+
+    def batch(self, step: int, size: int) -> tuple[Any, Any]:
+        return self.pairs[step]
+
+
+def _batches(data: Any, size: int, batches: int | None) -> tuple[Any, int, int]:
+    """A data set, rows of a batch, and how many batches of it there are."""
+    size = at_least_1("batch", size)
+    count = None if batches is None else at_least_1("batches", batches)
+    data = loading.indexed(data, 0)
+    if isinstance(data, loading.Rows):  # each row once, in the order of the data
+        data = replace(data, shuffle=False, last="smaller")
+        size = min(size, max(1, len(data.dataset)))
+        found, there = data, data.steps(size) if len(data.dataset) else 0
+    elif hasattr(data, "batch"):
+        if count is None:
+            raise PlanError("evaluate: say how many batches of the data set, batches=; it does not end by itself")
+        return data, size, count
+    elif isinstance(data, tuple) and len(data) == 2:
+        found, there = _Rows(*data), -(-count_rows(data[0]) // size)
+    elif isinstance(data, (loading.Batches, Iterable)):
+        given = data if isinstance(data, loading.Batches) else loading.Batches(data)
+        pairs = tuple(given.pair(each) for each in islice(given.batches, count))
+        found, there = _Listed(pairs), len(pairs)
+    else:
+        raise PlanError(
+            f"data={type(data).__name__}: possible are a pair (x, y), a torch Dataset or DataLoader, an iterable of "
+            "batches, or a data set with batch(step, size)"
+        )
+    if not there:
+        raise PlanError("evaluate: the data have no rows")
+    if count is not None and count > there:
+        raise PlanError(f"batches={count}: the data have {there}")
+    return found, size, count or there
+
+
+def state_of(state: Any) -> dict[str, Tensor]:
+    """Parameters and buffers by name: of a `Run`, a folder with a saved run, or a state dict; {} for None."""
+    if state is None:
+        return {}
+    if isinstance(state, Mapping):
+        return {str(name): values.detach().cpu() for name, values in state.items() if isinstance(values, Tensor)}
+    service = getattr(state, "service", None)
+    if service is not None:  # parameter servers bring them back themselves
+        return dict(service.parameters)
+    if hasattr(state, "shares"):
+        return keeping.model_of(state.shares, "evaluate(state=run)")
+    if isinstance(state, (str, os.PathLike)):
+        return keeping.model_in(state)
+    raise PlanError(
+        f"state={type(state).__name__}: possible are a Run, a folder with a saved run, a state dict, or None"
+    )
+
+
+def load(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Put values into a whole model by name. What is tied may be named once. SaveError if they are of another model."""
+    mine: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    every: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    every |= dict(model.named_buffers(remove_duplicate=False))
+    kept = set(model.state_dict())
+    for name in values:
+        if name not in every:
+            raise SaveError(f"state: has {name}, but the model has none of that name; give the state of this model")
+    for name, tensor in mine.items():
+        given = next((values[other] for other, t in every.items() if t is tensor and other in values), None)
+        if given is None:
+            if name in kept:
+                raise SaveError(f"state: has no {name}; give the state of this model, whole")
+            continue
+        if given.shape != tensor.shape:
+            raise SaveError(
+                f"state: {name} has shape {tuple(given.shape)} there, and {tuple(tensor.shape)} in the model"
+            )
+        with torch.no_grad():
+            tensor.copy_(given)
+
+
+# in the ranks ---------------------------------------------------------------------------------------------------------
+
+
+class _Totals(NamedTuple):
+    """What a rank with the last layer found: sums and counts, of the loss first; outputs of each batch."""
+
+    sums: list[float]
+    counts: list[float]
+    outputs: list[list[Any]]
+
+
+class _Adding:
+    """Stands for the loss in the last layer: adds up what is asked for, micro-batch by micro-batch."""
+
+    ignore_index = torch.iinfo(torch.int64).min  # no target: every micro-batch is seen
+
+    def __init__(self, loss: Loss, metrics: Mapping[str, Metric], outputs: bool) -> None:
+        self.loss, self.metrics, self.wanted = loss, metrics, outputs
+        self.totals = _Totals([0.0] * (1 + len(metrics)), [0.0] * (1 + len(metrics)), [])
+
+    def __call__(self, output: Any, y: Any) -> Tensor:
+        sums, counts, kept = self.totals
+        for k, metric in enumerate((self._loss, *self.metrics.values())):
+            total, count = metric(output, y)
+            sums[k] += float(total)
+            counts[k] += float(count)
+        if self.wanted:
+            kept[-1].append(map_tensors(output, lambda t: t.detach().to("cpu", copy=True)))
+        return torch.zeros(())
+
+    def _loss(self, output: Any, y: Any) -> tuple[Any, Any]:
+        count = counted(y, self.loss)
+        if not count:
+            return 0.0, 0
+        found: Any = self.loss(output, y)
+        return found if isinstance(found, tuple) else (float(found) * count, count)
+
+
+def _shape(job: Job) -> Shape:
+    model = job.build()
+    return replace(shape_of(layers_of(model)), names=tuple(model._modules), edges=edges_of(model))
+
+
+def _evaluate(
+    job: Job,
+    program: Program,
+    values: Mapping[str, Tensor],
+    batches: int,
+    metrics: Mapping[str, Metric],
+    outputs: bool,
+) -> _Totals | None:
+    """In every rank: its part of all batches; None from a rank without the last layer."""
+    rank = worker.context().rank
+    model = job.build()
+    if values:
+        load(model, values)
+    adding = _Adding(job.loss, metrics, outputs)
+    executor = Executor(program, communicator.create(), model, adding, torch.optim.SGD, job.seed)
+    del model
+    seen = replace(job, loss=adding)
+    with closing(executor.offloading):
+        for step in range(batches):
+            adding.totals.outputs.append([])
+            executor.run(lambda s: seen.part(s, program, rank), step)
+    return adding.totals if program.layers - 1 in program.placement[rank] else None
+
+
+def _together(found: Sequence[_Totals], metrics: Mapping[str, Metric], outputs: bool) -> Evaluation:
+    sums, counts = ([sum(column) for column in zip(*(one[k] for one in found), strict=True)] for k in (0, 1))
+    means = [total / count if count else float("nan") for total, count in zip(sums, counts, strict=True)]
+    parts = [part for step in zip(*(one.outputs for one in found), strict=True) for rank in step for part in rank]
+    return Evaluation(
+        means[0], counts[0], dict(zip(metrics, means[1:], strict=True)), _joined(parts) if outputs else None
+    )
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """The rows of several outputs of one structure, one behind the other."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(parts)) if first.dim() else torch.stack(list(parts))
+    if isinstance(first, Mapping):
+        return {key: _joined([part[key] for part in parts]) for key in first}
+    if isinstance(first, (tuple, list)):
+        return type(first)(_joined(rows) for rows in zip(*parts, strict=True))
+    return first

@@ -1,0 +1,86 @@
+"""train(program=...): what runs is a program of the user's, and the plan only says what it was made from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from minipar.errors import PlanError
+from minipar.program import Local, Op, Program, Staleness
+from minipar.program.shape import Shape
+from minipar.program.verify.verifier import verify
+from minipar.strategies.plan import Plan
+from minipar.wording import several
+
+Own = Program | Callable[[Shape], Program] | None
+
+
+def plan_of(plan: Plan | str | None, program: Own) -> Plan:
+    """The plan of a training: the given one; or what a program was compiled from, which is its name; or one device.
+
+    Errors: PlanError for a program whose name is no plan, or that is no program.
+    """
+    if program is not None and not isinstance(program, Program) and not callable(program):
+        raise PlanError(f"program={program!r}: must be a Program, or a function that makes one of a model's shape")
+    if plan is not None:
+        return Plan.parse(plan)
+    if isinstance(program, Program):
+        try:
+            return Plan.parse(program.name)
+        except PlanError:
+            raise PlanError(
+                f"program {program.name!r}: its name is no plan; give the plan whose keys it follows, too"
+            ) from None
+    return Plan()
+
+
+def splits(program: Own, plan: Plan) -> bool:
+    """Whether backwards may run in halves."""
+    if isinstance(program, Program):
+        return any(Op.BACKWARD_WEIGHT in ops for ops in program.ops)
+    return plan.splits or program is not None
+
+
+def check(program: Program | Callable[[Shape], Program], plan: Plan, shape: Shape, steps: int) -> Program:
+    """The program, verified, if it can train a model of this shape as the plan says.
+
+    Errors: PlanError that names what does not fit; ProgramError for a program that cannot run.
+    """
+    made = program if isinstance(program, Program) else program(shape)
+    if not isinstance(made, Program):
+        raise PlanError(f"program: the function gave {made!r}; it must make a Program, such as plan.compile(shape)")
+    if plan.sync == "ps" or made.serving is not None:
+        raise PlanError(
+            "program: not together with sync=ps, whose servers decide as they run; possible is a plan alone"
+        )
+    if (made.layers, made.groups, made.edges) != (shape.layers, shape.groups, shape.edges):
+        raise PlanError(
+            f"program {made.name!r}: was made for another model of {several(made.layers, 'layer')}, with other "
+            f"parameters than this one of {several(shape.layers, 'layer')}; possible is a function of the model's "
+            "shape, such as program=lambda shape: mine(plan.compile(shape))"
+        )
+    kind = Staleness if plan.asynchronous else Local if plan.local_steps else None
+    found = {
+        "ranks": (len(made.ranks), plan.ranks),
+        "dp": (made.replicas, plan.dp),
+        "micro-batches of a replica": (made.microbatches, plan.total_microbatches * plan.slice_count),
+        "slices": (made.slice_count, plan.slice_count),
+        "clip": (made.clip, plan.clip),
+        "precision": (made.precision, plan.precision),
+        "compress": (made.compress, plan.compress),
+        "checkpoint=selective": (made.selective, plan.checkpoint == "selective"),
+        "updates without a flush": (isinstance(made.contract, Staleness), kind is Staleness),
+        "local steps": (isinstance(made.contract, Local), kind is Local),
+    }
+    for what, (of_program, of_plan) in found.items():
+        if of_program != of_plan:
+            raise PlanError(
+                f"program {made.name!r}: has {what} {of_program}, but plan {str(plan)!r} has {of_plan}; "
+                "give the plan that it was made from"
+            )
+    if steps % made.steps or (plan.asynchronous and steps != made.steps):
+        possible = f"steps={made.steps}" if plan.asynchronous else f"multiples of {made.steps}"
+        raise PlanError(
+            f"steps={steps}: program {made.name!r} has {several(made.steps, 'step')}; possible are {possible}"
+        )
+    verify(made)
+    return made

@@ -1,0 +1,278 @@
+"""The driver's side of the reference: a job goes to a process that knows nothing of the engine; see `reference.py`.
+
+    driver    job as plain values --> process of plain torch --> losses, gradients, parameters, buffers
+                                      (started by the path of reference.py; it never imports minipar, unless what the
+                                      user wrote does)
+
+The process is started at the first job, which takes as long as importing torch, and kept for the next ones. It is
+killed when the driver is interrupted while it waits, and ends when the driver ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import io
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import cloudpickle
+import torch
+
+from minipar.cluster import launch
+from minipar.cluster.processes import describe_status
+from minipar.errors import ProgramError, RankDied, RankError
+from minipar.execution.execution import Job
+from minipar.execution.saving.keeping import NOTHING, Storing
+from minipar.execution.updating import plain_schedule, takes_names
+from minipar.models.losses import Weighted
+from minipar.program.server_rule import Kind, Row
+from minipar.strategies.served_order import completed
+from minipar.trace.recorded_order import Order
+from minipar.training import reference
+from minipar.training.reference import Reference
+
+Report = Callable[[int], None]
+_START = "import runpy, sys; path = sys.argv.pop(1); runpy.run_path(path, run_name='__main__')"
+
+
+def train_reference(
+    job: Job,
+    steps: int,
+    *,
+    keep_gradients: bool = True,
+    clip: float | None = None,
+    inference: bool = False,
+    storing: Storing = NOTHING,
+    replicas: tuple[int, int, int] | None = None,
+    threads: int = 1,
+    report: Report = lambda step: None,
+) -> Reference:
+    """A job in plain torch, on so many threads.
+
+    replicas   how many train by themselves, with how many micro-batches each, for how many steps between averages
+    report     called with every step that is done
+    Raises what the user's code raises there, with its traceback in a note; RankDied if the process dies.
+    """
+    options: dict[str, Any] = {"steps": steps, "keep_gradients": keep_gradients, "first": storing.first}
+    if replicas is None:
+        options |= {"clip": clip, "inference": inference}
+        return ask(task_of(job, "plain", options, storing), threads, report)
+    count, microbatches, every = replicas
+    options |= {"replicas": count, "microbatches": microbatches, "every": every}
+    return ask(task_of(job, "local", options, storing), threads, report)
+
+
+def replay_order(
+    job: Job,
+    order: Order,
+    *,
+    keep_gradients: bool = True,
+    storing: Storing = NOTHING,
+    threads: int = 1,
+    report: Report = lambda step: None,
+) -> Reference:
+    """A job by the recorded order of an asynchronous pipeline, in plain torch. ProgramError for an order that cannot
+    be, as it uses what is not there; else as `train_reference`."""
+    rows = tuple(tuple(tuple(entry) for entry in row) for row in order.ranks)
+    options = {"order": (rows, *order[1:]), "keep_gradients": keep_gradients, "first": storing.first}
+    return ask(task_of(job, "order", options, storing), threads, report)
+
+
+def replay_service(
+    job: Job, order: list[Row], workers: int, steps: int, microbatches: int, threads: int = 1
+) -> Reference:
+    """A job by the recorded order of parameter servers, in plain torch: every gradient at the parameters that its
+    worker was given, every update of the gradients that it took."""
+    done = completed(order)
+    wanted = {id(answer) for answer in done.values()}
+    events: list[tuple[Any, ...]] = []
+    for k, row in enumerate(order):
+        if id(row) in wanted:
+            events.append(("answer", row.worker, row.step))
+        elif k in done:
+            events.append(("arrive", row.worker, row.step, row.kind is Kind.TAKE))
+        elif row.kind is Kind.APPLY:
+            events.append(("apply",))
+    options = {"events": events, "steps": steps, "workers": workers, "microbatches": microbatches}
+    return ask(task_of(job, "service", options), threads)
+
+
+def task_of(job: Job, kind: str, options: Mapping[str, Any], storing: Storing = NOTHING) -> dict[str, Any]:
+    """What `reference.run` needs: what the user gave, and plain values."""
+    loss = job.loss.loss if kind == "plain" and isinstance(job.loss, Weighted) else job.loss  # (nothing is split)
+    return {
+        "kind": kind,
+        "model": job.model,
+        "data": job.data,
+        "batch": job.batch,
+        "loss": loss,
+        "optimizer": job.optimizer,
+        "seed": job.seed,
+        "dtype": job.dtype,
+        "by_name": takes_names(job.optimizer),
+        "scheduler": job.scheduler,
+        "schedule": None if storing.saved is None else plain_schedule(storing.saved.header.schedule),
+        "evaluate": bool(job.evaluate),
+        "saved": storing.plainly(),
+        "options": dict(options),
+    }
+
+
+def ask(task: Mapping[str, Any], threads: int = 1, report: Report = lambda step: None) -> Reference:
+    """Let this driver's process of plain torch do a job."""
+    with _lock:
+        process = _process()
+        try:
+            return process.ask(task, threads, report)
+        except (EOFError, ConnectionError) as error:
+            status = describe_status(process.end())
+            raise RankDied(f"the process of plain torch, which train(check=True) compares with, {status}") from error
+        except reference.ImpossibleOrder as error:
+            raise ProgramError(str(error)) from error
+        finally:
+            if process.asked:  # the answer was not waited for
+                process.end()
+
+
+def prepare() -> None:
+    """Start this driver's process of plain torch, if there is none yet, and wait until it has imported torch: else it
+    would do so while something is timed."""
+    with _lock:
+        _process().await_ready()
+
+
+class Plain:
+    """A process of plain torch. `asked`: it has a job whose answer has not come yet."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-c", _START, reference.__file__, str(theirs.fileno())]
+        try:
+            self.process = subprocess.Popen(
+                command,
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.PIPE,  # its end tells the process that the driver has ended
+                start_new_session=True,  # the notebook's stop button signals the kernel's whole group
+                env=launch.child_environment(),
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self.control = ours
+        self.asked = self.ready = False
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def await_ready(self) -> None:
+        if not self.ready:
+            reference.receive(self.control)
+            self.ready = True
+
+    def ask(self, task: Mapping[str, Any], threads: int, report: Report) -> Reference:
+        data = _pickled(task)
+        self.await_ready()
+        self.asked = True
+        job = {"path": list(sys.path), "folder": os.getcwd(), "threads": threads, "task": data}
+        reference.send(self.control, job)
+        while True:
+            kind, *rest = reference.receive(self.control)
+            if kind == "report":
+                report(rest[0])
+                continue
+            self.asked = False
+            if kind == "error":
+                raise _error(*rest)
+            (found,) = rest
+            gradients = [reference.unpacked(one) for one in found.pop("gradients")]
+            parameters, buffers = (reference.unpacked(found.pop(name)) for name in ("parameters", "buffers"))
+            return Reference(gradients=gradients, parameters=parameters, buffers=buffers, **found)
+
+    def end(self) -> int:
+        """Kill it; its exit status."""
+        self.asked = False
+        with contextlib.suppress(OSError):
+            self.process.kill()
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        self.control.close()
+        return self.process.wait()
+
+
+_lock = threading.RLock()
+_processes: dict[int, Plain] = {}  # by pid: a process that the driver forked must not use the driver's
+
+
+def _process() -> Plain:
+    pid = os.getpid()
+    found = _processes.get(pid)
+    if found is not None and not found.alive:
+        found.end()
+        found = None
+    if found is None:
+        found = _processes[pid] = Plain()
+    return found
+
+
+@atexit.register
+def _end_all() -> None:
+    found = _processes.pop(os.getpid(), None)
+    if found is not None:
+        found.end()
+
+
+def _error(name: str, message: str, text: str, data: bytes | None) -> Exception:
+    """What the user's code raised there, with its traceback as a note."""
+    error: Any = None
+    if name == reference.ImpossibleOrder.__name__:
+        return reference.ImpossibleOrder(message)
+    if data is not None:
+        with contextlib.suppress(Exception):  # such as a class whose __init__ takes other arguments than it hands on
+            error = cloudpickle.loads(data)
+    note = f"raised in plain torch, in a process of its own:\n{text.rstrip()}"
+    if not isinstance(error, Exception):
+        return RankError(f"plain torch, in a process of its own, raised {name}: {message}", note)
+    if hasattr(error, "add_note"):  # Python 3.11 and later
+        error.add_note(note)
+    else:
+        error.__cause__ = RankError(f"plain torch raised {name}: {message}", note)
+    return error
+
+
+# Pickling: what looks at the same memory does so at the other end as well, which torch's own pickling of single tensors
+# would not keep.
+
+
+class _Pickler(cloudpickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.storage.TypedStorage):
+            typed = torch.storage.TypedStorage
+            return partial(typed, wrap_storage=obj._untyped_storage, dtype=obj.dtype, _internal=True), ()
+        if isinstance(obj, torch.UntypedStorage):
+            if not obj.nbytes():
+                return torch.UntypedStorage, (0,)
+            whole = obj.cpu()
+            data = ctypes.string_at(whole.data_ptr(), whole.nbytes())
+            return partial(torch.UntypedStorage.from_buffer, dtype=torch.uint8), (data,)
+        return super().reducer_override(obj)
+
+
+def _pickled(task: Mapping[str, Any]) -> bytes:
+    with io.BytesIO() as file:
+        try:
+            _Pickler(file, 5).dump(dict(task))
+        except Exception as error:
+            raise RankError(f"the reference cannot be sent to its process: {type(error).__name__}: {error}") from error
+        return file.getvalue()

@@ -1,0 +1,487 @@
+"""train(): a plan, a model and data on a cluster; a prediction first, then the run, then both side by side."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from minipar.cluster import Cluster
+from minipar.costs.device import DeviceSpec
+from minipar.costs.measured import Profile
+from minipar.costs.rates import Calibration, Copies
+from minipar.data import loading
+from minipar.errors import MiniparError, PlanError
+from minipar.execution.emulation import delays
+from minipar.execution.execution import Job, Loss, Model, emulated_costs, execute, profile_job
+from minipar.execution.finite import check_choice
+from minipar.execution.following import Callback, Watch
+from minipar.execution.measuring.calibration import calibrate
+from minipar.execution.saving import keeping
+from minipar.execution.saving.folder import open_folder
+from minipar.execution.updating import Optimizer, Scheduler, other_scheduler
+from minipar.models.losses import Counting, Weighted, check_loss
+from minipar.prediction.advice import Measured, advising
+from minipar.prediction.emulated import EmulatedCosts, as_emulated
+from minipar.prediction.forecast import with_memory
+from minipar.prediction.oversubscription import available_cores
+from minipar.prediction.profiled import ProfiledCosts, microbatch_rows
+from minipar.prediction.simulator import simulate
+from minipar.program import Program, Staleness
+from minipar.program.shape import Shape
+from minipar.server.serving import Service, execute_served, pacing_of
+from minipar.strategies.keys import at_least_1
+from minipar.strategies.plan import Plan
+from minipar.trace import Trace
+from minipar.trace.memory_series import Peak
+from minipar.trace.recorded_order import order_of
+from minipar.training import own_program, plainly
+from minipar.training.reference import Reference, gradient_error
+from minipar.wording import several
+
+_QUICK = 0.5  # seconds of a calibration that nobody asked for
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a training run gave.
+
+    losses        the mean loss of every step, before its update
+    trace         the measured trace of one typical step (the one of median duration, the first left out); of
+                  `program.steps` steps where one begins before the last has ended
+    predicted     the trace that was predicted before the run
+    step_times    seconds of every step; where one begins before the last has ended, the mean of a program's steps
+    reference     losses of plain torch on one process, and its gradients if `check` was asked for
+    gradients     of every update by parameter name, if `check` was asked for
+    service       what parameter servers did, with sync=ps; then program and traces are of the whole run, as it
+                  happened, and the reference is a replay of its order, except in mode sync
+
+    An asynchronous plan (schedule=pipedream, pipedream-vertical, pipedream-2bw, ampnet) has no steps that begin and end
+    one after another. There a step is `batch` rows in `microbatches` parts; trace and prediction are of the whole run;
+    losses are of each mini-batch (of pipedream and ampnet every micro-batch, of pipedream-2bw every step); and the
+    reference is a replay of the recorded order, which `recorded_order.order_of(run.program)` gives.
+    first_step    0, or the steps that were done before, where the run went on from a saved one
+    """
+
+    plan: Plan
+    program: Program
+    losses: list[float]
+    trace: Trace
+    predicted: Trace
+    step_times: list[float]
+    gradients: list[dict[str, Tensor]] = field(default_factory=list, repr=False)
+    reference: Reference | None = field(default=None, repr=False)
+    plain_time: float | None = None
+    first_step: int = 0
+    shares: list[keeping.Share] = field(default_factory=list, repr=False, compare=False)
+    service: Service | None = None
+
+    @property
+    def prediction_error(self) -> float:
+        """By how much the predicted step time was off, relative to the measured one; negative: predicted too short."""
+        return self.predicted.time / self.trace.time - 1 if self.trace.time else 0.0
+
+    @property
+    def bytes_sent(self) -> list[int]:
+        """Per rank the bytes sent in one step."""
+        return [size // self.trace.program.steps for size in self.trace.bytes_sent()]
+
+    @property
+    def memory(self) -> list[Peak]:
+        """Per rank the measured peak of the traced step: bytes, the instruction, and who held how much of it."""
+        if not self.trace.series:
+            raise MiniparError("memory: needs train(..., memory=True), which follows every allocation of the ranks")
+        return [series.peak() for series in self.trace.series]
+
+    @property
+    def peak_memory(self) -> list[int]:
+        """Per rank the measured peak in bytes: of everything with `train(..., memory=True)`, else of the values that
+        the program names, without what an instruction needs only while it runs."""
+        return [int(peak) for peak in self.trace.peak_memory()]
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Save parameters, optimizer states and step to a folder, for `minipar.resume`; what it had before is replaced.
+
+        At every moment the folder has one whole saved run, the old one or the new one. SaveError if it cannot be
+        written, or if the ranks did not bring their state back: see `keep` of `train`.
+        """
+        keeping.save(self.shares, folder)
+
+    def export(self, path: str | os.PathLike[str]) -> None:
+        """Write the model's parameters, each whole and under its name, to one safetensors file; like `save`."""
+        keeping.export(self.shares, path)
+
+    def max_gradient_error(self) -> float:
+        """Largest deviation from plain torch over all steps and elements, relative to the largest gradient."""
+        if self.reference is None or not self.gradients:
+            raise MiniparError("max_gradient_error: needs train(..., check=True), which also trains the reference")
+        pairs = zip(self.gradients, self.reference.gradients, strict=True)
+        return max((gradient_error(found, expected) for found, expected in pairs), default=0.0)
+
+    def max_parameter_error(self) -> float:
+        """Largest deviation of a parameter after the last step from plain torch's, relative to the largest parameter.
+
+        Needs `reference` or `check`; SaveError if the ranks did not bring their state back: see `keep` of `train`.
+        """
+        return self._error_of("parameters", "max_parameter_error")
+
+    def max_buffer_error(self) -> float:
+        """The same of buffers that are saved with the model. Where the batch was split, running statistics of norms are
+        left out (`reference.statistics`): they are of each part, and cannot equal the whole batch's."""
+        return self._error_of("buffers", "max_buffer_error")
+
+    def _error_of(self, kind: str, what: str) -> float:
+        if self.reference is None:
+            raise MiniparError(f"{what}: needs train(..., check=True), which also trains the reference")
+        plain: dict[str, Tensor] = getattr(self.reference, kind)
+        found = keeping.model_of(self.shares, what) if self.service is None else self.service.parameters
+        parts = self.plan.dp * self.plan.total_microbatches
+        skipped = set(self.reference.statistics) if parts > 1 else set()
+        names = (found.keys() & plain.keys()) - skipped
+        return gradient_error({n: found[n] for n in names}, {n: plain[n] for n in names})
+
+    def __repr__(self) -> str:
+        each = 1e3 / self.program.steps
+        return (
+            f"<Run of {self.plan}: {several(len(self.step_times), 'step')}, loss {self.losses[0]:.4f} -> "
+            f"{self.losses[-1]:.4f}, "
+            f"step {self.trace.time * each:.1f} ms measured, {self.predicted.time * each:.1f} ms predicted "
+            f"({self.prediction_error:+.0%})>"
+        )
+
+
+def train(
+    model: Model,
+    data: Any,
+    plan: Plan | str | None = None,
+    *,
+    program: Program | Callable[[Shape], Program] | None = None,
+    cluster: Cluster | None = None,
+    steps: int = 10,
+    batch: int = 32,
+    loss: Loss = torch.nn.functional.cross_entropy,
+    optimizer: Optimizer = partial(torch.optim.SGD, lr=0.1),
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    reference: bool = False,
+    check: bool = False,
+    progress: bool = True,
+    memory: bool = False,
+    calibration: Calibration | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    save: str | os.PathLike[str] | None = None,
+    save_every: int | None = None,
+    keep: bool | None = None,
+    watch: Watch | None = None,
+    scheduler: Scheduler | None = None,
+    keep_modes: bool = False,
+    callback: Callback | None = None,
+    on_nan: str = "stop",
+) -> Run:
+    """Train a model by a plan, on real processes.
+
+    model       a function that makes an nn.Sequential (or list) of layers, such as partial(models.gpt, layers=12)
+    data        has `batch(step, size) -> (x, y)`, such as data.stdlib_text(); or one fixed pair (x, y); or a torch
+                Dataset (see `data.Rows`), DataLoader, or iterable of batches (see `data.Batches`). x and y are tensors,
+                or tuples or dicts of them, with the rows in dimension 0; sequences may have another length in each step
+    plan        how it is trained in parallel; default one device, or what `program` was compiled from
+    program     what runs in place of what the plan compiles to: a program, or a function that makes one of the model's
+                shape, such as lambda shape: mine(plan.compile(shape)). It is verified, and must agree with the plan's
+                keys; `steps` is a multiple of its own
+    cluster     ranks to run on, plan.ranks of them; default: made for this call
+    batch       rows of a step, over all replicas and micro-batches
+    loss        loss(output, y) -> scalar mean over rows (or target elements); or (sum, count), or
+                `losses.weighted(loss, count)`, for a mean over anything else that can be counted in y
+    optimizer   makes an optimizer of a list of the whole model's trainable parameters; or of a list of pairs
+                (name, parameter), if its own parameter is called `named_parameters` or it is wrapped in `minipar.named`
+    scheduler   makes a torch.optim.lr_scheduler of that optimizer, such as partial(CosineAnnealingLR, T_max=steps). It
+                steps once after each update: that of a step, or of each mini-batch of an asynchronous plan
+    keep_modes  with inference=true, leave every module in the mode that the model function gave it, such as dropout
+                that is to stay on; else the model is put in evaluation mode. Training always leaves modes as they are
+    reference   train plain torch on one process beside it, to compare the losses
+    check       that, and keep every gradient of both, to compare them too (memory: twice the model per step)
+    memory      follow every allocation of the ranks, and predict every one: then both traces have `series`, and
+                `Run.memory` says who held the peak (takes time: not for timing)
+    calibration of the cluster, from `calibrate(cluster)`, for the prediction; default: a quick one before the run
+    resume      a folder with a saved run, of any plan: go on after its last step, with what is given here
+    save        a folder that the ranks save the run to, at its end and after every `save_every` steps of it
+    keep        bring parameters and optimizer states back, for `Run.save`; default: if all are at most 64 MiB
+    watch       called with a `following.Moment` at most ten times a second
+    callback    called with a `StepInfo` of every step, in order: step, loss, learning rates, gradient norm. Returning
+                False ends the run: the steps that the ranks have begun meanwhile are still part of it, and it is saved
+                as at its end. What it raises ends the run at once, unsaved. (Of an asynchronous plan it is called when
+                all is over.)
+    on_nan      where the loss of a micro-batch is not a number or infinite: "stop" raises NotFinite with step, rank and
+                micro-batch before anything is updated by it; "warn" goes on and says so once; "ignore"
+
+    Raises PlanError where plan, model, batch and cluster do not fit together; DeviceOutOfMemory, with plans that would
+    fit, on emulated devices of limited memory; SaveError where `resume` has no saved run of this model, or where
+    nothing can be written to `save`; what a rank raises; RankDied.
+    """
+    plan = own_program.plan_of(plan, program)
+    split = own_program.splits(program, plan)
+    steps = at_least_1("steps", steps)
+    check_loss(loss)
+    check_choice(on_nan)
+    every = 0 if save_every is None else at_least_1("save_every", save_every)
+    if every and save is None:
+        raise PlanError(f"save_every={every}: needs save=folder")
+    sharding = (plan.zero and plan.dp > 1) or plan.sync == "ps"
+    sliced = f"plan {str(plan)!r} shards optimizer states" if sharding else ""
+    if plan.asynchronous and every:
+        raise PlanError(f"save_every={every}: schedule={plan.schedule} has no flush; possible is save=, at the end")
+    if memory and plan.schedule == "ampnet":
+        raise PlanError("memory=True: schedule=ampnet decides its order as it runs; possible are the other schedules")
+    if cluster is not None and cluster.size != plan.ranks:
+        raise PlanError(f"plan {plan} needs {several(plan.ranks, 'rank')}, but the cluster has {cluster.size}")
+    if plan.sync == "ps":
+        for key, value in {"memory": memory, "resume": resume, "save": save, "keep": keep}.items():
+            if value:
+                raise PlanError(f"{key}={value}: not together with sync=ps; possible is {key}=None")
+        if callback is not None:
+            raise PlanError("callback: not together with sync=ps, whose workers are at different steps; use watch=")
+    storing = keeping.storing(resume, save, every, keep)
+    feeding = loading.read_ahead(data, steps, storing.first, seed, batch)
+    with feeding as (data, batch), nullcontext(cluster) if cluster is not None else Cluster(plan.ranks) as ranks:
+        quiet = plan.inference and not keep_modes
+        job = Job(model, data, batch, loss, optimizer, seed, dtype, scheduler, quiet, on_nan)
+        if reference or check:
+            plainly.prepare()
+        bar = partial(tqdm, disable=not progress, leave=False)
+        with bar(total=1, desc="profile, one layer at a time") as meter:
+            rows = microbatch_rows(job.batch, plan.dp, plan.total_microbatches)
+            own_means = plan.asynchronous and plan.schedule != "pipedream-2bw"  # of each micro-batch
+            parts = 1 if own_means else plan.dp * plan.total_microbatches
+            (facts,) = ranks.run_on([0], profile_job, job, rows, memory, _of_layers(plan), split, sliced, parts)
+            meter.update()
+        if facts.counted_form is not None:
+            job = replace(job, loss=Weighted(loss, Counting(loss, facts.counted_form)))
+        if facts.loss_note:
+            warnings.warn(facts.loss_note, stacklevel=2)
+        parts = plan.dp * plan.total_microbatches * plan.slice_count
+        if facts.split_sensitive and parts > 1:
+            names = ", ".join(facts.split_sensitive)
+            warnings.warn(
+                f"the batch is split into {parts} parts, and the results of some layers depend on how: {names}; "
+                "they are one device's with dp=1, microbatches=1 and accumulate=1",
+                stacklevel=2,
+            )
+        if storing.saved is not None and (told := other_scheduler(storing.saved.header.schedule, facts.scheduler)):
+            warnings.warn(f"{storing.saved.folder}: {told}", stacklevel=2)
+        served = plan.sync == "ps"  # whose steps run into each other: one program for all of them
+        cores = available_cores() if ranks.device == "cpu" else None
+        if calibration is None and plan.ranks > 1 and (ranks.emulates is None or not ranks.emulates.emulates):
+            calibration = calibrate(ranks, seconds=_QUICK, progress=progress, algorithms=plan.algorithm != "default")
+        costs_of = partial(
+            costs_for,
+            measured=facts.profile,
+            batch=job.batch,
+            calibration=calibration,
+            device=ranks.emulates,
+            copies=facts.copies,
+        )
+        block = steps if served or plan.asynchronous else plan.block(steps, every)
+        planned = as_emulated(facts.profile, ranks.emulates)
+        compiled = partial(plan.compile, facts.shape, costs=planned, costs_of=costs_of)
+        if program is None:
+            made, rest = compiled(steps=block), compiled(steps=steps % block) if steps % block else None
+        else:
+            made, rest = own_program.check(program, plan, facts.shape, steps), None
+            block = made.steps
+        predicted = predict(
+            made, facts.profile, job.batch, cores, facts.data_bytes, calibration, ranks.emulates, facts.copies
+        )
+        if served:
+            return _train_served(plan, made, job, ranks, predicted, reference, check, bar, watch)
+        if facts.tapes is not None:
+            predicted = with_memory(predicted, facts.tapes, ProfiledCosts(made, facts.profile, job.batch))
+
+        def measure(rows: tuple[int, ...]) -> Measured:
+            (known,) = ranks.run_on([0], profile_job, job, rows, True, None, split)
+            assert known.tapes is not None
+            return known.shape, known.profile, known.tapes, known.data_bytes
+
+        with bar(total=steps, desc=str(plan)) as meter, advising(plan, job.batch, measure):
+
+            def tell(k: int, loss: float) -> None:
+                meter.set_postfix(loss=f"{loss:.4g}", refresh=False)
+                meter.update(block if k < steps // block else steps % block)
+
+            done = execute(
+                made,
+                job,
+                cluster=ranks,
+                passes=steps // block,
+                rest=rest,
+                keep_gradients=check,
+                check=False,
+                memory=memory,
+                storing=storing,
+                watch=watch,
+                callback=callback,
+                report=tell,
+            )
+        sizes = ([block] * (steps // block) + ([steps % block] if rest is not None else []))[: len(done.times)]
+        steps = sum(sizes)
+        plain: Reference | None = None
+        plain_time: float | None = None
+        if reference or check:
+            local = (plan.dp, plan.total_microbatches, plan.local_steps) if plan.local_steps else None
+            with bar(total=steps, desc="plain torch, one process") as meter:
+                ask = partial(
+                    plainly.replay_order if plan.asynchronous else plainly.train_reference,
+                    job,
+                    keep_gradients=check,
+                    storing=storing,
+                    threads=ranks.threads,
+                    report=lambda k: meter.update(),
+                )
+                if plan.asynchronous:
+                    plain = ask(order_of(done.program))
+                else:
+                    plain = ask(steps, clip=plan.clip, inference=plan.inference, replicas=local)
+                    plain_time = plain.seconds
+    return Run(
+        plan,
+        done.program,
+        done.losses,
+        done.trace,
+        predicted,
+        [seconds / size for seconds, size in zip(done.times, sizes, strict=True) for _ in range(size)],
+        done.gradients,
+        plain,
+        plain_time,
+        storing.first,
+        done.shares,
+    )
+
+
+def _train_served(
+    plan: Plan,
+    program: Program,
+    job: Job,
+    ranks: Cluster,
+    predicted: Trace,
+    reference: bool,
+    check: bool,
+    bar: Callable[..., Any],
+    watch: Watch | None,
+) -> Run:
+    """The rest of `train` with parameter servers."""
+    slow, pacing = None, None
+    if ranks.emulates is not None and ranks.emulates.emulates:
+        costs = emulated_costs(program, ranks.emulates, job, ranks)
+        slow = [delays(costs, rank) for rank in range(plan.dp)]
+        pacing = pacing_of(costs) if costs.links else None
+    with bar(total=program.steps * plan.dp, desc=str(plan)) as meter:
+        done, service = execute_served(
+            program, job, ranks, on_death=plan.on_death, keep_gradients=check, slow=slow, pacing=pacing,
+            report=lambda k: meter.update(), watch=watch,
+        )  # fmt: skip
+    plain: Reference | None = None
+    plain_time: float | None = None
+    if (reference or check) and plan.mode == "sync" and not service.silent:
+        plain = plainly.train_reference(job, program.steps, keep_gradients=check, threads=ranks.threads)
+        plain_time = plain.seconds
+    elif reference or check:
+        order, parts = service.order, program.microbatches
+        plain = plainly.replay_service(job, order, plan.dp, program.steps, parts, ranks.threads)
+    return Run(
+        plan, done.program, done.losses, done.trace, predicted, done.times, done.gradients, plain, plain_time,
+        service=service,
+    )  # fmt: skip
+
+
+def resume(
+    folder: str | os.PathLike[str],
+    model: Model,
+    data: Any,
+    plan: Plan | str | None = None,
+    *,
+    steps: int = 10,
+    **options: Any,
+) -> Run:
+    """Go on with a saved run after its last step, under the plan it had or any other.
+
+    plan      default: the one it was saved under
+    steps     how many more
+    options   as for `train`; batch, seed and dtype are those of the saved run unless given, while loss and optimizer
+              are code, which is never saved: give them again
+
+    Raises SaveError if there is no saved run, if it is damaged, or of another model or optimizer; what `train` raises.
+    """
+    header = open_folder(folder).header
+    dtype = getattr(torch, header.dtype)
+    known = {"batch": header.batch, "seed": header.seed, "dtype": dtype, "resume": folder}
+    return train(model, data, header.plan if plan is None else plan, steps=steps, **(known | options))
+
+
+def costs_for(
+    program: Program,
+    measured: Profile,
+    batch: int,
+    calibration: Calibration | None = None,
+    device: DeviceSpec | None = None,
+    copies: Copies | None = None,
+) -> ProfiledCosts | EmulatedCosts:
+    """What a program costs, from a profile of its model's layers; on emulated devices, what it costs there."""
+    costs = ProfiledCosts(program, measured, batch, calibration=calibration, copies=copies or Copies())
+    return EmulatedCosts(program, device, costs) if device is not None and device.emulates else costs
+
+
+def _of_layers(plan: Plan) -> Plan:
+    """What of a plan a rank must know to profile layers. (It may not know a schedule of the user's own.)"""
+    if plan.slice_count > 1:
+        return plan
+    selective = "selective" if plan.checkpoint == "selective" else "none"
+    away = {"offload": plan.offload, "offload_to": plan.offload_to, "offload_folder": plan.offload_folder}
+    return Plan(precision=plan.precision, checkpoint=selective, **away)  # type: ignore[arg-type]
+
+
+def predict(
+    program: Program,
+    measured: Profile,
+    batch: int,
+    cores: int | None = None,
+    data_bytes: tuple[int, int] = (0, 0),
+    calibration: Calibration | None = None,
+    device: DeviceSpec | None = None,
+    copies: Copies | None = None,
+) -> Trace:
+    """The predicted trace of a program, from a profile of its model's layers.
+
+    cores        shared by all ranks; None: every rank computes on its own
+    data_bytes   of a whole batch's x and y; the ranks with the first and the last layer hold their rows of them
+    calibration  of the cluster: what messages and collectives cost, and how much the ranks get done that share the
+                 cores (which is less than the cores could: they are in each other's way)
+    device       that every rank emulates; emulated devices share no cores
+    copies       what it takes to copy tensors to the host or the disk, and back
+    """
+    costs = costs_for(program, measured, batch, calibration, device, copies)
+    emulated = costs if isinstance(costs, EmulatedCosts) else None
+    sharing = cores if calibration is None or calibration.ranks != len(program.ranks) else calibration.concurrency
+    if emulated is not None and emulated.computes:
+        cores = sharing = None
+    trace = simulate(program, costs, cores=sharing)
+    count, of_rows = len(program.ranks), ProfiledCosts(program, measured, batch)
+    data = []
+    for rank, held in enumerate(program.placement):  # (servers hold no rows)
+        size = (0 in held) * data_bytes[0] + (program.layers - 1 in held) * data_bytes[1]
+        steps = program.steps if isinstance(program.contract, Staleness) else 1  # all are held until the run ends
+        data.append(round(steps * of_rows.rows_of(rank) / batch * size) if held else 0)
+    note = "predicted from a profile of one layer at a time on one device"
+    if emulated is not None:
+        note = f"predicted for the emulated device {device}"
+    if cores is not None and cores < count:
+        note += f"; {several(count, 'rank')} share {several(cores, 'core')}"
+    if calibration is not None:
+        note += "; messages and collectives as calibrated on the cluster"
+    return replace(trace, note=note, data=data)

@@ -1,0 +1,218 @@
+"""The exercises of lesson 02, and orders of work: solutions pass; stubs and mistakes are told why they do not."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from minipar import simulate, verify
+from minipar.course.exercise import check
+from minipar.course.exercises import memory as tasks
+from minipar.course.exercises.kinds import order
+from minipar.course.exercises.kinds.order import (
+    FETCH,
+    GATHER,
+    OFFLOAD,
+    SCATTER,
+    STEP,
+    B,
+    Device,
+    F,
+    MiB,
+    R,
+    ms,
+    program_of,
+)
+
+ALL = [tasks.PEAK, tasks.BUFFERS, tasks.GRADIENTS]
+
+
+def stub(*arguments: Any) -> Any:
+    raise NotImplementedError("your code here")
+
+
+def late_stub(layers: int) -> Any:
+    """As a student has it: the first lines are given."""
+    for layer in range(layers):
+        yield F, layer
+    raise NotImplementedError("your code here")
+
+
+@pytest.mark.parametrize("task", ALL)
+def test_a_stub_is_told_that_nothing_is_written(task):
+    verdict = check(stub, task)
+    assert not verdict
+    assert "nothing is written here yet" in verdict.reason
+
+
+def test_a_generator_that_stops_half_way_is_a_stub_too():
+    assert "nothing is written here yet" in check(late_stub, tasks.GRADIENTS).reason
+
+
+# the peak of a program
+
+
+def peak(program, size):
+    live = set(program.state[0])
+    most = sum(map(size, live))
+    for ins in program.ranks[0]:
+        live |= set(ins.writes)
+        most = max(most, sum(map(size, live)))
+        live -= set(ins.frees)
+    return most
+
+
+def test_the_peak():
+    assert check(peak, tasks.PEAK)
+
+
+WORDS = ["there before", "both there", "in place", "begin with"]
+
+
+@pytest.mark.parametrize(("mistake", "words"), [(tasks.PEAK.mistakes[k][0], WORDS[k]) for k in range(4)])
+def test_wrong_peaks(mistake, words):
+    verdict = check(mistake, tasks.PEAK)
+    assert not verdict
+    assert words in verdict.hint
+
+
+def test_a_sum_of_all_writes_is_no_peak():
+    verdict = check(lambda program, size: sum(size(v) for ins in program.ranks[0] for v in ins.writes), tasks.PEAK)
+    assert not verdict
+    assert "walk" in verdict.hint
+
+
+# buffers
+
+
+def buffers(last_read):
+    chosen = []
+    for layer in range(len(last_read)):
+        taken = {chosen[k] for k in range(layer) if last_read[k] >= layer}
+        chosen.append(min(set(range(layer + 1)) - taken))
+    return chosen
+
+
+def test_buffers():
+    assert check(buffers, tasks.BUFFERS)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason", "hint"),
+    [
+        (
+            lambda last: [k % 2 for k in range(len(last))],
+            "layer 3 overwrites the output of layer 1",
+            "right for a chain",
+        ),
+        (lambda last: list(range(len(last))), "4 buffers; 2 are enough", "never uses a buffer again"),
+        (lambda last: [0] * len(last), "layer 1 overwrites the output of layer 0", "buffers of outputs"),
+        (lambda last: [0], "gives 1 buffers; there are 4 outputs", "buffers"),
+        (lambda last: 2, "cannot be read as an answer", "buffers"),
+    ],
+)
+def test_wrong_buffers(answer, reason, hint):
+    verdict = check(answer, tasks.BUFFERS)
+    assert not verdict
+    assert reason in verdict.reason
+    assert hint in verdict.hint
+
+
+# gradients
+
+
+def forwards(layers):
+    return [(F, layer) for layer in range(layers)]
+
+
+def early(layers):
+    return forwards(layers) + [(op, layer) for layer in reversed(range(layers)) for op in (B, STEP)]
+
+
+def test_an_update_as_soon_as_its_gradient_is_there():
+    verdict = check(early, tasks.GRADIENTS)
+    assert verdict
+    assert "240 ms, at most 233 MiB" in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason", "hint"),
+    [
+        (lambda n: forwards(n) + [(B, k) for k in reversed(range(n))], "needs 260 MiB; the target is 233 MiB",
+            "gradients 64 MiB"),
+        (lambda n: forwards(n) + [(B, k) for k in range(n)], "cannot run", "what does it need"),
+        (lambda n: early(n)[:-2], "cannot run", "(B, 0) comes 0 times"),
+        (lambda n: forwards(n) + early(n), "cannot run", "to run it again is R"),
+        (lambda n: [*early(n), (STEP, 0)], "cannot run", ""),
+        (lambda n: [*forwards(n), (R, 0), *early(n)[n:]], "takes 250 ms; the target is 240 ms",
+            "10 ms are forwards that run again"),
+        (lambda n: itertools.repeat((F, 0)), "yields more than 800 pairs", "does a loop end?"),
+        (lambda n: [], "yields nothing", "pairs"),
+        (lambda n: 7, "gives 7", "pairs"),
+        (lambda n: [F], "pair 0 is", "a pair is (op, layer)"),
+        (lambda n: [("F", 0)], "pair 0 is ('F', 0)", "a pair is (op, layer)"),
+        (lambda n: [(F, n)], "(F, 8)", "layers count from 0 to 7"),
+        (lambda n: 1 / 0, "ZeroDivisionError", "mend that line first"),
+        (4, "4 is no function", "def mine(layers)"),
+    ],
+)  # fmt: skip
+def test_wrong_orders(answer, reason, hint):
+    verdict = check(answer, tasks.GRADIENTS)
+    assert not verdict
+    assert reason in verdict.reason
+    assert hint in verdict.hint
+
+
+# orders as programs: what is kept, freed and counted
+
+
+def device(layers: int, **more: Any) -> Device:
+    return Device(order.LayerCosts.equal(layers, MiB, 2 * MiB, 10 * ms, 20 * ms), **more)
+
+
+def test_who_reads_last_frees():
+    row = program_of(early(3), device(3)).ranks[0]
+    assert [" ".join(map(str, ins.frees)) for ins in row] == [
+        "", "", "",
+        "saved(2) mb0 output(2) mb0 output(1) mb0", "grad(2)",
+        "saved(1) mb0 grad_output(1) mb0 output(0) mb0", "grad(1)",
+        "saved(0) mb0 grad_output(0) mb0", "grad(0)",
+    ]  # fmt: skip
+
+
+def test_a_run_that_is_repeated_keeps_nothing():
+    program = program_of([*forwards(3), (B, 2), (R, 0), (R, 1), (B, 1), (B, 0)], device(3))
+    verify(program)
+    kept = [[v.kind for v in ins.writes] for ins in program.ranks[0][:6]]
+    assert kept == [
+        ["output"],
+        ["output"],
+        ["output", "saved"],
+        ["grad_output", "grad"],
+        ["output", "saved"],
+        ["saved"],
+    ]
+    assert program.ranks[0][1].frees[0].index == 0  # the output of layer 0 is made again
+
+
+def test_a_device_with_a_host():
+    made = [(F, 0), (OFFLOAD, 0), (F, 1), (B, 1), (FETCH, 0), (B, 0)]
+    slow = device(2, link=2 * MiB / (25 * ms))
+    program = program_of(made, slow)
+    verify(program)
+    trace = simulate(program, slow)
+    assert trace.time == pytest.approx((10 + 10 + 20 + 25 + 20) * ms)  # out beside F 1 and B 1; back before B 0
+    assert max(trace.peak_memory()) == 7 * MiB  # both layers, the gradient between them: the copy ends during B 1
+
+
+def test_shards_are_gathered_and_scattered():
+    made = [(GATHER, 0), (F, 0), (B, 0), (SCATTER, 0)]
+    ranks = device(1, parameters=(8 * MiB,), optimizer=2.0, ranks=4, network=6 * MiB / (7 * ms))
+    program = program_of(made, ranks)
+    verify(program)
+    trace = simulate(program, ranks)
+    assert trace.time == pytest.approx((7 + 10 + 20 + 7) * ms)
+    assert trace.peak_by_kind(3)["optimizer"] == 4 * MiB
+    assert len(set(program.ranks)) == 1

@@ -1,0 +1,316 @@
+"""Lesson 01, and so formulas and schedules: solutions pass; stubs and plausible mistakes do not, and are told why."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import minipar
+from minipar import Backward, Forward, exercise, strategies
+from minipar.course.exercise import GPIPE_TIME, Target, Verdict, check
+from minipar.course.exercises import programs
+from minipar.program import Action
+
+TASK = programs.TURNS
+SMALL = programs.SMALL_DEVICES
+Generator = Callable[[int, int, int], Any]
+
+
+@pytest.fixture
+def register(monkeypatch: pytest.MonkeyPatch) -> Callable[[Generator], Generator]:
+    """`@minipar.schedule`, undone after the test."""
+    from minipar.strategies.schedules import registry
+
+    monkeypatch.setattr(registry, "_schedules", dict(registry._schedules))
+    return minipar.schedule("answer")
+
+
+def alternating(warm_up: Callable[[int, int], int]) -> Generator:
+    def answer(rank: int, stages: int, microbatches: int) -> Iterator[Action]:
+        first = min(warm_up(rank, stages), microbatches)
+        for i in range(first):
+            yield Forward(i)
+        for i in range(first, microbatches):
+            yield Forward(i)
+            yield Backward(i - first)
+        for i in range(microbatches - first, microbatches):
+            yield Backward(i)
+
+    return answer
+
+
+def waves(width: int) -> Generator:
+    def answer(rank: int, stages: int, microbatches: int) -> Iterator[Action]:
+        for start in range(0, microbatches, width):
+            wave = range(start, min(start + width, microbatches))
+            yield from map(Forward, wave)
+            yield from map(Backward, wave)
+
+    return answer
+
+
+# verdicts
+
+
+def test_a_verdict_shows_itself_and_is_true_only_if_passed() -> None:
+    assert Verdict(True, "all right")
+    assert repr(Verdict(True, "all right")) == "passed: all right"
+    wrong = Verdict(False, "too slow", "look at rank 0", "a\nb")
+    assert not wrong
+    assert repr(wrong) == "not yet: too slow\n  a\n  b\nhint: look at rank 0"
+
+
+# formulas
+
+
+def test_the_right_formula_passes_in_any_form() -> None:
+    assert check(lambda p, m, f, b: (m + p - 1) * (f + b), GPIPE_TIME)
+    assert check(lambda p, m, f, b: m * (f + b) + (p - 1) * f + (p - 1) * b, GPIPE_TIME)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (lambda p, m, f, b: m * (f + b), "that is how long a rank works"),
+        (lambda p, m, f, b: p * m * (f + b), "one micro-batch at a time"),
+        (lambda p, m, f, b: (p + m) * (f + b), "one too many"),
+        (lambda p, m, f, b: (m + p - 1) * f + m * b, "must it not drain"),
+        (lambda p, m, f, b: (m + p - 1) * f, "forwards alone"),
+        (lambda p, m, f, b: (m + p - 1) * 3 * f, "it agrees in 3 of 6 cases"),
+        (lambda p, m, f, b: 33, "it agrees in 1 of 6 cases"),
+    ],
+)
+def test_wrong_formulas_are_told_the_case_and_a_hint(answer: Callable[..., float], words: str) -> None:
+    verdict = check(answer, GPIPE_TIME)
+    assert not verdict
+    assert "the simulator" in verdict.reason
+    assert words in verdict.hint
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (33, "33 is one number; the answer is a function"),
+        (None, "None is one number"),
+        (lambda p, m, f, b: None, "gives None"),
+        (lambda p, m, f, b: True, "gives True"),
+        (lambda p, m, f, b: "33", "gives '33'"),
+        (lambda p, m, f, b: float("nan"), "gives nan"),
+        (lambda p, m: 33, "raised TypeError"),
+        (lambda p, m, f, b: 1 / 0, "raised ZeroDivisionError: division by zero"),
+    ],
+)
+def test_answers_that_are_no_formula(answer: Any, words: str) -> None:
+    verdict = check(answer, GPIPE_TIME)
+    assert not verdict
+    assert words in verdict.reason
+    assert verdict.hint
+
+
+# schedules
+
+
+def test_the_reference_schedules_pass(register: Callable[[Generator], Generator]) -> None:
+    verdict = check(register(alternating(lambda rank, stages: stages - 1 - rank)), TASK)
+    assert verdict
+    assert "time 33 of at most 33, 4 activations of at most 4" in verdict.reason
+    verdict = check(register(waves(2)), SMALL)
+    assert verdict
+    assert "time 60 of at most 60, 2 activations of at most 2" in verdict.reason
+
+
+def test_a_target_may_leave_time_or_memory_open(register: Callable[[Generator], Generator]) -> None:
+    everything = register(waves(8))
+    assert check(everything, Target(4, 8))
+    assert check(everything, Target(4, 8, time=33))
+    assert not check(everything, Target(4, 8, activations=7))
+    assert not check(everything, Target(4, 8, time=33, backward=3))  # now a step takes 44
+    assert check(everything, Target(4, 8, time=44, backward=3))
+
+
+def test_too_slow_names_the_longest_wait(register: Callable[[Generator], Generator]) -> None:
+    verdict = check(register(waves(4)), TASK)
+    assert not verdict
+    assert verdict.reason == "it can run, but takes 42 units; the target is 33"
+    assert verdict.hint.startswith("rank 0 waits longest, 9 units before `B 0 mb0`")
+    verdict = check(register(alternating(lambda rank, stages: min(1, stages - 1 - rank))), SMALL)
+    assert verdict.reason == "it can run, but takes 69 units; the target is 60"
+
+
+def test_too_much_memory_names_the_forward(register: Callable[[Generator], Generator]) -> None:
+    verdict = check(register(alternating(lambda rank, stages: 2 * (stages - 1 - rank))), TASK)
+    assert not verdict
+    assert verdict.reason == "it can run, but rank 0 holds 7 activations; the target is 4"
+    assert verdict.hint.startswith("`F 0 mb4` is the first forward too many")
+
+
+def only(*actions: Action) -> Generator:
+    return lambda rank, stages, microbatches: iter(actions)
+
+
+def endless(rank: int, stages: int, microbatches: int) -> Iterator[Action]:
+    while True:
+        yield Forward(0)
+
+
+def unknown_name(rank: int, stages: int, microbatches: int) -> Iterator[Action]:
+    for i in range(microbatch):  # type: ignore[name-defined]  # noqa: F821
+        yield Forward(i)
+
+
+def numbers(rank: int, stages: int, microbatches: int) -> Iterator[int]:
+    yield from range(microbatches)
+
+
+def twice(rank: int, stages: int, microbatches: int) -> Iterator[Action]:
+    for i in (*range(microbatches), 0):
+        yield Forward(i)
+    yield from map(Backward, range(microbatches))
+
+
+def forwards_only(rank: int, stages: int, microbatches: int) -> Iterator[Action]:
+    yield from map(Forward, range(microbatches))
+
+
+def backwards_first(rank: int, stages: int, microbatches: int) -> Iterator[Action]:
+    for i in range(microbatches):
+        yield Backward(i)
+        yield Forward(i)
+
+
+def one_too_many(rank: int, stages: int, microbatches: int) -> Iterator[Action]:
+    yield from map(Forward, range(1, microbatches + 1))
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason", "hint"),
+    [
+        (only(), "rank 0 never yields Forward(0)", "rank 0 yields nothing"),
+        (lambda rank, stages, microbatches: None, "gave None", "rank 0 yields nothing"),
+        (lambda rank: iter(()), "raised TypeError", "check its arguments"),
+        (numbers, "yielded 0", "rank 0 yields Forward(0) never"),
+        (endless, "yields more than 32 actions", "does a loop end?"),
+        (unknown_name, "raised NameError: name 'microbatch' is not defined", "mend that line"),
+        (twice, "rank 0: Forward(0) comes twice, as actions 0 and 8", "rank 0 yields Forward(0) 2 times"),
+        (forwards_only, "rank 0 never yields Backward(0)", "rank 0 yields Backward(0) never"),
+        (backwards_first, "rank 0: Backward(0) comes before Forward(0)", "rank 0 yields Backward(0) before Forward(0)"),
+        (one_too_many, "micro-batches count from 0 to 7", "rank 0 yields Forward(0) never"),
+        (only(Forward([1])), "micro-batches count from 0 to 7", "rank 0 yields Forward(0) never"),  # type: ignore[arg-type]
+        (alternating(lambda rank, stages: rank), "wait for each other in a circle, 0 -> 1 -> 0", "read each line"),
+    ],
+)  # fmt: skip
+def test_schedules_that_cannot_run(
+    register: Callable[[Generator], Generator], answer: Generator, reason: str, hint: str
+) -> None:
+    verdict = check(register(answer), TASK)
+    assert not verdict
+    assert reason in verdict.reason
+    assert "\n" not in verdict.reason
+    assert hint in verdict.hint
+
+
+def stub(rank: int, stages: int, microbatches: int) -> Iterator[Action]:
+    raise NotImplementedError("your code here")
+    yield Forward(0)
+
+
+def stub_without_yield(rank: int, stages: int, microbatches: int) -> Iterator[Action]:
+    raise NotImplementedError("your code here")
+
+
+@pytest.mark.parametrize("answer", [stub, stub_without_yield])
+def test_a_stub_is_told_that_nothing_is_written(register: Callable[[Generator], Generator], answer: Generator) -> None:
+    for task in (TASK, SMALL):
+        verdict = check(register(answer), task)
+        assert not verdict
+        assert verdict.reason == "nothing is written here yet"
+
+
+def test_a_formula_that_is_a_stub() -> None:
+    def step_time(stages: int, microbatches: int, forward: float, backward: float) -> float:
+        raise NotImplementedError("your code here")
+
+    assert check(step_time, GPIPE_TIME).reason == "nothing is written here yet"
+
+
+def test_what_an_answer_raised_is_shown_with_its_line(register: Callable[[Generator], Generator]) -> None:
+    verdict = check(register(unknown_name), TASK)
+    assert "for i in range(microbatch)" in verdict.evidence
+    assert "line " in verdict.evidence
+
+
+def test_a_deadlock_shows_the_circle(register: Callable[[Generator], Generator]) -> None:
+    verdict = check(register(alternating(lambda rank, stages: rank)), TASK)
+    assert "rank 1 instruction" in verdict.evidence
+    assert "waits for" in verdict.evidence
+
+
+def test_a_schedule_for_one_size_only_does_not_pass(register: Callable[[Generator], Generator]) -> None:
+    right = alternating(lambda rank, stages: stages - 1 - rank)
+    verdict = check(register(lambda rank, stages, microbatches: right(rank, 4, 8)), TASK)
+    assert not verdict
+    assert "right for 4 stages and 8 micro-batches, but with 1 stage and 1 micro-batch" in verdict.reason
+    assert "use `stages` and `microbatches`, not 4 and 8" in verdict.hint
+
+
+def test_what_is_not_a_registered_schedule(register: Callable[[Generator], Generator]) -> None:
+    def unregistered(rank: int, stages: int, microbatches: int) -> Iterator[Action]:
+        yield Forward(0)
+
+    for answer, words in [
+        (unregistered, "a function is not a registered schedule function"),
+        ("1f1b", "schedule '1f1b' is not a registered schedule function"),
+        (None, "a NoneType is not"),
+        (strategies.find("1f1b").generate, "1f1b is minipar's own"),
+    ]:
+        verdict = check(answer, TASK)
+        assert not verdict
+        assert words in verdict.reason
+
+
+def test_a_check_registers_nothing(register: Callable[[Generator], Generator]) -> None:
+    before = [known.name for known in strategies.schedules()]
+    check(register(waves(2)), SMALL)
+    assert [known.name for known in strategies.schedules()] == [*before, "answer"]
+
+
+def test_the_cases_of_the_formula_tell_common_mistakes_apart() -> None:
+    for k, (formula, hint) in enumerate(GPIPE_TIME.mistakes):
+        assert check(formula, GPIPE_TIME).hint == hint, k
+    assert exercise.check(GPIPE_TIME.truth, GPIPE_TIME)
+
+
+def test_checking_needs_no_torch() -> None:
+    code = "import sys; from minipar import exercise as e; e.check(len, e.GPIPE_TIME); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "False\n"
+
+
+def test_schedules_of_chunks_and_halves(register):
+    """Judged like others, and hints know the halves."""
+
+    def mine(rank, stages, microbatches):
+        yield from strategies.find("zb-h1").generate(rank, stages, microbatches)
+
+    register(mine)
+    for target, passed in ((Target(4, 8, time=27.0), True), (Target(4, 8, time=26.0), False)):
+        assert check(mine, target).passed is passed
+    assert "holds 4 activations" in check(mine, Target(4, 8, activations=3)).reason
+
+    def half(rank, stages, microbatches):
+        for i in range(microbatches):
+            yield Forward(i)
+            yield minipar.BackwardInput(i)
+
+    register(half)
+    assert "yields BackwardWeight(0) never" in check(half, Target(2, 3)).hint
+
+    def loop(rank, stages, microbatches, chunks):
+        yield from strategies.find("looped-bfs").generate(rank, stages, microbatches, chunks)
+
+    minipar.schedule("answer", chunks=2)(loop)
+    assert check(loop, Target(4, 8, time=28.5)).passed

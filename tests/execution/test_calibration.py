@@ -1,0 +1,90 @@
+"""calibrate(): on real ranks, what it finds is finite, and predictions use it (the benchmark says how well)."""
+
+from __future__ import annotations
+
+import math
+import sys
+from functools import partial
+
+import cloudpickle
+import pytest
+import torch
+from torch import nn
+
+from minipar import Cluster, PlanError, calibrate, simulate, train
+from minipar.costs.rates import Calibration
+from minipar.prediction.profiled import ProfiledCosts
+from minipar.strategies.plan import Plan
+from tests.costs.test_rates import PROFILE
+from tests.toys import rows, toy
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def found(request, clusters) -> Calibration:
+    return calibrate(clusters(request.param), seconds=0.2, progress=False)
+
+
+def test_rates_are_positive_and_finite(found):
+    pairs = [(a, b) for a in range(found.ranks) for b in range(a + 1, found.ranks)]
+    assert [(a, b) for a, b, _ in found.links] == pairs
+    assert [n for n, _ in found.allreduce] == list(range(2, found.ranks + 1))
+    assert [n for n, *_ in found.exchange] == list(range(2, found.ranks + 1))
+    lines = [line for *_, line in (*found.links, *found.allreduce, *found.exchange)]
+    lines += [line for _, line, _ in found.exchange]
+    for line in (*lines, found.send, found.receive, found.alone, found.add):
+        assert all(0 <= x < math.inf for x in line)
+        assert 0 < line.at(2**20) < 10
+    assert 0 < found.flops_together <= 100 * found.flops_alone < math.inf
+    assert 1 <= found.concurrency <= min(found.ranks, found.cores)
+    assert Calibration.from_json(found.to_json()) == found
+
+
+def test_a_longer_message_takes_longer(found):
+    seconds = [found.message(0, 1).at(size) + found.sum_over(2, size) for size in (2**10, 2**20, 2**30)]
+    assert seconds[0] < seconds[1] < seconds[2]
+
+
+def test_predictions_use_it(found):
+    program = Plan(pp=found.ranks, microbatches=1).compile(layers=4)
+    costs = ProfiledCosts(program, PROFILE, 2, calibration=found)
+    assert 4 * 3e-3 < simulate(program, costs).time < 10
+
+
+def test_one_rank_has_no_links(clusters):
+    alone = calibrate(clusters(1), seconds=0.05, progress=False)
+    assert alone.links == alone.allreduce == alone.exchange == ()
+    assert alone.flops_alone > 0
+    assert alone.concurrency == 1
+
+
+def test_the_cluster_is_as_it_was(clusters):
+    calibrate(clusters(2), seconds=0.05, progress=False)
+    assert clusters(2).run(lambda: 1) == [1, 1]
+
+
+def test_refusals(clusters):
+    for seconds in (0, -1, float("inf"), float("nan"), "2", True):
+        with pytest.raises(PlanError, match="seconds="):
+            calibrate(clusters(2), seconds=seconds)
+
+
+def test_train_predicts_with_it(clusters):
+    options = {"loss": nn.functional.mse_loss, "dtype": torch.float64, "steps": 2, "progress": False}
+    model, plan = partial(toy, ("linear",)), "pp=2 microbatches=2"
+    found = calibrate(clusters(2), seconds=0.05, progress=False)
+    slow = Calibration.from_json(found.to_json().replace(str(found.links[0][2].fixed), "3.0"))
+    run = train(model, rows(8), plan, cluster=clusters(2), calibration=slow, **options)
+    assert run.predicted.time > 3, "two messages in a row, of which each takes 3 s"
+    assert run.prediction_error == pytest.approx(run.predicted.time / run.trace.time - 1)
+    assert "calibrated" in run.predicted.note
+    assert "%" in repr(run)
+    assert "calibrated" in train(model, rows(8), plan, cluster=clusters(2), **options).predicted.note
+
+
+def test_emulated_devices_are_not_calibrated_for_a_prediction():
+    options = {"loss": nn.functional.mse_loss, "dtype": torch.float64, "steps": 1, "progress": False}
+    with Cluster(2, device="pcie") as cluster:
+        run = train(partial(toy, ("linear",)), rows(8), "pp=2 microbatches=2", cluster=cluster, **options)
+    assert "calibrated" not in run.predicted.note

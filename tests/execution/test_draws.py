@@ -1,0 +1,243 @@
+"""What a layer draws, and what its forward counts, is the same however often it runs on a micro-batch."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import warnings
+from functools import partial
+
+import cloudpickle
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from minipar import Plan, train
+from minipar.execution.remembered import Remembered
+from minipar.models import randomness
+from minipar.models.randomness import draw_seed, split_sensitive
+from minipar.models.selective_checkpoint import Recomputed, choose
+from minipar.training.reference import Masks
+from tests.execution.test_gradients import check
+from tests.toys import rows
+
+pytestmark = pytest.mark.many(2)
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+WIDTH = 6
+
+
+class Noise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rand_like(x)
+
+
+class Dropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.linear(x), 0.4, training=self.training)
+
+
+class Attention(nn.Module):
+    """Attention over the columns of a row, with dropout inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(1, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x.unsqueeze(-1)).chunk(3, -1)
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.3).sum(-1)
+
+
+class DropPath(nn.Module):
+    """Drops whole rows, and now and then draws nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x[0, 0] > 0:
+            return x + self.linear(x)
+        return x + self.linear(x) * torch.bernoulli(torch.full((len(x), 1), 0.6, dtype=x.dtype)) / 0.6
+
+
+class Counting(nn.Module):
+    """Scales by a number that it counts up: in place, and by a new tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return self.linear(x) / self.calls.clone() + self.mean
+
+
+def random_layers() -> nn.Sequential:
+    layers = [nn.Linear(WIDTH, WIDTH), Noise(), Dropped(), Attention(), DropPath(), nn.AlphaDropout(0.2)]
+    return nn.Sequential(*layers, nn.Dropout1d(0.3), nn.Linear(WIDTH, WIDTH))
+
+
+def counting_layers() -> nn.Sequential:
+    norm = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Counting(), nn.BatchNorm1d(WIDTH), norm, nn.Linear(WIDTH, WIDTH))
+
+
+ONE_PART = ["pp=2 checkpoint=1", "checkpoint=sqrt", "pp=4 schedule=gpipe checkpoint=2", "dp=1 pp=1"]
+
+
+@pytest.mark.parametrize("text", ONE_PART)
+def test_layers_that_draw_equal_plain_torch_where_the_batch_is_not_split(clusters, text):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(clusters, Plan.parse(f"{text} microbatches=1"), random_layers, rows(9), steps=3)
+
+
+@pytest.mark.parametrize("text", ONE_PART)
+def test_layers_that_count_equal_plain_torch_where_the_batch_is_not_split(clusters, text):
+    check(clusters, Plan.parse(f"{text} microbatches=1"), counting_layers, rows(9), steps=3)
+
+
+def losses(clusters, model, text: str) -> list[float]:
+    plan = Plan.parse(text)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        found = train(model, rows(12), plan, cluster=clusters(plan.ranks), steps=4, loss=F.mse_loss, progress=False,
+                      optimizer=partial(torch.optim.SGD, lr=0.1), dtype=torch.float64)  # fmt: skip
+    return found.losses
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["microbatches=3", "pp=2 microbatches=4 schedule=zb-h1", "dp=2 microbatches=2 bucket=none",
+     "pp=2 microbatches=4 schedule=dualpipe", "dp=2 zero=3"],
+)  # fmt: skip
+@pytest.mark.parametrize("model", [random_layers, counting_layers])
+def test_recomputation_changes_nothing(clusters, model, text):
+    assert losses(clusters, model, text) == pytest.approx(losses(clusters, model, f"{text} checkpoint=1"), abs=1e-12)
+
+
+def test_any_depth_of_the_pipeline_draws_the_same(clusters):
+    one, four = (losses(clusters, random_layers, f"{text} microbatches=3") for text in ("pp=1", "pp=4 checkpoint=1"))
+    assert one == pytest.approx(four, abs=1e-12)
+
+
+def test_the_seed_of_a_layers_draws():
+    assert draw_seed(0, 0, 0, 0) == 1102193517190199599
+    text = "\0".join(["draws", "1", "2", "3", "4", "5"])
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    assert draw_seed(1, 2, 3, 4, 5) == int.from_bytes(digest, "little") % 2**63
+    numbers = {draw_seed(*where) for where in [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1)]}
+    assert len(numbers) == 5
+    assert draw_seed(0, 0, 0, 0, 7) not in numbers
+
+
+def test_a_module_that_is_two_layers_draws_twice():
+    noise = Noise()
+    model = nn.Sequential(noise, nn.Sequential(noise), noise)
+    masks = Masks(model, 3)
+    x, found = torch.ones(2, WIDTH), []
+    for layer in (0, 1, 2):
+        torch.manual_seed(draw_seed(3, 4, 5, layer))
+        found.append(torch.rand_like(x))
+    masks.at(4, 5)
+    torch.testing.assert_close(model(x), x * noise.weight**3 * found[0] * found[1] * found[2])
+
+
+def test_layers_that_draw_or_count_are_named_once():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), Noise(), nn.BatchNorm1d(WIDTH), Counting())
+    before = torch.get_rng_state()
+    found = split_sensitive(model, torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0)))
+    assert [text.split()[0] for text in found] == ["3", "2", "4"]
+    assert "draws random numbers" in found[1]
+    assert "buffers" in found[2]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert model[4].calls == 0
+
+
+def test_a_split_batch_is_said_to_depend_on_the_split(clusters):
+    options = {"steps": 1, "loss": F.mse_loss, "progress": False, "dtype": torch.float64}
+    with pytest.warns(UserWarning, match=r"split into 3 parts.*1 \(Noise: draws random numbers"):
+        train(random_layers, rows(9), "microbatches=3", cluster=clusters(1), **options)
+
+
+class NoisyPart(Recomputed):
+    def compute(self, *inputs: Tensor) -> Tensor:
+        return inputs[0].exp() * torch.rand_like(inputs[0])
+
+
+def test_a_part_that_runs_again_draws_the_same():
+    part = NoisyPart()
+    found = []
+    for again in (False, True):
+        choose([part], again)
+        x = torch.linspace(0, 1, 5).requires_grad_()
+        torch.manual_seed(3)
+        y = part(x)
+        after = torch.get_rng_state()
+        torch.manual_seed(4)
+        elsewhere = torch.get_rng_state()
+        y.sum().backward()
+        assert torch.equal(torch.get_rng_state(), elsewhere)
+        found.append((y.detach(), x.grad, after))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_layer_runs_again_with_the_buffers_and_generators_that_it_had():
+    layer = nn.Sequential(Counting().double())
+    layer[0].source = torch.Generator().manual_seed(2)
+    remembered = Remembered(layer)
+    outputs, x = [], torch.ones(2, WIDTH, dtype=torch.float64)
+    for microbatch in range(3):
+        with remembered.first((microbatch, 0)):
+            outputs.append(layer(x) + torch.rand(1, generator=layer[0].source))
+    buffers, state = [b.clone() for b in layer.buffers()], layer[0].source.get_state()
+    for microbatch in (1, 1, 2, 0):
+        with remembered.again((microbatch, 0)):
+            again = layer(x) + torch.rand(1, generator=layer[0].source)
+        assert torch.equal(again, outputs[microbatch])
+    assert all(torch.equal(a, b) for a, b in zip(buffers, layer.buffers(), strict=True))
+    assert torch.equal(layer[0].source.get_state(), state)
+
+
+def test_the_callers_generators_are_left_alone():
+    sources = randomness.generators(torch.device("cpu"))
+    before = torch.get_rng_state()
+    with randomness.untouched(sources):
+        randomness.reseed(sources, 1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class Tokens(nn.Module):
+    """Drops in rows that it has made of (rows, tokens), as mixtures of experts do."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.tokens, self.drop = tokens, nn.Dropout(0.4)
+
+    def forward(self, x):
+        return self.drop(x.reshape(len(x) * self.tokens, -1)).reshape(x.shape)
+
+
+def same_dropout_twice() -> nn.Sequential:
+    drop = nn.Dropout(0.4)
+    return nn.Sequential(nn.Linear(6, 6), drop, Tokens(3), nn.Linear(6, 6), drop, nn.Linear(6, 6))
+
+
+@pytest.mark.parametrize("text", ["pp=2 microbatches=3", "dp=2 microbatches=2 checkpoint=2", "pp=2 schedule=zb-h1"])
+def test_dropout_of_flattened_rows_and_one_that_is_used_twice(clusters, text):
+    check(clusters, Plan.parse(text), same_dropout_twice, rows(10), steps=3)

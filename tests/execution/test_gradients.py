@@ -1,0 +1,176 @@
+"""The contract: every strategy, and every composition, gives plain torch's loss and gradients, under plain SGD.
+
+The reference is the whole batch in one process without the executor; float64, so that 1e-12 leaves no room for a
+wrong scale, a lost micro-batch, or a doubled one.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, note, settings
+from hypothesis import strategies as st
+
+from minipar import Plan, train
+from minipar.training.training import Run
+from tests.toys import KINDS, rows, toy
+
+mse, cross_entropy = torch.nn.functional.mse_loss, torch.nn.functional.cross_entropy
+
+
+def check(clusters, plan, model, data, loss=mse, steps=2, dtype=torch.float64, bound=1e-12) -> Run:
+    run = train(
+        model,
+        data,
+        plan,
+        cluster=clusters(plan.ranks),
+        steps=steps,
+        loss=loss,
+        optimizer=partial(torch.optim.SGD, lr=0.5),
+        dtype=dtype,
+        check=True,
+        progress=False,
+    )
+    assert run.max_gradient_error() <= bound
+    for mine, plain in zip(run.losses, run.reference.losses, strict=True):
+        assert abs(mine - plain) <= bound * max(1.0, abs(plain))
+    return run
+
+
+PLANS = [
+    "dp=1 pp=1",
+    "dp=1 pp=1 microbatches=4",
+    "microbatches=2 accumulate=3",
+    "dp=2 bucket=none",
+    "dp=2 bucket=flat",
+    "dp=4 bucket=0.0001 microbatches=2",
+    "dp=4 bucket=0.0001 microbatches=2 overlap=none",
+    "pp=2 schedule=naive microbatches=3",
+    "pp=2 schedule=gpipe microbatches=3",
+    "pp=4 schedule=gpipe microbatches=8",
+    "pp=4 schedule=1f1b microbatches=8",
+    "pp=4 schedule=eager-1f1b microbatches=8",
+    "pp=4 schedule=1f1b microbatches=2",
+    "pp=2 dp=2 schedule=1f1b microbatches=4 bucket=0.0001",
+    "pp=2 dp=2 schedule=gpipe microbatches=2 accumulate=2 bucket=none",
+    "pp=2 dp=2 schedule=eager-1f1b microbatches=3 bucket=flat",
+]
+
+
+@pytest.mark.parametrize("text", PLANS)
+def test_every_composition_equals_plain_torch(clusters, text):
+    model = partial(toy, ("linear", "tuples", "dropout", "in-place", "unused"), tied=True, frozen=(1,))
+    check(clusters, Plan.parse(text), model, rows(17))
+
+
+@pytest.mark.parametrize("text", ["pp=4 microbatches=8", "dp=4 microbatches=2", "pp=2 dp=2 microbatches=4"])
+@pytest.mark.parametrize("count", [60, 7, 1])
+def test_uneven_and_missing_rows(clusters, text, count):
+    """60 rows in 8 micro-batches; 7 in 8, so that one has none; a single row."""
+    check(clusters, Plan.parse(text), partial(toy, ("linear", "tuples", "dropout"), tied=True), rows(count))
+
+
+@pytest.mark.parametrize("split", ["1,1,1,4", "4,1,1,1", "2,1,3,1"])
+def test_uneven_splits(clusters, split):
+    plan = Plan(pp=4, split=split, microbatches=3)
+    check(clusters, plan, partial(toy, ("linear", "tuples", "dropout"), tied=True), rows(10))
+
+
+@pytest.mark.parametrize("frozen", [(0,), (0, 1, 2), (3,), (-1,), (0, 1, 2, 3, 4, 5, 6)])
+@pytest.mark.parametrize("text", ["pp=4 microbatches=3", "pp=2 dp=2 microbatches=2 bucket=none", "dp=2"])
+def test_frozen_layers(clusters, text, frozen):
+    """Also a whole first stage without gradients, and a model in which nothing is trained."""
+    check(clusters, Plan.parse(text), partial(toy, ("tuples", "linear", "linear"), frozen=frozen), rows(9))
+
+
+@pytest.mark.parametrize("text", ["pp=4 microbatches=4", "dp=4", "pp=2 dp=2 microbatches=4"])
+@pytest.mark.parametrize("ignored", [0, 5, 9])
+def test_targets_that_do_not_count(clusters, text, ignored):
+    """The mean is over the targets that count: micro-batches with more of them weigh more, some weigh nothing."""
+    model = partial(toy, ("linear", "dropout"))
+    check(clusters, Plan.parse(text), model, rows(16, classes=True, ignored=ignored), loss=cross_entropy)
+
+
+def test_float32_within_its_own_bound(clusters):
+    check(clusters, Plan.parse("pp=2 dp=2 microbatches=4"), partial(toy, ("linear", "tuples")), rows(16),
+          dtype=torch.float32, bound=1e-5)  # fmt: skip
+
+
+def test_two_tied_sets_across_stages_in_opposite_order(clusters):
+    check(clusters, Plan.parse("pp=4 dp=1 microbatches=3 bucket=none"), two_ties, rows(8))
+    check(clusters, Plan.parse("pp=2 dp=2 microbatches=3 bucket=0.0001"), two_ties, rows(8))
+
+
+def two_ties() -> torch.nn.Sequential:
+    from tests.toys import Tied
+
+    a, b = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+    return torch.nn.Sequential(a, b, torch.nn.Tanh(), Tied(b), Tied(a, transpose=True))
+
+
+@st.composite
+def cases(draw):
+    dp, pp = draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4)]))
+    kinds = tuple(draw(st.lists(st.sampled_from(KINDS), min_size=2, max_size=5)))
+    layers = 2 + len(kinds) + 2 * kinds.count("tuples")
+    cuts = sorted(draw(st.permutations(range(1, layers)))[: pp - 1])
+    split = tuple(b - a for a, b in zip([0, *cuts], [*cuts, layers], strict=True))
+    plan = Plan(
+        dp=dp,
+        pp=pp,
+        split=split,
+        schedule=draw(st.sampled_from(["naive", "gpipe", "1f1b", "eager-1f1b"])),
+        microbatches=draw(st.integers(1, 5)),
+        accumulate=draw(st.integers(1, 2)),
+        bucket=draw(st.sampled_from(["none", "flat", 0.0001, 25])),
+        overlap=draw(st.sampled_from(["none", "backward"])),
+    )
+    frozen = tuple(draw(st.sets(st.integers(0, layers - 1), max_size=3)))
+    return plan, partial(toy, kinds, tied=draw(st.booleans()), frozen=frozen), rows(draw(st.integers(1, 20)))
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(cases())
+def test_random_plans_of_random_models(clusters, case):
+    plan, model, data = case
+    note(f"{plan} {model} {len(data[0])} rows")
+    check(clusters, plan, model, data)
+
+
+def reused() -> torch.nn.Sequential:
+    """One ReLU and one Linear, each used twice."""
+    act, same = torch.nn.ReLU(), torch.nn.Linear(6, 6)
+    return torch.nn.Sequential(torch.nn.Linear(6, 6), act, same, act, same, torch.nn.Linear(6, 6))
+
+
+@pytest.mark.parametrize("text", ["microbatches=2", "pp=2 microbatches=3", "pp=4 microbatches=2", "dp=2"])
+def test_a_layer_that_is_used_twice(clusters, text):
+    check(clusters, Plan.parse(text), reused, rows(8))
+
+
+def complex_parts() -> torch.nn.Sequential:
+    return torch.nn.Sequential(torch.nn.Linear(6, 6), FFT(), Abs(), torch.nn.Linear(6, 6))
+
+
+class FFT(torch.nn.Module):
+    def forward(self, x):
+        return torch.fft.fft(x)
+
+
+class Abs(torch.nn.Module):
+    def forward(self, x):
+        return x.real**2 + x.imag**2
+
+
+def test_complex_values_between_ranks(clusters):
+    check(clusters, Plan.parse("pp=4 microbatches=3"), complex_parts, rows(8))
+
+
+def test_another_target_that_does_not_count(clusters):
+    x, y = rows(16, classes=True)
+    loss = partial(cross_entropy, ignore_index=2)
+    check(clusters, Plan.parse("pp=2 dp=2 microbatches=3"), partial(toy, ("linear",)), (x, y), loss=loss)
+    module = torch.nn.CrossEntropyLoss(ignore_index=2)
+    check(clusters, Plan.parse("pp=2 microbatches=5"), partial(toy, ("linear",)), (x, y), loss=module)

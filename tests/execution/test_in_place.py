@@ -1,0 +1,138 @@
+"""Layers may write into their input in any way, wherever they stand: gradients stay, and so does the user's data."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import cloudpickle
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from minipar import Plan
+from minipar.models.network import Network
+from tests.execution.test_gradients import check
+from tests.toys import rows
+
+pytestmark = pytest.mark.many(2)
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+WIDTH = 6
+
+
+class Of(nn.Module):
+    """A layer that is a function of its input."""
+
+    def __init__(self, compute: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.compute = compute
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(x)
+
+
+def assigned(x: Tensor) -> Tensor:
+    x[:, 0] = 0
+    return x
+
+
+def past_autograd(x: Tensor) -> Tensor:
+    x.data.mul_(0.5)
+    return x * 2
+
+
+WAYS: dict[str, Callable[[Tensor], Tensor]] = {
+    "elu": partial(F.elu, inplace=True),
+    "add": lambda x: x.add_(1),
+    "assigned": assigned,
+    "data": past_autograd,
+}
+
+
+def first(way: str) -> nn.Sequential:
+    """Overwrites the user's rows, and later what a layer handed on as it was."""
+    overwrite = Of(WAYS[way])
+    layers = [nn.Flatten(), overwrite, nn.Linear(WIDTH, WIDTH), nn.Identity(), Of(WAYS[way]), nn.Linear(WIDTH, WIDTH)]
+    return nn.Sequential(*layers, nn.BatchNorm1d(WIDTH), nn.Dropout(0.0), nn.Flatten(), Of(WAYS["elu"]),
+                         nn.Linear(WIDTH, WIDTH))  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("text", ["checkpoint=1", "pp=4 schedule=gpipe checkpoint=2", "dp=1 pp=1"])
+def test_first_and_behind_what_hands_its_input_on(clusters, text, way):
+    data = rows(9)
+    before = data[0].clone()
+    check(clusters, Plan.parse(f"{text} microbatches=1"), partial(first, way), data, steps=3)
+    assert torch.equal(data[0], before)
+
+
+def parted(way: str) -> nn.Sequential:
+    return nn.Sequential(Of(WAYS[way]), *(layer for layer in first(way) if not isinstance(layer, nn.BatchNorm1d)))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["microbatches=3 checkpoint=2", "pp=2 microbatches=4 schedule=zb-h1 checkpoint=1", "dp=2 bucket=none checkpoint=1",
+     "pp=2 microbatches=4 schedule=dualpipe", "offload=optimizer checkpoint=sqrt", "dp=2 zero=3"],
+)  # fmt: skip
+def test_a_batch_in_parts(clusters, text):
+    check(clusters, Plan.parse(text), partial(parted, "add"), rows(9), steps=3)
+
+
+class Shifted(nn.Module):
+    """Adds its parameter to its input in place, which then is a result and no leaf of the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.linspace(-1.0, 1.0, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add_(self.shift)
+
+
+def shifted() -> nn.Sequential:
+    return nn.Sequential(Shifted(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+@pytest.mark.parametrize("text", ["microbatches=1", "pp=2 microbatches=3 schedule=zb-h1 checkpoint=1",
+                                  "dp=2 microbatches=2 bucket=none"])  # fmt: skip
+def test_a_parameter_added_to_the_rows(clusters, text):
+    check(clusters, Plan.parse(text), shifted, rows(9), steps=2)
+
+
+def viewed() -> nn.Sequential:
+    """A layer that hands on a view of its input, and behind it one that works in place."""
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Unflatten(1, (1, WIDTH)), nn.ReLU(inplace=True), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH))
+
+
+@pytest.mark.parametrize("text", ["pp=2 microbatches=3 schedule=zb-h2", "pp=2 microbatches=4 schedule=dualpipe"])
+def test_in_place_behind_a_view(clusters, text):
+    check(clusters, Plan.parse(text), viewed, rows(9), steps=2)
+
+
+def branches() -> Network:
+    """Two readers of one output, the first of which writes into it, behind a layer that hands it on."""
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Identity(), Of(WAYS["add"]), nn.Linear(WIDTH, WIDTH), Of(sum)]
+    return Network(layers, [(0, 1), (1, 2), (0, 3), (2, 4), (3, 4)])
+
+
+@pytest.mark.parametrize("text", ["microbatches=2", "pp=2 microbatches=2"])
+def test_branches(clusters, text):
+    check(clusters, Plan.parse(text), branches, rows(8), steps=2)
+
+
+def spoiling(output: Tensor, y: Tensor) -> Tensor:
+    """A loss that writes into its targets."""
+    return (output - y.mul_(0.5)).square().mean()
+
+
+def test_a_loss_that_writes_into_its_targets(clusters):
+    data = rows(8)
+    before = data[1].clone()
+    check(clusters, Plan.parse("microbatches=2 checkpoint=1"), partial(parted, "elu"), data, loss=spoiling, steps=3)
+    assert torch.equal(data[1], before)

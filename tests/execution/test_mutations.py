@@ -1,0 +1,259 @@
+"""Right programs verify; what verifies is right. Judged by a symbolic machine that shares nothing with the verifier."""
+
+from collections import Counter
+from graphlib import CycleError, TopologicalSorter
+from itertools import permutations, product
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import minipar
+from minipar import Backward, Forward, Plan, ProgramError, simulate, verify
+from minipar.program import Op, grad
+from minipar.strategies.schedules import registry
+from tests.fuzz.verify_interpreter import judge
+from tests.interpreters import (
+    BUILT_IN,
+    RandomCosts,
+    brute_force,
+    compiled,
+    fitted,
+    mutations,
+    programs,
+    renamed,
+    shape,
+    shapes,
+)
+
+quickly = settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+
+
+def refusal(program) -> str:
+    """Why verify refuses a program, or nothing. It may refuse with ProgramError only."""
+    try:
+        verify(program)
+    except ProgramError as error:
+        return error.reason or "no reason"
+    return ""
+
+
+def accepted(program) -> bool:
+    reason = refusal(program)
+    assert reason != "no reason"
+    assert "\n" not in reason
+    return not reason
+
+
+def assert_sound(program, what: str) -> bool:
+    """What verify accepts must be right, and run in the simulator as brute force says. Whether it is accepted."""
+    if not accepted(program):
+        return False
+    assert judge(program) == "", what
+    costs = RandomCosts(len(program))
+    trace = simulate(program, costs)
+    assert (trace.starts, trace.ends) == brute_force(program, costs), what
+    return True
+
+
+# right programs ------------------------------------------------------------------------------------------------------
+
+
+@given(programs())
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_every_plan_gives_a_program_that_verifies_and_is_right(program):
+    verify(program)
+    assert judge(program) == ""
+
+
+SHAPES = {
+    "plain": shape(4),
+    "tied ends": shape(4, tied=[(0, 3)]),
+    "tied twice": shape(4, tied=[(0, 3), (0, 1, 2)]),
+    "frozen start": shape(4, frozen=[0, 1]),
+    "frozen middle": shape(4, frozen=[1, 2]),
+    "frozen and tied": shape(4, tied=[(1, 3)], frozen=[0, 2]),
+    "tied set frozen": shape(4, frozen_sets=[(0, 3)]),
+    "all frozen": shape(4, frozen=range(4)),
+}
+
+
+@pytest.mark.parametrize("schedule", BUILT_IN)
+@pytest.mark.parametrize("model", SHAPES)
+def test_every_schedule_on_every_kind_of_model(schedule, model):
+    for words in ("pp=4 microbatches=3", "pp=2 dp=2 microbatches=3 accumulate=2 bucket=none", "dp=3 overlap=none"):
+        program = compiled(fitted(words, schedule, 4), SHAPES[model], steps=2)
+        verify(program)
+        assert judge(program) == ""
+
+
+# wrong programs ------------------------------------------------------------------------------------------------------
+
+SMALL = {
+    "pipeline": lambda: compiled("pp=2 microbatches=2", 2),
+    "replicas": lambda: compiled("dp=2 microbatches=2 bucket=none", 2),
+    "two steps": lambda: compiled("microbatches=2", 2, steps=2),
+    "tied": lambda: compiled("pp=2 dp=2", shape(2, tied=[(0, 1)])),
+    "local": lambda: compiled("dp=2 local_steps=2 microbatches=2", 2, steps=2),
+    "pieces": lambda: compiled(f"dp=2 overlap=priority bucket={8 / 2**20}", shape(2, size=8), steps=2),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_all_single_changes_of_small_programs(name):
+    """Every pair swapped, every instruction dropped, doubled and moved, everywhere."""
+    program = SMALL[name]()
+    count = Counter()
+    for rank, row in enumerate(program.ranks):
+        places = range(len(row))
+        mutants = [(f"drop {a}", [*row[:a], *row[a + 1 :]]) for a in places]
+        for a in places:
+            rest = [*row[:a], *row[a + 1 :]]
+            for b in places:
+                mutants.append((f"move {a} to {b}", [*rest[:b], row[a], *rest[b:]]))
+                mutants.append((f"double {a} at {b}", [*row[:b], row[a], *row[b:]]))
+                swapped = list(row)
+                swapped[a], swapped[b] = row[b], row[a]
+                mutants.append((f"swap {a} and {b}", swapped))
+        for words, instructions in mutants:
+            mutant = program.with_rank(rank, instructions)
+            ok = accepted(mutant)
+            assert not ok or judge(mutant) == "", f"{words} of rank {rank}"
+            assert not words.startswith("drop") or not ok, f"{words} of rank {rank} is not missed"
+            count[ok] += tuple(instructions) != row
+    assert count[True] >= 3  # some orders are as good as the one compiled
+    assert count[False] >= 100
+
+
+@given(programs(most_microbatches=4), st.integers(0, 10**9))
+@quickly
+def test_random_changes_are_refused_or_harmless(program, seed):
+    for words, mutant in mutations(program, seed, 15):
+        assert_sound(mutant, words)
+
+
+def test_random_changes_are_of_both_kinds_and_refused_only_with_reason():
+    """The verifier does not save itself work by refusing: what it refuses is wrong, but for a few kinds of mess."""
+    program = compiled("pp=2 dp=2 microbatches=3 bucket=none", shape(4, tied=[(0, 3)]))
+    count = Counter()
+    for words, mutant in mutations(program, 1, 400):
+        ok, right = accepted(mutant), judge(mutant) == ""
+        assert right or not ok, words
+        count[ok, right] += 1
+        if right and not ok:  # the same forward twice in a row, or a message with another label
+            assert any(kind in words for kind in ("double", "move", "swap", "label")), words
+    assert count[True, True] > 30
+    assert count[False, False] > 200
+    assert count[False, True] < 40
+
+
+def test_mutations_are_reproducible():
+    program = compiled("pp=2 microbatches=2", 2)
+    first, again, other = ([m.ranks for _, m in mutations(program, seed, 20)] for seed in (3, 3, 4))
+    assert first == again
+    assert first != other
+
+
+# schedules made at random --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own_schedules(monkeypatch):
+    monkeypatch.setattr(registry, "_schedules", dict(registry._schedules))
+
+
+@st.composite
+def orders(draw):
+    """For each stage an order of forwards and backwards: any at all, or one with each backward after its forward."""
+    stages, m = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    actions = [*map(Forward, range(m)), *map(Backward, range(m))]
+    chosen = []
+    for _ in range(stages):
+        order = draw(st.permutations(actions))
+        kind = draw(st.integers(0, 5))
+        if kind:  # put each micro-batch's two actions in the right order
+            places = {action: k for k, action in enumerate(order)}
+            for i in range(m):
+                a, b = sorted((places[Forward(i)], places[Backward(i)]))
+                order[a], order[b] = Forward(i), Backward(i)
+        if kind == 1:
+            order.pop(draw(st.integers(0, len(order) - 1)))
+        chosen.append(order)
+    return stages, m, chosen
+
+
+@pytest.mark.usefixtures("own_schedules")
+@given(orders(), st.integers(1, 2), st.sampled_from(["none", "flat"]), st.data())
+@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_random_schedules_are_refused_or_run(order, replicas, bucket, data):
+    stages, m, chosen = order
+    minipar.schedule("random")(lambda rank, *_: chosen[rank])
+    plan = Plan(pp=stages, dp=replicas, microbatches=m, schedule="random", bucket=bucket)
+    program = plan.compile(data.draw(shapes(stages + 1)), steps=data.draw(st.integers(1, 2)), check=False)
+    if not assert_sound(program, str(chosen)):
+        assert judge(program), f"{chosen} was refused, but is right"
+
+
+def can_run(chosen) -> bool:
+    """Whether some order of all actions keeps each stage's order and the pipeline's: nobody waits in a circle."""
+    after = {}
+    for stage, order in enumerate(chosen):
+        for before, action in zip((None, *order), order, strict=False):
+            waits = after.setdefault((stage, action), set())
+            if before is not None:
+                waits.add((stage, before))
+            neighbour = stage - 1 if isinstance(action, Forward) else stage + 1
+            if 0 <= neighbour < len(chosen):
+                waits.add((neighbour, action))
+            if isinstance(action, Backward):
+                waits.add((stage, Forward(action.microbatch)))
+    try:
+        TopologicalSorter(after).prepare()
+    except CycleError:
+        return False
+    return True
+
+
+@pytest.mark.usefixtures("own_schedules")
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_exactly_the_orders_without_a_circle_run(stages):
+    actions = [*map(Forward, range(2)), *map(Backward, range(2))]
+    orders = [o for o in permutations(actions) if all(o.index(Forward(i)) < o.index(Backward(i)) for i in (0, 1))]
+    assert len(orders) == 6
+    run = 0
+    for chosen in product(orders, repeat=stages):
+        minipar.schedule("chosen")(lambda rank, *_, chosen=chosen: chosen[rank])
+        program = Plan(pp=stages, microbatches=2, schedule="chosen").compile(layers=stages, check=False)
+        reason = refusal(program)
+        assert (reason == "") == can_run(chosen), chosen
+        assert reason == "" or reason.startswith("deadlock: ranks wait for each other in a circle, ")
+        assert (reason == "") == (judge(program) == "")
+        run += reason == ""
+    assert 0 < run <= 6**stages
+
+
+def test_the_symbolic_machine_finds_what_it_is_there_for():
+    """(A judge that says "right" to everything would let every test above pass.)"""
+    program = compiled("pp=2 dp=2 microbatches=2 bucket=none", 4)
+    assert judge(program) == ""
+    first, last = program.ranks[0], program.ranks[1]
+    k = next(k for k, ins in enumerate(first) if ins.op is Op.ALL_REDUCE)
+    other = first[k]._replace(layers=(0,), reads=(grad(0),), writes=(grad(0),))
+    swapped = [renamed(ins, 1 - ins.microbatch) if ins.microbatch >= 0 else ins for ins in first]
+    early = program.with_rank(0, [*first[: k - 1], first[k], first[k - 1], *first[k + 1 :]])
+    wrong = [
+        (program.with_rank(0, [ins for ins in first if ins.op is not Op.SEND]), "is stuck at `B 0:2 mb0`"),
+        (program.with_rank(0, [ins for ins in first if ins.op is not Op.ALL_REDUCE]), "applies a wrong gradient"),
+        (program.with_rank(0, swapped), "expects output(1) mb0, but output(1) mb1 comes"),
+        (program.with_rank(0, first[:-1]), "ends before grad(1) was awaited"),
+        (early, "while it is under way"),
+        (program.with_rank(1, [ins for ins in last if ins.op is not Op.FORWARD]), "which is not there"),
+        (
+            program.with_rank(0, [*first[:k], first[k + 1], other, *first[k + 2 :]]),
+            "meet in different collectives",
+        ),
+        (program.with_rank(1, [*last, last[-2]]), "which is not there"),
+    ]
+    for mutant, says in wrong:
+        assert says in judge(mutant)
+        assert judge(mutant)

@@ -1,0 +1,137 @@
+"""Parameters of odd forms run under every plan as in plain torch, or are refused by name."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from minipar import MiniparError, Plan, PlanError, train
+from minipar.execution.execution import Job, execute
+from minipar.execution.fitting import check_parameters
+from minipar.models.parameter_groups import shape_of
+from minipar.training.reference import gradient_error
+from tests.execution.test_pipelines import _job, plainly
+from tests.odd_parameters import FORMS, WIDTH, Alone, model
+from tests.toys import rows
+
+pytestmark = pytest.mark.many(4)
+
+mse = torch.nn.functional.mse_loss
+
+PLANS = (
+    "dp=2 bucket=none",
+    "dp=2 bucket=0.0001 overlap=priority",
+    "dp=2 zero=1 bucket=none clip=1e9",
+    "dp=2 zero=3 offload=parameters prefetch=0",
+    "dp=2 zero=2 offload=optimizer",
+    "pp=2 microbatches=2 offload=optimizer offload_to=disk",
+    "pp=2 microbatches=2 offload=optimizer,parameters offload_to=disk",
+    "pp=2 schedule=chimera microbatches=4 bucket=none",
+    "pp=2 schedule=dualpipe microbatches=4",
+)
+
+
+@pytest.mark.parametrize("text", PLANS)
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_of_odd_parameters(clusters, form, text):
+    """Three steps, so that what was stored away and came back is used; one row, so that a replica may have none."""
+    for count in (9, 1):
+        job = _job(partial(model, form), count)
+        program = Plan.parse(text).compile(shape_of(list(job.build())))
+        done = execute(program, job, cluster=clusters(2), passes=3, check=False)
+        plain = plainly(job.model, count, 3)
+        for mine, theirs in zip(done.gradients, plain.gradients, strict=True):
+            assert gradient_error(mine, theirs) <= 1e-12
+
+
+def frozen() -> list[nn.Module]:
+    """Linear layers, of which one is frozen in part and one as a whole."""
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+    layers[1].weight.requires_grad_(False)
+    layers[2].requires_grad_(False)
+    return list(layers)
+
+
+@pytest.mark.parametrize("rest", ["offload=parameters", "offload=optimizer,parameters offload_to=disk"])
+def test_bfloat16_away_from_the_device_is_that_on_the_device(clusters, rest):
+    """Masters in float32, what layers compute with in bfloat16: in memory, on the host or on the disk."""
+    found = []
+    for text in ("pp=2 microbatches=2 precision=bf16", f"pp=2 microbatches=2 precision=bf16 {rest}"):
+        job = Job(frozen, rows(8), loss=mse, optimizer=partial(torch.optim.SGD, lr=0.5, momentum=0.9))
+        program = Plan.parse(text).compile(shape_of(list(job.build())))
+        found.append(execute(program, job, cluster=clusters(2), passes=3, check=False).gradients)
+    for one, other in zip(*found, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("layer", "says"),
+    [
+        (lambda: nn.Embedding(5, WIDTH, sparse=True), r"layer 1: Embedding\(sparse=True\) has sparse gradients, .*"),
+        (lambda: Alone(torch.ones(1).expand(4)), r"layer 1: parameter p is expanded: elements share memory; possible"),
+        (lambda: nn.LazyLinear(WIDTH), "layer 1: parameter weight has no shape yet; possible after a forward"),
+        (lambda: Alone(torch.ones(2, 2).to_sparse()), "layer 1: parameter p is of layout torch.sparse_coo; possible"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_by_name(clusters, layer, says):
+    with pytest.raises(MiniparError, match=says) as error:
+        check_parameters([nn.Linear(WIDTH, WIDTH), layer()])
+    assert "\n" not in str(error.value)
+    if "expanded" in says:
+        made = partial(_with, layer)
+        with pytest.raises(MiniparError, match=says):
+            train(made, rows(8), "pp=2", cluster=clusters(2), steps=1, loss=mse, progress=False)
+
+
+def test_slices_of_several_types_are_refused_by_name(clusters):
+    model = partial(_with, partial(Alone, torch.ones(2, dtype=torch.complex64)))
+    with pytest.raises(MiniparError, match="zero: weight of layer 0 is of torch.float32, p of layer 1 of"):
+        train(model, rows(8), "dp=2 zero=1", cluster=clusters(2), steps=1, loss=mse, progress=False)
+
+
+def _with(layer):
+    return [nn.Linear(WIDTH, WIDTH), layer()]
+
+
+def test_no_server_can_hold_what_is_empty():
+    layers = [nn.Linear(WIDTH, WIDTH), Alone(torch.ones(0))]
+    with pytest.raises(PlanError, match="sync=ps: all parameters of layer 1 are empty, and no server can hold them"):
+        Plan.parse("dp=2 sync=ps").compile(shape_of(layers))
+
+
+def channels_last() -> list[nn.Module]:
+    """Convolutions whose activations have the channels as last dimension, with the norm that torch crashes in there."""
+    layers = [
+        nn.Conv2d(3, 4, 3, padding=1),
+        nn.GroupNorm(2, 4),
+        nn.Conv2d(4, 4, 3, padding=1),
+        nn.Sequential(nn.GroupNorm(2, 4), nn.ReLU()),
+        nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, WIDTH)),
+    ]
+    return [layer.to(memory_format=torch.channels_last) for layer in layers]
+
+
+def test_channels_last_with_group_norm(clusters):
+    """torch 2.13 ends the process where of its GroupNorm only the weights' gradients are wanted: a weight half does."""
+    x = torch.linspace(-1, 1, 6 * 3 * 16, dtype=torch.float64).view(6, 3, 4, 4).to(memory_format=torch.channels_last)
+    for text in ("pp=2 microbatches=2 offload=optimizer offload_to=disk", "pp=2 microbatches=3 schedule=zb-h1"):
+        options = {"steps": 3, "loss": mse, "dtype": torch.float64, "check": True, "progress": False}
+        run = train(channels_last, (x, rows(6)[1]), text, cluster=clusters(2), **options)
+        assert run.max_gradient_error() <= 1e-12
+
+
+def only_empty() -> list[nn.Module]:
+    """A layer all of whose parameters are empty, between others."""
+    return [nn.Linear(WIDTH, WIDTH), Alone(torch.zeros(0)), nn.Linear(WIDTH, WIDTH)]
+
+
+@pytest.mark.parametrize("text", ["bucket=none overlap=priority", "bucket=none compress=topk:0.5", "bucket=none"])
+def test_messages_of_nothing(clusters, text):
+    job = Job(only_empty, rows(8), loss=mse, dtype=torch.float64)
+    program = Plan.parse(f"dp=2 {text}").compile(shape_of(only_empty()))
+    assert all(map(math.isfinite, execute(program, job, cluster=clusters(2), passes=2, check=False).losses))

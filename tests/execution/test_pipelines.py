@@ -1,0 +1,399 @@
+"""Every synchronous pipeline, executed: plain torch's gradients, over ranks, micro-batches, chunks and compositions."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import pytest
+import torch
+
+from minipar import Backward, BackwardInput, BackwardWeight, Forward, Plan, PlanError, ProgramError, simulate, verify
+from minipar.execution.execution import Execution, Job, execute
+from minipar.models.parameter_groups import shape_of
+from minipar.program import Op, saved_weight
+from minipar.strategies import schedule, schedules
+from minipar.strategies.schedules import registry
+from minipar.training.reference import Reference, gradient_error, train_plainly
+from tests.execution.test_gradients import two_ties
+from tests.fuzz.verify_interpreter import judge
+from tests.interpreters import shape
+from tests.toys import rows, toy
+
+pytestmark = pytest.mark.many(2)
+
+mse = torch.nn.functional.mse_loss
+
+MODEL = partial(toy, ("linear", "tuples", "dropout", "in-place", "unused"), tied=True, frozen=(1,))  # 9 layers
+NEW = ["interleaved", "interleaved chunks=1", "looped-bfs", "looped-bfs chunks=1", "zb-h1", "zb-h2", "zb-v"]
+NEW += ["chimera", "chimera doubling=true", "dualpipe", "dualpipe-v"]
+
+
+@cache
+def plainly(model, count: int, steps: int) -> Reference:
+    """What plain torch gives."""
+    job = _job(model, count)
+    return train_plainly(job.build(), job.batches, mse, job.optimizer, steps, job.seed)
+
+
+def _job(model, count: int, dtype: torch.dtype = torch.float64) -> Job:
+    return Job(model, rows(count), loss=mse, optimizer=partial(torch.optim.SGD, lr=0.5), dtype=dtype)
+
+
+def check(clusters, text: str, model=MODEL, count: int = 17, steps: int = 2) -> Execution:
+    """Run a plan, without profile and prediction, and hold it to plain torch."""
+    job, plan = _job(model, count), Plan.parse(text)
+    program = plan.compile(shape_of(list(job.build())))
+    done = execute(program, job, cluster=clusters(plan.ranks), passes=steps, check=False)
+    plain = plainly(model, count, steps)
+    for mine, theirs in zip(done.gradients, plain.gradients, strict=True):
+        assert gradient_error(mine, theirs) <= 1e-12
+    assert done.losses == pytest.approx(plain.losses, rel=1e-12)
+    return done
+
+
+def possible(text: str, layers: int = 9) -> bool:
+    try:
+        Plan.parse(text).compile(layers=layers, check=False)
+    except PlanError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("p", [2, 4])
+def test_gradients_of_every_schedule(clusters, name, p):
+    ran = []
+    for m in (3, 4, 8, 9):
+        text = f"pp={p} schedule={name} microbatches={m}"
+        if possible(text):
+            check(clusters, text)
+            ran.append(m)
+    refused = {
+        "interleaved": [3, 9], "interleaved chunks=1": [3, 9], "zb-h2": [3, 4] if p == 4 else [],
+        "chimera": [3, 9], "chimera doubling=true": [3, 4, 9] if p == 4 else [3, 9],
+        "dualpipe": [3, 4, 9] if p == 4 else [3, 9], "dualpipe-v": [3, 4] if p == 4 else [3],
+    }  # fmt: skip
+    assert ran == [m for m in (3, 4, 8, 9) if m not in refused.get(name, [])]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "pp=4 schedule=interleaved group=5 microbatches=9",
+        "pp=2 schedule=interleaved group=3 microbatches=8 split=1,4,2,2",
+        "pp=2 schedule=zb-v microbatches=5 split=1,2,5,1",
+        "pp=2 schedule=looped-bfs chunks=4 microbatches=3",
+        "pp=4 schedule=zb-h1 microbatches=5 split=4,1,3,1 accumulate=2",
+        "pp=2 dp=2 schedule=interleaved microbatches=4 zero=2 bucket=0.0001 accumulate=2",
+        "pp=2 dp=2 schedule=interleaved microbatches=4 zero=2 overlap=none",
+        "pp=2 dp=2 schedule=looped-bfs microbatches=3 zero=3 clip=1e9",
+        "pp=2 dp=2 schedule=looped-bfs microbatches=3 zero=2 reduce=step",
+        "pp=2 dp=2 schedule=zb-h1 microbatches=3 zero=1 bucket=none",
+        "pp=2 dp=2 schedule=zb-h1 microbatches=4 zero=2 bucket=0.0001",
+        "pp=2 dp=2 schedule=zb-v microbatches=4 zero=3 checkpoint=1",
+        "pp=2 dp=2 schedule=zb-h2 microbatches=4 bucket=0.0001 checkpoint=sqrt",
+        "pp=2 schedule=interleaved microbatches=4 checkpoint=2 offload=activations",
+        "pp=2 schedule=zb-v microbatches=4 offload=optimizer,parameters",
+        "pp=2 schedule=zb-h1 microbatches=4 host_layers=0,8 checkpoint=3,6",
+        "pp=2 schedule=looped-bfs microbatches=4 host_layers=3",
+        "pp=4 schedule=chimera microbatches=4 split=4,1,3,1 accumulate=2 overlap=none",
+        "pp=4 schedule=chimera microbatches=8 doubling=true split=1,3,1,4 bucket=none clip=1e9",
+        "pp=2 dp=2 schedule=chimera microbatches=4 bucket=0.0001 checkpoint=1",
+        "pp=2 dp=2 schedule=chimera microbatches=2 overlap=priority bucket=0.0001",
+        "pp=2 schedule=chimera microbatches=4 checkpoint=2 offload=activations",
+        "pp=2 schedule=chimera microbatches=4 offload=optimizer,parameters",
+        "pp=2 dp=2 schedule=dualpipe microbatches=4 bucket=2x clip=1e9 accumulate=2",
+        "pp=4 schedule=dualpipe microbatches=8 split=1,4,3,1 bucket=none",
+        "pp=2 schedule=dualpipe microbatches=4 host_layers=0,8 checkpoint=3,6",
+        "pp=2 schedule=dualpipe-v microbatches=5 split=1,2,5,1 checkpoint=sqrt",
+        "pp=2 dp=2 schedule=dualpipe-v microbatches=4 zero=3 accumulate=2",
+    ],
+)
+def test_gradients_of_compositions(clusters, text):
+    check(clusters, text)
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "interleaved", "chimera", "dualpipe", "dualpipe-v"])
+@pytest.mark.parametrize("frozen", [(0,), (0, 1, 2, 3, 4), (-1,), tuple(range(7))])
+def test_frozen_layers(clusters, name, frozen):
+    model = partial(toy, ("tuples", "linear", "linear"), frozen=frozen)
+    check(clusters, f"pp=2 schedule={name} microbatches=4", model, 9)
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "interleaved", "chimera", "dualpipe", "dualpipe-v"])
+def test_ties_across_chunks_and_ranks_and_missing_rows(clusters, name):
+    check(clusters, f"pp=2 schedule={name} microbatches=4 bucket=none", two_ties, 8)
+    check(clusters, f"pp=2 schedule={name} microbatches=4", MODEL, 3)
+
+
+def reused() -> torch.nn.Sequential:
+    """One Linear, used twice in a row: a piece of the graph in which the halves cannot be told apart."""
+    same = torch.nn.Linear(6, 6)
+    return torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 6), same, torch.nn.ReLU(), same)
+
+
+def test_a_layer_used_twice_in_one_stage(clusters):
+    check(clusters, "pp=2 schedule=zb-h1 microbatches=3 split=1,4", reused, 8)
+    check(clusters, "pp=2 dp=2 schedule=zb-h1 microbatches=3 split=1,4 zero=2", reused, 8)
+
+
+def test_bfloat16_is_that_of_whole_backwards(clusters):
+    """The halves add the same numbers in the same order."""
+    found = []
+    for name in ("1f1b", "zb-h1"):
+        job = _job(partial(toy, ("linear", "tuples")), 16, torch.float32)
+        program = Plan.parse(f"pp=2 schedule={name} microbatches=4 precision=bf16").compile(shape_of(list(job.build())))
+        found.append(execute(program, job, cluster=clusters(2)).gradients[0])
+    assert all(torch.equal(found[0][name], gradient) for name, gradient in found[1].items())
+
+
+# programs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("model", [shape(16, tied=[(0, 15), (1, 6)], frozen=[0, 9]), shape(16, frozen=range(8))])
+def test_programs_mean_what_they_should(name, model):
+    for p, dp, m in ((1, 1, 3), (2, 2, 4), (4, 1, 8)):
+        for rest in ("", " accumulate=2 bucket=none", " checkpoint=2", " zero=2", " zero=3 prefetch=0"):
+            text = f"pp={p} dp={dp} microbatches={m} schedule={name}{rest}"
+            if possible(text, 16):
+                program = Plan.parse(text).compile(model, steps=2)
+                verify(program)
+                assert judge(program) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted({*NEW, *(one.name for one in schedules())}))
+def test_the_largest_sizes_verify(name):
+    cuts = "slices" if name == "terapipe" else "microbatches"
+    plan = Plan.parse(f"pp=64 {cuts}=256 schedule={name}")
+    plan.compile(layers=192 if cuts == "slices" else 1 + max(map(max, plan.placement())))
+
+
+def test_what_an_input_half_leaves_is_read_once():
+    program = Plan.parse("pp=2 schedule=zb-h1 microbatches=3").compile(layers=4)
+    row = program.ranks[1]
+    halves = [ins for ins in row if ins.op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)]
+    assert [str(ins) for ins in halves] == [
+        "I 2:4 mb0",
+        "I 2:4 mb1",
+        "W 2:4 mb0",
+        "I 2:4 mb2",
+        "W 2:4 mb1",
+        "W 2:4 mb2",
+    ]
+    assert {saved_weight(2, 0), saved_weight(3, 0)} == {v for v in halves[0].writes if v.kind == "saved_weight"}
+    assert halves[2].frees == (saved_weight(3, 0), saved_weight(2, 0))
+
+
+def test_neighbouring_chunks_on_one_rank_need_no_message():
+    for p in (2, 4):
+        program = Plan.parse(f"pp={p} schedule=zb-v microbatches=8").compile(layers=2 * p)
+        assert simulate(program).messages_per_microbatch() == 4 * (p - 1)
+        program = Plan.parse(f"pp={p} schedule=interleaved microbatches=8").compile(layers=2 * p)
+        assert simulate(program).messages_per_microbatch() == 2 * (2 * p - 1)
+    assert simulate(Plan.parse("schedule=looped-bfs chunks=4").compile(layers=4)).messages_per_microbatch() == 0
+
+
+# placements ----------------------------------------------------------------------------------------------------------
+
+
+def test_gradients_of_copies_are_summed_as_soon_as_they_are_complete():
+    """On both ranks in one order, however large a bucket."""
+
+    def ends(text: str, rank: int) -> list[str]:
+        row = Plan.parse(text).compile(layers=8).ranks[rank]
+        return [str(ins) for ins in row if ins.op in (Op.BACKWARD, Op.ALL_REDUCE, Op.STEP)][-5:]
+
+    assert ends("pp=4 microbatches=4 schedule=chimera", 1) == [
+        "B 4:6 mb3", "ALL_REDUCE 5,4 over 1,2", "B 2:4 mb1", "ALL_REDUCE 3,2 over 1,2", "STEP 2:6"
+    ]  # fmt: skip
+    assert ends("pp=4 microbatches=4 schedule=chimera overlap=none", 1) == [
+        "B 2:4 mb0", "B 4:6 mb3", "B 2:4 mb1", "ALL_REDUCE 2:6 over 1,2", "STEP 2:6"
+    ]  # fmt: skip
+    assert ends("pp=2 dp=2 microbatches=2 schedule=chimera bucket=none", 3) == [
+        "B 1 mb1", "ALL_REDUCE 1 over 0,1,2,3", "B 0 mb1", "ALL_REDUCE 0 over 0,1,2,3", "STEP 0:8"
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("own_schedules")
+def test_copies_that_complete_in_another_order_on_each_rank(clusters):
+    """Rank 0 ends with stage 0, rank 1 with stage 1; their collectives have one order nevertheless."""
+
+    @schedule("unlike", placement=both_ways, chunks=2)
+    def unlike(rank, ranks, microbatches):
+        yield Forward(0, 0)
+        yield Forward(1, 1)
+        yield Backward(1, 1)
+        yield Backward(0, 0)
+
+    program = check(clusters, "pp=2 microbatches=2 schedule=unlike split=4,5 bucket=flat").program
+    late, early = "ALL_REDUCE 8,7,6,5,4 over 0,1", "ALL_REDUCE 3,2,9,0 over 0,1"
+    ends = [[str(ins) for ins in row if ins.op in (Op.BACKWARD, Op.ALL_REDUCE)][-3:] for row in program.ranks]
+    assert ends == [[late, "B 0:4 mb0", early], ["B 4:9 mb0", late, early]]
+
+
+@pytest.fixture
+def own_schedules(monkeypatch):
+    monkeypatch.setattr(registry, "_schedules", dict(registry._schedules))
+
+
+def both_ways(rank, ranks, chunks):
+    """Two copies of every stage, the second in the opposite order."""
+    return rank, ranks - 1 - rank
+
+
+@pytest.mark.usefixtures("own_schedules")
+def test_two_copies_of_every_stage(clusters):
+    """Even micro-batches go down the ranks, odd ones up; the copies' gradients are summed."""
+
+    @schedule("both-ways", placement=both_ways, chunks=2)
+    def both(rank, ranks, microbatches):
+        for i in range(microbatches):
+            yield Forward(i, i % 2)
+        for i in range(microbatches):
+            yield Backward(i, i % 2)
+
+    for text in (
+        "pp=2 microbatches=4",
+        "pp=4 microbatches=3",
+        "pp=2 dp=2 microbatches=2 bucket=none",
+        "pp=2 microbatches=2 checkpoint=1",
+    ):
+        program = check(clusters, f"{text} schedule=both-ways").program
+        assert judge(program) == ""
+    program = Plan.parse("pp=2 microbatches=4 schedule=both-ways").compile(layers=4)
+    assert program.placement == ((0, 1, 2, 3), (0, 1, 2, 3))
+    trace = simulate(program, forward=1, backward=2)
+    assert sum(trace.busy) == 2 * 4 * 3  # a copy is a rank's whole share of one micro-batch
+    assert trace.in_flight() == [4, 4]
+    with pytest.raises(PlanError, match=r"no micro-batch goes through chunk 1 of rank 0, a copy of stage 1; possible"):
+        Plan.parse("pp=2 schedule=both-ways").compile(layers=4)
+
+
+@pytest.mark.usefixtures("own_schedules")
+@pytest.mark.parametrize(
+    ("placement", "says"),
+    [
+        (lambda rank, ranks, chunks: (rank,), "its placement gives rank 0 1 stage, not chunks=2"),
+        (lambda rank, ranks, chunks: (rank, rank + 3), "its placement puts stage 2 on no rank; stages count from 0"),
+    ],
+)
+def test_placements_that_cannot_be(placement, says):
+    schedule("mine", placement=placement, chunks=2)(lambda rank, ranks, m: iter(()))
+    with pytest.raises(PlanError) as error:
+        Plan(pp=2, schedule="mine").compile(layers=8)
+    assert str(error.value) == f"schedule=mine: {says}"
+
+
+# refusals ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("pp=4 chunks=2", "chunks=2: schedule=1f1b has 1 a rank; possible with interleaved, looped-bfs"),
+        ("pp=4 schedule=zb-v chunks=3", "chunks=3: schedule=zb-v has 2 a rank; possible with interleaved, looped-bfs"),
+        ("pp=4 group=4", "group=4: schedule=1f1b has none; possible with interleaved"),
+        ("schedule=interleaved chunks=0", "chunks=0: must be a whole number of at least 1"),
+        (
+            "pp=4 schedule=interleaved chunks=4 microbatches=4",
+            "pp=4 chunks=4: 16 stages, more than layers (9); possible are chunks=1 to 2 where",
+        ),
+        (
+            "pp=4 schedule=interleaved microbatches=10 group=3",
+            "schedule=interleaved: group=3 with pp=4 microbatches=10: groups are of 4 to 10, the last one of",
+        ),
+        (
+            "pp=4 schedule=interleaved microbatches=3",
+            "schedule=interleaved: group=4 with pp=4 microbatches=3: a group needs at least 4 micro-batches; possible",
+        ),
+        (
+            "pp=4 schedule=zb-h2 microbatches=6",
+            "schedule=zb-h2: microbatches=6 cannot fill pp=4; possible are 7 or more, or schedule=zb-h1",
+        ),
+        ("pp=2 schedule=zb-v split=4,5", "split=4,5: 2 stages, but pp=2 chunks=2 has 4"),
+        (
+            "pp=3 schedule=chimera microbatches=3",
+            "schedule=chimera: pp=3 is odd, and two ways need it even; possible are pp=2, 4",
+        ),
+        ("pp=1 schedule=dualpipe", "schedule=dualpipe: pp=1 is odd, and two ways need it even; possible are pp=2"),
+        (
+            "pp=4 schedule=chimera microbatches=9",
+            "schedule=chimera: microbatches=9 is no multiple of pp=4; possible are 8, 12",
+        ),
+        (
+            "pp=4 schedule=chimera microbatches=3",
+            "schedule=chimera: microbatches=3 is no multiple of pp=4; possible are 4",
+        ),
+        (
+            "pp=4 schedule=chimera microbatches=4 doubling=true",
+            "doubling=true: microbatches=4 are less than two for each of pp=4; possible are microbatches=8 or more, or",
+        ),
+        ("pp=4 doubling=true", "doubling=True: schedule=1f1b has none; possible with chimera"),
+        ("pp=4 schedule=chimera doubling=2", "doubling=2: must be true or false"),
+        (
+            "pp=4 schedule=dualpipe microbatches=7",
+            "schedule=dualpipe: microbatches=7 cannot fill pp=4; possible are 8 or more, or schedule=1f1b",
+        ),
+        (
+            "pp=4 schedule=dualpipe microbatches=9",
+            "schedule=dualpipe: microbatches=9 is odd, and each way takes half of them; possible are 8, 10",
+        ),
+        (
+            "pp=4 schedule=dualpipe-v microbatches=7",
+            "schedule=dualpipe-v: microbatches=7 cannot fill pp=4; possible are 8 or more, or schedule=1f1b",
+        ),
+        (
+            "pp=2 dp=2 schedule=chimera microbatches=2 zero=1",
+            "zero=1: schedule=chimera has copies of a stage, whose whole gradients are summed in every step; possible",
+        ),
+        (
+            "pp=2 dp=2 schedule=dualpipe microbatches=4 local_steps=2",
+            "local_steps=2: schedule=dualpipe has copies of a stage, whose whole gradients are summed in every step;",
+        ),
+        (
+            "pp=2 schedule=dualpipe microbatches=4 offload=activations",
+            "offload=activations: not with schedule=dualpipe, whose backwards are split; possible are checkpoint=",
+        ),
+        (
+            "schedule=dualpipe-v microbatches=2 sync=ps",
+            "sync=ps: not with schedule=dualpipe-v, whose backwards are split; possible is a schedule",
+        ),
+        (
+            "pp=2 schedule=zb-h1 microbatches=3 offload=activations",
+            "offload=activations: not with schedule=zb-h1, whose backwards are split; possible are checkpoint=",
+        ),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_line(text, says):
+    with pytest.raises(PlanError) as error:
+        Plan.parse(text).compile(layers=9)
+    assert str(error.value).startswith(says)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.usefixtures("own_schedules")
+def test_a_weight_half_without_its_input_half_is_refused():
+    @schedule("mine")
+    def mine(rank, ranks, microbatches):
+        for i in range(microbatches):
+            yield Forward(i)
+            yield BackwardWeight(i)
+            yield BackwardInput(i)
+
+    with pytest.raises(ProgramError, match=r"weight half before input half: rank 0 .* needs saved_weight\(1\) mb0"):
+        Plan(schedule="mine").compile(layers=2)
+
+
+def test_a_weight_half_reads_what_its_input_half_left():
+    program = Plan.parse("pp=2 schedule=zb-h1 microbatches=2").compile(layers=4)
+    row = list(program.ranks[1])
+    k = next(k for k, ins in enumerate(row) if ins.op is Op.BACKWARD_WEIGHT)
+    reads = tuple(value for value in row[k].reads if value != saved_weight(2, 0))
+    row[k] = row[k]._replace(reads=reads)
+    with pytest.raises(ProgramError, match=r"`W 2:4 mb0` needs saved_weight\(2\), but does not read it"):
+        verify(program.with_rank(1, row))
+    row[k] = row[k]._replace(reads=(*row[k].reads, saved_weight(2, 0)), writes=(*row[k].writes, saved_weight(1, 0)))
+    with pytest.raises(ProgramError, match=r"`W 2:4 mb0` cannot make saved_weight\(1\) mb0"):
+        verify(program.with_rank(1, row))

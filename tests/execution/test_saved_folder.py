@@ -1,0 +1,247 @@
+"""A folder has one whole saved run at every moment, says what is wrong with it, and is read without unpickling."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import resource
+import subprocess
+import sys
+import textwrap
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from minipar import SaveError
+from minipar.execution.saving import keeping
+from minipar.execution.saving.contents import Piece
+from minipar.execution.saving.folder import INDEX, Header, Row, _checksum, open_folder
+from minipar.execution.saving.keeping import Share
+from minipar.execution.saving.storage import Reading
+
+SIZE = 5000
+
+
+def save(folder, step: int, size: int = SIZE) -> None:
+    """A run whose every element is its step."""
+    header = Header(step, 0, 8, "float32", "dp=1 pp=1", "", (Row("0.weight", (size,), "float32", True),))
+    values = torch.full((size,), float(step))
+    keeping.save([Share(header, tuple(Piece(f"{kind}/0.weight", (size,), 0, values) for kind in
+                                      ("parameters", "optimizer/exp_avg")))], folder)  # fmt: skip
+
+
+def step_of(folder) -> int:
+    """The step that is saved there, every element checked."""
+    saved = open_folder(folder)
+    for key, entry in saved.entries.items():
+        values = torch.zeros(entry.shape)
+        Reading(saved).fill({(key, 0): values})
+        assert (values == saved.header.step).all()
+    assert len(saved.entries) == 2
+    return saved.header.step
+
+
+def test_a_save_replaces_what_was_there(tmp_path):
+    (tmp_path / "step-mine").mkdir()
+    (tmp_path / "notes.txt").write_text("mine")
+    for step in (1, 2, 2, 3):
+        save(tmp_path, step)
+        assert step_of(tmp_path) == step
+        found = sorted(path.name for path in tmp_path.iterdir())
+        assert found == [INDEX, "notes.txt", os.path.basename(open_folder(tmp_path).files), "step-mine"]
+
+
+# What a process has changed on the disk up to a certain call is there when it ends in that call.
+STOPS = textwrap.dedent("""
+    import os, shutil, sys
+    from minipar.execution.saving import folder, storage
+    from tests.execution.test_saved_folder import save, step_of
+
+    def stopping(function, left):
+        def call(*args, **kwargs):
+            left[0] -= 1
+            if left[0] < 0:
+                os._exit(7)
+            return function(*args, **kwargs)
+        return call
+
+    where = sys.argv[1]
+    save(where, 1)
+    ends = []
+    for stop in range(100):
+        before = step_of(where)
+        child = os.fork()
+        if child == 0:
+            left = [stop]
+            for module, name in [(os, "fsync"), (os, "replace"), (os, "makedirs"), (os, "unlink"), (os, "rmdir"),
+                                 (shutil, "rmtree"), (storage, "save_file"), (folder, "_write")]:
+                setattr(module, name, stopping(getattr(module, name), left))
+            save(where, before + 1)
+            os._exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        ends.append((status, step_of(where) - before))
+        if status == 0:
+            break
+    print(ends)
+""")
+
+
+def test_a_save_that_stops_anywhere_leaves_the_one_before(tmp_path):
+    """The process ends at each of the calls that change something on the disk, one after the other."""
+    done = subprocess.run(
+        [sys.executable, "-c", STOPS, tmp_path], capture_output=True, text=True, cwd=root(), timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    ends = eval(done.stdout)
+    assert len(ends) > 12
+    assert ends[-1] == (0, 1)
+    stopped = [gain for _, gain in ends[:-1]]
+    assert stopped == sorted(stopped), "once the new one counts, it stays"
+    assert set(stopped) == {0, 1}
+    assert all(status == 7 for status, _ in ends[:-1])
+    assert len(list(tmp_path.iterdir())) == 2  # what the others left was taken away
+
+
+KILLED = textwrap.dedent("""
+    import os, signal, sys, time
+    import torch
+    from minipar.execution.saving.folder import open_folder
+    from tests.execution.test_saved_folder import save, step_of
+
+    torch.set_num_threads(1)  # a forked process has none of its parent's others
+    where = sys.argv[1]
+    save(where, 1, 300_000)
+    for k in range(25):
+        before = step_of(where)
+        child = os.fork()
+        if child == 0:
+            for step in range(before + 1, 1000):
+                save(where, step, 300_000)
+            os._exit(0)
+        while open_folder(where).header.step == before:
+            assert os.waitpid(child, os.WNOHANG) == (0, 0)
+            time.sleep(0.001)
+        time.sleep(0.003 * k)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        assert step_of(where) > before
+""")
+
+
+def test_a_save_that_is_killed_leaves_the_one_before(tmp_path):
+    """Killed at any time, also while a file of megabytes is written."""
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, tmp_path], capture_output=True, text=True, cwd=root(), timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert open_folder(tmp_path).header.step > 25
+
+
+def root() -> Path:
+    return Path(__file__).parent.parent.parent
+
+
+def test_damage_is_found_and_named(tmp_path):
+    save(tmp_path, 4)
+    (file,) = Path(open_folder(tmp_path).files).glob("*.safetensors")
+    sound = file.read_bytes()
+    for name, damaged, message in [
+        ("a bit", sound[:-100] + bytes([sound[-100] ^ 1]) + sound[-99:], "damaged: the checksum of"),
+        ("cut short", sound[:-100], "cannot be read"),
+        ("empty", b"", "cannot be read"),
+        ("another file", b"x" * len(sound), "cannot be read"),
+    ]:
+        file.write_bytes(damaged)
+        with pytest.raises(SaveError, match=f"{file.name}: {message}") as caught:
+            step_of(tmp_path)
+        assert "\n" not in str(caught.value), name
+    file.unlink()
+    with pytest.raises(SaveError, match="is not there; go on from another folder"):
+        step_of(tmp_path)
+
+
+def test_a_damaged_index_is_found(tmp_path):
+    save(tmp_path, 4)
+    index = tmp_path / INDEX
+    sound = index.read_text()
+    for damaged in ["", "{}", "[1]", sound[:-5], sound.replace('"step": 4', '"step": 5'), "\x00" * 10]:
+        index.write_text(damaged)
+        with pytest.raises(SaveError, match=f"{INDEX}: damaged"):
+            open_folder(tmp_path)
+    index.write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(SaveError, match=f"{INDEX}: damaged"):
+        open_folder(tmp_path)
+    index.unlink()
+    with pytest.raises(SaveError, match="no saved run there"):
+        open_folder(tmp_path)
+
+
+def forged(folder: Path, **changes) -> None:
+    """An index that says something else, with the right checksum."""
+    index = json.loads((folder / INDEX).read_text())["index"] | changes
+    (folder / INDEX).write_text(json.dumps({"index": index, "checksum": _checksum(index)}))
+
+
+def test_an_index_cannot_name_files_outside_of_its_folder(tmp_path):
+    save(tmp_path, 4)
+    index = json.loads((tmp_path / INDEX).read_text())["index"]
+    forged(tmp_path, files="../elsewhere")
+    with pytest.raises(SaveError, match="its files lie in '../elsewhere'"):
+        open_folder(tmp_path)
+    tensors = json.loads(json.dumps(index["tensors"]))
+    tensors["parameters/0.weight"]["chunks"][0][2] = "../../secret.safetensors"
+    forged(tmp_path, files=index["files"], tensors=tensors)
+    with pytest.raises(SaveError, match="outside of the folder"):
+        open_folder(tmp_path)
+    forged(tmp_path, tensors=index["tensors"], format=2)
+    with pytest.raises(SaveError, match="of format 2, but this version of minipar reads format 1"):
+        open_folder(tmp_path)
+
+
+def test_nothing_is_unpickled(tmp_path, monkeypatch):
+    save(tmp_path, 4)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} == {".json", ".safetensors"}
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("unpickled")
+
+    for module, name in [(pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load")]:
+        monkeypatch.setattr(module, name, refuse)
+    with pytest.raises(AssertionError):
+        torch.load(tmp_path)
+    assert step_of(tmp_path) == 4
+
+
+@contextmanager
+def files_of_at_most(count: int):
+    """Writing more than this into a file fails, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (count, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("room", [10, 300, 2000, 30_000])
+def test_a_disk_without_room(tmp_path, room):
+    """At different places of a save: in the files, in the index."""
+    save(tmp_path, 1)
+    with files_of_at_most(room), pytest.raises(SaveError, match="what was saved there before still counts.*free some"):
+        save(tmp_path, 2)
+    assert step_of(tmp_path) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == [INDEX, os.path.basename(open_folder(tmp_path).files)]
+    save(tmp_path, 3)
+    assert step_of(tmp_path) == 3
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "run", "/proc/run"):
+        with pytest.raises(SaveError, match=f"{folder}: cannot save there: ") as caught:
+            save(folder, 1)
+        assert "\n" not in str(caught.value)

@@ -1,0 +1,115 @@
+"""What autograd keeps of a layer: it can go and come back, and nobody else's tensors go with it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from minipar.errors import RankError
+from minipar.execution.saved_tensors import Kept
+
+
+def forward(layer, x: Tensor) -> tuple[Tensor, Kept]:
+    kept = Kept([x, *(layer.parameters() if isinstance(layer, nn.Module) else ())])
+    with kept.saving():
+        y = layer(x)
+    kept.settle([y])
+    return y, kept
+
+
+def go_and_come_back(kept: Kept) -> None:
+    copies = [slot.bytes().clone() for slot in kept.slots]
+    kept.let_go()
+    for slot, copy in zip(kept.slots, copies, strict=True):
+        slot.make().copy_(copy)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)),
+        nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Sigmoid()),
+        nn.Sequential(nn.Linear(4, 12), nn.Unflatten(1, (3, 4)), nn.Softmax(1), nn.Flatten()),
+        lambda x: torch.fft.ifft(torch.fft.fft(x).conj() * x).real,
+        lambda x: (x.sort(1).values * x).cumsum(0),
+    ],
+)
+def test_gradients_are_the_same_after_it_was_away(layer):
+    x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    if isinstance(layer, nn.Module):
+        layer.double()
+    y, kept = forward(layer, x)
+    go_and_come_back(kept)
+    (found,) = torch.autograd.grad(y.pow(2).sum(), x, retain_graph=False)
+    (plain,) = torch.autograd.grad(layer(x).pow(2).sum(), x)
+    assert torch.equal(found, plain)
+
+
+def test_its_memory_is_free_while_it_is_away():
+    x = torch.randn(5, 4, requires_grad=True)
+    refs: list[weakref.ref] = []
+
+    def layer(x):
+        inner = torch.exp(x)
+        refs.append(weakref.ref(inner.untyped_storage()))
+        return torch.sin(inner)
+
+    gc.disable()
+    try:
+        y, kept = forward(layer, x)
+        assert refs[0]() is not None
+        kept.let_go()
+        assert refs[0]() is None
+    finally:
+        gc.enable()
+    assert y.grad_fn is not None
+
+
+def test_views_of_a_storage_go_together_and_once():
+    def layer(x):
+        q, k, v = torch.cat([x, x, x], 1).chunk(3, 1)
+        return (q * k) @ v.T
+
+    x = torch.randn(4, 4, requires_grad=True)
+    _, kept = forward(layer, x)
+    assert sorted(slot.nbytes for slot in kept.slots) == [4 * 16, 4 * 48]
+    assert kept.nbytes == 4 * 64
+
+
+def test_input_output_and_parameters_stay():
+    x = torch.randn(5, 4, requires_grad=True)
+    for layer in (nn.Tanh(), nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU())):
+        y, kept = forward(layer, x)
+        assert kept.slots == []
+        y.sum().backward()
+
+
+def test_a_tensor_that_was_changed_in_place_is_refused_as_autograd_would():
+    holder: list[Tensor] = []
+
+    def layer(x):
+        holder.append(x * 2)
+        return torch.sin(holder[0])
+
+    x = torch.randn(3, requires_grad=True)
+    y, kept = forward(layer, x)
+    with torch.no_grad():
+        holder[0].add_(1)
+    with pytest.raises(RankError, match="changed in place"):
+        kept.slots[0].check()
+    with pytest.raises(RankError, match="changed in place"):
+        y.sum().backward()
+
+
+def test_the_input_is_watched_too():
+    x = torch.randn(3, requires_grad=True)
+    given = x * 1
+    y, _ = forward(torch.sin, given)
+    with torch.no_grad():
+        given.add_(1)
+    with pytest.raises(RankError, match="changed in place"):
+        y.sum().backward()

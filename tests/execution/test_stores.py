@@ -1,0 +1,217 @@
+"""Host and disk stores: what is put comes back bit by bit, capacity holds, damage and full disks are told."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+from pathlib import Path
+
+import pytest
+import torch
+
+from minipar.errors import StoreError
+from minipar.execution.memory.disk import STAGE, DiskStore, drop_page_cache
+from minipar.execution.memory.stores import HostStore, Tier
+
+MAKERS: dict[str, Callable[[Path], Tier]] = {
+    "host": lambda folder: HostStore(),
+    "disk": lambda folder: DiskStore(str(folder)),
+    "disk through the page cache": lambda folder: DiskStore(str(folder), direct=False),
+}
+
+
+@pytest.fixture(params=MAKERS)
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
+    made = MAKERS[request.param](tmp_path)
+    yield made
+    made.close()
+    assert not list(tmp_path.iterdir())
+
+
+TENSORS = [
+    torch.randn(3, 5),
+    torch.randn(0, 4),
+    torch.tensor(3.5, dtype=torch.float64),
+    torch.randint(0, 9, (1025,)),
+    torch.randn(7, 9).to(torch.bfloat16),
+    torch.rand(11) > 0.5,
+    torch.randn(4, 6, dtype=torch.complex64),
+    torch.randn(6, 8).t(),
+    torch.randn(STAGE // 4 + 1),  # more than the staging buffer
+]
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+
+
+def test_what_is_put_comes_back_as_often_as_it_is_asked_for(store: Tier) -> None:
+    for k, tensor in enumerate(TENSORS):
+        store.put(("saved", k), tensor)
+    store.prefetch(("saved", 3))
+    for _ in range(2):
+        for k, tensor in reversed(list(enumerate(TENSORS))):
+            assert same(store.get(("saved", k)), tensor)
+    assert store.bytes == sum(t.numel() * t.element_size() for t in TENSORS)
+
+
+def test_what_comes_back_is_memory_of_its_own(store: Tier) -> None:
+    store.put("x", torch.ones(10)).result()
+    store.get("x").zero_()
+    assert store.get("x").sum() == 10
+
+
+def test_putting_again_replaces_also_what_was_on_its_way_back(store: Tier) -> None:
+    store.put("x", torch.zeros(10))
+    store.prefetch("x")
+    store.put("x", torch.ones(5))
+    assert same(store.get("x"), torch.ones(5))
+    assert store.bytes == 20
+
+
+def test_copies_are_done_when_their_futures_are(store: Tier) -> None:
+    tensor = torch.arange(1000)
+    wait([store.put("x", tensor)])
+    tensor.zero_()
+    assert store.get("x").sum() == 499500
+
+
+def test_what_was_dropped_or_never_put_is_unknown(store: Tier) -> None:
+    store.put("x", torch.ones(3))
+    store.drop("x")
+    store.drop("y")
+    assert store.bytes == 0
+    for key in ("x", "y"):
+        with pytest.raises(StoreError, match=f"nothing was put under '{key}'"):
+            store.get(key)
+
+
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_a_capacity_holds(kind: str, tmp_path: Path) -> None:
+    made: Tier = HostStore(100) if kind == "host" else DiskStore(str(tmp_path), 100)
+    made.put("x", torch.zeros(20))
+    with pytest.raises(StoreError, match=rf"{kind}: y needs 80 bytes, but 80 of 100 are taken"):
+        made.put("y", torch.zeros(20))
+    made.put("x", torch.zeros(25))  # its own place counts as free
+    assert same(made.get("x"), torch.zeros(25))
+    made.close()
+
+
+def file_of(store: DiskStore) -> Path:
+    return next(Path(store.folder).glob("*.tensor"))
+
+
+def test_damage_is_found(tmp_path: Path) -> None:
+    store = DiskStore(str(tmp_path))
+    store.put("x", torch.arange(5000)).result()
+    with open(file_of(store), "r+b") as file:
+        file.seek(4096 + 123)
+        file.write(b"!")
+    with pytest.raises(StoreError, match="damaged"):
+        store.get("x")
+    os.truncate(file_of(store), 4096 + 512)
+    with pytest.raises(StoreError, match="cut short|damaged"):
+        store.get("x")
+    os.truncate(file_of(store), 0)
+    with pytest.raises(StoreError, match="not the one that was written"):
+        store.get("x")
+    store.close()
+
+
+def test_a_full_disk_is_told_and_the_last_state_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = DiskStore(str(tmp_path))
+    store.put("x", torch.ones(5000)).result()
+
+    def full(file: int, data: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(StoreError, match=r"could not be written .* No space left"):
+            store.put("x", torch.zeros(5000)).result()
+    assert not list(Path(store.folder).glob("*.part"))
+    assert same(store.get("x"), torch.ones(5000))
+    store.put("x", torch.zeros(5000)).result()
+    assert same(store.get("x"), torch.zeros(5000))
+    store.close()
+
+
+def test_a_really_full_disk(tmp_path: Path) -> None:
+    store = DiskStore("/dev/shm" if os.path.isdir("/dev/shm") else str(tmp_path), direct=False)
+    try:
+        code = (
+            "import resource, sys, torch; resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000));"
+            "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+            "from minipar.execution.memory.disk import DiskStore; from minipar.errors import StoreError\n"
+            "store = DiskStore(sys.argv[1])\n"
+            "try: store.put('x', torch.ones(10000)).result()\n"
+            "except StoreError as error: print('told:', error)\n"
+            "store.put('y', torch.ones(100)).result(); print(float(store.get('y').sum())); store.close()"
+        )
+        found = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    finally:
+        store.close()
+    assert "told: disk: x (40,000 bytes) could not be written" in found.stdout, found.stderr
+    assert "100.0" in found.stdout
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="possible is one that can be written"):
+        DiskStore(str(tmp_path / "missing"))
+
+
+def test_a_killed_process_leaves_no_file_with_a_name_that_is_not_whole(tmp_path: Path) -> None:
+    code = (
+        "import sys, torch; from minipar.execution.memory.disk import DiskStore\n"
+        "store = DiskStore(sys.argv[1]); print('ready', flush=True); k = 0\n"
+        "while True: store.put(k % 3, torch.full((1 << 18,), k)).result(); k += 1"
+    )
+    for pause in (0.0, 0.013, 0.05):
+        process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(pause)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+    reader = DiskStore(str(tmp_path), direct=False)
+    reader._forms["x"] = torch.Size([1 << 18]), torch.int64
+    for file in tmp_path.glob("*/*.tensor"):
+        reader._names["x"] = os.path.relpath(file, reader.folder)
+        assert reader._read("x").unique().numel() == 1  # whole: one write of one number
+    reader.close()
+
+
+def test_the_page_cache_can_be_dropped(tmp_path: Path) -> None:
+    store = DiskStore(str(tmp_path))
+    store.put("x", torch.ones(5000)).result()
+    drop_page_cache(str(file_of(store)))
+    assert same(store.get("x"), torch.ones(5000))
+    store.close()
+
+
+def test_into_a_tensor_that_is_there(store: Tier) -> None:
+    tensor = torch.randn(STAGE // 4 + 1)
+    store.put("x", tensor)
+    into = torch.zeros_like(tensor)
+    store.fetch("x", into).result()  # after the put, though on another thread
+    assert torch.equal(into, tensor)
+    with pytest.raises(StoreError, match="nothing was put under 'y'"):
+        store.fetch("y", into)
+
+
+def test_what_others_hold_counts() -> None:
+    store = HostStore(100)
+    store.hold("elsewhere", 90)
+    with pytest.raises(StoreError, match="90 of 100 are taken"):
+        store.put("x", torch.zeros(4))
+    store.drop("elsewhere")
+    store.put("x", torch.zeros(4)).result()
+    assert store.bytes == 16
+    store.close()

@@ -1,0 +1,277 @@
+"""TeraPipe, executed: token slices give plain torch's gradients of whole sequences, over cuts and compositions."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from minipar import Plan, PlanError, ProgramError, models, simulate, train, verify
+from minipar.cluster import Cluster
+from minipar.costs.device import DeviceSpec
+from minipar.costs.slicing import SliceCosts, step_time
+from minipar.execution.execution import Execution, Job, execute
+from minipar.execution.measuring.profiler import profile
+from minipar.models.parameter_groups import shape_of
+from minipar.models.sliced import Sliced
+from minipar.program import Op, Program, carry, grad_carry
+from minipar.training.reference import gradient_error, train_plainly
+
+GPT = partial(models.gpt, layers=4, width=16, heads=2, context=16, vocab=32)
+RICH = partial(GPT, tied=True, dropout=0.2, fused=False)
+
+
+def text(rows: int = 5, tokens: int = 10):
+    generator = torch.Generator().manual_seed(rows)
+    x, y = (torch.randint(32, (rows, tokens), generator=generator) for _ in range(2))
+    y[0, : tokens // 2 + 1] = -100  # whole slices in which nothing counts
+    return x, y
+
+
+def frozen(layers: tuple[int, ...], model=RICH) -> nn.Module:
+    made = model()
+    for k in layers:
+        made[k].requires_grad_(False)
+    return made
+
+
+class Recurrent(Sliced):
+    """Not an attention: a recurrent layer, which carries its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(6, 6, batch_first=True)
+
+    def forward_slice(self, x, start, carry):
+        return self.gru(x, carry[0] if carry else None)[0], (self.gru(x, carry[0] if carry else None)[1],)
+
+
+class Each(Sliced):
+    """A layer that treats every token by itself."""
+
+    carries = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward_slice(self, x, start, carry):
+        return torch.tanh(self.linear(x)), None
+
+
+def recurrent() -> nn.Sequential:
+    return nn.Sequential(Each(), Recurrent(), Each(), Recurrent())
+
+
+def numbers(rows: int = 4, tokens: int = 7):
+    generator = torch.Generator().manual_seed(7)
+    return tuple(torch.randn(rows, tokens, 6, generator=generator, dtype=torch.float64) for _ in range(2))
+
+
+def check(clusters, words: str, model=RICH, data=None, loss=nn.functional.cross_entropy) -> Execution:
+    """Run a plan, without profile and prediction, and hold it to plain torch on whole sequences."""
+    job = Job(model, data or text(), loss=loss, optimizer=partial(torch.optim.SGD, lr=0.5), dtype=torch.float64)
+    plan = Plan.parse(words)
+    program = plan.compile(shape_of(list(job.build())))
+    done = execute(program, job, cluster=clusters(plan.ranks), passes=2)
+    plain = train_plainly(job.build(), job.batches, job.loss, job.optimizer, 2, job.seed)
+    for mine, theirs in zip(done.gradients, plain.gradients, strict=True):
+        assert gradient_error(mine, theirs) <= 1e-12
+    assert done.losses == pytest.approx(plain.losses, rel=1e-12)
+    return done
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "pp=2",
+        "pp=4",
+        "pp=2 slices=10",
+        "pp=2 slices=4,3,2,1",
+        "pp=4 slices=1,6,3 microbatches=2",
+        "pp=1 slices=3",
+        "pp=2 slices=3 microbatches=2 accumulate=2",
+        "pp=2 slices=3 microbatches=7",  # more than rows: some micro-batches have none
+        "pp=2 slices=3 checkpoint=1",
+        "pp=2 slices=3 microbatches=2 checkpoint=selective split=1,5",
+        "pp=2 slices=3 microbatches=2 checkpoint=2,4",
+        "dp=2 pp=2 slices=4,3,2,1",
+        "dp=2 slices=3 zero=2 bucket=0.0001",
+        "dp=2 pp=2 slices=3 zero=3 microbatches=2",
+        "dp=2 slices=3 overlap=none clip=1e9",
+        "pp=2 slices=3 offload=optimizer",
+    ],
+)
+def test_gradients_are_those_of_whole_sequences(clusters, words):
+    check(clusters, f"schedule=terapipe {words}")
+
+
+@pytest.mark.parametrize("layers", [(0,), (0, 1, 2), (3,), (1, 2, 3, 4, 5), range(6)])
+def test_frozen_layers(clusters, layers):
+    check(clusters, "pp=2 schedule=terapipe slices=4,3,2,1", partial(frozen, tuple(layers), GPT))
+
+
+def test_frozen_part_of_a_layer(clusters):
+    """The first layer that is trained: its carries have no gradient."""
+    check(clusters, "pp=2 schedule=terapipe slices=3", _only_mlp)
+
+
+def _only_mlp() -> nn.Module:
+    made = frozen((0, 1), GPT)
+    made[1].mlp.requires_grad_(True)
+    return made
+
+
+def test_a_layer_of_ones_own(clusters):
+    """A recurrent layer carries its state; targets that are numbers weigh by their tokens."""
+    check(clusters, "pp=2 schedule=terapipe slices=3,2,1,1", recurrent, numbers(), nn.functional.mse_loss)
+    check(clusters, "pp=4 schedule=terapipe slices=2 checkpoint=1", recurrent, numbers(), nn.functional.mse_loss)
+
+
+def test_training_with_profile_and_prediction(clusters):
+    plan = "pp=2 schedule=terapipe slices=4,3,2,1 microbatches=2"
+    run = train(GPT, text(), plan, cluster=clusters(2), steps=2, dtype=torch.float64, check=True, progress=False)
+    assert run.max_gradient_error() <= 1e-12
+    assert run.predicted.peak_memory() == run.trace.peak_memory()  # of the program's values, carries and all
+    run = train(GPT, text(), plan, cluster=clusters(2), steps=2, memory=True, progress=False)
+    assert all(peak.bytes > 0 for peak in run.memory)
+
+
+def test_training_on_emulated_devices():
+    with Cluster(2, device=DeviceSpec(flops=1e9, bandwidth=1e8, latency=1e-3)) as cluster:
+        run = train(GPT, text(), "pp=2 schedule=terapipe slices=5,5", cluster=cluster, steps=2, progress=False)
+    assert run.predicted.time > 0
+
+
+def test_carries_have_the_bytes_of_keys_and_values(clusters):
+    found = profile(list(GPT()), text(2), slices=[range(4), range(4, 7), range(7, 10)])
+    token = 2 * 16 * 4  # bytes of the key and the value of one token
+    # of the first slice they are views of the tensor that holds the queries, too; the last one carries nothing on
+    assert [found.carry_bytes[2 * 3 + j][1] for j in range(3)] == [2 * 4 * token * 3 // 2, 2 * 7 * token, 0]
+    assert [found.grad_carry_bytes[2 * 3 + j][1] for j in range(3)] == [2 * 4 * token, 2 * 7 * token, 0]
+    assert found.carry_bytes[6][0] == found.carry_bytes[6][5] == 0
+    done = check(clusters, "pp=2 schedule=terapipe slices=4,3,3", GPT, text(2))
+    assert done.trace.size(0, carry(1, 1)) == 2 * 7 * 2 * token  # (float64)
+    assert done.trace.size(0, grad_carry(1, 0)) == 2 * 4 * 2 * token
+
+
+# programs ------------------------------------------------------------------------------------------------------------
+
+
+def compiled(words: str, layers: int = 8) -> Program:
+    return Plan.parse(f"schedule=terapipe {words}").compile(layers=layers)
+
+
+@pytest.mark.parametrize("p", [1, 2, 4, 8])
+@pytest.mark.parametrize("lengths", [(4, 3, 2, 2), (1, 1, 9), (11,) * 3])
+def test_time_is_the_closed_form(p, lengths):
+    def seconds(length: int, context: int) -> float:
+        return 2 + length + 0.1 * length * (context + length / 2)
+
+    program = compiled(f"pp={p} slices={','.join(map(str, lengths))}")
+    trace = simulate(program, SliceCosts(program, sum(lengths), seconds, backward=2.5))
+    assert trace.time == pytest.approx(3.5 * step_time(lengths, p, seconds), rel=1e-12)
+    assert trace.in_flight() == [len(lengths)] * p
+    assert trace.messages_per_microbatch() == 2 * (p - 1)
+    unit = simulate(program, forward=1, backward=2)
+    assert unit.time == pytest.approx(3 * step_time(lengths, p, lambda n, _: n * len(lengths) / sum(lengths)))
+
+
+def test_programs_verify_and_go_through_json():
+    for words in ("pp=4 slices=16 microbatches=3", "pp=2 dp=2 slices=3,2,1 accumulate=2 zero=3 checkpoint=1"):
+        program = compiled(words)
+        verify(program)
+        assert Program.from_json(program.to_json()) == program
+    verify(Plan.parse("pp=8 schedule=terapipe slices=64").compile(layers=8, steps=2))
+    whole = compiled("pp=2 slices=1")
+    assert not any(v.kind == "carry" for row in whole.ranks for ins in row for v in ins.writes)
+
+
+def test_inference_frees_each_carry_at_the_next_slice():
+    program = compiled("pp=2 slices=4 inference=true", 2)
+    second = [ins for ins in program.ranks[0] if ins.op is Op.FORWARD][1]
+    assert carry(0, 0) in second.frees
+    assert carry(0, 1) in second.writes
+
+
+def changed(program: Program, op: Op, i: int, **lists) -> Program:
+    row = list(program.ranks[0])
+    k = next(k for k, ins in enumerate(row) if ins.op is op and ins.microbatch == i)
+    row[k] = row[k]._replace(**{name: change(getattr(row[k], name)) for name, change in lists.items()})
+    return program.with_rank(0, row)
+
+
+def test_verify_refuses_slices_that_forget_each_other():
+    program = compiled("pp=1 slices=3", 2)
+
+    def less(value):
+        return lambda values: tuple(v for v in values if v != value)
+
+    def more(value):
+        return lambda values: (*values, value)
+
+    for broken, says in (
+        (changed(program, Op.FORWARD, 1, reads=less(carry(1, 0))), r"`F 0:2 mb1` needs to read carry\(1\) mb0"),
+        (changed(program, Op.FORWARD, 0, writes=less(carry(0, 0))), r"`F 0:2 mb0` needs to write carry\(0\) mb0"),
+        (changed(program, Op.FORWARD, 2, writes=more(carry(0, 2))), r"`F 0:2 mb2` cannot write carry\(0\) mb2"),
+        (changed(program, Op.BACKWARD, 1, reads=less(grad_carry(0, 1))), r"needs to read grad_carry\(0\) mb1"),
+        (changed(program, Op.BACKWARD, 2, writes=less(grad_carry(0, 1))), r"needs to write grad_carry\(0\) mb1"),
+        (changed(program, Op.BACKWARD, 1, frees=less(carry(0, 1))), r"carry\(0\) mb1 is never freed"),
+    ):
+        with pytest.raises(ProgramError, match=says):
+            verify(broken)
+
+
+def test_verify_refuses_backwards_in_the_order_of_the_forwards():
+    program = compiled("pp=1 slices=2", 1)
+    row = list(program.ranks[0])
+    a, b = (k for k, ins in enumerate(row) if ins.op is Op.BACKWARD)
+    row[a], row[b] = row[b], row[a]
+    with pytest.raises(ProgramError, match=r"reads grad_carry\(0\) mb0 before .* writes it"):
+        verify(program.with_rank(0, row))
+
+
+# refusals ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("pp=2 slices=3", "slices=3: schedule=1f1b has none; possible with terapipe"),
+        ("schedule=terapipe slices=3,x", "slices=3,x: must be how many slices, or their lengths in tokens, such"),
+        ("schedule=terapipe slices=0", "slices=0: must be how many slices, or their lengths in tokens, such"),
+        ("pp=2 schedule=terapipe offload=activations", "offload=activations: not with schedule=terapipe, whose"),
+        ("pp=2 schedule=terapipe host_layers=0", "host_layers=0: not with schedule=terapipe, whose"),
+        ("dp=2 schedule=terapipe slices=2 local_steps=2", "local_steps=2: not with schedule=terapipe, whose"),
+        ("dp=2 schedule=terapipe slices=2 sync=ps", "sync=ps: not with schedule=terapipe, whose micro-batches are"),
+    ],
+)
+def test_plans_that_cannot_be(words, says):
+    with pytest.raises(PlanError) as error:
+        Plan.parse(words).compile(layers=4)
+    assert str(error.value).startswith(says)
+    assert "\n" not in str(error.value)
+
+
+def test_models_and_data_that_cannot_be_cut(clusters):
+    says = r"schedule=terapipe: layer 0 \(Sequential\) of this model takes whole sequences; possible are causal models"
+    with pytest.raises(PlanError, match=says):
+        Plan.parse("pp=2 schedule=terapipe").compile(models.shape("mlp-digits"))
+    linear = partial(nn.Sequential, Each(), nn.Linear(6, 6))
+    one = {"cluster": clusters(2), "steps": 1, "progress": False}
+    with pytest.raises(PlanError, match=r"layer 1 \(Linear\) of this model takes whole sequences"):
+        train(linear, numbers(), "pp=2 schedule=terapipe", **one)
+    with pytest.raises(PlanError, match=r"slices=4,3: sums to 7, but a sequence has 10 tokens"):
+        train(GPT, text(), "pp=2 schedule=terapipe slices=4,3", **one)
+    with pytest.raises(PlanError, match=r"slices=12: a sequence has 10 tokens; possible are 1 to 10 slices"):
+        train(GPT, text(), "pp=2 schedule=terapipe slices=12", **one)
+    with pytest.raises(PlanError, match=r"tensors of shapes \(5, 10\), \(5,\) cannot be cut into slices of tokens"):
+        train(GPT, (text()[0], torch.zeros(5)), "pp=2 schedule=terapipe", **one)
+
+
+def test_shapes_of_presets_say_what_is_carried():
+    for name in ("gpt-tiny", "mlp-digits"):
+        given, real = models.shape(name), shape_of(list(models.build(name)))
+        assert (given.carries, given.whole) == (real.carries, real.whole)

@@ -1,0 +1,73 @@
+"""The contract where memory is what may go wrong: layers so wide that what they free is used again, for several steps.
+
+Every way to cut a backward into pieces (buckets smaller than a segment, split backwards, copies to the host, a message
+in between) meets every way to recompute; so do the other keys that decide when memory is let go.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from minipar import Plan
+from tests.execution.test_gradients import check
+from tests.toys import rows, toy
+
+pytestmark = pytest.mark.many(3)
+
+WIDTH = 192
+
+PIECEWISE = [
+    "dp=2 bucket=none",
+    "dp=2 bucket=0.3 microbatches=2",
+    "dp=2 zero=3 bucket=none",
+    "dp=2 zero=1 bucket=0.3",
+    "offload=optimizer microbatches=2",
+    "pp=2 schedule=zb-h1 microbatches=4",
+    "pp=2 schedule=zb-v microbatches=4",
+    "pp=2 schedule=dualpipe microbatches=4",
+    "pp=2 dp=2 schedule=1f1b microbatches=3 bucket=none",
+]
+WHOLE = [
+    "dp=2 bucket=flat microbatches=2 checkpoint=sqrt",
+    "dp=2 zero=3 offload=parameters checkpoint=2",
+    "pp=2 schedule=interleaved chunks=2 microbatches=4 checkpoint=1",
+    "pp=2 microbatches=3 offload=activations",
+    "dp=2 zero=2 bucket=none",
+    "dp=2 microbatches=3 accumulate=2 bucket=0.3",
+    "pp=2 schedule=dualpipe-v microbatches=4",
+]
+
+
+def plain(width: int = WIDTH) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(8)))
+
+
+@pytest.mark.parametrize("text", [f"{PIECEWISE[0]} checkpoint=1,3", *(f"{text} checkpoint=2" for text in PIECEWISE)])
+def test_a_backward_in_pieces_of_what_was_recomputed(clusters, text):
+    check(clusters, Plan.parse(text), plain, rows(40, WIDTH), steps=4)
+
+
+@pytest.mark.parametrize("text", [*WHOLE, "dp=2 bucket=none checkpoint=2", f"{PIECEWISE[7]} checkpoint=2"])
+def test_layers_of_every_kind(clusters, text):
+    model = partial(toy, ("linear", "tuples", "dropout", "in-place", "unused"), WIDTH, tied=True, frozen=(1,))
+    check(clusters, Plan.parse(text), model, rows(17, WIDTH), steps=4)
+
+
+@pytest.mark.parametrize("text", [f"{text} checkpoint=2" for text in (PIECEWISE[0], PIECEWISE[7])])
+def test_narrow_layers_hide_nothing(clusters, text):
+    """What the ranks free is poisoned, and they leave out of a recomputation what they may, however narrow it is."""
+    check(clusters, Plan.parse(text), partial(plain, 6), rows(17), steps=4)
+
+
+def test_freed_memory_of_the_ranks_is_poisoned(clusters):
+    """What the other tests rely on: memory that was freed, or is not filled yet, holds no plausible numbers."""
+    assert clusters(2).run(freed) == [True, True]
+
+
+def freed() -> bool:
+    torch.ones(1000, dtype=torch.float64)
+    return bool((torch.empty(1000, dtype=torch.float64) > 1e300).all())

@@ -1,0 +1,405 @@
+"""ZeRO on real ranks: gradients and parameters equal plain torch's, memory and messages what the formulas say."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import cloudpickle
+import pytest
+import torch
+from hypothesis import HealthCheck, given, note, settings
+from hypothesis import strategies as st
+
+from minipar import Plan, PlanError, RankError, data, models, train
+from minipar.comm import communicator
+from minipar.execution.elementwise import check_elementwise
+from minipar.execution.executor import Executor
+from minipar.models.parameter_groups import shape_of
+from minipar.prediction.memory_formula import per_rank
+from minipar.program import Op
+from minipar.training.reference import train_plainly
+from minipar.training.training import Run
+from tests.execution.test_gradients import check, two_ties
+from tests.toys import KINDS, rows, toy
+
+pytestmark = pytest.mark.many(2)
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+mse, cross_entropy = torch.nn.functional.mse_loss, torch.nn.functional.cross_entropy
+everything = partial(toy, ("linear", "tuples", "dropout", "in-place", "unused"), tied=True, frozen=(1,))
+
+PLANS = [
+    "dp=2",
+    "dp=4 bucket=none",
+    "dp=2 bucket=flat overlap=none",
+    "dp=4 microbatches=3 bucket=0.0001",
+    "dp=2 microbatches=2 reduce=step prefetch=0",
+    "dp=2 microbatches=2 accumulate=2 bucket=none prefetch=3",
+    "dp=2 pp=2 microbatches=3",
+    "dp=2 pp=2 schedule=gpipe microbatches=2 bucket=none reduce=step",
+    "dp=2 pp=2 schedule=naive microbatches=2 overlap=none",
+    "dp=2 checkpoint=2 microbatches=2 bucket=none",
+    "dp=2 pp=2 checkpoint=sqrt microbatches=2 prefetch=2",
+]
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("text", PLANS)
+def test_every_composition_equals_plain_torch(clusters, text, level):
+    """Tied within a stage or across, frozen, unused and in-place layers; 17 rows, which no split makes even."""
+    of = {"reduce": 2, "prefetch": 3}  # keys of these levels, refused below them
+    words = [word for word in text.split() if level >= of.get(word.split("=")[0], 0)]
+    check(clusters, Plan.parse(f"{' '.join(words)} zero={level}"), everything, rows(17))
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("count", [7, 1])
+def test_ranks_without_rows(clusters, level, count):
+    check(clusters, Plan.parse(f"dp=4 microbatches=2 zero={level}"), everything, rows(count))
+    check(clusters, Plan.parse(f"dp=2 pp=2 microbatches=4 zero={level} bucket=none"), everything, rows(count))
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("frozen", [(0, 1, 2), (3,), (0, 1, 2, 3, 4)])
+def test_frozen_layers(clusters, level, frozen):
+    """Also a whole first stage without gradients, and a model in which nothing is trained."""
+    model = partial(toy, ("tuples", "linear"), frozen=frozen)
+    check(clusters, Plan.parse(f"dp=2 pp=2 microbatches=2 zero={level}"), model, rows(9))
+
+
+def test_two_tied_sets_across_stages_in_opposite_order(clusters):
+    check(clusters, Plan.parse("pp=2 dp=2 microbatches=3 zero=3 bucket=none"), two_ties, rows(8))
+
+
+@st.composite
+def cases(draw):
+    dp, pp = draw(st.sampled_from([(2, 1), (2, 2), (4, 1)]))
+    kinds = tuple(draw(st.lists(st.sampled_from(KINDS), min_size=2, max_size=4)))
+    layers = 2 + len(kinds) + 2 * kinds.count("tuples")
+    cuts = sorted(draw(st.permutations(range(1, layers)))[: pp - 1])
+    zero = draw(st.integers(1, 3))
+    plan = Plan(
+        dp=dp,
+        pp=pp,
+        split=tuple(b - a for a, b in zip([0, *cuts], [*cuts, layers], strict=True)),
+        schedule=draw(st.sampled_from(["naive", "gpipe", "1f1b", "eager-1f1b"])),
+        microbatches=draw(st.integers(1, 4)),
+        bucket=draw(st.sampled_from(["none", "flat", 0.0001, 25])),
+        overlap=draw(st.sampled_from(["none", "backward"])),
+        checkpoint=draw(st.sampled_from(["none", 1, 2, "sqrt"])),
+        zero=zero,
+        reduce=draw(st.sampled_from(["microbatch", "step"])) if zero >= 2 else "microbatch",
+        prefetch=draw(st.integers(0, 3)) if zero == 3 else 1,
+        clip=draw(st.sampled_from([None, 0.02])),
+    )
+    frozen = tuple(draw(st.sets(st.integers(0, layers - 1), max_size=2)))
+    return plan, partial(toy, kinds, tied=draw(st.booleans()), frozen=frozen), rows(draw(st.integers(1, 20)))
+
+
+@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(cases())
+def test_random_plans_of_random_models(clusters, case):
+    plan, model, data = case
+    note(f"{plan} {model} {len(data[0])} rows")
+    check(clusters, plan, model, data)
+
+
+# optimizers ----------------------------------------------------------------------------------------------------------
+
+# (without a parameter that nothing uses: its gradient is zero here and None in plain torch, which then decays nothing)
+used = partial(toy, ("linear", "tuples", "dropout", "in-place"), tied=True, frozen=(1,))
+OPTIMIZERS = {
+    "SGD with momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True),
+    "Adam": partial(torch.optim.Adam, lr=0.01),
+    "AdamW": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
+    "RMSprop": partial(torch.optim.RMSprop, lr=0.01, momentum=0.5),
+}
+
+
+def _trained(words: str, optimizer, steps: int) -> dict[str, torch.Tensor]:
+    """In a rank: its parameters after some steps, whole (those of ZeRO-3 are gathered once more)."""
+    comm = communicator.create()
+    torch.manual_seed(0)
+    model = used().double()
+    names = {id(p): name for name, p in model.named_parameters()}
+    program = Plan.parse(words).compile(shape_of(list(model)))
+    executor = Executor(program, comm, model, mse, optimizer)
+    for step in range(steps):
+        executor.run(lambda _: rows(17), step)
+    for g in sorted(program.scattered & executor.state.parts.keys()):
+        gather = next(ins for ins in executor.instructions if ins.op is Op.ALL_GATHER and g in ins.layers)
+        for handle in executor.state.start(gather._replace(layers=(g,))):
+            handle.wait()
+    return {names[id(p)]: p.detach().clone() for params in executor.groups for p in params}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("words", ["dp=2 zero=1", "dp=4 zero=2 microbatches=2", "dp=2 pp=2 zero=3 bucket=none"])
+def test_parameters_after_several_steps_are_plain_torchs(clusters, name, words):
+    ranks = clusters(Plan.parse(words).ranks).run(_trained, words, OPTIMIZERS[name], 6)
+    torch.manual_seed(0)
+    plain = used().double()
+    train_plainly(plain, lambda step: rows(17), mse, OPTIMIZERS[name], 6, keep_gradients=False)
+    expected = {key: p for key, p in plain.named_parameters() if p.requires_grad}
+    assert set().union(*ranks) == expected.keys()
+    for found in ranks:
+        for key, values in found.items():
+            assert torch.allclose(values, expected[key], rtol=0, atol=1e-10), key
+
+
+@pytest.mark.parametrize("factory", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_elementwise_optimizers_pass(factory):
+    check_elementwise(factory, "zero=1")
+
+
+@pytest.mark.parametrize(
+    ("factory", "name"),
+    [
+        (torch.optim.Adafactor, "Adafactor"),
+        (torch.optim.LBFGS, "LBFGS"),
+    ],
+)
+def test_other_optimizers_are_refused_by_name(clusters, factory, name):
+    with pytest.raises(PlanError, match=f"optimizer {name}: .*'dp=2 pp=1 zero=1'") as caught:
+        train(everything, rows(8), "dp=2 zero=1", cluster=clusters(2), optimizer=factory, loss=mse, progress=False)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_optimizer_for_matrices_only_is_refused_by_name(clusters):
+    """Whether the model has other parameters, or slices of matrices would be updated."""
+    muon = partial(torch.optim.Muon, lr=0.1)
+    go = partial(train, data=rows(8), cluster=clusters(2), optimizer=muon, loss=mse, progress=False)
+    with pytest.raises(PlanError, match="optimizer Muon: cannot be made of this model's parameters: .*2D"):
+        go(everything, plan="dp=2")
+    with pytest.raises(PlanError, match="optimizer Muon: .*'dp=2 pp=1 zero=1'"):
+        go(torch.nn.Sequential(torch.nn.Linear(6, 6, bias=False)), plan="dp=2 zero=1")
+
+
+# clipping ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["microbatches=2", "pp=2", "dp=2", "dp=4 bucket=none", "dp=2 pp=2 microbatches=2",
+     "dp=4 zero=1", "dp=2 zero=2", "dp=2 pp=2 zero=3 microbatches=2"],
+)  # fmt: skip
+def test_gradients_are_clipped_by_the_norm_of_all(clusters, text):
+    """Tied across stages and held by several replicas: counted once."""
+    plain = check(clusters, Plan.parse(text), everything, rows(17), steps=1)
+    run = check(clusters, Plan.parse(f"{text} clip=0.01"), everything, rows(17), steps=3)
+    squares = sum(float(g.square().sum()) for g in run.gradients[0].values())
+    assert squares**0.5 == pytest.approx(0.01, rel=1e-3)
+    assert sum(float(g.square().sum()) for g in plain.gradients[0].values()) ** 0.5 > 0.02
+
+
+def test_a_norm_that_is_never_reached_changes_nothing(clusters):
+    loose = check(clusters, Plan.parse("dp=2 zero=3 clip=1000"), everything, rows(17))
+    free = check(clusters, Plan.parse("dp=2 zero=3"), everything, rows(17))
+    assert loose.losses == free.losses
+
+
+# mixed precision ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text", ["microbatches=2", "pp=2 microbatches=2", "dp=2", "dp=2 zero=1 clip=1", "dp=4 zero=2",
+             "dp=2 pp=2 zero=3 microbatches=2 checkpoint=1"],
+)  # fmt: skip
+def test_bf16_follows_float32(clusters, text):
+    """Within bfloat16's 8 bits: some per cent of the largest gradient."""
+    plan = Plan.parse(f"{text} precision=bf16")
+    run = train(
+        partial(toy, ("linear", "linear", "dropout"), tied=True, frozen=(1,)), tuple(t.float() for t in rows(17)), plan,
+        cluster=clusters(plan.ranks), steps=5, loss=mse, optimizer=partial(torch.optim.Adam, lr=1e-3), check=True,
+        progress=False,
+    )  # fmt: skip
+    assert 1e-6 < run.max_gradient_error() < 0.1
+    for mine, plain in zip(run.losses, run.reference.losses, strict=True):
+        assert mine == pytest.approx(plain, rel=0.02)
+
+
+def _small_steps(words: str) -> float:
+    """In a rank: how far 64 steps moved a parameter, each too small for bfloat16 to see."""
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False))
+    model[0].weight.data.fill_(1.0)
+    program = Plan.parse(words).compile(shape_of(list(model)))
+    executor = Executor(program, communicator.create(), model, _sum, partial(torch.optim.SGD, lr=2**-12))
+    for step in range(64):
+        executor.run(lambda _: (torch.ones(2, 1), torch.ones(2, 1)), step)
+    return 1.0 - float(executor.state.trained(0)[0][0].detach())
+
+
+def _sum(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output * target).mean()
+
+
+@pytest.mark.parametrize("words", ["precision=bf16", "dp=2 precision=bf16", "dp=2 zero=1 precision=bf16"])
+def test_the_optimizer_keeps_float32(clusters, words):
+    assert clusters(Plan.parse(words).ranks).run(_small_steps, words)[0] == pytest.approx(64 / 2**12)
+
+
+@pytest.mark.parametrize("kind", ["measured", "predicted"])
+def test_bytes_of_mixed_precision_are_the_papers(clusters, kind):
+    """Parameters 2, gradients 2, optimizer 12 with its float32 parameters, which ZeRO-3 counts as parameters."""
+    for level, (parameters, optimizer) in enumerate([(2, 12), (2, 12 / 2), (2, 12 / 2), (4 / 2, 8 / 2)]):
+        run = run_stack(clusters, f"dp=2 zero={level} bucket=none precision=bf16", torch.optim.Adam)
+        kinds = (run.trace if kind == "measured" else run.predicted).memory(0).kinds
+        assert kinds["parameters"][0] / PARAMETERS == pytest.approx(parameters, rel=1e-3)
+        assert kinds["optimizer"][0] / PARAMETERS == pytest.approx(optimizer, rel=2e-3)
+        if level == 0:
+            assert max(kinds["gradients"]) / PARAMETERS == pytest.approx(2, rel=1e-3)
+
+
+# bytes ---------------------------------------------------------------------------------------------------------------
+
+WIDTH, DEPTH = 256, 12
+PARAMETERS = DEPTH * (WIDTH * WIDTH + WIDTH)
+
+
+def stack() -> torch.nn.Sequential:
+    return torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))
+
+
+def run_stack(clusters, words: str, optimizer) -> Run:
+    plan = Plan.parse(words)
+    x, y = (t.float() for t in rows(8, WIDTH))
+    return train(
+        stack, (x, y), plan, cluster=clusters(plan.ranks), steps=3, loss=mse, optimizer=optimizer,
+        dtype=torch.float32, progress=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("kind", ["measured", "predicted"])
+def test_memory_per_parameter_is_zeros_formula(clusters, n, kind):
+    """Float32: 4 bytes a parameter, 4 a gradient, 8 for Adam; sharded ones divided by N."""
+    for level in range(4):
+        run = run_stack(clusters, f"dp={n} zero={level} bucket=none", torch.optim.Adam)
+        trace = run.trace if kind == "measured" else run.predicted
+        for rank in range(n):
+            kinds = trace.memory(rank).kinds
+            parameters, optimizer = 4 / (n if level == 3 else 1), 8 / (n if level else 1)
+            assert kinds["parameters"][0] / PARAMETERS == pytest.approx(parameters, rel=1e-3)
+            assert kinds["optimizer"][0] / PARAMETERS == pytest.approx(optimizer, rel=2e-3)  # (Adam counts its steps)
+            # the peak of the gradients: whole; or the slices so far, a layer on its way, and the next one
+            most = max(kinds["gradients"]) / PARAMETERS
+            if level < 2:
+                assert 4 <= most <= 4 * (1 + 1.01 / n)
+            else:
+                assert 4 / n <= most <= 4 / n + 2.01 * 4 / DEPTH
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_the_formulas_of_the_command_line_are_what_is_measured(clusters, zero):
+    """`minipar memory` beside a run: model states of every rank, by kind, at the peak of each."""
+    text, model = f"dp=2 zero={zero} bucket=none", "gpt-tiny"
+    run = train(
+        partial(models.build, model), data.for_model(model), text, cluster=clusters(2), steps=3, batch=4, memory=True,
+        optimizer=partial(torch.optim.Adam, lr=1e-3), progress=False,
+    )  # fmt: skip
+    for peak, formula in zip(run.memory, per_rank(Plan.parse(text), model, 4), strict=True):
+        gathered = peak.by_kind["parameters"] - formula.parameters  # which the formula counts as buffers
+        assert -0.01 * formula.parameters <= gathered <= (formula.buffers if zero == 3 else 0.01 * formula.parameters)
+        assert peak.by_kind["optimizer"] == pytest.approx(formula.optimizer, rel=0.01)
+        assert peak.by_kind["gradients"] <= formula.gradients * (1 if zero < 2 else 2) * 1.01
+        assert peak.bytes == pytest.approx(formula.total, rel=0.25)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize(
+    ("words", "parameters"),
+    [
+        ("zero=0", 2),
+        ("zero=1", 2),
+        ("zero=2", 2),
+        ("zero=2 microbatches=2", 3),
+        ("zero=2 microbatches=2 reduce=step", 2),
+        ("zero=3 prefetch=0", 3 - 1 / DEPTH),
+        ("zero=3 microbatches=2 prefetch=0", 6 - 3 / DEPTH),
+        ("zero=3 microbatches=2 prefetch=0 reduce=step", 5 - 3 / DEPTH),
+    ],
+)
+def test_bytes_on_the_wire_are_those_of_the_table(clusters, n, words, parameters):
+    """Counted by the kernel: what each rank has written to its sockets, headers included. (Memory counts nothing.)"""
+    program = f"dp={n} bucket=none {words}"
+    sent = clusters(n).run(_sent, program)
+    expected = parameters * 4 * PARAMETERS * (n - 1) / n
+    assert sum(sent) / n == pytest.approx(expected, rel=0.02)
+    run = run_stack(clusters, program, torch.optim.SGD)
+    assert run.bytes_sent == [pytest.approx(expected)] * n
+    assert run.predicted.bytes_sent() == run.bytes_sent
+
+
+def _sent(words: str) -> int:
+    comm = communicator.create()
+    model = stack()
+    program = Plan.parse(words).compile(shape_of(list(model)))
+    executor = Executor(program, comm, model, mse, torch.optim.SGD)
+    x, y = (t.float() for t in rows(8, WIDTH))
+    group = comm.group()
+    arena, group.arena = group.arena, None  # from here on through gloo
+    try:
+        executor.run(lambda _: (x, y), 0)
+        comm.barrier()
+        before = _written()
+        for step in (1, 2, 3):
+            executor.run(lambda _: (x, y), step)
+        return (_written() - before) // 3
+    finally:
+        group.arena = arena
+
+
+def _written() -> int:
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("wchar:")))
+
+
+def test_parameters_are_really_gone_between_uses(clusters):
+    assert clusters(2).run(_storages) == [[0] * DEPTH] * 2
+
+
+def _storages() -> list[int]:
+    """In a rank: bytes of the storage of each layer's weight after a step."""
+    model = stack()
+    program = Plan.parse("dp=2 zero=3").compile(shape_of(list(model)))
+    executor = Executor(program, communicator.create(), model, mse, torch.optim.SGD)
+    x, y = (t.float() for t in rows(8, WIDTH))
+    executor.run(lambda _: (x, y), 0)
+    return [layer.weight.untyped_storage().nbytes() for layer in model]
+
+
+def test_overlap_is_visible_in_the_trace(clusters):
+    """A sum of gradients starts before the backward is over, and a gather before its layer's turn."""
+    run = run_stack(clusters, "dp=2 zero=3 bucket=none", torch.optim.SGD)
+    events = [event for event in run.trace.events if event.rank == 0]
+    last = max(event.start for event in events if event.instruction.op is Op.BACKWARD)
+    sums = [event for event in events if event.instruction.op is Op.REDUCE_SCATTER]
+    assert len([event for event in sums if event.start < last]) == DEPTH - 1
+    for event in events:
+        if event.instruction.op is Op.ALL_GATHER:
+            assert event.end >= event.start > 0 or event.index == 0
+
+
+def test_parameters_of_two_types_are_refused(clusters):
+    with pytest.raises(
+        RankError, match=r"zero: weight of layer 0 is of torch.float32, bias of layer 0 of torch.float64"
+    ):
+        clusters(2).run(_two_types)
+
+
+def _two_types() -> None:
+    layer = torch.nn.Linear(4, 4)
+    layer.bias = torch.nn.Parameter(layer.bias.detach().double())
+    program = Plan.parse("dp=2 zero=1").compile(shape_of([layer]))
+    Executor(program, communicator.create(), torch.nn.Sequential(layer), mse, torch.optim.SGD)
+
+
+def test_a_gpt_with_tied_embedding(clusters):
+    model = partial(models.gpt, layers=2, width=16, heads=2, context=8, vocab=32, tied=True, dropout=0.1)
+    tokens = torch.randint(32, (6, 9), generator=torch.Generator().manual_seed(1))
+    data = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    for words in ("dp=2 zero=3 checkpoint=1", "dp=2 pp=2 zero=2 microbatches=3", "dp=4 zero=1"):
+        check(clusters, Plan.parse(words), model, data, loss=cross_entropy)

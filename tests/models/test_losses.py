@@ -1,0 +1,141 @@
+"""Losses that are no plain mean over rows: counted right, or refused with what to do."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from minipar import Plan, PlanError, train
+from minipar.models.losses import check_loss, counted, try_loss, weighted
+from tests.toys import rows, toy
+
+pytestmark = pytest.mark.many(2)
+
+F = nn.functional
+MODEL = partial(toy, ("linear", "dropout"))
+
+
+def masked_rows() -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """Targets of classes and a mask; one micro-batch's rows are all left out."""
+    x, y = rows(16, classes=True)
+    mask = torch.arange(16) % 3 == 0
+    mask[8:12] = False
+    return x, (y, mask)
+
+
+def pair_loss(output, y):
+    each = F.cross_entropy(output, y[0], reduction="none")
+    return (each * y[1]).sum(), y[1].sum()
+
+
+def masked_loss(output, y):
+    total, count = pair_loss(output, y)
+    return total / count
+
+
+def padded(output, y):
+    return F.cross_entropy(output, y, ignore_index=0)
+
+
+def contrastive(output, y):
+    return F.cross_entropy(output @ output.T, torch.arange(len(output)))
+
+
+def summed(output, y):
+    return F.mse_loss(output, y, reduction="sum")
+
+
+def run(clusters, data, loss, text, **more):
+    plan = Plan.parse(text)
+    return train(MODEL, data, plan, cluster=clusters(plan.ranks), steps=2, loss=loss, dtype=torch.float64, check=True,
+                 optimizer=partial(torch.optim.SGD, lr=0.3), progress=False, **more)  # fmt: skip
+
+
+PLANS = ["microbatches=4", "pp=2 microbatches=3", "dp=2 microbatches=2 zero=1", "dp=2 local_steps=1", "dp=2 sync=ps",
+         "pp=2 schedule=pipedream microbatches=4"]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", PLANS)
+@pytest.mark.parametrize("loss", [pair_loss, weighted(masked_loss, count=lambda y: y[1].sum())], ids=["pair", "count"])
+def test_a_masked_loss(clusters, loss, text):
+    found = run(clusters, masked_rows(), loss, text)
+    assert found.max_gradient_error() <= 1e-12
+    assert found.losses == pytest.approx(found.reference.losses, rel=1e-12)
+
+
+@pytest.mark.parametrize("text", ["microbatches=5", "dp=2 pp=2 microbatches=2"])
+def test_classes_that_weigh(clusters, text):
+    loss = partial(F.cross_entropy, weight=torch.arange(1.0, 7.0, dtype=torch.float64), ignore_index=2)
+    assert run(clusters, rows(16, classes=True), loss, text).max_gradient_error() <= 1e-12
+
+
+REFUSED = [
+    (masked_loss, masked_rows(), "weighted by target elements, give"),
+    (padded, rows(16, classes=True), "weighted by target elements, give"),
+    (contrastive, rows(16), "weighted by rows, give"),
+    (summed, rows(16), "it seems to be a sum, and no mean"),
+]
+
+
+@pytest.mark.parametrize(("loss", "data", "why"), REFUSED, ids=["masked", "padded", "contrastive", "sum"])
+def test_a_loss_that_cannot_be_split_is_refused(clusters, loss, data, why):
+    with pytest.raises(PlanError, match=why) as caught:
+        run(clusters, data, loss, "microbatches=4")
+    assert "losses.weighted(loss, count=lambda y: ...)" in str(caught.value)
+    assert run(clusters, data, loss, "pp=2").max_gradient_error() <= 1e-12  # the whole batch is one part
+
+
+def depends(output, y):
+    chosen = output[:, 0] > output[:, 0].mean()
+    return (output[:, 0] * chosen).sum(), output.abs().sum()
+
+
+def test_a_count_that_depends_on_the_output_is_refused(clusters):
+    with pytest.raises(PlanError, match="with a count that depends on the output"):
+        run(clusters, rows(16), depends, "microbatches=2")
+
+
+def noisy(output, y):
+    return F.mse_loss(output + torch.rand_like(output), y)
+
+
+def test_random_losses_are_warned_of(clusters):
+    with pytest.warns(UserWarning, match="the loss draws random numbers"):
+        run(clusters, rows(16), noisy, "microbatches=2")
+
+
+def test_what_a_loss_weighs():
+    y = torch.tensor([0, 1, 1, -100])
+    assert counted(y, F.cross_entropy) == 3
+    assert counted(y, nn.CrossEntropyLoss(weight=torch.tensor([0.5, 2.0]))) == 4.5
+    assert counted(y, weighted(F.cross_entropy, count=len)) == 4
+    assert counted(torch.zeros(5, 2), F.mse_loss) == 5
+    assert counted((y, y > 0), weighted(F.cross_entropy, count=lambda y: y[1].sum())) == 2
+
+
+def test_ordinary_losses_are_let_through():
+    x = torch.randn(8, 6)
+    y = torch.randint(6, (11,))
+    for loss in (F.cross_entropy, nn.CrossEntropyLoss(label_smoothing=0.1), partial(F.cross_entropy, ignore_index=2)):
+        assert try_loss(loss, x, y, 4) == (None, "")
+    for loss in (F.mse_loss, F.l1_loss, nn.HuberLoss()):
+        assert try_loss(loss, x, torch.randn(11, 6), 3) == (None, "")
+    assert try_loss(nn.BCELoss(), x.sigmoid(), torch.rand(11, 6), 5) == (None, "")
+    trained = nn.Linear(2, 2)
+    with pytest.raises(PlanError, match="its parameter weight would never be trained"):
+        check_loss(trained)
+
+
+def test_an_output_may_hold_what_has_no_rows():
+    """A parameter that is handed on, say: parts of a batch share it."""
+    output, y = (torch.randn(8, 6), torch.randn(1, 6)), torch.randn(11, 6)
+
+    def scaled(given, y):
+        return F.mse_loss(given[0] * given[1], y)
+
+    assert try_loss(scaled, output, y, 3) == (None, "")
+    with pytest.raises(PlanError, match="seems to be a sum"):
+        try_loss(lambda given, y: summed(given[0] * given[1], y), output, y, 3)

@@ -1,0 +1,64 @@
+"""Dropout as a function of (seed, step, row, layer name)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from minipar.models.randomness import RowDropout, at, replace_dropout, row_dropouts, split_sensitive
+
+
+def mask(seed=0, name="a", step=0, first_row=0, rows=8, width=64, p=0.5):
+    dropout = RowDropout(p, seed, name)
+    at([dropout], step, first_row)
+    return dropout(torch.ones(rows, width))
+
+
+def test_any_split_of_the_rows_sees_the_same_mask():
+    whole = mask(rows=8)
+    assert torch.equal(whole, torch.cat([mask(rows=3), mask(first_row=3, rows=1), mask(first_row=4, rows=4)]))
+
+
+@pytest.mark.parametrize("other", [{"seed": 1}, {"name": "b"}, {"step": 1}, {"first_row": 8}])
+def test_everything_in_the_key_matters(other):
+    differing = (mask() != mask(**other)).float().mean()
+    assert 0.4 < differing < 0.6
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_drops_with_probability_p_and_keeps_the_mean(p):
+    kept = mask(rows=200, width=500, p=p)
+    assert (kept == 0).float().mean().item() == pytest.approx(p, abs=0.01)
+    assert kept.mean().item() == pytest.approx(1.0, abs=0.03)
+
+
+def test_rows_and_columns_are_not_alike():
+    drawn = (mask(rows=100, width=100) == 0).double()
+    assert torch.corrcoef(drawn).fill_diagonal_(0).abs().max() < 0.5
+    assert torch.corrcoef(drawn.T).fill_diagonal_(0).abs().max() < 0.5
+
+
+def test_more_dimensions_no_rows_evaluation_and_extremes():
+    dropout = RowDropout(0.5, 0, "a")
+    assert dropout(torch.ones(2, 3, 4)).shape == (2, 3, 4)
+    assert dropout(torch.ones(0, 3)).shape == (0, 3)
+    assert dropout(torch.ones(5)).shape == (5,)
+    assert torch.equal(dropout.eval()(torch.ones(4, 4)), torch.ones(4, 4))
+    assert mask(p=1.0).abs().sum() == 0
+    assert torch.equal(mask(p=0.0), torch.ones(8, 64))
+
+
+def test_replaces_every_dropout_of_a_model_and_names_it():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Dropout(0.3), nn.Sequential(nn.Dropout(0.2))))
+    replace_dropout(model, seed=7)
+    found = row_dropouts(model)
+    assert [(d.p, d.name, d.seed) for d in found] == [(0.3, "1.0", 7), (0.2, "1.1.0", 7)]
+    assert not any(type(module) is nn.Dropout for module in model.modules())
+
+
+def test_modules_that_feel_the_split_are_named():
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.1), nn.Dropout1d(0.1), nn.Dropout2d(0.0))
+    found = split_sensitive(model)
+    assert [text.split()[0] for text in found] == ["0", "2"]
+    assert "BatchNorm1d" in found[0]

@@ -1,0 +1,275 @@
+"""simulate: exact against closed forms, and against a brute-force interpreter on everything else."""
+
+from dataclasses import replace
+from itertools import product
+from math import ceil
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minipar import Plan, PlanError, ProgramError, simulate
+from minipar.costs.unit import UnitCosts
+from minipar.prediction.oversubscription import walk_shared
+from minipar.program import Op
+from tests.interpreters import RandomCosts, brute_force, compiled, programs, shape
+
+SIZES = [(1, 1), (1, 4), (2, 1), (2, 5), (3, 2), (3, 7), (4, 4), (4, 8), (5, 3), (8, 8), (8, 16), (8, 32)]
+FLUSHING = ["gpipe", "1f1b", "eager-1f1b"]
+
+
+def run(schedule, p, m, layers=None, **costs):
+    return simulate(Plan(pp=p, microbatches=m, schedule=schedule).compile(layers=layers or p), **costs)
+
+
+# closed forms --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+@pytest.mark.parametrize("schedule", FLUSHING)
+@pytest.mark.parametrize(("f", "b"), [(1.0, 2.0), (1.0, 1.0), (3.0, 2.0), (0.5, 0.0)])
+def test_flushing_pipelines(schedule, p, m, f, b):
+    trace = run(schedule, p, m, layers=2 * p, forward=f, backward=b)
+    assert trace.time == (m + p - 1) * (f + b)
+    assert trace.bubble_of_total() == pytest.approx((p - 1) / (m + p - 1), abs=1e-12)
+    assert trace.bubble_of_ideal() == pytest.approx((p - 1) / m, abs=1e-12)
+    assert trace.window_bubble() == (p - 1) * (f + b)
+    assert trace.messages_per_microbatch() == 2 * (p - 1)
+    assert trace.weight_versions() == [1] * p
+    assert trace.staleness() == [0] * p
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "time", "bubble"),
+    [(4, 4, 21, 42.9), (4, 8, 33, 27.3), (8, 8, 45, 46.7), (8, 16, 69, 30.4), (8, 32, 117, 17.9)],
+)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_the_published_rows(schedule, p, m, time, bubble):
+    trace = run(schedule, p, m)
+    assert trace.time == time
+    assert round(100 * trace.bubble_of_total(), 1) == bubble
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_activations_in_flight(p, m):
+    ranks = range(p)
+    expected = {
+        "gpipe": [m for _ in ranks],
+        "1f1b": [min(p - d, m) for d in ranks],
+        "eager-1f1b": [min(2 * (p - 1 - d) + 1, m) for d in ranks],
+        "naive": [1 for _ in ranks],
+    }
+    for schedule, peaks in expected.items():
+        trace = run(schedule, p, m, layers=2 * p)
+        assert trace.in_flight() == peaks
+        assert trace.peak_memory() == peaks  # from the lifetimes in time, where in_flight counts along the lists
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+@pytest.mark.parametrize("c", [0, 0.25, 1, 5])
+def test_naive(p, m, c):
+    trace = run("naive", p, m, latency=c)
+    assert trace.time == m * (3 * p + 2 * (p - 1) * c)
+    assert trace.messages_per_microbatch() == 2 * (p - 1)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "times"),
+    [("gpipe", [33, 34.5, 36, 39]), ("1f1b", [33, 37, 41, 49]), ("eager-1f1b", [33, 34.5, 36, 39])],
+)
+def test_the_published_latency_rows(schedule, times):
+    assert [run(schedule, 4, 8, latency=c).time for c in (0, 0.25, 0.5, 1)] == times
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+@pytest.mark.parametrize("c", [0.125, 0.5, 1])
+def test_latency(p, m, c):
+    """GPipe pays a hop's latency 2(p-1) times in all, classic 1F1B about that often per p micro-batches."""
+    ideal = (m + p - 1) * 3
+    once = 2 * (p - 1) * c
+    assert run("gpipe", p, m, latency=c).time == ideal + once
+    assert run("eager-1f1b", p, m, latency=c).time == ideal + once  # c is at most one forward
+    assert run("1f1b", p, m, latency=c).time == ideal + once + 2 * c * (m - 1 - ceil((m - 1) / p))
+
+
+def test_gpipe_pays_any_latency_once_and_eager_1f1b_hides_no_more_than_one_forward():
+    assert run("gpipe", 4, 8, latency=7).time == 33 + 6 * 7
+    assert run("eager-1f1b", 4, 8, latency=2).time > 33 + 6 * 2
+
+
+FACTORS = [[1, 1, 1], [1, 2, 4], [4, 2, 1], [1, 5, 2], [3, 3, 1], [2, 0, 2]]
+
+
+@pytest.mark.parametrize("x", FACTORS)
+@pytest.mark.parametrize("m", [1, 2, 7])
+def test_unequal_stages(x, m):
+    f, b = 1.0, 2.5
+    assert run("gpipe", 3, m, forward=f, backward=b, stage_factors=x).time == (f + b) * (sum(x) + (m - 1) * max(x))
+    assert run("gpipe", 3, m, forward=f, backward=0, stage_factors=x).time == f * (sum(x) + (m - 1) * max(x))
+    assert run("naive", 3, m, forward=f, backward=b, stage_factors=x).time == m * (f + b) * sum(x)
+
+
+@pytest.mark.parametrize("x", [[1, 1, 1], [1, 2, 4], [2, 1, 4], [4, 1, 4]])
+@pytest.mark.parametrize("schedule", ["1f1b", "eager-1f1b"])
+def test_1f1b_with_the_slowest_stage_last(schedule, x):
+    for m in (1, 2, 3, 8):
+        assert run(schedule, 3, m, forward=1, backward=2, stage_factors=x).time == 3 * (sum(x) + (m - 1) * max(x))
+
+
+def test_a_share_costs_the_same_however_many_layers_it_has():
+    uneven = Plan(pp=2, split=(1, 5), microbatches=4).compile(layers=6)
+    assert simulate(uneven).time == (4 + 2 - 1) * 3
+
+
+def test_frozen_stages_have_no_backward():
+    program = compiled("pp=3 microbatches=4 schedule=gpipe", shape(3, frozen=[0]))
+    trace = simulate(program)
+    assert trace.busy == [4, 12, 12]
+    assert trace.in_flight() == [0, 4, 4]
+    assert trace.time == (4 + 2) * 1 + (4 + 1) * 2
+    nothing = simulate(compiled("pp=2 microbatches=3", shape(2, frozen=[0, 1])))
+    assert nothing.time == 3 + 1
+    assert nothing.messages_per_microbatch() == 1
+
+
+def test_replicas_do_not_wait_for_each_other_before_their_collectives():
+    one, four = (simulate(Plan(pp=2, dp=n, microbatches=4).compile(layers=4)) for n in (1, 4))
+    assert one.time == four.time
+    assert four.messages_per_microbatch() == one.messages_per_microbatch() == 2
+
+
+def test_steps_follow_each_other():
+    for n in (1, 2, 3):
+        program = Plan(pp=3, microbatches=4, schedule="gpipe").compile(layers=3, steps=n)
+        assert simulate(program).time == n * (4 + 3 - 1) * 3
+        assert simulate(program).staleness() == [0, 0, 0]
+
+
+# costs of one kind at a time -----------------------------------------------------------------------------------------
+
+
+class Costs:
+    """Everything costs nothing but what a test says."""
+
+    def __init__(self, compute=None, transfer=(0.0, 0.0), collective=0.0):
+        self._compute, self._transfer, self._collective = compute or {}, transfer, collective
+
+    def compute(self, rank, ins):
+        return self._compute.get(ins.op, 0.0)
+
+    def transfer(self, rank, ins):
+        return self._transfer
+
+    def collective(self, ins):
+        return self._collective
+
+    def size(self, rank, value):
+        return 8.0
+
+
+def test_bytes_occupy_a_link_one_message_after_the_other():
+    program = compiled("pp=2 microbatches=4 schedule=gpipe", 2)
+    trace = simulate(program, Costs(transfer=(3.0, 0.5)))
+    sends = [k for k, ins in enumerate(program.ranks[0]) if ins.op is Op.SEND]
+    assert [(trace.starts[0][k], trace.ends[0][k]) for k in sends] == [(0, 3), (3, 6), (6, 9), (9, 12)]
+    receives = [k for k, ins in enumerate(program.ranks[1]) if ins.op is Op.RECV]
+    assert [trace.ends[1][k] for k in receives] == [3.5, 6.5, 9.5, 12.5]
+    #  both directions of a pair are links of their own
+    assert trace.time == 12.5 + 12.5
+
+
+def test_sending_does_not_hold_up_the_sender():
+    program = compiled("pp=2 microbatches=3 schedule=gpipe", 2)
+    trace = simulate(program, Costs({Op.FORWARD: 1.0}, transfer=(5.0, 0.0)))
+    forwards = [k for k, ins in enumerate(program.ranks[0]) if ins.op is Op.FORWARD]
+    assert [trace.starts[0][k] for k in forwards] == [0, 1, 2]
+
+
+def test_receives_are_posted_ahead_of_the_walk():
+    program = compiled("pp=2 microbatches=4 schedule=gpipe", 2)
+    assert program.receives_ahead == 2
+    trace = simulate(program, Costs({Op.FORWARD: 1.0}))
+    receives = [k for k, ins in enumerate(program.ranks[1]) if ins.op is Op.RECV]
+    assert [trace.starts[1][k] for k in receives] == [0, 0, 0, 2]  # the third when the walk reaches the first, ...
+
+
+def test_a_collective_ends_at_its_last_rank_plus_its_cost():
+    program = compiled("dp=2 bucket=flat", 1)  # F B ALL_REDUCE STEP
+
+    class Slow(Costs):
+        def compute(self, rank, ins):
+            return 1.0 + rank
+
+    trace = simulate(program, Slow(collective=10.0))
+    assert trace.starts == [[0, 1, 2, 14], [0, 2, 4, 14]]
+    assert trace.ends == [[1, 2, 14, 15], [2, 4, 14, 16]]
+
+
+def test_collectives_overlap_with_backward_and_run_one_after_the_other():
+    overlapped = compiled("dp=2 bucket=none overlap=backward", 3)  # F | B 2, AR 2 | B 1, AR 1 | B 0, AR 0 | STEP
+    after = compiled("dp=2 bucket=none overlap=none", 3)
+
+    class PerLayer(Costs):
+        def compute(self, rank, ins):
+            return 2.0 * len(ins.layers) if ins.op is Op.BACKWARD else 0.0
+
+    def spans(program, cost):
+        trace = simulate(program, PerLayer(collective=cost))
+        row = zip(program.ranks[1], trace.starts[1], trace.ends[1], strict=True)
+        return [(start, end) for ins, start, end in row if ins.op is Op.ALL_REDUCE]
+
+    assert spans(overlapped, 1.0) == [(2, 3), (4, 5), (6, 7)]
+    assert spans(overlapped, 3.0) == [(2, 5), (5, 8), (8, 11)]  # the third is joined at 6, while the second runs
+    assert spans(after, 1.0) == [(6, 7), (7, 8), (8, 9)]
+
+
+def test_bad_costs_are_refused():
+    program = compiled("pp=2", 2)
+    for costs, says in [
+        ({"forward": -1.0}, "forward=-1.0: a time must be a finite number of at least 0"),
+        ({"latency": float("nan")}, "latency=nan: a time must be a finite number of at least 0"),
+        ({"stage_factors": [1, 2, 3]}, "stage_factors: 3 numbers, but there are 2 stages"),
+        ({"stage_factors": [1, float("inf")]}, "stage_factors[1]=inf: a time must be a finite number of at least 0"),
+    ]:
+        with pytest.raises(PlanError) as error:
+            simulate(program, **costs)
+        assert str(error.value) == says
+
+
+def test_a_program_that_cannot_end_is_refused():
+    program = compiled("pp=2", 2)
+    send = next(k for k, ins in enumerate(program.ranks[0]) if ins.op is Op.SEND)
+    broken = program.with_rank(0, [ins for k, ins in enumerate(program.ranks[0]) if k != send])
+    with pytest.raises(
+        ProgramError, match=r"rank 0 stops for ever at instruction 2 `B 0 mb0`; verify\(program\) says why"
+    ):
+        simulate(broken)
+
+
+# everything else, against brute force --------------------------------------------------------------------------------
+
+
+def assert_same(program, costs):
+    trace = simulate(program, costs)
+    starts, ends = brute_force(program, costs)
+    assert [list(row) for row in trace.starts] == starts
+    assert [list(row) for row in trace.ends] == ends
+
+
+@given(programs(), st.integers(0, 10**9), st.integers(0, 3))
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_any_plan_at_any_costs_agrees_with_brute_force(program, seed, ahead):
+    assert_same(replace(program, receives_ahead=ahead), RandomCosts(seed, longest=24 if seed % 4 else 2))
+
+
+@given(programs(most_microbatches=3, most_steps=1), st.integers(0, 10**9))
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_as_many_cores_as_ranks_are_as_good_as_devices(program, seed):
+    costs = RandomCosts(seed)
+    assert walk_shared(program, costs, len(program.ranks)) == brute_force(program, costs)
+
+
+@pytest.mark.parametrize(("schedule", "p", "m"), list(product(["1f1b", "eager-1f1b"], [2, 4], [3, 8])))
+def test_unequal_stages_with_latency_agree_with_brute_force(schedule, p, m):
+    program = Plan(pp=p, microbatches=m, schedule=schedule).compile(layers=p)
+    assert_same(program, UnitCosts(program, 1.0, 2.0, latency=0.5, stage_factors=[1.0, 3.0, 0.5, 2.0][:p]))

@@ -1,0 +1,198 @@
+"""Both ends of a server's connections: messages in any pieces, bytes where they belong, and what has to wait."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+from contextlib import closing
+from functools import partial
+
+import pytest
+
+from minipar.comm import looking
+from minipar.server.connection import Line
+from minipar.server.framing import HEADER, Message, What, listen
+from minipar.server.peer import Peer, Refused
+from minipar.server.switchboard import Switchboard
+
+TOKEN = b"t" * 32
+
+
+class Heard:
+    """A server's messages and their bytes."""
+
+    def __init__(self) -> None:
+        self.messages: list[tuple[Message, bytes]] = []
+        self.memory = memoryview(b"")
+
+    def target(self, peer: Peer, message: Message) -> memoryview:
+        self.memory = memoryview(bytearray(message.size))
+        return self.memory
+
+    def done(self, peer: Peer, message: Message) -> None:
+        self.messages.append((message, bytes(self.memory)))
+
+
+@pytest.fixture
+def ends(tmp_path):
+    """A worker's end and a server's, each of which has proved itself."""
+    heard, found = Heard(), []
+    with closing(listen(f"unix:{tmp_path}/0")) as listener:
+        listener.setblocking(True)
+        thread = threading.Thread(target=lambda: found.append(Line(f"unix:{tmp_path}/0", TOKEN, 10.0)))
+        thread.start()
+        peer = Peer(listener.accept()[0], TOKEN, heard.target, heard.done)
+    while not peer.proved:
+        peer.read()
+    thread.join()
+    with closing(found[0]) as line, closing(peer):
+        yield line, peer, heard
+
+
+def messages(sizes):
+    draw = random.Random(len(sizes))
+    return [(Message(What.PUSH, k, 1, 2, 3, 4, size), draw.randbytes(size)) for k, size in enumerate(sizes)]
+
+
+@pytest.mark.parametrize("longest", [1, 7, 41, 5000, 1 << 20])
+def test_messages_come_in_any_pieces(longest):
+    """Short ones, none, and one that is longer than what is taken in at once."""
+    near, far = socket.socketpair()
+    heard, sent = Heard(), messages([0, 1, 40, 0, 3000, 50_000 if longest > 100 else 100, 5] * 3)
+    data = b"".join(HEADER.pack(*message) + content for message, content in sent)
+    draw = random.Random(longest)
+    with closing(far), closing(Peer(near, b"", heard.target, heard.done)) as peer:
+        while data:
+            size = draw.randint(1, longest)
+            done = far.send(data[:size])
+            data = data[done:]
+            peer.read()
+            while peer.unread:
+                peer.read()
+        assert not peer.ended
+    assert heard.messages == sent
+
+
+def test_nothing_is_heard_before_the_proof():
+    near, far = socket.socketpair()
+    heard = Heard()
+    with closing(far), closing(Peer(near, TOKEN, heard.target, heard.done)) as peer:
+        far.sendall(bytes(64) + HEADER.pack(*Message(What.LEAVE)))
+        with pytest.raises(Refused):
+            peer.read()
+        assert peer.ended
+        assert not heard.messages
+
+
+def test_an_answer_comes_to_where_it_belongs(ends):
+    line, peer, _ = ends
+    for size in (0, 10, 1000, 100_000):
+        into = memoryview(bytearray(max(1000, size)))
+        sent = random.Random(size).randbytes(size)
+        peer.send(Message(What.ANSWER, 1, 2, 3, 4, 5), sent)
+        message = line.receive(into)
+        assert message == Message(What.ANSWER, 1, 2, 3, 4, 5, size)
+        place = into if size == len(into) else memoryview(bytearray(size))
+        line.read(place)
+        assert place == sent
+
+
+def test_what_comes_instead_of_an_answer_is_not_lost(ends):
+    """A text that is as long as the answer would be, other messages, and an answer behind them."""
+    line, peer, _ = ends
+    into = memoryview(bytearray(100))
+    peer.send(Message(What.ACK, step=3))
+    peer.send(Message(What.REFUSED), b"x" * 100)
+    peer.send(Message(What.ACK, step=4))
+    peer.send(Message(What.ANSWER), b"y" * 100)
+    assert line.receive(into) == Message(What.ACK, step=3)
+    assert line.receive(into) == Message(What.REFUSED, size=100)
+    assert line.text(100) == "x" * 100
+    assert line.receive(into) == Message(What.ACK, step=4)
+    assert line.receive(into).what == What.ANSWER
+    line.read(into)
+    assert into == b"y" * 100
+    peer.send(Message(What.REFUSED), b"z" * 100)
+    assert line.receive(into).what == What.REFUSED
+    assert line.text(100) == "z" * 100
+    assert into == b"y" * 100  # a parameter stays as it was
+
+
+def test_an_answer_without_bytes_leaves_the_parameters(ends):
+    """Nor does what comes with it, at the end of a run."""
+    line, peer, _ = ends
+    into = memoryview(bytearray(b"p" * 200_000))
+    peer.send(Message(What.ANSWER))
+    peer.send(Message(What.CLOSED))
+    assert line.receive(into) == Message(What.ANSWER)
+    line.read(into[:0])
+    assert line.receive(into) == Message(What.CLOSED)
+    assert into == b"p" * 200_000
+
+
+def test_what_the_system_does_not_take_waits_its_turn():
+    near, far = socket.socketpair()
+    heard, written = Heard(), []
+    sent = messages([0, 30_000_000, 10, 0, 200_000])
+    with closing(far), closing(Peer(near, b"", heard.target, heard.done)) as peer:
+        peer.send(*sent[0], lambda: written.append(0))
+        peer.send(*sent[1], lambda: written.append(1))
+        assert peer.busy
+        assert written == [0]
+        came = far.recv(1_000_000)  # so that there is room again
+        for k in (2, 3, 4):
+            peer.send(*sent[k], partial(written.append, k))
+        while peer.busy:
+            came += far.recv(1 << 24)
+            peer.flush()
+        assert written == [0, 1, 2, 3, 4]
+        near.shutdown(socket.SHUT_WR)
+        while more := far.recv(1 << 24):
+            came += more
+    assert came == b"".join(HEADER.pack(*message) + content for message, content in sent), "and nothing overtakes"
+
+
+def test_what_was_read_before_a_connection_is_handed_over_is_heard():
+    """Server 0's first words may come together with its greeting."""
+    near, far = socket.socketpair()
+    heard, header = Heard(), HEADER.pack(*Message(What.ROW, 2, size=3))
+    with closing(socket.socket(socket.AF_UNIX)) as listener, closing(far):
+        listener.bind("")
+        listener.listen()
+        board = Switchboard(listener, b"", heard.target, heard.done, lambda _: None)
+        board.adopt(near, header + b"abc" + header[:11])
+        board.wait(0.2)
+        assert [content for _, content in heard.messages] == [b"abc"]
+        far.sendall(header[11:] + b"def")
+        while len(heard.messages) < 2:
+            board.wait(10)
+        board.close()
+    assert [content for _, content in heard.messages] == [b"abc", b"def"]
+
+
+def test_a_server_looks_for_the_next_message_before_it_sleeps(monkeypatch: pytest.MonkeyPatch):
+    """The selector is not asked to sleep for what comes while it looks, and is asked for what does not."""
+    monkeypatch.setattr(looking, "SHORT", 30.0)
+    near, far = socket.socketpair()
+    heard, slept = Heard(), []
+    with closing(socket.socket(socket.AF_UNIX)) as listener, closing(far):
+        listener.bind("")
+        listener.listen()
+        board = Switchboard(listener, b"", heard.target, heard.done, lambda _: None)
+        board.looking.alone = False
+        select = board.selector.select
+        monkeypatch.setattr(board.selector, "select", lambda seconds: slept.append(seconds) or select(seconds))
+        board.adopt(near)
+        later = threading.Timer(0.05, far.sendall, [HEADER.pack(*Message(What.ROW, 2, size=3)) + b"abc"])
+        later.start()
+        board.wait(10)
+        later.join()
+        assert [content for _, content in heard.messages] == [b"abc"]
+        assert len(slept) > 1
+        assert set(slept) == {0}
+        monkeypatch.setattr(looking, "SHORT", 1e-3)
+        board.wait(0.01)
+        assert slept[-1] == 0.01
+        assert len(heard.messages) == 1
+        board.close()

@@ -1,0 +1,397 @@
+"""The parameter server: every mode against a plain torch loop that reads only the recorded order; faults; bad input."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import threading
+import time
+from contextlib import closing
+from functools import partial
+
+import pytest
+import torch
+
+from minipar.cluster import worker
+from minipar.cluster.members import Revived
+from minipar.errors import RankDied, RankError, ServerClosed
+from minipar.program.server_rule import Kind, Mode, Row
+from minipar.server import process, pushing, rendezvous, snapshot
+from minipar.server.connection import Line
+from minipar.server.framing import HEADER, Message, What
+from minipar.server.served import Settings
+from minipar.server.shard import Shard, key_of, pieces_of
+from minipar.server.switchboard import Switchboard
+from minipar.strategies.shares import cut
+from tests.comm import kills
+
+WORKERS = kills.WORKERS
+
+
+def keys():
+    return [key_of(k, v) for k, v in enumerate(kills.initial())]
+
+
+def train(cluster, folder, mode, optimizer="momentum", tcp=False, steps=8, slow=0.002, **more):
+    servers = cluster.size - WORKERS
+    rendezvous.open_folder(str(folder), keys(), servers, tcp)
+    settings = Settings(WORKERS, steps, kills.OPTIMIZERS[optimizer], Mode.parse(mode, WORKERS), **more)
+    found = cluster.run(kills.take_part, str(folder), settings, "", -1, 0, slow, True)
+    served = found[WORKERS:]
+    return [Row(*row) for row in served[0].order], torch.cat([s.values.view(torch.float64) for s in served]), served
+
+
+@pytest.mark.parametrize("mode", kills.MODES)
+@pytest.mark.parametrize(("servers", "optimizer", "tcp"), [(1, "sgd", True), (2, "adam", False)])
+def test_parameters_are_those_of_the_recorded_order(clusters, tmp_path, mode, servers, optimizer, tcp):
+    order, mine, served = train(clusters(WORKERS + servers), tmp_path, mode, optimizer, tcp)
+    values, taken, stale = kills.replay(order, kills.OPTIMIZERS[optimizer])
+    assert torch.equal(mine, values)
+    bound = Mode.parse(mode, WORKERS).staleness(WORKERS)
+    assert bound is None or max(stale) <= bound
+    if mode.startswith("k-of-n"):
+        assert all(len(update) == 2 for update in taken)
+        dropped = [(row.worker, row.step) for row in order if row.kind is Kind.DROP]
+        assert not set(dropped) & {t for update in taken for t in update}
+    else:
+        done = sorted(t for update in taken for t in update)
+        assert done == [(w, s) for w in range(WORKERS) for s in range(8)]
+    size = sum(key.nbytes for key in keys())
+    pushes = sum(row.kind in (Kind.TAKE, Kind.DROP) for row in order)
+    late = WORKERS if mode.startswith("k-of-n") else 0  # gradients that nobody waited for at the end
+    assert pushes * size <= sum(one.received for one in served) <= (pushes + late) * size
+
+
+def test_a_straggler_holds_up_only_those_who_wait_for_it(clusters, tmp_path):
+    """Who is ahead of whom when it pulls, by mode, with a worker that sleeps."""
+    gaps = {}
+    for mode in ("sync", "async", "ssp:0", "ssp:2"):
+        order, _, _ = train(clusters(4), tmp_path / mode, mode, slow=0.03)
+        clocks, gaps[mode] = dict.fromkeys(range(WORKERS), 0), 0
+        for row in order:
+            if row.kind is Kind.TAKE:
+                clocks[row.worker] = row.step + 1
+            elif row.kind is Kind.ANSWER and row.step < 8:
+                gaps[mode] = max(gaps[mode], clocks[row.worker] - min(clocks.values()))
+    assert gaps["sync"] == gaps["ssp:0"] == 0
+    assert gaps["ssp:2"] == 2  # the bound, and it is reached
+    assert gaps["async"] > 3
+
+
+# faults
+
+
+@pytest.mark.parametrize("number", range(10))
+def test_killed_at_any_point_nothing_is_lost(clusters, number):
+    """Ten of the campaign of `make soak`: two for each point."""
+    case = kills.draw(number, 3)
+    assert kills.run(case, clusters(WORKERS + case.servers)), "the victim never came to its end"
+
+
+@pytest.mark.slow
+def test_a_longer_campaign():
+    assert sum(kills.campaign(20, 11).values()) == 20
+
+
+def hang(folder, settings, marker):
+    """Like `take_part`, but worker 1 stops for ever in its second step, the first time."""
+    rank = worker.context().rank
+    if rank >= WORKERS:
+        return process.serve(folder, rank - WORKERS, settings, kills.initial(), report=worker.report)
+    ps = pushing.connect(folder, rank)
+    while (step := ps.next_step()) is not None:
+        if rank == 1 and step == 1 and not os.path.exists(marker):
+            open(marker, "w").close()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(0.3 if rank == 0 else 0.0)  # so that it comes back before all is over
+        for k in range(3):
+            ps.push(k, kills.gradient(ps.pull(k), step, rank, k))
+    return None
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_worker_that_hangs_is_timed_out_and_comes_back(clusters, tmp_path, mode):
+    """Others go on after the patience, also in sync; the rank is ended, starts again and joins."""
+    cluster, heard = clusters(4), []
+
+    def listen(rank, fact):
+        if isinstance(fact, Revived):
+            return
+        heard.append(fact)
+        cluster.end_rank(fact[1])
+
+    rendezvous.open_folder(str(tmp_path), keys())
+    settings = Settings(WORKERS, 6, kills.OPTIMIZERS["sgd"], Mode.parse(mode, WORKERS), patience=0.5)
+    found = cluster.run_reviving(1, listen, hang, str(tmp_path), settings, str(tmp_path / "marker"))
+    assert heard == [("silent", 1)]
+    ((who, step, seconds),) = found[3].silent
+    assert (who, step) == (1, 1)
+    assert seconds >= 0.5
+    order = [Row(*row) for row in found[3].order]
+    assert torch.equal(found[3].values.view(torch.float64), kills.replay(order, kills.OPTIMIZERS["sgd"])[0])
+    assert sum(row.kind is Kind.JOIN and row.worker == 1 for row in order) == 2
+
+
+def slowly(folder, settings):
+    """Like `take_part`, but worker 1 computes for long in its second step, without letting another thread run."""
+    rank = worker.context().rank
+    if rank >= WORKERS:
+        return process.serve(folder, rank - WORKERS, settings, kills.initial(), report=worker.report)
+    ps = pushing.connect(folder, rank)
+    while (step := ps.next_step()) is not None:
+        if rank == 1 and step == 1:
+            ctypes.PyDLL(None).usleep(1_500_000)  # (which keeps the interpreter's lock)
+        for k in range(3):
+            ps.push(k, kills.gradient(ps.pull(k), step, rank, k))
+    return None
+
+
+@pytest.mark.parametrize("on_death", ["abort", "continue"])
+def test_a_worker_that_computes_for_long_is_waited_for(clusters, tmp_path, on_death):
+    """Three times as long as a worker that hangs would be waited for."""
+    rendezvous.open_folder(str(tmp_path), keys())
+    settings = Settings(WORKERS, 3, kills.OPTIMIZERS["sgd"], patience=0.5, on_death=on_death)
+    heard = []
+    found = clusters(4).run_reviving(0, lambda rank, fact: heard.append(fact), slowly, str(tmp_path), settings)
+    assert heard == []
+    assert found[3].silent == []
+    assert [row[1:3] for row in found[3].order if row[0] == Kind.TAKE] == [(w, s) for s in range(3) for w in range(3)]
+
+
+def test_a_death_ends_the_run_where_that_is_wanted(clusters, tmp_path):
+    settings = Settings(WORKERS, 8, kills.OPTIMIZERS["sgd"], on_death="abort")
+    rendezvous.open_folder(str(tmp_path), keys())
+    with pytest.raises(RankDied, match="rank 1"):
+        clusters(4).run(kills.take_part, str(tmp_path), settings, "compute", 1, 5, 0.0, False)
+
+
+def test_deaths_beyond_the_agreed_number_are_raised(clusters):
+    with pytest.raises(RankDied, match="rank 0"):
+        clusters(4).run_reviving(2, lambda rank, fact: None, die_always)
+    assert clusters(4).run(rank_of) == [0, 1, 2, 3]
+
+
+def die_always():
+    if worker.context().rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def rank_of():
+    return worker.context().rank
+
+
+def test_a_snapshot_is_whole_or_not_there(tmp_path):
+    folder, values = str(tmp_path), {"x": torch.arange(5)}
+
+    def stop(point):
+        raise KeyboardInterrupt
+
+    for number in (1, 2, 3):
+        snapshot.write(folder, 0, number, values, {"n": number})
+    assert snapshot.numbers(folder, 0) == [2, 3]
+    with pytest.raises(KeyboardInterrupt):
+        snapshot.write(folder, 0, 4, values, {}, stop)
+    assert snapshot.numbers(folder, 0) == [2, 3]
+    (tmp_path / "snapshot-5.0").write_bytes((tmp_path / "snapshot-3.0").read_bytes()[:-8])
+    assert snapshot.numbers(folder, 0) == [2, 3], "a damaged file is none"
+    tensors, facts = snapshot.read(folder, 0, 3)
+    assert torch.equal(tensors["x"], values["x"])
+    assert facts == {"n": 3}
+    assert snapshot.numbers(folder, 1) == []
+
+
+# in one process: a server in a thread
+
+
+@pytest.fixture
+def one_server(tmp_path):
+    folder = str(tmp_path)
+    handle = rendezvous.open_folder(folder, keys())
+    settings = Settings(2, 4, kills.OPTIMIZERS["sgd"], Mode("async"))
+    result = []
+    thread = threading.Thread(target=lambda: result.append(process.serve(folder, 0, settings, kills.initial())))
+    thread.start()
+    yield folder, handle, result
+    for who in range(2):
+        if not handle.closed:
+            pushing.connect(folder, who).close()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def steps_of(folder, who, begin=lambda: None):
+    ps = pushing.connect(folder, who)
+    begin()
+    while (step := ps.next_step()) is not None:
+        for k in range(3):
+            ps.push(k, kills.gradient(ps.pull(k), step, who, k))
+
+
+def all_at_once(*calls):
+    """A worker waits at its end until all are done, so each has a thread of its own."""
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def test_bad_pushes_are_refused_where_they_are_made(one_server):
+    folder, _, _ = one_server
+    ps = pushing.connect(folder, 1)
+    ps.next_step()
+    for bad, text in [
+        (torch.zeros(3, 3, dtype=torch.float64), r"worker 1: push of key 1 as float64 \(3, 3\); .* float64 \(3,\)"),
+        (torch.zeros(3), r"worker 1: push of key 1 as float32 \(3,\); the servers have it as float64 \(3,\)"),
+    ]:
+        with pytest.raises(RankError, match=text):
+            ps.push(1, bad)
+    with pytest.raises(RankError, match="worker 1: push of key 'w', which is unknown; the servers have 0, 1, 2"):
+        ps.push("w", torch.zeros(3))
+    with pytest.raises(RankError, match="worker 1: pull of key 9"):
+        ps.pull(9)
+    ps.push(1, torch.zeros(3, dtype=torch.float64))
+    with pytest.raises(RankError, match="worker 1: key 1 was pushed before in step 0"):
+        ps.push(1, torch.zeros(3, dtype=torch.float64))
+    with pytest.raises(RankError, match="step 0 is not done, key 0 was not pushed"):
+        ps.next_step()
+    ps.close()
+    steps_of(folder, 0)  # the other one is not disturbed
+
+
+def test_a_closed_server_says_so(one_server):
+    folder, _, _ = one_server
+    ps = pushing.connect(folder, 1)
+    ps.close()
+    steps_of(folder, 0)
+    with pytest.raises(ServerClosed, match="worker 1: push of key 1"):
+        ps.push(1, torch.zeros(3, dtype=torch.float64))
+    with pytest.raises(ServerClosed, match="worker 2"):
+        pushing.connect(folder, 2)
+
+
+def test_what_is_sent_twice_counts_once(one_server):
+    """A connection that breaks before the acknowledgement: the same gradient is sent again, to the same servers."""
+    folder, _, result = one_server
+
+    def stutter(who):
+        ps = pushing.connect(folder, who)
+        while (step := ps.next_step()) is not None:
+            for k in range(3):
+                ps.push(k, kills.gradient(ps.pull(k), step, who, k))
+                if (step + k) % 2:
+                    ps.lines[0].socket.shutdown(socket.SHUT_RDWR)
+            if step == 2 and ps.lines:
+                ps._resend()
+
+    all_at_once(lambda: stutter(0), lambda: stutter(1))
+    while not result:
+        time.sleep(0.01)
+    values, taken, _ = kills.replay(result[0].order, kills.OPTIMIZERS["sgd"])
+    assert torch.equal(result[0].values.view(torch.float64), values)
+    assert sorted(t for update in taken for t in update) == [(w, s) for w in range(2) for s in range(4)]
+
+
+def test_a_worker_may_join_later(one_server):
+    """One that nobody expected, by what stands in the folder. Worker 0 is not done before it is there."""
+    folder, _, result = one_server
+    joined = threading.Event()
+    begin = {0: partial(joined.wait, 30), 1: lambda: None, 5: joined.set}
+    all_at_once(*(partial(steps_of, folder, who, begin[who]) for who in (0, 5, 1)))
+    while not result:
+        time.sleep(0.01)
+    values, taken, _ = kills.replay(result[0].order, kills.OPTIMIZERS["sgd"])
+    assert torch.equal(result[0].values.view(torch.float64), values)
+    assert {w for update in taken for w, _ in update} == {0, 1, 5}
+
+
+def test_strangers_and_nonsense_harm_nobody(one_server):
+    folder, handle, _ = one_server
+    pushing.connect(folder, 1).close()  # so that the server is there
+    with pytest.raises((ConnectionError, RankError)):
+        Line(handle.addresses[0], b"x" * 32, 2.0).receive()
+    with socket.socket(socket.AF_UNIX) as silent, socket.socket(socket.AF_UNIX) as loud:
+        silent.connect(handle.addresses[0].removeprefix("unix:"))
+        loud.connect(handle.addresses[0].removeprefix("unix:"))
+        loud.sendall(os.urandom(4096))
+        for message, data in [
+            (Message(What.PUSH, 0, 0), b"y" * 100),
+            (Message(What.HELLO), b"{}"),
+            (Message(What.HELLO), b'{"keys": "other", "worker": 0, "life": 1, "server": -1, "snapshots": []}'),
+            (Message(77), b""),
+        ]:
+            line = Line(handle.addresses[0], handle.token, 2.0)
+            line.send(message, data)
+            assert line.receive().what == What.REFUSED
+            line.close()
+        steps_of(folder, 0)
+
+
+def test_where_there_is_no_server(tmp_path):
+    with pytest.raises(RankError, match="no parameter server has its handle there"):
+        pushing.connect(str(tmp_path), 0)
+    rendezvous.open_folder(str(tmp_path), keys())
+    assert os.stat(tmp_path / "handle.json").st_mode & 0o077 == 0, "the token is nobody else's"
+    with pytest.raises(RankError, match=r"worker 0: no server at .* for 0.1 s"):
+        pushing.connect(str(tmp_path), 0, patience=0.1)
+    with pytest.raises(RankError, match="servers=0: must be at least 1"):
+        rendezvous.open_folder(str(tmp_path), keys(), 0)
+    with pytest.raises(RankError, match="servers=99: too many"):
+        rendezvous.open_folder(str(tmp_path), keys(), 99)
+
+
+# the parts of servers
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3, 5])
+def test_every_byte_has_one_server(servers):
+    sizes = [8, 4000, 0, 12, 33 * 4, 1]
+    parts = cut(sizes, servers)
+    for tensor, size in enumerate(sizes):
+        runs = [(p.start, p.stop) for pieces in parts for p in pieces if p.tensor == tensor]
+        assert [a for a, _ in runs] == ([0, *[b for _, b in runs[:-1]]] if size else [])
+        assert not runs or runs[-1][1] == size
+    loads = [sum(p.size for p in pieces) for pieces in parts]
+    assert max(loads) - min(loads) <= 48, "equal bytes, however large one tensor is"
+
+
+def test_answers_on_their_way_keep_their_version():
+    """An update while parameters are being sent to a slow reader goes to memory of its own."""
+    values = kills.initial()
+    shard = Shard(keys(), pieces_of(keys(), 1)[0], values, kills.OPTIMIZERS["sgd"])
+
+    class Slow:
+        busy = True
+
+    before, kept = shard.flat, shard.flat.clone()
+    shard.readers.append(Slow())
+    for step in range(2):
+        pushed = shard.pushing(0, 1, step, 1, 1)
+        pushed.room.flat.view(torch.float64).fill_(1.0)
+        pushed.missing.clear()
+        shard.apply([pushed])
+        assert torch.equal(before, kept)
+    assert not torch.equal(shard.flat, kept)
+
+
+def test_many_small_messages_at_once_are_all_heard():
+    """More than a connection's turn is long, taken in by one read: nothing more comes that would wake the server."""
+    near, far = socket.socketpair()
+    heard: list[Message] = []
+    memory = memoryview(bytearray(8))
+    with closing(socket.socket(socket.AF_UNIX)) as listener, closing(far):
+        listener.bind("")
+        listener.listen()
+        board = Switchboard(
+            listener, b"", lambda peer, message: memory[: message.size], lambda _, m: heard.append(m), lambda _: None
+        )
+        board.adopt(near)
+        header = HEADER
+        far.sendall(b"".join(header.pack(What.PUSH, k, 0, 0, 0, 0, 8, 0, 0) + bytes(8) for k in range(200)))
+        for _ in range(20):
+            board.wait(0.05)
+        board.close()
+    assert [message.key for message in heard] == list(range(200))

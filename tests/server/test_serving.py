@@ -1,0 +1,277 @@
+"""Training with parameter servers on real processes: equal to plain torch, or to the replay of the recorded order."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+from functools import partial
+
+import pytest
+import torch
+
+from minipar import Cluster, DeviceSpec, Plan, train, verify
+from minipar.cli import main
+from minipar.cluster import worker
+from minipar.errors import PlanError, RankDied
+from minipar.execution.execution import Job
+from minipar.models.parameter_groups import shape_of
+from minipar.models.selective_checkpoint import Recomputed
+from minipar.server.serving import execute_served
+from minipar.training.plainly import replay_service
+from tests.toys import rows, toy
+
+MODEL = partial(toy, ("linear", "tuples", "dropout", "in-place", "unused"), tied=True, frozen=(1,))
+mse = torch.nn.functional.mse_loss
+
+
+def run(clusters, words, data=None, model=MODEL, steps=4, optimizer=None, **more):
+    plan = Plan.parse(words)
+    optimizer = optimizer or partial(torch.optim.SGD, lr=0.5)
+    data = data or rows(17)
+    found = train(model, data, plan, cluster=clusters(plan.ranks), steps=steps, loss=mse, optimizer=optimizer,
+                  dtype=torch.float64, check=True, progress=False, **more)  # fmt: skip
+    verify(found.program)
+    assert found.trace.program == found.program
+    again = replay_service(Job(model, data, 32, mse, optimizer, 0, torch.float64), found.service.order, plan.dp, steps,
+                   plan.total_microbatches)  # fmt: skip
+    for name, values in found.service.parameters.items():
+        assert (again.parameters[name] - values).abs().max() <= 1e-12, name
+    return found
+
+
+@pytest.mark.parametrize("words", ["dp=3 sync=ps", "dp=2 sync=ps servers=2 microbatches=3 bucket=0.0001",
+                                   "dp=2 sync=ps microbatches=2 accumulate=2 checkpoint=2 overlap=none"])  # fmt: skip
+def test_sync_equals_plain_torch(clusters, words):
+    found = run(clusters, words)
+    assert found.max_gradient_error() <= 1e-12
+    for mine, plain in zip(found.losses, found.reference.losses, strict=True):
+        assert abs(mine - plain) <= 1e-12 * max(1.0, abs(plain))
+
+
+def test_sync_equals_allreduce(clusters):
+    """The same model, rows and optimizer with both."""
+    served = run(clusters, "dp=2 sync=ps servers=2", steps=3)
+    plan = Plan.parse("dp=2")
+    reduced = train(MODEL, rows(17), plan, cluster=clusters(2), steps=3, loss=mse, dtype=torch.float64, check=True,
+                    optimizer=partial(torch.optim.SGD, lr=0.5), progress=False)  # fmt: skip
+    for mine, other in zip(served.gradients, reduced.gradients, strict=True):
+        assert all((mine[name] - other[name]).abs().max() <= 1e-12 for name in mine)
+
+
+@pytest.mark.parametrize("mode", ["async", "ssp:1", "k-of-n:2/3"])
+@pytest.mark.parametrize("optimizer", [None, partial(torch.optim.AdamW, lr=0.01)])
+def test_recorded_order_replays_exactly(clusters, mode, optimizer):
+    found = run(clusters, f"dp=3 sync=ps mode={mode} microbatches=2", optimizer=optimizer, steps=5)
+    assert found.max_gradient_error() <= 1e-12
+    for mine, plain in zip(found.losses, found.reference.losses, strict=True):
+        assert abs(mine - plain) <= 1e-12 * max(1.0, abs(plain))
+    bound = found.program.contract.bound
+    assert bound is None or max(found.trace.staleness()) <= bound
+    assert len(found.step_times) == 1
+
+
+@pytest.mark.parametrize("count", [7, 3])
+def test_uneven_rows(clusters, count):
+    assert run(clusters, "dp=3 sync=ps microbatches=2", rows(count)).max_gradient_error() <= 1e-12
+    assert run(clusters, "dp=3 sync=ps mode=async", rows(count)).max_gradient_error() <= 1e-12
+
+
+class KillsOnce:
+    """Rows that end the rank which asks for those of step 2 first, once."""
+
+    def __init__(self, marker, victim):
+        self.marker, self.victim = marker, victim
+
+    def batch(self, step, size):
+        if step == 2 and worker.in_rank() and worker.context().rank == self.victim:
+            try:
+                os.close(os.open(self.marker, os.O_CREAT | os.O_EXCL))
+                os.kill(os.getpid(), signal.SIGKILL)
+            except FileExistsError:
+                pass
+        made = torch.Generator().manual_seed(step)
+        return torch.randn(size, 6, generator=made), torch.randn(size, 6, generator=made)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_worker_dies_and_comes_back(clusters, tmp_path, mode):
+    data = KillsOnce(str(tmp_path / "killed"), 1)
+    found = train(partial(toy, ("linear",)), data, f"dp=3 sync=ps mode={mode} on_death=continue", cluster=clusters(4),
+                  steps=4, batch=9, loss=mse, dtype=torch.float64, check=True, progress=False)  # fmt: skip
+    assert os.path.exists(data.marker)
+    (death,) = found.service.deaths
+    assert "rank 1" in death
+    assert found.max_gradient_error() <= 1e-12
+    assert all(loss == loss for loss in found.losses)
+
+
+def test_a_worker_dies_and_all_end(clusters, tmp_path):
+    with pytest.raises(RankDied, match="rank 1"):
+        train(partial(toy, ("linear",)), KillsOnce(str(tmp_path / "killed"), 1), "dp=3 sync=ps mode=async",
+              cluster=clusters(4), steps=4, batch=9, loss=mse, progress=False)  # fmt: skip
+
+
+def test_what_does_not_go_together(clusters):
+    with pytest.raises(PlanError, match="memory=True: not together with sync=ps"):
+        train(MODEL, rows(8), "dp=2 sync=ps", cluster=clusters(3), memory=True)
+    with pytest.raises(PlanError, match="otherwise than the whole one|cannot update slices"):
+        train(partial(toy, ("linear",)), rows(8), "dp=2 sync=ps", cluster=clusters(3), loss=mse, steps=1,
+              optimizer=torch.optim.LBFGS, progress=False)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_command_line(capsys):
+    words = ["run", "dp=3 sync=ps mode=async", "--model", "mlp-digits", "--steps", "3", "--dtype", "float64"]
+    assert main([*words, "--check", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["max_gradient_error"] <= 1e-12
+    assert len(found["staleness"]) == len(found["bytes_sent"]) == len(found["peak_memory"]) == 4
+    assert found["server_bytes"]["predicted"] == found["server_bytes"]["measured"]
+    parameters = found["bytes_sent"][0]
+    assert found["server_bytes"]["measured"] == [6 * parameters]
+    assert found["allreduce_bytes"] == round(2 * 2 / 3 * parameters)
+
+
+def test_a_real_straggler(clusters):
+    """An emulated device per rank, the first five times slower: only k-of-n gets by without it."""
+    from minipar import Cluster
+
+    def costs(program):
+        from minipar.costs.unit import UnitCosts
+
+        return UnitCosts(program, 0.004, 0.008, stage_factors=[5.0] + [1.0] * (len(program.ranks) - 1))
+
+    times = {}
+    with Cluster(4, device=DeviceSpec(costs=costs)) as cluster:
+        for mode in ("sync", "k-of-n:2/3"):
+            found = train(partial(toy, ("linear",)), rows(9), f"dp=3 sync=ps mode={mode}", cluster=cluster, steps=8,
+                          loss=mse, progress=False)  # fmt: skip
+            times[mode] = found.trace.time
+    assert times["sync"] > 8 * 0.06
+    assert times["k-of-n:2/3"] < times["sync"]
+
+
+class Counting(Recomputed):
+    """A product of two readings of its input, and how often it was computed, in a file."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path = path
+
+    def compute(self, *inputs):
+        with open(self.path, "a") as file:
+            file.write("x")
+        return inputs[0] * inputs[0].tanh()
+
+
+def with_core(path):
+    return [torch.nn.Linear(6, 6), torch.nn.Sequential(Counting(path), torch.nn.Linear(6, 6)), torch.nn.Linear(6, 6)]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_core_of_a_layer_runs_again_in_the_backward(clusters, tmp_path, mode):
+    calls = {}
+    for words in ("none", "selective"):
+        path = tmp_path / words
+        plan = f"dp=2 sync=ps mode={mode} checkpoint={words}"
+        found = train(partial(with_core, str(path)), rows(8), plan, loss=mse, cluster=clusters(3), steps=3, batch=8,
+                      dtype=torch.float64, check=True, progress=False)  # fmt: skip
+        assert found.program.selective == (words == "selective")
+        assert found.max_gradient_error() <= 1e-12
+        calls[words] = path.stat().st_size
+    assert calls["selective"] >= calls["none"] + 2 * 3  # (one backward each, two workers, three steps)
+
+
+def test_a_model_without_a_core_is_refused(clusters):
+    with pytest.raises(PlanError, match="checkpoint=selective: no layer of this model has a part"):
+        train(partial(toy, ("linear",)), rows(8), "dp=2 sync=ps checkpoint=selective", cluster=clusters(3), loss=mse,
+              progress=False)  # fmt: skip
+
+
+class Slow(torch.nn.Linear):
+    """Takes long, and lets no other thread of its process run meanwhile."""
+
+    def forward(self, input):
+        ctypes.PyDLL(None).usleep(800_000)
+        return super().forward(input)
+
+
+@pytest.mark.parametrize("on_death", ["abort", "continue"])
+def test_a_forward_that_takes_longer_than_the_patience(clusters, on_death):
+    """Also the first one, before the first step."""
+    layers = [Slow(6, 6), torch.nn.Linear(6, 6)]
+    program = Plan.parse("dp=2 sync=ps").compile(shape_of(layers), steps=1)
+    job = Job(lambda: torch.nn.Sequential(*layers), rows(8), 8, mse, partial(torch.optim.SGD, lr=0.1), 0, torch.float64)
+    done, service = execute_served(program, job, clusters(3), on_death=on_death, patience=0.3)
+    assert len(done.losses) == 1
+    assert service.silent == service.deaths == []
+
+
+class KillsAlways(KillsOnce):
+    """Rows that end the rank which asks for those of step 2, every time."""
+
+    def batch(self, step, size):
+        if step == 2 and worker.in_rank() and worker.context().rank == self.victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().batch(step, size)
+
+
+def test_to_start_a_worker_again_that_always_dies_ends_with_an_error(clusters):
+    with pytest.raises(RankDied, match=r"rank 1 .*It died 3 times without a step in between: .* does not help"):
+        train(partial(toy, ("linear",)), KillsAlways("", 1), "dp=2 sync=ps on_death=continue", cluster=clusters(3),
+              steps=4, batch=9, loss=mse, progress=False)  # fmt: skip
+    assert clusters(3).run(lambda: 7) == [7, 7, 7]
+
+
+def four_layers():
+    return torch.nn.Sequential(*(torch.nn.Linear(40, 40) for _ in range(4)))
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_emulated_links_reach_the_servers(servers):
+    """26 KB there and back for each of three workers, and a message's latency: as long as was predicted."""
+    both = torch.randn(2, 12, 40, generator=torch.Generator().manual_seed(0))
+    spec = DeviceSpec.parse("forward=60ms backward=120ms bandwidth=1MB/s latency=20ms")
+    times = {}
+    with Cluster(3 + servers, device=spec) as cluster:
+        for mode in ("sync", "async", "ssp:1", "k-of-n:2/3"):
+            plan = f"dp=3 sync=ps servers={servers} mode={mode} bucket=0.01"
+            found = train(four_layers, tuple(both), plan, cluster=cluster, steps=3, batch=12, loss=mse,
+                          dtype=torch.float32, progress=False, check=True)  # fmt: skip
+            verify(found.program)
+            assert found.max_gradient_error() <= 1e-5
+            times[mode] = found.trace.time
+            assert found.trace.time == pytest.approx(found.predicted.time, rel=0.05), mode
+            if mode == "sync":  # in the other modes servers decide as they run, and may do better than was predicted
+                assert found.trace.time >= 0.99 * found.predicted.time, "nothing ends before the device would end it"
+    assert times["sync"] > 3 * (0.18 + 2 * 0.02 + 0.026)
+
+
+def test_emulated_links_by_a_function():
+    """A latency that only the device's own function knows."""
+    from minipar.costs.unit import UnitCosts
+
+    def costs(program):
+        return UnitCosts(program, 0.02, 0.04, latency=0.05, stage_factors=[1.0, 2.0, 1.0])
+
+    with Cluster(3, device=DeviceSpec(costs=costs)) as cluster:
+        found = train(four_layers, tuple(torch.randn(2, 8, 40)), "dp=2 sync=ps", cluster=cluster, steps=4, batch=8,
+                      loss=mse, progress=False)  # fmt: skip
+    assert found.predicted.time == pytest.approx(4 * (0.12 + 2 * 0.05))
+    assert found.trace.time == pytest.approx(found.predicted.time, rel=0.05)
+
+
+def detached():
+    return torch.nn.Sequential(torch.nn.Linear(6, 6), Detached())
+
+
+class Detached(torch.nn.Module):
+    def forward(self, x):
+        return x.detach()
+
+
+def test_a_model_that_no_gradient_reaches(clusters):
+    found = run(clusters, "dp=2 sync=ps mode=ssp:0", model=detached, steps=2)
+    assert all(not g.any() for each in found.gradients for g in each.values())

@@ -1,0 +1,673 @@
+"""Pictures: what is drawn is what ran. Bars are counted, colours compared, texts measured, SVG and HTML parsed."""
+
+import base64
+import itertools
+import re
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import matplotlib
+import numpy as np
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_hex
+
+from minipar import MiniparError, Plan, simulate
+from minipar.program import Instruction, Op
+from minipar.trace import drawing
+from minipar.trace.figure import LOOKS
+
+MiB = 2**20
+
+
+class Costs:
+    """Milliseconds and mebibytes. `slow` tells a "measured" run from the prediction."""
+
+    def __init__(self, slow=1.0):
+        self.slow = slow
+
+    def compute(self, rank, ins):
+        time = {Op.FORWARD: 0.010, Op.BACKWARD: 0.020, Op.STEP: 0.003}[ins.op]
+        return time * len(ins.layers) * (1 + (self.slow - 1) * (1 + (ins.microbatch * 7 + rank) % 3))
+
+    def transfer(self, rank, ins):
+        return 0.001 * self.slow, 0.0005
+
+    def collective(self, ins):
+        return 0.006 * self.slow
+
+    def size(self, rank, value):
+        return {"param": 3 * MiB, "grad": 3 * MiB, "saved": 2 * MiB}.get(value.kind, MiB / 4)
+
+
+def unit(**plan):
+    program = Plan(**plan).compile(layers=plan.get("pp", 1))
+    return simulate(program, forward=1.0, backward=2.0)
+
+
+def pair(layers=None, **plan):
+    """A prediction, and what is drawn as its measurement: other times, another origin."""
+    program = Plan(**plan).compile(layers=layers or plan.get("pp", 1))
+    predicted = replace(simulate(program, Costs()), note="predicted from round numbers")
+    other = simulate(program, Costs(1.1))
+    starts, ends = ([[1000 + t for t in row] for row in rows] for rows in (other.starts, other.ends))
+    return predicted, replace(other, kind="measured", starts=starts, ends=ends, data=[MiB] * len(starts))
+
+
+def collections(figure):
+    return {c.get_gid(): c for c in figure.axes[0].collections if c.get_gid()}
+
+
+def texts(figure):
+    return [text.get_text() for text in figure.axes[0].texts]
+
+
+def legend(figure):
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def corners(collection):
+    """(start, end, top, bottom) of each bar."""
+    boxes = [path.get_extents() for path in collection.get_paths()]
+    return [(box.x0, box.x1, box.y0, box.y1) for box in boxes]
+
+
+# bars -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b"])
+@pytest.mark.parametrize("pm", [(1, 1), (2, 3), (4, 8)])
+def test_every_compute_instruction_is_one_bar_at_its_place(schedule, pm):
+    trace = unit(pp=pm[0], microbatches=pm[1], schedule=schedule)
+    figure = drawing.draw([trace])
+    found = collections(figure)
+    for kind, op in {"forward": Op.FORWARD, "backward": Op.BACKWARD, "optimizer-step": Op.STEP}.items():
+        ran = [(e.rank, e.start, e.end) for e in trace.events if e.instruction.op is op]
+        drawn = corners(found[f"predicted-{kind}"])
+        assert len(drawn) == len(ran)
+        for (rank, start, end), (x0, x1, top, bottom) in zip(ran, drawn, strict=True):
+            assert x0 == pytest.approx(start)
+            assert x1 == pytest.approx(end, abs=0.1 if op is Op.STEP else 1e-9)  # what takes no time is a thin line
+            assert rank < top < bottom < rank + 1
+    assert not figure.axes[0].patches  # one collection a kind, not one patch a bar
+    assert figure.axes[0].yaxis_inverted()
+    assert [t.get_text() for t in figure.axes[0].get_yticklabels()] == [f"rank {r}" for r in range(pm[0])]
+
+
+def test_communication_is_drawn_where_it_takes_time():
+    program = Plan(pp=2, dp=2, microbatches=4).compile(layers=2)
+    ops = Counter(ins.op for row in program.ranks for ins in row)
+    found = collections(drawing.draw([simulate(program, Costs())]))
+    drawn = {gid: len(c.get_paths()) for gid, c in found.items()}
+    assert drawn == {
+        "predicted-forward": ops[Op.FORWARD], "predicted-backward": ops[Op.BACKWARD],
+        "predicted-optimizer-step": ops[Op.STEP], "predicted-message": ops[Op.SEND],
+        "predicted-receive": ops[Op.RECV], "predicted-collective": ops[Op.ALL_REDUCE],
+    }  # fmt: skip
+    for kind in ("message", "collective"):
+        assert found[f"predicted-{kind}"].get_hatch()
+    lowest_bar = max(c[3] % 1 for c in corners(found["predicted-forward"]))
+    assert all(c[2] % 1 > lowest_bar for c in corners(found["predicted-message"]))
+    assert set(collections(drawing.draw([simulate(program)]))) == {
+        "predicted-forward", "predicted-backward", "predicted-optimizer-step",
+    }  # fmt: skip
+    latency_only = set(collections(drawing.draw([simulate(program, latency=0.5)])))
+    assert {"predicted-message", "predicted-receive"} < latency_only
+    assert "predicted-collective" not in latency_only
+
+
+def test_colours_are_those_of_the_design():
+    found = collections(drawing.draw([simulate(Plan(pp=2, dp=2, microbatches=4).compile(layers=2), Costs())]))
+    faces = {gid: to_hex(c.get_facecolor()[0]) for gid, c in found.items() if gid != "predicted-receive"}
+    assert faces == {
+        "predicted-forward": "#0072b2", "predicted-backward": "#e69f00", "predicted-optimizer-step": "#009e73",
+        "predicted-message": "#cc79a7", "predicted-collective": "#cc79a7",
+    }  # fmt: skip
+    assert sum(found["predicted-backward"].get_edgecolor()[0][:3]) < 1  # a dark edge
+    assert LOOKS["recompute"].face == "#56B4E9"
+
+
+def test_every_kind_of_compute_has_its_own_look():
+    trace = unit(pp=2, microbatches=4)
+    swap = {Op.FORWARD: Op.RECOMPUTE, Op.BACKWARD: Op.BACKWARD_WEIGHT, Op.STEP: Op.BACKWARD_INPUT}
+    rows = [tuple(ins._replace(op=swap.get(ins.op, ins.op)) for ins in trace.program.ranks[0]), trace.program.ranks[1]]
+    figure = drawing.draw([replace(trace, program=replace(trace.program, ranks=tuple(rows)))])
+    kinds = ["forward", "backward", "input gradient", "weight gradient", "recompute", "optimizer step"]
+    assert legend(figure) == kinds
+    faces = [to_hex(collections(figure)[f"predicted-{kind.replace(' ', '-')}"].get_facecolor()[0]) for kind in kinds]
+    assert len(set(faces)) == len(kinds)
+
+
+def test_micro_batch_numbers():
+    figure = drawing.draw([unit(pp=2, microbatches=3)])
+    numbers = [t for t in texts(figure) if t.isdigit()]
+    assert Counter(numbers) == {"0": 4, "1": 4, "2": 4}
+    inks = {to_hex(t.get_color()) for t in figure.axes[0].texts if t.get_text().isdigit()}
+    assert inks == {"#fefefe", "#201400"}  # light on dark, dark on light
+    assert not [t for t in texts(drawing.draw([unit(pp=2, microbatches=3)], numbers=False)) if t.isdigit()]
+    assert not [t for t in texts(drawing.draw([unit(pp=2, microbatches=300)])) if t.isdigit()]  # no room
+    both_digits = [t for t in texts(drawing.draw([unit(pp=2, microbatches=16)])) if t.isdigit()]
+    assert Counter(both_digits) == dict.fromkeys(map(str, range(16)), 4)
+
+
+def test_idle_time_stands_beside_each_lane():
+    assert [t for t in texts(drawing.draw([unit(pp=4, microbatches=8)])) if "idle" in t] == ["27% idle"] * 4
+
+
+# two traces -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_collective_says_what_it_sends_rather_than_how_idle_it_is():
+    from minipar.costs.alpha_beta import AlphaBeta
+    from minipar.program.collectives import program
+
+    one = program("broadcast", "tree", 4, 4 << 20, root=1)
+    figure = drawing.draw([simulate(one, AlphaBeta(one, 1e-4, 1e-9))])
+    assert [t for t in texts(figure) if t.startswith("sends")] == [f"sends {n}.00 MiB" for n in (0, 8, 0, 4)]
+    assert "a rank sends up to 8.00 MiB (rank 1)" in figure.alt
+    assert "idle" not in figure.alt.lower()
+    assert "bubble" not in figure.alt
+
+
+def test_predicted_outlined_over_measured_filled():
+    predicted, measured = pair(pp=2, microbatches=4)
+    figure = drawing.draw([predicted, measured])
+    found = collections(figure)
+    for kind, colour in {"forward": "#0072b2", "backward": "#e69f00"}.items():
+        outlined, filled = found[f"predicted-{kind}"], found[f"measured-{kind}"]
+        assert to_hex(outlined.get_edgecolor()[0]) == to_hex(filled.get_facecolor()[0]) == colour
+        assert outlined.get_facecolor()[0][3] < 0.3  # nearly the background
+        assert filled.get_facecolor()[0][3] == 1
+        for above, below in zip(corners(outlined), corners(filled), strict=True):
+            assert above[3] < below[2] < above[2] + 1.5  # the same rank, one lane further down
+    labels = [t.get_text() for t in figure.axes[0].get_yticklabels()]
+    assert labels == ["rank 0 predicted", "measured", "rank 1 predicted", "measured"]
+    assert legend(figure)[-2:] == ["predicted (outlined)", "measured (filled)"]
+    assert figure.axes[0].get_xlim()[1] == pytest.approx(max(predicted.time, measured.time) * 1e3, rel=0.01)
+
+
+def test_both_begin_at_zero():
+    measured = pair(pp=2, microbatches=4)[1]
+    assert measured.span[0] == 1000
+    assert min(c[0] for c in corners(collections(drawing.draw([measured]))["measured-forward"])) == 0
+    assert min(drawing.draw([measured]).axes[1].lines[0].get_xdata()) == 0
+
+
+def test_traces_of_one_kind_are_first_and_second():
+    a, b = (unit(pp=2, microbatches=4, schedule=s) for s in ("gpipe", "1f1b"))
+    figure = drawing.draw([a, b])
+    assert legend(figure)[-2:] == ["first (outlined)", "second (filled)"]
+    assert {gid.split("-")[0] for gid in collections(figure)} == {"first", "second"}
+
+
+def test_comparison_draws_the_prediction_first():
+    predicted, measured = pair(pp=2, microbatches=4)
+    comparison = measured.compare(predicted)
+    labels = [t.get_text() for t in comparison.plot().axes[0].get_yticklabels()]
+    assert labels[:2] == ["rank 0 predicted", "measured"]
+    assert comparison.to_svg() == drawing.svg([predicted, measured])
+    assert comparison.to_html() == drawing.page([predicted, measured])
+
+
+# words ----------------------------------------------------------------------------------------------------------------
+
+
+def test_legend_has_only_what_occurs():
+    assert legend(drawing.draw([unit(pp=2, microbatches=4)])) == ["forward", "backward", "optimizer step"]
+    with_messages = ["forward", "backward", "optimizer step", "message", "receive"]
+    predicted, measured = pair(pp=2, microbatches=4)
+    assert legend(drawing.draw([predicted])) == with_messages
+    assert legend(drawing.draw([predicted, measured]))[:-2] == with_messages
+    assert legend(drawing.draw([pair(dp=2)[0]])) == ["forward", "backward", "optimizer step", "collective"]
+
+
+def test_axes_name_their_units():
+    labels = [(axes.get_xlabel(), axes.get_ylabel()) for axes in drawing.draw([unit(pp=2)]).axes]
+    assert labels == [("", ""), ("time (units of the forward)", "activations")]
+    for trace in pair(pp=2):
+        labels = [(axes.get_xlabel(), axes.get_ylabel()) for axes in drawing.draw([trace]).axes]
+        assert labels == [("", ""), ("time (ms)", "memory (MiB)")]
+    (timeline,) = drawing.draw([unit(pp=2)], memory=False).axes
+    assert timeline.get_xlabel() == "time (units of the forward)"
+
+
+def test_facts_and_note_stand_under_the_title():
+    predicted, measured = pair(pp=2, microbatches=4)
+    words = [text.get_text() for text in drawing.draw([predicted, measured]).texts]
+    assert words[0] == predicted.program.name
+    assert words[1].startswith(
+        f"predicted: time {predicted.time * 1e3:.1f} ms · bubble {predicted.bubble_of_total():.1%} of total"
+    )
+    assert words[2] == "predicted from round numbers"
+    assert words[3].startswith("measured: time ")
+    assert drawing.draw([predicted], title="My title").texts[0].get_text() == "My title"
+
+
+def shown_texts(figure):
+    """Every text on the sheet. Ticks outside the view exist, but are not drawn."""
+    yield from figure.texts
+    for legend in figure.legends:
+        yield from legend.get_texts()
+    for axes in figure.axes:
+        yield from (text for text in axes.texts if not text.get_clip_on())  # numbers in bars are judged by their bars
+        for axis in (axes.xaxis, axes.yaxis):
+            yield axis.label
+            low, high = sorted(axis.get_view_interval())
+            yield from (tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high)
+
+
+def overlapping(figure):
+    """Pairs of texts that meet, and texts that leave the sheet."""
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    figure.draw_without_rendering()
+    texts = [text for text in shown_texts(figure) if text.get_visible() and text.get_text().strip()]
+    boxes = [(text.get_text(), text.get_window_extent(renderer).padded(-0.5)) for text in texts]
+    cut = [
+        (a, box)
+        for a, box in boxes
+        if not (box.x0 >= 0 <= box.y0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1)
+    ]
+    return cut + [(a, b) for (a, x), (b, y) in itertools.combinations(boxes, 2) if x.overlaps(y)]
+
+
+@pytest.mark.parametrize("options", [{}, {"width": 5.0}, {"width": 16.0, "memory": False}])
+@pytest.mark.parametrize("pm", [(1, 1), (8, 8), (40, 2)])
+def test_no_text_meets_another_or_is_cut(pm, options):
+    p, m = pm
+    trace = replace(unit(pp=p, microbatches=m), note="a remark that is long enough to need a second line " * 3)
+    assert overlapping(drawing.draw([trace], **options)) == []
+    assert overlapping(drawing.draw(list(pair(pp=p, microbatches=m)), **options)) == []
+
+
+@pytest.mark.parametrize("width", [5, 11])
+def test_numbers_stay_inside_their_bars(width):
+    for traces in ([unit(pp=4, microbatches=12)], list(pair(pp=4, microbatches=6))):
+        figure = drawing.draw(traces, width=width)
+        figure.draw_without_rendering()
+        axes = figure.axes[0]
+        renderer = FigureCanvasAgg(figure).get_renderer()
+        bars = [axes.transData.transform(path.vertices) for c in collections(figure).values() for path in c.get_paths()]
+        bars = np.array([[*bar.min(0), *bar.max(0)] for bar in bars])
+        for text in axes.texts:
+            if text.get_text().isdigit():
+                x0, y0, x1, y1 = text.get_window_extent(renderer).padded(-1).extents
+                inside = (bars[:, 0] <= x0) & (bars[:, 1] <= y0) & (bars[:, 2] >= x1) & (bars[:, 3] >= y1)
+                assert inside.any(), text
+
+
+# memory ---------------------------------------------------------------------------------------------------------------
+
+
+def test_memory_curves_are_the_traces():
+    trace = unit(pp=4, microbatches=8)
+    figure = drawing.draw([trace])
+    curves = {line.get_label(): line for line in figure.axes[1].lines if not line.get_label().startswith("_")}
+    assert list(curves) == [f"predicted rank {r}" for r in range(4)]
+    for rank in range(4):
+        line = curves[f"predicted rank {rank}"]
+        assert line.get_drawstyle() == "steps-post"
+        memory = trace.memory(rank)
+        at = dict(zip(memory.times, memory.total, strict=True))
+        drawn = dict(zip(line.get_xdata(), line.get_ydata(), strict=True))
+        assert all(drawn[time] == total for time, total in at.items())
+        assert max(line.get_xdata()) == trace.span[1]
+    key = [t.get_text() for t in figure.axes[1].texts]
+    assert key == ["peak", "rank 0  4", "rank 1  3", "rank 2  2", "rank 3  1"]
+    assert len({line.get_color() for line in curves.values()}) == 4
+    peaks = [
+        line
+        for line in figure.axes[1].lines
+        if line.get_transform() == figure.axes[1].transData and len(line.get_xdata()) == 1
+    ]
+    assert [line.get_ydata()[0] for line in peaks] == [4, 3, 2, 1]
+    assert len({line.get_marker() for line in peaks}) == 4
+
+
+def test_replicas_with_the_same_curve_share_it():
+    for dp, label in ((2, "ranks 0, 2"), (16, "rank 0 and 15 like it")):
+        axes = drawing.draw([unit(pp=2, dp=dp, microbatches=4)]).axes[1]
+        assert [t.get_text() for t in axes.texts][1] == f"{label}  2"
+        assert sum(not line.get_label().startswith("_") for line in axes.lines) == 2
+
+
+def test_memory_of_two_traces_is_dashed_and_solid():
+    predicted, measured = pair(pp=2, microbatches=4)
+    axes = drawing.draw([predicted, measured]).axes[1]
+    curves = {line.get_label(): line for line in axes.lines if not line.get_label().startswith("_")}
+    assert list(curves) == ["predicted rank 0", "measured rank 0", "predicted rank 1", "measured rank 1"]
+    assert [line.is_dashed() for line in curves.values()] == [True, False, True, False]
+    assert curves["predicted rank 0"].get_color() == curves["measured rank 0"].get_color()
+    assert max(curves["measured rank 0"].get_ydata()) == pytest.approx(measured.peak_memory()[0] / MiB)
+    key = [t.get_text() for t in axes.texts]
+    a, b = predicted.peak_memory(), measured.peak_memory()
+    assert key[:2] == ["peak in MiB", "predicted / measured"]
+    assert key[2:] == [f"rank {r}  {a[r] / MiB:.2f} / {b[r] / MiB:.2f}" for r in range(2)]
+
+
+def test_many_ranks_have_one_curve_of_the_highest():
+    trace = unit(pp=12, microbatches=20)
+    axes = drawing.draw([trace]).axes[1]
+    (line,) = (line for line in axes.lines if not line.get_label().startswith("_"))
+    for moment, value in list(zip(line.get_xdata(), line.get_ydata(), strict=True))[:-1]:
+        held = []
+        for rank in range(12):
+            memory = trace.memory(rank)
+            k = np.searchsorted(memory.times, moment, "right") - 1
+            held.append(memory.total[k] if k >= 0 else 0)
+        assert value == max(held)
+    assert [t.get_text() for t in axes.texts] == ["peak", "highest  12"]
+
+
+# options --------------------------------------------------------------------------------------------------------------
+
+
+def test_window_shows_only_a_part():
+    trace = unit(pp=2, microbatches=4)
+    figure = drawing.draw([trace], window=(3.5, 6))
+    assert figure.axes[0].get_xlim() == figure.axes[1].get_xlim() == (3.5, 6)
+    drawn = corners(collections(figure)["predicted-backward"])
+    ran = [e for e in trace.events if e.instruction.op is Op.BACKWARD and e.end >= 3.5 and e.start <= 6]
+    assert len(drawn) == len(ran) < 8
+    assert all(3.5 <= c[0] <= c[1] <= 6 for c in drawn)
+
+
+def test_arrows_from_send_to_receive():
+    trace = simulate(Plan(pp=3, microbatches=2).compile(layers=3), latency=0.5)
+
+    def arrows(figure):
+        return [c for c in figure.axes[0].collections if c.get_label() == "arrows"]
+
+    assert arrows(drawing.draw([trace])) == []
+    (quiver,) = arrows(drawing.draw([trace], arrows=True))
+    assert len(quiver.X) == 8
+    assert set(quiver.U) == {0.5}
+    assert Counter(np.sign(quiver.V)) == {1: 4, -1: 4}
+    assert arrows(drawing.draw([unit(pp=4, microbatches=64)], arrows=True)) == []  # too many to be read
+
+
+@pytest.mark.parametrize(
+    ("traces", "options", "says"),
+    [
+        ((), {}, "shows one trace or two .* but there are 0"),
+        ("aaa", {}, "but there are 3"),
+        ("ab", {}, "have 2 and 3 ranks; only traces of the same ranks"),
+        ("am", {}, "one trace is in seconds, the other in units of the forward"),
+        ("e", {}, "the predicted trace is empty"),
+        ("n", {}, r"rank 1 instruction 1 `F 1 mb0` .* from 1.0 to 0.0: a duration must be"),
+        ("i", {}, r"from nan to 1.0: a duration must be a finite number"),
+        ("s", {}, "rank 0 of the predicted trace has .* instructions, but 0 starts"),
+        ("a", {"window": (4, 4)}, "from below to"),
+        ("a", {"width": 1}, "width=1: must be from 4 to 100 inches"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_in_words(traces, options, says):
+    a = unit(pp=2)
+    ends = [list(row) for row in a.ends]
+    ends[1][1] = 0.0
+    made = {
+        "a": a, "b": unit(pp=3), "m": pair(pp=2)[1], "n": replace(a, ends=ends),
+        "e": replace(a, program=replace(a.program, ranks=((), ())), starts=[[], []], ends=[[], []]),
+        "i": replace(a, starts=[[float("nan"), *a.starts[0][1:]], a.starts[1]]),
+        "s": replace(a, starts=[[], a.starts[1]]),
+    }  # fmt: skip
+    with pytest.raises(MiniparError, match=says):
+        drawing.draw([made[name] for name in traces], **options)
+
+
+def test_a_trace_alone_is_no_list():
+    with pytest.raises(MiniparError, match=r"needs a list of traces: \[trace\]"):
+        drawing.draw(unit(pp=2))
+
+
+def test_a_receive_may_be_posted_after_its_message_came():
+    program = Plan(pp=2, schedule="gpipe", microbatches=8).compile(layers=2)
+    assert drawing.page([simulate(program, stage_factors=(1, 5), latency=0.1)]).count("-") > 0
+
+
+# in a notebook --------------------------------------------------------------------------------------------------------
+
+
+def test_a_figure_shows_itself_and_touches_nothing_global():
+    before = dict(matplotlib.rcParams)
+    figure = drawing.draw([unit(pp=2, microbatches=4)])
+    data, metadata = figure._repr_mimebundle_()
+    assert dict(matplotlib.rcParams) == before
+    assert base64.b64decode(data["image/png"]).startswith(b"\x89PNG")
+    assert data["text/plain"] == metadata["image/png"]["alt"]
+    assert "Predicted timeline of 2 ranks: time 15 · bubble 20.0% of total" in data["text/plain"]
+    assert "rank 1 20%" in data["text/plain"]
+
+
+def test_the_users_style_does_not_reach_the_picture():
+    trace = unit(pp=2, microbatches=4)
+    plain = drawing.svg([trace])
+    with matplotlib.rc_context({"axes.facecolor": "black", "font.size": 30, "lines.linewidth": 9, "axes.grid": False}):
+        assert drawing.svg([trace]) == plain
+
+
+def test_ipython_shows_a_figure_once():
+    formatters = pytest.importorskip("IPython.core.formatters")
+    data, _ = formatters.DisplayFormatter().format(drawing.draw([unit(pp=2)]))
+    assert sorted(data) == ["image/png", "text/plain"]
+
+
+def test_matplotlib_loads_late_and_pyplot_never():
+    code = (
+        "import sys, minipar.trace.drawing as d; assert 'matplotlib' not in sys.modules; "
+        "from minipar import Plan, simulate; t = simulate(Plan(pp=2).compile(layers=2)); "
+        "d.text(t); assert 'matplotlib' not in sys.modules; "
+        "t.plot(); t.to_svg(); assert 'matplotlib.pyplot' not in sys.modules; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# SVG ------------------------------------------------------------------------------------------------------------------
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_svg_is_whole_described_and_self_contained():
+    predicted, measured = pair(pp=2, dp=2, microbatches=4)
+    text = drawing.svg([predicted, measured], title="pp=2 & <dp=2>")
+    root = ElementTree.fromstring(text)
+    assert root.tag == f"{SVG}svg"
+    assert root.get("role") == "img"
+    assert root.get("aria-label") == root.find(f"{SVG}title").text == "Timeline: pp=2 & <dp=2>"
+    description = root.find(f"{SVG}desc").text
+    assert f"Measured timeline of 4 ranks: time {measured.time * 1e3:.1f} ms" in description
+    groups = {g.get("id"): g for g in root.iter(f"{SVG}g")}
+    for trace in (predicted, measured):
+        forwards = sum(ins.op is Op.FORWARD for row in trace.program.ranks for ins in row)
+        drawn = groups[f"{trace.kind}-forward"]
+        assert (
+            len(list(drawn.iter(f"{SVG}use")) or [p for p in drawn.iter(f"{SVG}path") if p.get("clip-path")])
+            == forwards
+        )
+    assert set(re.findall(r"https?://[^\"' ]*", text)) == {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+    assert drawing.svg([predicted, measured], title="pp=2 & <dp=2>") == text  # the same every time
+
+
+# HTML -----------------------------------------------------------------------------------------------------------------
+
+
+class Page(HTMLParser):
+    """Tags with attributes, the texts of table cells, and whether every element is closed."""
+
+    VOID = ("meta", "br", "link", "img")
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.open, self.cells, self.words = [], [], [], ""
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+        if tag in ("td", "th"):
+            self.cells.append("")
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] in ("td", "th"):
+            self.cells[-1] += data
+        elif "style" not in self.open:
+            self.words += data
+
+
+def test_page_has_the_picture_and_its_numbers(tmp_path):
+    predicted, measured = pair(pp=2, dp=2, microbatches=4)
+    text = drawing.page([predicted, measured], tmp_path / "page.html", heading="Four ranks")
+    assert (tmp_path / "page.html").read_text(encoding="utf-8") == text
+    page = Page(text)
+    names = [tag for tag, _ in page.tags]
+    assert text.startswith("<!doctype html>")
+    assert names.count("svg") == 1
+    assert "Four ranks" in page.words
+    for trace in (predicted, measured):
+        assert trace.summary() in page.words
+        for rank in range(4):
+            assert f"{trace.busy[rank] * 1e3:.1f}" in page.cells
+            assert f"{(trace.time - trace.busy[rank]) * 1e3:.1f}" in page.cells
+            assert f"{1 - trace.busy[rank] / trace.time:.1%}" in page.cells
+            assert f"{trace.peak_memory()[rank] / MiB:.2f}" in page.cells
+            assert f"{trace.peak_by_kind(rank)['activations'] / MiB:.2f}" in page.cells
+            assert f"{trace.bytes_sent()[rank] / MiB:.2f}" in page.cells
+    assert "of it data" in page.cells
+    for row in predicted.program.ranks:
+        for ins in row:
+            assert str(ins) in page.cells
+    assert f"Instructions: {len(predicted.program)} of {len(predicted.program)} (predicted and measured)" in page.words
+    assert sum(cell.startswith("predicted start") for cell in page.cells) == 1
+
+
+def test_page_asks_the_network_for_nothing():
+    text = drawing.page(list(pair(pp=2, microbatches=4)), facts=[("a", 1)], sections=[("b", "<p>c</p>")])
+    for tag, attributes in Page(text).tags:
+        assert tag not in ("script", "link", "iframe", "img")
+        for name, value in attributes.items():
+            if "://" in (value or ""):
+                assert name.startswith("xmlns")
+    assert "url(http" not in text
+    assert "@import" not in text
+
+
+def test_page_can_be_read_in_the_dark_by_keyboard_and_on_paper():
+    text = drawing.page([unit(pp=2, microbatches=4)])
+    assert "prefers-color-scheme: dark" in text
+    assert "@media print" in text
+    page = Page(text)
+    picture = text[text.index("<svg") : text.index("</svg>")]
+    assert "var(--ink)" in picture
+    assert not re.search("#1a1a1a|#ffffff|#dcdcdc", picture)  # no paper colour is left behind
+    assert "#0072b2" in picture
+    regions = [a for tag, a in page.tags if a.get("role") == "region"]
+    assert len(regions) >= 3
+    assert all(a.get("tabindex") == "0" and a.get("aria-label") for a in regions)
+    assert dict(page.tags)["html"]["lang"] == "en"
+
+
+def test_page_takes_facts_and_sections_and_escapes_plain_text():
+    losses = drawing.table(["step", "loss", "remark"], [[0, "4.1500", "<b>"], [1, "-0.5e-3", "x"]], "Losses & more")
+    text = drawing.page(
+        [unit(pp=2)], heading="a < b", intro="<script>", facts=[("x & y", 12)], sections=[("L < M", losses)]
+    )
+    page = Page(text)
+    assert "a < b" in page.words
+    assert "<script>" in page.words
+    assert "x & y" in page.words
+    assert "L < M" in page.words
+    assert "Losses & more" in page.words
+    assert {"step", "4.1500", "<b>", "-0.5e-3"} <= set(page.cells)
+    assert text.index("</figure>") < text.index("L &lt; M") < text.index("The same as a table")
+    assert losses.count('class="n"') == 2 * 3  # step and loss are numbers, the remark is not
+
+
+def test_a_long_table_is_cut_and_says_so():
+    trace = unit(pp=4, microbatches=400)
+    text = drawing.page([trace])
+    page = Page(text)
+    assert f"Instructions: 2,000 of {len(trace.program):,}, the first 500 of each rank" in page.words
+    assert sum(tag == "tr" for tag, _ in page.tags) < 2100
+
+
+def test_traces_of_different_programs_have_a_table_each():
+    text = drawing.page([unit(pp=2, microbatches=4, schedule=s) for s in ("gpipe", "1f1b")])
+    assert len(re.findall("<details>", text)) == 2
+    assert Page(text).words.count("Instructions: ") == 4  # summary and caption of both
+
+
+# text -----------------------------------------------------------------------------------------------------------------
+
+
+def test_text_picture():
+    assert drawing.text(unit(pp=2, microbatches=3), width=40).splitlines() == [
+        "rank 0  0011....aaaa22bbbb..cccc",
+        "rank 1  ..00aaaa11bbbb22cccc....",
+        "        0   2   4   6   8   10   units of the forward",
+        "0-9 forward of that micro-batch; a-z",
+        "backward (a = 0); # optimizer step; .",
+        "idle",
+        "predicted: time 12 · bubble 25.0% of",
+        "total, 33.3% of ideal · peak memory 2",
+        "activations (rank 0)",
+    ]
+
+
+@pytest.mark.parametrize("width", [30, 64, 100, 200])
+def test_text_fills_its_width_and_shows_everything_that_is_wide_enough(width):
+    trace = pair(pp=4, microbatches=3)[1]
+    lines = drawing.text(trace, width).splitlines()
+    assert [line[:6] for line in lines[:4]] == [f"rank {r}" for r in range(4)]
+    assert {len(line) for line in lines[:4]} == {width}
+    for rank, line in enumerate(lines[:4]):
+        assert set(line[8:]) >= set("012abc"), rank
+        assert abs(line[8:].count(".") / (width - 8) - (1 - trace.busy[rank] / trace.time)) < 6 / (width - 8)
+    assert lines[4].endswith(" ms")
+
+
+def test_text_of_many_ranks_and_bad_widths():
+    text = drawing.text(unit(pp=70, microbatches=2))
+    assert "rank 63 " in text
+    assert "rank 64 " not in text
+    assert "... and 6 more ranks" in text
+    with pytest.raises(MiniparError, match="width=10: must be at least 30 characters"):
+        drawing.text(unit(pp=2), width=10)
+
+
+# size -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_200_000_instructions_are_drawn_in_seconds():
+    trace = simulate(Plan(pp=64, microbatches=512).compile(layers=64, check=False))
+    begin = time.process_time()
+    figure = drawing.draw([trace])
+    svg = drawing.svg([trace])
+    assert time.process_time() - begin < 20
+    assert len(svg) < 2_000_000
+    found = collections(figure)
+    assert len(found["predicted-forward"].get_paths()) == 64 * 512
+    assert not [t for t in texts(figure) if t.isdigit()]
+    assert overlapping(figure) == []
+
+
+def test_an_unknown_instruction_is_grey():
+    trace = unit(pp=1)
+    extra = Instruction(Op.FORWARD, (0,), 0, 0)._replace(op="OFFLOAD", stream="copy out")
+    program = replace(trace.program, ranks=((*trace.program.ranks[0], extra),))
+    trace = replace(trace, program=program, starts=[[*trace.starts[0], 1.0]], ends=[[*trace.ends[0], 2.5]])
+    figure = drawing.draw([trace])
+    assert legend(figure)[-1] == "copy"
+    assert to_hex(collections(figure)["predicted-copy"].get_facecolor()[0]) == "#9a9a9a"

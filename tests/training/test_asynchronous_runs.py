@@ -1,0 +1,256 @@
+"""Asynchronous pipelines on real ranks: equal to a replay of their recorded order in plain torch, whatever it was."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from minipar import Plan, PlanError, ProgramError, execute, resume, train, verify
+from minipar.execution.correction import ByStaleness
+from minipar.execution.execution import Execution, Job
+from minipar.models.parameter_groups import shape_of
+from minipar.models.tensors import layers_of
+from minipar.trace.recorded_order import UPDATE, Entry, Order, order_of
+from minipar.training.plainly import replay_order as replay
+from minipar.training.reference import Reference, gradient_error
+from tests.toys import rows, toy
+
+mse, cross_entropy = torch.nn.functional.mse_loss, torch.nn.functional.cross_entropy
+SGD, MOMENTUM = partial(torch.optim.SGD, lr=0.3), partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
+ADAM = partial(torch.optim.Adam, lr=0.01)
+MODEL = partial(toy, ("linear", "tuples", "dropout", "in-place", "unused"), frozen=(2,))
+
+
+def run(clusters, text, optimizer=SGD, model=MODEL, data=None, steps=3, loss=mse) -> tuple[Job, Execution]:
+    plan = Plan.parse(text)
+    job = Job(model, data or rows(17), loss=loss, optimizer=optimizer, dtype=torch.float64)
+    program = plan.compile(shape_of(layers_of(job.build())), steps=steps)
+    return job, execute(program, job, cluster=clusters(plan.ranks))
+
+
+def errors(done: Execution, plain: Reference) -> tuple[float, float]:
+    pairs = zip(done.gradients, plain.gradients, strict=True)
+    losses = zip(done.losses, plain.losses, strict=True)
+    return max(gradient_error(a, b) for a, b in pairs), max(abs(a - b) for a, b in losses)
+
+
+PLANS = [
+    "pp=4 schedule=pipedream microbatches=5",
+    "pp=4 schedule=pipedream-vertical microbatches=5",
+    "pp=4 schedule=pipedream-2bw microbatches=4",
+    "pp=4 schedule=pipedream microbatches=3 checkpoint=1 split=2,4,2,1",
+    "pp=4 schedule=ampnet microbatches=5 in_flight=7",
+    "pp=4 schedule=ampnet microbatches=5 in_flight=6 update_every=4",
+    "pp=2 schedule=pipedream microbatches=1",
+    "pp=2 schedule=pipedream-2bw microbatches=3 checkpoint=sqrt",
+    "pp=2 schedule=ampnet microbatches=4 in_flight=1 update_every=4",
+]
+
+
+@pytest.mark.parametrize("optimizer", [SGD, MOMENTUM, ADAM], ids=["sgd", "momentum", "adam"])
+@pytest.mark.parametrize("text", PLANS)
+def test_every_run_equals_the_replay_of_its_order(clusters, text, optimizer):
+    job, done = run(clusters, text, optimizer)
+    worst = errors(done, replay(job, order_of(done.program)))
+    assert max(worst) <= 1e-12, worst
+
+
+@pytest.mark.parametrize("count", [33, 3])
+def test_uneven_and_missing_rows_and_targets_that_do_not_count(clusters, count):
+    """Three rows in five micro-batches: two have none, and their updates change nothing."""
+    for text in ("pp=2 schedule=pipedream microbatches=5", "pp=2 schedule=ampnet microbatches=5"):
+        job, done = run(clusters, text, MOMENTUM, data=rows(count, classes=True, ignored=2), loss=cross_entropy,
+                        model=partial(toy, ("linear", "dropout")))  # fmt: skip
+        assert max(errors(done, replay(job, order_of(done.program)))) <= 1e-12
+
+
+def test_the_measured_trace_is_as_stale_as_the_papers_say(clusters):
+    for schedule, pairs in {
+        "pipedream": [(3, 4), (2, 3), (1, 2), (0, 1)],
+        "pipedream-vertical": [(3, 4)] * 4,
+        "pipedream-2bw": [(1, 2)] * 4,
+    }.items():
+        _, done = run(clusters, f"pp=4 schedule={schedule} microbatches=4")
+        assert list(zip(done.trace.staleness(), done.trace.weight_versions(), strict=True)) == pairs
+        used = {e.version_used for e in done.trace.events_of(0) if e.stream == "compute"}
+        assert used == set(range(max(used) + 1))
+
+
+def test_ampnet_with_one_in_flight_is_synchronous(clusters):
+    """The same losses as plain torch that takes each step as a whole: micro-batches of equal size, updates of all."""
+    text = "pp=2 schedule=ampnet microbatches=4 in_flight=1 update_every=4"
+    job, done = run(clusters, text, data=rows(16))
+    from minipar.training.reference import train_plainly
+
+    plain = train_plainly(job.build(), job.batches, job.loss, job.optimizer, 3, job.seed)
+    assert max(gradient_error(a, b) for a, b in zip(done.gradients, plain.gradients, strict=True)) <= 1e-12
+    assert done.trace.staleness() == [0, 0]
+
+
+def test_ampnet_returns_the_program_as_it_happened(clusters):
+    _, done = run(clusters, "pp=4 schedule=ampnet microbatches=8 in_flight=6", steps=2)
+    program = done.program
+    assert program.in_flight is None
+    assert done.trace.program is program
+    assert [len(row) for row in done.trace.starts] == [len(row) for row in program.ranks]
+    for starts, ends, row in zip(done.trace.starts, done.trace.ends, program.ranks, strict=True):
+        compute = [k for k, ins in enumerate(row) if ins.stream == "compute"]
+        assert all(ends[a] <= starts[b] for a, b in itertools.pairwise(compute))
+    assert max(done.trace.staleness()) <= program.contract.bound == 5
+
+
+# the replay can fail --------------------------------------------------------------------------------------------------
+
+
+def changed(order: Order, rank: int, change) -> Order:
+    row = list(order.ranks[rank])
+    change(row)
+    return order._replace(ranks=(*order.ranks[:rank], tuple(row), *order.ranks[rank + 1 :]))
+
+
+@pytest.fixture(scope="module")
+def recorded(clusters):
+    return run(clusters, "pp=2 schedule=pipedream microbatches=5", MOMENTUM)
+
+
+def test_another_version_is_another_run(recorded):
+    job, done = recorded
+    order = order_of(done.program)
+
+    def older(row):
+        row[:] = [e._replace(version=1) if e.version == 2 and e.what != UPDATE else e for e in row]
+
+    assert min(errors(done, replay(job, changed(order, 0, older)))) > 1e-6
+
+    def forward_only(row):
+        row[:] = [e._replace(version=1) if e.version == 2 and e.what == "forward" else e for e in row]
+
+    assert min(errors(done, replay(job, changed(order, 0, forward_only)))) > 1e-6
+    with pytest.raises(ProgramError, match="rank 0 has no version 99 for"):
+        replay(job, changed(order, 0, lambda row: row.insert(0, row.pop(0)._replace(version=99))))
+
+
+def test_an_update_at_another_place_is_another_run(recorded):
+    job, done = recorded
+    order = order_of(done.program)
+    k = next(k for k, e in enumerate(order.ranks[1]) if e == Entry(UPDATE, -1, 3))
+
+    def skip(row):  # one update fewer, of two gradients at once
+        del row[k]
+        row[k:] = [e._replace(version=e.version - 1) for e in row[k:]]
+
+    plain = replay(job, changed(order, 1, skip))
+    assert max(abs(a - b) for a, b in zip(done.losses, plain.losses, strict=True)) > 1e-6
+
+
+def test_an_order_that_cannot_be_is_refused(recorded):
+    job, done = recorded
+    order = order_of(done.program)
+    with pytest.raises(ProgramError, match="rank 0 waits for ever before"):
+        replay(job, changed(order, 1, lambda row: row.pop(1)))
+    with pytest.raises(PlanError, match="has no recorded order"):
+        order_of(Plan(pp=2).compile(layers=4))
+
+
+# train, save, correct -------------------------------------------------------------------------------------------------
+
+
+def test_train_checks_against_the_replay_and_saves(clusters, tmp_path):
+    options = {"cluster": clusters(2), "dtype": torch.float64, "loss": mse, "progress": False, "check": True}
+    text = "pp=2 schedule=pipedream microbatches=4"
+    first = train(MODEL, rows(12), text, steps=2, optimizer=MOMENTUM, save=str(tmp_path), **options)
+    assert first.max_gradient_error() <= 1e-12
+    assert first.losses == pytest.approx(first.reference.losses, abs=1e-12)
+    assert len(first.losses) == 8
+    assert first.predicted.staleness() == first.trace.staleness() == [1, 0]
+    again = resume(tmp_path, MODEL, rows(12), steps=2, optimizer=MOMENTUM, **options)
+    assert again.first_step == 2
+    assert again.max_gradient_error() <= 1e-12
+    plain = resume(tmp_path, MODEL, rows(12), "pp=2", steps=1, optimizer=MOMENTUM, **options)  # under another plan
+    assert plain.max_gradient_error() <= 1e-12
+    with pytest.raises(PlanError, match="save_every=1: schedule=pipedream has no flush"):
+        train(MODEL, rows(12), text, steps=2, save=str(tmp_path), save_every=1, **options)
+    with pytest.raises(PlanError, match="memory=True: schedule=ampnet"):
+        train(MODEL, rows(12), "pp=2 schedule=ampnet", steps=1, memory=True, **options)
+
+
+def test_memory_of_stashed_versions_is_predicted(clusters):
+    model = partial(toy, ("linear", "linear"), width=200)
+    run = train(model, rows(16, 200), "pp=2 schedule=pipedream-vertical microbatches=4", cluster=clusters(2), steps=2,
+                loss=mse, progress=False, memory=True)  # fmt: skip
+    for predicted, measured in zip(run.predicted.peak_memory(), run.trace.peak_memory(), strict=True):
+        assert measured == pytest.approx(predicted, rel=2e-3)
+    assert all(run.trace.memory(rank).kinds["gradients"][-1] == 0 for rank in range(2))
+    own = 2 * (200 * 200 + 200) * 4
+    assert [run.trace.peak_by_kind(rank)["parameters"] for rank in range(2)] == [2 * own, 2 * own]
+
+
+def test_learning_rates_by_staleness(clusters):
+    factory = ByStaleness(SGD, steps=4)
+    job, done = run(clusters, "pp=4 schedule=pipedream microbatches=5", factory)
+    assert max(errors(done, replay(job, order_of(done.program)))) <= 1e-12
+    plain, _ = run(clusters, "pp=4 schedule=pipedream microbatches=5")
+    assert max(errors(done, replay(plain, order_of(done.program)))) > 1e-6
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer, rates = SGD([parameter]), []
+    factory.slow(optimizer, 4)
+    optimizer.register_step_pre_hook(lambda o, args, kwargs: rates.append(o.param_groups[0]["lr"] / 0.3))
+    for _ in range(6):
+        parameter.grad = torch.ones(1)
+        optimizer.step()
+    assert rates == pytest.approx([4**-1, 4**-0.75, 4**-0.5, 4**-0.25, 1, 1])
+
+
+def test_loss_curves_of_all_methods_in_one_picture(clusters):
+    from minipar.course import convergence
+
+    found = convergence.curves(4, cluster=clusters(4), batch=32)
+    assert list(found) == list(convergence.METHODS)
+    assert all(len(losses) == 4 for losses in found.values())
+    assert len({round(losses[-1], 6) for losses in found.values()}) == len(found)  # no two are the same run
+    first = [losses[0] for name, losses in found.items() if name in ("1F1B, synchronous", "PipeDream-2BW")]
+    assert first[0] == pytest.approx(first[1])  # before any update
+    figure: Any = convergence.plot(found)
+    assert len(figure.axes[0].lines) == len(found)
+    shown, _ = figure._repr_mimebundle_()
+    assert shown["image/png"], "it shows itself in a notebook"
+    assert shown["text/plain"].startswith(f"1F1B, synchronous: {found['1F1B, synchronous'][0]:.2f} to ")
+
+
+def test_the_command_line(capsys):
+    import json
+
+    from minipar.cli import main
+
+    assert main(["simulate", "pp=4 schedule=pipedream-2bw microbatches=8", "--layers", "4", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["time"], told["staleness"], told["weight_versions"]) == (33, [1] * 4, [2] * 4)
+    assert main(["simulate", "pp=4 schedule=pipedream microbatches=8", "--layers", "4", "--steps", "3", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["time"] == (3 * 8 + 3) * 3
+    plan = ["run", "pp=2 schedule=ampnet microbatches=4", "--model", "mlp-tiny", "--steps", "2", "--batch", "8"]
+    assert main([*plan, "--check", "--dtype", "float64", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["max_gradient_error"] <= 1e-12
+    assert told["losses"] == pytest.approx(told["reference_losses"], abs=1e-12)
+    assert len(told["losses"]) == 8
+    assert told["weight_versions"] == [1, 1]
+
+
+def test_ampnet_with_fewer_rows_than_microbatches(clusters):
+    """What has no rows has no messages, and what follows it on the link is looked for behind it."""
+    model = partial(toy, ("linear",))
+    job, done = run(clusters, "pp=2 schedule=ampnet microbatches=4", steps=4, data=rows(2), model=model)
+    assert max(errors(done, replay(job, order_of(done.program)))) <= 1e-12
+
+
+def test_ampnet_waits_for_what_has_no_rows(clusters):
+    """A rank takes up a micro-batch without rows when the rank before it is through with it; else the program as it
+    happened could not happen."""
+    plan = "pp=4 schedule=ampnet microbatches=6 in_flight=3 update_every=2"
+    job, done = run(clusters, plan, steps=4, data=rows(2), model=partial(toy, ("linear",) * 3))
+    verify(done.program)
+    assert max(errors(done, replay(job, order_of(done.program)))) <= 1e-12

@@ -1,0 +1,246 @@
+"""The reference shares nothing with the engine, and runs in a process of its own: so it finds what both got wrong."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from minipar import RankDied, RankError, train
+from minipar.execution.execution import Job
+from minipar.models.randomness import RowDropout, at
+from minipar.training import plainly, reference
+from minipar.training.reference import Masks, gradient_error
+from tests.toys import rows, toy
+
+mse = nn.functional.mse_loss
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """A process of plain torch that has done nothing yet."""
+    process = plainly.Plain()
+    yield process
+    process.end()
+
+
+# Functions that are pickled by value, as those of a notebook are: their module is not imported at the other end.
+NOTEBOOK: dict = {"__name__": "__main__", "torch": torch, "nn": nn, "sys": sys, "partial": partial}
+exec(
+    """
+def clean_model():
+    found = [name for name in sys.modules if name.partition(".")[0] == "minipar"]
+    if found:
+        raise ImportError(f"the reference has imported {found}")
+    return nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6))
+
+
+def raising():
+    return [nn.Linear(6, 6), Odd()]
+
+
+class Odd(nn.Module):
+    def forward(self, x):
+        raise KeyError("an error of the user's own")
+
+
+def leaving():
+    import os
+
+    os._exit(7)
+
+
+def slow():
+    import time
+
+    time.sleep(60)
+""",
+    NOTEBOOK,
+)
+
+
+def job(model, **more) -> Job:
+    return Job(model, rows(9), loss=mse, dtype=torch.float64, **more)
+
+
+def test_the_process_imports_nothing_of_the_engine(alone):
+    task = plainly.task_of(job(NOTEBOOK["clean_model"]), "plain", {"steps": 2})
+    found = alone.ask(task, 1, lambda step: None)
+    assert len(found.losses) == 2
+    assert found.replaced == ("1",)
+    model = plainly.task_of(job(partial(toy, ("linear",))), "plain", {"steps": 1})
+    alone.ask(model, 1, lambda step: None)  # of a module that it can import
+
+
+def test_every_step_is_reported(alone):
+    told: list[int] = []
+    alone.ask(plainly.task_of(job(NOTEBOOK["clean_model"]), "plain", {"steps": 3}), 1, told.append)
+    assert told == [0, 1, 2]
+
+
+def test_what_user_code_raises_comes_back_with_its_traceback():
+    with pytest.raises(KeyError, match="an error of the user's own") as caught:
+        plainly.train_reference(job(NOTEBOOK["raising"]), 1)
+    notes = "".join(getattr(caught.value, "__notes__", ())) + str(getattr(caught.value.__cause__, "details", ""))
+    assert "in a process of its own" in notes
+    assert "in forward" in notes
+    assert len(plainly.train_reference(job(toy_model), 1).losses) == 1
+
+
+def toy_model():
+    return toy(("linear",))
+
+
+def test_a_process_that_dies_is_told_of_and_started_again():
+    with pytest.raises(RankDied, match="the process of plain torch, which .* 7"):
+        plainly.train_reference(job(NOTEBOOK["leaving"]), 1)
+    assert len(plainly.train_reference(job(toy_model), 1).losses) == 1
+
+
+def test_what_cannot_be_sent_is_refused():
+    with pytest.raises(RankError, match="the reference cannot be sent to its process"):
+        plainly.train_reference(job(toy_model, optimizer=partial(torch.optim.SGD, lr=threading.Lock())), 1)
+
+
+def test_an_interrupt_ends_it():
+    plainly.prepare()
+    before = plainly._process().process
+    main = threading.main_thread().ident
+    timer = threading.Timer(0.5, signal.pthread_kill, [main, signal.SIGINT])
+    timer.start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        plainly.train_reference(job(NOTEBOOK["slow"]), 1)
+    assert time.monotonic() - start < 10
+    assert before.poll() is not None
+    assert len(plainly.train_reference(job(toy_model), 1).losses) == 1
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (3, 2, 4), (6,), (0, 3)])
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+def test_masks_are_those_of_the_engine(shape, p):
+    """Written twice, by the same words: the numbers must be equal."""
+    model = nn.Sequential(nn.Identity(), nn.Sequential(nn.Dropout(p)))
+    masks = Masks(model, seed=3)
+    masks.step, masks.row = 2, 11
+    theirs = RowDropout(p, 3, "1.0")
+    at([theirs], 2, 11)
+    x = torch.randn(shape, dtype=torch.float64)
+    assert torch.equal(model(x), theirs(x))
+    assert torch.equal(model.eval()(x), x)
+
+
+def test_what_looks_at_the_same_memory_still_does_there(alone):
+    base = torch.zeros(4)
+    task = plainly.task_of(Job(NOTEBOOK["clean_model"], (base[:2], base[2:])), "plain", {"steps": 1})
+    import cloudpickle
+
+    found = cloudpickle.loads(plainly._pickled(task))["data"]
+    assert found[0].untyped_storage().data_ptr() == found[1].untyped_storage().data_ptr()
+    assert found[1].storage_offset() == 2
+
+
+# the error ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_error_of_gradients_that_are_all_zero_or_empty():
+    zero, empty = torch.zeros(3), torch.zeros(0, 2)
+    assert gradient_error({"a": zero, "b": empty}, {"a": zero, "b": empty}) == 0
+    assert gradient_error({"a": torch.ones(3)}, {"a": zero}) == 1
+    assert gradient_error({"a": torch.ones(3) * 2}, {"a": torch.ones(3)}) == 1
+    assert gradient_error({}, {"a": zero}) == float("inf")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_number_that_is_none_is_never_overlooked(bad):
+    """max() of Python passes over NaN, depending on where it stands."""
+    good, worse = torch.ones(2), torch.tensor([1.0, bad])
+    for names in (("a", "b"), ("b", "a")):
+        mine = {name: worse if name == "b" else good for name in names}
+        plain = dict.fromkeys(names, good)
+        assert gradient_error(mine, plain) == float("inf")
+        assert gradient_error(plain, mine) == float("inf")
+        assert gradient_error(mine, mine) == float("inf")
+    assert gradient_error({"a": good}, {"a": torch.ones(2, 1)}) == float("inf")
+
+
+class Still(nn.Module):
+    """Its output does not depend on anything, and it has a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none = nn.Parameter(torch.zeros(0, 3))
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.linear(x) * 0 + self.none.sum()
+
+
+ZEROS = ["pp=2 microbatches=2", "dp=2 zero=1", "dp=2 zero=3", "dp=2 bucket=none", "dp=2 sync=ps"]
+
+
+@pytest.mark.parametrize("text", ZEROS)
+def test_runs_whose_gradients_are_all_zero_or_empty(clusters, text):
+    data = torch.randn(8, 6), torch.zeros(8, 6)
+    cluster = clusters(3 if "ps" in text else 2)
+    run = train(still, data, text, cluster=cluster, steps=2, loss=mse, check=True, progress=False)
+    assert run.max_gradient_error() == 0
+
+
+def still() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 6), Still())
+
+
+def test_masks_know_rows_in_the_whole_batch():
+    assert reference.row_count({"a": (torch.zeros(3, 2), None)}) == 3
+    cut = reference.rows_in({"a": (torch.arange(3), None)}, range(1, 3))
+    assert cut["a"][0].tolist() == [1, 2]
+
+
+def forgetful_build(job):
+    """What an engine with a mistake in its preparations would do: it loses what a layer adds."""
+    model = _build(job)
+    with torch.no_grad():
+        for buffer in model.buffers():
+            buffer.zero_()
+    return model
+
+
+_build = Job.build
+
+
+class Adds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("added", torch.arange(6.0))
+
+    def forward(self, x):
+        return torch.tanh(x + self.added)
+
+
+def with_a_buffer() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 6), Adds(), nn.Linear(6, 6))
+
+
+def test_it_finds_a_mistake_in_the_engines_preparations(clusters):
+    """Whatever the engine does to a model before it trains it, the reference does not share it."""
+
+    def prepare(build):
+        Job.build = build
+
+    keys = {"cluster": clusters(2), "steps": 1, "dtype": torch.float64, "check": True, "progress": False}
+    keys["loss"] = torch.nn.functional.mse_loss
+    assert train(with_a_buffer, rows(8), "pp=2", **keys).max_gradient_error() < 1e-12
+    clusters(2).run(prepare, forgetful_build)
+    try:
+        run = train(with_a_buffer, rows(8), "pp=2", **keys)
+    finally:
+        clusters(2).run(prepare, _build)
+    assert run.max_gradient_error() > 1e-2
+    assert run.max_buffer_error() > 1e-2
