@@ -1,4 +1,4 @@
-"""The command line, for people and scripts (--json): `minipar simulate | run | memory | schedules | lessons | ...`.
+"""The command line, for people and scripts (--json): `minipar simulate | run | memory | keys | lessons | ...`.
 
 Exit status: 0 done; 2 the request cannot be (one line says why and what is possible); 1 anything else.
 """
@@ -10,6 +10,7 @@ import json
 import math
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -20,7 +21,7 @@ from minipar.course import freezing, lesson_commands
 from minipar.errors import DeviceOutOfMemory, MiniparError, PlanError, ProgramError, StoreError
 from minipar.program import Op
 from minipar.strategies import schedules
-from minipar.strategies.plan import Plan
+from minipar.strategies.plan import Plan, table
 from minipar.wording import several
 
 if TYPE_CHECKING:
@@ -99,6 +100,8 @@ def _parser() -> _Parser:
 
     one = command("schedules", _schedules, _show_schedules, "list the schedules, with their constraints")
     one.add_argument("--markdown", action="store_true", help="as a Markdown table, which the README holds")
+    one = command("keys", _keys, _show_keys, "list the keys of a plan, what they take, and what does not go together")
+    one.add_argument("--markdown", action="store_true", help="as docs/combinations.md: which choices go together")
     command("doctor", _doctor, _show_doctor, "what works on this machine")
     one = command("bench", _bench, _show_bench, "run the benchmarks: minipar beside torch's own tools")
     one.add_argument("names", metavar="NAME", nargs="*", help="which benchmarks (default: all)")
@@ -360,6 +363,28 @@ def _show_schedules(result: dict[str, Any]) -> str:
         return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
     widths = [max(len(row[k]) for row in rows) for k in range(6)]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def _keys(options: argparse.Namespace) -> dict[str, Any]:
+    return {"keys": [{"name": name, **row} for name, row in table().items()], "markdown": options.markdown}
+
+
+def _show_keys(result: dict[str, Any]) -> str:
+    if result["markdown"]:
+        from minipar.strategies.exclusions import page
+
+        return page()
+    lines = []
+    for row in result["keys"]:
+        lines.append(f"{row['name']} = {row['default'] or '(nothing)'}    of: {row['domain']}")
+        lines += textwrap.wrap(row["help"], 112, initial_indent="    ", subsequent_indent="    ")
+        if row["needs"]:
+            lines.append(f"    only with {row['needs']}")
+        for own in dict.fromkeys(other["words"] for other in row["excludes"]):
+            against = [f"{other['with']} ({other['why']})" for other in row["excludes"] if other["words"] == own]
+            words = f"{own}: not with {'; '.join(against)}"
+            lines += textwrap.wrap(words, 112, initial_indent="    ", subsequent_indent="      ")
+    return "\n".join(lines)
 
 
 def _doctor(options: argparse.Namespace) -> dict[str, Any]:

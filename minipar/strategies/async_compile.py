@@ -71,38 +71,6 @@ def compile_run(
     )
 
 
-ALONE: dict[str, object] = {
-    "dp": 1, "accumulate": 1, "zero": 0, "offload": (), "host_layers": (), "clip": None, "precision": "float32",
-    "inference": False, "sync": "allreduce", "local_steps": 0, "compress": "none", "overlap": "backward",
-    "bucket": None,
-}  # fmt: skip
-
-
-def check_keys(schedule: str, keys: Mapping[str, object]) -> None:
-    """Refuse what an asynchronous schedule does not go together with."""
-    why = {
-        "dp": "its replicas would wait for each other",
-        "accumulate": "it updates without rounds; microbatches= or update_every= say how often",
-        "clip": "the norm of all gradients is known only after a flush",
-        "sync": "its ranks are stages, and no replicas that push to servers",
-        "local_steps": "it has no replicas",
-        "compress": "it sums no gradients over ranks",
-        "overlap": "it sums no gradients over ranks",
-        "bucket": "it sums no gradients over ranks",
-    }
-    for key, only in ALONE.items():
-        value = keys[key]
-        if value != only:
-            told = ",".join(map(str, value)) if isinstance(value, tuple) else value
-            shown = "none" if only in ((), None) else only
-            reason = f" ({why[key]})" if key in why else ""
-            way = "to leave it out" if key == "bucket" else f"{key}={shown}"
-            raise PlanError(
-                f"{key}={told}: not together with schedule={schedule}{reason}; possible is {way}, "
-                "or a synchronous schedule such as 1f1b"
-            )
-
-
 def check_ties(schedule: str, layout: Layout) -> None:
     """Refuse parameters that two stages share: each would update a copy of its own, at another time."""
     for g, group in enumerate(layout.shape.groups):

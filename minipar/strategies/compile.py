@@ -19,7 +19,7 @@ from minipar.errors import PlanError
 from minipar.program import Action, Forward, Instruction, Local, Program, Serving, Synchronous
 from minipar.program.edges import wiring
 from minipar.program.shape import Shape
-from minipar.strategies import async_compile, keys
+from minipar.strategies import async_compile, exclusions, keys
 from minipar.strategies.draft import Draft, apply_own
 from minipar.strategies.layout import Layout
 from minipar.strategies.passes import compress as compression
@@ -171,24 +171,9 @@ def _times(
 
 def _check(plan: Plan, layout: Layout, actions: Sequence[Sequence[Action]]) -> None:
     """Refuse what the schedule's own actions make impossible."""
-    if "activations" in plan.offload and plan.splits:
-        raise PlanError(
-            f"offload=activations: not with schedule={plan.schedule}, whose backwards are split; "
-            "possible are checkpoint=, or a schedule of whole backwards such as 1f1b"
-        )
-    if plan.sync == "ps" and plan.splits:
-        raise PlanError(
-            f"sync=ps: not with schedule={plan.schedule}, whose backwards are split; "
-            "possible is a schedule of whole backwards such as 1f1b"
-        )
+    exclusions.check(plan, late=True)
     copies = Counter(stage for mine in layout.placement for stage in mine)
     if max(copies.values()) > 1:
-        for key, value in {"zero": plan.zero, "local_steps": plan.local_steps}.items():
-            if value:
-                raise PlanError(
-                    f"{key}={value}: schedule={plan.schedule} has copies of a stage, whose whole gradients are summed "
-                    f"in every step; possible are {key}=0, or a schedule of one copy such as 1f1b"
-                )
         for rank, mine in enumerate(layout.placement):
             used = {a.chunk for a in actions[rank] if isinstance(a, Forward)}
             for c, stage in enumerate(mine):

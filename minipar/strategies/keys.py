@@ -1,28 +1,62 @@
-"""The values of plan keys: read from text or Python, and refused with what is possible."""
+"""What a plan's keys take: each has a domain, which reads text or Python, and refuses with what is possible.
+
+dp: int = key(1, whole(1), "replicas of the pipeline, ...")      a line of the table, in `Plan`
+"""
 
 from __future__ import annotations
 
 import difflib
 import operator
 import re
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from minipar.costs.device import quantity
 from minipar.errors import PlanError
 from minipar.program import Op, Program, collectives
-from minipar.program.server_rule import Mode
-from minipar.strategies.passes import segments
+from minipar.strategies import draft
+from minipar.strategies.exclusions import Need
+from minipar.strategies.passes import compress, segments
+from minipar.strategies.schedules import registry
 
 if TYPE_CHECKING:
     from minipar.program.shape import Shape
     from minipar.strategies.plan import Plan
 
 OFFLOADS = ("activations", "optimizer", "parameters")
+ALGORITHM = "default"
 
 
-SYNCS = ("allreduce", "ps")
-ON_DEATH = ("abort", "continue")
+@dataclass(frozen=True)
+class Domain:
+    """The values that a key takes.
+
+    words    in one line
+    read     of a key's name and what was given: the value, or a PlanError with what is possible
+    values   where they are few: all of them, such as a search tries
+    """
+
+    words: str
+    read: Callable[[str, Any], Any]
+    values: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Key:
+    """One line of the table of keys."""
+
+    domain: Domain
+    help: str
+    need: Need | None
+
+
+def key(default: Any, domain: Domain, text: str, need: Need | None = None) -> Any:
+    """A field of `Plan`: its default, what it takes, a line of help, and what there must be for it to mean anything."""
+    return field(default=default, metadata={"key": Key(domain, text, need)})
+
+
+# readers --------------------------------------------------------------------------------------------------------------
 
 
 def check_keys(keys: Iterable[object], known: list[str]) -> None:
@@ -138,21 +172,6 @@ def check_causal(plan: Plan, shape: Shape) -> None:
         )
 
 
-def check_slices(plan: Plan) -> None:
-    """Refuse what sequences that are cut into slices do not go together with."""
-    impossible = {
-        "sync=ps": plan.sync == "ps",
-        f"local_steps={plan.local_steps}": bool(plan.local_steps),
-        f"checkpoint={plan.checkpoint}": segments.budget_of(plan.checkpoint) is not None,
-        "offload=activations": "activations" in plan.offload,
-        f"host_layers={','.join(plan.host_layers)}": bool(plan.host_layers),
-    }
-    for words, wanted in impossible.items():
-        if wanted:
-            name = plan.schedule
-            raise PlanError(f"{words}: not with schedule={name}, whose micro-batches are slices; possible is 1f1b")
-
-
 def bucket(value: object) -> float | str | tuple[int, ...] | None:
     """MiB per message, "none", "flat", "auto", how many such as "4x", or the layers that end one such as (7, 3)."""
     if value is None:
@@ -175,124 +194,6 @@ def bucket(value: object) -> float | str | tuple[int, ...] | None:
             "auto, a number of buckets such as 4x, or the layers that end one such as 7,3"
         )
     return int(size) if size == int(size) else size
-
-
-def check_priority(bucket: object, zero: int, clip: object, offload: object, host_layers: object) -> None:
-    """Refuse what overlap=priority cannot do: it updates each gradient as soon as it is there."""
-    why = "overlap=priority: updates a layer as soon as its gradient is there"
-    if clip is not None:
-        raise PlanError(f"{why}, but clip={clip} needs the norm of all; possible is clip=none")
-    if zero:
-        raise PlanError(f"{why}, whole; zero={zero} shares it out; possible is zero=0")
-    if offload or host_layers:
-        raise PlanError(f"{why}, on the device; possible are offload=none and no host_layers")
-    if not isinstance(bucket, (int, float)) and bucket != "none":
-        raise PlanError(f"{why}, in pieces of `bucket` MiB; possible are a size or none (whole), not {bucket}")
-
-
-def check_local(steps: int, overlap: str, zero: int, clip: object, offload: object, host_layers: object) -> None:
-    """Refuse what local_steps cannot do: it has no gradients of all replicas."""
-    why = f"local_steps={steps}: every replica trains by itself"
-    if zero:
-        raise PlanError(f"{why}, with whole states; possible is zero=0, not {zero}")
-    if clip is not None:
-        raise PlanError(f"{why}, and clip={clip} needs the norm over all of them; possible is clip=none")
-    if overlap == "priority":
-        raise PlanError(f"{why}, and sends no gradients; possible are overlap=none and backward, not priority")
-    if offload or host_layers:
-        raise PlanError(f"{why}, on the device; possible are offload=none and no host_layers")
-
-
-def check_compress(plan: Plan) -> None:
-    """Refuse what compress cannot do: it makes whole gradients smaller, once a step."""
-    why = f"compress={plan.compress}: makes whole gradients smaller, once a step"
-    if plan.zero:
-        raise PlanError(f"{why}; zero={plan.zero} sums slices of them; possible is zero=0")
-    if plan.overlap == "priority":
-        raise PlanError(f"{why}; overlap=priority sends pieces of them; possible are overlap=none and backward")
-    if plan.local_steps:
-        raise PlanError(f"{why}; local_steps={plan.local_steps} sends none; possible is local_steps=0")
-    if plan.precision != "float32":
-        raise PlanError(f"{why}; with precision={plan.precision} they are small already; possible is compress=none")
-    if plan.host_layers or set(plan.offload) - {"activations"}:
-        raise PlanError(f"{why}, on the device; possible are offload=none or activations, and no host_layers")
-
-
-def check_parts(plan: Plan) -> None:
-    """Refuse a key that says how to do what the plan does not do: nothing that is asked for is left out in silence."""
-    disk = bool(plan.offload) and plan.offload_to == "disk"
-    served = plan.sync == "ps"
-    parts: dict[str, tuple[object, bool, str, str]] = {  # its default, whether there is what it is of, that, and where
-        "mode": ("sync", served, "parameter servers", "sync=ps"),
-        "servers": (1, served, "parameter servers", "sync=ps"),
-        "on_death": ("abort", served, "parameter servers", "sync=ps"),
-        "reduce": ("microbatch", plan.zero >= 2, "sharded gradients", "zero=2, zero=3"),
-        "prefetch": (
-            1,
-            plan.zero == 3 or "parameters" in plan.offload or plan.prefetch == 0,  # (0 asks for nothing)
-            "parameters that come layer by layer",
-            "zero=3, offload=parameters",
-        ),
-        "offload_to": ("host", bool(plan.offload), "what is offloaded", f"offload={', '.join(OFFLOADS)}"),
-        "offload_limit": (None, bool(plan.offload), "what is offloaded", f"offload={', '.join(OFFLOADS)}"),
-        "offload_folder": ("", disk, "what is offloaded to the disk", "offload_to=disk with offload="),
-    }
-    for key, (default, there, what, possible) in parts.items():
-        value = getattr(plan, key)
-        if value != default and not there:
-            raise PlanError(f"{key}={value}: is of {what}; possible is {possible}")
-
-
-def check_servers(plan: Plan) -> None:
-    """The keys of parameter servers, and what goes together with them."""
-    if plan.sync not in SYNCS:
-        raise PlanError(f"sync={plan.sync}: unknown; possible are {', '.join(SYNCS)}")
-    if plan.on_death not in ON_DEATH:
-        raise PlanError(f"on_death={plan.on_death}: unknown; possible are {', '.join(ON_DEATH)}")
-    object.__setattr__(plan, "servers", whole_number("servers", plan.servers))
-    if plan.sync == "allreduce":
-        return
-    object.__setattr__(plan, "mode", str(Mode.parse(plan.mode, plan.dp)))
-    alone: dict[str, object] = {"pp": 1, "zero": 0, "offload": (), "host_layers": (), "clip": None}
-    alone |= {"precision": "float32", "inference": False, "compress": "none", "local_steps": 0}
-    if plan.overlap == "priority":
-        raise PlanError("sync=ps: not together with overlap=priority; possible are overlap=none and backward")
-    for key, only in alone.items():
-        value = getattr(plan, key)
-        if value != only:
-            told = ",".join(map(str, value)) if isinstance(value, tuple) else value
-            shown = "none" if only in ((), None) else only
-            raise PlanError(f"sync=ps: not together with {key}={told}; possible is {key}={shown}")
-
-
-ALGORITHM = "default"
-
-
-def check_algorithm(plan: Plan) -> None:
-    """The algorithm that sums gradients, and what goes together with it."""
-    if plan.algorithm == ALGORITHM:
-        return
-    possible = collectives.names("allreduce")
-    if plan.algorithm not in possible:
-        raise PlanError(
-            f"algorithm={plan.algorithm}: unknown; possible are {ALGORITHM}, {', '.join(possible)}, "
-            f"or one of your own, which @minipar.collective({plan.algorithm!r}) registers"
-        )
-    if plan.asynchronous:
-        raise PlanError(
-            f"algorithm={plan.algorithm}: schedule={plan.schedule} sums no gradients over ranks; "
-            f"possible is algorithm={ALGORITHM}"
-        )
-    alone: dict[str, object] = {"zero": 0, "compress": "none", "local_steps": 0, "host_layers": (), "sync": "allreduce"}
-    for key, only in {"overlap": "none", **alone}.items():
-        value = getattr(plan, key)
-        if value != only:
-            why = "its messages are the rank's own work" if key == "overlap" else "it sums whole gradients"
-            told, shown = (",".join(v) if isinstance(v, tuple) else v for v in (value, only))
-            raise PlanError(
-                f"algorithm={plan.algorithm}: not together with {key}={told}, since {why}; "
-                f"possible is {key}={shown or 'none'}, or algorithm={ALGORITHM}"
-            )
 
 
 def check_one_group(plan: Plan, program: Program) -> None:
@@ -318,3 +219,68 @@ def at_least_1(name: str, value: int) -> int:
     if number < 1:
         raise PlanError(f"{name}={value!r}: must be a whole number of at least 1")
     return number
+
+
+# domains --------------------------------------------------------------------------------------------------------------
+
+
+def whole(least: int = 1, most: int | None = None) -> Domain:
+    """Whole numbers from `least` on, to `most` if there is one."""
+    words = f"a whole number of at least {least}" if most is None else f"{least} to {most}"
+    values = () if most is None else tuple(range(least, most + 1))
+    return Domain(words, lambda name, value: whole_number(name, value, least, most), values)
+
+
+def one_of(*words: str) -> Domain:
+    """One of a few words."""
+
+    def read(name: str, value: object) -> str:
+        if value not in words:
+            raise PlanError(f"{name}={value}: unknown; possible are {', '.join(words)}")
+        return str(value)
+
+    return Domain(", ".join(words), read, words)
+
+
+def perhaps(domain: Domain) -> Domain:
+    """The same, or None: what the schedule says."""
+    return Domain(domain.words, lambda name, value: None if value is None else domain.read(name, value), domain.values)
+
+
+def _as_given(name: str, value: Any) -> Any:
+    return value
+
+
+def _schedule(name: str, value: str) -> str:
+    return registry.find(value).name
+
+
+def _algorithm(name: str, value: str) -> str:
+    possible = (ALGORITHM, *collectives.names("allreduce"))
+    if value not in possible:
+        raise PlanError(
+            f"algorithm={value}: unknown; possible are {', '.join(possible)}, or one of your own, which "
+            f"@minipar.collective({value!r}) registers"
+        )
+    return value
+
+
+TRUTH = Domain("true, false", truth, (False, True))
+SCHEDULE = Domain("a schedule, by its name (minipar schedules), or one of your own", _schedule)
+SPLIT = Domain("even, auto, or layers per stage such as 3,3,2", _as_given)  # (Plan reads it: it must fit the stages)
+PLACE = Domain("none, branches, or the rank of each layer such as 0,0,1,1,0", _as_given)  # (and this, the ranks)
+MODE = Domain("sync, async, ssp:S, k-of-n:K/N", _as_given)  # (and this, the workers)
+SLICES = Domain("how many, or lengths in tokens such as 4,3,2,2", lambda name, value: slices(value))
+BUCKET = Domain("MiB, none, flat, auto, 4x, or layers such as 7,3", lambda name, value: bucket(value))
+COMPRESS = Domain("none, bf16, fp16, topk:R, powersgd:R", lambda name, value: compress.parse(value))
+CHECKPOINT = Domain(
+    "none, sqrt, selective, K, a budget such as 64MiB, or layers such as 3,7,11",
+    lambda name, value: segments.parse(value),
+)
+NORM = Domain("none, or a number above 0", lambda name, value: clip_norm(value))
+OFFLOAD = Domain("none, or a list of " + ", ".join(OFFLOADS), lambda name, value: offloaded(value))
+FOLDER = Domain("a folder", _as_given)
+BYTES = Domain("none, or bytes such as 64MiB", lambda name, value: limit(value))
+LAYERS = Domain("none, or layers by name or number, such as 0", lambda name, value: names(value))
+SUM = Domain("default, an algorithm such as ring (collectives.names), or one of your own", _algorithm)
+PASSES = Domain("none, or names of passes of your own", lambda name, value: draft.check_names(names(value)))

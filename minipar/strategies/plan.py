@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import islice
@@ -19,111 +20,143 @@ from minipar.costs.recomputation import LayerCosts
 from minipar.errors import PlanError, ProgramError
 from minipar.program import Action, BackwardWeight, Program
 from minipar.program.collector import paused
+from minipar.program.server_rule import Mode
 from minipar.program.shape import Shape, frozen, uniform
 from minipar.program.verify.verifier import verify
-from minipar.strategies import as_written, async_compile, compile, draft, keys
+from minipar.strategies import as_written, compile, exclusions, keys
+from minipar.strategies.keys import key, one_of, perhaps, whole
 from minipar.strategies.layout import Layout, place
 from minipar.strategies.passes import branches, segments
-from minipar.strategies.passes import compress as compression
 from minipar.strategies.schedules.registry import OPTIONS
 from minipar.wording import several
 
-OVERLAPS = ("none", "backward", "priority")
-REDUCES = ("microbatch", "step")
-PRECISIONS = ("float32", "bf16")
 BLOCK = 8  # steps in one program where one step's messages travel during the next
 MOST = 10_000_000  # forwards of a layer in one program: beyond, building it would fill the memory
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model is trained in parallel. Every key has a default; the default plan is one device.
+    """How a model is trained in parallel. Every key has a default; the default plan is one device."""
 
-    dp            replicas of the pipeline (each computes different rows)
-    pp            ranks of the pipeline
-    schedule      order of forwards and backwards: a name that `minipar schedules` lists, or one of your own
-    microbatches  micro-batches per replica and round
-    accumulate    rounds of `microbatches` before the optimizer steps
-    split         layers per stage, such as "3,3,4,2"; default even, the first stages larger; or "auto", by cost
-    place         which rank has each layer, such as "0,0,1,1,0", instead of `split`: any layer on any rank; "branches":
-                  those of a model with branches side by side; "none": stages of neighbouring layers
-    chunks        stages on each rank; default what the schedule says, for most of them 1
-    doubling      with schedule=chimera: two micro-batches go forward together, for more of them than ranks
-    group         micro-batches that schedule=interleaved takes through one chunk before the next; default pp
-    in_flight     micro-batches that schedule=ampnet has under way at most; default pp
-    update_every  micro-batches of an update of schedule=ampnet; default 1
-    slices        schedule=terapipe cuts every sequence into so many slices of tokens, or into slices of these lengths,
-                  such as "4,3,2,2": they are its micro-batches; default as many as the pipeline has ranks
-    bucket        gradient messages: MiB per bucket, "none" (one per parameter), "flat" (one buffer), "4x" (four of
-                  about equal size), "7,3" (layers that end one), or "auto" (the size that is predicted to be best);
-                  default 25, or 8 with zero=3, whose layers come one by one
-    overlap       "backward": a bucket is sent while backward goes on; "none": after it; "priority": also while the next
-                  forward does, what it needs first before the rest, in pieces of at most `bucket`
-    local_steps   every replica trains by itself for so many steps, then their parameters are averaged; 0: they never do
-    compress      gradients are summed as "bf16" or "fp16" numbers, the largest of them ("topk:0.01": one in a hundred),
-                  or as products of narrow matrices ("powersgd:2": of rank 2); "none": as they are
-    checkpoint    layers that run forward again before their backward, to save memory: "none"; K, in segments of K;
-                  "sqrt", of the length that needs least memory; a budget for activations on each rank, such as
-                  "64MiB"; or the layers at which segments begin, such as "3,7,11". "selective": the core of each
-                  attention, inside its layer, which costs little time and keeps no scores
-    zero          what the replicas share out: 1 the optimizer state, 2 also gradients, 3 also parameters; 0 nothing
-    reduce        when zero=2 or 3 sums gradients over the replicas: after each "microbatch", or once a "step", for
-                  fewer messages and the memory of whole gradients
-    prefetch      with zero=3: parameters are gathered so many layers ahead
-    inference     forward only: nothing is kept for a backward, and a layer's input is freed when its output is there
-    offload       what waits away from the device: "none", or a list of "activations", "optimizer" (its state and its
-                  step) and "parameters", such as "optimizer,activations"
-    offload_to    where: "host" or "disk"
-    offload_folder  where on the disk; default the system's temporary folder
-    offload_limit   bytes that each rank may keep there, such as "64MiB"; "none": what there is
-    host_layers   layers, by name or number, that are computed on the host, such as "0"; only outputs cross
-    clip          gradients are scaled down to this norm, that of all of them together; "none": they are not
-    sync          how replicas agree: "allreduce", or "ps": they push gradients to parameter servers and pull parameters
-    mode          of parameter servers: "sync"; "async", each gradient is an update; "ssp:S", the same, with nobody more
-                  than S steps ahead; "k-of-n:K/N", the first K gradients of a step
-    servers       how many parameter servers; they are ranks beside the workers
-    on_death      of a rank, with sync=ps: "abort", or "continue", and it starts again and goes on
-    precision     "bf16": layers compute in bfloat16, and the optimizer keeps float32 parameters of its own
-    algorithm     by which gradients are summed over the replicas: one that `algorithms.names("allreduce")` lists, such
-                  as "ring", or one of your own (`@minipar.collective`); "default": in shared memory, or the backend's
-    extra_passes  passes of your own, by the names that `@minipar.pass_` gave them, such as "mine,other"
-    """
-
-    dp: int = 1
-    pp: int = 1
-    schedule: str = "1f1b"
-    microbatches: int = 1
-    accumulate: int = 1
-    split: tuple[int, ...] | str | None = None
-    place: tuple[int, ...] | str | None = None
-    chunks: int | None = None
-    group: int | None = None
-    slices: int | tuple[int, ...] | None = None
-    doubling: bool = False
-    in_flight: int | None = None
-    update_every: int | None = None
-    bucket: float | str | tuple[int, ...] | None = None
-    overlap: str = "backward"
-    local_steps: int = 0
-    compress: str = "none"
-    checkpoint: segments.Checkpoint = "none"
-    zero: int = 0
-    reduce: str = "microbatch"
-    prefetch: int = 1
-    inference: bool = False
-    clip: float | None = None
-    precision: str = "float32"
-    offload: tuple[str, ...] | str = ()
-    offload_to: str = "host"
-    offload_folder: str = ""
-    offload_limit: int | str | None = None
-    host_layers: tuple[str, ...] | str = ()
-    sync: str = "allreduce"
-    mode: str = "sync"
-    servers: int = 1
-    on_death: str = "abort"
-    algorithm: str = keys.ALGORITHM
-    extra_passes: tuple[str, ...] | str = ()
+    dp: int = key(1, whole(1), "replicas of the pipeline; each computes other rows of a batch")
+    pp: int = key(1, whole(1), "ranks of the pipeline")
+    schedule: str = key("1f1b", keys.SCHEDULE, "the order of forwards and backwards on each rank")
+    microbatches: int = key(1, whole(1), "micro-batches of each replica and round")
+    accumulate: int = key(1, whole(1), "rounds of `microbatches` before the optimizer steps")
+    split: tuple[int, ...] | str | None = key(
+        None, keys.SPLIT, "layers of each stage; even: the first stages are larger; auto: by cost"
+    )
+    place: tuple[int, ...] | str | None = key(
+        None,
+        keys.PLACE,
+        "the rank of each layer, in place of `split`: any layer on any rank; branches: those of a model with branches "
+        "side by side; none: stages of neighbouring layers",
+    )
+    chunks: int | None = key(None, perhaps(whole(1)), "stages of each rank; default: what the schedule says, mostly 1")
+    group: int | None = key(
+        None, perhaps(whole(1)), "micro-batches that interleaved takes through one chunk before the next; default pp"
+    )
+    slices: int | tuple[int, ...] | None = key(
+        None,
+        keys.SLICES,
+        "slices of tokens that terapipe cuts every sequence into: they are its micro-batches; default: as many as the "
+        "pipeline has ranks",
+    )
+    doubling: bool = key(
+        False, keys.TRUTH, "chimera: two micro-batches go forward together, where there are more of them than ranks"
+    )
+    in_flight: int | None = key(None, perhaps(whole(1)), "micro-batches that ampnet has under way at most; default pp")
+    update_every: int | None = key(None, perhaps(whole(1)), "micro-batches of one update of ampnet; default 1")
+    bucket: float | str | tuple[int, ...] | None = key(
+        None,
+        keys.BUCKET,
+        "size of gradient messages: MiB; none: one message per parameter; flat: one for all; 4x: four of about equal "
+        "size; 7,3: these layers end one; auto: the size that is predicted to be best. Default 25, or 8 with zero=3, "
+        "whose layers come one by one",
+    )
+    overlap: str = key(
+        "backward",
+        one_of("none", "backward", "priority"),
+        "when buckets are sent; backward: while it goes on; none: after it; priority: also during the next forward, in "
+        "pieces of at most `bucket`, those that it needs first before the others",
+    )
+    local_steps: int = key(
+        0,
+        whole(0),
+        "every replica trains by itself for so many steps, then their parameters are averaged; 0: gradients are summed "
+        "in each",
+    )
+    compress: str = key(
+        "none",
+        keys.COMPRESS,
+        "what sums of gradients carry: bf16, fp16: shorter numbers; topk:0.01: the largest of them, one in a hundred; "
+        "powersgd:2: products of narrow matrices, of rank 2",
+    )
+    checkpoint: segments.Checkpoint = key(
+        "none",
+        keys.CHECKPOINT,
+        "layers that run forward again before their backward, to save memory: K: in segments of K; sqrt: of the length "
+        "that needs least memory; a budget for the activations of each rank; the layers at which segments begin; "
+        "selective: the core of each attention, inside its layer, which costs little time and keeps no scores",
+    )
+    zero: int = key(
+        0, whole(0, 3), "what replicas share out: 1 the optimizer's state, 2 gradients too, 3 parameters too"
+    )
+    reduce: str = key(
+        "microbatch",
+        one_of("microbatch", "step"),
+        "when gradients are summed over replicas: after each micro-batch, or once a step, for fewer messages and the "
+        "memory of whole gradients",
+        exclusions.SHARDED_GRADIENTS,
+    )
+    prefetch: int = key(1, whole(0), "parameters come so many layers ahead", exclusions.GATHERED)
+    inference: bool = key(
+        False, keys.TRUTH, "forward only: nothing is kept for a backward, and inputs are freed when outputs are there"
+    )
+    clip: float | None = key(None, keys.NORM, "gradients are scaled down to this norm, that of all of them together")
+    precision: str = key(
+        "float32",
+        one_of("float32", "bf16"),
+        "bf16: layers compute in bfloat16, and the optimizer keeps float32 parameters of its own",
+    )
+    offload: tuple[str, ...] | str = key(
+        (), keys.OFFLOAD, "what waits away from the device; optimizer: its state, and its step"
+    )
+    offload_to: str = key("host", one_of("host", "disk"), "where it waits", exclusions.AWAY)
+    offload_folder: str = key(
+        "", keys.FOLDER, "where on the disk; default: the system's temporary folder", exclusions.ON_DISK
+    )
+    offload_limit: int | str | None = key(
+        None, keys.BYTES, "bytes that each rank may keep there; none: what there is", exclusions.AWAY
+    )
+    host_layers: tuple[str, ...] | str = key(
+        (), keys.LAYERS, "layers that are computed on the host; only their outputs cross"
+    )
+    sync: str = key(
+        "allreduce",
+        one_of("allreduce", "ps"),
+        "how replicas agree: ps: they push gradients to parameter servers, and pull parameters",
+    )
+    mode: str = key(
+        "sync",
+        keys.MODE,
+        "of servers: async: each gradient is an update; ssp:S: the same, with nobody more than S steps ahead; "
+        "k-of-n:K/N: the first K gradients of a step",
+        exclusions.SERVED,
+    )
+    servers: int = key(1, whole(1), "parameter servers; they are ranks beside the workers", exclusions.SERVED)
+    on_death: str = key(
+        "abort",
+        one_of("abort", "continue"),
+        "of a rank: the run ends, or the rank starts again and goes on",
+        exclusions.SERVED,
+    )
+    algorithm: str = key(
+        keys.ALGORITHM,
+        keys.SUM,
+        "by which gradients are summed over the replicas; default: in shared memory, or the backend's own",
+    )
+    extra_passes: tuple[str, ...] | str = key((), keys.PASSES, "passes of your own, by the names of @minipar.pass_")
 
     def __new__(cls, *_: object, **given: object) -> Plan:
         # (so that a wrong keyword gets the same answer as a wrong word)
@@ -131,68 +164,25 @@ class Plan:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for key in ("dp", "pp", "microbatches", "accumulate"):
-            object.__setattr__(self, key, keys.whole_number(key, getattr(self, key)))
-        chosen = strategies.find(self.schedule)
-        object.__setattr__(self, "doubling", keys.truth("doubling", self.doubling))
-        object.__setattr__(self, "slices", keys.slices(self.slices))
-        for key in OPTIONS:
-            if key not in ("doubling", "slices") and getattr(self, key) is not None:
-                object.__setattr__(self, key, keys.whole_number(key, getattr(self, key)))
-            chosen.check(key, getattr(self, key))
+        table = {field.name: (field.default, field.metadata["key"]) for field in fields(self)}
+        for name, (_, row) in table.items():
+            object.__setattr__(self, name, row.domain.read(name, getattr(self, name)))
+        schedule = strategies.find(self.schedule)
+        for name in OPTIONS:
+            schedule.check(name, getattr(self, name))
         object.__setattr__(self, "place", branches.parse(self.place, self.pp))
-        if self.place is not None:
-            branches.check_place(self)
+        exclusions.check(self)
         if self.split is not None:
             held = self.placement()
             counts = keys.split(self.split, 1 + max(map(max, held)), self.pp, len(held[0]))
             object.__setattr__(self, "split", counts)
-        object.__setattr__(self, "bucket", keys.bucket(self.bucket))
-        if self.overlap not in OVERLAPS:
-            raise PlanError(f"overlap={self.overlap}: unknown; possible are {', '.join(OVERLAPS)}")
-        object.__setattr__(self, "checkpoint", segments.parse(self.checkpoint))
-        object.__setattr__(self, "zero", keys.whole_number("zero", self.zero, 0, 3))
-        object.__setattr__(self, "prefetch", keys.whole_number("prefetch", self.prefetch, 0))
-        object.__setattr__(self, "clip", keys.clip_norm(self.clip))
-        object.__setattr__(self, "inference", keys.truth("inference", self.inference))
-        object.__setattr__(self, "offload", keys.offloaded(self.offload))
-        if self.offload_to not in ("host", "disk"):
-            raise PlanError(f"offload_to={self.offload_to}: unknown; possible are host, disk")
-        object.__setattr__(self, "offload_limit", keys.limit(self.offload_limit))
-        object.__setattr__(self, "host_layers", keys.names(self.host_layers))
-        if self.host_layers and self.zero:
-            raise PlanError(f"host_layers={','.join(self.host_layers)}: are not sharded; possible is zero=0")
-        if "parameters" in self.offload and self.zero in (1, 2):
-            raise PlanError(
-                f"offload=parameters: zero={self.zero} keeps whole ones on the device; possible are zero=0, zero=3"
-            )
-        if self.reduce not in REDUCES:
-            raise PlanError(f"reduce={self.reduce}: unknown; possible are {', '.join(REDUCES)}")
-        if self.precision not in PRECISIONS:
-            raise PlanError(f"precision={self.precision}: unknown; possible are {', '.join(PRECISIONS)}")
-        if self.overlap == "priority":
-            keys.check_priority(self.messages, self.zero, self.clip, self.offload, self.host_layers)
-        object.__setattr__(self, "compress", compression.parse(self.compress))
-        if self.compress != "none":
-            keys.check_compress(self)
-        object.__setattr__(self, "local_steps", keys.whole_number("local_steps", self.local_steps, 0))
-        if self.local_steps:
-            keys.check_local(self.local_steps, self.overlap, self.zero, self.clip, self.offload, self.host_layers)
-        keys.check_servers(self)
-        keys.check_parts(self)
-        keys.check_algorithm(self)
-        object.__setattr__(self, "extra_passes", draft.check_names(keys.names(self.extra_passes)))
-        if self.extra_passes and (self.sync == "ps" or chosen.asynchronous is not None):
-            key = "sync=ps" if self.sync == "ps" else f"schedule={self.schedule}"
-            raise PlanError(
-                f"extra_passes={','.join(self.extra_passes)}: not together with {key}, whose programs are made without "
-                "these passes; possible are synchronous schedules such as 1f1b with sync=allreduce"
-            )
-        if chosen.asynchronous is not None:
-            async_compile.check_keys(self.schedule, {key: getattr(self, key) for key in async_compile.ALONE})
-            chosen.asynchronous.promise(self.pp, self.numbers)
-        if self.slice_count > 1:
-            keys.check_slices(self)
+        if self.sync == "ps":
+            object.__setattr__(self, "mode", str(Mode.parse(self.mode, self.dp)))
+        for name, (default, row) in table.items():
+            if row.need is not None:
+                exclusions.check_needs(self, name, default, row.need)
+        if schedule.asynchronous is not None:
+            schedule.asynchronous.promise(self.pp, self.numbers)
 
     @staticmethod
     def parse(text: str | Mapping[str, Any] | Plan) -> Plan:
@@ -244,6 +234,12 @@ class Plan:
     def splits(self) -> bool:
         """Whether the schedule has backwards in halves."""
         return any(isinstance(a, BackwardWeight) for rank in range(self.pp) for a in self.actions(rank))
+
+    @property
+    def copies(self) -> bool:
+        """Whether a stage is on more than one rank of the pipeline."""
+        stages = [stage for mine in self.placement() for stage in mine]
+        return len(set(stages)) < len(stages)
 
     @property
     def messages(self) -> float | str | tuple[int, ...]:
@@ -451,3 +447,37 @@ class Plan:
 # `__new__` takes any keyword, to answer the wrong ones; what a plan takes is what its fields say.
 _parameters = list(inspect.signature(Plan.__init__).parameters.values())[1:]
 Plan.__signature__ = inspect.Signature(_parameters, return_annotation="Plan")  # type: ignore[attr-defined]
+
+
+def table() -> dict[str, dict[str, Any]]:
+    """All there is to know of every key: default, domain, its values where they are few, help, and what it excludes."""
+    found: dict[str, dict[str, Any]] = {}
+    for field in fields(Plan):
+        row: keys.Key = field.metadata["key"]
+        against = [(e, e.one, e.other) for e in exclusions.EXCLUSIONS if e.one.key == field.name]
+        against += [(e, e.other, e.one) for e in exclusions.EXCLUSIONS if e.other.key == field.name]
+        found[field.name] = {
+            "default": exclusions.shown(field.default),
+            "domain": row.domain.words,
+            "values": list(row.domain.values),
+            "help": row.help,
+            "needs": row.need.possible if row.need else "",
+            "excludes": [
+                {"words": own.words, "key": other.key, "with": other.words, "why": e.why, "possible": e.possible,
+                 "fundamental": e.fundamental}
+                for e, own, other in against
+            ],
+        }  # fmt: skip
+    return found
+
+
+def _told() -> str:
+    width = max(len(name) for name in table()) + 2
+    lines = []
+    for name, row in table().items():
+        words = f"{row['help']} [{row['domain']}]"
+        lines += textwrap.wrap(words, 116, initial_indent=f"    {name:{width}}", subsequent_indent=" " * (width + 4))
+    return "\n".join(lines)
+
+
+Plan.__doc__ = f"{Plan.__doc__}\n\n{_told()}\n    "

@@ -346,23 +346,23 @@ def test_placements_that_cannot_be(placement, says):
         ),
         (
             "pp=2 dp=2 schedule=chimera microbatches=2 zero=1",
-            "zero=1: schedule=chimera has copies of a stage, whose whole gradients are summed in every step; possible",
+            "zero=1: not together with schedule=chimera (whole gradients are summed over the copies in every step)",
         ),
         (
             "pp=2 dp=2 schedule=dualpipe microbatches=4 local_steps=2",
-            "local_steps=2: schedule=dualpipe has copies of a stage, whose whole gradients are summed in every step;",
+            "local_steps=2: not together with schedule=dualpipe (whole gradients are summed over",
         ),
         (
             "pp=2 schedule=dualpipe microbatches=4 offload=activations",
-            "offload=activations: not with schedule=dualpipe, whose backwards are split; possible are checkpoint=",
+            "offload=activations: not together with schedule=dualpipe (its backwards are split",
         ),
         (
             "schedule=dualpipe-v microbatches=2 sync=ps",
-            "sync=ps: not with schedule=dualpipe-v, whose backwards are split; possible is a schedule",
+            "sync=ps: not together with schedule=dualpipe-v (a push follows",
         ),
         (
             "pp=2 schedule=zb-h1 microbatches=3 offload=activations",
-            "offload=activations: not with schedule=zb-h1, whose backwards are split; possible are checkpoint=",
+            "offload=activations: not together with schedule=zb-h1 (its backwards are split",
         ),
     ],
 )

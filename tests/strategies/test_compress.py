@@ -75,11 +75,11 @@ def test_what_is_no_compression_is_refused(word):
     ("words", "says"),
     [
         ("zero=1", "possible is zero=0"),
-        ("overlap=priority", "possible are overlap=none and backward"),
+        ("overlap=priority", "possible is overlap=backward or compress=none"),
         ("local_steps=2", "possible is local_steps=0"),
-        ("precision=bf16", "possible is compress=none"),
-        ("offload=optimizer", "offload=none or activations"),
-        ("host_layers=0", "no host_layers"),
+        ("precision=bf16", "possible is precision=float32 or compress=none"),
+        ("offload=optimizer", "possible is offload=none, offload=activations or compress=none"),
+        ("host_layers=0", "possible is host_layers=none"),
     ],
 )
 def test_what_does_not_go_together_is_refused(words, says):

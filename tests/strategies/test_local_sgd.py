@@ -80,10 +80,10 @@ def test_what_breaks_the_promise_is_refused():
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("zero=1", "with whole states; possible is zero=0, not 1"),
-        ("clip=1", "clip=1.0 needs the norm over all of them; possible is clip=none"),
-        ("overlap=priority", "sends no gradients; possible are overlap=none and backward, not priority"),
-        ("offload=optimizer", "possible are offload=none and no host_layers"),
+        ("zero=1", "zero=1 (every replica trains by itself, with whole states); possible is zero=0"),
+        ("clip=1", "and the norm is that of all of them); possible is clip=none"),
+        ("overlap=priority", "and sends no gradients); possible is overlap=backward"),
+        ("offload=optimizer", "possible is offload=none"),
     ],
 )
 def test_what_needs_all_replicas_in_every_step_is_refused(words, says):

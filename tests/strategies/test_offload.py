@@ -191,7 +191,7 @@ def test_the_copies_are_on_streams_of_their_own_in_the_predicted_trace():
     [
         ("offload=weights", "offload=weights: must be none, or a list of activations, optimizer, parameters"),
         ("offload=optimizer offload_to=tape", "offload_to=tape: unknown; possible are host, disk"),
-        ("offload=parameters zero=2 dp=2", "possible are zero=0, zero=3"),
+        ("offload=parameters zero=2 dp=2", "possible is zero=0 or zero=3"),
         ("offload=optimizer offload_limit=lots", "offload_limit"),
     ],
 )

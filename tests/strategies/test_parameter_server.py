@@ -113,12 +113,12 @@ def test_refused_programs():
         ("servers=0", "servers=0: must be a whole number of at least 1"),
         ("servers=99", "servers=99: too many for parameters of 20 bytes"),
         ("on_death=pray", "on_death=pray: unknown; possible are abort, continue"),
-        ("pp=2", "sync=ps: not together with pp=2; possible is pp=1"),
-        ("zero=2", "sync=ps: not together with zero=2; possible is zero=0"),
-        ("offload=optimizer", "offload=optimizer; possible is offload=none"),
-        ("clip=1", "clip=1.0; possible is clip=none"),
+        ("pp=2", "sync=ps: not together with pp=2 .a worker holds the whole model.; possible is pp=1"),
+        ("zero=2", "sync=ps: not together with zero=2 .the servers hold"),
+        ("offload=optimizer", "possible is offload=none"),
+        ("clip=1", "knows no norm of all gradients.; possible is clip=none"),
         ("precision=bf16", "possible is precision=float32"),
-        ("inference=yes", "possible is inference=False"),
+        ("inference=yes", "possible is inference=false"),
     ],
 )
 def test_refused_plans(words, text):

@@ -158,11 +158,11 @@ def test_a_backward_that_comes_after_a_piece_is_missed():
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("clip=1", "clip=1.0 needs the norm of all; possible is clip=none"),
-        ("zero=1", "zero=1 shares it out; possible is zero=0"),
-        ("offload=optimizer", "possible are offload=none and no host_layers"),
-        ("host_layers=0", "possible are offload=none and no host_layers"),
-        ("bucket=flat", "possible are a size or none (whole), not flat"),
+        ("clip=1", "and the norm needs all gradients); possible is clip=none"),
+        ("zero=1", "gradient is there, whole); possible is zero=0"),
+        ("offload=optimizer", "possible is offload=none"),
+        ("host_layers=0", "possible is host_layers=none"),
+        ("bucket=flat", "or whole); possible is bucket=none or a size"),
     ],
 )
 def test_what_needs_all_gradients_at_once_is_refused(words, says):

@@ -88,7 +88,7 @@ def test_controls_change_what_is_shown() -> None:
         ({"tp": 16}, "tp=16: must divide 25 heads"),
         ({"experts": 4, "ep": 32}, "ep=32: must divide dp=8 and experts=4"),
         ({"model": "mlp-tiny", "pp": 1, "checkpoint": "selective"}, "has no attention"),
-        ({"zero": 1, "offload": ("parameters",)}, "offload=parameters: zero=1 keeps whole ones"),
+        ({"zero": 1, "offload": ("parameters",)}, "offload=parameters: not together with zero=1"),
     ],
 )
 def test_what_cannot_be_is_said_in_words(settings: dict[str, object], says: str) -> None:

@@ -32,9 +32,7 @@ from typing import TYPE_CHECKING
 from minipar.errors import PlanError
 from minipar.program import Action, Forward, Instruction, Op, Value
 from minipar.program import edges as graphs
-from minipar.strategies.layout import looped
 from minipar.strategies.passes import segments
-from minipar.strategies.schedules import registry
 from minipar.wording import several
 
 if TYPE_CHECKING:
@@ -67,26 +65,6 @@ def parse(value: object, ranks: int) -> str | tuple[int, ...] | None:
             f"place={told}: puts no layer on rank {idle}; possible is pp={len(set(found))}, or another place"
         )
     return found
-
-
-def check_place(plan: Plan) -> None:
-    """Refuse what `place` does not go together with."""
-    schedule = registry.find(plan.schedule)
-    why = f"place={_told(plan)}: says which rank has which layers"
-    for key, value in {"split": plan.split, "chunks": plan.chunks}.items():
-        if value is not None:
-            told = ",".join(map(str, value)) if isinstance(value, tuple) else value
-            raise PlanError(f"{why}; so does {key}={told}; possible is one of them")
-    others = set(schedule.options) - {"chunks"}
-    if (
-        schedule.placement is not looped
-        or schedule.asynchronous is not None
-        or others
-        or plan.schedule == "interleaved"
-    ):
-        raise PlanError(
-            f"{why}; schedule={plan.schedule} needs stages in a row; possible are naive, gpipe, 1f1b, looped-bfs, zb-h1"
-        )
 
 
 def check_shape(plan: Plan, shape: Shape) -> None:

@@ -1,0 +1,282 @@
+"""Which choices of a plan do not go together, and why: one table, from which refusals, help and the matrix are made.
+
+A refusal is fundamental where the two contradict each other; all others are combinations that nobody has built yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from minipar.errors import PlanError
+from minipar.strategies.layout import looped
+from minipar.strategies.passes.segments import budget_of, text
+from minipar.strategies.schedules.registry import find
+
+if TYPE_CHECKING:
+    from minipar.strategies.plan import Plan
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Some of the values of a key.
+
+    words     which, for a table
+    made      whether a plan has made this choice
+    instead   what is possible in its place
+    late      whether only the schedule's actions tell, so that `Plan.compile` asks
+    """
+
+    key: str
+    words: str
+    made: Callable[[Plan], bool]
+    instead: str
+    late: bool = False
+
+    def told(self, plan: Plan) -> str:
+        """The key with the value that the plan gives it."""
+        return f"{self.key}={shown(getattr(plan, self.key))}"
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """Two choices that no plan makes together."""
+
+    one: Choice
+    other: Choice
+    why: str
+    fundamental: bool = False
+
+    @property
+    def possible(self) -> str:
+        """The ways out."""
+        return f"{self.other.instead} or {self.one.instead}"
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a key is about: without it, any value but the default is refused, since it would change nothing."""
+
+    what: str
+    there: Callable[[Plan], bool]
+    possible: str
+
+
+def shown(value: object) -> str:
+    """A value as it is written in a plan's words."""
+    if isinstance(value, tuple):
+        return text(value) if value and isinstance(value[0], int) else ",".join(map(str, value)) or "none"
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# choices --------------------------------------------------------------------------------------------------------------
+
+REPLICAS = Choice("dp", "dp of 2 or more", lambda plan: plan.dp > 1, "dp=1")
+STAGES = Choice("pp", "pp of 2 or more", lambda plan: plan.pp > 1, "pp=1")
+ROUNDS = Choice("accumulate", "accumulate of 2 or more", lambda plan: plan.accumulate > 1, "accumulate=1")
+SPLIT = Choice("split", "split", lambda plan: plan.split is not None, "no split=")
+CHUNKS = Choice("chunks", "chunks", lambda plan: plan.chunks is not None, "no chunks=")
+PLACE = Choice("place", "place", lambda plan: plan.place is not None, "no place=")
+MESSAGES = Choice("bucket", "bucket", lambda plan: plan.bucket is not None, "no bucket=")
+WHOLES = Choice(
+    "bucket", "bucket=flat, auto, 4x or layers",
+    lambda plan: not isinstance(plan.messages, (int, float)) and plan.messages != "none", "bucket=none or a size",
+)  # fmt: skip
+LATE_SUMS = Choice(
+    "overlap", "overlap=none, priority", lambda plan: plan.overlap != "backward", "overlap=backward"
+)  # fmt: skip
+OVERLAPPED = Choice("overlap", "overlap=backward, priority", lambda plan: plan.overlap != "none", "overlap=none")
+PRIORITY = Choice("overlap", "overlap=priority", lambda plan: plan.overlap == "priority", "overlap=backward")
+LOCAL = Choice("local_steps", "local_steps", lambda plan: plan.local_steps > 0, "local_steps=0")
+COMPRESSED = Choice("compress", "compress", lambda plan: plan.compress != "none", "compress=none")
+BUDGET = Choice(
+    "checkpoint", "checkpoint of a budget", lambda plan: budget_of(plan.checkpoint) is not None, "checkpoint=sqrt"
+)
+ZERO = Choice("zero", "zero=1, 2, 3", lambda plan: plan.zero > 0, "zero=0")
+ZERO_BELOW_3 = Choice("zero", "zero=1, 2", lambda plan: plan.zero in (1, 2), "zero=0 or zero=3")
+INFERENCE = Choice("inference", "inference", lambda plan: plan.inference, "inference=false")
+CLIP = Choice("clip", "clip", lambda plan: plan.clip is not None, "clip=none")
+BF16 = Choice("precision", "precision=bf16", lambda plan: plan.precision == "bf16", "precision=float32")
+OFFLOAD = Choice("offload", "offload", lambda plan: bool(plan.offload), "offload=none")
+OFFLOADED_STATE = Choice(
+    "offload",
+    "offload=optimizer, parameters",
+    lambda plan: bool(set(plan.offload) - {"activations"}),
+    "offload=none, offload=activations",
+)
+OFFLOADED_PARAMETERS = Choice(
+    "offload", "offload=parameters", lambda plan: "parameters" in plan.offload, "offload=optimizer"
+)
+OFFLOADED_ACTIVATIONS = Choice(
+    "offload", "offload=activations", lambda plan: "activations" in plan.offload, "checkpoint="
+)
+HOST_LAYERS = Choice("host_layers", "host_layers", lambda plan: bool(plan.host_layers), "host_layers=none")
+SERVERS = Choice("sync", "sync=ps", lambda plan: plan.sync == "ps", "sync=allreduce")
+ALGORITHM = Choice("algorithm", "algorithm", lambda plan: plan.algorithm != "default", "algorithm=default")
+OWN_PASSES = Choice("extra_passes", "extra_passes", lambda plan: bool(plan.extra_passes), "extra_passes=none")
+UNFLUSHED = Choice(
+    "schedule", "schedule without flushes", lambda plan: plan.asynchronous, "a synchronous schedule such as 1f1b"
+)
+SLICED = Choice(
+    "schedule", "schedule of slices of sequences", lambda plan: plan.slice_count > 1, "a schedule of rows such as 1f1b"
+)
+HALVES = Choice(
+    "schedule", "schedule of backwards in halves", lambda plan: plan.splits,
+    "a schedule of whole backwards such as 1f1b", late=True,
+)  # fmt: skip
+COPIES = Choice(
+    "schedule", "schedule with copies of a stage", lambda plan: plan.copies,
+    "a schedule of one copy such as 1f1b", late=True,
+)  # fmt: skip
+
+
+def _needs_a_row(plan: Plan) -> bool:
+    schedule = find(plan.schedule)
+    others = set(schedule.options) - {"chunks"}
+    return (
+        schedule.placement is not looped
+        or schedule.asynchronous is not None
+        or bool(others)
+        or plan.schedule == "interleaved"
+    )
+
+
+IN_A_ROW = Choice(
+    "schedule", "schedule of stages in another order", _needs_a_row, "naive, gpipe, 1f1b, looped-bfs, zb-h1"
+)  # fmt: skip
+
+
+# the table ------------------------------------------------------------------------------------------------------------
+
+_AT_ONCE = "a layer is updated as soon as its gradient is there"
+_ALONE = "every replica trains by itself"
+_SMALLER = "whole gradients are made smaller, once a step"
+_NO_SUMS = "it sums no gradients over ranks"
+_WHOLE_SUMS = "it sums whole gradients"
+_AS_SLICES = "its micro-batches are slices of sequences"
+_OTHER_COMPILER = "its programs are made without these passes"
+
+EXCLUSIONS = (
+    Exclusion(PLACE, SPLIT, "each says which rank has which layers", fundamental=True),
+    Exclusion(PLACE, CHUNKS, "each says which rank has which layers", fundamental=True),
+    Exclusion(PLACE, IN_A_ROW, "it needs stages in a row"),
+    Exclusion(HOST_LAYERS, ZERO, "layers on the host are not sharded"),
+    Exclusion(OFFLOADED_PARAMETERS, ZERO_BELOW_3, "it keeps whole parameters on the device"),
+    Exclusion(PRIORITY, CLIP, f"{_AT_ONCE}, and the norm needs all gradients", fundamental=True),
+    Exclusion(PRIORITY, ZERO, f"{_AT_ONCE}, whole"),
+    Exclusion(PRIORITY, OFFLOAD, f"{_AT_ONCE}, on the device"),
+    Exclusion(PRIORITY, HOST_LAYERS, f"{_AT_ONCE}, on the device"),
+    Exclusion(PRIORITY, WHOLES, "gradients go in pieces of `bucket` MiB, or whole", fundamental=True),
+    Exclusion(COMPRESSED, ZERO, f"{_SMALLER}; ZeRO sums slices of them"),
+    Exclusion(COMPRESSED, PRIORITY, f"{_SMALLER}; by priority pieces of them are sent"),
+    Exclusion(COMPRESSED, LOCAL, "no gradients are sent that could be made smaller", fundamental=True),
+    Exclusion(COMPRESSED, BF16, "gradients are small already"),
+    Exclusion(COMPRESSED, HOST_LAYERS, f"{_SMALLER}, on the device"),
+    Exclusion(COMPRESSED, OFFLOADED_STATE, f"{_SMALLER}, on the device"),
+    Exclusion(LOCAL, ZERO, f"{_ALONE}, with whole states", fundamental=True),
+    Exclusion(LOCAL, CLIP, f"{_ALONE}, and the norm is that of all of them", fundamental=True),
+    Exclusion(LOCAL, PRIORITY, f"{_ALONE}, and sends no gradients", fundamental=True),
+    Exclusion(LOCAL, OFFLOAD, f"{_ALONE}, on the device"),
+    Exclusion(LOCAL, HOST_LAYERS, f"{_ALONE}, on the device"),
+    Exclusion(SERVERS, STAGES, "a worker holds the whole model"),
+    Exclusion(SERVERS, ZERO, "the servers hold the optimizer's state, and share it out", fundamental=True),
+    Exclusion(SERVERS, OFFLOAD, _OTHER_COMPILER),
+    Exclusion(SERVERS, HOST_LAYERS, _OTHER_COMPILER),
+    Exclusion(SERVERS, CLIP, "a server updates what it holds, and knows no norm of all gradients"),
+    Exclusion(SERVERS, BF16, "servers keep and send float32"),
+    Exclusion(SERVERS, INFERENCE, "nothing is updated", fundamental=True),
+    Exclusion(SERVERS, COMPRESSED, "pushes carry whole gradients"),
+    Exclusion(SERVERS, LOCAL, "workers push the gradients of every step"),
+    Exclusion(SERVERS, PRIORITY, "pushes go in the order of the backward"),
+    Exclusion(SERVERS, HALVES, "a push follows a whole backward"),
+    Exclusion(REPLICAS, UNFLUSHED, "its replicas would wait for each other"),
+    Exclusion(ROUNDS, UNFLUSHED, "it updates without rounds; microbatches= or update_every= say how often"),
+    Exclusion(ZERO, UNFLUSHED, "it has no replicas"),
+    Exclusion(OFFLOAD, UNFLUSHED, _OTHER_COMPILER),
+    Exclusion(HOST_LAYERS, UNFLUSHED, _OTHER_COMPILER),
+    Exclusion(CLIP, UNFLUSHED, "the norm of all gradients is known only after a flush", fundamental=True),
+    Exclusion(BF16, UNFLUSHED, _OTHER_COMPILER),
+    Exclusion(INFERENCE, UNFLUSHED, "nothing is updated", fundamental=True),
+    Exclusion(SERVERS, UNFLUSHED, "its ranks are stages, and no replicas that push to servers"),
+    Exclusion(LOCAL, UNFLUSHED, "it has no replicas"),
+    Exclusion(COMPRESSED, UNFLUSHED, _NO_SUMS),
+    Exclusion(LATE_SUMS, UNFLUSHED, _NO_SUMS),
+    Exclusion(MESSAGES, UNFLUSHED, _NO_SUMS),
+    Exclusion(ALGORITHM, UNFLUSHED, _NO_SUMS),
+    Exclusion(ALGORITHM, OVERLAPPED, "its messages are the rank's own work"),
+    Exclusion(ALGORITHM, ZERO, _WHOLE_SUMS),
+    Exclusion(ALGORITHM, COMPRESSED, _WHOLE_SUMS),
+    Exclusion(ALGORITHM, LOCAL, "no gradients are summed", fundamental=True),
+    Exclusion(ALGORITHM, HOST_LAYERS, _WHOLE_SUMS),
+    Exclusion(ALGORITHM, SERVERS, "servers sum the gradients", fundamental=True),
+    Exclusion(OWN_PASSES, SERVERS, _OTHER_COMPILER),
+    Exclusion(OWN_PASSES, UNFLUSHED, _OTHER_COMPILER),
+    Exclusion(SERVERS, SLICED, _AS_SLICES),
+    Exclusion(LOCAL, SLICED, _AS_SLICES),
+    Exclusion(BUDGET, SLICED, _AS_SLICES),
+    Exclusion(OFFLOADED_ACTIVATIONS, SLICED, _AS_SLICES),
+    Exclusion(HOST_LAYERS, SLICED, _AS_SLICES),
+    Exclusion(OFFLOADED_ACTIVATIONS, HALVES, "its backwards are split, and the halves need what was saved twice"),
+    Exclusion(ZERO, COPIES, "whole gradients are summed over the copies in every step"),
+    Exclusion(LOCAL, COPIES, "whole gradients are summed over the copies in every step"),
+)
+
+SERVED = Need("parameter servers", SERVERS.made, "sync=ps")
+SHARDED_GRADIENTS = Need("sharded gradients", lambda plan: plan.zero >= 2, "zero=2, zero=3")
+GATHERED = Need(
+    "parameters that come layer by layer",
+    lambda plan: plan.zero == 3 or "parameters" in plan.offload or plan.prefetch == 0,  # (0 asks for nothing)
+    "zero=3, offload=parameters",
+)
+AWAY = Need("what is offloaded", OFFLOAD.made, "offload=activations, optimizer, parameters")
+ON_DISK = Need(
+    "what is offloaded to the disk",
+    lambda plan: bool(plan.offload) and plan.offload_to == "disk",
+    "offload_to=disk with offload=",
+)
+
+
+def check(plan: Plan, late: bool = False) -> None:
+    """Refuse the first two choices of a plan that do not go together; with `late` those that its actions tell."""
+    for row in EXCLUSIONS:
+        if (row.one.late or row.other.late) is late and row.one.made(plan) and row.other.made(plan):
+            raise PlanError(
+                f"{row.one.told(plan)}: not together with {row.other.told(plan)} ({row.why}); "
+                f"possible is {row.possible}"
+            )
+
+
+def check_needs(plan: Plan, key: str, default: object, need: Need) -> None:
+    """Refuse a key that says how to do what the plan does not do: nothing that is asked for is left out in silence."""
+    value = getattr(plan, key)
+    if value != default and not need.there(plan):
+        raise PlanError(f"{key}={shown(value)}: is of {need.what}; possible is {need.possible}")
+
+
+INTRODUCTION = """# What goes together
+
+The keys of a plan go together, but for these pairs of choices. An `x` is fundamental: the two contradict each other. An
+`o` is refused because nobody has built it yet. (A model can exclude a choice, too: branches, tied layers, layers that
+take whole sequences. The message says so then.)
+
+This page is made from the table that refuses: `minipar keys --markdown > docs/combinations.md`.
+"""
+
+
+def page() -> str:
+    """The table as a page (docs/combinations.md): a matrix of the choices, and the reasons."""
+    choices = list(dict.fromkeys(choice for row in EXCLUSIONS for choice in (row.one, row.other)))
+    sign = {}
+    for row in EXCLUSIONS:
+        sign[row.one, row.other] = sign[row.other, row.one] = "x" if row.fundamental else "o"
+    lines = [INTRODUCTION, "| | choice | " + " | ".join(str(n) for n in range(1, len(choices) + 1)) + " |"]
+    lines.append("|" + "---|" * (len(choices) + 2))
+    for n, one in enumerate(choices, 1):
+        cells = [sign.get((one, other), " ") for other in choices]
+        lines.append(f"| {n} | {one.words} | " + " | ".join(cells) + " |")
+    lines += ["", "| choice | not together with | since | |", "|---|---|---|---|"]
+    for row in EXCLUSIONS:
+        kind = "fundamental" if row.fundamental else ""
+        lines.append(f"| {row.one.words} | {row.other.words} | {row.why} | {kind} |")
+    return "\n".join(lines)

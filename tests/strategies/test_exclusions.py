@@ -1,0 +1,138 @@
+"""The table of keys and of what does not go together: what it says is what is refused, and nothing else says it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import minipar
+from minipar import Plan, PlanError
+from minipar.cli import main
+from minipar.strategies import draft
+from minipar.strategies.exclusions import EXCLUSIONS, Choice, Exclusion, check, page
+from minipar.strategies.plan import table
+
+ROOT = Path(__file__).parents[2]
+
+# For every choice of the table, words of a plan that makes it.
+MADE = {
+    "dp of 2 or more": "dp=2",
+    "pp of 2 or more": "pp=2",
+    "accumulate of 2 or more": "accumulate=2",
+    "split": "split=8",
+    "chunks": "chunks=1",
+    "place": "place=0,0,0,0,0,0,0,0",
+    "bucket": "bucket=2",
+    "bucket=flat, auto, 4x or layers": "bucket=flat",
+    "overlap=none, priority": "overlap=none",
+    "overlap=backward, priority": "overlap=backward",
+    "overlap=priority": "overlap=priority",
+    "local_steps": "local_steps=2",
+    "compress": "compress=bf16",
+    "checkpoint of a budget": "checkpoint=64MiB",
+    "zero=1, 2, 3": "zero=1",
+    "zero=1, 2": "zero=2",
+    "inference": "inference=true",
+    "clip": "clip=1",
+    "precision=bf16": "precision=bf16",
+    "offload": "offload=optimizer",
+    "offload=optimizer, parameters": "offload=parameters",
+    "offload=parameters": "offload=parameters",
+    "offload=activations": "offload=activations",
+    "host_layers": "host_layers=0",
+    "sync=ps": "sync=ps",
+    "algorithm": "algorithm=ring",
+    "extra_passes": "extra_passes=nothing",
+    "schedule without flushes": "schedule=pipedream",
+    "schedule of slices of sequences": "schedule=terapipe slices=2",
+    "schedule of backwards in halves": "schedule=zb-h1",
+    "schedule with copies of a stage": "schedule=chimera pp=2 microbatches=4",
+    "schedule of stages in another order": "schedule=zb-v microbatches=4",
+}
+
+
+@pytest.fixture(autouse=True)
+def own_pass():
+    minipar.pass_("nothing")(lambda draft: draft)
+    yield
+    draft._passes.pop("nothing")
+
+
+def words(*choices: Choice) -> str:
+    """A plan that makes these choices, and no other that an exclusion before theirs would refuse."""
+    table = dict(word.split("=") for choice in choices for word in MADE[choice.words].split())
+    if "algorithm" in table and "schedule" not in table:
+        table.setdefault("overlap", "none")
+    return " ".join(f"{key}={value}" for key, value in table.items())
+
+
+def title(row: Exclusion) -> str:
+    return f"{row.one.words} with {row.other.words}"
+
+
+def test_every_choice_is_tried() -> None:
+    assert {choice.words for row in EXCLUSIONS for choice in (row.one, row.other)} == set(MADE)
+
+
+@pytest.mark.parametrize("row", EXCLUSIONS, ids=title)
+def test_what_the_table_excludes_is_refused_with_both_keys_and_a_way_out(row: Exclusion) -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan.parse(words(row.one, row.other)).compile(layers=8)
+    told = str(caught.value)
+    for choice in (row.one, row.other):
+        assert f"{choice.key}=" in told
+    assert "not together with" in told
+    assert "; possible is " in told
+
+
+@pytest.mark.parametrize("row", EXCLUSIONS, ids=title)
+def test_each_of_the_two_alone_is_possible(row: Exclusion) -> None:
+    for choice in (row.one, row.other):
+        assert choice.made(Plan.parse(words(choice))) or choice.late
+
+
+def test_a_plan_that_is_taken_makes_no_two_excluded_choices() -> None:
+    for text in ("dp=2 zero=3 offload=parameters", "pp=2 dp=2 schedule=zb-h1 clip=1", "dp=2 sync=ps mode=async"):
+        plan = Plan.parse(text)
+        check(plan)
+        check(plan, late=True)
+
+
+def test_every_key_has_a_line_of_help_and_a_domain() -> None:
+    assert list(table()) == [field.name for field in fields(Plan)]
+    for name, row in table().items():
+        assert row["help"], name
+        assert row["domain"], name
+        assert f"    {name} " in str(Plan.__doc__)
+    assert table()["zero"]["values"] == [0, 1, 2, 3]
+    assert table()["overlap"]["values"] == ["none", "backward", "priority"]
+
+
+def test_values_that_are_few_are_all_taken() -> None:
+    for name, row in table().items():
+        for value in row["values"]:
+            made = {"schedule": "chimera"} if name == "doubling" else {}
+            made |= {"sync": "ps"} if row["needs"] == "sync=ps" else {}
+            made |= {"zero": "2"} if row["needs"].startswith("zero") else {}
+            made |= {"offload": "optimizer"} if row["needs"].startswith("offload=") else {}
+            assert getattr(Plan.parse({**made, name: value}), name) == value
+
+
+def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["keys", "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["keys"]}
+    assert list(rows) == list(table())
+    (against,) = [e for e in rows["clip"]["excludes"] if e["key"] == "overlap"]
+    assert against["fundamental"] is True
+    assert "norm" in against["why"]
+    assert main(["keys"]) == 0
+    out = capsys.readouterr().out
+    assert "zero=1, 2, 3: not with" in out
+    assert "only with sync=ps" in out
+
+
+def test_the_page_is_made_from_the_table() -> None:
+    assert (ROOT / "docs" / "combinations.md").read_text() == page() + "\n"
