@@ -42,7 +42,7 @@ class Communicator:
 
     x in the methods below is a number, a list of numbers (nested or not), a NumPy array or a tensor, and stays as it
     is; what comes back is of the same type. `algorithm`: "shared" (memory of one machine), "backend" (gloo's or NCCL's
-    own), or None for the faster of those that can be; a name of algorithms.names(...), such as "ring", plays that
+    own), or None for the faster of those that can be; a name of collectives.names(...), such as "ring", plays that
     program, in `wait`, as does a generator that @minipar.collective decorated; "auto" takes what is fastest by `rates`
     (of minipar.calibrate), where all ranks know the size beforehand: allreduce, reduce, reduce_scatter. With `async_op`
     a method returns at once; `wait()` of what it returns gives the result. RankError for what cannot be;
@@ -228,7 +228,7 @@ class Communicator:
 
         `name`: of what is summed, such as a bucket. Ranks that differ in it, or in shape or dtype, get a RankError
         from `wait`: two sums of the same form in another order are told apart by their names only. `algorithm`:
-        "shared", "backend", or one of algorithms.names("allreduce"), whose program runs in `wait`, among ranks that
+        "shared", "backend", or one of collectives.names("allreduce"), whose program runs in `wait`, among ranks that
         all wait in one order; these ranks are not compared.
         """
         if len(ranks) == 1 and ranks[0] == self.rank:

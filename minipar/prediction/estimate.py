@@ -1,6 +1,6 @@
 """What a plan would take, from formulas alone: a model's name, a device's data sheet, a plan. No torch, any size.
 
-    found = on_paper.predict("pp=8 dp=4 zero=1 microbatches=16 precision=bf16", "megatron-7.5b", "a100-80gb", batch=64)
+    found = estimate.predict("pp=8 dp=4 zero=1 microbatches=16 precision=bf16", "megatron-7.5b", "a100-80gb", batch=64)
     found.trace.time, max(found.memory)           seconds of a step; bytes on the fullest rank
 
 Time is the simulator's: operations over `flops`, bytes over the links. Memory is that of `memory_formula`. Left out is

@@ -109,7 +109,7 @@ def test_what_cannot_be(plan: str, model: str, device: str, batch: int, words: s
 
 def test_it_needs_no_torch() -> None:
     code = f"""import sys
-from minipar.costs import on_paper
-on_paper.predict("pp=2 dp=2 microbatches=4 zero=1", "gpt-demo", "{DEVICE}", 16)
+from minipar.prediction import estimate
+estimate.predict("pp=2 dp=2 microbatches=4 zero=1", "gpt-demo", "{DEVICE}", 16)
 print("torch" in sys.modules)"""
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "False\n"

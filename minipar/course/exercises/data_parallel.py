@@ -209,7 +209,7 @@ STEPS = 8  # in a program of which one step's messages travel during the next
 
 
 def with_launches(plan: Plan | str, model: str, device: DeviceSpec | str, batch: int) -> OnPaper:
-    """What a plan without stages would take, as `on_paper.predict` tells it, where each micro-batch has a price."""
+    """What a plan without stages would take, as `estimate.predict` tells it, where each micro-batch has a price."""
     plan = Plan.parse(plan)
     if plan.pp > 1:
         raise PlanError(f"plan {plan}: cuts the model; here every rank has all of it (pp=1)")

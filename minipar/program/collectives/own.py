@@ -37,7 +37,7 @@ def own_program(
 
     chunks   how many the tensor is cut into; default one for each rank (for each pair in an all_to_all, and one
              altogether in a broadcast and a reduce)
-    The rest as in `algorithms.program`. It is not verified. Errors: PlanError for what is no move, or names a chunk or
+    The rest as in `collectives.program`. It is not verified. Errors: PlanError for what is no move, or names a chunk or
     a rank that is not there; what the generator raises.
     """
     setting = Setting(ranks, root, nodes)
