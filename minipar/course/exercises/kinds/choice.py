@@ -27,7 +27,7 @@ class Choice:
     time           seconds of a step, at most; None: as long as it likes
     memory         bytes on every rank, at most; None: all that the device has
     precision      what is trained in
-    by             who predicts for plan, model, device and batch; `prediction.estimate.predict` needs a device with flops=
+    by             who predicts for plan, model, device and batch; `estimate.predict` needs a device with flops=
 
     Only plans that train as one device does may pass: stale or compressed gradients are no way to be quick.
     """
