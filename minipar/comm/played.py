@@ -1,4 +1,4 @@
-"""Collectives by an algorithm's program (see program/collectives), with the arguments of those in shared memory (shared.py).
+"""Collectives by a program of `program/collectives`, with the arguments of those in shared memory (shared.py).
 
 A program has equal chunks, one for each rank. Where ranks have more rows than others, or none, parts are filled up to
 the size of the largest on the way. A program runs in the `wait` of its handle: it is this rank's own work.
