@@ -15,7 +15,7 @@ from functools import lru_cache
 from minipar.costs.alpha_beta import AlphaBeta
 from minipar.costs.rates import Calibration, Line
 from minipar.prediction.simulator import simulate
-from minipar.program import Instruction, Op, Program, Value, collectives
+from minipar.program import Instruction, Op, Program, Value, collectives, order
 
 BACKEND = "backend"  # the name of gloo's or NCCL's own way
 
@@ -99,34 +99,13 @@ def _between(a: Line, b: Line, share: float) -> Line:
 def _rounds(program: Program) -> list[dict[Instruction, int]]:
     """For each SEND of a rank: its round, after those of the rank's own sends before it, and of what it waits for."""
     known: list[dict[Instruction, int]] = [{} for _ in program.ranks]
-    queues: dict[tuple[int, int], list[int]] = {}
-    waiting: list[dict[Value, tuple[tuple[int, int], int]]] = [{} for _ in program.ranks]
-    taken: dict[tuple[int, int], int] = {}
-    turn, place = [0] * len(program.ranks), [0] * len(program.ranks)
-
-    def advance(rank: int) -> bool:
-        row, start = program.ranks[rank], place[rank]
-        for ins in row[start:]:
-            for value in ins.reads:
-                if value in waiting[rank]:
-                    link, k = waiting[rank][value]
-                    if len(queues.get(link, ())) <= k:
-                        return place[rank] > start
-                    turn[rank] = max(turn[rank], queues[link][k] + 1)
-                    del waiting[rank][value]
-            if ins.op is Op.SEND:
-                known[rank][ins] = turn[rank]
-                queues.setdefault((rank, ins.peer), []).append(turn[rank])
-                turn[rank] += 1
-            elif ins.op is Op.RECV:
-                link = ins.peer, rank
-                taken[link] = taken.get(link, -1) + 1
-                waiting[rank].update(dict.fromkeys(ins.writes, (link, taken[link])))
-            place[rank] += 1
-        return place[rank] > start
-
-    while sum(advance(rank) for rank in range(len(program.ranks))):
-        pass
+    turn = [0] * len(program.ranks)
+    sent: dict[tuple[int, int], int] = {}
+    for rank, index, ins, waited, _ in order(program):
+        turn[rank] = max([turn[rank], *(sent[wait.source] + 1 for wait in waited)])
+        if ins is not None and ins.op is Op.SEND:
+            known[rank][ins] = sent[rank, index] = turn[rank]
+            turn[rank] += 1
     return known
 
 

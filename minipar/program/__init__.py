@@ -7,183 +7,125 @@ live, is derived from these three lists and written nowhere else.
     rank 0   F 0:2 mb0 | SEND output(1) mb0 -> 1 | ...          | RECV grad_output(1) mb0 <- 1 | B 0:2 mb0 | STEP 0:2
     rank 1               RECV output(1) mb0 <- 0 | F 2:4 mb0 | B 2:4 mb0 | SEND grad_output(1) mb0 -> 0     | STEP 2:4
 
-This module imports nothing of minipar but actions, contracts, edges and values.
+Instructions, values, actions of schedules and contracts are modules of this room; their names are imported from here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from minipar.program import edges as graphs
-from minipar.program.actions import Action as Action
-from minipar.program.actions import Backward as Backward
-from minipar.program.actions import BackwardInput as BackwardInput
-from minipar.program.actions import BackwardWeight as BackwardWeight
-from minipar.program.actions import Forward as Forward
-from minipar.program.consistency import Contract as Contract
-from minipar.program.consistency import Local as Local
-from minipar.program.consistency import Serving as Serving
-from minipar.program.consistency import Staleness as Staleness
-from minipar.program.consistency import Synchronous as Synchronous
-from minipar.program.values import TIERS as TIERS
-from minipar.program.values import Value as Value
-from minipar.program.values import buffer as buffer
-from minipar.program.values import carry as carry
-from minipar.program.values import chunk as chunk
-from minipar.program.values import disk as disk
-from minipar.program.values import grad as grad
-from minipar.program.values import grad_carry as grad_carry
-from minipar.program.values import grad_output as grad_output
-from minipar.program.values import grad_shard as grad_shard
-from minipar.program.values import home as home
-from minipar.program.values import host as host
-from minipar.program.values import incoming as incoming
-from minipar.program.values import norm as norm
-from minipar.program.values import optimizer_shard as optimizer_shard
-from minipar.program.values import optimizer_state as optimizer_state
-from minipar.program.values import output as output
-from minipar.program.values import param as param
-from minipar.program.values import param_shard as param_shard
-from minipar.program.values import pushed as pushed
-from minipar.program.values import residual as residual
-from minipar.program.values import saved as saved
-from minipar.program.values import saved_weight as saved_weight
-from minipar.program.values import served as served
-from minipar.program.values import served_state as served_state
-from minipar.program.values import tier as tier
-from minipar.program.values import version_of as version_of
+from minipar.program.actions import Action, Backward, BackwardInput, BackwardWeight, Forward
+from minipar.program.consistency import Contract, Local, Serving, Staleness, Synchronous
+from minipar.program.instructions import (
+    BACKWARDS,
+    COLLECTIVES,
+    COMPUTE,
+    COPIES,
+    PARTNERS,
+    PORT,
+    SERVICE,
+    TRANSFERS,
+    Instruction,
+    Op,
+    Part,
+    message,
+    piece_of,
+    span,
+)  # fmt: skip
+from minipar.program.rule import Turn, Wait, order
+from minipar.program.values import (
+    TIERS,
+    Value,
+    buffer,
+    carry,
+    chunk,
+    disk,
+    grad,
+    grad_carry,
+    grad_output,
+    grad_shard,
+    home,
+    host,
+    incoming,
+    norm,
+    optimizer_shard,
+    optimizer_state,
+    output,
+    param,
+    param_shard,
+    pushed,
+    residual,
+    saved,
+    saved_weight,
+    served,
+    served_state,
+    tier,
+    version_of,
+)  # fmt: skip
 from minipar.wording import several
 
-
-class Op(str, Enum):
-    """What an instruction does. Compared with `is`, never by its text.
-
-    Loops over whole programs look the members they need up once, before they begin: it takes longer than comparing.
-    """
-
-    __hash__ = str.__hash__  # (that of an Enum is a Python function)
-
-    FORWARD = "F"
-    BACKWARD = "B"
-    BACKWARD_INPUT = "I"
-    BACKWARD_WEIGHT = "W"
-    RECOMPUTE = "R"
-    STEP = "STEP"
-    SEND = "SEND"
-    RECV = "RECV"
-    ALL_REDUCE = "ALL_REDUCE"
-    REDUCE_SCATTER = "REDUCE_SCATTER"
-    ALL_GATHER = "ALL_GATHER"
-    NORM = "NORM"  # an all-reduce of one number: the length of all gradients together
-    OFFLOAD = "OFFLOAD"  # a copy of a value to a slower tier
-    FETCH = "FETCH"  # and back
-    REDUCE = "REDUCE"  # adds what came of a chunk to the own chunk
-    PUSH = "PUSH"  # worker: gradients to a parameter server
-    PULL = "PULL"  # worker: parameters from it
-    ACCEPT = "ACCEPT"  # server: a PUSH is there
-    APPLY = "APPLY"  # server: an update
-    REPLY = "REPLY"  # server: parameters to a worker
-
-
-COMPUTE = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.RECOMPUTE, Op.STEP, Op.REDUCE)
-BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)  # from the last layer to the first
-TRANSFERS = (Op.SEND, Op.RECV)
-COLLECTIVES = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.NORM)
-COPIES = (Op.OFFLOAD, Op.FETCH)
-PORT = "port"  # stream of the SENDs that leave a rank one after another, whichever rank they are for
-SERVICE = (Op.PUSH, Op.PULL, Op.ACCEPT, Op.APPLY, Op.REPLY)
-
-
-class Part(NamedTuple):
-    """One piece of a fused instruction: a layer's compute, or one message of a collective.
-
-    `start`: of a message that carries a piece of a gradient only, the byte where the piece begins; otherwise -1.
-    """
-
-    op: Op
-    layer: int = -1
-    bytes: int = 0
-    start: int = -1
-
-
-class Instruction(NamedTuple):
-    """One line of a rank's program. Immutable, and printable on one line (`F 3:5 mb2`).
-
-    `layers` are the layers computed, or the parameter groups that a collective or STEP works on. `reads`, `writes`
-    and `frees` are local values; a value written before is updated in place. `parts` keeps what was fused. `name`, if
-    given, is the text: what a trace that was imported calls it.
-    """
-
-    op: Op
-    layers: tuple[int, ...]
-    microbatch: int
-    step: int
-    reads: tuple[Value, ...] = ()
-    writes: tuple[Value, ...] = ()
-    frees: tuple[Value, ...] = ()
-    stream: str = "compute"
-    peer: int = -1
-    group: tuple[int, ...] = ()
-    parts: tuple[Part, ...] = ()
-    name: str = ""
-
-    def __str__(self) -> str:
-        if self.name:
-            return self.name
-        if self.op is Op.SEND and self.reads:
-            return f"SEND {_moved(self.reads)} -> {self.peer}"
-        if self.op is Op.RECV and self.writes:
-            return f"RECV {_moved(self.writes)} <- {self.peer}"
-        if self.op is Op.OFFLOAD and self.reads and self.writes:
-            return f"OFFLOAD {self.reads[0]} -> {tier(self.writes[0])}"
-        if self.op is Op.FETCH and self.reads and self.writes:
-            return f"FETCH {self.writes[0]} <- {tier(self.reads[0])}"
-        text = f"{self.op.value} {span(self.layers)}"
-        text += f" mb{self.microbatch}" if self.microbatch >= 0 else ""
-        if self.op not in TRANSFERS:  # of an asynchronous program: the version used, or made
-            version = max(map(version_of, self.writes if self.op is Op.STEP else self.reads), default=-1)
-            text += f" v{version}" if version >= 0 else ""
-        if piece := piece_of(self):
-            text += f"[{piece[0]}:{piece[1]}]"
-        if self.group:
-            text += " over " + ",".join(map(str, self.group))
-        if self.op in SERVICE and self.peer >= 0:
-            text += f" {'->' if self.op in (Op.PUSH, Op.REPLY) else '<-'} {self.peer}"
-        return text
-
-
-def piece_of(ins: Instruction) -> tuple[int, int] | None:
-    """First byte and end of the piece of a gradient that an ALL_REDUCE sums; None if it sums all of it."""
-    if ins.op is not Op.ALL_REDUCE or len(ins.parts) != 1 or ins.parts[0].start < 0:
-        return None
-    return ins.parts[0].start, ins.parts[0].start + ins.parts[0].bytes
-
-
-def _moved(values: Sequence[Value]) -> str:
-    if len(values) > 1 and values[0].kind in ("chunk", "incoming"):
-        return f"{values[0].kind}({span([value.index for value in values])})"
-    return ", ".join(map(str, values))
-
-
-def message(ins: Instruction) -> tuple[Value, ...]:
-    """What a SEND or RECV moves, in the words of the rank that sends it."""
-    moved = ins.reads if ins.op is Op.SEND else ins.writes
-    return tuple(chunk(value.index) if value.kind == "incoming" else value for value in moved)
-
-
-def span(layers: Sequence[int]) -> str:
-    """Layer numbers, short: `3` for one, `3:5` for 3 and 4, `0,3:5` with a gap."""
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and layer == runs[-1][1]:
-            runs[-1][1] = layer + 1
-        else:
-            runs.append([layer, layer + 1])
-    return ",".join(str(a) if b == a + 1 else f"{a}:{b}" for a, b in runs)
+__all__ = [
+    "BACKWARDS",
+    "COLLECTIVES",
+    "COMPUTE",
+    "COPIES",
+    "PARTNERS",
+    "PORT",
+    "SERVICE",
+    "TIERS",
+    "TRANSFERS",
+    "Action",
+    "Backward",
+    "BackwardInput",
+    "BackwardWeight",
+    "Contract",
+    "Forward",
+    "Group",
+    "Instruction",
+    "Local",
+    "Op",
+    "Part",
+    "Program",
+    "Serving",
+    "Staleness",
+    "Synchronous",
+    "Turn",
+    "Value",
+    "Wait",
+    "buffer",
+    "carry",
+    "chunk",
+    "disk",
+    "grad",
+    "grad_carry",
+    "grad_output",
+    "grad_shard",
+    "home",
+    "host",
+    "incoming",
+    "message",
+    "norm",
+    "optimizer_shard",
+    "optimizer_state",
+    "order",
+    "output",
+    "param",
+    "param_shard",
+    "piece_of",
+    "pushed",
+    "residual",
+    "saved",
+    "saved_weight",
+    "served",
+    "served_state",
+    "span",
+    "tier",
+    "version_of",
+]  # fmt: skip
 
 
 class Group(NamedTuple):

@@ -186,10 +186,10 @@ def test_an_asynchronous_update_writes_one_version_of_each():
 
 def test_the_name_of_a_contribution_of_an_asynchronous_program():
     """Two replicas, which an asynchronous program may have by hand: a contribution beyond one step's is named."""
-    from minipar.program.verify.stale_walk import StaleWalk
+    from minipar.program.verify.staleness import StaleContents
 
     given = Plan.parse("pp=2 schedule=pipedream microbatches=2").compile(PLAIN, steps=2)
-    walk = StaleWalk(given)
+    walk = StaleContents(given)
     assert walk.name(0, 1 << 3) == "micro-batch 1 of step 1 (layer 0)"
 
 

@@ -12,9 +12,8 @@ from minipar import strategies
 from minipar.costs.unit import UnitCosts
 from minipar.errors import Deadlock, MiniparError, PlanError, ProgramError
 from minipar.prediction.simulator import simulate
-from minipar.program import Action, Instruction, Op, Program, message
+from minipar.program import Action, Instruction, Op, Program, message, order
 from minipar.program.verify.verifier import verify
-from minipar.program.verify.walk import Walk
 from minipar.strategies.layout import place
 from minipar.strategies.plan import Plan
 from minipar.trace import Trace
@@ -86,10 +85,10 @@ def judge(order: Order, name: str, forward: float = 1.0, backward: float = 2.0, 
 
 def _as_far_as_possible(program: Program, costs: UnitCosts) -> Trace:
     """The trace of what runs before the ranks wait for each other in a circle."""
-    walk = Walk(program)
+    begun: list[list[Instruction]] = [[] for _ in program.ranks]
     with suppress(Deadlock):
-        walk.run()
-    begun = [row[: walk.place[rank]] for rank, row in enumerate(program.ranks)]
+        for turn in order(program):
+            begun[turn.rank] += [turn.instruction] if turn.instruction is not None else []
     sent = Counter((rank, ins.peer) for rank, row in enumerate(begun) for ins in row if ins.op is Op.SEND)
     joined = Counter((rank, ins.group) for rank, row in enumerate(begun) for ins in row if ins.group)
     ranks = []

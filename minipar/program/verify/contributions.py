@@ -8,72 +8,50 @@ had it at the beginning, exactly once: in an allreduce all ranks, in an all-gath
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from minipar.errors import ProgramError
-from minipar.program import Op, Program, Value
-from minipar.program.verify.diagnostics import at, refuse
+from minipar.program import Op, Program, Turn, Value, order
+from minipar.program.diagnostics import at, refuse
+from minipar.program.rule import Place
 
 Sums = dict[int, Counter[int]]  # of one rank: chunk -> how often each rank's value is in it
 
 
-def result(program: Program) -> list[Sums]:
-    """Per rank, for each chunk that it holds at the end: how often each rank's value is summed in it."""
+def contributions(program: Program, turns: Iterable[Turn] | None = None) -> list[Sums]:
+    """Per rank, for each chunk that it holds at the end: how often each rank's value is summed in it.
+
+    turns   `order(program)`, where the caller has it
+    """
     held: list[Sums] = [{v.index: Counter((rank,)) for v in state} for rank, state in enumerate(program.state)]
-    sent: dict[tuple[int, int], list[Sums]] = {}
-    received: dict[tuple[int, int], int] = {}
-    pending: list[dict[Value, tuple[tuple[int, int], int]]] = [{} for _ in program.ranks]
-    came: list[dict[Value, Counter[int]]] = [{} for _ in program.ranks]  # and waits to be added
-    place = [0] * len(program.ranks)
-
-    def arrive(rank: int, values: tuple[Value, ...]) -> bool:
-        for value in values:
-            if value in pending[rank]:
-                link, k = pending[rank][value]
-                if len(sent.get(link, ())) <= k:
-                    return False
-                del pending[rank][value]
-                content = sent[link][k][value.index]
-                if value.kind == "incoming":
-                    came[rank][value] = content
-                else:
-                    held[rank][value.index] = content
-        return True
-
-    def advance(rank: int) -> bool:
-        row, start = program.ranks[rank], place[rank]
-        for ins in row[start:]:
-            if not arrive(rank, ins.reads):
-                break
-            if ins.op is Op.SEND:
-                sent.setdefault((rank, ins.peer), []).append({v.index: held[rank][v.index] for v in ins.reads})
-            elif ins.op is Op.RECV:
-                link = ins.peer, rank
-                received[link] = k = received.get(link, -1) + 1
-                pending[rank].update(dict.fromkeys(ins.writes, (link, k)))
+    sent: dict[Place, Sums] = {}
+    came: list[dict[Value, Counter[int]]] = [{} for _ in program.ranks]  # what waits to be added
+    for rank, index, ins, waited, _ in order(program) if turns is None else turns:
+        for value, _, source in waited:
+            if value.kind == "incoming":
+                came[rank][value] = sent[source][value.index]
             else:
-                for value in ins.reads:
-                    if value.kind == "incoming":
-                        held[rank][value.index] = held[rank][value.index] + came[rank].pop(value)
-            for value in ins.frees:
-                if value.kind == "chunk":
-                    del held[rank][value.index]
-            place[rank] += 1
-        return place[rank] > start
-
-    while sum(advance(rank) for rank in range(len(program.ranks))):
-        pass
-    for rank, waiting in enumerate(pending):
-        arrive(rank, tuple(waiting))
+                held[rank][value.index] = sent[source][value.index]
+        if ins is None:
+            continue
+        if ins.op is Op.SEND:
+            sent[rank, index] = {v.index: held[rank][v.index] for v in ins.reads}
+        for value in ins.reads:
+            if value.kind == "incoming":
+                held[rank][value.index] = held[rank][value.index] + came[rank].pop(value)
+        for value in ins.frees:
+            if value.kind == "chunk":
+                del held[rank][value.index]
     return held
 
 
-def check_contributions(program: Program) -> None:
+def check_contributions(program: Program, found_of: list[Sums]) -> None:
     """ProgramError if a chunk at the end is not the sum of what all ranks had of it, each once."""
     wanted: dict[int, Counter[int]] = {}
     for rank, state in enumerate(program.state):
         for value in state:
             wanted.setdefault(value.index, Counter())[rank] = 1
-    for rank, sums in enumerate(result(program)):
+    for rank, sums in enumerate(found_of):
         for index, found in sorted(sums.items()):
             if found == wanted[index]:
                 continue

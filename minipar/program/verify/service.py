@@ -13,14 +13,25 @@ worker does alone is asked.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 
 from minipar.errors import ProgramError
-from minipar.program import Instruction, Op, Program, Staleness, Value, grad, param, pushed, served, served_state
-from minipar.program.verify.deadlock import ProgramDeadlock
-from minipar.program.verify.diagnostics import at, refuse
+from minipar.program import (
+    Instruction,
+    Op,
+    Program,
+    Staleness,
+    Turn,
+    Value,
+    grad,
+    param,
+    pushed,
+    served,
+    served_state,
+)  # fmt: skip
+from minipar.program.diagnostics import at, refuse
+from minipar.program.rule import Place
 from minipar.wording import several
-
-_PARTNER = {Op.PUSH: Op.ACCEPT, Op.REPLY: Op.PULL}
 
 
 def check_workers(program: Program) -> None:
@@ -160,85 +171,37 @@ def _check_values(program: Program, rank: int, index: int, applied: int) -> None
         raise refuse(program, rank, index, f"{where} names other values than those of its groups")
 
 
-def check_service(program: Program) -> None:
-    """The other questions, where servers have instructions."""
-    if not any(program.ranks[program.workers :]):
-        return
-    _check_links(program)
-    _Walk(program).run()
+def check_service(program: Program, turns: Iterable[Turn]) -> None:
+    """The third question, where servers have instructions. `turns`: `order(program)`."""
+    versions = _Versions(program)
+    for rank, index, ins, waited, _ in turns:
+        if ins is None:
+            continue
+        if ins.op is Op.PULL:
+            versions.pull(rank, index, ins, versions.replied[waited[0].source])
+        elif ins.op is Op.REPLY:
+            versions.replied[rank, index] = versions.version[rank]
+        elif ins.op is Op.APPLY:
+            versions.apply(rank, index, ins)
 
 
-def _check_links(program: Program) -> None:
-    sides: dict[tuple[Op, int, int], list[tuple[object, int]]] = defaultdict(list)
-    for rank, row in enumerate(program.ranks):
-        for index, ins in enumerate(row):
-            if ins.op in (Op.PUSH, Op.REPLY):
-                sides[ins.op, rank, ins.peer].append(((ins.layers, ins.step), index))
-            elif ins.op in (Op.ACCEPT, Op.PULL):
-                op = Op.PUSH if ins.op is Op.ACCEPT else Op.REPLY
-                sides[_PARTNER[op], ins.peer, rank].append(((ins.layers, ins.step), index))
-    for op, partner in _PARTNER.items():
-        links = {key[1:] for key in sides if key[0] in (op, partner)}
-        for source, target in sorted(links):
-            sent, taken = sides.get((op, source, target), []), sides.get((partner, source, target), [])
-            for (here, k), (there, n) in zip(sent, taken, strict=False):
-                if here != there:
-                    reason = f"{at(program, source, k)} meets {at(program, target, n)}"
-                    raise refuse(program, target, n, f"receive order differs from send order: {reason}")
-            if len(sent) > len(taken):
-                index = sent[len(taken)][1]
-                reason = f"send without receive: {at(program, source, index)}, not taken by rank {target}"
-                raise refuse(program, source, index, reason)
-            if len(taken) > len(sent):
-                index = taken[len(sent)][1]
-                reason = f"receive without send: {at(program, target, index)}, not sent by rank {source}"
-                raise refuse(program, target, index, reason)
+class _Versions:
+    """What is known of the parameters while a program is walked.
 
-
-class _Walk:
-    """All ranks, each as far as it can go, again and again."""
+    version   per server the number of its updates
+    replied   by REPLY the version that it gave
+    used      by worker and step the version that its gradients are computed from
+    applied   server, group, worker, step of all gradients that went into an update
+    """
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.place = [0] * len(program.ranks)
-        self.sent: dict[tuple[int, int, Op], int] = defaultdict(int)
-        self.taken: dict[tuple[int, int, Op], int] = defaultdict(int)
-        self.version = [0] * len(program.ranks)  # updates of a server; the version that a worker pulled
-        self.replies: dict[tuple[int, int], list[int]] = defaultdict(list)  # versions, by server and worker
-        self.used: dict[tuple[int, int], int] = {}  # worker and step: the version it was computed from
-        self.applied: set[tuple[int, int, int, int]] = set()  # server, group, worker, step
+        self.version = [0] * len(program.ranks)
+        self.replied: dict[Place, int] = {}
+        self.used: dict[tuple[int, int], int] = {}
+        self.applied: set[tuple[int, int, int, int]] = set()
 
-    def run(self) -> None:
-        ranks = range(len(self.program.ranks))
-        while any(list(map(self._advance, ranks))):
-            pass
-        stuck = [rank for rank in ranks if self.place[rank] < len(self.program.ranks[rank])]
-        if stuck:
-            lines = [f"  {at(self.program, rank, self.place[rank])} waits for ever" for rank in stuck]
-            raise ProgramDeadlock("deadlock: workers and servers wait for each other", "\n".join(lines))
-
-    def _advance(self, rank: int) -> bool:
-        row, start = self.program.ranks[rank], self.place[rank]
-        while self.place[rank] < len(row):
-            index, ins = self.place[rank], row[self.place[rank]]
-            if ins.op in (Op.ACCEPT, Op.PULL):
-                op = Op.PUSH if ins.op is Op.ACCEPT else Op.REPLY
-                k = self.taken[ins.peer, rank, op]
-                if self.sent[ins.peer, rank, op] <= k:
-                    break
-                self.taken[ins.peer, rank, op] = k + 1
-                if ins.op is Op.PULL:
-                    self._pull(rank, index, ins, self.replies[ins.peer, rank][k])
-            elif ins.op in (Op.PUSH, Op.REPLY):
-                self.sent[rank, ins.peer, ins.op] += 1
-                if ins.op is Op.REPLY:
-                    self.replies[rank, ins.peer].append(self.version[rank])
-            elif ins.op is Op.APPLY:
-                self._apply(rank, index, ins)
-            self.place[rank] += 1
-        return self.place[rank] > start
-
-    def _pull(self, rank: int, index: int, ins: Instruction, version: int) -> None:
+    def pull(self, rank: int, index: int, ins: Instruction, version: int) -> None:
         where, synchronous = at(self.program, rank, index), not isinstance(self.program.contract, Staleness)
         if self.used.setdefault((rank, ins.step), version) != version:
             reason = f"{where} brings version {version}, but another server's parameters of this step are of"
@@ -250,7 +213,7 @@ class _Walk:
             )
             raise refuse(self.program, rank, index, reason)
 
-    def _apply(self, rank: int, index: int, ins: Instruction) -> None:
+    def apply(self, rank: int, index: int, ins: Instruction) -> None:
         program, where, update = self.program, at(self.program, rank, index), self.version[rank]
         found: dict[int, set[tuple[int, int]]] = defaultdict(set)
         for value in ins.reads:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from minipar.program import BACKWARDS, Instruction, Op, Program, Value, carry, grad_carry
-from minipar.program.verify.diagnostics import at, refuse
+from minipar.program.diagnostics import at, refuse
 
 KINDS = ("carry", "grad_carry")
 _FORWARDS = (Op.FORWARD, Op.RECOMPUTE)

@@ -1,15 +1,26 @@
-"""How stale gradients are, how many versions of the weights are alive: read off a rank's instructions, without times.
+"""How stale gradients are, how many versions of the parameters are alive, and whether a program keeps to its contract.
 
 F mb0 v0 | F mb1 v0 | B mb0 | STEP v1 | B mb1 | STEP v2      mb1 used v0, and went into the update of v1: 1 update old
+
+The first functions read a rank's instructions alone. `StaleContents` is the verifier's last question of an asynchronous
+program: per rank and parameter group it follows the versions that are alive, the version that the forward of each
+micro-batch used, and the contributions to the gradient (a bit for each layer, step and micro-batch). A STEP must make
+the next version of the newest one, of as many whole micro-batches as the contract `Staleness` says, none of which may
+be staler than it allows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from minipar.program import COMPUTE, Instruction, Op, Program, Staleness, version_of
+from minipar.errors import ProgramError
+from minipar.program import BACKWARDS, COMPUTE, Instruction, Op, Program, Staleness, Value, grad, param, version_of
+from minipar.program.diagnostics import at, refuse
+from minipar.program.verify.contents import Contents
+from minipar.wording import several
 
 Versions = tuple[int | None, int | None]
+Place = tuple[int, int]  # step, micro-batch
 
 
 def versions_of(row: Iterable[Instruction]) -> Iterator[Versions]:
@@ -59,3 +70,143 @@ def delay(program: Program, rank: int) -> int:
     if not isinstance(program.contract, Staleness):
         return 0
     return stalest(program.ranks[rank]) if program.contract.stashed else program.contract.bound or 0
+
+
+class StaleContents(Contents):
+    """The same of a program whose contract is `Staleness`.
+
+    used     per rank: of (group, step, micro-batch) the version that its forward used
+    alive    per rank and group: how many versions there are
+    """
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(program)
+        assert isinstance(program.contract, Staleness)
+        self.contract = program.contract
+        ranks = range(len(program.ranks))
+        self.used: list[dict[tuple[int, int, int], int]] = [{} for _ in ranks]  # group, step, micro-batch -> version
+        self.alive: list[dict[int, int]] = [{} for _ in ranks]  # group -> how many versions
+        for rank, held in enumerate(program.state):
+            self.alive[rank] = {v.index: 1 for v in held if v.kind == "param"}
+        self.trained = [group.trainable for group in program.groups]
+
+    def _slots(self, group: int) -> dict[int, int]:
+        size = self.program.replicas * self.program.microbatches * self.program.steps
+        return {layer: k * size for k, layer in enumerate(self.program.groups[group].layers)}
+
+    def _bit(self, rank: int, ins: Instruction) -> int:
+        program = self.program
+        return (program.replica(rank) * program.steps + ins.step) * program.microbatches + ins.microbatch
+
+    def _compute(self, rank: int, index: int, ins: Instruction) -> None:
+        used, known = self.used[rank], self.known[rank]
+        for value in ins.reads:
+            if value.kind != "param" or not self.trained[value.index]:
+                continue
+            g, version = value.index, value.step
+            if version < 0:
+                raise self._refuse(rank, index, f"uses {value} without saying which version")
+            key = g, ins.step, ins.microbatch
+            own = used.setdefault(key, version) if ins.op is Op.FORWARD else used.get(key, version)
+            if (self.contract.stashed or ins.op is Op.FORWARD) and own != version:
+                raise self._refuse(rank, index, f"uses {value}, but the forward of its micro-batch used v{own}")
+            if not self.contract.stashed and version != known.get(param(g), 0):
+                raise self._refuse(rank, index, f"uses {value}, which is not the newest, v{known.get(param(g), 0)}")
+        if ins.op in BACKWARDS and ins.op is not Op.BACKWARD_INPUT:
+            self._contribute(rank, ins, self._bit(rank, ins))
+        self._free(rank, ins.frees)
+
+    def _check_step(self, rank: int, index: int, ins: Instruction) -> None:
+        known = self.known[rank]
+        for g in ins.layers:
+            newest = known.get(param(g), 0)
+            if param(g, newest) not in ins.reads:
+                raise self._refuse(rank, index, f"does not update the newest parameters, {param(g, newest)}")
+            if param(g, newest + 1) not in ins.writes:
+                raise self._refuse(rank, index, f"does not make {param(g, newest + 1)}")
+            if ins.step != newest:
+                raise self._refuse(rank, index, f"is update {newest} of param({g}), but is called step {ins.step}")
+            if grad(g) not in ins.frees:
+                raise self._refuse(rank, index, f"keeps grad({g}), which would go into the next update, too")
+            if others := {v for v in ins.writes if v.kind == "param" and v.index == g} - {param(g, newest + 1)}:
+                raise self._refuse(rank, index, f"writes {min(others)}; possible is {param(g, newest + 1)} alone")
+            self._check_update(rank, index, g, newest)
+            known[grad(g)] = 0
+            known[param(g)] = newest + 1
+            self.alive[rank][g] = self.alive[rank].get(g, 0) + 1
+        self._free(rank, ins.frees)
+        most = self.contract.versions
+        for g in ins.layers:
+            if most is not None and self.alive[rank][g] > most:
+                what = (
+                    f"leaves {several(self.alive[rank][g], 'version')} of param({g}) alive; the program promises {most}"
+                )
+                raise self._refuse(rank, index, what)
+
+    def _check_update(self, rank: int, index: int, g: int, newest: int) -> None:
+        """The gradient of an update: whole micro-batches, as many as promised, none too stale."""
+        found = [self._places(rank, self.known[rank].get(grad(g), 0) >> slot) for slot in self.bits[g].values()]
+        for other in found:
+            if other != found[0]:
+                step, i = min(other ^ found[0])
+                what = f"comes before its gradients are complete: grad({g}) lacks a layer of micro-batch {i}"
+                raise self._refuse(rank, index, f"{what} of step {step}")
+        places = found[0]
+        if not places:
+            raise self._refuse(rank, index, f"updates param({g}) without a gradient")
+        every, m = self.contract.every, self.program.microbatches
+        whole = {(newest, i) for i in range(m)} if every is None else places
+        if places != whole:
+            step, i = min(places ^ whole)
+            raise self._refuse(rank, index, f"is update {newest}, but not of step {newest}: micro-batch {i} of {step}")
+        if every is not None and len(places) != every and (len(places) > every or self._later(rank, index)):
+            what = f"is an update of {several(len(places), 'micro-batch')}; the program promises {every}"
+            raise self._refuse(rank, index, what)
+        bound = self.contract.bound
+        for step, i in sorted(places):
+            stale = newest - self.used[rank].get((g, step, i), newest)
+            if bound is not None and stale > bound:
+                what = f"applies a gradient of micro-batch {i} of step {step} that is {several(stale, 'update')} old"
+                raise self._refuse(rank, index, f"{what}; the program promises at most {bound}")
+
+    def _later(self, rank: int, index: int) -> bool:
+        """Whether another STEP comes."""
+        return any(ins.op is Op.STEP for ins in self.program.ranks[rank][index + 1 :])
+
+    def _places(self, rank: int, mask: int) -> set[Place]:
+        """The micro-batches in the part of a mask that begins with one layer's."""
+        program = self.program
+        count = program.steps * program.microbatches
+        mask = (mask >> program.replica(rank) * count) & ((1 << count) - 1)
+        found = set()
+        while mask:
+            bit = (mask & -mask).bit_length() - 1
+            found.add(divmod(bit, program.microbatches))
+            mask &= mask - 1
+        return found
+
+    def _free(self, rank: int, values: tuple[Value, ...]) -> None:
+        for value in values:
+            if value.kind == "param":
+                self.alive[rank][value.index] -= 1
+
+    def _refuse(self, rank: int, index: int, what: str) -> ProgramError:
+        return refuse(self.program, rank, index, f"{at(self.program, rank, index)} {what}")
+
+    def name(self, group: int, mask: int) -> str:
+        """The first contribution in a mask, in words."""
+        bit = (mask & -mask).bit_length() - 1
+        size = self.program.replicas * self.program.microbatches * self.program.steps
+        slot, rest = divmod(bit, size)
+        step, i = divmod(rest % (self.program.microbatches * self.program.steps), self.program.microbatches)
+        return f"micro-batch {i} of step {step} (layer {self.program.groups[group].layers[slot]})"
+
+
+def settled(program: Program, rank: int, live: set[Value]) -> set[Value]:
+    """What is live at the end, the newest version of parameters as the one that the program began with."""
+    newest: dict[int, Value] = {}
+    for value in live:
+        if value.kind == "param" and value.step >= newest.get(value.index, value).step:
+            newest[value.index] = value
+    first = {v.index: v for v in program.state[rank] if v.kind == "param"} if program.state else {}
+    return {first.get(v.index, v) if v == newest.get(v.index) else v for v in live}

@@ -38,17 +38,17 @@ from minipar.program import (
     home,
     norm,
     optimizer_shard,
+    order,
     param,
     piece_of,
     tier,
 )
 from minipar.program.collector import paused
+from minipar.program.diagnostics import at, refuse
 from minipar.program.verify import fields, service, slices
-from minipar.program.verify.agreement import check_groups, check_links
-from minipar.program.verify.contributions import check_contributions, check_moves
-from minipar.program.verify.diagnostics import at, refuse
-from minipar.program.verify.stale_walk import StaleWalk, settled
-from minipar.program.verify.walk import Walk
+from minipar.program.verify.contents import Contents
+from minipar.program.verify.contributions import check_contributions, check_moves, contributions
+from minipar.program.verify.staleness import StaleContents, settled
 
 
 def verify(program: Program) -> None:
@@ -75,18 +75,19 @@ def _verify(program: Program) -> None:
             service.check_workers(program)
         for replica in range(program.replicas if program.serving is None else 0):
             _check_microbatches(program, replica)
-    check_links(program)
-    check_groups(program)
+    undecided = program.serving is not None and not any(program.ranks[program.workers :])  # (servers decide later)
+    turns = order(program) if not undecided else ()
     left = [_check_rank(program, rank) for rank in range(len(program.ranks))]
     stale = isinstance(program.contract, Staleness) and program.serving is None and not program.chunks
     if program.serving is not None:
-        service.check_service(program)
-    else:
-        (StaleWalk if stale else Walk)(program).run()
+        service.check_service(program, turns)
+    elif not program.chunks:
+        (StaleContents if stale else Contents)(program).follow(turns)
+    found = contributions(program, turns) if program.chunks else []
     for rank, live in enumerate(left):
         _check_end(program, rank, settled(program, rank, live) if stale else live)
     if program.chunks:
-        check_contributions(program)
+        check_contributions(program, found)
 
 
 # 1. each instruction ------------------------------------------------------------------------------------------------

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from minipar.errors import ProgramError
-from minipar.program import Program
+
+if TYPE_CHECKING:
+    from minipar.program import Program
 
 
 def at(program: Program, rank: int, index: int) -> str:

@@ -3,45 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from minipar.program import COLLECTIVES, Instruction, Op, Program, Value, home, message
-from minipar.program.verify.diagnostics import at, refuse
+from minipar.program.diagnostics import at, refuse
+from minipar.program.instructions import COLLECTIVES, PARTNERS, SERVICE, Instruction, Op, message
+from minipar.program.values import home
+
+if TYPE_CHECKING:
+    from minipar.program import Program
 
 
 def check_links(program: Program) -> None:
-    """What one rank sends another receives, in the same order."""
-    sends: dict[tuple[int, int], list[tuple[tuple[Value, ...], int]]] = {}
-    receives: dict[tuple[int, int], list[tuple[tuple[Value, ...], int]]] = {}
+    """What one rank sends another receives, in the same order; and so with pushes and replies of parameter servers."""
+    sides: dict[Op, dict[tuple[int, int], list[tuple[object, int]]]] = {
+        op: {} for pair in PARTNERS.items() for op in pair
+    }
     replica = [program.replica(rank) for rank in range(len(program.ranks))]
     for rank, instructions in enumerate(program.ranks):
         for index, ins in enumerate(instructions):
-            if ins.op is not Op.SEND and ins.op is not Op.RECV:
+            op, peer = ins.op, ins.peer
+            if op not in sides:
                 continue
-            if not 0 <= ins.peer < len(program.ranks) or ins.peer == rank:
-                raise refuse(program, rank, index, f"{at(program, rank, index)}: there is no other rank {ins.peer}")
-            if replica[ins.peer] != replica[rank]:
-                reason = f"{at(program, rank, index)}: rank {ins.peer} works on the rows of another replica"
+            if not 0 <= peer < len(program.ranks) or peer == rank:
+                raise refuse(program, rank, index, f"{at(program, rank, index)}: there is no other rank {peer}")
+            if op not in SERVICE and replica[peer] != replica[rank]:
+                reason = f"{at(program, rank, index)}: rank {peer} works on the rows of another replica"
                 raise refuse(program, rank, index, reason)
-            if ins.op is Op.SEND:
-                sends.setdefault((rank, ins.peer), []).append((message(ins), index))
-            else:
-                receives.setdefault((ins.peer, rank), []).append((message(ins), index))
-    for source, target in sorted(sends.keys() | receives.keys()):
-        sent, received = sends.get((source, target), []), receives.get((source, target), [])
-        here, there = [value for value, _ in sent], [value for value, _ in received]
-        n = _first_difference(here, there)
-        if n is None:
-            continue
-        if n < len(there) and there[n] not in here[n:]:
-            place = received[n][1]
-            reason = f"receive without send: {at(program, target, place)}, not sent by rank {source}"
-            raise refuse(program, target, place, reason)
-        if n < len(here) and here[n] not in there[n:]:
-            index = sent[n][1]
-            reason = f"send without receive: {at(program, source, index)}, not taken by rank {target}"
-            raise refuse(program, source, index, reason)
-        x, y = at(program, source, sent[n][1]), at(program, target, received[n][1])
-        raise refuse(program, target, received[n][1], f"receive order differs from send order: {x} meets {y}")
+            link = (rank, peer) if op in PARTNERS else (peer, rank)
+            content = (ins.layers, ins.step) if op in SERVICE else message(ins)
+            sides[op].setdefault(link, []).append((content, index))
+    for giver, taker in PARTNERS.items():
+        for source, target in sorted(sides[giver].keys() | sides[taker].keys()):
+            given, taken = sides[giver].get((source, target), []), sides[taker].get((source, target), [])
+            here, there = [content for content, _ in given], [content for content, _ in taken]
+            n = _first_difference(here, there)
+            if n is None:
+                continue
+            if n < len(there) and there[n] not in here[n:]:
+                place = taken[n][1]
+                reason = f"receive without send: {at(program, target, place)}, not sent by rank {source}"
+                raise refuse(program, target, place, reason)
+            if n < len(here) and here[n] not in there[n:]:
+                index = given[n][1]
+                reason = f"send without receive: {at(program, source, index)}, not taken by rank {target}"
+                raise refuse(program, source, index, reason)
+            x, y = at(program, source, given[n][1]), at(program, target, taken[n][1])
+            raise refuse(program, target, taken[n][1], f"receive order differs from send order: {x} meets {y}")
 
 
 def _first_difference(a: Sequence[object], b: Sequence[object]) -> int | None:
@@ -89,6 +96,3 @@ def _call(ins: Instruction) -> tuple[object, ...]:
     # (and a sum is known by its text, by which ranks tell whether they mean the same one)
     name = ins.name if ins.op is Op.ALL_REDUCE else ""
     return ins.op, kind, () if ins.op is Op.NORM else ins.layers, ins.microbatch, ins.parts, ins.step, name
-
-
-# 4. each rank alone -------------------------------------------------------------------------------------------------

@@ -1,0 +1,224 @@
+"""order(program): the rule of execution, without time.
+
+    for rank, position, instruction, waited, joined in order(program): ...
+
+    rank 0   F 0 mb0 | SEND output(0) mb0 -> 1
+    rank 1   RECV output(0) mb0 <- 0 | F 1 mb0          F waits for the output, which the SEND of rank 0 gives
+
+A rank walks its list in order. Messages, copies and collectives are started when the walk reaches them. What they write
+is under way from then on, and the first instruction that reads it waits for it. A server's ACCEPT and a worker's PULL
+wait where they stand. Every reader of programs learns from here who waits for whom: the proof that a program can run,
+the sums of a collective, the simulator. Only what needs a clock to decide stands elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from minipar.errors import Deadlock, ProgramError
+from minipar.program.agreement import check_groups, check_links
+from minipar.program.diagnostics import at, refuse
+from minipar.program.instructions import COPIES, PARTNERS, Instruction, Op
+from minipar.program.values import Value
+
+if TYPE_CHECKING:
+    from minipar.program import Program
+
+Place = tuple[int, int]  # rank, index of an instruction
+Link = tuple[int, int, Op]  # who gives, who takes, and what gives: SEND, PUSH or REPLY
+Stream = Link | tuple[int, ...]  # messages of a link, or collectives of a group: each in order
+_GIVER = {taker: giver for giver, taker in PARTNERS.items()}
+_COPY: tuple[int, ...] = ()  # the stream of copies, which wait for nobody
+
+
+class ProgramDeadlock(ProgramError, Deadlock):
+    """A program whose ranks would wait for each other for ever; `details` is the circle."""
+
+
+class Wait(NamedTuple):
+    """A value that was under way, and is there now.
+
+    writer   position of the rank's own instruction that brings it: a RECV, a copy, a collective, a PULL, an ACCEPT
+    source   the instruction that gave it: the other rank's SEND, PUSH or REPLY; where the last rank joined the
+             collective; the copy itself
+    """
+
+    value: Value
+    writer: int
+    source: Place
+
+
+class Turn(NamedTuple):
+    """What a rank does next.
+
+    position      in the rank's list
+    instruction   None at the end of the rank's list, where it waits for all that is still under way
+    waited        what had to be there first, and was under way
+    joined        of a collective, if this is the last of its ranks to join: where it stands on each of them
+    """
+
+    rank: int
+    position: int
+    instruction: Instruction | None
+    waited: tuple[Wait, ...] = ()
+    joined: tuple[Place, ...] = ()
+
+
+class _Coming(NamedTuple):
+    """What is under way: the position of the rank's instruction that brings it, and its number in its stream."""
+
+    writer: int
+    stream: Stream
+    number: int
+
+
+def order(program: Program) -> Iterator[Turn]:
+    """All instructions of all ranks, each after what it waits for. Each rank in turn is walked as far as it can go.
+
+    Errors: ProgramError if ranks do not agree on a message or a collective, or if an instruction changes what is under
+    way; ProgramDeadlock (a ProgramError and a Deadlock) where ranks wait for each other in a circle.
+    """
+    check_links(program)
+    check_groups(program)
+    return _walk(program)
+
+
+def _walk(program: Program) -> Iterator[Turn]:
+    ranks = range(len(program.ranks))
+    place = [0] * len(ranks)
+    coming: list[dict[Value, _Coming]] = [{} for _ in ranks]
+    copied: list[dict[Value, Value]] = [{} for _ in ranks]  # of copies under way: what is read -> what is written
+    given: dict[Stream, list[Place]] = {}  # who gave each message, or completed each collective
+    taken: dict[tuple[Stream, int], int] = {}  # how many of them each rank has received or joined
+    joining: dict[tuple[Stream, int], list[Place]] = {}  # collectives that some of their ranks have joined
+    SEND, RECV, nothing = Op.SEND, Op.RECV, ()
+    moved = True
+    while moved:
+        moved = False
+        for rank in ranks:
+            row, under_way, in_use = program.ranks[rank], coming[rank], copied[rank]
+            for index in range(place[rank], len(row)):
+                ins = row[index]
+                op, _, _, _, reads, writes, frees, _, peer, group, _, _ = ins
+                waited: tuple[Wait, ...] = nothing
+                joined: tuple[Place, ...] = nothing
+                if under_way:
+                    blocked, waited = _arrive(rank, reads, under_way, in_use, given)
+                    if blocked:
+                        break
+                    for v in writes + frees:
+                        if v in under_way or v in in_use:
+                            raise _changed_under_way(program, rank, index, v, in_use.get(v, v))
+                if op is SEND:
+                    given.setdefault((rank, peer, op), []).append((rank, index))
+                elif op is RECV:
+                    link = (peer, rank, SEND)
+                    k = taken[link, rank] = taken.get((link, rank), 0) + 1
+                    message = _Coming(index, link, k - 1)
+                    for v in writes:
+                        under_way[v] = message
+                elif group:
+                    k = taken[group, rank] = taken.get((group, rank), 0) + 1
+                    members = joining.setdefault((group, k), [])
+                    members.append((rank, index))
+                    under_way.update({v: _Coming(index, group, k - 1) for v in writes if v not in frees})
+                    if len(members) == len(group):
+                        joined = tuple(joining.pop((group, k)))
+                        given.setdefault(group, []).append((rank, index))
+                elif op in COPIES:
+                    under_way[writes[0]] = _Coming(index, _COPY, -1)
+                    in_use[reads[0]] = writes[0]
+                elif op in PARTNERS:  # a PUSH or a REPLY
+                    given.setdefault((rank, peer, op), []).append((rank, index))
+                elif op in _GIVER:  # an ACCEPT or a PULL, which waits where it stands
+                    link = (peer, rank, _GIVER[op])
+                    k = taken.get((link, rank), 0)
+                    if len(given.get(link, ())) <= k:
+                        break
+                    taken[link, rank] = k + 1
+                    waited = (Wait(writes[0], index, given[link][k]),)
+                place[rank] = index + 1
+                yield Turn(rank, index, ins, waited, joined)
+                moved = True
+            if place[rank] == len(row):
+                blocked, waited = _arrive(rank, tuple(under_way), under_way, in_use, given)
+                if not blocked:
+                    place[rank] += 1
+                    yield Turn(rank, len(row), None, waited)
+    if any(place[rank] < len(program.ranks[rank]) for rank in ranks):
+        raise _deadlock(program, place, coming, given, taken)
+
+
+def _arrive(
+    rank: int,
+    values: Iterable[Value],
+    under_way: dict[Value, _Coming],
+    in_use: dict[Value, Value],
+    given: Mapping[Stream, list[Place]],
+) -> tuple[bool, tuple[Wait, ...]]:
+    """Whether a rank has to go on waiting for one of the values; if not, what had to arrive, which it has now."""
+    waits = []
+    for value in values:
+        if value in under_way:
+            writer, stream, number = under_way[value]
+            if stream == _COPY:
+                waits.append(Wait(value, writer, (rank, writer)))
+            elif len(given.get(stream, ())) > number:
+                waits.append(Wait(value, writer, given[stream][number]))
+            else:
+                return True, ()
+    for value, _, _ in waits:
+        under_way.pop(value, None)
+        if in_use:
+            for source in [source for source, target in in_use.items() if target == value]:
+                del in_use[source]
+    return False, tuple(waits)
+
+
+def _changed_under_way(program: Program, rank: int, index: int, value: Value, target: Value) -> ProgramError:
+    """`value` is being written; or read, by the copy that writes `target`."""
+    row = program.ranks[rank]
+    writer = max(k for k in range(index) if target in row[k].writes)
+    verb = "frees" if value in row[index].frees else "writes"
+    reason = f"{at(program, rank, index)} {verb} {value} while {at(program, rank, writer)} is under way"
+    return refuse(program, rank, index, reason)
+
+
+def _deadlock(
+    program: Program,
+    place: list[int],
+    coming: list[dict[Value, _Coming]],
+    given: Mapping[Stream, list[Place]],
+    taken: Mapping[tuple[Stream, int], int],
+) -> ProgramError:
+    """Why nobody can go on: the circle of ranks that wait for each other."""
+    waits: dict[int, tuple[int, Value]] = {}  # rank -> which rank it waits for, and for what
+    for rank, row in enumerate(program.ranks):
+        if place[rank] >= len(row):
+            continue
+        ins = row[place[rank]]
+        if ins.op in _GIVER:  # an ACCEPT or a PULL
+            waits[rank] = ins.peer, ins.writes[0]
+        for value in ins.reads:
+            _, stream, number = coming[rank].get(value, (0, _COPY, 0))
+            if stream == _COPY or len(given.get(stream, ())) > number:
+                continue
+            if stream[-1] is Op.SEND:
+                waits[rank] = int(stream[0]), value
+            else:
+                waits[rank] = next(int(r) for r in stream if taken.get((stream, int(r)), 0) <= number), value
+            break
+    path = [min(waits)]
+    while waits[path[-1]][0] not in path:
+        path.append(waits[path[-1]][0])
+    circle = path[path.index(waits[path[-1]][0]) :]
+    lines = [
+        f"  {at(program, r, place[r])} waits for {waits[r][1]} of rank {waits[r][0]},\n"
+        f"    which comes after {at(program, waits[r][0], place[waits[r][0]])}"
+        for r in circle
+    ]
+    chain = " -> ".join(map(str, [*circle, circle[0]]))
+    error = ProgramDeadlock(f"deadlock: ranks wait for each other in a circle, {chain}", "\n".join(lines))
+    error.places = tuple((r, place[r]) for r in circle)
+    return error

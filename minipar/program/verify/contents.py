@@ -1,0 +1,387 @@
+"""What every value contains, followed through a program: the verifier's last question.
+
+Of a gradient its contributions are followed, a bit for each (layer, replica, micro-batch); of a parameter and of what
+its optimizer keeps, the number of their updates. One table, `known[rank][value]`, has both: a copy is an assignment,
+a sum over ranks is a union, and slices are values like wholes, of which a collective makes the other. So a STEP finds
+out whether its gradients are complete, and a forward whether its parameters are those that the contract promises.
+
+`order` (rule.py) gives the instructions, each after what it waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import reduce
+from operator import and_
+
+from minipar.errors import ProgramError
+from minipar.program import (
+    COLLECTIVES,
+    COPIES,
+    Instruction,
+    Local,
+    Op,
+    Program,
+    Turn,
+    Value,
+    grad,
+    grad_shard,
+    home,
+    host,
+    param,
+    param_shard,
+    piece_of,
+    tier,
+)  # fmt: skip
+from minipar.program.diagnostics import at, refuse
+from minipar.program.rule import Place
+from minipar.wording import several
+
+_STATES = ("optimizer_state", "optimizer_shard")
+
+
+class Contents:
+    """What the values of all ranks contain, while the program is walked.
+
+    known     per rank: of a gradient its contributions, of any other value the number of its updates
+    brought   what each rank adds to a collective that others have yet to join
+    pieces    of a gradient that is summed piece by piece: begin, end and contributions of each piece that is summed
+    local     how many updates a replica does by itself before parameters are averaged; 0: none
+    alone     per rank and group: how many of these updates were done since the last average
+    bits      per group and layer: the position of the layer's first contribution bit
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.known: list[dict[Value, int]] = [{} for _ in program.ranks]
+        self.brought: dict[Place, dict[int, int]] = {}
+        self.pieces: dict[tuple[tuple[int, ...], int], list[tuple[int, int, int]]] = {}
+        local = program.contract.steps if isinstance(program.contract, Local) else 0
+        self.local = local if program.replicas > 1 else 0
+        self.alone: list[dict[int, int]] = [{} for _ in program.ranks]
+        self.bits = [self._slots(g) for g in range(len(program.groups))]
+
+    def _slots(self, group: int) -> dict[int, int]:
+        """For each layer of a group, the position of its first contribution bit."""
+        size = self.program.replicas * self.program.microbatches
+        return {layer: k * size for k, layer in enumerate(self.program.groups[group].layers)}
+
+    def follow(self, turns: Iterable[Turn]) -> None:
+        """Every instruction in turn, then the end. Errors: ProgramError for the first that is wrong."""
+        STEP = Op.STEP
+        for rank, index, ins, _, joined in turns:
+            if ins is None:
+                self._check_end(rank)
+            elif ins.op in COLLECTIVES:
+                self.brought[rank, index] = self._bring(rank, ins)
+                if joined:
+                    self._collect(rank, index, ins, {r: self.brought.pop((r, k)) for r, k in joined})
+            elif ins.op is STEP:
+                self._check_step(rank, index, ins)
+            elif ins.op in COPIES:
+                self._copy(rank, index, ins)
+            elif ins.op is not Op.SEND and ins.op is not Op.RECV:
+                self._compute(rank, index, ins)
+
+    # the end
+
+    def _check_end(self, rank: int) -> None:
+        """Nothing that was summed is left over, and all copies of what is trained have seen the same updates."""
+        program, known = self.program, self.known[rank]
+        for value, found in known.items():
+            if "grad" in value.kind and found and program.groups[value.index].trainable:
+                raise ProgramError(f"rank {rank} never applies {value}: it has no STEP for it after its last backward")
+        for value, updates in known.items():
+            if value.kind != "param_shard" or value.index in program.scattered:
+                continue
+            if known.get(param(value.index), 0) != updates:
+                raise ProgramError(
+                    f"rank {rank} ends with {param(value.index)} of which it has updated its slice only: it has no"
+                    " ALL_GATHER for it after its last STEP"
+                )
+        if program.state:
+            self._check_updated(rank)
+            self._check_tiers(rank)
+        for group, updates in self.alone[rank].items():
+            if updates:
+                raise ProgramError(
+                    f"rank {rank} ends with param({group}) of its own: after its last STEP it is not averaged over"
+                    " the replicas"
+                )
+
+    def _check_updated(self, rank: int) -> None:
+        """Every copy of what is trained is updated on its rank."""
+        program, STEP = self.program, Op.STEP
+        row = program.ranks[rank]
+        updated = {g for op, ins in zip(program.ops[rank], row, strict=True) if op is STEP for g in ins.layers}
+        for value in sorted(program.state[rank]):
+            kept = home(value).kind in ("param", "param_shard", *_STATES)
+            if kept and value.index not in updated and program.groups[value.index].trainable:
+                raise ProgramError(f"rank {rank} holds {value}, but has no STEP for it")
+
+    def _check_tiers(self, rank: int) -> None:
+        """At the end all copies of a parameter or an optimizer state have seen the same updates."""
+        known = self.known[rank]
+        newest: dict[int, int] = {}  # of the groups of which something is in a slower tier
+        for value, updates in known.items():
+            if tier(value) != "device" and "grad" not in value.kind:
+                newest[value.index] = max(newest.get(value.index, 0), updates)
+        for value in sorted(self.program.state[rank]) if newest else ():
+            copied = tier(value) != "device" or value.kind in ("param", "param_shard")
+            if copied and value.index in newest and known.get(value, 0) != newest[value.index]:
+                raise ProgramError(
+                    f"rank {rank} ends with {value} after {several(known.get(value, 0), 'update')}, but with another"
+                    f" copy after {newest[value.index]}: it was not copied after the last STEP"
+                )
+
+    # copies, forwards and backwards
+
+    def _copy(self, rank: int, index: int, ins: Instruction) -> None:
+        source, target = ins.reads[0], ins.writes[0]
+        if source.microbatch >= 0:
+            return
+        known = self.known[rank]
+        found = known.get(source, 0)
+        newer = known.get(target, 0) if "grad" not in target.kind else 0
+        if newer > found:
+            reason = (
+                f"{at(self.program, rank, index)} writes {source} after {several(found, 'update')} over {target} after"
+            )
+            raise refuse(self.program, rank, index, f"{reason} {newer}: an update is lost")
+        if "grad" in source.kind and source in ins.frees:
+            known.pop(source, None)
+        slice_of_it = home(source).kind == "param_shard" and target.kind == "param"
+        known[param_shard(target.index) if slice_of_it else target] = found
+
+    def _compute(self, rank: int, index: int, ins: Instruction) -> None:
+        """Forwards and backwards: they use the parameters of their step, and add to gradients."""
+        known = self.known[rank]
+        for value in ins.reads:
+            if value.kind != "param" and value.kind != "host param":
+                continue
+            if known.get(value, 0) == ins.step:
+                if self.local and value.index in self.alone[rank]:
+                    self._check_round(rank, index, value.index)
+            elif self.program.groups[value.index].trainable:
+                done = several(known.get(value, 0), "update")
+                reason = f"{at(self.program, rank, index)} of step {ins.step} uses {value} after {done}"
+                raise refuse(self.program, rank, index, f"{reason}; a synchronous program promises {ins.step}")
+        if ins.op is Op.BACKWARD or ins.op is Op.BACKWARD_WEIGHT:
+            bit = self.program.replica(rank) * self.program.microbatches + ins.microbatch
+            self._contribute(rank, ins, bit)
+
+    def _contribute(self, rank: int, ins: Instruction, bit: int) -> None:
+        known = self.known[rank]
+        for value in ins.writes:
+            if value.kind == "grad" or value.kind == "host grad":
+                slots = self.bits[value.index]
+                for layer in ins.layers:
+                    if layer in slots:
+                        known[value] = known.get(value, 0) | 1 << (slots[layer] + bit)
+
+    # collectives
+
+    def _bring(self, rank: int, ins: Instruction) -> dict[int, int]:
+        """What a rank adds to a collective, by group, as it is when the rank joins: later it may have changed."""
+        known = self.known[rank]
+        if ins.op is Op.ALL_GATHER:
+            return {g: known.get(param_shard(g), 0) for g in ins.layers}
+        if ins.op is Op.REDUCE_SCATTER:
+            freed = {value.index for value in ins.frees if value.kind == "grad"}
+            return {g: known.pop(grad(g), 0) if g in freed else known.get(grad(g), 0) for g in ins.layers}
+        if ins.op is Op.ALL_REDUCE and ins.reads and ins.reads[0].kind == "param":
+            return {g: known.get(param(g), 0) for g in ins.layers}
+        return {v.index: known.get(v, 0) for v in ins.reads if "grad" in v.kind and v.index in ins.layers}
+
+    def _collect(self, rank: int, index: int, ins: Instruction, brought: dict[int, dict[int, int]]) -> None:
+        """All ranks have joined a collective: what they have then. `brought`: by rank and group."""
+        if ins.op is Op.NORM:
+            return self._check_norm(rank, index, brought)
+        for g in ins.layers:
+            of_each = {r: found[g] for r, found in brought.items()}
+            if ins.op is Op.ALL_GATHER:
+                self._gather(rank, index, g, of_each)
+            elif param(g) in ins.reads:
+                self._average(rank, index, g, of_each)
+            else:
+                self._sum(rank, index, ins, g, of_each)
+
+    def _sum(self, rank: int, index: int, ins: Instruction, g: int, of_each: dict[int, int]) -> None:
+        total = 0
+        for found in of_each.values():
+            if total & found:
+                raise self._twice(rank, index, g, total & found)
+            total |= found
+        if piece_of(ins):
+            total = self._add_piece(rank, index, ins, total)
+            if grad(g) not in ins.writes:
+                return
+        for r in of_each:
+            if ins.op is Op.ALL_REDUCE:
+                self.known[r][grad(g) if grad(g) in ins.reads else host(grad(g))] = total
+                continue
+            before = self.known[r].get(grad_shard(g), 0)
+            if before & total:
+                raise self._twice(rank, index, g, before & total)
+            self.known[r][grad_shard(g)] = before | total
+
+    def _add_piece(self, rank: int, index: int, ins: Instruction, total: int) -> int:
+        """A piece of a gradient is summed; the one that writes the gradient is the last: what all pieces have."""
+        g, where = ins.layers[0], at(self.program, rank, index)
+        begin, end = piece_of(ins) or (0, 0)
+        pieces = self.pieces.setdefault((ins.group, g), [])
+        if any(a < end and begin < b for a, b, _ in pieces):
+            raise refuse(self.program, rank, index, f"{where} sums bytes of grad({g}) that were summed before")
+        pieces.append((begin, end, total))
+        if grad(g) not in ins.writes:
+            return total
+        del self.pieces[ins.group, g]
+        size = sum(self.program.groups[g].tensors)
+        summed = sum(b - a for a, b, _ in pieces)
+        if summed != size or max(b for _, b, _ in pieces) > size:
+            reason = f"{where} is the last piece of grad({g}), of which {summed} of {size} bytes were summed"
+            raise refuse(self.program, rank, index, reason)
+        return reduce(and_, (found for *_, found in pieces))
+
+    def _twice(self, rank: int, index: int, group: int, mask: int) -> ProgramError:
+        return refuse(
+            self.program, rank, index,
+            f"{at(self.program, rank, index)} counts {self.name(group, mask)} twice:"
+            f" grad({group}) was summed over these ranks before",
+        )  # fmt: skip
+
+    def _gather(self, rank: int, index: int, group: int, updates: dict[int, int]) -> None:
+        """All slices of a group come together: they must be of one version, on all ranks."""
+        if len(set(updates.values())) > 1:
+            told = ", ".join(f"{n} on rank {r}" for r, n in updates.items())
+            reason = f"{at(self.program, rank, index)} gathers slices after different numbers of updates: {told}"
+            raise refuse(self.program, rank, index, reason)
+        for r, done in updates.items():
+            self.known[r][param(group)] = done
+
+    def _average(self, rank: int, index: int, group: int, updates: dict[int, int]) -> None:
+        """The replicas' own parameters of a group are averaged: after as many updates each, and by all of them."""
+        found = {self.program.replica(r) for r in updates}
+        if len(set(updates.values())) > 1 or len(found) < self.program.replicas:
+            told = ", ".join(f"{n} on rank {r}" for r, n in updates.items())
+            reason = f"{at(self.program, rank, index)} averages param({group}) after different numbers of updates, or"
+            raise refuse(self.program, rank, index, f"{reason} not of all replicas: {told}")
+        step, done = self.program.ranks[rank][index].step, self.known[rank].get(param(group), 0)
+        due = done % self.local == 0 or done == self.program.steps  # (if it is not, the next forward says so)
+        if due and done != step + 1:
+            reason = f"{at(self.program, rank, index)} averages param({group}) after {several(done, 'update')}, but"
+            raise refuse(
+                self.program, rank, index,
+                f"{reason} weighs replicas by their rows of step {step}; possible is step {done - 1}",
+            )  # fmt: skip
+        for r in updates:
+            self.alone[r][group] = 0
+
+    def _check_round(self, rank: int, index: int, group: int) -> None:
+        """What a forward or backward uses was averaged when it was due, and not at another time."""
+        ins, found = self.program.ranks[rank][index], self.alone[rank][group]
+        due = ins.step % self.local
+        if found != due:
+            reason = (
+                f"{at(self.program, rank, index)} of step {ins.step} uses param({group}) after "
+                f"{several(found, 'update')} by its replica alone; the program promises {due}"
+            )
+            raise refuse(self.program, rank, index, f"{reason}, with an average after every {self.local}")
+
+    def _check_norm(self, rank: int, index: int, brought: dict[int, dict[int, int]]) -> None:
+        """The norm is that of all gradients, each complete."""
+        for g, group in enumerate(self.program.groups):
+            if not group.trainable:
+                continue
+            counted = {r for r, found in brought.items() if g in found}
+            holders = {
+                r
+                for r, held in enumerate(self.program.state)
+                if any(home(v).kind in _STATES and v.index == g for v in held)
+            }
+            if counted != holders:
+                reason = f"{at(self.program, rank, index)} counts grad({g}) on ranks {sorted(counted)}; it is on"
+                raise refuse(self.program, rank, index, f"{reason} {sorted(holders)}")
+            for r in counted:
+                missing = self._all(g) & ~brought[r][g]
+                if missing:
+                    raise refuse(
+                        self.program, rank, index,
+                        f"{at(self.program, rank, index)} comes before the gradients are complete:"
+                        f" grad({g}) lacks {self.name(g, missing)}",
+                    )  # fmt: skip
+
+    # updates
+
+    def _all(self, group: int, rank: int = 0) -> int:
+        """Every contribution that the gradient of a group must have before a STEP; where replicas train by themselves,
+        of the rank's own."""
+        count = self.program.microbatches
+        size = self.program.replicas * count
+        if not self.local:
+            return (1 << size * len(self.program.groups[group].layers)) - 1
+        own = ((1 << count) - 1) << self.program.replica(rank) * count
+        return sum(own << first for first in self.bits[group].values())
+
+    def _check_step(self, rank: int, index: int, ins: Instruction) -> None:
+        if ins.stream == "host":
+            return self._check_step_on_host(rank, index, ins)
+        known = self.known[rank]
+        for g in ins.layers:
+            sliced = grad_shard(g) in ins.reads
+            gradient, updated = (grad_shard(g), param_shard(g)) if sliced else (grad(g), param(g))
+            found = known.get(gradient, 0)
+            self._check_complete(rank, index, gradient, found)
+            if self.local:
+                self._step_alone(rank, index, g, found & ~self._all(g, rank))
+            known[gradient] = 0
+            done = known.get(updated, 0)
+            if ins.step != done:
+                reason = (
+                    f"{at(self.program, rank, index)} is update {done} of {gradient}, but belongs to step {ins.step}"
+                )
+                raise refuse(self.program, rank, index, reason)
+            known[updated] = done + 1
+        for value in ins.writes:
+            if value.kind in _STATES:
+                known[value] = ins.step + 1
+
+    def _check_step_on_host(self, rank: int, index: int, ins: Instruction) -> None:
+        known = self.known[rank]
+        for value in ins.reads:
+            found = known.get(value, 0)
+            if "grad" in value.kind:
+                self._check_complete(rank, index, value, found)
+                known[value] = 0
+                for gradient in (grad(value.index), grad_shard(value.index)):  # (one in a bucket stays for later steps)
+                    known.pop(gradient, None)
+            elif value.kind.startswith("host ") and found != ins.step:
+                reason = f"{at(self.program, rank, index)} is update {found} of {value}, but belongs to step {ins.step}"
+                raise refuse(self.program, rank, index, reason)
+        for value in ins.writes:
+            known[value] = ins.step + 1
+
+    def _check_complete(self, rank: int, index: int, gradient: Value, found: int) -> None:
+        missing = self._all(gradient.index, rank) & ~found
+        if missing:
+            raise refuse(
+                self.program, rank, index,
+                f"{at(self.program, rank, index)} comes before its gradients are complete:"
+                f" {gradient} lacks {self.name(gradient.index, missing)}",
+            )  # fmt: skip
+
+    def _step_alone(self, rank: int, index: int, group: int, foreign: int) -> None:
+        """A STEP of a replica by itself, which `foreign` contributions of other replicas must not reach."""
+        self.alone[rank][group] = self.alone[rank].get(group, 0) + 1
+        if foreign:
+            where, whose = at(self.program, rank, index), self.name(group, foreign)
+            raise refuse(self.program, rank, index, f"{where}: the replica's own update of param({group}) uses {whose}")
+
+    def name(self, group: int, mask: int) -> str:
+        """The first contribution in a mask, in words."""
+        bit = (mask & -mask).bit_length() - 1
+        slot, rest = divmod(bit, self.program.replicas * self.program.microbatches)
+        replica, i = divmod(rest, self.program.microbatches)
+        layer = self.program.groups[group].layers[slot]
+        whose = f" of replica {replica}" if self.program.replicas > 1 else ""
+        return f"micro-batch {i}{whose} (layer {layer})"
