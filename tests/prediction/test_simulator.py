@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from minipar import Plan, PlanError, ProgramError, simulate
 from minipar.costs.unit import UnitCosts
 from minipar.prediction.oversubscription import walk_shared
+from minipar.prediction.plain_simulator import start_and_end
 from minipar.program import Op
 from tests.interpreters import RandomCosts, brute_force, compiled, programs, shape
 
@@ -254,6 +255,7 @@ def assert_same(program, costs):
     starts, ends = brute_force(program, costs)
     assert [list(row) for row in trace.starts] == starts
     assert [list(row) for row in trace.ends] == ends
+    assert start_and_end(program, costs) == (starts, ends)
 
 
 @given(programs(), st.integers(0, 10**9), st.integers(0, 3))

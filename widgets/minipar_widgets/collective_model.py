@@ -9,14 +9,13 @@ Source of the bounds: Chan et al., "Collective communication: theory, practice, 
 from __future__ import annotations
 
 import math
-from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from minipar.costs.alpha_beta import AlphaBeta
 from minipar.errors import PlanError
 from minipar.prediction.simulator import simulate
-from minipar.program import Op, Program, collectives
+from minipar.program import Op, Program, Value, collectives, order
 from minipar.program.collectives.moves import Setting, held
 from minipar.trace import Trace
 from minipar.wording import several
@@ -174,52 +173,40 @@ def number(rank: int, chunk: int, ranks: int) -> int:
 
 
 def _walk(trace: Trace, first: tuple[tuple[Cell | None, ...], ...]) -> tuple[tuple[Message, ...], tuple[Change, ...]]:
-    """Every rank as far as it can go, again and again; receives are waited for where they stand, which changes no
-    number: a program's reads are what its writes left."""
+    """The program in its order, with numbers: what a rank waited for becomes its own when it arrives."""
     program = trace.program
     rows = [list(row) for row in first]
-    came: list[dict[tuple[int, int], Cell]] = [{} for _ in program.ranks]
-    queues: dict[tuple[int, int], deque[tuple[Message, list[Cell]]]] = {}
-    place = [0] * len(program.ranks)
+    came: list[dict[Value, Cell]] = [{} for _ in program.ranks]
+    sent: dict[tuple[int, int], dict[int, Cell]] = {}
     messages: list[Message] = []
     changes: list[Change] = []
-    moved = True
-    while moved:
-        moved = False
-        for rank, row in enumerate(program.ranks):
-            while place[rank] < len(row):
-                k = place[rank]
-                ins, start, end = row[k], trace.starts[rank][k], trace.ends[rank][k]
-                if ins.op is Op.SEND:
-                    cells = [cell for c in ins.layers if (cell := rows[rank][c]) is not None]
-                    size = sum(program.chunks[c] for c in ins.layers)
-                    values = tuple(value for value, _ in cells)
-                    message = Message(rank, ins.peer, start, end, size, ins.layers, values)
-                    queues.setdefault((rank, ins.peer), deque()).append((message, cells))
-                elif ins.op is Op.RECV:
-                    if not queues.get((ins.peer, rank)):
-                        break
-                    message, cells = queues[ins.peer, rank].popleft()
-                    messages.append(replace(message, end=end))
-                    for c, cell in zip(ins.layers, cells, strict=True):
-                        if ins.writes[0].kind == "chunk":
-                            rows[rank][c] = cell
-                            changes.append(Change(end, rank, c, cell))
-                        else:
-                            came[rank][c, ins.peer] = cell
-                else:
-                    for value in ins.reads:
-                        if value.kind == "incoming":
-                            own, new = rows[rank][value.index], came[rank].pop((value.index, value.microbatch))
-                            assert own is not None
-                            cell = own[0] + new[0], own[1] | new[1]
-                            rows[rank][value.index] = cell
-                            changes.append(Change(end, rank, value.index, cell))
-                for value in ins.frees:
-                    if value.kind == "chunk":
-                        rows[rank][value.index] = None
-                        changes.append(Change(end, rank, value.index, None))
-                place[rank] += 1
-                moved = True
+
+    def change(time: float, rank: int, chunk: int, cell: Cell | None) -> None:
+        rows[rank][chunk] = cell
+        changes.append(Change(time, rank, chunk, cell))
+
+    for rank, k, ins, waited, _ in order(program):
+        for value, writer, source in waited:
+            if value.kind == "chunk":
+                change(trace.ends[rank][writer], rank, value.index, sent[source][value.index])
+            else:
+                came[rank][value] = sent[source][value.index]
+        for writer, (there, place) in {wait.writer: wait.source for wait in waited}.items():
+            given, start, end = program.ranks[there][place], trace.starts[there][place], trace.ends[rank][writer]
+            size = sum(program.chunks[c] for c in given.layers)
+            values = tuple(number for number, _ in sent[there, place].values())
+            messages.append(Message(there, rank, start, end, size, given.layers, values))
+        if ins is None:
+            continue
+        if ins.op is Op.SEND:
+            sent[rank, k] = {c: cell for c in ins.layers if (cell := rows[rank][c]) is not None}
+        for value in ins.reads:
+            if value.kind == "incoming":
+                own, new = rows[rank][value.index], came[rank].pop(value)
+                assert own is not None
+                change(trace.ends[rank][k], rank, value.index, (own[0] + new[0], own[1] | new[1]))
+        for value in ins.frees:
+            if value.kind == "chunk":
+                change(trace.ends[rank][k], rank, value.index, None)
     changes.sort(key=lambda change: change.time)  # (stable: of one moment, as they happened)
     return tuple(sorted(messages, key=lambda m: (m.start, m.source))), tuple(changes)
