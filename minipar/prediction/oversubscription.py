@@ -5,20 +5,23 @@
     1.9 cores            as 2, but whenever ranks compute at once they get 5 % less done: they are in each other's way
 
 Speeds now depend on what all ranks do at the same moment, so time has to go forward for all of them together: from
-one event (a compute instruction ends, a message arrives) to the next. Slower than `simulate` without `cores`, and
-equal to it when there are cores enough.
+one event (a compute instruction ends, a message arrives) to the next (program/event_loop.py). Slower than `simulate`
+without `cores`, and equal to it when there are cores enough.
 """
 
 from __future__ import annotations
 
 import math
 import os
+from collections import defaultdict
 from collections.abc import Collection, Sequence
+from functools import partial
 
 from minipar.costs.protocol import Costs
 from minipar.costs.unit import UnitCosts
 from minipar.prediction.streams import GroupStream, Link, Slot
 from minipar.program import COPIES, PORT, Op, Program, Value
+from minipar.program.event_loop import EventLoop
 
 _LATENCY = 0.05  # of a message, in forwards of a rank
 _MOST = 20_000  # instructions: up to here best_way takes less than half a second
@@ -77,91 +80,76 @@ def walk_shared(
     count = len(program.ranks)
     found = ways(count, range(math.ceil(cores)))
     homes = found[way] if found else None
+    loop = EventLoop(partial(_speeds, homes=homes, cores=cores))
     starts = [[0.0] * len(row) for row in program.ranks]
     ends = [[0.0] * len(row) for row in program.ranks]
     place = [0] * count
-    working: dict[int, float] = {}  # rank -> seconds of work left, at full speed
     pending: list[dict[Value, Slot]] = [{} for _ in range(count)]
-    links: dict[tuple[int, int], Link] = {}
+    links: dict[tuple[int, int], Link] = defaultdict(Link)
+    lanes: dict[tuple[int, str], Link] = defaultdict(Link)
     groups: dict[tuple[int, ...], GroupStream] = {}
-    lanes: dict[tuple[int, str], Link] = {}
     ports = [0.0] * count
-    now = 0.0
 
-    def wait_until(rank: int) -> float | None:
-        """When what the rank's next instruction reads is there: a time, or None while that is unknown."""
-        latest = 0.0
-        for value in program.ranks[rank][place[rank]].reads:
-            if value in pending[rank]:
-                arrivals, k, writer = pending[rank][value]
-                if len(arrivals) <= k:
-                    return None
-                ends[rank][writer] = max(arrivals[k], starts[rank][writer])
-                latest = max(latest, arrivals[k])
-        return latest
+    def arrived(rank: int, value: Value) -> bool:
+        """Whether a value is there; if not, the rank goes on when it is."""
+        if value not in pending[rank]:
+            return True
+        stream, k, writer = pending[rank][value]
+        if len(stream) <= k:
+            stream.waiters.append(rank)
+        elif stream[k] > loop.now:
+            loop.at(stream[k], partial(advance, rank))
+        else:
+            ends[rank][writer] = max(stream[k], starts[rank][writer])
+            del pending[rank][value]
+            return True
+        return False
 
-    def advance(rank: int) -> bool:
-        """Walk a rank at the time `now` until it computes or waits; whether it moved."""
-        row, first = program.ranks[rank], place[rank]
-        while place[rank] < len(row) and rank not in working:
+    def wake(stream: Link | GroupStream) -> None:
+        for rank in stream.waiters:
+            loop.at(loop.now, partial(advance, rank))
+        stream.waiters.clear()
+
+    def finish(rank: int) -> None:
+        ends[rank][place[rank]] = loop.now
+        place[rank] += 1
+        advance(rank)
+
+    def advance(rank: int) -> None:
+        """Walk a rank until it computes or waits."""
+        row, now = program.ranks[rank], loop.now
+        while place[rank] < len(row):
             index, ins = place[rank], row[place[rank]]
-            if ins.op is not Op.RECV:
-                due = wait_until(rank)
-                if due is None or due > now:
-                    break
-                for value in ins.reads:
-                    pending[rank].pop(value, None)
+            if not all(arrived(rank, value) for value in ins.reads):
+                return
             starts[rank][index] = now
             if ins.op is Op.SEND:
-                link = links.setdefault((rank, ins.peer), Link())
+                link = links[rank, ins.peer]
                 free = max(now, ports[rank]) if ins.stream == PORT else now
                 starts[rank][index], ends[rank][index] = link.send(free, *costs.transfer(rank, ins))
                 if ins.stream == PORT:
                     ports[rank] = ends[rank][index]
+                wake(link)
             elif ins.op is Op.RECV:
-                link = links.setdefault((ins.peer, rank), Link())
+                link = links[ins.peer, rank]
                 k, starts[rank][index] = link.reach(now, program.receives_ahead)
-                for value in ins.writes:
-                    pending[rank][value] = (link, k, index)
+                pending[rank] |= dict.fromkeys(ins.writes, (link, k, index))
             elif ins.op in COPIES:
-                lane = lanes.setdefault((rank, ins.stream), Link())
+                lane = lanes[rank, ins.stream]
                 starts[rank][index], ends[rank][index] = lane.send(now, *costs.transfer(rank, ins))
-                for value in ins.writes:
-                    pending[rank][value] = (lane, len(lane) - 1, index)
+                pending[rank] |= dict.fromkeys(ins.writes, (lane, len(lane) - 1, index))
             elif ins.group:  # a collective
-                stream = groups.setdefault(ins.group, GroupStream(ins.group))
+                stream = groups.get(ins.group) or groups.setdefault(ins.group, GroupStream(ins.group))
                 k = stream.join(rank, index, now, ins, costs, starts, ends)
-                for value in ins.writes:
-                    if value not in ins.frees:
-                        pending[rank][value] = (stream, k, index)
+                pending[rank] |= {value: (stream, k, index) for value in ins.writes if value not in ins.frees}
+                wake(stream)
             else:
-                working[rank] = costs.compute(rank, ins)
-                break
-            place[rank] += 1
-        return place[rank] > first
-
-    while True:
-        while sum(advance(rank) for rank in range(count)):
-            pass
-        speed = _speeds(working, homes, cores)
-        moments = [now + left / speed[rank] for rank, left in working.items()]
-        for rank in range(count):
-            if rank not in working and place[rank] < len(program.ranks[rank]):
-                due = wait_until(rank)
-                if due is not None:
-                    moments.append(due)
-        if not moments:
-            break
-        then = min(moments)
-        done = [rank for rank, left in working.items() if now + left / speed[rank] <= then]
-        for rank in working:
-            working[rank] -= (then - now) * speed[rank]
-        now = then
-        for rank in done:
-            del working[rank]
-            ends[rank][place[rank]] = now
+                return loop.work(rank, costs.compute(rank, ins), partial(finish, rank))
             place[rank] += 1
 
+    for rank in range(count):
+        loop.at(0.0, partial(advance, rank))
+    loop.run()
     for rank in range(count):
         for arrivals, k, writer in pending[rank].values():
             if len(arrivals) > k:

@@ -1,4 +1,4 @@
-"""The simulator as short as it can be: one fold over `order`, which says who waits for whom; times are all that it adds.
+"""The simulator as short as it can be: a fold over `order`, which says who waits for whom, and times are what it adds.
 
 `simulate` gives the same times several times as fast, and is held to these by tests. Read this one first.
 """

@@ -9,14 +9,14 @@ With fewer cores than ranks all that work share them equally, as in `simulate`.
 
 from __future__ import annotations
 
-import heapq
-import itertools
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from minipar.costs.protocol import Costs
 from minipar.errors import ProgramError
 from minipar.program import Instruction, Op, Program
+from minipar.program.event_loop import EventLoop
 from minipar.program.server_rule import Consistency, Kind, Mode, Row
 from minipar.strategies import served_order
 from minipar.strategies.shares import shares_of
@@ -64,31 +64,18 @@ def follow_rule(
 
 
 @dataclass
-class _Work:
-    """Something that a rank is busy with, and what comes then."""
-
-    left: float
-    begin: float
-    key: Key
-    then: Callable[[], None]
-
-
-@dataclass
 class _Run:
     program: Program
     costs: Costs
     cores: float
-    now: float = 0.0
     times: Times = field(default_factory=dict)
     order: list[Row] = field(default_factory=list)
-    busy: dict[int, _Work] = field(default_factory=dict)
-    queues: dict[int, list[tuple[float, Key, Callable[[], None]]]] = field(default_factory=dict)
-    timers: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
-    number: itertools.count[int] = field(default_factory=itertools.count)
+    queues: dict[int, deque[tuple[float, Key, Callable[[], None]]]] = field(default_factory=lambda: defaultdict(deque))
 
     def __post_init__(self) -> None:
         program, serving = self.program, self.program.serving
         assert serving is not None
+        self.loop = EventLoop(self._speeds)
         self.workers = program.workers
         self.servers = range(self.workers, len(program.ranks))
         self.shares = shares_of(program.groups, serving.servers)
@@ -107,42 +94,38 @@ class _Run:
         for w in range(self.workers):
             self._ask(w)
         self._decide()
-        while self.busy or self.timers:
-            rate = min(1.0, self.cores / len(self.busy)) if self.busy else 1.0
-            rank = min(self.busy, key=lambda r: self.busy[r].left, default=-1)
-            end = self.now + self.busy[rank].left / rate if rank >= 0 else float("inf")
-            moment = self.timers[0][0] if self.timers else float("inf")
-            until = min(end, moment)
-            for work in self.busy.values():
-                work.left -= (until - self.now) * rate
-            self.now = until
-            if moment <= end:
-                heapq.heappop(self.timers)[2]()
-                continue
-            work = self.busy.pop(rank)
-            self.times[work.key] = work.begin, self.now
-            work.then()
-            self._next_of_queue(rank)
+        self.loop.run()
         if self.rule.members:
             raise ProgramError("parameter servers wait for ever; verify(program) says why")
 
+    def _speeds(self, working: Collection[int]) -> dict[int, float]:
+        return dict.fromkeys(working, min(1.0, self.cores / max(1, len(working))))
+
     def _later(self, delay: float, then: Callable[[], None]) -> None:
-        heapq.heappush(self.timers, (self.now + delay, next(self.number), then))
+        self.loop.at(self.loop.now + delay, then)
 
     def _work(self, rank: int, seconds: float, key: Key, then: Callable[[], None]) -> None:
         """Let a rank do something, after what it has to do before."""
-        self.queues.setdefault(rank, []).append((seconds, key, then))
+        self.queues[rank].append((seconds, key, then))
         self._next_of_queue(rank)
 
     def _next_of_queue(self, rank: int) -> None:
-        if rank not in self.busy and self.queues.get(rank):
-            seconds, key, then = self.queues[rank].pop(0)
-            self.busy[rank] = _Work(max(0.0, seconds), self.now, key, then)
+        if self.loop.is_working(rank) or not self.queues[rank]:
+            return
+        seconds, key, then = self.queues[rank].popleft()
+        begin = self.loop.now
+
+        def finish() -> None:
+            self.times[key] = begin, self.loop.now
+            then()
+            self._next_of_queue(rank)
+
+        self.loop.work(rank, seconds, finish)
 
     # workers
 
     def _ask(self, worker: int) -> None:
-        self.pulling[worker] = self.now, len(self.servers)
+        self.pulling[worker] = self.loop.now, len(self.servers)
         if any(w == worker for w, _ in self.expected):
             self.early.add(worker)  # what it pushed before is still on its way
         else:
@@ -174,7 +157,7 @@ class _Run:
         def begin() -> None:
             since = self.pulling[worker][0]
             for server in self.servers:
-                self.times[worker, Op.PULL, server, step, ()] = since, self.now
+                self.times[worker, Op.PULL, server, step, ()] = since, self.loop.now
             self._run_on(worker, step, 0)
 
         return begin

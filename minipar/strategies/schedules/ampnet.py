@@ -22,11 +22,11 @@ are at most ceil((K-1)/u) updates old. With equal times K=p keeps all ranks busy
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from minipar.program import Action, Backward, Forward, Staleness
+from minipar.program.event_loop import EventLoop
 from minipar.strategies.passes.versions import Asynchronous, newest
 from minipar.strategies.schedules.registry import schedule
 
@@ -60,25 +60,32 @@ def decide(ranks: int, total: int, in_flight: int, run: Run, rule: Rule = choose
     done = [[0, 0] for _ in range(ranks)]
     arrived = [[0, 0] for _ in range(ranks)]
     free = [True] * ranks
-    events = [(0.0, rank, _FREE) for rank in range(ranks)]
-    while events:
-        now, rank, what = heapq.heappop(events)
+    loop = EventLoop()
+
+    def announce(time: float, rank: int, what: int) -> None:
+        loop.at(time, partial(happen, rank, what), (rank, what))
+
+    def happen(rank: int, what: int) -> None:
         if what == _FREE:
             free[rank] = True
         else:
             arrived[rank][what] += 1
         action = rule(rank, ranks, total, in_flight, *done[rank], *arrived[rank]) if free[rank] else None
         if action is None:
-            continue
+            return
         there = isinstance(action, Forward)
         orders[rank].append(action)
         done[rank][_OUTPUT if there else _GRADIENT] += 1
         free[rank] = False
-        end, arrival = run(rank, action, now)
-        heapq.heappush(events, (end, rank, _FREE))
+        end, arrival = run(rank, action, loop.now)
+        announce(end, rank, _FREE)
         target = rank + 1 if there else rank - 1
         if 0 <= target < ranks:
-            heapq.heappush(events, (arrival, target, _OUTPUT if there else _GRADIENT))
+            announce(arrival, target, _OUTPUT if there else _GRADIENT)
+
+    for rank in range(ranks):
+        announce(0.0, rank, _FREE)
+    loop.run()
     return orders
 
 
