@@ -1,0 +1,14 @@
+"""Numbers: what a model, a device and a link cost. No torch here; `execution/measuring` measures with it.
+
+    protocol.py       what a simulation asks of costs; unit.py answers with times given by hand
+    device.py         what one device can do; hardware.py and presets.py know devices and published models by name
+    measured.py       what a profile measured of a model's layers; rates.py what a calibration measured of a cluster
+    alpha_beta.py     messages by latency and bandwidth
+    analytic.py       operations and bytes of a transformer from its numbers
+    partition.py      chains of layers cut into stages, exactly
+    recomputation.py, reversal.py   which layers to recompute: every K, sqrt, a budget
+
+A profile times layers in the order of a step, in runs that keep at most 64 MiB, so that caches are as in a step.
+Each layer runs alone, on a copy, with its real inputs. With one CPU thread, times are that thread's own work, so that
+other programs disturb them little. Published models are numbers only.
+"""

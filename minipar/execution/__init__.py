@@ -1,1 +1,24 @@
-"""A program on real tensors, processes and messages: the loop of a rank, and everything that it needs."""
+"""A program on real tensors, processes and messages: the loop of a rank, and everything that it needs.
+
+The executor (executor.py) interprets instructions by the rule of `program/rule.py`, and knows no strategy. Autograd's
+graph of a forward is cut, by `detach` and without a copy, wherever a backward instruction of the same micro-batch
+begins. So one fused forward can have a backward in several pieces, with collectives between them. Of a piece only the
+graph's edges are kept, not its output, so that the output is free as soon as it is sent (compute.py, graph_cuts.py).
+Where an operation cannot run twice (a shared parameter, a hook, a custom function), the input half of a split backward
+does all of it, and the weight half adds what was found (split_backward.py).
+
+Measured times are clock readings: of compute from its start to its end; of a SEND the hand-over to the transport; of a
+RECV from being posted to being read; of a collective from its start until its last message was reported done. A rank's
+own work on a message belongs to the compute instruction before the SEND, or to the first one that reads what came.
+
+Emulated devices (emulation.py): `prediction/emulated.py` turns a `DeviceSpec` into seconds for each instruction, for
+the prediction and for the delays of the run alike. A compute instruction is followed by a sleep until its device would
+have ended. A message carries the time at which it arrives, and its reader waits for that. A thread that is woken late
+does not make its device late, since the next instruction still ends when it should. Real work that is late by more than
+2 ms cannot be hidden: it is noted in `Trace.overruns`, and the device goes on from the clock.
+
+Where ranks outnumber cores, each rank keeps to one core (affinity.py), and the simulator deals ranks to cores in the
+same way: k that compute on one core run at 1/k.
+
+`train` lays up to 8 steps in one program where one step's messages travel during the next.
+"""

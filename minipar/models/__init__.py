@@ -8,6 +8,12 @@
     layers = models.from_transformers(model)    # one of Hugging Face's
 
 The builders import torch when they are first used; this package, its presets and its shapes do without.
+
+A layer is the smallest unit that a plan places. `program.shape.Shape` is all that a plan knows of a model: the number
+of layers, and parameter groups in bytes, first one for each layer, then one for each set of layers that share the same
+Parameter objects. Initial values are drawn for each parameter from (seed, name), in float32 on the CPU, so that a rank
+can build its own layers only. The GPT has its classes second, (B, vocabulary, T): `cross_entropy` takes its output as
+it is, and the batch is the first dimension everywhere. On a rank parameters are row-major, whatever the user's strides.
 """
 
 from __future__ import annotations

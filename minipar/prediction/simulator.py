@@ -1,6 +1,6 @@
 """simulate(program, costs): what would happen, and when. A predicted Trace, without running anything.
 
-The rule is the executor's, word for word (ARCHITECTURE.md, "How a program runs"):
+The rule is the executor's, and that of `order` (program/rule.py), with times:
 
   * a rank walks its list in order; a compute instruction starts when what it reads is there and the rank is free
   * transfers, copies and collectives are started when the walk reaches them and awaited at the first read of what they

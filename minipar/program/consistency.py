@@ -1,4 +1,11 @@
-"""What a program promises of the parameters that it computes with, and who keeps them. Imports nothing of minipar."""
+"""What a program promises of the parameters that it computes with, and who keeps them. Imports nothing of minipar.
+
+A synchronous program is one of a step, or of a few. An asynchronous one (`Staleness`) is a program of a whole run,
+since nothing separates one step from the next: the loss of a micro-batch is its own mean divided by `every`, or its
+share of the step's mean where `every` is None, and a STEP's `step` is the number of the update. Where ranks decide as
+they run (`Program.in_flight`), simulator and executor return the program as it happened. Messages of a link stay in
+order, so that all that is decided is how forwards and backwards alternate.
+"""
 
 from __future__ import annotations
 

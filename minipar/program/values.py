@@ -6,6 +6,30 @@ param(2)         grad(2)         optimizer_state(2)         of one parameter gro
 param(2) v3      of an asynchronous program: the parameters after three updates
 host(saved(2) mb0)               disk(param(2))             a copy in a slower tier
 chunk(2)                         incoming(2 of 1)           of a tensor that a collective works on
+
+How long a value lives:
+
+output       The input of layer l is output(l-1), so that this lives until the backward of l has run. The sender's copy
+             is freed when its SEND is done. A FORWARD that does not write `saved` runs its layers without autograd;
+             then the output in front of the segment stays, as the checkpoint from which RECOMPUTE starts.
+grad_output  With branches it is of an edge; edge l is the first one out of layer l, as in a chain. The backward of a
+             layer whose output is read twice sums the gradients of its edges. The loss belongs to the forward of the
+             last layer. Its own gradient is 1, so that the last backward reads no grad_output.
+saved        is what autograd keeps of a layer beside its input. Layers before the first trainable one keep nothing,
+             have no backward, and are freed by the next forward.
+saved_weight is all that the weight half of a backward needs, the layer's input and its output's gradient included:
+             BACKWARD_INPUT frees these. The first trainable layer has no input half.
+carry        lives from the forward of a slice to its backward.
+param        of a version v: the last instruction that needs it frees it. If that is STEP, it updates in place.
+             Otherwise a version is never written to once it is there.
+*_shard      Slices are filled up to equal size. A STEP on slices leaves the whole `param` out of date until
+             ALL_GATHER. `buffer(g)` is the room for what a REDUCE_SCATTER receives. Parameters that stages share stay
+             whole.
+host, disk   never count as memory of the device. A copy is awaited where what it writes is first read, and until then
+             nothing changes what it reads. An instruction on stream `host` reads and writes the host's values alone.
+
+The rows of a batch are no values: the ranks with the first and the last layer hold them throughout. `Program.state`
+says what a rank holds before and after a program; everything else is freed inside it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,13 @@
-"""One file an idea: schedules, and the passes that turn them into programs. No torch here.
+"""Strategies: from a plan to a program. No torch here.
 
-Importing the package registers the built-in schedules.
+    schedules/   the order of forwards and backwards on each rank: one file a schedule, a generator
+    passes/      rewrites of a step: one file a pass
+    plan.py      `Plan`, what the user chooses; keys.py the domain of each key; exclusions.py what excludes what
+    layout.py    which rank holds which layers
+    draft.py     what passes work on; compile.py the passes of a plan, in their order
+
+The ranks of one pipeline are neighbours: rank = replica x pp + stage. Importing the package registers the built-in
+schedules.
 """
 
 from minipar.strategies.schedules import (

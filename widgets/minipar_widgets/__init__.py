@@ -1,6 +1,14 @@
 """Interactive pictures of programs and traces for Jupyter: zoom, hover and keys in the browser, data from the engine.
 
 Names load on first use. No widget imports torch.
+
+    base.py             `View` and `Explorer`: a summary of one line, a caption, a picture, rows for the table, to_html
+    <view>_model.py     reads the engine, and knows no pixels
+    columns.py          packs a trace into binary columns
+    raster.py           draws the still picture by the same rule as js/lod.js
+    js/*.js             plain modules with their tests beside them; inline.py makes static/*.js of them
+
+Python knows data, JavaScript pixels: zoom, hover and keys never ask the kernel.
 """
 
 from __future__ import annotations

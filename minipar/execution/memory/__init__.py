@@ -1,16 +1,16 @@
-"""Where a run's bytes are: measured storage by storage, bounded by a device's capacity, and predicted.
+"""Where a run's bytes are: measured storage by storage, and bounded by a device's capacity.
 
-    series.py       memory of a rank during one pass through its program: every change, its kind and its layer
-    lifetimes.py    the same from the program alone: values from the instruction that writes to the one that frees
     storages.py     follows live storages by torch's dispatch hooks
     tracker.py      that, for a rank's executor: kinds, layers, instructions, capacity
     watching.py     whether a run follows its memory, and for how many passes it keeps what happened
-    capacity.py     what `DeviceOutOfMemory` says
-    advice.py       plans near one that did not fit that would, as predicted
-    neighbours.py   which plans are near one
     tape.py         what one layer allocates and frees, in order, alone on one device
-    prediction.py   tapes laid along a program: the series that a rank will have
-    forecast.py     that, for all ranks of a predicted trace
+    capacity.py     what `DeviceOutOfMemory` says
+    stores.py, disk.py   what is kept on the host and on the disk
 
-What series, lifetimes, neighbours, capacity and prediction do needs no torch.
+A dispatch mode follows every storage to the byte, says afterwards what kind it was, and ties each change to an
+instruction. Capacity is checked at each allocation. `prediction/memory.py` lays tapes along a program and a model's
+edges. A storage dies when the executor, the layer that made it and the layers that read it have let it go. A received
+message is `buffers` until it is read, then `activations`. A bucket is the gradient itself, and what is copied into it
+is temporary. What counts on a rank are its own layers, from the building of the executor on. `trace/` reads the series
+of both without torch.
 """
