@@ -49,6 +49,7 @@ if TYPE_CHECKING:  # what type checkers and editors read; a test holds it equal 
     from minipar.program import BackwardWeight as BackwardWeight
     from minipar.program import Forward as Forward
     from minipar.program import Instruction as Instruction
+    from minipar.program import Mesh as Mesh
     from minipar.program import Program as Program
     from minipar.program.collectives import collective as collective
     from minipar.program.verify.verifier import verify as verify
@@ -67,7 +68,7 @@ if TYPE_CHECKING:  # what type checkers and editors read; a test holds it equal 
 __version__ = "0.1.0"
 
 _homes = {
-    "minipar.program": ("Program", "Instruction", "Forward", "Backward", "BackwardInput", "BackwardWeight"),
+    "minipar.program": ("Program", "Mesh", "Instruction", "Forward", "Backward", "BackwardInput", "BackwardWeight"),
     "minipar.strategies.plan": ("Plan",),
     "minipar.program.verify.verifier": ("verify",),
     "minipar.prediction.simulator": ("simulate",),

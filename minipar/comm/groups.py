@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from minipar.errors import RankError
+from minipar.program.mesh import Mesh
 from minipar.wording import several
 
 # Long, since gloo also uses it for connecting, and the driver sees the death of a rank by itself.
@@ -89,12 +90,11 @@ def agree_on_boards(store: dist.Store, rank: int) -> str:
 
 def along_axis(axis: int | str, mesh: Mapping[str, int], size: int) -> list[int]:
     """For each rank a number that those along an axis of the mesh have in common."""
-    names = list(mesh)
-    if axis not in names:
-        raise RankError(f"split: {axis!r} is no axis of the mesh; possible are {', '.join(names)}")
+    if axis not in mesh:
+        raise RankError(f"split: {axis!r} is no axis of the mesh; possible are {', '.join(mesh)}")
     if math.prod(mesh.values()) != size or min(mesh.values()) < 1:
         raise RankError(
             f"split: a mesh of {' x '.join(map(str, mesh.values()))} has no place for {several(size, 'rank')} exactly"
         )
-    step = math.prod(list(mesh.values())[names.index(str(axis)) + 1 :])
-    return [rank - rank // step % mesh[str(axis)] * step for rank in range(size)]
+    known = Mesh(mesh)
+    return [known.group(rank, str(axis))[0] for rank in range(size)]

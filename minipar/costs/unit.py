@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from minipar.errors import PlanError
 from minipar.program import COPIES, Instruction, Op, Program, Value
+from minipar.program.mesh import Mesh
 from minipar.wording import several
 
 KEPT = frozenset(("saved", "saved_weight"))  # what counts as an activation
@@ -43,7 +44,7 @@ class UnitCosts:
         for name, number in named.items():
             if not 0 <= number < float("inf"):
                 raise PlanError(f"{name}={number}: a time must be a finite number of at least 0")
-        ranks, stages = len(self.program.ranks), dict(self.program.mesh).get("pp", 1)
+        ranks, stages = len(self.program.ranks), Mesh(self.program.mesh).length("pp")
         factors = list(self.stage_factors) or [1.0] * stages
         if len(factors) == stages:
             factors = factors * (ranks // stages)

@@ -16,33 +16,24 @@ from typing import Any
 
 from minipar.data.order import Order
 from minipar.errors import PlanError
+from minipar.program.mesh import Mesh
 from minipar.program.rows import split_rows
 from minipar.wording import several
 
-Mesh = Mapping[str, int] | Sequence[tuple[str, int]]  # axis sizes, slowest first, such as Program.mesh
-ALONE = (("dp", 1),)
+Axes = Mapping[str, int] | Sequence[tuple[str, int]]  # axis sizes, slowest first, such as Program.mesh
+ALONE = Mesh(dp=1)
 
 
-def replica_of(rank: int, mesh: Mesh = ALONE) -> tuple[int, int]:
+def replica_of(rank: int, mesh: Axes = ALONE) -> tuple[int, int]:
     """(which replica a rank works for, of how many): its place on the mesh's axis "dp".
 
     Errors: `PlanError` for a rank that the mesh does not have.
     """
-    axes = list(mesh.items() if isinstance(mesh, Mapping) else mesh)
-    size = 1
-    for _, length in axes:
-        size *= length
-    if not 0 <= rank < size:
-        raise PlanError(f"rank={rank}: must be from 0 to {size - 1}")
-    inner = size
-    for name, length in axes:
-        inner //= length
-        if name == "dp":
-            return rank // inner % length, length
-    return 0, 1
+    known = Mesh(mesh)
+    return known.coordinates(rank).get("dp", 0), known.length("dp")
 
 
-def rows_of(rank: int, mesh: Mesh, size: int, microbatches: int = 1) -> list[range]:
+def rows_of(rank: int, mesh: Axes, size: int, microbatches: int = 1) -> list[range]:
     """The rows of each micro-batch of a rank, out of a batch of `size` rows.
 
     All micro-batches of all replicas have as many rows as possible alike, the first ones one more; where there are
@@ -52,14 +43,14 @@ def rows_of(rank: int, mesh: Mesh, size: int, microbatches: int = 1) -> list[ran
     return split_rows(size, replicas * microbatches)[replica * microbatches : (replica + 1) * microbatches]
 
 
-def part_of(rank: int, mesh: Mesh, size: int, microbatches: int = 1) -> range:
+def part_of(rank: int, mesh: Axes, size: int, microbatches: int = 1) -> range:
     """All rows of a rank, out of a batch of `size` rows."""
     rows = rows_of(rank, mesh, size, microbatches)
     return range(rows[0].start, rows[-1].stop)
 
 
 def stream(
-    source: Any, batch: int, rank: int = 0, mesh: Mesh = ALONE, step: int = 0, microbatches: int = 1
+    source: Any, batch: int, rank: int = 0, mesh: Axes = ALONE, step: int = 0, microbatches: int = 1
 ) -> Iterator[tuple[int, tuple[Any, Any]]]:
     """(step, (x, y)) without end from `step` on: of each batch the rows of a rank, which are all that is read.
 
@@ -97,7 +88,7 @@ class Sampler:
     count: int
     batch: int
     rank: int = 0
-    mesh: Mesh = ALONE
+    mesh: Axes = ALONE
     seed: int = 0
     last: str = "smaller"
     shuffle: bool = True

@@ -36,6 +36,7 @@ from minipar.program.instructions import (
     piece_of,
     span,
 )  # fmt: skip
+from minipar.program.mesh import Mesh
 from minipar.program.rule import Turn, Wait, order
 from minipar.program.values import (
     TIERS,
@@ -86,7 +87,7 @@ __all__ = [
     "Forward",
     "Group",
     "Instruction",
-    "Local",
+    "Local", "Mesh",
     "Op",
     "Part",
     "Program",
@@ -151,7 +152,7 @@ class Program:
     layers           number of layers of the model; layer l reads what layer l-1 hands on, or what `edges` say
     microbatches     per replica and step (every round of accumulation counted)
     groups           parameter groups, by index
-    mesh             axis sizes, slowest first: rank = dp index * pp + pp index
+    mesh             axis sizes, slowest first: a `Mesh`, or the same as a tuple
     state            per rank the values held before the first instruction and after the last one
     receives_ahead   how many receives per link are posted before the walk reaches them
     clip             what STEP scales gradients down to where their norm is larger; None: nothing
@@ -175,7 +176,7 @@ class Program:
     layers: int
     microbatches: int
     groups: tuple[Group, ...]
-    mesh: tuple[tuple[str, int], ...] = (("dp", 1), ("pp", 1))
+    mesh: tuple[tuple[str, int], ...] = Mesh(dp=1, pp=1)
     state: tuple[frozenset[Value], ...] = ()
     steps: int = 1
     contract: Contract = field(default_factory=Synchronous)
@@ -200,8 +201,15 @@ class Program:
         return sum(len(instructions) for instructions in self.ranks)
 
     def replica(self, rank: int) -> int:
-        """Which copy of the model the rank works for: its position on the `dp` axis."""
-        return rank * self.replicas // self.workers
+        """Which copy of the model the rank works for: its place on the axis `dp`. Servers come after all replicas."""
+        return self._replicas[rank]
+
+    @cached_property
+    def _replicas(self) -> tuple[int, ...]:
+        mesh = Mesh(self.mesh)
+        workers, servers = range(min(self.workers, mesh.size)), len(self.ranks) - min(self.workers, mesh.size)
+        own = tuple(mesh.coordinates(rank).get("dp", 0) for rank in workers)
+        return own + tuple(range(self.replicas, self.replicas + servers))
 
     @property
     def workers(self) -> int:
@@ -220,7 +228,7 @@ class Program:
 
     @property
     def replicas(self) -> int:
-        return dict(self.mesh).get("dp", 1)
+        return Mesh(self.mesh).length("dp")
 
     @property
     def losses(self) -> int:

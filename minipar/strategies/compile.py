@@ -16,7 +16,7 @@ from minipar.costs.measured import Profile
 from minipar.costs.protocol import Costs
 from minipar.costs.recomputation import LayerCosts
 from minipar.errors import PlanError
-from minipar.program import Action, Forward, Instruction, Local, Program, Serving, Synchronous
+from minipar.program import Action, Forward, Instruction, Local, Mesh, Program, Serving, Synchronous
 from minipar.program.edges import wiring
 from minipar.program.shape import Shape
 from minipar.strategies import async_compile, exclusions, keys
@@ -136,7 +136,7 @@ def program_of(
         shape.layers,
         layout.microbatches,
         shape.groups,
-        (("dp", plan.dp), ("pp", plan.pp)),
+        Mesh(dp=plan.dp, pp=plan.pp),
         tuple(held) * plan.dp,
         steps,
         Local(plan.local_steps) if plan.local_steps else Synchronous(),

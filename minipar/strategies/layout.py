@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from minipar.errors import PlanError
+from minipar.program.mesh import Mesh
 from minipar.program.shape import Shape
 from minipar.wording import several
 
@@ -67,7 +68,7 @@ class Layout:
 
     placement   per rank of a pipeline its stages, by chunk; default: stage r on rank r
 
-    The ranks of one pipeline are neighbours: replica * pp + rank in the pipeline. Ranks below are those of a pipeline.
+    The ranks of one pipeline are neighbours (`Mesh`). Ranks below are those of a pipeline.
     """
 
     shape: Shape
@@ -83,7 +84,7 @@ class Layout:
 
     def rank(self, replica: int, rank: int) -> int:
         """The rank of the program for a rank of one replica's pipeline."""
-        return replica * self.pp + rank
+        return Mesh(dp=self.dp, pp=self.pp).rank(dp=replica, pp=rank)
 
     def layers(self, stage: int) -> range:
         """The layers of a stage."""

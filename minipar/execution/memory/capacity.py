@@ -7,6 +7,7 @@ from dataclasses import fields
 
 from minipar.errors import DeviceOutOfMemory
 from minipar.program import Program
+from minipar.program.mesh import Mesh
 from minipar.strategies.plan import Plan
 from minipar.trace.memory_series import by_kind, mib, owners
 
@@ -39,8 +40,7 @@ def ways_out(program: Program, kinds: Mapping[str, int], needed: int, capacity: 
     rows = sum(kinds.get(kind, 0) for kind in ("activations", "buffers", "temporary", "data"))
     states = {kind: kinds.get(kind, 0) for kind in ("parameters", "gradients", "optimizer")}
     fixed = sum(states.values())
-    mesh = dict(program.mesh)
-    dp, pp, m = program.replicas, mesh.get("pp", 1), program.microbatches
+    dp, pp, m = program.replicas, Mesh(program.mesh).length("pp"), program.microbatches
     known = {field.name for field in fields(Plan)}
     found: list[tuple[int, str]] = []  # bytes freed, and how
 

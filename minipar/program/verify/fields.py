@@ -69,7 +69,7 @@ _OWN: dict[str, Rule] = {
     "steps": _AT_LEAST_0,
     "receives_ahead": _AT_LEAST_0,
     "groups": (lambda value: _tuple_of(_is_group, value), "a tuple of Group(layers, tensors, frozen)"),
-    "mesh": (lambda value: _tuple_of(_is_axis, value), 'axes and their sizes, such as (("dp", 2), ("pp", 1))'),
+    "mesh": (lambda value: _is_mesh(value), 'axes and their sizes, such as (("dp", 2), ("pp", 1))'),
     "state": (lambda value: _tuple_of(_values, value), "the set of values that each rank holds"),
     "final": (lambda value: _tuple_of(_values, value), "the set of values that each rank ends with"),
     "contract": (lambda value: _is_contract(value), "Synchronous(), Local(steps) or Staleness(bound, versions, every)"),
@@ -91,6 +91,10 @@ _OWN: dict[str, Rule] = {
 
 def _is_group(value: object) -> bool:
     return type(value) is Group and _wholes(value.layers, 0) and _wholes(value.tensors, 0) and _whole(value.frozen, 0)
+
+
+def _is_mesh(value: Any) -> bool:
+    return isinstance(value, tuple) and all(map(_is_axis, value))
 
 
 def _is_axis(value: object) -> bool:

@@ -18,7 +18,7 @@ the sum of what all ranks had of it at the beginning, each exactly once (contrib
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 from minipar.errors import ProgramError
@@ -30,6 +30,7 @@ from minipar.program import (
     TIERS,
     Instruction,
     Local,
+    Mesh,
     Op,
     Program,
     Staleness,
@@ -73,8 +74,10 @@ def _verify(program: Program) -> None:
             slices.check_carries(program)
         if program.serving is not None:
             service.check_workers(program)
-        for replica in range(program.replicas if program.serving is None else 0):
-            _check_microbatches(program, replica)
+        mesh = Mesh(program.mesh)
+        pipelines = {mesh.group(rank, "pp") if mesh.length("pp") > 1 else (rank,) for rank in range(mesh.size)}
+        for ranks in sorted(pipelines) if program.serving is None else ():
+            _check_microbatches(program, ranks)
     undecided = program.serving is not None and not any(program.ranks[program.workers :])  # (servers decide later)
     turns = order(program) if not undecided else ()
     left = [_check_rank(program, rank) for rank in range(len(program.ranks))]
@@ -481,12 +484,10 @@ _HALVES = {
 }
 
 
-def _check_microbatches(program: Program, replica: int) -> None:
+def _check_microbatches(program: Program, ranks: Sequence[int]) -> None:
     seen: dict[tuple[str, int, int, int], tuple[int, int]] = {}
-    for rank, instructions in enumerate(program.ranks):
-        if program.replica(rank) != replica:
-            continue
-        for index, ins in enumerate(instructions):
+    for rank in ranks:
+        for index, ins in enumerate(program.ranks[rank]):
             if ins.op is Op.RECOMPUTE and not (
                 0 <= ins.microbatch < program.microbatches and 0 <= ins.step < program.steps
             ):
@@ -514,10 +515,8 @@ def _check_microbatches(program: Program, replica: int) -> None:
                 for layer in layers:
                     if (half, layer, i, step) not in seen:
                         name = "forward" if half == "forward" else "backward"
-                        raise ProgramError(
-                            f"micro-batch {i} is missing: no rank of replica {replica} runs the {name} of layer {layer}"
-                            f" on it (step {step})"
-                        )
+                        reason = f"micro-batch {i} is missing: no rank of replica {program.replica(ranks[0])} runs the"
+                        raise ProgramError(f"{reason} {name} of layer {layer} on it (step {step})")
     rank, index = next(
         place for (half, layer, i, step), place in seen.items()
         if not (layer in wanted[half] and i in microbatches and step in steps)

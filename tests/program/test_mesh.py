@@ -1,0 +1,67 @@
+"""Mesh: ranks and coordinates are one thing told in two ways, and verify judges by them."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+import minipar
+from minipar import Mesh, Plan, PlanError, verify
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 2, "pp": 3}, {"dp": 3, "pp": 1, "tp": 2, "ep": 2}, {"pp": 5}, {}])
+def test_ranks_are_counted_with_the_last_axis_fastest(sizes):
+    mesh = Mesh(**sizes)
+    places = list(product(*map(range, sizes.values())))
+    assert mesh.size == len(places)
+    for rank, place in enumerate(places):
+        coordinates = dict(zip(sizes, place, strict=True))
+        assert mesh.coordinates(rank) == coordinates
+        assert list(mesh.coordinates(rank)) == list(sizes)
+        assert mesh.rank(**coordinates) == rank
+
+
+def test_a_group_differs_along_its_axes_alone():
+    mesh = Mesh(dp=2, pp=2, tp=2)
+    assert mesh.group(5, "tp") == (4, 5)
+    assert mesh.group(5, "pp") == (5, 7)
+    assert mesh.group(5, "dp") == (1, 5)
+    assert mesh.group(5, "dp", "tp") == (0, 1, 4, 5)
+    assert mesh.group(5) == (5,)
+    for rank in range(mesh.size):
+        own = mesh.coordinates(rank)
+        alike = [r for r in range(mesh.size) if mesh.coordinates(r)["pp"] == own["pp"]]
+        assert mesh.group(rank, "dp", "tp") == tuple(alike)
+
+
+def test_it_is_a_tuple_of_axes():
+    mesh = Mesh(dp=2, pp=3)
+    assert mesh == (("dp", 2), ("pp", 3)) == Mesh({"dp": 2, "pp": 3}) == Mesh([("dp", 2), ("pp", 3)])
+    assert repr(mesh) == "Mesh(dp=2, pp=3)"
+    assert mesh.length("tp") == 1
+    assert minipar.Mesh is Mesh
+
+
+@pytest.mark.parametrize(
+    ("ask", "told"),
+    [
+        (lambda mesh: mesh.coordinates(6), "rank=6: must be from 0 to 5"),
+        (lambda mesh: mesh.coordinates(-1), "rank=-1: must be from 0 to 5"),
+        (lambda mesh: mesh.rank(pp=3), "pp=3: must be from 0 to 2"),
+        (lambda mesh: mesh.rank(tp=0), "tp: no axis of the mesh; possible are dp, pp"),
+        (lambda mesh: mesh.group(0, "tp"), "tp: no axis of the mesh; possible are dp, pp"),
+    ],
+)
+def test_what_is_not_there_is_refused(ask, told):
+    with pytest.raises(PlanError, match=told):
+        ask(Mesh(dp=2, pp=3))
+
+
+def test_two_ranks_of_an_axis_other_than_dp_and_pp_do_the_same_work():
+    """Without forms there is nothing to share along tp: both ranks run every micro-batch, each once."""
+    one = Plan(microbatches=2).compile(layers=2)
+    both = replace(one, ranks=one.ranks * 2, state=one.state * 2, mesh=Mesh(dp=1, tp=2))
+    verify(both)
+    missing = both.with_rank(1, [ins for ins in both.ranks[1] if ins.microbatch != 1])
+    with pytest.raises(minipar.ProgramError):
+        verify(missing)
