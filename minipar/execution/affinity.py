@@ -6,7 +6,7 @@
 Linux moves a waiting thread to an idle core only when it has waited longer than moving costs, about as long as a small
 layer takes: one core then has two ranks in line and the other none. Measured on 4 ranks and 2 cores: pipelines need
 9 to 12 % less time. Only the thread that computes is held; the threads of gloo and of torch go where they like. Which
-of the two ways is the better one depends on the schedule; `shared_cores.best_way` asks the simulator.
+of the two ways is the better one depends on the schedule; `oversubscription.best_way` asks the simulator.
 
 Two ranks on one core take turns, by default of 1 to 3 ms: the other one then comes in the middle of a layer, and both
 find their caches cold. Here a turn lasts until the rank has to wait, or for 100 ms, the most that Linux (6.12 and

@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Timer
@@ -23,6 +24,7 @@ from torch import Tensor
 from minipar.comm.communicator import Communicator
 from minipar.comm.handles import Handle
 from minipar.prediction.emulated import EmulatedCosts
+from minipar.prediction.streams import Link
 from minipar.program import COLLECTIVES, COMPUTE, Instruction, Op, tier
 
 # How far the clock may be past the emulated end of an event before the device is put back to the clock: a thread that
@@ -149,16 +151,14 @@ class Clock:
 
     delays: Delays
     now: float = 0.0
-    link_free: dict[int, float] = field(default_factory=dict)
-    lane_free: dict[str, float] = field(default_factory=dict)  # of copies, by direction
+    links: dict[int | str, Link] = field(default_factory=lambda: defaultdict(Link))  # by peer, or direction of copies
     collectives: dict[tuple[int, ...], list[Joined]] = field(default_factory=dict)
     overruns: list[int] = field(default_factory=list)
 
     def begin(self) -> None:
         """A new pass through the program."""
         self.now = time.perf_counter()
-        self.link_free.clear()
-        self.lane_free.clear()
+        self.links.clear()
         self.collectives.clear()
         self.overruns = []
 
@@ -174,8 +174,8 @@ class Clock:
         """A message of `size` bytes leaves now: when it arrives."""
         d = self.delays
         occupied, latency = d.transfer.get(index, (size / d.bandwidth if d.bandwidth else 0.0, d.latency))
-        self.link_free[peer] = max(self.now, self.link_free.get(peer, 0.0)) + occupied
-        return self.link_free[peer] + latency
+        self.links[peer].send(self.now, occupied, latency)
+        return self.links[peer][-1]
 
     def copied(self, ins: Instruction, size: int) -> float | None:
         """An OFFLOAD or FETCH of `size` bytes begins now: when it ends; None: when the real one does."""
@@ -183,9 +183,7 @@ class Clock:
         rate = self.delays.disk_bandwidth if to_disk else self.delays.host_bandwidth
         if rate is None:
             return None
-        free = self.lane_free.get(ins.stream, 0.0)
-        self.lane_free[ins.stream] = end = max(self.now, free) + size / rate
-        return end
+        return self.links[ins.stream].send(self.now, size / rate, 0.0)[1]
 
     def join(self, index: int, group: tuple[int, ...], comm: Communicator) -> Joined:
         """This rank starts its next collective in a group, and tells the others when."""

@@ -46,7 +46,7 @@ Contract = Synchronous | Local | Staleness
 
 @dataclass(frozen=True)
 class Serving:
-    """The last `servers` ranks are parameter servers, and follow a rule of `strategies.consistency`: `mode`."""
+    """The last `servers` ranks are parameter servers, and follow a rule of `program.server_rule`: `mode`."""
 
     servers: int = 1
     mode: str = "sync"
