@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from minipar.errors import PlanError
 from minipar.strategies.layout import looped
-from minipar.strategies.passes.segments import budget_of, text
 from minipar.strategies.schedules.registry import find
+from minipar.strategies.segments import budget_of, text
 
 if TYPE_CHECKING:
     from minipar.strategies.plan import Plan

@@ -11,7 +11,7 @@ from minipar import Draft, Plan, PlanError, ProgramError, simulate
 from minipar.program import Op
 from minipar.strategies import draft as drafts
 from minipar.strategies.passes.checkpoint import recompute
-from minipar.strategies.passes.segments import schedules
+from minipar.strategies.segments import schedules
 from tests.execution.test_gradients import check
 from tests.toys import rows, toy
 
@@ -70,7 +70,7 @@ def test_a_pass_stands_where_it_was_told_to(after):
         assert (Op.RECOMPUTE in ops) == (place >= drafts.PLACES.index("checkpoint"))
         assert (Op.ALL_REDUCE in ops) == (place >= drafts.PLACES.index("data_parallel"))
         assert (Op.SEND in ops) == (place >= drafts.PLACES.index("transfers"))
-        assert (Op.STEP in ops) == (after == "fuse")
+        assert (Op.STEP in ops) == (place >= drafts.PLACES.index("update"))
 
 
 def test_several_stand_in_the_order_of_the_plan():
@@ -111,7 +111,7 @@ def test_what_a_pass_may_not_give(rewrite, words):
 def test_unknown_names_and_places():
     with pytest.raises(PlanError, match="extra_passes=mine: unknown; none is registered"):
         Plan(extra_passes="mine")
-    with pytest.raises(PlanError, match=r"after='between' is no place; possible are layers, checkpoint"):
+    with pytest.raises(PlanError, match=r"after='between' is no place; possible are layers, bucket, checkpoint"):
         minipar.pass_("mine", after="between")
     with pytest.raises(PlanError, match="must be one word"):
         minipar.pass_("my pass")

@@ -29,9 +29,20 @@ from itertools import groupby
 
 from minipar.costs.recomputation import Move, at_once, halves
 from minipar.program import Instruction, Op, output, saved
+from minipar.strategies.draft import Draft
 
 Place = tuple[int, int]  # layer, micro-batch
 NEEDS_SAVED = (Op.BACKWARD, Op.BACKWARD_INPUT)
+
+
+def recompute_segments(draft: Draft) -> Draft:
+    """Forward keeps checkpoints only; layers between them run forward again before their backward."""
+    layout, moves = draft.layout, draft.moves
+
+    def rewrite(rank: int, row: Sequence[Instruction]) -> list[Instruction]:
+        return recompute(row, [(layout.trained(stage), moves[stage]) for stage in layout.placement[rank]])
+
+    return draft.each(rewrite)
 
 
 def recompute(

@@ -37,10 +37,11 @@ from minipar.program import (
 )
 from minipar.program.server_rule import Mode
 from minipar.strategies import served_order
+from minipar.strategies.buckets import Bucket, split_buckets
+from minipar.strategies.layout import Layout
 from minipar.strategies.passes.checkpoint import recompute
-from minipar.strategies.passes.data_parallel import Bucket, split_buckets
 from minipar.strategies.passes.fuse import fuse
-from minipar.strategies.passes.layers import Layout, expand
+from minipar.strategies.passes.layers import expand
 from minipar.strategies.shares import Shares, message, shares_of
 
 

@@ -18,9 +18,16 @@ from types import MappingProxyType
 
 from minipar.errors import PlanError
 from minipar.program import Action, Backward, BackwardInput, Forward, Instruction, Op, Value, output, saved
+from minipar.strategies.draft import Draft
 from minipar.strategies.layout import Layout
+from minipar.strategies.rewriting import MOVES
 
-MOVES = frozenset(("output", "grad_output"))
+
+def send_and_receive(draft: Draft) -> Draft:
+    """A value that is read on another rank than it was written on is sent and received."""
+    together = beside(draft.actions, draft.layout, draft.step)
+    sent = insert_transfers(dict(enumerate(draft.ranks)), together)
+    return draft.each(lambda rank, row: sent[rank])
 
 
 def beside(actions: Sequence[Iterable[Action]], layout: Layout, step: int) -> dict[Value, Value]:
