@@ -16,9 +16,10 @@ from minipar.costs.measured import Profile
 from minipar.costs.protocol import Costs
 from minipar.costs.recomputation import LayerCosts
 from minipar.errors import PlanError
-from minipar.program import Action, Forward, Instruction, Local, Op, Program, Serving, Synchronous
+from minipar.program import Action, Contract, Forward, Instruction, Local, Op, Program, Serving, Staleness, Synchronous
+from minipar.program.server_rule import Mode
 from minipar.program.shape import Shape
-from minipar.strategies import async_compile, exclusions, keys, segments
+from minipar.strategies import exclusions, keys, segments
 from minipar.strategies.draft import Draft, Pass, Seconds, registered
 from minipar.strategies.layout import Layout
 from minipar.strategies.passes import (
@@ -36,8 +37,10 @@ from minipar.strategies.passes import (
     slices,
     transfers,
     update,
+    versions,
     zero,
 )
+from minipar.strategies.schedules.registry import find
 
 if TYPE_CHECKING:
     from minipar.strategies.plan import Plan
@@ -45,23 +48,27 @@ if TYPE_CHECKING:
 
 def passes_of(plan: Plan) -> tuple[Pass, ...]:
     """The passes of a plan, in order; one that does not apply is not among them."""
-    several, late = plan.dp * plan.pp > 1, plan.overlap == "priority"
+    trains, served, late = not plan.inference, plan.sync == "ps", plan.overlap == "priority"
+    flushed = trains and not served and not plan.asynchronous  # a rank updates what it holds, once a step
+    several = plan.dp * plan.pp > 1
     table = (
         ("layers", layers.expand_layers, True),
-        ("bucket", data_parallel.choose_size, plan.messages == "auto"),
-        ("checkpoint", checkpoint.recompute_segments, plan.checkpoint not in ("none", "selective")),
+        ("bucket", data_parallel.choose_size, trains and plan.messages == "auto"),
+        ("checkpoint", checkpoint.recompute_segments, trains and plan.checkpoint not in ("none", "selective")),
         ("slices", slices.add_carries, plan.slice_count > 1),
-        ("zero", zero.shard, plan.zero > 0 and plan.dp > 1),
-        ("priority", priority.sum_by_priority, several and late),
-        ("data_parallel", data_parallel.sum_gradients, several and not late and not plan.local_steps),
-        ("compress", compress.compress, plan.compress != "none"),
+        ("zero", zero.shard, flushed and plan.zero > 0 and plan.dp > 1),
+        ("priority", priority.sum_by_priority, flushed and several and late),
+        ("data_parallel", data_parallel.sum_gradients, flushed and several and not late and not plan.local_steps),
+        ("compress", compress.compress, trains and plan.compress != "none"),
         ("host_layers", host_layers.place, bool(plan.host_layers)),
         ("offload", offload.offload, bool(plan.offload)),
-        ("local_steps", local_sgd.average, plan.local_steps > 0),
-        ("clip", clip.clip, plan.clip is not None),
+        ("local_steps", local_sgd.average, flushed and plan.local_steps > 0),
+        ("clip", clip.clip, flushed and plan.clip is not None),
+        ("parameter_server", parameter_server.push_and_pull, served),
         ("transfers", transfers.send_and_receive, plan.pp > 1),
-        ("update", priority.update_late if late else update.update_at_the_end, True),
+        ("update", priority.update_late if late else update.update_at_the_end, flushed),
         ("fuse", fuse.fuse_layers, True),
+        ("versions", versions.keep_versions, plan.asynchronous),
     )
     found: list[Pass] = []
     for name, rewrite, applies in table:
@@ -79,43 +86,34 @@ def program_of(
     costs_of: Callable[[Program], Costs] | None = None,
 ) -> Program:
     """The program of `steps` training steps, not verified yet; the arguments are those of `Plan.compile`."""
-    count = steps if plan.asynchronous else 1
-    actions = [plan.actions(rank, count, len(mine)) for rank, mine in enumerate(layout.placement)]
+    together = steps if plan.asynchronous else 1  # a draft is of so many
+    actions = [plan.actions(rank, together, len(mine)) for rank, mine in enumerate(layout.placement)]
     _check(plan, layout, actions)
-    if plan.asynchronous:
-        again = segments.schedules(plan.checkpoint, layout, actions, costs)
-        program = async_compile.compile_run(layout, actions, again, steps, plan.schedule, plan.numbers, str(plan))
-        return replace(program, selective=plan.checkpoint == "selective")
     seconds = _seconds(plan, shape, layout, costs, costs_of)
     moves = segments.schedules(plan.checkpoint, layout, actions, costs)
-    if plan.sync == "ps":
-        serving, overlap = Serving(plan.servers, plan.mode), plan.overlap == "backward"
-        draft = Draft(plan, layout, 0, (), actions=actions, bucket=plan.messages, seconds=seconds)
-        bucket = data_parallel.choose_size(layers.expand_layers(draft)).bucket
-        return parameter_server.compile_program(
-            layout, actions[0], moves, steps, bucket, overlap, serving, str(plan), plan.checkpoint == "selective"
-        )
     passes = passes_of(plan)
     draft = Draft(
         plan, layout, -1, (), steps=steps, actions=actions, moves=moves, bucket=plan.messages, seconds=seconds
     )
     ranks: list[list[Instruction]] = [[] for _ in range(plan.ranks)]
-    for _ in range(steps):
+    for _ in range(0, steps, together):
         draft = draft.following()
         for each in passes:
             draft = each(draft)
         for replica in range(plan.dp):
-            for rank, row in enumerate(draft.ranks):
-                ranks[layout.rank(replica, rank)] += _moved(row, replica * plan.pp)
+            for rank in range(plan.pp):
+                ranks[layout.rank(replica, rank)] += _moved(draft.ranks[rank], replica * plan.pp, plan.pp)
+        for server, row in enumerate(draft.ranks[plan.pp :], plan.dp * plan.pp):
+            ranks[server] += row
     return Program(
         tuple(map(tuple, ranks)),
         shape.layers,
         layout.microbatches,
         shape.groups,
         (("dp", plan.dp), ("pp", plan.pp)),
-        draft.state * plan.dp,
+        draft.state[: plan.pp] * plan.dp + draft.state[plan.pp :],
         steps,
-        Local(plan.local_steps) if plan.local_steps else Synchronous(),
+        _contract(plan),
         name=str(plan),
         clip=plan.clip,
         precision=plan.precision,
@@ -124,10 +122,22 @@ def program_of(
         folder=plan.offload_folder,
         room=plan.offload_limit,  # type: ignore[arg-type]
         selective=plan.checkpoint == "selective",
+        serving=Serving(plan.servers, plan.mode) if plan.sync == "ps" else None,
+        in_flight=plan.numbers["in_flight"] if plan.deciding else None,
         slices=plan.cut,
         carries=shape.carries if plan.slice_count > 1 else (),
         edges=shape.edges,
     )
+
+
+def _contract(plan: Plan) -> Contract:
+    """How old the parameters may be that a gradient is computed from."""
+    if plan.local_steps:
+        return Local(plan.local_steps)
+    asynchronous, mode = find(plan.schedule).asynchronous, Mode.parse(plan.mode, plan.dp)
+    if asynchronous:
+        return asynchronous.promise(plan.pp, plan.numbers)
+    return Synchronous() if mode.kind == "sync" else Staleness(mode.staleness(plan.dp))
 
 
 def _seconds(
@@ -178,13 +188,16 @@ def _check(plan: Plan, layout: Layout, actions: Sequence[Sequence[Action]]) -> N
                     )
 
 
-def _moved(instructions: Sequence[Instruction], offset: int) -> Sequence[Instruction]:
-    """The same instructions for another replica: peers are its own ranks (collectives already name all replicas)."""
+def _moved(instructions: Sequence[Instruction], offset: int, pp: int) -> Sequence[Instruction]:
+    """The same instructions for another replica: peers in the pipeline are its own ranks.
+
+    Collectives already name all replicas, and parameter servers are the same ones for all.
+    """
     if offset == 0:
         return instructions
     return [
         ins._replace(peer=ins.peer + offset, stream=f"{ins.stream.split()[0]} {ins.peer + offset}")
-        if ins.peer >= 0
+        if 0 <= ins.peer < pp
         else ins
         for ins in instructions
     ]

@@ -37,7 +37,7 @@ Seconds = Callable[[Instruction], float]
 # the instructions are layer by layer, and nothing is sent; before "update" there is no STEP among them.
 PLACES = (
     "layers", "bucket", "checkpoint", "slices", "zero", "priority", "data_parallel", "compress", "host_layers",
-    "offload", "local_steps", "clip", "transfers", "update", "fuse",
+    "offload", "local_steps", "clip", "parameter_server", "transfers", "update", "fuse", "versions",
 )  # fmt: skip
 
 
@@ -45,10 +45,12 @@ PLACES = (
 class Draft:
     """One step of one replica's pipeline, while it is made. The other replicas are copies of it.
 
+    Of a schedule without flushes it is all steps, as there is nothing between two of them.
+
     plan     what the user chose
     layout   which rank holds which layers: `layout.placement[rank]` are its stages, `layout.layers(stage)` their layers
     step     counts from 0 in the program; instructions and values carry it
-    ranks    the instructions of each rank of the pipeline, in order
+    ranks    the instructions of each rank of the pipeline, in order; behind them those of parameter servers
     update   of each rank: its STEP and what belongs to it, until the pass "update" puts them among the instructions
     state    of each rank: the values that it holds between steps
     late     of each rank: the `update` of the step before

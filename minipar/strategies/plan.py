@@ -217,6 +217,12 @@ class Plan:
         return strategies.find(self.schedule).asynchronous is not None
 
     @property
+    def deciding(self) -> bool:
+        """Whether the ranks decide as they run: then the schedule's order is only what they would do at equal speed."""
+        rules = strategies.find(self.schedule).asynchronous
+        return rules is not None and rules.decides
+
+    @property
     def settling_steps(self) -> int:
         """Steps after which an asynchronous run has been as stale, and has held as many versions, as it ever will."""
         numbers = self.numbers

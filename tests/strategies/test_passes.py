@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 
 import minipar
 from minipar import Draft, Plan
 from minipar.program import Op, grad, optimizer_shard, optimizer_state, param
 from minipar.strategies import draft as drafts
+from minipar.strategies import passes
 
 LISTS = {
     "dp=1": "layers update fuse",
@@ -22,6 +26,9 @@ LISTS = {
     "dp=2 compress=bf16 offload=activations": "layers data_parallel compress offload update fuse",
     "pp=2 host_layers=0": "layers data_parallel host_layers transfers update fuse",
     "pp=2 schedule=terapipe slices=4": "layers slices data_parallel transfers update fuse",
+    "dp=2 sync=ps checkpoint=2": "layers checkpoint parameter_server fuse",  # (servers update)
+    "pp=2 schedule=pipedream checkpoint=1": "layers checkpoint transfers fuse versions",
+    "dp=2 pp=2 zero=1 clip=1 inference=true": "layers transfers fuse",  # (nothing is trained)
 }
 
 
@@ -99,3 +106,14 @@ def test_a_pass_finds_in_the_draft_what_those_before_it_did():
     Plan.parse(f"dp=2 extra_passes={extra}").compile(layers=1)
     assert seen["data_parallel"].state == (frozenset([param(0), optimizer_state(0), grad(0)]),)  # a buffer that stays
     assert seen["data_parallel"].update[0][0].frees == ()
+
+
+def test_no_pass_imports_another():
+    folder = Path(passes.__file__).parent
+    modules = sorted(folder.glob("*.py"))
+    assert len(modules) > 10
+    for path in modules:
+        for node in ast.walk(ast.parse(path.read_text())):
+            imported = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            imported += [name.name for name in node.names] if isinstance(node, ast.Import) else []
+            assert not any(name.startswith("minipar.strategies.passes") for name in imported), path.name

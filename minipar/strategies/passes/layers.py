@@ -49,16 +49,23 @@ REST = tuple(Instruction._field_defaults.values())[3:]  # what comes after `free
 def expand_layers(draft: Draft) -> Draft:
     """Each action of the schedule becomes one instruction for each layer; STEP updates the layers."""
     layout, ranks = draft.layout, range(draft.layout.pp)
-    rows = expand(draft.actions, layout, draft.step)
+    rows = expand(draft.actions, layout, draft.step, draft.steps if draft.plan.asynchronous else 1)
     update = tuple(tuple(step_of(layout, rank, draft.step)) for rank in ranks)
     return replace(
         draft, ranks=tuple(map(tuple, rows)), update=update, state=tuple(state_of(layout, rank) for rank in ranks)
     )
 
 
-def expand(actions: Sequence[Iterable[Action]], layout: Layout, step: int = 0) -> list[list[Instruction]]:
-    """The instructions of one step, for each rank of one replica; `actions[r]` is the schedule of rank r."""
-    shape, microbatches = layout.shape, layout.microbatches
+def expand(
+    actions: Sequence[Iterable[Action]], layout: Layout, step: int = 0, steps: int = 1
+) -> list[list[Instruction]]:
+    """The instructions of one step, for each rank of one replica; `actions[r]` is the schedule of rank r.
+
+    steps   of a schedule without flushes: its actions count micro-batches through so many steps
+    """
+    shape, microbatches = layout.shape, layout.microbatches * steps
+    # micro-batch and step of each micro-batch of the actions
+    of = [(i, step + later) for later in range(steps) for i in range(layout.microbatches)]
     groups_of: list[list[int]] = [[] for _ in range(shape.layers)]
     for index, group in enumerate(shape.groups):
         for layer in group.layers:
@@ -69,7 +76,7 @@ def expand(actions: Sequence[Iterable[Action]], layout: Layout, step: int = 0) -
     new = tuple.__new__  # (takes half the time of Value or Instruction itself)
 
     def values(kind: str, count: int) -> list[list[Value]]:
-        return [[new(Value, (kind, index, i, step)) for i in range(microbatches)] for index in range(count)]
+        return [[new(Value, (kind, index, *place)) for place in of] for index in range(count)]
 
     out, kept, left = (values(kind, shape.layers) for kind in ("output", "saved", "saved_weight"))
     gout = values("grad_output", max(shape.layers, len(shape.edges)))
@@ -85,9 +92,9 @@ def expand(actions: Sequence[Iterable[Action]], layout: Layout, step: int = 0) -
         if layer < first:
             if layer == last:
                 given += (out[layer][i],)  # a model with nothing to train: the loss is all that is wanted
-            return Instruction(FORWARD, alone[layer], i, step, reads, (out[layer][i],), given)
+            return Instruction(FORWARD, alone[layer], *of[i], reads, (out[layer][i],), given)
         writes = out[layer][i], kept[layer][i]
-        return new(Instruction, (FORWARD, alone[layer], i, step, reads, writes, (), *REST))
+        return new(Instruction, (FORWARD, alone[layer], *of[i], reads, writes, (), *REST))
 
     def backward(layer: int, i: int, whole: bool) -> Instruction:
         given = out[layer][i] if layer == last else gout[layer][i]
@@ -96,12 +103,12 @@ def expand(actions: Sequence[Iterable[Action]], layout: Layout, step: int = 0) -
         if layer > first:
             writes = (gout[layer - 1][i], *writes)
         op, reads = WHOLE if whole else INPUT, held + params[layer]
-        return new(Instruction, (op, alone[layer], i, step, reads, writes, held, *REST))
+        return new(Instruction, (op, alone[layer], *of[i], reads, writes, held, *REST))
 
     def weights(layer: int, i: int) -> Instruction:
         mine = (left[layer][i],)
         reads = mine + params[layer]
-        return new(Instruction, (WEIGHT, alone[layer], i, step, reads, grads[layer], mine, *REST))
+        return new(Instruction, (WEIGHT, alone[layer], *of[i], reads, grads[layer], mine, *REST))
 
     run: Callable[[int, int], Instruction] = forward
     back_of: Callable[[int, int, bool], Instruction] = backward
