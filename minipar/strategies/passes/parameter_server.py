@@ -25,6 +25,7 @@ from minipar.program.server_rule import Mode
 from minipar.strategies import served_order
 from minipar.strategies.buckets import split_buckets
 from minipar.strategies.draft import Draft
+from minipar.strategies.rewriting import insert, last_writes
 from minipar.strategies.shares import Shares, message, shares_of
 
 
@@ -32,12 +33,7 @@ def push_and_pull(draft: Draft) -> Draft:
     """Workers pull parameters and push gradients; servers, which are ranks behind them, update."""
     plan, workers, groups = draft.plan, draft.layout.dp, draft.layout.shape.groups
     shares = _shares(groups, plan.servers)
-    (row,) = draft.ranks
-    order: dict[int, None] = {}  # groups as backward completes them
-    for ins in reversed(row):
-        order |= {value.index: None for value in reversed(ins.writes) if value.kind == "grad"}
-    buckets = split_buckets(list(reversed(order)), groups, draft.bucket)
-    worker = tuple(_worker_step(row, buckets, shares, workers, draft.step, plan.overlap == "backward"))
+    worker = tuple(_worker_step(draft, shares))
     servers: Sequence[tuple[Instruction, ...]] = [()] * plan.servers
     if Mode.parse(plan.mode, workers).kind == "sync":  # in the other modes what servers do is known when it happens
         known = served_order.in_step(workers, draft.step)
@@ -63,33 +59,25 @@ def _shares(groups: Sequence[Group], servers: int) -> Shares:
     return shares
 
 
-def _worker_step(
-    instructions: Sequence[Instruction],
-    buckets: Sequence[Sequence[int]],
-    shares: Shares,
-    workers: int,
-    step: int,
-    overlap: bool,
-) -> list[Instruction]:
+def _worker_step(draft: Draft, shares: Shares) -> list[Instruction]:
     """A worker's step: parameters from all servers, then the step, and gradients as soon as a bucket is complete.
 
-    Without `overlap` the buckets are pushed one after another when the backward is through.
+    Without overlap the buckets are pushed one after another when the backward is through.
     """
-    result = []
+    (row,), step, workers = draft.ranks, draft.step, draft.layout.dp
+    pulls = []
     for server, share in enumerate(shares):
         pull = message(Op.PULL, sorted(share), share, step, workers + server)
-        result.append(pull._replace(writes=tuple(param(g) for g in pull.layers)))
-    end = len(instructions) - 1
-    last = {value.index: k for k, ins in enumerate(instructions) for value in ins.writes if value.kind == "grad"}
-    for k, ins in enumerate(instructions):
-        result.append(ins)
-        for bucket in buckets:
-            if (max(last.get(g, end) for g in bucket) if overlap else end) != k:
-                continue
-            holders = {g: max(s for s, share in enumerate(shares) if g in share) for g in bucket}
-            for server, share in enumerate(shares):
-                push = message(Op.PUSH, bucket, share, step, workers + server)
-                frees = tuple(grad(g) for g in push.layers if holders[g] == server)
-                if push.layers:
-                    result.append(push._replace(reads=tuple(grad(g) for g in push.layers), frees=frees))
-    return result
+        pulls.append(pull._replace(writes=tuple(map(param, pull.layers))))
+    last = last_writes(row, "grad")
+    ready = sorted(last, key=lambda g: (last[g], g))  # groups as backward completes them
+    after: dict[int, list[Instruction]] = {}
+    for bucket in split_buckets(ready, draft.layout.shape.groups, draft.bucket):
+        place = max(last[g] for g in bucket) if draft.plan.overlap == "backward" else len(row) - 1
+        holders = {g: max(s for s, share in enumerate(shares) if g in share) for g in bucket}
+        for server, share in enumerate(shares):
+            push = message(Op.PUSH, bucket, share, step, workers + server)
+            frees = tuple(grad(g) for g in push.layers if holders[g] == server)
+            if push.layers:
+                after.setdefault(place, []).append(push._replace(reads=tuple(map(grad, push.layers)), frees=frees))
+    return pulls + insert(row, after=after)

@@ -78,6 +78,7 @@ def _sliced(value: Value, sharded: frozenset[int], level: int) -> Value:
 
 
 def _gather_parameters(row: Sequence[Instruction], draft: Draft, sharded: frozenset[int]) -> list[Instruction]:
+    """A rank's instructions with parameters gathered ahead of their use, and freed after it."""
     prefetch = draft.plan.prefetch
     before: dict[int, dict[int, list[int]]] = {}  # where a gather begins -> the first use of what it gathers -> groups
     after: dict[int, list[Value]] = {}
@@ -115,6 +116,7 @@ def _all_gather(groups: Sequence[int], layout: Layout, step: int, given: Callabl
 def _scatter_gradients(
     row: Sequence[Instruction], draft: Draft, rank: int, sharded: frozenset[int]
 ) -> list[Instruction]:
+    """A rank's instructions with the sums of gradients, bucket by bucket, of which it keeps its slices."""
     layout, plan = draft.layout, draft.plan
     each = plan.zero > 1 and plan.reduce == "microbatch"
     rounds: dict[int, dict[int, int]] = {}  # micro-batch -> group -> the last instruction that adds to its gradient
