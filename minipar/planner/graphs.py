@@ -9,11 +9,11 @@ r"""Graphs of work and where it is placed: a placement becomes a Program, and `s
 The order on each rank is that of a pipeline that starts a micro-batch every tau, the work of the busiest rank: an
 instruction's place is the time at which it could begin if ranks had nothing else to do, plus tau for each micro-batch
 before. These times grow along every edge, so no order can deadlock. Messages are inserted by the pass that all plans
-use (`strategies.transfers`), and the program goes to the simulator that all plans go to.
+use (`strategies/passes/transfers.py`), and the program goes to the simulator that all plans go to.
 
 These programs hold no parameters and free nothing: they compare placements, and `verify` has nothing to say of them. A
 model with these edges (`minipar.models.network.Network`) trains on a placement that was found by
-`Plan(pp=ranks, place=placement)`, whose programs are verified (`strategies/passes/branches.py`).
+`Plan(pp=ranks, place=placement)`, whose programs are verified (`strategies/branches.py`).
 """
 
 from __future__ import annotations

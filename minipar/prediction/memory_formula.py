@@ -28,10 +28,9 @@ from minipar.program import Action, BackwardInput, BackwardWeight, Forward, Grou
 from minipar.program.rows import split_rows
 from minipar.program.shape import Shape
 from minipar.program.verify.staleness import alive
-from minipar.strategies import keys
+from minipar.strategies import keys, segments
+from minipar.strategies.buckets import split_buckets
 from minipar.strategies.layout import Layout
-from minipar.strategies.passes import segments
-from minipar.strategies.passes.data_parallel import split_buckets
 from minipar.strategies.plan import Plan
 
 AHEAD = Program.receives_ahead

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from minipar.errors import PlanError
 from minipar.strategies.layout import looped
-from minipar.strategies.passes.segments import budget_of, text
 from minipar.strategies.schedules.registry import find
+from minipar.strategies.segments import budget_of, text
 
 if TYPE_CHECKING:
     from minipar.strategies.plan import Plan
@@ -114,9 +114,14 @@ OFFLOADED_ACTIVATIONS = Choice(
 HOST_LAYERS = Choice("host_layers", "host_layers", lambda plan: bool(plan.host_layers), "host_layers=none")
 SERVERS = Choice("sync", "sync=ps", lambda plan: plan.sync == "ps", "sync=allreduce")
 ALGORITHM = Choice("algorithm", "algorithm", lambda plan: plan.algorithm != "default", "algorithm=default")
-OWN_PASSES = Choice("extra_passes", "extra_passes", lambda plan: bool(plan.extra_passes), "extra_passes=none")
 UNFLUSHED = Choice(
     "schedule", "schedule without flushes", lambda plan: plan.asynchronous, "a synchronous schedule such as 1f1b"
+)
+DECIDING = Choice(
+    "schedule",
+    "schedule that decides as it runs",
+    lambda plan: plan.deciding,
+    "a schedule with an order such as pipedream",
 )
 SLICED = Choice(
     "schedule", "schedule of slices of sequences", lambda plan: plan.slice_count > 1, "a schedule of rows such as 1f1b"
@@ -155,7 +160,7 @@ _SMALLER = "whole gradients are made smaller, once a step"
 _NO_SUMS = "it sums no gradients over ranks"
 _WHOLE_SUMS = "it sums whole gradients"
 _AS_SLICES = "its micro-batches are slices of sequences"
-_OTHER_COMPILER = "its programs are made without these passes"
+_ON_DEVICE = "versions of parameters stay on the device"
 
 EXCLUSIONS = (
     Exclusion(PLACE, SPLIT, "each says which rank has which layers", fundamental=True),
@@ -181,8 +186,8 @@ EXCLUSIONS = (
     Exclusion(LOCAL, HOST_LAYERS, f"{_ALONE}, on the device"),
     Exclusion(SERVERS, STAGES, "a worker holds the whole model"),
     Exclusion(SERVERS, ZERO, "the servers hold the optimizer's state, and share it out", fundamental=True),
-    Exclusion(SERVERS, OFFLOAD, _OTHER_COMPILER),
-    Exclusion(SERVERS, HOST_LAYERS, _OTHER_COMPILER),
+    Exclusion(SERVERS, OFFLOAD, "a worker keeps everything on its device"),
+    Exclusion(SERVERS, HOST_LAYERS, "a worker computes everything on its device"),
     Exclusion(SERVERS, CLIP, "a server updates what it holds, and knows no norm of all gradients"),
     Exclusion(SERVERS, BF16, "servers keep and send float32"),
     Exclusion(SERVERS, INFERENCE, "nothing is updated", fundamental=True),
@@ -193,10 +198,10 @@ EXCLUSIONS = (
     Exclusion(REPLICAS, UNFLUSHED, "its replicas would wait for each other"),
     Exclusion(ROUNDS, UNFLUSHED, "it updates without rounds; microbatches= or update_every= say how often"),
     Exclusion(ZERO, UNFLUSHED, "it has no replicas"),
-    Exclusion(OFFLOAD, UNFLUSHED, _OTHER_COMPILER),
-    Exclusion(HOST_LAYERS, UNFLUSHED, _OTHER_COMPILER),
+    Exclusion(OFFLOADED_STATE, UNFLUSHED, f"{_ON_DEVICE}, and so does what updates them"),
+    Exclusion(HOST_LAYERS, UNFLUSHED, _ON_DEVICE),
     Exclusion(CLIP, UNFLUSHED, "the norm of all gradients is known only after a flush", fundamental=True),
-    Exclusion(BF16, UNFLUSHED, _OTHER_COMPILER),
+    Exclusion(BF16, UNFLUSHED, "the float32 parameters of the optimizer have no versions"),
     Exclusion(INFERENCE, UNFLUSHED, "nothing is updated", fundamental=True),
     Exclusion(SERVERS, UNFLUSHED, "its ranks are stages, and no replicas that push to servers"),
     Exclusion(LOCAL, UNFLUSHED, "it has no replicas"),
@@ -210,13 +215,12 @@ EXCLUSIONS = (
     Exclusion(ALGORITHM, LOCAL, "no gradients are summed", fundamental=True),
     Exclusion(ALGORITHM, HOST_LAYERS, _WHOLE_SUMS),
     Exclusion(ALGORITHM, SERVERS, "servers sum the gradients", fundamental=True),
-    Exclusion(OWN_PASSES, SERVERS, _OTHER_COMPILER),
-    Exclusion(OWN_PASSES, UNFLUSHED, _OTHER_COMPILER),
     Exclusion(SERVERS, SLICED, _AS_SLICES),
     Exclusion(LOCAL, SLICED, _AS_SLICES),
     Exclusion(BUDGET, SLICED, _AS_SLICES),
     Exclusion(OFFLOADED_ACTIVATIONS, SLICED, _AS_SLICES),
     Exclusion(HOST_LAYERS, SLICED, _AS_SLICES),
+    Exclusion(OFFLOADED_ACTIVATIONS, DECIDING, "copies stand in an order, which its ranks do not keep to"),
     Exclusion(OFFLOADED_ACTIVATIONS, HALVES, "its backwards are split, and the halves need what was saved twice"),
     Exclusion(ZERO, COPIES, "whole gradients are summed over the copies in every step"),
     Exclusion(LOCAL, COPIES, "whole gradients are summed over the copies in every step"),

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from minipar.costs.device import quantity
 from minipar.errors import PlanError
 from minipar.program import Op, Program, collectives
-from minipar.strategies import draft
+from minipar.strategies import draft, segments
 from minipar.strategies.exclusions import Need
-from minipar.strategies.passes import compress, segments
+from minipar.strategies.passes import compress
 from minipar.strategies.schedules import registry
 
 if TYPE_CHECKING:

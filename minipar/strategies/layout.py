@@ -67,6 +67,7 @@ class Layout:
     """Which rank holds which layers: `dp` replicas of a pipeline of `pp` ranks; `split[s]` layers in stage s.
 
     placement   per rank of a pipeline its stages, by chunk; default: stage r on rank r
+    host        the layers that their rank computes on the host, and not on its device
 
     The ranks of one pipeline are neighbours (`Mesh`). Ranks below are those of a pipeline.
     """
@@ -77,6 +78,7 @@ class Layout:
     split: tuple[int, ...]
     microbatches: int
     placement: tuple[tuple[int, ...], ...] = field(default=())
+    host: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         if not self.placement:
@@ -124,6 +126,10 @@ class Layout:
 
     def trainable(self, rank: int) -> tuple[int, ...]:
         return tuple(k for k in self._groups[rank] if self.shape.groups[k].trainable)
+
+    def on_host(self, group: int) -> bool:
+        """Whether the parameters of a group are those of layers on the host, which keep them there."""
+        return self.host.issuperset(self.shape.groups[group].layers)
 
     def holders(self, group: int) -> tuple[int, ...]:
         """All ranks of the program that hold parameters of this group: its gradients are summed there."""

@@ -23,10 +23,11 @@ from minipar.program.collector import paused
 from minipar.program.server_rule import Mode
 from minipar.program.shape import Shape, frozen, uniform
 from minipar.program.verify.verifier import verify
-from minipar.strategies import as_written, compile, exclusions, keys
+from minipar.strategies import as_written, branches, compile, exclusions, keys, segments
+from minipar.strategies.draft import Pass
 from minipar.strategies.keys import key, one_of, perhaps, whole
 from minipar.strategies.layout import Layout, place
-from minipar.strategies.passes import branches, segments
+from minipar.strategies.passes import host_layers
 from minipar.strategies.schedules.registry import OPTIONS
 from minipar.wording import several
 
@@ -216,6 +217,12 @@ class Plan:
         return strategies.find(self.schedule).asynchronous is not None
 
     @property
+    def deciding(self) -> bool:
+        """Whether the ranks decide as they run: then the schedule's order is only what they would do at equal speed."""
+        rules = strategies.find(self.schedule).asynchronous
+        return rules is not None and rules.decides
+
+    @property
     def settling_steps(self) -> int:
         """Steps after which an asynchronous run has been as stale, and has held as many versions, as it ever will."""
         numbers = self.numbers
@@ -290,6 +297,14 @@ class Plan:
                 words.append(f"{field.name}={','.join(map(str, value)) if isinstance(value, tuple) else value}")
         return " ".join(words)
 
+    def passes(self) -> tuple[Pass, ...]:
+        """What `compile` does to each step, in order: `print(*plan.passes(), sep="\\n")`.
+
+        A pass that the plan does not need is not among them; passes of your own (`extra_passes`) are, at their places.
+        Each has a `name` and a `summary`, and is a function from a `minipar.Draft` to a Draft.
+        """
+        return compile.passes_of(self)
+
     def placement(self) -> tuple[tuple[int, ...], ...]:
         """The stages of each rank of the pipeline, by chunk."""
         schedule = strategies.find(self.schedule)
@@ -304,9 +319,10 @@ class Plan:
             raise PlanError(
                 f"bucket={words}: the model has {shape.layers} layers; possible are 0 to {shape.layers - 1}"
             )
+        host = host_layers.find(self.host_layers, shape)
         if self.place is not None:
             split, placement = branches.stages(branches.ranks_of(self.place, shape, self.pp), self.pp)
-            return Layout(shape, self.dp, self.pp, split, self.total_microbatches, placement)
+            return Layout(shape, self.dp, self.pp, split, self.total_microbatches, placement, host)
         placement = self.placement()
         stages = 1 + max(map(max, placement))
         if self.pp > shape.layers:
@@ -329,7 +345,7 @@ class Plan:
                 raise PlanError(
                     f"split={','.join(map(str, split))}: sums to {sum(split)}, but the model has {shape.layers} layers"
                 )
-        return Layout(shape, self.dp, self.pp, split, self.total_microbatches * self.slice_count, placement)
+        return Layout(shape, self.dp, self.pp, split, self.total_microbatches * self.slice_count, placement, host)
 
     def compile(
         self,

@@ -8,22 +8,21 @@ In mode sync the order is known beforehand, and so is the program.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from minipar.program import Instruction, Op, Part, Program, pushed, served, served_state
 from minipar.program.server_rule import Kind, Row
 from minipar.strategies.shares import message
 
+Blocks = Mapping[int, Sequence[Instruction]]
 
-def in_step(workers: int, steps: int) -> list[Row]:
-    """The order of mode sync: every worker gets its answer, every worker's gradient is taken, and so on."""
-    order = []
-    for step in range(steps):
-        order += [Row(Kind.ANSWER, w, step, step) for w in range(workers)]
-        order += [Row(Kind.TAKE, w, step, step) for w in range(workers)]
-        order.append(Row(Kind.APPLY, -1, -1, step))
-    return order
+
+def in_step(workers: int, step: int) -> list[Row]:
+    """A step of mode sync: every worker gets its answer, every worker's gradient is taken, all are applied."""
+    order = [Row(Kind.ANSWER, w, step, step) for w in range(workers)]
+    order += [Row(Kind.TAKE, w, step, step) for w in range(workers)]
+    return [*order, Row(Kind.APPLY, -1, -1, step)]
 
 
 def completed(order: Sequence[Row]) -> dict[int, Row]:
@@ -44,22 +43,30 @@ def completed(order: Sequence[Row]) -> dict[int, Row]:
 def as_it_happened(template: Program, order: Sequence[Row], shares: Sequence[dict[int, int]]) -> Program:
     """The program of an order: `template` with the steps that its workers did, and with what its servers did.
 
-    shares   of each server, from `parameter_server.shares_of`
+    shares   of each server, from `shares.shares_of`
     """
     workers = template.workers
-    done = completed(order)
-    used = {id(answer) for answer in done.values()}
     steps: list[list[int]] = [[] for _ in range(workers)]
-    for k in done:
+    for k in completed(order):
         steps[order[k].worker].append(order[k].step)
     blocks: list[dict[int, list[Instruction]]] = [{} for _ in range(workers)]
     for w in range(workers):
         for ins in template.ranks[w]:
             blocks[w].setdefault(ins.step, []).append(ins)
     ranks = [tuple(ins for s in steps[w] for ins in blocks[w][s]) for w in range(workers)]
-    for server, share in enumerate(shares):
-        ranks.append(tuple(_server(server, share, order, done, used, blocks, workers)))
-    return replace(template, ranks=tuple(ranks))
+    return replace(template, ranks=(*ranks, *of_servers(order, shares, blocks)))
+
+
+def of_servers(
+    order: Sequence[Row], shares: Sequence[dict[int, int]], blocks: Sequence[Blocks]
+) -> list[tuple[Instruction, ...]]:
+    """The instructions of each server, from the order of what they did.
+
+    blocks   of each worker its instructions, by step
+    """
+    done = completed(order)
+    used = {id(answer) for answer in done.values()}
+    return [tuple(_server(server, share, order, done, used, blocks)) for server, share in enumerate(shares)]
 
 
 def _server(
@@ -68,9 +75,9 @@ def _server(
     order: Sequence[Row],
     done: dict[int, Row],
     used: set[int],
-    blocks: list[dict[int, list[Instruction]]],
-    workers: int,
+    blocks: Sequence[Blocks],
 ) -> list[Instruction]:
+    workers = len(blocks)
     state = tuple(served(g) for g in sorted(share))
     result: list[Instruction] = []
     taken: list[Row] = []

@@ -21,8 +21,7 @@ from minipar.errors import PlanError
 from minipar.prediction.simulator import simulate
 from minipar.program import Program
 from minipar.program.shape import Shape
-from minipar.strategies.passes.bucket_size import sizes
-from minipar.strategies.passes.data_parallel import Bucket
+from minipar.strategies.buckets import Bucket, sizes
 from minipar.strategies.plan import Plan
 from minipar.trace.figure import picture
 

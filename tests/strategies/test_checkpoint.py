@@ -16,7 +16,7 @@ from minipar.program.shape import Shape
 from minipar.strategies.layout import Layout
 from minipar.strategies.passes.checkpoint import recompute
 from minipar.strategies.passes.layers import expand
-from minipar.strategies.passes.segments import budget_of
+from minipar.strategies.segments import budget_of
 from tests.fuzz.verify_interpreter import judge
 from tests.interpreters import (
     BUILT_IN,
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.many(2)
 @pytest.fixture
 def unfused(monkeypatch):
     """Plans compile without the last pass."""
-    monkeypatch.setattr("minipar.strategies.compile.fuse", lambda instructions, *_: list(instructions))
+    monkeypatch.setattr("minipar.strategies.passes.fuse.fuse", lambda instructions, *_: list(instructions))
 
 
 def text(row):

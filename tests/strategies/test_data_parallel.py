@@ -7,7 +7,7 @@ from minipar import Plan, verify
 from minipar.errors import PlanError
 from minipar.program import Group, Op, Part, Synchronous, grad
 from minipar.program.shape import Shape
-from minipar.strategies.passes.data_parallel import MiB
+from minipar.strategies.buckets import MiB
 from tests.fuzz.verify_interpreter import judge
 from tests.interpreters import compiled, programs, shape
 

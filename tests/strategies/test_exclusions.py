@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import minipar
 from minipar import Plan, PlanError
 from minipar.cli import main
-from minipar.strategies import draft
 from minipar.strategies.exclusions import EXCLUSIONS, Choice, Exclusion, check, page
 from minipar.strategies.plan import table
 
@@ -45,20 +43,13 @@ MADE = {
     "host_layers": "host_layers=0",
     "sync=ps": "sync=ps",
     "algorithm": "algorithm=ring",
-    "extra_passes": "extra_passes=nothing",
     "schedule without flushes": "schedule=pipedream",
+    "schedule that decides as it runs": "schedule=ampnet",
     "schedule of slices of sequences": "schedule=terapipe slices=2",
     "schedule of backwards in halves": "schedule=zb-h1",
     "schedule with copies of a stage": "schedule=chimera pp=2 microbatches=4",
     "schedule of stages in another order": "schedule=zb-v microbatches=4",
 }
-
-
-@pytest.fixture(autouse=True)
-def own_pass():
-    minipar.pass_("nothing")(lambda draft: draft)
-    yield
-    draft._passes.pop("nothing")
 
 
 def words(*choices: Choice) -> str:

@@ -16,7 +16,7 @@ from tests.interpreters import compiled, programs, shape
 @pytest.fixture
 def unfused(monkeypatch):
     """Plans compile without the last pass."""
-    monkeypatch.setattr("minipar.strategies.compile.fuse", lambda instructions, *_: list(instructions))
+    monkeypatch.setattr("minipar.strategies.passes.fuse.fuse", lambda instructions, *_: list(instructions))
 
 
 def single(op, layer, i=0, step=0):
@@ -97,7 +97,7 @@ def effect(instructions):
 def test_a_fused_instruction_has_the_net_effect_of_its_parts(program):
     plan = Plan.parse(program.name)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("minipar.strategies.compile.fuse", lambda instructions, *_: list(instructions))
+        patch.setattr("minipar.strategies.passes.fuse.fuse", lambda instructions, *_: list(instructions))
         long = plan.compile(
             Shape(program.layers, program.groups, carries=program.carries), steps=program.steps, check=False
         )

@@ -94,16 +94,13 @@ def test_the_step_of_a_stage():
     assert step.reads == (grad(0), param(0), optimizer_state(0))
     assert step.writes == (param(0), optimizer_state(0))
     assert step.frees == (grad(0),)
-    (kept,) = step_of(here, 1, 0, keep=frozenset([3]))
-    assert kept.layers == (2, 3)
-    assert kept.frees == (grad(2),)
     assert step_of(layout(shape(2, frozen=[0]), (1, 1)), 0, 0) == []
 
 
 def test_what_a_rank_holds_between_steps():
     here = layout(shape(4, frozen=[1]), (2, 2))
     assert state_of(here, 0) == {param(0), param(1), optimizer_state(0)}
-    assert state_of(here, 1, frozenset([3])) == {param(2), param(3), optimizer_state(2), optimizer_state(3), grad(3)}
+    assert state_of(here, 1) == {param(2), param(3), optimizer_state(2), optimizer_state(3)}
 
 
 def test_ranks_of_a_pipeline_are_neighbours():

@@ -13,7 +13,7 @@ from minipar import Backward, Forward, Plan, PlanError, simulate, verify
 from minipar.costs.measured import Profile
 from minipar.costs.recomputation import LayerCosts, recomputed
 from minipar.program import Op
-from minipar.strategies.passes.segments import POSSIBLE, budget_of, in_flight, parse, schedules, text
+from minipar.strategies.segments import POSSIBLE, budget_of, in_flight, parse, schedules, text
 from tests.fuzz.verify_interpreter import judge
 from tests.interpreters import SIMPLE, shape
 from tests.recomputing import ByLayer, words
@@ -199,7 +199,7 @@ def unequal(layers, seed):
 @pytest.mark.parametrize("plan", ["microbatches=2", "pp=2 microbatches=5", "pp=3 split=6,4,2 microbatches=4 dp=2"])
 def test_simulated_memory_stays_within_the_budget(plan, schedule, fused, monkeypatch):
     if not fused:
-        monkeypatch.setattr("minipar.strategies.compile.fuse", lambda instructions, *_: list(instructions))
+        monkeypatch.setattr("minipar.strategies.passes.fuse.fuse", lambda instructions, *_: list(instructions))
     costs = unequal(12, 3)
     plain = Plan.parse(f"{plan} schedule={schedule}").compile(layers=12)
     most = max(simulate(plain, ByLayer(costs)).peak_memory())
@@ -218,7 +218,7 @@ def test_simulated_memory_stays_within_the_budget(plan, schedule, fused, monkeyp
 
 
 def test_frozen_layers_and_their_outputs_fit_into_the_budget_too(monkeypatch):
-    monkeypatch.setattr("minipar.strategies.compile.fuse", lambda instructions, *_: list(instructions))
+    monkeypatch.setattr("minipar.strategies.passes.fuse.fuse", lambda instructions, *_: list(instructions))
     costs, model = unequal(9, 5), shape(9, frozen=[0, 1, 2, 3])
     for plan in ("microbatches=3", "pp=2 microbatches=3 schedule=gpipe", "pp=3 microbatches=4"):
         with pytest.raises(PlanError) as error:

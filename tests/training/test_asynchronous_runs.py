@@ -48,6 +48,8 @@ PLANS = [
     "pp=2 schedule=pipedream microbatches=1",
     "pp=2 schedule=pipedream-2bw microbatches=3 checkpoint=sqrt",
     "pp=2 schedule=ampnet microbatches=4 in_flight=1 update_every=4",
+    "pp=2 schedule=pipedream microbatches=4 offload=activations",
+    "pp=2 schedule=pipedream-2bw microbatches=3 checkpoint=2 offload=activations offload_to=disk",
 ]
 
 

@@ -17,7 +17,7 @@ from minipar.prediction.emulated import EmulatedCosts
 from minipar.prediction.profiled import ProfiledCosts
 from minipar.program import Group, Op
 from minipar.program.shape import Shape
-from minipar.strategies.passes.bucket_size import sizes
+from minipar.strategies.buckets import sizes
 
 MiB = 1 << 20
 

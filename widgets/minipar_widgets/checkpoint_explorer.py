@@ -14,7 +14,7 @@ from minipar.costs.recomputation import keep_everything, memory, time
 from minipar.errors import MiniparError
 from minipar.prediction.memory_terms import size
 from minipar.program import Op
-from minipar.strategies.passes import segments
+from minipar.strategies import segments
 from minipar.trace.figure import LOOKS
 from minipar.wording import several
 from minipar_widgets import chart

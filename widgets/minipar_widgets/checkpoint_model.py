@@ -1,6 +1,6 @@
 """One chain of layers, forward and backward on one device, move by move: what the checkpoint explorer shows.
 
-The schedule is the one that `checkpoint=` compiles to (`strategies/passes/segments.py`), memory is counted by
+The schedule is the one that `checkpoint=` compiles to (`strategies/segments.py`), memory is counted by
 `costs/recomputation.course`; nothing is computed here but times and where values begin and end.
 """
 
@@ -30,7 +30,7 @@ from minipar.costs.recomputation import (
 from minipar.errors import PlanError
 from minipar.program import Op
 from minipar.program.shape import uniform
-from minipar.strategies.passes import segments
+from minipar.strategies import segments
 from minipar.strategies.plan import Plan
 
 MOST_LAYERS = 64

@@ -29,9 +29,20 @@ from itertools import groupby
 
 from minipar.costs.recomputation import Move, at_once, halves
 from minipar.program import Instruction, Op, output, saved
+from minipar.strategies.draft import Draft
 
-Place = tuple[int, int]  # layer, micro-batch
+Place = tuple[int, int, int]  # layer, micro-batch, step
 NEEDS_SAVED = (Op.BACKWARD, Op.BACKWARD_INPUT)
+
+
+def recompute_segments(draft: Draft) -> Draft:
+    """Forward keeps checkpoints only; layers between them run forward again before their backward."""
+    layout, moves = draft.layout, draft.moves
+
+    def rewrite(rank: int, row: Sequence[Instruction]) -> list[Instruction]:
+        return recompute(row, [(layout.trained(stage), moves[stage]) for stage in layout.placement[rank]])
+
+    return draft.each(rewrite)
 
 
 def recompute(
@@ -51,42 +62,43 @@ def recompute(
     if not any(move.op is Op.RECOMPUTE for _, schedule in chunks for move in schedule):
         return list(instructions)
     chunk_of = {layer: c for c, (layers, _) in enumerate(chunks) for layer in layers}
-    forwards = {(ins.layers[0], ins.microbatch): ins for ins in instructions if ins.op is Op.FORWARD}
-    backwards = {(ins.layers[0], ins.microbatch): ins for ins in instructions if ins.op in NEEDS_SAVED}
+    forwards = {(ins.layers[0], ins.microbatch, ins.step): ins for ins in instructions if ins.op is Op.FORWARD}
+    backwards = {(ins.layers[0], ins.microbatch, ins.step): ins for ins in instructions if ins.op in NEEDS_SAVED}
 
-    def action(ins: Instruction) -> tuple[Op, int, int]:
-        return ins.op, ins.microbatch, chunk_of.get(ins.layers[0], -1)
+    def action(ins: Instruction) -> tuple[Op, int, int, int]:
+        return ins.op, ins.microbatch, ins.step, chunk_of.get(ins.layers[0], -1)
 
     again = [(halves(schedule), halves(at_once(schedule))) for _, schedule in chunks]
     runs = [(key, list(run)) for key, run in groupby(instructions, key=action)]
     result: list[Instruction] = []
-    kept: set[tuple[int, int]] = set()  # micro-batch and chunk that go backward at once
-    for k, ((op, i, c), run) in enumerate(runs):
+    kept: set[tuple[int, int, int]] = set()  # micro-batch, step and chunk that go backward at once
+    for k, ((op, i, step, c), run) in enumerate(runs):
         spared = microbatches is not None and i not in microbatches
         if c < 0 or op is Op.BACKWARD_WEIGHT or not chunks[c][1] or spared:
             result += run
             continue
-        if op is Op.FORWARD and [key for key, _ in runs[k + 1 : k + 2] if key[0] in NEEDS_SAVED and key[1:] == (i, c)]:
-            kept.add((i, c))
+        following = runs[k + 1][0] if k + 1 < len(runs) else None
+        if op is Op.FORWARD and following and following[0] in NEEDS_SAVED and following[1:] == (i, step, c):
+            kept.add((i, step, c))
         layers = chunks[c][0]
         later, immediate = again[c]
-        forward, backward = immediate if (i, c) in kept else later
+        forward, backward = immediate if (i, step, c) in kept else later
         for ins in run:
             if ins.layers[0] == (layers[0] if op is Op.FORWARD else layers[-1]):  # (once for each action)
                 part = forward if op is Op.FORWARD else backward
-                result += [_moved(move, layers[0] + move.layer, i, forwards, backwards) for move in part]
+                result += [_moved(move, (layers[0] + move.layer, i, step), forwards, backwards) for move in part]
     return result
 
 
 def _moved(
-    move: Move, layer: int, i: int, forwards: dict[Place, Instruction], backwards: dict[Place, Instruction]
+    move: Move, place: Place, forwards: dict[Place, Instruction], backwards: dict[Place, Instruction]
 ) -> Instruction:
     """The instruction of a layer and micro-batch, as a move of the schedule."""
     if move.op is Op.BACKWARD:
-        return backwards[layer, i]
+        return backwards[place]
     # (a schedule of the user's own may have forgotten the forward; the verifier says so, not this pass)
-    ins = forwards.get((layer, i)) or backwards[layer, i]
-    step = ins.step
+    ins = forwards.get(place) or backwards[place]
+    layer, i, step = place
     writes = (output(layer, i, step),) * move.hands + (saved(layer, i, step),) * move.saves
     frees = (output(layer - 1, i, step),) * move.drops
     return ins._replace(op=move.op, writes=writes, frees=frees)

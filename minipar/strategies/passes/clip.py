@@ -13,21 +13,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from minipar.program import Instruction, Op, Part, home, norm
+from minipar.strategies.draft import Draft
 from minipar.strategies.layout import Layout
+from minipar.strategies.rewriting import collective
 
 
-def clip(update: Sequence[Instruction], layout: Layout) -> list[Instruction]:
-    """A stage's STEP, and what follows it, with the norm before it."""
-    stages = [stage for stage in range(layout.pp) if layout.trainable(stage)]
-    ranks = tuple(layout.rank(replica, stage) for replica in range(layout.dp) for stage in stages)
+def clip(draft: Draft) -> Draft:
+    """The norm of all gradients is summed before STEP, which scales them down by it."""
+    return draft.each_update(lambda rank, update: _with_norm(update, draft.layout))
+
+
+def _with_norm(update: Sequence[Instruction], layout: Layout) -> list[Instruction]:
+    """A rank's STEP, and what follows it, with the norm before it."""
+    trained = [rank for rank in range(layout.pp) if layout.trainable(rank)]
+    ranks = tuple(layout.rank(replica, rank) for replica in range(layout.dp) for rank in trained)
     steps = [ins for ins in update if ins.op is Op.STEP]
     if not steps:
         return list(update)
-    groups = tuple(g for ins in steps for g in ins.layers)
-    grads = tuple(v for ins in steps for v in ins.reads if home(v).kind in ("grad", "grad_shard"))
-    stream = "group " + ",".join(map(str, ranks))
-    parts = (Part(Op.NORM, -1, 8),)
-    result = [Instruction(Op.NORM, groups, -1, steps[0].step, grads, (norm(),), (), stream, -1, ranks, parts)]
+    groups = [g for ins in steps for g in ins.layers]
+    grads = [v for ins in steps for v in ins.reads if home(v).kind in ("grad", "grad_shard")]
+    result = [collective(Op.NORM, groups, ranks, steps[0].step, grads, [norm()], [Part(Op.NORM, -1, 8)])]
     for ins in update:
         if ins.op is Op.STEP:
             frees = (*ins.frees, norm()) if ins is steps[-1] else ins.frees

@@ -19,8 +19,17 @@ import math
 from collections.abc import Sequence
 
 from minipar.errors import PlanError
-from minipar.program import Instruction, Op, Part, Value, home, residual
+from minipar.program import Instruction, Op, Part, home, residual
 from minipar.program.shape import Shape
+from minipar.strategies.draft import Draft
+
+
+def compress(draft: Draft) -> Draft:
+    """Sums of gradients carry less than the gradients; what is left out waits for the next step."""
+    shape, choice = draft.layout.shape, draft.plan.compress
+    draft = draft.each(lambda rank, row: [_smaller(ins, shape, choice) for ins in row])
+    written = [{v for ins in row for v in ins.writes if v.kind == "residual"} for row in draft.ranks]
+    return draft.each_state(lambda rank, held: held | written[rank])
 
 
 def parse(value: object) -> str:
@@ -47,25 +56,15 @@ def keeps_residual(choice: str) -> bool:
     return choice.startswith(("topk", "powersgd"))
 
 
-def compress(instructions: Sequence[Instruction], shape: Shape, choice: str) -> list[Instruction]:
-    """A stage's instructions with smaller sums of gradients."""
-    if choice == "none":
-        return list(instructions)
-    result = []
-    for ins in instructions:
-        if ins.op is Op.ALL_REDUCE and home(ins.reads[0]).kind == "grad":
-            tensors = [(g, t) for g in ins.layers for t in range(len(shape.groups[g].tensors))]
-            messages = [tensors] if ins.parts[0].layer < 0 else [[one] for one in tensors]
-            parts = [part for one in messages for part in _carried(one, shape, choice, len(ins.group))]
-            kept = tuple(map(residual, ins.layers)) if keeps_residual(choice) else ()
-            ins = ins._replace(reads=ins.reads + kept, writes=ins.writes + kept, parts=tuple(parts))
-        result.append(ins)
-    return result
-
-
-def state_of(state: frozenset[Value], instructions: Sequence[Instruction]) -> frozenset[Value]:
-    """What a rank holds between steps: the residuals, too."""
-    return state | {value for ins in instructions for value in ins.writes if value.kind == "residual"}
+def _smaller(ins: Instruction, shape: Shape, choice: str) -> Instruction:
+    """A sum of gradients as one that carries less; anything else as it is."""
+    if ins.op is not Op.ALL_REDUCE or home(ins.reads[0]).kind != "grad":
+        return ins
+    tensors = [(g, t) for g in ins.layers for t in range(len(shape.groups[g].tensors))]
+    messages = [tensors] if ins.parts[0].layer < 0 else [[one] for one in tensors]
+    parts = [part for one in messages for part in _carried(one, shape, choice, len(ins.group))]
+    kept = tuple(map(residual, ins.layers)) if keeps_residual(choice) else ()
+    return ins._replace(reads=ins.reads + kept, writes=ins.writes + kept, parts=tuple(parts))
 
 
 def _carried(tensors: Sequence[tuple[int, int]], shape: Shape, choice: str, ranks: int) -> list[Part]:

@@ -12,147 +12,145 @@ as its last backward is done:
 
     p=4, both ways   rank 0   ... b2 | B1 | AR of stage 3 with rank 3 starts here | B3 | AR of stage 0 | STEP
 
-No gradient is ever divided: the loss of
-each micro-batch was scaled by its share of the rows.
+No gradient is ever divided: the loss of each micro-batch was scaled by its share of the rows. Gradients that STEP reads
+whole are summed here; those of layers on the host one by one, after the others.
+
+bucket=auto: few messages have little latency, many begin early; the best size is in between, and can be computed.
+
+    bucket=none   B3 B2 B1 B0                each message costs its latency
+                    [ 3 ][ 2 ][ 1 ][ 0 ]
+    best          B3 B2 B1 B0
+                       [ 3,2 ][ 1,0 ]
+    bucket=flat   B3 B2 B1 B0                nothing is hidden behind backward
+                              [ 3,2,1,0 ]
+
+Every size that makes other buckets is tried on the instructions themselves: compute in order, a message when its
+gradients are there and the link is free. This is the rule by which `simulate` goes, for one stage that waits for no
+other one; of several stages the one that ends last after its backward counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 
-from minipar.program import Group, Instruction, Op, Part, grad
+from minipar.program import Instruction, Op
+from minipar.strategies.buckets import Bucket, sizes, split_buckets
+from minipar.strategies.draft import Draft, Seconds
 from minipar.strategies.layout import Layout
+from minipar.strategies.rewriting import all_reduce, insert, keep_gradients, last_writes, summed
 
-MiB = 1 << 20
-Bucket = float | str | tuple[int, ...]  # size in MiB; "none", "flat", a number such as "4x"; layers
-
-
-def reduced_groups(layout: Layout, stage: int, sharded: Container[int] = ()) -> dict[int, tuple[int, ...]]:
-    """The parameter groups of a stage whose gradients other ranks share whole, with those ranks."""
-    holders = {k: layout.holders(k) for k in layout.trainable(stage) if k not in sharded}
-    return {k: ranks for k, ranks in holders.items() if len(ranks) > 1}
+Sharing = Mapping[int, tuple[int, ...]]  # parameter groups, each with the ranks whose gradients are added up
 
 
-def kept_gradients(layout: Layout, stage: int, bucket: Bucket, sharded: Container[int] = ()) -> frozenset[int]:
-    """Groups whose gradients live in a communication buffer that stays from step to step."""
-    return frozenset() if bucket == "none" else frozenset(reduced_groups(layout, stage, sharded))
+def sum_gradients(draft: Draft) -> Draft:
+    """Gradients are summed over the ranks that hold the same parameters, bucket by bucket."""
+    layout, overlap = draft.layout, draft.plan.overlap == "backward"
+    both = [summed(draft, rank) for rank in range(layout.pp)]
+    device = [{g: ranks for g, ranks in found.items() if not layout.on_host(g)} for found in both]
+    host = [{g: ranks for g, ranks in found.items() if layout.on_host(g)} for found in both]
+
+    def rewrite(rank: int, row: Sequence[Instruction]) -> list[Instruction]:
+        result = _with_sums(row, layout, rank, draft.step, device[rank], draft.bucket, overlap)
+        return _with_sums(result, layout, rank, draft.step, host[rank], "none", False)
+
+    return keep_gradients(draft.each(rewrite), [() if draft.bucket == "none" else found for found in device])
 
 
-def all_reduce_gradients(
-    instructions: Sequence[Instruction],
+def _with_sums(
+    row: Sequence[Instruction],
     layout: Layout,
-    stage: int,
+    rank: int,
     step: int,
+    sharing: Sharing,
     bucket: Bucket,
     overlap: bool,
-    sharded: Container[int] = (),
 ) -> list[Instruction]:
-    """One stage's instructions with the collectives that sum its gradients, each after the last backward it needs.
+    """One rank's instructions with the collectives that sum its gradients, each after the last backward it needs.
 
     bucket    "none": one message per parameter tensor; otherwise buckets as `split_buckets` makes them
     overlap   start a bucket as soon as it is full; otherwise all of them after the last backward
-    sharded   groups that another pass takes care of
     """
-    sharing = reduced_groups(layout, stage, sharded)
     if not sharing:
-        return list(instructions)
-    end = len(instructions) - 1
+        return list(row)
+    end = len(row) - 1
     # (a schedule of the user's own may forget a backward; the verifier says so, not this pass)
-    last_use = dict.fromkeys(sharing, end)
-    last_use |= {value.index: k for k, ins in enumerate(instructions) for value in ins.writes if value.kind == "grad"}
-    ready = sorted(sharing, key=lambda g: (last_use[g], -g))  # in the order in which backward completes them
-    own = {layout.rank(r, stage) for r in range(layout.dp)}
+    last = dict.fromkeys(sharing, end) | last_writes(row, "grad")
+    ready = sorted(sharing, key=lambda g: (last[g], -g))  # in the order in which backward completes them
+    own = {layout.rank(r, rank) for r in range(layout.dp)}
     within = [g for g in ready if own.issuperset(sharing[g])]
     # A set tied between stages completes in another order on each of them: one bucket, in one agreed order, at the end.
     copied = [g for g in sharing if overlap and g not in within and layout.copied(g)]
     across = [g for g in sharing if g not in within and g not in copied]
 
-    buckets = split_buckets(within, layout.shape.groups, bucket)
     by_ranks: dict[tuple[int, ...], list[int]] = {}
     for g in sorted(across):
         by_ranks.setdefault(sharing[g], []).append(g)
+    messages = [
+        (groups, max(last[g] for g in groups) if overlap else end)
+        for groups in split_buckets(within, layout.shape.groups, bucket)
+    ]
+    messages += _copies(copied, layout, sharing, last, bucket)
+    messages += [(groups, end) for _, groups in sorted(by_ranks.items())]
     after: dict[int, list[Instruction]] = {}
-    for groups in buckets:
-        position = max(last_use[g] for g in groups) if overlap else end
-        after.setdefault(position, []).append(reduce_groups(groups, layout, sharing[groups[0]], step, bucket))
-    for groups, position in _copies(copied, layout, sharing, last_use, bucket):
-        after.setdefault(position, []).append(reduce_groups(groups, layout, sharing[groups[0]], step, bucket))
-    for ranks, groups in sorted(by_ranks.items()):
-        after.setdefault(end, []).append(reduce_groups(groups, layout, ranks, step, bucket))
-
-    result = []
-    for k, ins in enumerate(instructions):
-        result.append(ins)
-        result += after.get(k, [])
-    return result
+    for groups, place in messages:
+        after.setdefault(place, []).append(all_reduce(groups, layout, sharing[groups[0]], step, bucket))
+    return insert(row, after=after)
 
 
 def _copies(
-    groups: Sequence[int],
-    layout: Layout,
-    sharing: Mapping[int, tuple[int, ...]],
-    last_use: Mapping[int, int],
-    bucket: Bucket,
+    groups: Sequence[int], layout: Layout, sharing: Sharing, last: Mapping[int, int], bucket: Bucket
 ) -> Iterator[tuple[list[int], int]]:
     """Buckets of gradients of copied stages, and after which instruction each of them is summed.
 
     A bucket is of one stage. Late stages come first on all ranks that share them, wherever they complete.
     """
-
     ready = sorted(groups, key=lambda g: (sharing[g], -min(layout.shape.groups[g].layers), -g))
     for _, stages in groupby(ready, key=sharing.__getitem__):
-        position = 0
+        place = 0
         for _, stage in groupby(stages, key=layout.stage_of):
             for members in split_buckets(list(stage), layout.shape.groups, bucket):
-                position = max(position, *(last_use[g] for g in members))
-                yield members, position
+                place = max(place, *(last[g] for g in members))
+                yield members, place
 
 
-def split_buckets(groups: Sequence[int], table: Sequence[Group], bucket: Bucket) -> list[list[int]]:
-    """Groups in runs: "none", one each; "flat", all in one; a size; "4x", four of about one size; layers that end one.
-
-    Where a run ends by layers, it ends behind the gradient that is complete after the backward of such a layer.
-    """
-    sizes = {g: sum(table[g].tensors) for g in groups}
-    if isinstance(bucket, tuple):
-        nth = {g: sum(min(table[g].layers) < last for last in bucket) for g in groups}
-        return [list(run) for _, run in groupby(groups, nth.__getitem__)]
-    if isinstance(bucket, str) and bucket.endswith("x"):
-        return _so_many(list(groups), sizes, int(bucket[:-1]))
-    limit = {"none": 0.0, "flat": float("inf")}[bucket] if isinstance(bucket, str) else bucket * MiB
-    buckets: list[list[int]] = []
-    size = float("inf")
-    for g in groups:
-        if size >= limit:
-            buckets.append([])
-            size = 0.0
-        buckets[-1].append(g)
-        size += sizes[g]
-    return buckets
+# bucket=auto ----------------------------------------------------------------------------------------------------------
 
 
-def _so_many(groups: list[int], sizes: dict[int, int], count: int) -> list[list[int]]:
-    """Groups in `count` runs of about equal size, fewer where there are fewer groups."""
-    buckets = []
-    for left in range(min(count, len(groups)), 0, -1):
-        share, size, k = sum(sizes[g] for g in groups) / left, 0, 0
-        while k == 0 or (len(groups) - k >= left and size + sizes[groups[k]] / 2 <= share):
-            size += sizes[groups[k]]
-            k += 1
-        buckets.append(groups if left == 1 else groups[:k])
-        groups = groups[k:]
-    return buckets
+def choose_size(draft: Draft) -> Draft:
+    """bucket=auto is the size with which the last message of a step ends soonest, the largest of these."""
+    if draft.bucket != "auto":
+        return draft  # (found in the first step)
+    layout, tried = draft.layout, sizes(draft.layout)
+    if not tried:
+        return replace(draft, bucket=25.0)
+    sharing = [summed(draft, rank) for rank in range(layout.pp)]
+    tails = [_from_first_gradient(row, sharing[rank]) for rank, row in enumerate(draft.ranks)]
+
+    def end(size: float) -> float:
+        return max(
+            _end(_with_sums(tails[rank], layout, rank, 0, sharing[rank], size, True), draft.seconds[rank])
+            for rank in range(layout.pp)
+        )
+
+    ends = {size: end(size) for size in tried}
+    shortest = min(ends.values())
+    return replace(draft, bucket=max(size for size in tried if ends[size] <= shortest * (1 + 1e-12)))
 
 
-def reduce_groups(
-    groups: Sequence[int], layout: Layout, ranks: tuple[int, ...], step: int, bucket: Bucket
-) -> Instruction:
-    tensors = [(g, size) for g in groups for size in layout.shape.groups[g].tensors]
-    if bucket == "none":
-        parts = tuple(Part(Op.ALL_REDUCE, g, size) for g, size in tensors)
-    else:
-        parts = (Part(Op.ALL_REDUCE, -1, sum(size for _, size in tensors)),)
-    values = tuple(grad(g) for g in groups)
-    stream = "group " + ",".join(map(str, ranks))
-    return Instruction(Op.ALL_REDUCE, tuple(groups), -1, step, values, values, stream=stream, group=ranks, parts=parts)
+def _from_first_gradient(row: Sequence[Instruction], sharing: Sharing) -> Sequence[Instruction]:
+    """The instructions from where the first gradient is complete: before, no message goes."""
+    last = last_writes(row, "grad")
+    return row[min((last[g] for g in sharing if g in last), default=0) :]
+
+
+def _end(row: Sequence[Instruction], seconds: Seconds) -> float:
+    """When the last message ends, counted from the moment that the last backward ends without messages."""
+    clock = link = 0.0
+    for ins in row:
+        if ins.op is Op.ALL_REDUCE:
+            link = max(clock, link) + seconds(ins)
+        else:
+            clock += seconds(ins)
+    return max(0.0, link - clock)

@@ -13,8 +13,17 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 from minipar.program import BACKWARDS, Instruction, Op, Part
+from minipar.program.edges import wiring
+from minipar.strategies.draft import Draft
 
 FUSIBLE = frozenset((Op.FORWARD, Op.RECOMPUTE, *BACKWARDS))
+
+
+def fuse_layers(draft: Draft) -> Draft:
+    """Consecutive layers with nothing between them become one instruction, which keeps its parts."""
+    shape = draft.layout.shape
+    alone = wiring(shape.edges, shape.layers).alone if shape.edges else None
+    return draft.each(lambda rank, row: fuse(row, alone))
 
 
 def fuse(instructions: Iterable[Instruction], alone: frozenset[int] | None = None) -> list[Instruction]:

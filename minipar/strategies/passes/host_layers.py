@@ -13,15 +13,24 @@ from collections.abc import Sequence
 
 from minipar.errors import PlanError
 from minipar.program import COMPUTE, Instruction, Op, Value, home, host, tier
+from minipar.program.shape import Shape
+from minipar.strategies.draft import Draft
 from minipar.strategies.layout import Layout
-from minipar.strategies.passes.data_parallel import all_reduce_gradients
-from minipar.strategies.passes.offload import copy_of
-from minipar.strategies.passes.transfers import MOVES
+from minipar.strategies.rewriting import MOVES, copy_of, of_groups, renamed
 
 
-def find(chosen: Sequence[str], layout: Layout) -> frozenset[int]:
+def place(draft: Draft) -> Draft:
+    """Layers are computed on the host, where their parameters stay; what they read and write is copied."""
+    layout = draft.layout
+    draft = draft.each(lambda rank, row: _with_copies(row, layout))
+    draft = draft.each_update(lambda rank, row: [each for ins in row for each in _in_two(ins, layout)])
+    return draft.each_state(
+        lambda rank, held: [host(v) if layout.on_host(v.index) and tier(v) == "device" else v for v in held]
+    )
+
+
+def find(chosen: Sequence[str], shape: Shape) -> frozenset[int]:
     """The layers that were chosen, by name or number."""
-    shape = layout.shape
     names = {name: k for k, name in reversed(list(enumerate(shape.names)))}
     numbers = {str(k): k for k in range(shape.layers)}
     for word in chosen:
@@ -40,19 +49,8 @@ def find(chosen: Sequence[str], layout: Layout) -> frozenset[int]:
     return layers
 
 
-def groups_of(layers: frozenset[int], layout: Layout) -> frozenset[int]:
-    """The parameter groups that live on the host."""
-    return frozenset(g for g, group in enumerate(layout.shape.groups) if layers.issuperset(group.layers))
-
-
-def place(instructions: Sequence[Instruction], layers: frozenset[int], layout: Layout, stage: int) -> list[Instruction]:
-    """One stage's instructions, layer by layer, with those of `layers` on the host, and the sums of their gradients."""
-    if not layers or not instructions:
-        return list(instructions)
-    groups = groups_of(layers, layout)
-    others = frozenset(range(len(layout.shape.groups))) - groups
-    step = instructions[0].step
-    instructions = all_reduce_gradients(instructions, layout, stage, step, "none", False, others)
+def _with_copies(instructions: Sequence[Instruction], layout: Layout) -> list[Instruction]:
+    """One rank's instructions, layer by layer, with some of them on the host, and the sums of their gradients."""
     needed = [{v for v in ins.reads if v.kind in MOVES} for ins in instructions]
     later: set[Value] = set()  # what this rank reads after the instruction, seen from the end
     read_later: list[set[Value]] = []
@@ -63,7 +61,7 @@ def place(instructions: Sequence[Instruction], layers: frozenset[int], layout: L
     result: list[Instruction] = []
     there: set[Value] = set()  # outputs and gradients that are on the host now
     for ins, values, wanted in zip(instructions, needed, read_later, strict=True):
-        on_host = ins.op in COMPUTE and ins.op is not Op.STEP and layers.issuperset(ins.layers)
+        on_host = ins.op in COMPUTE and ins.op is not Op.STEP and layout.host.issuperset(ins.layers)
         for value in sorted(values):
             if on_host and value not in there:
                 result.append(copy_of(Op.OFFLOAD, value, host(value), value.step, (value,)))
@@ -71,15 +69,14 @@ def place(instructions: Sequence[Instruction], layers: frozenset[int], layout: L
             elif not on_host and value in there:
                 result.append(copy_of(Op.FETCH, host(value), value, value.step, (host(value),)))
                 there.discard(value)
-        if ins.op is Op.ALL_REDUCE and groups.issuperset(ins.layers):
-            result.append(ins._replace(reads=tuple(map(host, ins.reads)), writes=tuple(map(host, ins.writes))))
+        if ins.op is Op.ALL_REDUCE and all(map(layout.on_host, ins.layers)):
+            result.append(renamed(ins, host))
             continue
         if not on_host:
             result.append(ins._replace(frees=tuple(host(v) if v in there else v for v in ins.frees)))
             there.difference_update(ins.frees)
             continue
-        reads, writes, frees = (tuple(map(host, values)) for values in (ins.reads, ins.writes, ins.frees))
-        result.append(ins._replace(reads=reads, writes=writes, frees=frees, stream="host"))
+        result.append(renamed(ins, host)._replace(stream="host"))
         for value in (v for v in ins.writes if v.kind in MOVES and v not in ins.frees):
             if value in wanted:
                 there.add(value)
@@ -89,30 +86,14 @@ def place(instructions: Sequence[Instruction], layers: frozenset[int], layout: L
     return result
 
 
-def finish(update: Sequence[Instruction], groups: frozenset[int]) -> list[Instruction]:
-    """STEP of a stage in two: that of the device, and that of the host."""
-    result: list[Instruction] = []
-    for ins in update:
-        if ins.op is not Op.STEP:
-            result.append(ins)
-            continue
-        for mine in (tuple(g for g in ins.layers if g not in groups), tuple(g for g in ins.layers if g in groups)):
-            if not mine:
-                continue
-            reads, writes, frees = (
-                tuple(v for v in values if v.index in mine) for values in (ins.reads, ins.writes, ins.frees)
-            )
-            part = ins._replace(layers=mine, reads=reads, writes=writes, frees=frees)
-            if groups.issuperset(mine):
-                reads, writes, frees = (tuple(map(host, values)) for values in (reads, writes, frees))
-                part = part._replace(reads=reads, writes=writes, frees=frees, stream="host")
-            result.append(part)
-    return result
-
-
-def state_of(state: frozenset[Value], groups: frozenset[int]) -> frozenset[Value]:
-    """What a rank holds between steps."""
-    return frozenset(host(v) if v.index in groups and tier(v) == "device" else v for v in state)
+def _in_two(ins: Instruction, layout: Layout) -> list[Instruction]:
+    """A STEP as that of the device, and that of the host."""
+    there = tuple(g for g in ins.layers if layout.on_host(g))
+    here = tuple(g for g in ins.layers if g not in there)
+    if ins.op is not Op.STEP or not there:
+        return [ins]
+    both = [of_groups(ins, here), renamed(of_groups(ins, there), host)._replace(stream="host")]
+    return [part for part in both if part.layers]
 
 
 def computed(instructions: Sequence[Instruction]) -> tuple[frozenset[int], frozenset[int]]:

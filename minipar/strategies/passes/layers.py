@@ -11,12 +11,17 @@
 
 Autograd needs a layer's input until its backward is done, so B frees it. After I, saved_weight owns what W still needs:
 of a product of matrices the layer's input, and the gradient that arrived. Layers before the first trainable one keep
-nothing and have no backward. The last layer's forward includes the loss. Of models with branches see `branches.py`.
+nothing and have no backward. The last layer's forward includes the loss.
+
+In a model with branches, a layer that several others read (a fork) gets a gradient from each of them, a grad_output for
+every edge, and its backward adds them up. An output is freed after its last read on each rank; a layer that reads
+several (a join) is given a tuple of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from minipar.errors import PlanError
 from minipar.program import (
@@ -32,15 +37,35 @@ from minipar.program import (
     optimizer_state,
     param,
 )
+from minipar.program.edges import wiring
+from minipar.program.shape import Shape
+from minipar.strategies.draft import Draft
 from minipar.strategies.layout import Layout
-from minipar.strategies.passes import branches
 
+Table = Sequence[Sequence[Value]]  # by layer, or edge, and micro-batch
 REST = tuple(Instruction._field_defaults.values())[3:]  # what comes after `frees`, as it is by default
 
 
-def expand(actions: Sequence[Iterable[Action]], layout: Layout, step: int = 0) -> list[list[Instruction]]:
-    """The instructions of one step, for each rank of one replica; `actions[r]` is the schedule of rank r."""
-    shape, microbatches = layout.shape, layout.microbatches
+def expand_layers(draft: Draft) -> Draft:
+    """Each action of the schedule becomes one instruction for each layer; STEP updates the layers."""
+    layout, ranks = draft.layout, range(draft.layout.pp)
+    rows = expand(draft.actions, layout, draft.step, draft.steps if draft.plan.asynchronous else 1)
+    update = tuple(tuple(step_of(layout, rank, draft.step)) for rank in ranks)
+    return replace(
+        draft, ranks=tuple(map(tuple, rows)), update=update, state=tuple(state_of(layout, rank) for rank in ranks)
+    )
+
+
+def expand(
+    actions: Sequence[Iterable[Action]], layout: Layout, step: int = 0, steps: int = 1
+) -> list[list[Instruction]]:
+    """The instructions of one step, for each rank of one replica; `actions[r]` is the schedule of rank r.
+
+    steps   of a schedule without flushes: its actions count micro-batches through so many steps
+    """
+    shape, microbatches = layout.shape, layout.microbatches * steps
+    # micro-batch and step of each micro-batch of the actions
+    of = [(i, step + later) for later in range(steps) for i in range(layout.microbatches)]
     groups_of: list[list[int]] = [[] for _ in range(shape.layers)]
     for index, group in enumerate(shape.groups):
         for layer in group.layers:
@@ -51,7 +76,7 @@ def expand(actions: Sequence[Iterable[Action]], layout: Layout, step: int = 0) -
     new = tuple.__new__  # (takes half the time of Value or Instruction itself)
 
     def values(kind: str, count: int) -> list[list[Value]]:
-        return [[new(Value, (kind, index, i, step)) for i in range(microbatches)] for index in range(count)]
+        return [[new(Value, (kind, index, *place)) for place in of] for index in range(count)]
 
     out, kept, left = (values(kind, shape.layers) for kind in ("output", "saved", "saved_weight"))
     gout = values("grad_output", max(shape.layers, len(shape.edges)))
@@ -67,9 +92,9 @@ def expand(actions: Sequence[Iterable[Action]], layout: Layout, step: int = 0) -
         if layer < first:
             if layer == last:
                 given += (out[layer][i],)  # a model with nothing to train: the loss is all that is wanted
-            return Instruction(FORWARD, alone[layer], i, step, reads, (out[layer][i],), given)
+            return Instruction(FORWARD, alone[layer], *of[i], reads, (out[layer][i],), given)
         writes = out[layer][i], kept[layer][i]
-        return new(Instruction, (FORWARD, alone[layer], i, step, reads, writes, (), *REST))
+        return new(Instruction, (FORWARD, alone[layer], *of[i], reads, writes, (), *REST))
 
     def backward(layer: int, i: int, whole: bool) -> Instruction:
         given = out[layer][i] if layer == last else gout[layer][i]
@@ -78,17 +103,17 @@ def expand(actions: Sequence[Iterable[Action]], layout: Layout, step: int = 0) -
         if layer > first:
             writes = (gout[layer - 1][i], *writes)
         op, reads = WHOLE if whole else INPUT, held + params[layer]
-        return new(Instruction, (op, alone[layer], i, step, reads, writes, held, *REST))
+        return new(Instruction, (op, alone[layer], *of[i], reads, writes, held, *REST))
 
     def weights(layer: int, i: int) -> Instruction:
         mine = (left[layer][i],)
         reads = mine + params[layer]
-        return new(Instruction, (WEIGHT, alone[layer], i, step, reads, grads[layer], mine, *REST))
+        return new(Instruction, (WEIGHT, alone[layer], *of[i], reads, grads[layer], mine, *REST))
 
     run: Callable[[int, int], Instruction] = forward
     back_of: Callable[[int, int, bool], Instruction] = backward
     if shape.edges:
-        run, back_of = branches.instructions(shape, first, step, (out, gout, kept, left), params, grads)
+        run, back_of = _with_branches(shape, first, step, (out, gout, kept, left), params, grads)
 
     ranks = []
     for rank, chosen in enumerate(actions):
@@ -114,27 +139,68 @@ def expand(actions: Sequence[Iterable[Action]], layout: Layout, step: int = 0) -
                 raise PlanError(
                     f"{action}: a schedule yields Forward(i, chunk), Backward, BackwardInput, BackwardWeight"
                 )
-        ranks.append(branches.free_after_last_read(instructions) if shape.edges else instructions)
+        ranks.append(_free_after_last_read(instructions) if shape.edges else instructions)
     return ranks
 
 
-def step_of(layout: Layout, rank: int, step: int, keep: frozenset[int] = frozenset()) -> list[Instruction]:
-    """The optimizer's STEP of a rank: reads every gradient, frees those whose group is not in `keep`."""
+def step_of(layout: Layout, rank: int, step: int) -> list[Instruction]:
+    """The optimizer's STEP of a rank: reads every gradient, and frees it."""
     groups = layout.trainable(rank)
     if not groups:
         return []
-    params = tuple(param(k) for k in groups)
-    states = tuple(optimizer_state(k) for k in groups)
-    grads = tuple(grad(k) for k in groups)
-    frees = tuple(grad(k) for k in groups if k not in keep)
-    return [Instruction(Op.STEP, groups, -1, step, grads + params + states, params + states, frees)]
+    params, states, grads = (tuple(map(name, groups)) for name in (param, optimizer_state, grad))
+    return [Instruction(Op.STEP, groups, -1, step, grads + params + states, params + states, grads)]
 
 
-def state_of(layout: Layout, rank: int, keep: frozenset[int] = frozenset()) -> frozenset[Value]:
-    """What a rank holds before and after a step: parameters, optimizer states, kept gradient buffers."""
-    trainable = layout.trainable(rank)
-    return frozenset(
-        [param(k) for k in layout.groups(rank)]
-        + [optimizer_state(k) for k in trainable]
-        + [grad(k) for k in trainable if k in keep]
-    )
+def state_of(layout: Layout, rank: int) -> frozenset[Value]:
+    """What a rank holds before and after a step: parameters, and the optimizer's states of those that are trained."""
+    return frozenset(map(param, layout.groups(rank))) | frozenset(map(optimizer_state, layout.trainable(rank)))
+
+
+# branches -------------------------------------------------------------------------------------------------------------
+
+
+def _with_branches(
+    shape: Shape,
+    first: int,
+    step: int,
+    tables: tuple[Table, Table, Table, Table],
+    params: Sequence[tuple[Value, ...]],
+    grads: Sequence[tuple[Value, ...]],
+) -> tuple[Callable[[int, int], Instruction], Callable[[int, int, bool], Instruction]]:
+    """FORWARD and BACKWARD of a layer with several before and behind it; outputs are freed by `_free_after_last_read`.
+
+    first    the first trainable layer; tables: output, grad_output (by edge), saved, saved_weight
+    """
+    out, gout, kept, left = tables
+    inputs, into, onward, _ = wiring(shape.edges, shape.layers)
+    last = shape.layers - 1
+
+    def forward(layer: int, i: int) -> Instruction:
+        reads = tuple(out[a][i] for a in inputs[layer]) + params[layer]
+        writes = (out[layer][i], kept[layer][i]) if layer >= first else (out[layer][i],)
+        frees = (out[layer][i],) if layer == last < first else ()
+        return Instruction(Op.FORWARD, (layer,), i, step, reads, writes, frees)
+
+    def backward(layer: int, i: int, whole: bool) -> Instruction:
+        gone = (kept[layer][i], *(gout[e][i] for e in onward[layer]))
+        given = tuple(out[a][i] for a in inputs[layer])
+        given += (out[layer][i],) if layer == last else ()
+        writes = tuple(gout[e][i] for a, e in zip(inputs[layer], into[layer], strict=True) if a >= first)
+        writes += grads[layer] if whole else (left[layer][i],)
+        op = Op.BACKWARD if whole else Op.BACKWARD_INPUT
+        return Instruction(op, (layer,), i, step, gone + given + params[layer], writes, gone)
+
+    return forward, backward
+
+
+def _free_after_last_read(row: Sequence[Instruction]) -> list[Instruction]:
+    """One rank's instructions, in which the last one that reads an output frees it."""
+    known = {value for ins in row for value in ins.frees}
+    result = []
+    for ins in reversed(row):
+        mine = tuple(v for v in ins.reads if v.kind == "output" and v not in known)
+        known.update(mine)
+        result.append(ins._replace(frees=ins.frees + mine) if mine else ins)
+    result.reverse()
+    return result

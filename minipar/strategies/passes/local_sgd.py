@@ -16,39 +16,43 @@ Between two averages the replicas' parameters differ. The program's contract, `L
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from minipar.errors import PlanError
 from minipar.program import Instruction, Op, Part, param
-from minipar.strategies.passes.data_parallel import Bucket, split_buckets
-from minipar.strategies.passes.layers import Layout
+from minipar.strategies.buckets import split_buckets
+from minipar.strategies.draft import Draft
+from minipar.strategies.layout import Layout
+from minipar.strategies.rewriting import collective
 
 
-def average(
-    update: Sequence[Instruction], layout: Layout, stage: int, step: int, last: bool, every: int, bucket: Bucket
-) -> list[Instruction]:
-    """A stage's STEP, and after every `every`-th step, and the last one, the average over the replicas.
+def average(draft: Draft) -> Draft:
+    """Replicas train by themselves, and average their parameters after every `local_steps` steps."""
+    layout, every = draft.layout, draft.plan.local_steps
+    for rank in range(layout.pp):
+        _check_ties(layout, rank, every)
+    if layout.dp == 1 or not ((draft.step + 1) % every == 0 or draft.step == draft.steps - 1):
+        return draft
+    return draft.each_update(lambda rank, update: [*update, *_averages(draft, rank)])
 
-    What the next forward needs first is averaged first.
-    """
-    groups = layout.trainable(stage)
-    across = [g for g in groups if len(layout.holders(g)) > layout.dp]
+
+def _averages(draft: Draft, rank: int) -> list[Instruction]:
+    """The sums of a rank's parameters. What the next forward needs first is averaged first."""
+    layout, table = draft.layout, draft.layout.shape.groups
+    result = []
+    for members in split_buckets(
+        sorted(layout.trainable(rank), key=lambda g: min(table[g].layers)), table, draft.bucket
+    ):
+        values = [param(g) for g in members]
+        parts = [Part(Op.ALL_REDUCE, -1, sum(sum(table[g].tensors) for g in members))]
+        ranks = layout.holders(members[0])
+        result.append(collective(Op.ALL_REDUCE, members, ranks, draft.step, values, values, parts))
+    return result
+
+
+def _check_ties(layout: Layout, rank: int, every: int) -> None:
+    across = [g for g in layout.trainable(rank) if len(layout.holders(g)) > layout.dp]
     if across:
         layers = ", ".join(map(str, layout.shape.groups[across[0]].layers))
         raise PlanError(
             f"local_steps={every}: layers {layers} are tied across stages, whose gradients must be summed in every "
             "step; possible is a split that has them on one stage"
         )
-    if layout.dp == 1 or not ((step + 1) % every == 0 or last):
-        return list(update)
-    result = list(update)
-    for members in split_buckets(
-        sorted(groups, key=lambda g: min(layout.shape.groups[g].layers)), layout.shape.groups, bucket
-    ):
-        values, ranks = tuple(map(param, members)), layout.holders(members[0])
-        parts = (Part(Op.ALL_REDUCE, -1, sum(sum(layout.shape.groups[g].tensors) for g in members)),)
-        stream = "group " + ",".join(map(str, ranks))
-        result.append(
-            Instruction(Op.ALL_REDUCE, tuple(members), -1, step, values, values, (), stream, -1, ranks, parts)
-        )
-    return result

@@ -18,7 +18,7 @@ fast the link is. Of gradients two are on their way out while the next is being 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -33,8 +33,9 @@ from minipar.program import (
     optimizer_state,
     param,
     param_shard,
-    tier,
 )
+from minipar.strategies.draft import Draft
+from minipar.strategies.rewriting import also_free, copy_of, insert, of_groups, uses
 
 BESIDE = 1  # compute instructions during which what autograd keeps is copied away
 IN_FLIGHT = 2  # gradients that are copied away at once; a third one waits for the first
@@ -42,18 +43,28 @@ SOON = 3  # a value that is read so many compute instructions after it was made,
 
 
 @dataclass(frozen=True)
-class Offload:
+class Away:
     """What goes where (see `Plan`), and of which groups the rank has slices only.
 
     sharded      groups whose optimizer state is sharded; `scattered`: their parameters, too
     prefetch     parameters are fetched so many layers ahead
     """
 
-    what: tuple[str, ...] = ()
-    to: str = "host"
-    sharded: frozenset[int] = frozenset()
-    scattered: frozenset[int] = frozenset()
-    prefetch: int = 1
+    what: tuple[str, ...]
+    to: str
+    prefetch: int
+    sharded: frozenset[int]
+    scattered: frozenset[int]
+
+    @staticmethod
+    def of(draft: Draft, rank: int) -> Away:
+        """As the plan says, and the rank's state."""
+        plan, held = draft.plan, draft.state[rank]
+        sharded, scattered = (
+            frozenset(value.index for value in held if value.kind == kind)
+            for kind in ("optimizer_shard", "param_shard")
+        )
+        return Away(tuple(plan.offload), plan.offload_to, plan.prefetch, sharded, scattered)
 
     @property
     def far(self) -> Callable[[Value], Value]:
@@ -69,7 +80,25 @@ class Offload:
         return param_shard(group) if group in self.scattered else param(group)
 
 
-def state_of(state: Iterable[Value], rule: Offload) -> frozenset[Value]:
+def offload(draft: Draft) -> Draft:
+    """What is not needed for a while waits on the host or the disk, and comes back in time."""
+    rules = [Away.of(draft, rank) for rank in range(draft.layout.pp)]
+
+    def rewrite(rank: int, row: Sequence[Instruction]) -> Sequence[Instruction]:
+        rule, held = rules[rank], draft.state[rank]
+        if "parameters" in rule.what:
+            row = _fetch_parameters(row, rule, held, draft.step)
+        if "activations" in rule.what:
+            row = _offload_activations(row, rule)
+        if "optimizer" in rule.what:
+            row = _offload_gradients(row, held, draft.step)
+        return row
+
+    moved = draft.each(rewrite).each_update(lambda rank, row: _update(row, rules[rank]))
+    return moved.each_state(lambda rank, held: _state(held, rules[rank]))
+
+
+def _state(state: Iterable[Value], rule: Away) -> set[Value]:
     """What a rank holds between steps, given what it would hold without offload."""
     found: set[Value] = set()
     for value in state:
@@ -78,39 +107,19 @@ def state_of(state: Iterable[Value], rule: Offload) -> frozenset[Value]:
             away = True
             found.add(rule.far(rule.updated(value.index)))
         found.add(rule.far(value) if away else value)
-    return frozenset(found)
+    return found
 
 
-def offload(
-    instructions: Sequence[Instruction], rule: Offload, step: int, keep: frozenset[int] = frozenset()
-) -> list[Instruction]:
-    """One stage's instructions up to the last backward, layer by layer, with the copies.
-
-    keep   groups whose gradients live in a buffer that stays where it is
-    """
-    result = list(instructions)
-    if "parameters" in rule.what:
-        result = _fetch_parameters(result, rule, step)
-    if "activations" in rule.what:
-        result = _offload_activations(result, rule)
-    if "optimizer" in rule.what:
-        result = _offload_gradients(result, step, keep)
-    return result
-
-
-def finish(update: Sequence[Instruction], rule: Offload) -> list[Instruction]:
-    """A stage's STEP and what follows it: group by group, on the host if the optimizer's state is there."""
+def _update(update: Sequence[Instruction], rule: Away) -> list[Instruction]:
+    """A rank's STEP and what follows it: group by group, on the host if the optimizer's state is there."""
     if not {"optimizer", "parameters"}.intersection(rule.what):
         return list(update)
     result: list[Instruction] = []
     for ins in update:
-        if ins.op is not Op.STEP:
+        if ins.op is not Op.STEP or ins.stream == "host":  # (of layers that are computed there)
             result.append(ins)
             continue
-        if ins.stream == "host":  # of layers that are computed there
-            result.append(ins)
-            continue
-        parts = [_step(ins, g, rule) for g in ins.layers]
+        parts = [_step(of_groups(ins, (g,)), g, rule) for g in ins.layers]
         for k, (before, steps, _) in enumerate(parts):
             result += before if k == 0 else []
             result += parts[k + 1][0] if k + 1 < len(parts) else []
@@ -120,11 +129,9 @@ def finish(update: Sequence[Instruction], rule: Offload) -> list[Instruction]:
     return result
 
 
-def _step(ins: Instruction, g: int, rule: Offload) -> tuple[list[Instruction], list[Instruction], list[Instruction]]:
+def _step(own: Instruction, g: int, rule: Away) -> tuple[list[Instruction], list[Instruction], list[Instruction]]:
     """Of one group: what is fetched before its STEP; STEP, and the way of what it updated to the device; the rest."""
-    step = ins.step
-    reads, writes, frees = ([v for v in values if v.index == g] for values in (ins.reads, ins.writes, ins.frees))
-    own = ins._replace(layers=(g,), reads=tuple(reads), writes=tuple(writes), frees=tuple(frees))
+    step = own.step
     if "optimizer" not in rule.what:
         here = rule.held(g)
         there = rule.far(here)
@@ -132,9 +139,8 @@ def _step(ins: Instruction, g: int, rule: Offload) -> tuple[list[Instruction], l
         return before, [own], after
     state = optimizer_shard(g) if g in rule.sharded else optimizer_state(g)
     master = [host(rule.updated(g)), host(state)]
-    gradients = tuple(host(v) for v in reads if v.kind in ("grad", "grad_shard"))
-    reads_ = (*gradients, *master)
-    steps = [own._replace(reads=reads_, writes=tuple(master), frees=gradients, stream="host")]
+    gradients = tuple(host(v) for v in own.reads if v.kind in ("grad", "grad_shard"))
+    steps = [own._replace(reads=(*gradients, *master), writes=tuple(master), frees=gradients, stream="host")]
     if "parameters" not in rule.what:
         steps.append(copy_of(Op.FETCH, master[0], rule.held(g), step))
     if rule.to != "disk":
@@ -146,26 +152,16 @@ def _step(ins: Instruction, g: int, rule: Offload) -> tuple[list[Instruction], l
     return before, steps, after
 
 
-def copy_of(
-    op: Op, source: Value, target: Value, step: int, frees: tuple[Value, ...] = (), waits: tuple[Value, ...] = ()
-) -> Instruction:
-    """An OFFLOAD or FETCH, on the stream of its direction; it also waits for the values in `waits`."""
-    slower = tier(target if op is Op.OFFLOAD else source)
-    stream = f"{'to' if op is Op.OFFLOAD else 'from'} {slower}"
-    reads = tuple(dict.fromkeys((source, *waits)))
-    return Instruction(op, (source.index,), source.microbatch, step, reads, (target,), frees, stream)
-
-
 # activations --------------------------------------------------------------------------------------------------------
 
 
-def _offload_activations(instructions: Sequence[Instruction], rule: Offload) -> list[Instruction]:
-    compute = [k for k, ins in enumerate(instructions) if ins.stream == "compute"]
-    idle: dict[Value, int] = {}  # value that nobody needs since this one of the compute instructions
+def _offload_activations(row: Sequence[Instruction], rule: Away) -> list[Instruction]:
+    compute = [k for k, ins in enumerate(row) if ins.stream == "compute"]
+    idle: dict[Value, int] = {}  # value that nobody needs since this one of the compute row
     after: dict[int, list[Value]] = {}
     before: dict[int, list[Value]] = {}
     for n, k in enumerate(compute):
-        ins = instructions[k]
+        ins = row[k]
         for value in ins.reads:
             if value in idle and n - idle[value] > SOON:
                 after.setdefault(compute[idle[value]], []).append(value)
@@ -176,18 +172,17 @@ def _offload_activations(instructions: Sequence[Instruction], rule: Offload) -> 
         idle |= {v: n for v in ins.reads if v.kind == "output" and not graph and v not in ins.frees}
         for value in (v for v in ins.reads if v.kind == "output" and graph):
             idle.pop(value, None)
-    arrived: dict[int, list[Value]] = {}  # compute instruction that does not begin before these have been copied
+    changed = list(row)
     for n, k in enumerate(compute[: -1 - BESIDE]):
-        if k in after:
-            arrived[compute[n + 1 + BESIDE]] = [rule.far(value) for value in after[k]]
-    result: list[Instruction] = []
-    for k, ins in enumerate(instructions):
-        for value in before.get(k, ()):
-            result.append(copy_of(Op.FETCH, rule.far(value), value, value.step, (rule.far(value),)))
-        result.append(ins._replace(reads=(*ins.reads, *arrived[k])) if k in arrived else ins)
-        for value in after.get(k, ()):
-            result.append(copy_of(Op.OFFLOAD, value, rule.far(value), value.step, (value,)))
-    return result
+        if k in after:  # that compute instruction does not begin before these have been copied
+            waiting = compute[n + 1 + BESIDE]
+            copied = tuple(rule.far(value) for value in after[k])
+            changed[waiting] = changed[waiting]._replace(reads=(*changed[waiting].reads, *copied))
+    fetches = {
+        k: [copy_of(Op.FETCH, rule.far(v), v, v.step, (rule.far(v),)) for v in values] for k, values in before.items()
+    }
+    copies = {k: [copy_of(Op.OFFLOAD, v, rule.far(v), v.step, (v,)) for v in values] for k, values in after.items()}
+    return insert(changed, fetches, copies)
 
 
 def offloaded(instructions: Iterable[Instruction]) -> frozenset[Value]:
@@ -198,68 +193,59 @@ def offloaded(instructions: Iterable[Instruction]) -> frozenset[Value]:
 # gradients ----------------------------------------------------------------------------------------------------------
 
 
-def _offload_gradients(instructions: Sequence[Instruction], step: int, keep: frozenset[int]) -> list[Instruction]:
+def _offload_gradients(row: Sequence[Instruction], held: Collection[Value], step: int) -> list[Instruction]:
+    """held   what the rank holds between steps: gradients in a buffer that stays are not freed"""
     last: dict[int, tuple[int, Value]] = {}  # group -> what makes its gradient complete, and where it is then
-    for k, ins in enumerate(instructions):
+    for k, ins in enumerate(row):
         for value in ins.writes:
             if value.kind in ("grad", "grad_shard"):
                 last[value.index] = (k, value)
-    collectives = [k for k, ins in enumerate(instructions) if ins.op in COLLECTIVES and ins.op is not Op.ALL_GATHER]
+    collectives = [k for k, ins in enumerate(row) if ins.op in COLLECTIVES and ins.op is not Op.ALL_GATHER]
     after: dict[int, list[Value]] = {}
     for _, (k, value) in sorted(last.items(), key=lambda entry: entry[1]):
         if k in collectives:  # reading its result waits for it: not before the next ones are under way
             later = collectives.index(k) + IN_FLIGHT
-            k = collectives[later] if later < len(collectives) else len(instructions) - 1
+            k = collectives[later] if later < len(collectives) else len(row) - 1
         after.setdefault(k, []).append(value)
-    result: list[Instruction] = []
+    copies: dict[int, list[Instruction]] = {}
     out: list[Value] = []
-    for k, ins in enumerate(instructions):
-        result.append(ins)
-        for value in after.get(k, ()):
+    for k, values in sorted(after.items()):
+        for value in values:
             waits = tuple(out[-IN_FLIGHT:][:1]) if len(out) >= IN_FLIGHT else ()
-            frees = () if value.kind == "grad" and value.index in keep else (value,)
+            frees = () if value in held else (value,)
             out.append(host(value))
-            result.append(copy_of(Op.OFFLOAD, value, out[-1], step, frees, waits))
-    return result
+            copies.setdefault(k, []).append(copy_of(Op.OFFLOAD, value, out[-1], step, frees, waits))
+    return insert(row, after=copies)
 
 
 # parameters ---------------------------------------------------------------------------------------------------------
 
 
-def _fetch_parameters(instructions: Sequence[Instruction], rule: Offload, step: int) -> list[Instruction]:
-    compute = [k for k, ins in enumerate(instructions) if ins.stream == "compute"]
+def _fetch_parameters(row: Sequence[Instruction], rule: Away, held: Collection[Value], step: int) -> list[Instruction]:
+    compute = [k for k, ins in enumerate(row) if ins.stream == "compute"]
     order = {k: n for n, k in enumerate(compute)}
-    uses: dict[int, list[int]] = {}  # group -> the instructions that need it
-    for k, ins in enumerate(instructions):
-        for value in ins.reads:
-            if value.kind == ("param_shard" if value.index in rule.scattered else "param"):
-                uses.setdefault(value.index, []).append(k)
-    before: dict[int, list[Value]] = {}
+    before: dict[int, list[Instruction]] = {}
     after: dict[int, list[Value]] = {}
-    for g, places in uses.items():
-        if g in rule.scattered:  # a slice is gathered: needed until what was gathered goes
-            ends = [k for k, ins in enumerate(instructions) if param(g) in ins.frees]
+    for value, places in uses(row, {v for v in held if v.kind in ("param", "param_shard")}).items():
+        if value.kind == "param_shard":  # a slice is gathered: needed until what was gathered goes
+            ends = [k for k, ins in enumerate(row) if param(value.index) in ins.frees]
             spans = [(k, min(end for end in ends if end >= k)) for k in places]
         else:
             first, spans = places[0], []
             for k, then in pairwise([*places, -1]):
-                between = {instructions[other].layers for other in compute[order[k] + 1 : order.get(then, 0)]}
+                between = {row[other].layers for other in compute[order[k] + 1 : order.get(then, 0)]}
                 if then < 0 or len(between) > rule.prefetch:
                     spans.append((first, k))
                     first = then
-        held: list[tuple[int, int]] = []  # from the FETCH to the last use
+        there: list[tuple[int, int]] = []  # from the FETCH to the last use
         for start, end in spans:
             n = sum(other < start for other in compute) - rule.prefetch
             fetched = min(start, compute[max(0, n)])
-            if held and fetched <= held[-1][1]:  # it would be fetched again before it was let go: it stays
-                held[-1] = held[-1][0], end
+            if there and fetched <= there[-1][1]:  # it would be fetched again before it was let go: it stays
+                there[-1] = there[-1][0], end
             else:
-                held.append((fetched, end))
-        for fetched, end in held:
-            before.setdefault(fetched, []).append(rule.held(g))
-            after.setdefault(end, []).append(rule.held(g))
-    result = []
-    for k, ins in enumerate(instructions):
-        result += [copy_of(Op.FETCH, rule.far(value), value, step) for value in before.get(k, ())]
-        result.append(ins._replace(frees=(*ins.frees, *after[k])) if k in after else ins)
-    return result
+                there.append((fetched, end))
+        for fetched, end in there:
+            before.setdefault(fetched, []).append(copy_of(Op.FETCH, rule.far(value), value, step))
+            after.setdefault(end, []).append(value)
+    return insert(also_free(row, after), before)

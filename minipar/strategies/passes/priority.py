@@ -19,31 +19,36 @@ is there and those before them have entered. The last piece of a gradient stands
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from minipar.costs.protocol import Costs
 from minipar.program import Instruction, Op, Part, grad
-from minipar.strategies.passes.data_parallel import Bucket, MiB, reduce_groups, reduced_groups
-from minipar.strategies.passes.layers import Layout
+from minipar.strategies.buckets import Bucket, MiB
+from minipar.strategies.draft import Draft
+from minipar.strategies.layout import Layout
+from minipar.strategies.rewriting import all_reduce, insert, keep_gradients, last_writes, of_groups, summed
 
-Seconds = Callable[[Instruction], float]  # what an instruction of this stage takes: computing, or on the link
+
+def sum_by_priority(draft: Draft) -> Draft:
+    """Gradients are summed in pieces, those that the next forward needs first before the others."""
+    sharing = [summed(draft, rank) for rank in range(draft.layout.pp)]
+    draft = draft.each(lambda rank, row: _with_pieces(row, draft, rank, sharing[rank]))
+    return keep_gradients(draft, [() if draft.bucket == "none" else found for found in sharing])
 
 
-def all_reduce_by_priority(
-    instructions: Sequence[Instruction], layout: Layout, stage: int, step: int, bucket: Bucket, seconds: Seconds
+def _with_pieces(
+    row: Sequence[Instruction], draft: Draft, rank: int, sharing: dict[int, tuple[int, ...]]
 ) -> list[Instruction]:
-    """One stage's instructions with the collectives that sum its gradients, in the order of their urgency."""
-    sharing = reduced_groups(layout, stage)
-    own = {layout.rank(r, stage) for r in range(layout.dp)}
-    end, clock = len(instructions) - 1, [0.0]
-    for ins in instructions:
+    """One rank's instructions with the collectives that sum its gradients, in the order of their urgency."""
+    layout, step, seconds = draft.layout, draft.step, draft.seconds[rank]
+    own = {layout.rank(r, rank) for r in range(layout.dp)}
+    end, clock = len(row) - 1, [0.0]
+    for ins in row:
         clock.append(clock[-1] + seconds(ins))
-    place = dict.fromkeys(sharing, end)
-    place |= {v.index: k for k, ins in enumerate(instructions) for v in ins.writes if v.kind == "grad"}
-    urgency = first_uses(instructions)
+    place = dict.fromkeys(sharing, end) | last_writes(row, "grad")
+    urgency = first_uses(row)
 
     within = sorted((g for g in sharing if own.issuperset(sharing[g])), key=lambda g: (place[g], -g))
-    queue = [ins for g in within for ins in pieces(g, layout, sharing[g], step, bucket)]
+    queue = [ins for g in within for ins in pieces(g, layout, sharing[g], step, draft.bucket)]
     ready = [clock[place[ins.layers[0]] + 1] for ins in queue]
     urgent = [urgency.get(ins.layers[0], end) for ins in queue]
     after: dict[int, list[Instruction]] = {}
@@ -52,8 +57,8 @@ def all_reduce_by_priority(
         latest = max(latest, place[queue[k].layers[0]])
         after.setdefault(latest, []).append(queue[k])
     for g in sorted(sharing.keys() - set(within)):  # tied between stages: complete at another time on each of them
-        after.setdefault(end, []).append(reduce_groups([g], layout, sharing[g], step, bucket))
-    return [each for k, ins in enumerate(instructions) for each in (ins, *after.get(k, ()))]
+        after.setdefault(end, []).append(all_reduce([g], layout, sharing[g], step, draft.bucket))
+    return insert(row, after=after)
 
 
 def in_order(ready: Sequence[float], seconds: Sequence[float], urgent: Sequence[float]) -> list[int]:
@@ -79,7 +84,7 @@ def in_order(ready: Sequence[float], seconds: Sequence[float], urgent: Sequence[
 
 def pieces(g: int, layout: Layout, ranks: tuple[int, ...], step: int, bucket: Bucket) -> list[Instruction]:
     """The messages that sum one gradient: equal pieces of at most `bucket` MiB, cut between numbers (of 8 bytes)."""
-    whole = reduce_groups([g], layout, ranks, step, bucket)
+    whole = all_reduce([g], layout, ranks, step, bucket)
     size = sum(layout.shape.groups[g].tensors)
     limit = max(8.0, bucket * MiB if isinstance(bucket, (int, float)) else float(size))
     count = int(-(-size // limit))
@@ -103,42 +108,30 @@ def first_uses(instructions: Sequence[Instruction]) -> dict[int, int]:
     return found
 
 
-def updates(step: Sequence[Instruction], instructions: Sequence[Instruction]) -> list[Instruction]:
-    """The STEP of a stage as one for each group, the first needed first."""
-    uses = first_uses(instructions)
-    found = []
-    for ins in step:
-        for g in sorted(ins.layers, key=lambda g: (uses.get(g, len(uses)), g)):
-            reads, writes, frees = (
-                tuple(value for value in values if value.index == g) for values in (ins.reads, ins.writes, ins.frees)
-            )
-            found.append(ins._replace(layers=(g,), reads=reads, writes=writes, frees=frees))
-    return found
+def update_late(draft: Draft) -> Draft:
+    """A STEP for each parameter group: in the next step, where a forward needs its parameters first."""
+    draft = draft.each_update(lambda rank, update: _most_urgent_first(update, draft.ranks[rank]))
+    last = draft.step == draft.steps - 1
+
+    def rewrite(rank: int, row: Sequence[Instruction]) -> list[Instruction]:
+        late = _where_needed(row, draft.late[rank]) if draft.late else list(row)
+        return [*late, *draft.update[rank]] if last else late
+
+    return draft.each(rewrite)
 
 
-def update_late(instructions: Sequence[Instruction], due: Sequence[Instruction]) -> list[Instruction]:
-    """The next step's instructions, each STEP of the step before where its parameters are needed first."""
-    uses = first_uses(instructions)
+def _most_urgent_first(update: Sequence[Instruction], row: Sequence[Instruction]) -> list[Instruction]:
+    """The STEP of a rank as one for each group, the first needed first."""
+    first = first_uses(row)
+    return [
+        of_groups(ins, (g,)) for ins in update for g in sorted(ins.layers, key=lambda g: (first.get(g, len(first)), g))
+    ]
+
+
+def _where_needed(row: Sequence[Instruction], late: Sequence[Instruction]) -> list[Instruction]:
+    """A step's instructions, each STEP of the step before where its parameters are needed first."""
+    first = first_uses(row)
     before: dict[int, list[Instruction]] = {}
-    for ins in due:
-        before.setdefault(uses.get(ins.layers[0], len(instructions)), []).append(ins)
-    found = [each for k, ins in enumerate(instructions) for each in (*before.get(k, ()), ins)]
-    return found + before.get(len(instructions), [])
-
-
-def seconds(costs: Costs, rank: int, ins: Instruction) -> float:
-    """What an instruction of a rank takes."""
-    return costs.collective(ins) if ins.group else costs.compute(rank, ins)
-
-
-def guess(layout: Layout) -> Seconds:
-    """Times where no costs are known: a layer's forward takes 1, its backward 2, and the messages of all gradients
-    together as long as forward and backward of one micro-batch."""
-    whole = sum(sum(group.tensors) for group in layout.shape.groups) or 1
-
-    def seconds(ins: Instruction) -> float:
-        if ins.op is Op.ALL_REDUCE:
-            return 3.0 * layout.shape.layers * sum(part.bytes for part in ins.parts) / whole
-        return {Op.FORWARD: 1.0, Op.RECOMPUTE: 1.0, Op.BACKWARD: 2.0}.get(ins.op, 0.0) * len(ins.layers)
-
-    return seconds
+    for ins in late:
+        before.setdefault(first.get(ins.layers[0], len(row)), []).append(ins)
+    return insert(row, before) + before.get(len(row), [])

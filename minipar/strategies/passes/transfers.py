@@ -18,9 +18,16 @@ from types import MappingProxyType
 
 from minipar.errors import PlanError
 from minipar.program import Action, Backward, BackwardInput, Forward, Instruction, Op, Value, output, saved
+from minipar.strategies.draft import Draft
 from minipar.strategies.layout import Layout
+from minipar.strategies.rewriting import MOVES
 
-MOVES = frozenset(("output", "grad_output"))
+
+def send_and_receive(draft: Draft) -> Draft:
+    """A value that is read on another rank than it was written on is sent and received."""
+    together = beside(draft.actions, draft.layout, draft.step)
+    sent = insert_transfers(dict(enumerate(draft.ranks)), together)
+    return draft.each(lambda rank, row: sent[rank])
 
 
 def beside(actions: Sequence[Iterable[Action]], layout: Layout, step: int) -> dict[Value, Value]:
@@ -39,8 +46,14 @@ def beside(actions: Sequence[Iterable[Action]], layout: Layout, step: int) -> di
                     )
                 layers, trained = layout.layers(stages[action.chunk]), layout.trained(stages[after.chunk])
                 if trained:
-                    found[output(layers[-1], action.microbatch, step)] = saved(trained[0], after.microbatch, step)
+                    (i, a), (j, b) = (_in_step(each.microbatch, layout, step) for each in (action, after))
+                    found[output(layers[-1], i, a)] = saved(trained[0], j, b)
     return found
+
+
+def _in_step(microbatch: int, layout: Layout, step: int) -> tuple[int, int]:
+    """Micro-batch and step of a micro-batch that is counted from the first one of a step on."""
+    return microbatch % layout.microbatches, step + microbatch // layout.microbatches
 
 
 REST = tuple(Instruction._field_defaults.values())[5:]  # what comes after `peer`, as it is by default

@@ -3,17 +3,22 @@
     step by step, flushed     F0 F1 B0 B1 STEP | F0 F1 B0 B1 STEP        every F of a step uses the same parameters
     asynchronous              F0 F1 B0 STEP F2 B1 STEP F3 B2 STEP ...    F2 uses v1, while B1 still needs v0 of its F1
 
-A strategy gives an order, as any schedule does, over the micro-batches of the whole run; `version`, which parameters a
+A schedule gives an order, as any schedule does, over the micro-batches of the whole run; `version`, which parameters a
 forward uses; and `promise`, the contract: after how many micro-batches an update comes, how stale a gradient may be,
-how many versions a rank holds. This pass does the rest: forwards and backwards read param(g) v, STEP writes v+1, and a
-version is freed by the last instruction that needs it. Where that is the STEP itself it updates in place.
+how many versions a rank holds (`schedules.registry.Asynchronous`). This pass does the rest: forwards and backwards read
+param(g) v, STEP writes v+1, and a version is freed by the last instruction that needs it. Where that is the STEP itself
+it updates in place.
+
+There is nothing between two steps: no flush, no barrier. A step is only a name for so many micro-batches, and the draft
+is one of all steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
+from minipar.errors import PlanError
 from minipar.program import (
     BACKWARDS,
     TRANSFERS,
@@ -28,56 +33,46 @@ from minipar.program import (
     optimizer_state,
     param,
 )
+from minipar.strategies.draft import Draft
 from minipar.strategies.layout import Layout
+from minipar.strategies.schedules.registry import Used, find, newest
 
-Used = Callable[[int, int, int, int, int], int]
 Place = tuple[bool, int, int]  # forward or not, micro-batch, step
 Blocks = dict[Place, list[Instruction]]
 
 
-@dataclass(frozen=True)
-class Asynchronous:
-    """What makes a schedule an asynchronous one.
-
-    version   (rank, ranks, micro-batch of the run, micro-batches of a step, newest version) -> the one a forward uses
-    promise   (ranks, keys of the plan) -> the contract; PlanError where the keys do not fit
-    decides   the ranks decide as they run; the schedule's order is what they would do with equal times
-    """
-
-    version: Used
-    promise: Callable[[int, Mapping[str, int]], Staleness]
-    decides: bool = False
-
-
-def newest(rank: int, ranks: int, microbatch: int, microbatches: int, newest: int) -> int:
-    """The version rule of a rank that takes what it has."""
-    return newest
-
-
-def by_step(instructions: Sequence[Instruction], microbatches: int) -> list[Instruction]:
-    """Micro-batches that were counted through the whole run, as micro-batches of steps."""
-    if all(ins.microbatch < microbatches for ins in instructions):
-        return list(instructions)  # a run of one step
-    names: dict[Value, Value] = {}
-
-    def named(value: Value) -> Value:
-        if value.microbatch < 0:
-            return value
-        if value not in names:
-            step, i = divmod(value.microbatch, microbatches)
-            names[value] = value._replace(microbatch=i, step=step)
-        return names[value]
-
-    def rows(values: tuple[Value, ...]) -> tuple[Value, ...]:
-        return tuple(map(named, values))
-
-    result = []
-    for ins in instructions:
-        step, i = divmod(ins.microbatch, microbatches)
-        result.append(
-            ins._replace(microbatch=i, step=step, reads=rows(ins.reads), writes=rows(ins.writes), frees=rows(ins.frees))
+def keep_versions(draft: Draft) -> Draft:
+    """Ranks update without a flush; each forward and backward says which version of the parameters it uses."""
+    layout, rules = draft.layout, find(draft.plan.schedule).asynchronous
+    assert rules is not None
+    contract = rules.promise(layout.pp, draft.plan.numbers)
+    _check_ties(draft.plan.schedule, layout)
+    if draft.plan.deciding and not any(layout.trained(stage) for stage in layout.placement[0]):
+        raise PlanError(
+            f"schedule={draft.plan.schedule}: rank 0 has nothing to train, so it would not learn when a micro-batch is "
+            "done; possible are another split=, or pipedream"
         )
-    return result
+    again = [move.op for moves in draft.moves for move in moves] + [ins.op for row in draft.ranks for ins in row]
+    if not contract.stashed and Op.RECOMPUTE in again:
+        raise PlanError(
+            f"schedule={draft.plan.schedule}: keeps no weights, so that a layer that is recomputed would run with "
+            "others; possible are checkpoint=none, or schedule=pipedream"
+        )
+    trained = [frozenset(map(param, layout.trainable(rank))) for rank in range(layout.pp)]
+    draft = draft.each(lambda rank, row: with_versions(row, layout, rank, contract, rules.version))
+    return draft.each_state(lambda rank, held: [param(v.index, 0) if v in trained[rank] else v for v in held])
+
+
+def _check_ties(schedule: str, layout: Layout) -> None:
+    """Refuse parameters that two stages share: each would update a copy of its own, at another time."""
+    for g, group in enumerate(layout.shape.groups):
+        ranks = [r for r in range(layout.pp) if g in layout.groups(r)]
+        if group.trainable and len(ranks) > 1:
+            raise PlanError(
+                f"schedule={schedule}: layers {', '.join(map(str, group.layers))} share weights, but are on ranks "
+                f"{', '.join(map(str, ranks))}, which update at different times, so that the copies would differ; "
+                "possible are ties within one stage (split=), or a synchronous schedule such as 1f1b"
+            )
 
 
 def with_versions(
@@ -148,13 +143,6 @@ def with_versions(
             ins = result[k]
             result[k] = new(Instruction, (*ins[:6], (*ins.frees, value), *ins[7:]))
     return result
-
-
-def state_of(layout: Layout, rank: int) -> frozenset[Value]:
-    """What a rank holds before a run, and after it with the last version."""
-    trainable = layout.trainable(rank)
-    groups = layout.groups(rank)
-    return frozenset([param(g, 0 if g in trainable else -1) for g in groups] + [optimizer_state(g) for g in trainable])
 
 
 def as_it_happened(

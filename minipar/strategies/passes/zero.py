@@ -28,144 +28,104 @@ work); frozen parameters stay whole, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from itertools import groupby, pairwise
 
-from minipar.program import (
-    Instruction,
-    Op,
-    Part,
-    Value,
-    buffer,
-    grad,
-    grad_shard,
-    optimizer_shard,
-    param,
-    param_shard,
-)
+from minipar.program import Instruction, Op, Part, Value, buffer, grad, grad_shard, optimizer_shard, param, param_shard
+from minipar.strategies.buckets import split_buckets
+from minipar.strategies.draft import Draft
 from minipar.strategies.layout import Layout
-from minipar.strategies.passes.data_parallel import Bucket, split_buckets
+from minipar.strategies.rewriting import also_free, collective, insert, renamed, uses
 
 IN_FLIGHT = 1  # buckets of gradients that are on their way at once, each with its buffer; the next one waits for it
 
 
-@dataclass(frozen=True)
-class Zero:
-    """What is sharded, and when it moves; see `Plan`. `overlap`: sum a bucket as soon as its gradients are there."""
+def shard(draft: Draft) -> Draft:
+    """Replicas share out optimizer states; with zero=2 and 3 gradients, too, and with 3 parameters."""
+    layout, level = draft.layout, draft.plan.zero
+    sharded = [sharded_groups(layout, rank) for rank in range(layout.pp)]
 
-    level: int = 0
-    reduce: str = "microbatch"
-    prefetch: int = 1
-    bucket: Bucket = 25
-    overlap: bool = True
+    def rewrite(rank: int, row: Sequence[Instruction]) -> Sequence[Instruction]:
+        if level == 3:
+            row = _gather_parameters(row, draft, sharded[rank])
+        return _scatter_gradients(row, draft, rank, sharded[rank]) if sharded[rank] else row
+
+    def update(rank: int, row: Sequence[Instruction]) -> list[Instruction]:
+        """STEP on slices; in zero=1 and 2 parameters are gathered after it, those that forward needs first first."""
+        after: list[Instruction] = []
+        if level < 3:
+            buckets = split_buckets(sorted(sharded[rank]), layout.shape.groups, draft.bucket)
+            after = [_all_gather(groups, layout, draft.step, param) for groups in buckets]
+        return [each for ins in row for each in (renamed(ins, lambda v: _sliced(v, sharded[rank], level)), *after)]
+
+    draft = draft.each(rewrite).each_update(update)
+    return draft.each_state(lambda rank, held: [_sliced(value, sharded[rank], level) for value in held])
 
 
-def sharded_groups(layout: Layout, stage: int, zero: Zero) -> frozenset[int]:
-    """The groups of a stage whose optimizer state is sharded: those that each replica holds on one rank, this one."""
-    if zero.level == 0 or layout.dp == 1:
-        return frozenset()
-    return frozenset(g for g in layout.trainable(stage) if len(layout.holders(g)) == layout.dp)
+def sharded_groups(layout: Layout, rank: int) -> frozenset[int]:
+    """The groups of a rank whose optimizer state is sharded: those that each replica holds on one rank, this one."""
+    return frozenset(g for g in layout.trainable(rank) if len(layout.holders(g)) == layout.dp)
 
 
-def state_of(state: Iterable[Value], sharded: frozenset[int], zero: Zero) -> frozenset[Value]:
-    """What a rank holds between steps, given what it would hold without ZeRO."""
-    return frozenset(_sliced(value, sharded, zero) for value in state)
-
-
-def _sliced(value: Value, sharded: frozenset[int], zero: Zero) -> Value:
+def _sliced(value: Value, sharded: frozenset[int], level: int) -> Value:
     """The slice that a STEP uses instead of a whole value."""
     if value.index not in sharded:
         return value
     slices = {"grad": grad_shard, "optimizer_state": optimizer_shard}
-    if zero.level == 3:
+    if level == 3:
         slices["param"] = param_shard
     return slices[value.kind](value.index) if value.kind in slices else value
 
 
-def shard(instructions: Sequence[Instruction], layout: Layout, stage: int, step: int, zero: Zero) -> list[Instruction]:
-    """One stage's instructions, a layer each, with the collectives of ZeRO up to the last backward."""
-    sharded = sharded_groups(layout, stage, zero)
-    if not sharded:
-        return list(instructions)
-    if zero.level == 3:
-        instructions = _gather_parameters(instructions, layout, sharded, step, zero.prefetch)
-    return _scatter_gradients(instructions, layout, stage, sharded, step, zero)
-
-
-def finish(instructions: Sequence[Instruction], layout: Layout, stage: int, zero: Zero) -> list[Instruction]:
-    """STEP on slices; in zero=1 and 2 the parameters are gathered after it, those that forward needs first first."""
-    sharded = sharded_groups(layout, stage, zero)
-    result: list[Instruction] = []
-    for ins in instructions:
-        reads, writes, frees = (
-            tuple(_sliced(value, sharded, zero) for value in values) for values in (ins.reads, ins.writes, ins.frees)
-        )
-        result.append(ins._replace(reads=reads, writes=writes, frees=frees))
-        if zero.level < 3:
-            for groups in split_buckets(sorted(sharded), layout.shape.groups, zero.bucket):
-                result.append(_all_gather(groups, layout, ins.step, zero))
-    return result
-
-
-def _gather_parameters(
-    instructions: Sequence[Instruction], layout: Layout, sharded: frozenset[int], step: int, prefetch: int
-) -> list[Instruction]:
-    uses: dict[int, list[int]] = {}  # group -> the instructions that need it
-    for k, ins in enumerate(instructions):
-        for value in ins.reads:
-            if value.kind == "param" and value.index in sharded:
-                uses.setdefault(value.index, []).append(k)
+def _gather_parameters(row: Sequence[Instruction], draft: Draft, sharded: frozenset[int]) -> list[Instruction]:
+    """A rank's instructions with parameters gathered ahead of their use, and freed after it."""
+    prefetch = draft.plan.prefetch
     before: dict[int, dict[int, list[int]]] = {}  # where a gather begins -> the first use of what it gathers -> groups
     after: dict[int, list[Value]] = {}
-    for g, places in sorted(uses.items()):
+    for value, places in sorted(uses(row, set(map(param, sharded))).items()):
         first = places[0]
-        for k, then in pairwise([*places, len(instructions)]):
-            if then == len(instructions) or not _soon(instructions, k, then, prefetch):
-                before.setdefault(max(0, first - prefetch), {}).setdefault(first, []).append(g)
-                after.setdefault(k, []).append(param(g))
+        for k, then in pairwise([*places, len(row)]):
+            if then == len(row) or not _soon(row, k, then, prefetch):
+                before.setdefault(max(0, first - prefetch), {}).setdefault(first, []).append(value.index)
+                after.setdefault(k, []).append(value)
                 first = then
-    result = []
-    for k, ins in enumerate(instructions):
-        for _, groups in sorted(before.get(k, {}).items()):
-            result.append(_all_gather(groups, layout, step, Zero(3)))
-        result.append(ins._replace(frees=(*ins.frees, *after[k])) if k in after else ins)
-    return result
+    gathers = {
+        k: [_all_gather(groups, draft.layout, draft.step, param_shard) for _, groups in sorted(found.items())]
+        for k, found in before.items()
+    }
+    return insert(also_free(row, after), gathers)
 
 
-def _soon(instructions: Sequence[Instruction], k: int, then: int, prefetch: int) -> bool:
+def _soon(row: Sequence[Instruction], k: int, then: int, prefetch: int) -> bool:
     """Whether no more than `prefetch` layers work between two instructions."""
     others: set[tuple[int, ...]] = set()
     for between in range(k + 1, then):
-        others.add(instructions[between].layers)
+        others.add(row[between].layers)
         if len(others) > prefetch:
             return False
     return True
 
 
-def _all_gather(groups: Sequence[int], layout: Layout, step: int, zero: Zero) -> Instruction:
-    slices = tuple((param_shard if zero.level == 3 else param)(g) for g in groups)
-    parts = tuple(Part(Op.ALL_GATHER, g, sum(layout.shape.groups[g].tensors)) for g in groups)
-    wholes = tuple(param(g) for g in groups)
-    return _collective(Op.ALL_GATHER, groups, layout, -1, step)._replace(reads=slices, writes=wholes, parts=parts)
-
-
-def _collective(op: Op, groups: Sequence[int], layout: Layout, microbatch: int, step: int) -> Instruction:
+def _all_gather(groups: Sequence[int], layout: Layout, step: int, given: Callable[[int], Value]) -> Instruction:
+    """Whole parameters of slices: of a value of their own, or of the parts of the whole that each rank has updated."""
+    parts = [Part(Op.ALL_GATHER, g, sum(layout.shape.groups[g].tensors)) for g in groups]
     ranks = layout.holders(groups[0])
-    return Instruction(op, tuple(groups), microbatch, step, stream="group " + ",".join(map(str, ranks)), group=ranks)
+    return collective(Op.ALL_GATHER, groups, ranks, step, map(given, groups), map(param, groups), parts)
 
 
 def _scatter_gradients(
-    instructions: Sequence[Instruction], layout: Layout, stage: int, sharded: frozenset[int], step: int, zero: Zero
+    row: Sequence[Instruction], draft: Draft, rank: int, sharded: frozenset[int]
 ) -> list[Instruction]:
-    each = zero.level > 1 and zero.reduce == "microbatch"
+    """A rank's instructions with the sums of gradients, bucket by bucket, of which it keeps its slices."""
+    layout, plan = draft.layout, draft.plan
+    each = plan.zero > 1 and plan.reduce == "microbatch"
     rounds: dict[int, dict[int, int]] = {}  # micro-batch -> group -> the last instruction that adds to its gradient
-    for k, ins in enumerate(instructions):
+    for k, ins in enumerate(row):
         for value in ins.writes:
             if value.kind == "grad" and value.index in sharded:
                 rounds.setdefault(ins.microbatch if each else -1, {})[value.index] = k
     after: dict[int, list[tuple[int, list[int]]]] = {}
-    chunk_of = {g: layout.chunk_of(g, stage) for g in sharded}
+    chunk_of = {g: layout.chunk_of(g, rank) for g in sharded}
     buckets: list[list[int]] = []
     for i, done in rounds.items():
         # (a schedule of the user's own may forget a backward; the verifier says so, not this pass)
@@ -177,27 +137,34 @@ def _scatter_gradients(
             # micro-batch come those of others.
             ready = sorted(sharded, key=lambda g: (-chunk_of[g], done[g], -g))
             for _, mine in groupby(ready, key=chunk_of.__getitem__):
-                buckets += split_buckets(list(mine), layout.shape.groups, zero.bucket)
+                buckets += split_buckets(list(mine), layout.shape.groups, draft.bucket)
         for groups in buckets:
             place = ends[chunk_of[groups[0]]] if each else end
-            if zero.overlap and zero.level > 1:
+            if plan.overlap == "backward" and plan.zero > 1:
                 place = max(done[g] for g in groups)
-            while place + 1 < len(instructions) and instructions[place + 1].op is Op.ALL_GATHER:
+            while place + 1 < len(row) and row[place + 1].op is Op.ALL_GATHER:
                 place += 1  # parameters are needed sooner than gradients
             after.setdefault(place, []).append((i, groups))
 
-    result: list[Instruction] = []
     started: list[tuple[Value, ...]] = []
-    for k, ins in enumerate(instructions):
-        result.append(ins)
-        for i, groups in after.get(k, ()):
-            whole, part = tuple(map(grad, groups)), tuple(map(grad_shard, groups))
-            room = tuple(map(buffer, groups))
+    scatters: dict[int, list[Instruction]] = {}
+    for k, messages in sorted(after.items()):
+        for i, groups in messages:
+            part = tuple(map(grad_shard, groups))
             waits = started[-IN_FLIGHT] if len(started) >= IN_FLIGHT else ()
-            reads = dict.fromkeys(whole + (part if part in started else ()) + waits)
-            size = sum(sum(layout.shape.groups[g].tensors) for g in groups)
-            found = _collective(Op.REDUCE_SCATTER, groups, layout, i, step)
-            found = found._replace(reads=tuple(reads), writes=part + room, frees=whole + room)
-            result.append(found._replace(parts=(Part(Op.REDUCE_SCATTER, -1, size),)))
+            scatters.setdefault(k, []).append(
+                _reduce_scatter(groups, layout, draft.step, i, (part if part in started else ()) + waits)
+            )
             started.append(part)
-    return result
+    return insert(row, after=scatters)
+
+
+def _reduce_scatter(
+    groups: Sequence[int], layout: Layout, step: int, microbatch: int, waits: tuple[Value, ...]
+) -> Instruction:
+    """The slices of summed gradients. It adds to the slices in `waits`, or comes after they are there."""
+    whole, part, room = tuple(map(grad, groups)), tuple(map(grad_shard, groups)), tuple(map(buffer, groups))
+    parts = [Part(Op.REDUCE_SCATTER, -1, sum(sum(layout.shape.groups[g].tensors) for g in groups))]
+    reads = dict.fromkeys(whole + waits)
+    ranks = layout.holders(groups[0])
+    return collective(Op.REDUCE_SCATTER, groups, ranks, step, reads, part + room, parts, whole + room, microbatch)

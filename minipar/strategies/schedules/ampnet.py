@@ -27,8 +27,7 @@ from functools import lru_cache, partial
 
 from minipar.program import Action, Backward, Forward, Staleness
 from minipar.program.event_loop import EventLoop
-from minipar.strategies.passes.versions import Asynchronous, newest
-from minipar.strategies.schedules.registry import schedule
+from minipar.strategies.schedules.registry import Asynchronous, newest, schedule
 
 Run = Callable[[int, Action, float], tuple[float, float]]
 Rule = Callable[[int, int, int, int, int, int, int, int], Action | None]  # arguments and result of `choose`

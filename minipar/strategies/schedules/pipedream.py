@@ -22,9 +22,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from minipar.program import Action, Staleness
-from minipar.strategies.passes.versions import Asynchronous, newest
 from minipar.strategies.schedules.one_f_one_b import warm_up_then_alternate
-from minipar.strategies.schedules.registry import schedule
+from minipar.strategies.schedules.registry import Asynchronous, newest, schedule
 
 
 def promise(ranks: int, keys: Mapping[str, int]) -> Staleness:

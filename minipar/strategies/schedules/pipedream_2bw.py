@@ -21,9 +21,8 @@ from collections.abc import Iterator, Mapping
 
 from minipar.errors import PlanError
 from minipar.program import Action, Staleness
-from minipar.strategies.passes.versions import Asynchronous
 from minipar.strategies.schedules.one_f_one_b import warm_up_then_alternate
-from minipar.strategies.schedules.registry import schedule
+from minipar.strategies.schedules.registry import Asynchronous, schedule
 
 
 def of_the_step_before(rank: int, ranks: int, microbatch: int, microbatches: int, newest: int) -> int:

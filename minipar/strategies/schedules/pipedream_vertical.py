@@ -19,10 +19,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from minipar.program import Action
-from minipar.strategies.passes.versions import Asynchronous
 from minipar.strategies.schedules.one_f_one_b import warm_up_then_alternate
 from minipar.strategies.schedules.pipedream import promise
-from minipar.strategies.schedules.registry import schedule
+from minipar.strategies.schedules.registry import Asynchronous, schedule
 
 
 def seen_by_rank_0(rank: int, ranks: int, microbatch: int, microbatches: int, newest: int) -> int:

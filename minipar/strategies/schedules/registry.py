@@ -9,17 +9,38 @@ generator that has parameters of these names. What cannot be it refuses by a Pla
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from minipar.errors import PlanError
-from minipar.program import Action
+from minipar.program import Action, Staleness
 from minipar.strategies.layout import Placement, looped
-from minipar.strategies.passes.versions import Asynchronous
 
 Generator = Callable[..., Iterator[Action]]  # of (rank, ranks, microbatches), and options
 OPTIONS = ("chunks", "group", "doubling", "slices", "in_flight", "update_every")
+
+
+Used = Callable[[int, int, int, int, int], int]
+
+
+def newest(rank: int, ranks: int, microbatch: int, microbatches: int, newest: int) -> int:
+    """The version rule of a rank that takes what it has."""
+    return newest
+
+
+@dataclass(frozen=True)
+class Asynchronous:
+    """What makes a schedule an asynchronous one: its order goes over all steps of a run, without a flush.
+
+    version   (rank, ranks, micro-batch of the run, micro-batches of a step, newest version) -> the one a forward uses
+    promise   (ranks, keys of the plan) -> the contract; PlanError where the keys do not fit
+    decides   the ranks decide as they run; the schedule's order is what they would do with equal times
+    """
+
+    version: Used
+    promise: Callable[[int, Mapping[str, int]], Staleness]
+    decides: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What `checkpoint=` means: from the user's word to a schedule of moves for each stage (see `checkpoint.py`).
+"""What `checkpoint=` means: from the user's word to a schedule of moves for each stage (see `passes/checkpoint.py`).
 
 checkpoint=4         0 1 2 3 | 4 5 6 7 | 8 9        segments of 4 layers, counted in each stage
 checkpoint=sqrt      segments of the length that takes the least memory

@@ -14,9 +14,7 @@ have finished their branch of one micro-batch go on with the next.
 `place` is not needed to train a model with branches: stages of neighbouring layers (`split`) work with any schedule
 that flushes, and branches in different stages run side by side there, too.
 
-A layer that several others read (a fork) gets a gradient from each of them, a grad_output for every edge, and its
-backward adds them up. An output is freed after its last read on each rank; a layer that reads several (a join) is given
-a tuple of them.
+What layers with branches read, write and free says `passes/layers.py`.
 
 Sources: Dean et al., "Large Scale Distributed Deep Networks", 2012 (model parallelism); Szegedy et al., "Going Deeper
 with Convolutions", 2015 (Inception); Mirhoseini et al., 2017, who learn such placements (see `minipar.planner`).
@@ -24,25 +22,20 @@ with Convolutions", 2015 (Inception); Mirhoseini et al., 2017, who learn such pl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from minipar.errors import PlanError
-from minipar.program import Action, Forward, Instruction, Op, Value
+from minipar.program import Action, Forward
 from minipar.program import edges as graphs
-from minipar.strategies.passes import segments
+from minipar.strategies import segments
 from minipar.wording import several
 
 if TYPE_CHECKING:
     from minipar.program.shape import Shape
     from minipar.strategies.plan import Plan
-
-Table = Sequence[Sequence[Value]]  # by layer, or edge, and micro-batch
-
-
-# what a plan says -----------------------------------------------------------------------------------------------------
 
 
 def parse(value: object, ranks: int) -> str | tuple[int, ...] | None:
@@ -133,52 +126,3 @@ def through(actions: Iterable[Action], chunks: int) -> list[Action]:
         for action in actions
         for c in (order if isinstance(action, Forward) else reversed(order))
     ]
-
-
-# layers ---------------------------------------------------------------------------------------------------------------
-
-
-def instructions(
-    shape: Shape,
-    first: int,
-    step: int,
-    tables: tuple[Table, Table, Table, Table],
-    params: Sequence[tuple[Value, ...]],
-    grads: Sequence[tuple[Value, ...]],
-) -> tuple[Callable[[int, int], Instruction], Callable[[int, int, bool], Instruction]]:
-    """FORWARD and BACKWARD of a layer with several before and behind it; outputs are freed by `free_after_last_read`.
-
-    first    the first trainable layer; tables: output, grad_output (by edge), saved, saved_weight
-    """
-    out, gout, kept, left = tables
-    inputs, into, onward, _ = graphs.wiring(shape.edges, shape.layers)
-    last = shape.layers - 1
-
-    def forward(layer: int, i: int) -> Instruction:
-        reads = tuple(out[a][i] for a in inputs[layer]) + params[layer]
-        writes = (out[layer][i], kept[layer][i]) if layer >= first else (out[layer][i],)
-        frees = (out[layer][i],) if layer == last < first else ()
-        return Instruction(Op.FORWARD, (layer,), i, step, reads, writes, frees)
-
-    def backward(layer: int, i: int, whole: bool) -> Instruction:
-        gone = (kept[layer][i], *(gout[e][i] for e in onward[layer]))
-        given = tuple(out[a][i] for a in inputs[layer])
-        given += (out[layer][i],) if layer == last else ()
-        writes = tuple(gout[e][i] for a, e in zip(inputs[layer], into[layer], strict=True) if a >= first)
-        writes += grads[layer] if whole else (left[layer][i],)
-        op = Op.BACKWARD if whole else Op.BACKWARD_INPUT
-        return Instruction(op, (layer,), i, step, gone + given + params[layer], writes, gone)
-
-    return forward, backward
-
-
-def free_after_last_read(row: Sequence[Instruction]) -> list[Instruction]:
-    """One rank's instructions, in which the last one that reads an output frees it."""
-    known = {value for ins in row for value in ins.frees}
-    result = []
-    for ins in reversed(row):
-        mine = tuple(v for v in ins.reads if v.kind == "output" and v not in known)
-        known.update(mine)
-        result.append(ins._replace(frees=ins.frees + mine) if mine else ins)
-    result.reverse()
-    return result

@@ -1,0 +1,128 @@
+"""What passes share: where a rank's instructions write and use values, and how instructions are changed and inserted.
+
+A row is the list of instructions of one rank. A place is an instruction's number in its row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+
+from minipar.program import Instruction, Op, Part, Value, grad, tier
+from minipar.strategies.buckets import Bucket, shared
+from minipar.strategies.draft import Draft
+from minipar.strategies.layout import Layout
+
+MOVES = frozenset(("output", "grad_output"))  # kinds of values that go from layer to layer
+
+
+# where ----------------------------------------------------------------------------------------------------------------
+
+
+def last_writes(row: Sequence[Instruction], *kinds: str) -> dict[int, int]:
+    """Of the values of these kinds, by layer or group: the place of the last instruction that writes one."""
+    return {value[1]: k for k, ins in enumerate(row) for value in ins.writes if value[0] in kinds}
+
+
+def uses(row: Sequence[Instruction], values: Container[Value]) -> dict[Value, list[int]]:
+    """The places that read each of the values, in the order of first uses."""
+    found: dict[Value, list[int]] = {}
+    for k, ins in enumerate(row):
+        for value in ins.reads:
+            if value in values:
+                found.setdefault(value, []).append(k)
+    return found
+
+
+# held by whom ---------------------------------------------------------------------------------------------------------
+
+
+def summed(draft: Draft, rank: int) -> dict[int, tuple[int, ...]]:
+    """The groups whose whole gradient the update of a rank reads, and other ranks hold, too; each with these ranks."""
+    steps = [ins for ins in draft.update[rank] if ins.op is Op.STEP]
+    return shared(draft.layout, [value.index for ins in steps for value in ins.reads if value.kind == "grad"])
+
+
+def keep_gradients(draft: Draft, groups: Sequence[Collection[int]]) -> Draft:
+    """Of each rank the gradients of some groups live in a communication buffer, which stays from step to step."""
+    kept = [frozenset(map(grad, mine)) for mine in groups]
+    draft = draft.each_update(
+        lambda rank, row: [ins._replace(frees=tuple(v for v in ins.frees if v not in kept[rank])) for ins in row]
+    )
+    return draft.each_state(lambda rank, held: held | kept[rank])
+
+
+# changes --------------------------------------------------------------------------------------------------------------
+
+
+def insert(
+    row: Sequence[Instruction],
+    before: Mapping[int, Iterable[Instruction]] | None = None,
+    after: Mapping[int, Iterable[Instruction]] | None = None,
+) -> list[Instruction]:
+    """The row with others before and after some of its places."""
+    before, after = before or {}, after or {}
+    result: list[Instruction] = []
+    for k, ins in enumerate(row):
+        result += before.get(k, ())
+        result.append(ins)
+        result += after.get(k, ())
+    return result
+
+
+def also_free(row: Sequence[Instruction], values: Mapping[int, Iterable[Value]]) -> list[Instruction]:
+    """The row in which the instructions at some places free these values, too."""
+    return [ins._replace(frees=(*ins.frees, *values[k])) if k in values else ins for k, ins in enumerate(row)]
+
+
+def of_groups(ins: Instruction, groups: tuple[int, ...]) -> Instruction:
+    """The part of a STEP that is of these groups."""
+    reads, writes, frees = (
+        tuple(v for v in values if v.index in groups) for values in (ins.reads, ins.writes, ins.frees)
+    )
+    return ins._replace(layers=groups, reads=reads, writes=writes, frees=frees)
+
+
+def renamed(ins: Instruction, name: Callable[[Value], Value]) -> Instruction:
+    """The instruction with every value replaced by `name(value)`."""
+    reads, writes, frees = (tuple(map(name, values)) for values in (ins.reads, ins.writes, ins.frees))
+    return ins._replace(reads=reads, writes=writes, frees=frees)
+
+
+# instructions ---------------------------------------------------------------------------------------------------------
+
+
+def collective(
+    op: Op,
+    groups: Sequence[int],
+    ranks: tuple[int, ...],
+    step: int,
+    reads: Iterable[Value],
+    writes: Iterable[Value],
+    parts: Iterable[Part],
+    frees: Iterable[Value] = (),
+    microbatch: int = -1,
+) -> Instruction:
+    """A collective of these ranks on parameter groups; those of the same ranks go one after another."""
+    stream = "group " + ",".join(map(str, ranks))
+    moved = tuple(reads), tuple(writes), tuple(frees)
+    return Instruction(op, tuple(groups), microbatch, step, *moved, stream, -1, ranks, tuple(parts))
+
+
+def all_reduce(groups: Sequence[int], layout: Layout, ranks: tuple[int, ...], step: int, bucket: Bucket) -> Instruction:
+    """The sum of some gradients: in one message, or with "none" in one for each parameter tensor."""
+    tensors = [(g, size) for g in groups for size in layout.shape.groups[g].tensors]
+    parts = [Part(Op.ALL_REDUCE, g, size) for g, size in tensors]
+    if bucket != "none":
+        parts = [Part(Op.ALL_REDUCE, -1, sum(size for _, size in tensors))]
+    values = tuple(map(grad, groups))
+    return collective(Op.ALL_REDUCE, groups, ranks, step, values, values, parts)
+
+
+def copy_of(
+    op: Op, source: Value, target: Value, step: int, frees: tuple[Value, ...] = (), waits: tuple[Value, ...] = ()
+) -> Instruction:
+    """An OFFLOAD or FETCH, on the stream of its direction; it also waits for the values in `waits`."""
+    slower = tier(target if op is Op.OFFLOAD else source)
+    stream = f"{'to' if op is Op.OFFLOAD else 'from'} {slower}"
+    reads = tuple(dict.fromkeys((source, *waits)))
+    return Instruction(op, (source.index,), source.microbatch, step, reads, (target,), frees, stream)
