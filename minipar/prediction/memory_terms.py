@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
-from minipar.costs import hardware
+from minipar.costs.device import holding
 from minipar.costs.divided import WHOLE, Division
 from minipar.errors import MiniparError, PlanError
 from minipar.prediction.memory_formula import PRECISIONS, Detail, details, per_rank
@@ -154,7 +154,7 @@ def verdict(
     if found:
         ways = [f"{words} ({size(peak)})" for words, peak in found]
         return f"{text} It would fit with {' or with '.join(ways)}."
-    larger = hardware.holding(totals[top])
+    larger = holding(totals[top])
     last = f"; it would fit on {', '.join(larger)}" if larger else ", and no device of the presets holds it"
     return f"{text} No small change of the plan is enough: divide the model among more ranks (pp, tp){last}."
 

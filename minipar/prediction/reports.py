@@ -14,7 +14,7 @@ def memory(plan: str, model: str, batch: int | None) -> dict[str, Any]:
 
     Errors: `PlanError` for a plan or model that cannot be.
     """
-    from minipar.costs import hardware
+    from minipar.costs.device import holding
     from minipar.prediction import memory_formula
     from minipar.strategies.plan import Plan
 
@@ -32,13 +32,13 @@ def memory(plan: str, model: str, batch: int | None) -> dict[str, Any]:
             }
             for rank in ranks
         ],
-        "fits": list(hardware.holding(max(rank.total for rank in ranks))),
+        "fits": list(holding(max(rank.total for rank in ranks))),
     }
 
 
 def show_memory(result: dict[str, Any]) -> str:
     """The table: one line for all ranks with the same numbers."""
-    from minipar.costs import hardware
+    from minipar.costs.device import HARDWARE
 
     alike: dict[tuple[int, ...], list[int]] = {}
     for number, rank in enumerate(result["per_rank"]):
@@ -62,7 +62,7 @@ def show_memory(result: dict[str, Any]) -> str:
     fits = result["fits"]
     others = [
         f"{name} ({spec.memory / scale:.3g} {unit})"
-        for name, spec in hardware.PRESETS.items()
+        for name, spec in HARDWARE.items()
         if name not in fits and spec.memory is not None
     ]
     lines.append(f"fits on: {', '.join(fits) or 'none of the hardware presets'}")

@@ -82,7 +82,7 @@ def test_published_models_are_not_built() -> None:
 
 def test_costs_on_paper_need_no_torch() -> None:
     code = (
-        "import sys; from minipar.costs import hardware, presets; from minipar.prediction import reports;"
+        "import sys; from minipar.costs import device, presets; from minipar.prediction import reports;"
         "[presets.layer_costs(n, 2) for n in presets.names()]; reports.memory('zero=1 dp=2', 'gpt2-xl', None);"
         "assert 'torch' not in sys.modules"
     )

@@ -7,7 +7,8 @@ from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 
 import pytest
 
-from minipar.costs import hardware, presets
+from minipar.costs import presets
+from minipar.costs.device import hardware
 from minipar.costs.recomputation import LayerCosts
 from minipar.errors import PlanError
 from minipar.prediction.memory_formula import PRECISIONS, Precision, RankMemory, in_flight, per_rank, states
@@ -47,7 +48,7 @@ def test_zero_table_1(count: int) -> None:
 
 
 def test_zero_table_2_largest_models_on_a_v100() -> None:
-    memory = hardware.find("v100").memory
+    memory = hardware("v100").memory
     for stage, billions in ((0, 2.0), (1, 7.6), (2, 14.4), (3, 128.0)):
         assert states(int(billions * 1e9), 64, stage).total <= memory
         assert states(int((billions + 0.1) * 1e9), 64, stage).total > memory

@@ -10,7 +10,8 @@ import ipywidgets
 import traitlets
 
 from minipar import strategies
-from minipar.costs import hardware, presets
+from minipar.costs import presets
+from minipar.costs.device import HARDWARE, hardware
 from minipar.costs.divided import Division
 from minipar.errors import MiniparError
 from minipar.models.table import GPT
@@ -181,7 +182,7 @@ class MemoryExplorer(Explorer):
             "heads": number("heads", 25, 1000),
             "context": number("context", 1024, 1_000_000),
             "vocab": number("vocab", 50257, 1_000_000),
-            "device": pick("device", [*hardware.PRESETS, "own"], "a100-80gb"),
+            "device": pick("device", [*HARDWARE, "own"], "a100-80gb"),
             "capacity": ipywidgets.BoundedFloatText(80, min=0.001, max=1e6, description="memory (GB)", **lazy),
             "dp": pick("dp", _POWERS, chosen.dp),
             "pp": pick("pp", [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64], chosen.pp),
@@ -225,7 +226,7 @@ class MemoryExplorer(Explorer):
         model = "gpt2-xl" if own else now["model"]
         words = ("dp", "pp", "schedule", "microbatches", "zero", "checkpoint", "precision")
         plan = Plan(**{key: now[key] for key in words}, offload=tuple(now["offload"]))
-        capacity = hardware.find(now["device"]).memory if now["device"] != "own" else now["capacity"] * 1e9
+        capacity = hardware(now["device"]).memory if now["device"] != "own" else now["capacity"] * 1e9
         tp = now["tp"] if self._transformer else 1
         division = Division(tp, now["sequence"] and tp > 1)
         if now["experts"] and self._transformer:
