@@ -19,10 +19,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from minipar.costs import divided, presets
-from minipar.costs.divided import WHOLE, Division
+from minipar.costs import analytic
+from minipar.costs.analytic import WHOLE, Division
 from minipar.costs.recomputation import keep_everything, memory
 from minipar.errors import PlanError
+from minipar.models import shapes, table
 from minipar.models.table import GPT, Branchy
 from minipar.program import Action, BackwardInput, BackwardWeight, Forward, Group, Program
 from minipar.program.rows import split_rows
@@ -182,7 +183,7 @@ def details(
     plan: Plan, model: str, batch: int | None = None, division: Division = WHOLE, **overrides: Any
 ) -> list[Detail]:
     """As `per_rank`, with what the bytes come from."""
-    numbers = presets.model(model, **overrides)
+    numbers = table.numbers(model, **overrides)
     division.check(numbers, plan.dp)
     if plan.checkpoint == "selective" and not isinstance(numbers, GPT):
         raise PlanError(
@@ -202,10 +203,10 @@ def details(
     edges = split_rows(batch, plan.dp * count)
     largest = [len(edges[replica * count]) for replica in range(plan.dp)]  # the first ones have more rows
     given: dict[str, Any] = {"division": division, **overrides}
-    costs = presets.layer_costs(model, max(1, *largest), **given) if plan.split == "auto" else None
-    shape, experts = presets.shape(model, element_size=1, **overrides), 0
+    costs = analytic.layer_costs(model, max(1, *largest), **given) if plan.split == "auto" else None
+    shape, experts = shapes.shape(model, element_size=1, **overrides), 0
     if isinstance(numbers, GPT) and division != WHOLE:
-        groups, experts = divided.groups(numbers, division)
+        groups, experts = analytic.groups(numbers, division)
         shape = Shape(shape.layers, groups, shape.name)
     layout = replace(plan, dp=1, accumulate=1).layout(shape, costs)
     own = [_own(plan, layout, rank, experts, division.ep) for rank in range(plan.pp)]
@@ -280,8 +281,8 @@ def _activations(plan: Plan, model: str, layout: Layout, rows: int, given: dict[
     if rows == 0:
         return [Kept(0, 0, 0, 0)] * plan.pp
     selective, division = plan.checkpoint == "selective", given["division"]
-    costs = presets.layer_costs(model, rows, element, selective=selective, **given)
-    everything = presets.layer_costs(model, rows, element, **given).saved
+    costs = analytic.layer_costs(model, rows, element, selective=selective, **given)
+    everything = analytic.layer_costs(model, rows, element, **given).saved
     steps = plan.settling_steps if plan.asynchronous else 1
     actions = [plan.actions(rank, steps) for rank in range(plan.pp)]
     schedules = segments.schedules(plan.checkpoint, layout, actions, costs)

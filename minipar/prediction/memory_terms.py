@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
+from minipar.costs.analytic import WHOLE, Division
 from minipar.costs.device import holding
-from minipar.costs.divided import WHOLE, Division
 from minipar.errors import MiniparError, PlanError
 from minipar.prediction.memory_formula import PRECISIONS, Detail, details, per_rank
 from minipar.prediction.neighbours import nearby

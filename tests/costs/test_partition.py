@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minipar import Plan, models, simulate
-from minipar.costs import presets
+from minipar.costs import analytic
 from minipar.costs.partition import partition, partition_replicated, split_by_cost, stage_times, step_time
 from minipar.costs.recomputation import LayerCosts
 from minipar.errors import PlanError
@@ -178,7 +178,7 @@ def test_the_objective_is_what_gpipe_takes():
 
 def test_a_plan_splits_by_cost():
     shape = models.shape("gpt-tiny")
-    costs = presets.layer_costs("gpt-tiny", 1)
+    costs = analytic.layer_costs("gpt-tiny", 1)
     program = Plan.parse("pp=2 split=auto microbatches=4").compile(shape, costs=costs)
     times = [a + b for a, b in zip(costs.forward, costs.backward, strict=True)]
     assert [len(held) for held in program.placement] == list(partition(times, 2, 4).split)

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from minipar.costs import presets
+from minipar.models import table
 from minipar.models.table import PRESETS
 from minipar.prediction.memory_formula import per_rank
 from minipar.prediction.memory_terms import KINDS, size
@@ -106,7 +106,7 @@ def test_what_cannot_be_is_said_in_words(settings: dict[str, object], says: str)
 
 def test_every_model_has_numbers_or_words() -> None:
     explorer = MemoryExplorer("", "gpt-tiny")
-    for name in presets.names():
+    for name in table.names():
         explorer.controls["model"].value = name
         assert explorer.problem or explorer.view.memory is not None
         assert name in repr(explorer) or explorer.problem

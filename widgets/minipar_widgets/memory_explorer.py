@@ -10,10 +10,10 @@ import ipywidgets
 import traitlets
 
 from minipar import strategies
-from minipar.costs import presets
+from minipar.costs.analytic import Division
 from minipar.costs.device import HARDWARE, hardware
-from minipar.costs.divided import Division
 from minipar.errors import MiniparError
+from minipar.models import table as models_by_name
 from minipar.models.table import GPT
 from minipar.prediction.memory_terms import KINDS, size
 from minipar.strategies.plan import Plan
@@ -176,7 +176,7 @@ class MemoryExplorer(Explorer):
             return ipywidgets.BoundedIntText(value, min=least, max=most, description=name, **lazy)
 
         self.controls: dict[str, Any] = {
-            "model": pick("model", [*presets.names(), _OWN], model),
+            "model": pick("model", [*models_by_name.names(), _OWN], model),
             "layers": number("layers", 48, 1000),
             "width": number("width", 1600, 100_000),
             "heads": number("heads", 25, 1000),
@@ -239,7 +239,7 @@ class MemoryExplorer(Explorer):
     def _transformer(self) -> bool:
         """Whether the model has something for tp and ep to divide."""
         name = self.controls["model"].value
-        return name == _OWN or isinstance(presets.model(name), GPT)
+        return name == _OWN or isinstance(models_by_name.numbers(name), GPT)
 
     def _changed(self, change: Any = None) -> None:
         now = {name: control.value for name, control in self.controls.items()}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
-from minipar.costs.divided import WHOLE, Division
+from minipar.costs.analytic import WHOLE, Division
 from minipar.errors import PlanError
 from minipar.models.table import PRESETS
 from minipar.prediction import memory_formula, memory_terms
