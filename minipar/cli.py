@@ -327,15 +327,15 @@ def _show_run(result: dict[str, Any]) -> str:
 
 
 def _memory(options: argparse.Namespace) -> dict[str, Any]:
-    from minipar.prediction import reports
+    from minipar.prediction import memory_formula
 
-    return reports.memory(options.plan, options.model, options.batch)
+    return memory_formula.report(options.plan, options.model, options.batch)
 
 
 def _show_memory(result: dict[str, Any]) -> str:
-    from minipar.prediction import reports
+    from minipar.prediction import memory_formula
 
-    return reports.show_memory(result)
+    return memory_formula.show_report(result)
 
 
 # lists ----------------------------------------------------------------------------------------------------------------

@@ -84,8 +84,8 @@ def test_published_models_are_not_built() -> None:
 def test_costs_on_paper_need_no_torch() -> None:
     code = (
         "import sys; from minipar.costs import analytic; from minipar.models import table;"
-        "from minipar.prediction import reports;"
-        "[analytic.layer_costs(n, 2) for n in table.names()]; reports.memory('zero=1 dp=2', 'gpt2-xl', None);"
+        "from minipar.prediction import memory_formula;"
+        "[analytic.layer_costs(n, 2) for n in table.names()]; memory_formula.report('zero=1 dp=2', 'gpt2-xl', None);"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -9,8 +9,7 @@ import pytest
 
 from minipar.costs.analytic import Division
 from minipar.models import shapes
-from minipar.prediction.memory_formula import details, per_rank
-from minipar.prediction.memory_terms import KINDS, Term, size, terms, verdict, ways_that_fit
+from minipar.prediction.memory_formula import KINDS, Term, details, per_rank, size, terms, verdict, ways_that_fit
 from minipar.strategies.plan import Plan
 
 PLANS = [

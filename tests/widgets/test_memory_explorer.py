@@ -11,8 +11,7 @@ import pytest
 
 from minipar.models import table
 from minipar.models.table import PRESETS
-from minipar.prediction.memory_formula import per_rank
-from minipar.prediction.memory_terms import KINDS, size
+from minipar.prediction.memory_formula import KINDS, per_rank, size
 from minipar.strategies.plan import Plan
 from minipar_widgets import MemoryExplorer
 from minipar_widgets.inline import SOURCES

@@ -15,7 +15,7 @@ from minipar.costs.device import HARDWARE, hardware
 from minipar.errors import MiniparError
 from minipar.models import table as models_by_name
 from minipar.models.table import GPT
-from minipar.prediction.memory_terms import KINDS, size
+from minipar.prediction.memory_formula import KINDS, size
 from minipar.strategies.plan import Plan
 from minipar.wording import several
 from minipar_widgets import chart
