@@ -1,7 +1,7 @@
 """Bytes and operations of a model's layers from formulas: nothing is built, nothing is run. No torch here.
 
-    analytic.layer_costs("gpt3-175b", rows=1)                              by name (`minipar.models.table`)
-    analytic.layer_costs(replace(table.numbers("gpt3-175b"), layers=48), rows=1)      by numbers
+    layer_costs("gpt3-175b", rows=1)                            a model by name, of `minipar.models.table`
+    layer_costs(GPT(layers=48, width=12288), rows=1)            a model by its numbers
 
 A transformer block of width h, a heads, s tokens a row, b rows keeps for its backward, in 16-bit numbers,
 
@@ -31,7 +31,7 @@ Sources: Shoeybi et al., "Megatron-LM", 2019; Korthikanti et al. 2022, section 4
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -187,13 +187,15 @@ def layer_costs(
                  published model
     selective    blocks without what their attention core keeps
     division     of what one tensor-parallel rank keeps; with experts, of the tokens that its own ones get
-    overrides    numbers that replace those of a name
+    overrides    numbers that replace the model's
 
     Errors: `PlanError` for an unknown name or number.
     """
     if isinstance(model, str):
         fused = model not in table.PUBLISHED if fused is None else fused
         model = table.numbers(model, **overrides)
+    elif overrides:
+        model = replace(model, **overrides)
     fused = fused is None or fused
     if isinstance(model, MLP):
         return _mlp(model, rows, element)

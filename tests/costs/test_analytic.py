@@ -145,3 +145,10 @@ def test_layer_costs_count_operations() -> None:
     assert (core, block - core) == (4 * 5 * 1024**2 * 768, 24 * 5 * 1024 * 768**2)
     assert analytic.step_flops(model, 5, again=core / block) == sum(costs.forward) * 3 + 12 * core
     assert analytic.layer_costs("mlp-tiny", 7).forward == (2 * 7 * 32 * 64, 2 * 7 * 64 * 64, 2 * 7 * 64 * 256)
+
+
+def test_a_model_by_name_or_by_numbers() -> None:
+    shallow = analytic.layer_costs("gpt3-175b", 1, layers=4)
+    assert shallow == analytic.layer_costs(table.numbers("gpt3-175b"), 1, fused=False, layers=4)
+    assert shallow != analytic.layer_costs(table.numbers("gpt3-175b", layers=4), 1)
+    assert len(shallow.forward) == 6
