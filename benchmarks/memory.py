@@ -18,7 +18,7 @@ from minipar.comm import communicator
 from minipar.execution.execution import Job, execute, profile_job
 from minipar.execution.executor import Executor
 from minipar.execution.memory.tracker import Tracker
-from minipar.prediction.forecast import with_memory
+from minipar.prediction.memory import with_memory
 from minipar.prediction.profiled import ProfiledCosts, microbatch_rows
 from minipar.training.training import predict
 

@@ -67,7 +67,7 @@ def long_trace(events: int) -> Trace:
 
 
 def measure(quick: bool = False) -> list[Row]:
-    rows = [Row("JavaScript of a Timeline", len(Timeline._esm) / 1000, "kB", 30)]
+    rows = [Row("JavaScript of a Timeline", len(Timeline._esm) / 1000, "kB", 50)]
     for events, paint, redraw in ((100_000, 0.3, 8.0), (1_000_000, 1.0, 16.0)):
         trace = long_trace(events)
         made = []

@@ -160,11 +160,12 @@ def _simulate(options: argparse.Namespace) -> dict[str, Any]:
     from minipar.prediction.simulator import simulate
 
     plan = Plan.parse(options.plan)
-    from minipar.costs import presets
+    from minipar.costs import analytic
+    from minipar.models import shapes
     from minipar.program.shape import uniform
 
-    shape = presets.shape(options.model) if options.model else uniform(options.layers)
-    costs = presets.layer_costs(options.model, 1) if options.model else None
+    shape = shapes.shape(options.model) if options.model else uniform(options.layers)
+    costs = analytic.layer_costs(options.model, 1) if options.model else None
     program = plan.compile(shape, steps=options.steps or 1, costs=costs)
     halves = (options.input_gradient, options.weight_gradient)
     backward = options.backward
@@ -211,10 +212,10 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
             f"--ranks {options.ranks}: plan {plan} needs {several(plan.ranks, 'rank')} (dp x pp, and servers)"
         )
     from minipar import data, models
-    from minipar.costs import presets
+    from minipar.costs import analytic
 
     # Before torch is imported and ranks are started. (split=auto is decided by a profile, later.)
-    costs = presets.layer_costs(options.model, 1) if plan.split == "auto" else None
+    costs = analytic.layer_costs(options.model, 1) if plan.split == "auto" else None
     plan.compile(models.shape(options.model), costs=costs)
 
     import torch
@@ -326,15 +327,15 @@ def _show_run(result: dict[str, Any]) -> str:
 
 
 def _memory(options: argparse.Namespace) -> dict[str, Any]:
-    from minipar.prediction import reports
+    from minipar.prediction import memory_formula
 
-    return reports.memory(options.plan, options.model, options.batch)
+    return memory_formula.report(options.plan, options.model, options.batch)
 
 
 def _show_memory(result: dict[str, Any]) -> str:
-    from minipar.prediction import reports
+    from minipar.prediction import memory_formula
 
-    return reports.show_memory(result)
+    return memory_formula.show_report(result)
 
 
 # lists ----------------------------------------------------------------------------------------------------------------

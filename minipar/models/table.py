@@ -107,6 +107,11 @@ def presets() -> tuple[str, ...]:
     return tuple(PRESETS)
 
 
+def names() -> tuple[str, ...]:
+    """All names: of what can be built, then of what only numbers are known."""
+    return (*PRESETS, *PUBLISHED)
+
+
 def preset(name: str, **overrides: Any) -> Preset:
     """The numbers of a preset, some of them replaced.
 

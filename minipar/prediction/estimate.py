@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from minipar.costs import analytic, presets
+from minipar.costs import analytic
 from minipar.costs.device import DeviceSpec
 from minipar.costs.measured import Profile
 from minipar.errors import PlanError
+from minipar.models import shapes, table
 from minipar.models.table import GPT
 from minipar.prediction import memory_formula
 from minipar.prediction.emulated import EmulatedCosts
@@ -47,7 +48,7 @@ class OnPaper:
 
 
 def predict(plan: Plan | str, model: str, device: DeviceSpec | str, batch: int) -> OnPaper:
-    """A step of `batch` rows of a model by name (`costs.presets`) on devices that all are like this one.
+    """A step of `batch` rows of a model by name (`models.table`) on devices that all are like this one.
 
     Errors: PlanError for what cannot be, and for a device without flops.
     """
@@ -64,7 +65,7 @@ def predict(plan: Plan | str, model: str, device: DeviceSpec | str, batch: int) 
     rows = microbatch_rows(batch, plan.dp, plan.total_microbatches)
     measured = profile(model, rows, plan.precision, selective=plan.checkpoint == "selective")
     element = PRECISIONS[plan.precision].activation
-    program = plan.compile(presets.shape(model, element_size=element), costs=measured)
+    program = plan.compile(shapes.shape(model, element_size=element), costs=measured)
     trace = simulate(program, EmulatedCosts(program, spec, ProfiledCosts(program, measured, batch)))
     return OnPaper(plan, trace, memory_formula.per_rank(plan, model, batch))
 
@@ -74,14 +75,14 @@ def profile(model: str, rows: Iterable[int], precision: str = "float32", selecti
 
     selective   the backward of a block runs its attention core forward again
     """
-    kinds, numbers = PRECISIONS[precision], presets.model(model)
-    by_rows = {count: presets.layer_costs(model, count, kinds.activation, selective=selective) for count in rows}
+    kinds, numbers = PRECISIONS[precision], table.numbers(model)
+    by_rows = {count: analytic.layer_costs(model, count, kinds.activation, selective=selective) for count in rows}
     if selective and isinstance(numbers, GPT):
         for count, costs in by_rows.items():
             core = analytic.core_flops(numbers, count)
             inner = tuple(flops + core for flops in costs.backward[1:-1])
             by_rows[count] = replace(costs, backward=(costs.backward[0], *inner, costs.backward[-1]))
-    sizes = [sum(group.tensors) for group in presets.shape(model, element_size=1).groups]
+    sizes = [sum(group.tensors) for group in shapes.shape(model, element_size=1).groups]
     first = next(iter(by_rows.values()))
     return Profile(
         forward={count: costs.forward for count, costs in by_rows.items()},

@@ -1,4 +1,4 @@
-"""Predict a rank's memory: tapes of one layer at a time, laid along the instructions of its program.
+"""Predict the memory of ranks: tapes of one layer at a time, laid along the instructions of their programs.
 
     F 0:2 mb0      tape of layer 0's forward | tape of layer 1's forward
     SEND           the output is gone
@@ -12,6 +12,7 @@ the layer that read it have all let go of it. That is followed here, as the exec
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from minipar.prediction.recorded import LayerTape, Piece, Sizes, Storage, Tape, Tapes, keeps
 from minipar.prediction.split_backward import input_half, weight_half
@@ -34,7 +35,9 @@ from minipar.program import (
     tier,
     version_of,
 )
+from minipar.program.graph_cuts import pieces_of
 from minipar.strategies.passes.compress import row_bytes, top
+from minipar.trace import Trace
 from minipar.trace.lifetimes import KINDS
 from minipar.trace.memory_series import Series
 
@@ -63,6 +66,23 @@ def predict_memory(
         begin, now = (starts[index], ends[index]) if ins.op in COMPUTE else (now, now)  # others run beside the walk
         walk.spread(index, begin, now)
     return walk.series
+
+
+def with_memory(trace: Trace, tapes: Tapes, sizes: Sizes) -> Trace:
+    """The same trace with `series`: what every rank allocates and frees, temporaries and messages included.
+
+    tapes   of one layer at a time (`minipar.execution.memory.tape.record`)
+    sizes   of the program's values and the rows of its micro-batches, such as `ProfiledCosts`
+    """
+    program = trace.program
+    data = trace.data or [0] * len(program.ranks)
+    series = [
+        predict_memory(
+            program, rank, pieces_of(program, rank), tapes, sizes, data[rank], trace.starts[rank], trace.ends[rank]
+        )
+        for rank in range(len(program.ranks))
+    ]
+    return replace(trace, series=series)
 
 
 class Walk:

@@ -7,7 +7,14 @@
     buffers                             what is there for a while: two gathered layers, two buckets, messages
 
 where (p, g, o) is (4, 4, 8) bytes in float32 and (2, 2, 12) in bf16 with float32 master copies, both with Adam. The
-number of micro-batches in flight is counted in the plan's own program. `memory_terms` writes them out with numbers.
+number of micro-batches in flight is counted in the plan's own program.
+
+`terms` writes the formulas out for one rank, in letters and with numbers:
+
+    optimizer      o (P0 + P1 / N)       12 B × (38,597,376 + 85,842,432 ÷ 8)        = 564.54 MiB
+    activations    f a + b               4 × 98.62 MiB + 31.5 MiB                    = 425.98 MiB
+
+`verdict` says whether a plan fits, and what would; `report` and `show_report` are what `minipar memory` prints.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 5.
 """
@@ -15,15 +22,18 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from minipar.costs import divided, presets
-from minipar.costs.divided import WHOLE, Division
+from minipar.costs import analytic
+from minipar.costs.analytic import WHOLE, Division
+from minipar.costs.device import HARDWARE, holding
 from minipar.costs.recomputation import keep_everything, memory
-from minipar.errors import PlanError
+from minipar.errors import MiniparError, PlanError
+from minipar.models import shapes, table
 from minipar.models.table import GPT, Branchy
+from minipar.prediction.neighbours import nearby
 from minipar.program import Action, BackwardInput, BackwardWeight, Forward, Group, Program
 from minipar.program.rows import split_rows
 from minipar.program.shape import Shape
@@ -32,8 +42,12 @@ from minipar.strategies import keys, segments
 from minipar.strategies.buckets import split_buckets
 from minipar.strategies.layout import Layout
 from minipar.strategies.plan import Plan
+from minipar.wording import several
 
 AHEAD = Program.receives_ahead
+KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
+_SHARED_FROM = {"parameters": 3, "gradients": 2, "optimizer": 1}  # stage of ZeRO
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 @dataclass(frozen=True)
@@ -181,7 +195,7 @@ def details(
     plan: Plan, model: str, batch: int | None = None, division: Division = WHOLE, **overrides: Any
 ) -> list[Detail]:
     """As `per_rank`, with what the bytes come from."""
-    numbers = presets.model(model, **overrides)
+    numbers = table.numbers(model, **overrides)
     division.check(numbers, plan.dp)
     if plan.checkpoint == "selective" and not isinstance(numbers, GPT):
         raise PlanError(
@@ -201,10 +215,10 @@ def details(
     edges = split_rows(batch, plan.dp * count)
     largest = [len(edges[replica * count]) for replica in range(plan.dp)]  # the first ones have more rows
     given: dict[str, Any] = {"division": division, **overrides}
-    costs = presets.layer_costs(model, max(1, *largest), **given) if plan.split == "auto" else None
-    shape, experts = presets.shape(model, element_size=1, **overrides), 0
+    costs = analytic.layer_costs(model, max(1, *largest), **given) if plan.split == "auto" else None
+    shape, experts = shapes.shape(model, element_size=1, **overrides), 0
     if isinstance(numbers, GPT) and division != WHOLE:
-        groups, experts = divided.groups(numbers, division)
+        groups, experts = analytic.groups(numbers, division)
         shape = Shape(shape.layers, groups, shape.name)
     layout = replace(plan, dp=1, accumulate=1).layout(shape, costs)
     own = [_own(plan, layout, rank, experts, division.ep) for rank in range(plan.pp)]
@@ -279,8 +293,8 @@ def _activations(plan: Plan, model: str, layout: Layout, rows: int, given: dict[
     if rows == 0:
         return [Kept(0, 0, 0, 0)] * plan.pp
     selective, division = plan.checkpoint == "selective", given["division"]
-    costs = presets.layer_costs(model, rows, element, selective=selective, **given)
-    everything = presets.layer_costs(model, rows, element, **given).saved
+    costs = analytic.layer_costs(model, rows, element, selective=selective, **given)
+    everything = analytic.layer_costs(model, rows, element, **given).saved
     steps = plan.settling_steps if plan.asynchronous else 1
     actions = [plan.actions(rank, steps) for rank in range(plan.pp)]
     schedules = segments.schedules(plan.checkpoint, layout, actions, costs)
@@ -330,3 +344,231 @@ def _on_device(plan: Plan, own: Own, kept: Kept) -> RankMemory:
         held,
         host,
     )
+
+
+# the formulas written out ---------------------------------------------------------------------------------------------
+
+
+class Term(NamedTuple):
+    """Bytes of one kind on one rank: the formula in letters, the same with numbers, and what else there is to say."""
+
+    kind: str
+    bytes: int
+    formula: str
+    filled: str
+    note: str = ""
+
+
+def size(count: float) -> str:
+    """Bytes as people read them: `564.54 MiB`."""
+    for unit, whole in _UNITS:
+        if abs(count) >= whole:
+            return f"{count / whole:,.2f} {unit}"
+    return f"{count:,.0f} B"
+
+
+def terms(plan: Plan, detail: Detail) -> list[Term]:
+    """One term for each of KINDS."""
+    return [
+        *(_states_term(plan, detail, kind) for kind in KINDS[:3]),
+        _activations_term(plan, detail),
+        _buffers_term(detail),
+    ]
+
+
+def _states_term(plan: Plan, detail: Detail, kind: str) -> Term:
+    own, each = detail.own, getattr(PRECISIONS[plan.precision], kind.removesuffix("s"))
+    shared = list(own.shared) if plan.zero >= _SHARED_FROM[kind] else []
+    whole = own.whole + (0 if shared else sum(numbers for numbers, _ in own.shared))
+    cuts = [f"{numbers:,} ÷ {ranks}" for numbers, ranks in shared]
+    letters = ["P", "Q"][: len(shared)]
+    parts = [*([f"{whole:,}"] if whole or not shared else []), *cuts]
+    names = [*(["W"] if whole and shared else [] if shared else ["P"]), *(f"{x} ÷ N" for x in letters)]
+    copies = own.versions - 1 if kind == "parameters" else 0
+    if copies:  # older versions of the weights stay whole
+        total = own.whole + sum(numbers for numbers, _ in own.shared)
+        parts, names = [*parts, f"{copies} × {total:,}"], [*names, "v P"]
+    bracket = len(parts) > 1
+    filled, formula = " + ".join(parts), " + ".join(names)
+    filled = f"{each} B × ({filled})" if bracket else f"{each} B × {filled}"
+    formula = f"{kind[0]} × ({formula})" if bracket else f"{kind[0]} × {formula}"
+    bytes_here: int = getattr(detail.memory, kind)
+    there: int = getattr(own.states, kind)
+    if there and not bytes_here:
+        return Term(kind, 0, "0", "0 B", f"{size(there)} wait on the {plan.offload_to}: {filled}")
+    note = f"{each} bytes for each parameter"
+    if shared:
+        note += f"; ZeRO {plan.zero} shares out {'all of them' if not whole else 'those of layers'} among N replicas"
+    elif own.shared and plan.dp > 1:
+        note += f"; ZeRO would share them out from stage {_SHARED_FROM[kind]} on"
+    return Term(kind, bytes_here, formula, filled, note)
+
+
+def _activations_term(plan: Plan, detail: Detail) -> Term:
+    kept, bytes_here = detail.kept, detail.memory.activations
+    if not detail.rows:
+        return Term("activations", bytes_here, "0", "0 B", "this replica gets no rows of the batch")
+    more = f" + {size(kept.more)}" if kept.more else ""
+    rows = several(detail.rows, "row")
+    if detail.memory.held < kept.held:
+        filled = f"2 × {size(kept.layer)}{more}"
+        moved = size(kept.held - detail.memory.held)
+        note = f"2 layers are on the device, one in use and one on its way; {moved} wait on the {plan.offload_to}"
+        return Term("activations", bytes_here, "2 l" + " + b" * bool(more), filled, note)
+    flying = [(n, each) for n, each in zip(kept.flying, kept.each, strict=True) if n]
+    filled = " + ".join(f"{n} × {size(each)}" for n, each in flying) + more
+    formula = "f × a" if len(flying) == 1 else "Σ f × a"
+    note = f"f micro-batches of {rows} wait for their backward, each with a"
+    note += "; b more while one goes backward" if more else ""
+    return Term("activations", bytes_here, formula + " + b" * bool(more), filled or "0 B", note)
+
+
+def _buffers_term(detail: Detail) -> Term:
+    named = (
+        ("c", detail.own.gathered, "parameters of two layers that come from elsewhere"),
+        ("d", detail.own.buckets, "two buckets of gradients"),
+        ("m", detail.kept.messages, "messages that arrive or wait"),
+    )
+    there = [one for one in named if one[1]]
+    filled = " + ".join(size(number) for _, number, _ in there) or "0 B"
+    note = "; ".join(f"{letter} {words}" for letter, _, words in there) or "nothing travels"
+    return Term("buffers", detail.memory.buffers, " + ".join(x for x, _, _ in there) or "0", filled, note)
+
+
+# what would fit ------------------------------------------------------------------------------------------------------
+
+
+def ways_that_fit(
+    plan: Plan, model: str, batch: int, capacity: int, division: Division = WHOLE, most: int = 3, **overrides: Any
+) -> list[tuple[str, int]]:
+    """At most so many changes of the plan with which every rank fits, the smallest of each kind, with the fullest's
+    bytes."""
+    found: list[tuple[str, int]] = []
+    keys: list[set[str]] = []
+    families = nearby(plan, batch) + [[_with(plan, offload=what)] for what in ("optimizer", "activations")]
+    families += [[_with(plan, precision="bf16")]] if plan.precision == "float32" else []
+    for family in families:
+        for made in family:
+            if len(found) == most:
+                return found
+            words = _difference(plan, made)
+            if not words or any(known <= set(words.split()) for known in keys):
+                continue  # (less than that was enough)
+            try:
+                peak = max(rank.total for rank in per_rank(made, model, batch, division, **overrides))
+            except MiniparError:  # (a neighbour need not suit the model)
+                continue
+            if peak <= capacity:
+                found.append((words, peak))
+                keys.append(set(words.split()))
+                break
+    return found
+
+
+def verdict(
+    plan: Plan, model: str, batch: int, capacity: int, division: Division = WHOLE, device: str = "", **overrides: Any
+) -> str:
+    """Whether the plan fits, in a sentence; and if it does not, what to change."""
+    totals = [one.memory.total for one in details(plan, model, batch, division, **overrides)]
+    top = max(range(len(totals)), key=totals.__getitem__)
+    where = f"{device} has" if device else "there are"
+    if totals[top] <= capacity:
+        free = size(capacity - totals[top])
+        return (
+            f"Fits: the fullest rank, {top}, needs {size(totals[top])}; {where} {size(capacity)}, so {free} are free."
+        )
+    lack = size(totals[top] - capacity)
+    text = f"Does not fit: rank {top} needs {size(totals[top])}, but {where} {size(capacity)}: {lack} too little."
+    found = ways_that_fit(plan, model, batch, capacity, division, **overrides)
+    if found:
+        ways = [f"{words} ({size(peak)})" for words, peak in found]
+        return f"{text} It would fit with {' or with '.join(ways)}."
+    larger = holding(totals[top])
+    last = f"; it would fit on {', '.join(larger)}" if larger else ", and no device of the presets holds it"
+    return f"{text} No small change of the plan is enough: divide the model among more ranks (pp, tp){last}."
+
+
+def _with(plan: Plan, **change: Any) -> Plan:
+    if "offload" in change:
+        change["offload"] = tuple({*plan.offload, change["offload"]})
+    try:
+        return replace(plan, **change)
+    except PlanError:
+        return plan
+
+
+def _difference(plan: Plan, made: Plan) -> str:
+    """The keys in which a plan differs, as words."""
+    changed = [f.name for f in fields(Plan) if getattr(plan, f.name) != getattr(made, f.name)]
+    words = [(name, getattr(made, name)) for name in changed]
+    return " ".join(f"{name}={','.join(value) if isinstance(value, tuple) else value}" for name, value in words)
+
+
+# what `minipar memory` prints -----------------------------------------------------------------------------------------
+
+
+def report(plan: str, model: str, batch: int | None) -> dict[str, Any]:
+    """What `minipar memory` prints, as a dictionary for scripts: bytes of every rank by the formulas, and what hardware
+    holds the largest.
+
+    Errors: `PlanError` for a plan or model that cannot be.
+    """
+    chosen = Plan.parse(plan)
+    ranks = per_rank(chosen, model, batch)
+    return {
+        "plan": " ".join(plan.split()),
+        "model": model,
+        "batch": chosen.dp * chosen.total_microbatches if batch is None else batch,
+        "per_rank": [
+            {
+                **{kind: getattr(rank, kind) for kind in KINDS},
+                "total": rank.total,
+                "activations_held": rank.held,
+                "host": rank.host,
+            }
+            for rank in ranks
+        ],
+        "fits": list(holding(max(rank.total for rank in ranks))),
+    }
+
+
+def show_report(result: dict[str, Any]) -> str:
+    """The table: one line for all ranks with the same numbers."""
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for number, rank in enumerate(result["per_rank"]):
+        alike.setdefault(tuple(rank.values()), []).append(number)
+    entries = [result["per_rank"][ranks[0]] for ranks in alike.values()]
+    kinds = [*KINDS, "total", *(["host"] if any(entry["host"] for entry in entries) else [])]
+    largest = max(entry["total"] for entry in entries)
+    scale, unit = (2**30, "GiB") if largest >= 10 * 2**30 else (2**20, "MiB")
+    rows = [("ranks", *kinds)]
+    for entry, ranks in zip(entries, alike.values(), strict=True):
+        rows.append((_listed(ranks), *(f"{entry[kind] / scale:.2f}" for kind in kinds)))
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    title = (
+        f"{result['model']}, {result['plan'] or 'one device'}, {several(result['batch'], 'row')} a step: "
+        f"{unit} on each rank"
+    )
+    lines = [title]
+    for row in rows:
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))]
+        lines.append("  ".join(cells))
+    fits = result["fits"]
+    others = [
+        f"{name} ({spec.memory / scale:.3g} {unit})"
+        for name, spec in HARDWARE.items()
+        if name not in fits and spec.memory is not None
+    ]
+    lines.append(f"fits on: {', '.join(fits) or 'none of the hardware presets'}")
+    if others:
+        lines.append(f"too large for: {', '.join(others)}")
+    return "\n".join(lines)
+
+
+def _listed(ranks: list[int]) -> str:
+    """Rank numbers, short: all of a run, or the first ones and how many there are."""
+    if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]} to {ranks[-1]}"
+    if len(ranks) <= 4:
+        return ", ".join(map(str, ranks))
+    return f"{ranks[0]}, {ranks[1]}, ... {ranks[-1]} ({len(ranks)})"

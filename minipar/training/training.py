@@ -31,7 +31,7 @@ from minipar.execution.updating import Optimizer, Scheduler, other_scheduler
 from minipar.models.losses import Counting, Weighted, check_loss
 from minipar.prediction.advice import Measured, advising
 from minipar.prediction.emulated import EmulatedCosts, as_emulated
-from minipar.prediction.forecast import with_memory
+from minipar.prediction.memory import with_memory
 from minipar.prediction.oversubscription import available_cores
 from minipar.prediction.profiled import ProfiledCosts, microbatch_rows
 from minipar.prediction.simulator import simulate

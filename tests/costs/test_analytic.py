@@ -9,16 +9,16 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from minipar import models
-from minipar.costs import analytic, presets
+from minipar.costs import analytic
 from minipar.costs.analytic import block_bytes, input_bytes
 from minipar.execution.measuring.profiler import profile
-from minipar.models import GPT, Branchy
+from minipar.models import GPT, Branchy, table
 
 GiB = 2**30
 
 
 def gpt(name: str) -> GPT:
-    found = presets.model(name)
+    found = table.numbers(name)
     assert isinstance(found, GPT)
     return found
 
@@ -86,9 +86,9 @@ def test_the_paper_s_single_formulas() -> None:
     assert block_bytes(model, 3, selective=True) == 34 * size
     assert input_bytes(model, 3) == 2 * size
     assert block_bytes(model, 3, element=4) == size * (66 + 9 * 16)
-    costs = presets.layer_costs("gpt3-175b", 3, element=2)
+    costs = analytic.layer_costs("gpt3-175b", 3, element=2)
     assert costs.saved[1] + costs.output[0] == 114 * size  # the layers' table says the same
-    selective = presets.layer_costs("gpt3-175b", 3, element=2, selective=True)
+    selective = analytic.layer_costs("gpt3-175b", 3, element=2, selective=True)
     assert selective.saved[1] + selective.output[0] == 34 * size
     # embedding's mask, last norm's and logits' inputs, logits: section 4.3 with one stage
     extra = sum(costs.saved) + sum(costs.output) - 96 * 114 * size
@@ -105,7 +105,7 @@ def test_every_byte_of_minipar_s_own_layers(name: str, rows: int) -> None:
         ends = (64, 10) if isinstance(numbers, Branchy) else (numbers.widths[0], numbers.widths[-1])
         x, y = torch.randn(rows, ends[0]), torch.randint(ends[1], (rows,))
     measured = profile(models.build(name), (x, y), cross_entropy, [rows], repeats=1)
-    costs = presets.layer_costs(name, rows)
+    costs = analytic.layer_costs(name, rows)
     assert costs.output == measured.output_bytes[rows]
     assert costs.gradient == measured.grad_output_bytes[rows]
     assert costs.saved == measured.saved_bytes[rows]
@@ -139,9 +139,16 @@ def test_korthikanti_s_utilisation(size: str) -> None:
 
 def test_layer_costs_count_operations() -> None:
     model = gpt("gpt2-small")
-    costs = presets.layer_costs("gpt2-small", 5)
+    costs = analytic.layer_costs("gpt2-small", 5)
     assert sum(costs.forward) + sum(costs.backward) == analytic.step_flops(model, 5)
     core, block = analytic.core_flops(model, 5), analytic.block_flops(model, 5)
     assert (core, block - core) == (4 * 5 * 1024**2 * 768, 24 * 5 * 1024 * 768**2)
     assert analytic.step_flops(model, 5, again=core / block) == sum(costs.forward) * 3 + 12 * core
-    assert presets.layer_costs("mlp-tiny", 7).forward == (2 * 7 * 32 * 64, 2 * 7 * 64 * 64, 2 * 7 * 64 * 256)
+    assert analytic.layer_costs("mlp-tiny", 7).forward == (2 * 7 * 32 * 64, 2 * 7 * 64 * 64, 2 * 7 * 64 * 256)
+
+
+def test_a_model_by_name_or_by_numbers() -> None:
+    shallow = analytic.layer_costs("gpt3-175b", 1, layers=4)
+    assert shallow == analytic.layer_costs(table.numbers("gpt3-175b"), 1, fused=False, layers=4)
+    assert shallow != analytic.layer_costs(table.numbers("gpt3-175b", layers=4), 1)
+    assert len(shallow.forward) == 6

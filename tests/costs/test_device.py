@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from minipar.costs.device import PRESETS, DeviceSpec, quantity
+from minipar.costs.device import HARDWARE, PRESETS, DeviceSpec, hardware, holding, quantity
 from minipar.errors import PlanError
 
 
@@ -65,3 +65,38 @@ def test_times_and_operations_exclude_each_other() -> None:
         DeviceSpec(flops=1e9, costs={"forward": 1.0})
     with pytest.raises(PlanError, match="'forwards' is not a time"):
         DeviceSpec(costs={"forwards": 1.0})
+
+
+def test_hardware_is_a_complete_device():
+    assert list(HARDWARE) == ["laptop", "v100", "a100-40gb", "a100-80gb", "h100", "h200"]
+    for name, spec in HARDWARE.items():
+        assert isinstance(spec, DeviceSpec)
+        assert spec.name == name
+        assert spec.costs is None
+        for rate in (spec.flops, spec.memory, spec.bandwidth, spec.latency, spec.host_bandwidth, spec.disk_bandwidth):
+            assert rate is not None
+            assert rate > 0
+
+
+def test_peaks_and_sizes_are_those_of_the_data_sheets():
+    sheets = {"v100": (125e12, 32), "a100-40gb": (312e12, 40), "a100-80gb": (312e12, 80), "h100": (989e12, 80)}
+    for name, (flops, gigabytes) in (sheets | {"h200": (989e12, 141)}).items():
+        assert (hardware(name).flops, hardware(name).memory) == (flops, gigabytes * 10**9)
+
+
+def test_hardware_can_be_edited_and_the_table_stays():
+    mine = replace(hardware("h100"), memory="60GB", name="mine")
+    assert (mine.memory, mine.flops) == (60 * 10**9, hardware("h100").flops)
+    assert hardware("h100").memory == 80 * 10**9
+
+
+def test_what_holds_so_many_bytes():
+    assert holding(0) == tuple(HARDWARE)
+    assert holding(40 * 10**9) == ("a100-40gb", "a100-80gb", "h100", "h200")
+    assert holding(40 * 10**9 + 1) == ("a100-80gb", "h100", "h200")
+    assert holding(10**12) == ()
+
+
+def test_unknown_hardware_is_refused_with_what_there_is():
+    with pytest.raises(PlanError, match="hardware 'tpu': no such preset; there are laptop, v100"):
+        hardware("tpu")

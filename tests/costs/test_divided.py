@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from minipar.costs import analytic, divided, presets
-from minipar.costs.divided import WHOLE, Division
+from minipar.costs import analytic
+from minipar.costs.analytic import WHOLE, Division
 from minipar.errors import PlanError
+from minipar.models import shapes, table
 from minipar.models.table import GPT
 from minipar.prediction.memory_formula import per_rank
 from minipar.strategies.plan import Plan
@@ -14,9 +15,9 @@ from minipar.strategies.plan import Plan
 
 @pytest.mark.parametrize("name", ["gpt-tiny", "gpt-tiny-tied", "gpt2-small"])
 def test_undivided_is_the_model(name: str) -> None:
-    gpt, shape = presets.model(name), presets.shape(name, element_size=1)
+    gpt, shape = table.numbers(name), shapes.shape(name, element_size=1)
     assert isinstance(gpt, GPT)
-    groups, experts = divided.groups(gpt, WHOLE)
+    groups, experts = analytic.groups(gpt, WHOLE)
     assert experts == 0
     assert [(g.layers, sum(g.tensors)) for g in groups] == [(g.layers, sum(g.tensors)) for g in shape.groups]
 
@@ -25,9 +26,9 @@ def test_undivided_is_the_model(name: str) -> None:
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("selective", [False, True])
 def test_activations_of_a_block_are_those_of_the_paper(tp: int, sequence: bool, selective: bool) -> None:
-    gpt = presets.model("korthikanti-22b")
+    gpt = table.numbers("korthikanti-22b")
     assert isinstance(gpt, GPT)
-    costs = presets.layer_costs("korthikanti-22b", 4, 2, selective=selective, division=Division(tp, sequence))
+    costs = analytic.layer_costs("korthikanti-22b", 4, 2, selective=selective, division=Division(tp, sequence))
     whole = analytic.block_bytes(gpt, 4, 2, selective=selective, tp=tp, sequence_parallel=sequence)
     assert costs.saved[1] + costs.output[0] == whole
     if sequence:
@@ -36,10 +37,10 @@ def test_activations_of_a_block_are_those_of_the_paper(tp: int, sequence: bool, 
 
 
 def test_tensor_parallel_ranks_hold_the_matrices_once() -> None:
-    gpt = presets.model("gpt2-xl", vocab=50304, heads=16)
+    gpt = table.numbers("gpt2-xl", vocab=50304, heads=16)
     assert isinstance(gpt, GPT)
-    one, _ = divided.groups(gpt, WHOLE)
-    part, _ = divided.groups(gpt, Division(tp=8))
+    one, _ = analytic.groups(gpt, WHOLE)
+    part, _ = analytic.groups(gpt, Division(tp=8))
     h = gpt.width
     for whole, mine in zip(one, part, strict=True):
         alone = {0: gpt.context * h, gpt.layers + 1: 2 * h}.get(whole.layers[0], 6 * h)  # norms, second biases
@@ -48,11 +49,11 @@ def test_tensor_parallel_ranks_hold_the_matrices_once() -> None:
 
 
 def test_experts_are_divided_among_replicas() -> None:
-    gpt = presets.model("gpt2-small")
+    gpt = table.numbers("gpt2-small")
     assert isinstance(gpt, GPT)
     h, mlp = gpt.width, 8 * gpt.width**2 + 5 * gpt.width
-    dense = sum(sum(g.tensors) for g in divided.groups(gpt, WHOLE)[0])
-    groups, experts = divided.groups(gpt, Division(experts=8, ep=4))
+    dense = sum(sum(g.tensors) for g in analytic.groups(gpt, WHOLE)[0])
+    groups, experts = analytic.groups(gpt, Division(experts=8, ep=4))
     assert experts == gpt.layers
     assert sum(sum(g.tensors) for g in groups) == dense + gpt.layers * (mlp * (8 // 4 - 1) + 8 * h)
     plan = Plan.parse("dp=8 zero=1 precision=bf16")
@@ -65,11 +66,11 @@ def test_experts_are_divided_among_replicas() -> None:
 
 
 def test_a_token_s_experts_keep_what_one_mlp_does_each() -> None:
-    one, two = (presets.layer_costs("gpt2-small", 1, 2, division=Division(experts=4, top=k)).saved[1] for k in (1, 2))
+    one, two = (analytic.layer_costs("gpt2-small", 1, 2, division=Division(experts=4, top=k)).saved[1] for k in (1, 2))
     size = 1024 * 768
     assert two - one == 8 * 2 * size + 2 * size
-    assert presets.layer_costs("gpt2-small", 1, 2, division=Division(experts=4, top=2)).forward[1] == pytest.approx(
-        presets.layer_costs("gpt2-small", 1, 2).forward[1] + 16 * size * 768
+    assert analytic.layer_costs("gpt2-small", 1, 2, division=Division(experts=4, top=2)).forward[1] == pytest.approx(
+        analytic.layer_costs("gpt2-small", 1, 2).forward[1] + 16 * size * 768
     )
 
 

@@ -4,14 +4,12 @@ import itertools
 import math
 import time
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minipar import Plan, models, simulate
-from minipar.costs import chains as bounded
-from minipar.costs import presets
+from minipar.costs import analytic
 from minipar.costs.partition import partition, partition_replicated, split_by_cost, stage_times, step_time
 from minipar.costs.recomputation import LayerCosts
 from minipar.errors import PlanError
@@ -147,13 +145,13 @@ def test_ten_thousand_layers():
 
 
 @pytest.mark.parametrize("microbatches", [4, 64])
-def test_ten_thousand_layers_on_64_unequal_ranks(microbatches):
-    costs = [1 + (k * 7919) % 13 for k in range(10_000)]
-    messages = [(k * 104729) % 11 for k in range(10_000)]
+def test_a_thousand_layers_on_64_unequal_ranks(microbatches):
+    costs = [1 + (k * 7919) % 13 for k in range(1000)]
+    messages = [(k * 104729) % 11 for k in range(1000)]
     speeds = [1 + (k * 31) % 17 / 7 for k in range(64)]
     start = time.process_time()
     found = partition(costs, 64, microbatches, speeds=speeds, activations=messages)
-    assert time.process_time() - start < 15, "a rough bound on a busy machine"
+    assert time.process_time() - start < 5, "a rough bound on a busy machine"
     times = stage_times(costs, found.split, speeds=speeds, activations=messages)
     assert (found.times, found.time) == (times, step_time(times, microbatches))
     for s in range(63):
@@ -163,15 +161,6 @@ def test_ten_thousand_layers_on_64_unequal_ranks(microbatches):
             if min(split) > 0:
                 other = stage_times(costs, split, speeds=speeds, activations=messages)
                 assert step_time(other, microbatches) >= found.time
-
-
-@pytest.mark.parametrize("long", [0, 1, 10**9])
-def test_minima_of_runs(monkeypatch, long):
-    """By both ways of looking them up, empty runs included."""
-    monkeypatch.setattr(bounded, "LONG", long)
-    values = np.array([3.0, 1.0, 4.0, 1.5, 9.0, 2.0])
-    first, last = np.array([0, 0, 1, 2, 4, 4, 6]), np.array([1, 3, 4, 4, 4, 6, 6])
-    assert bounded.minima(values, first, last).tolist() == [3.0, 1.0, 1.0, 1.5, np.inf, 2.0, np.inf]
 
 
 def test_the_objective_is_what_gpipe_takes():
@@ -189,7 +178,7 @@ def test_the_objective_is_what_gpipe_takes():
 
 def test_a_plan_splits_by_cost():
     shape = models.shape("gpt-tiny")
-    costs = presets.layer_costs("gpt-tiny", 1)
+    costs = analytic.layer_costs("gpt-tiny", 1)
     program = Plan.parse("pp=2 split=auto microbatches=4").compile(shape, costs=costs)
     times = [a + b for a, b in zip(costs.forward, costs.backward, strict=True)]
     assert [len(held) for held in program.placement] == list(partition(times, 2, 4).split)
@@ -229,6 +218,7 @@ def test_a_profile_counts_its_messages():
         (lambda: partition([1, 2], 0), "stages=0: must be from 1 to 2"),
         (lambda: partition([], 1), "stages=1: must be from 1 to 0"),
         (lambda: partition([1, 2], 2, 0), "microbatches=0"),
+        (lambda: partition([1] * 10_001, 2), "10001 layers; possible are up to 10000"),
         (lambda: partition([1, -2], 2), "at least 0"),
         (lambda: partition([1, math.nan], 2), "finite numbers of at least 0"),
         (lambda: partition([1, 2], 2, speeds=[1, 0]), "above 0"),

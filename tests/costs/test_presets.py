@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 
 from minipar import models
-from minipar.costs import analytic, presets
+from minipar.costs import analytic
 from minipar.errors import PlanError
+from minipar.models import shapes, table
 from minipar.strategies.plan import Plan
 
 # Narayanan et al. 2021, table 1: parameters in units of 10^9
@@ -21,12 +22,12 @@ GPT2 = {"small": 124_439_808, "medium": 354_823_168, "large": 774_030_080, "xl":
 
 @pytest.mark.parametrize("size", MEGATRON)
 def test_megatron_counts_to_the_printed_digit(size: str) -> None:
-    assert f"{analytic.parameters(presets.model(f'megatron-{size}')) / 1e9:.1f}" == MEGATRON[size]
+    assert f"{analytic.parameters(table.numbers(f'megatron-{size}')) / 1e9:.1f}" == MEGATRON[size]
 
 
 @pytest.mark.parametrize("size", GPT2)
 def test_gpt2_counts_exactly(size: str) -> None:
-    assert analytic.parameters(presets.model(f"gpt2-{size}")) == GPT2[size]
+    assert analytic.parameters(table.numbers(f"gpt2-{size}")) == GPT2[size]
 
 
 @pytest.mark.parametrize(
@@ -40,38 +41,38 @@ def test_gpt2_counts_exactly(size: str) -> None:
     ],
 )
 def test_other_counts(name: str, billions: str) -> None:
-    assert f"{analytic.parameters(presets.model(name)) / 1e9:.1f}" == billions
+    assert f"{analytic.parameters(table.numbers(name)) / 1e9:.1f}" == billions
 
 
-@pytest.mark.parametrize("name", presets.names())
+@pytest.mark.parametrize("name", table.names())
 def test_the_formula_counts_what_the_shape_holds(name: str) -> None:
-    shape = presets.shape(name, element_size=1)
-    assert sum(sum(group.tensors) for group in shape.groups) == analytic.parameters(presets.model(name))
+    shape = shapes.shape(name, element_size=1)
+    assert sum(sum(group.tensors) for group in shape.groups) == analytic.parameters(table.numbers(name))
     assert shape == models.shape(name, element_size=1)
-    assert len(presets.layer_costs(name, rows=1).forward) == shape.layers
+    assert len(analytic.layer_costs(name, rows=1).forward) == shape.layers
 
 
 def test_published_shapes_compile() -> None:
-    program = Plan(pp=4, microbatches=2).compile(presets.shape("gpt3-175b"))
+    program = Plan(pp=4, microbatches=2).compile(shapes.shape("gpt3-175b"))
     assert (program.layers, len(program.ranks)) == (98, 4)
     assert program.groups[-1].layers == (0, 97)  # the tied embedding
 
 
 def test_numbers_can_be_edited() -> None:
-    half = replace(presets.model("gpt3-175b"), layers=48)
-    whole, less = analytic.parameters(presets.model("gpt3-175b")), analytic.parameters(half)
+    half = replace(table.numbers("gpt3-175b"), layers=48)
+    whole, less = analytic.parameters(table.numbers("gpt3-175b")), analytic.parameters(half)
     assert whole - less == 48 * analytic.block_parameters(half)  # type: ignore[arg-type]
-    assert presets.model("gpt3-175b", layers=48) == half
-    assert presets.shape("gpt3-175b", layers=48).layers == 50
+    assert table.numbers("gpt3-175b", layers=48) == half
+    assert shapes.shape("gpt3-175b", layers=48).layers == 50
 
 
 def test_unknown_names_and_numbers_are_refused_with_what_there_is() -> None:
     with pytest.raises(PlanError, match="model 'gpt5': no such preset; there are gpt-tiny.*gpt3-175b"):
-        presets.shape("gpt5")
+        shapes.shape("gpt5")
     with pytest.raises(PlanError, match="gpt2-small has no such number; it has layers, width"):
-        presets.model("gpt2-small", depth=3)
+        table.numbers("gpt2-small", depth=3)
     with pytest.raises(PlanError, match="heads=25: must divide width=1601"):
-        presets.shape("gpt2-xl", width=1601)
+        shapes.shape("gpt2-xl", width=1601)
 
 
 def test_published_models_are_not_built() -> None:
@@ -82,8 +83,9 @@ def test_published_models_are_not_built() -> None:
 
 def test_costs_on_paper_need_no_torch() -> None:
     code = (
-        "import sys; from minipar.costs import hardware, presets; from minipar.prediction import reports;"
-        "[presets.layer_costs(n, 2) for n in presets.names()]; reports.memory('zero=1 dp=2', 'gpt2-xl', None);"
+        "import sys; from minipar.costs import analytic; from minipar.models import table;"
+        "from minipar.prediction import memory_formula;"
+        "[analytic.layer_costs(n, 2) for n in table.names()]; memory_formula.report('zero=1 dp=2', 'gpt2-xl', None);"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

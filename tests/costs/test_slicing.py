@@ -10,7 +10,7 @@ import torch
 
 from minipar import PlanError, models
 from minipar.costs.slicing import best_slices, best_uniform, fit, step_time, token_ranges
-from minipar.execution.measuring.slice_times import slice_times
+from minipar.execution.measuring.profiler import slice_times
 
 
 def reference(length: int, context: int) -> float:

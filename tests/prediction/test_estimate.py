@@ -7,15 +7,16 @@ import sys
 
 import pytest
 
-from minipar.costs import analytic, presets
+from minipar.costs import analytic
 from minipar.costs.device import DeviceSpec
 from minipar.errors import PlanError
+from minipar.models import table
 from minipar.prediction import estimate, memory_formula
 from minipar.strategies.plan import Plan
 
 DEVICE = "flops=8GFLOP/s bandwidth=100MB/s latency=1ms host_bandwidth=400MB/s"
-DEMO = presets.model("gpt-demo")
-assert isinstance(DEMO, presets.table.GPT)
+DEMO = table.numbers("gpt-demo")
+assert isinstance(DEMO, table.GPT)
 WORK = analytic.step_flops(DEMO, 16) / 8e9  # seconds of a step on one device
 STATES = 4 * analytic.parameters(DEMO)
 
@@ -84,8 +85,8 @@ def test_published_models_in_bf16() -> None:
     spec = DeviceSpec(flops=140e12, bandwidth=1e15, latency=0.0, memory=80 * 10**9)
     plan = "pp=4 dp=2 microbatches=32 zero=1 precision=bf16 checkpoint=selective"
     found = estimate.predict(plan, "megatron-7.5b", spec, 64)
-    model = presets.model("megatron-7.5b")
-    assert isinstance(model, presets.table.GPT)
+    model = table.numbers("megatron-7.5b")
+    assert isinstance(model, table.GPT)
     ideal = analytic.step_flops(model, 64) / 140e12 / 8
     assert ideal < found.trace.time < 1.35 * ideal
     assert max(found.memory) < 80e9

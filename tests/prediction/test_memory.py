@@ -9,7 +9,7 @@ import torch
 
 from minipar import Plan, data, models, train
 from minipar.execution.execution import Job, execute, profile_job
-from minipar.prediction.forecast import with_memory
+from minipar.prediction.memory import with_memory
 from minipar.prediction.profiled import ProfiledCosts, microbatch_rows
 from minipar.prediction.recorded import Workspace
 from minipar.prediction.simulator import simulate

@@ -7,9 +7,11 @@ from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 
 import pytest
 
-from minipar.costs import hardware, presets
+from minipar.costs import analytic
+from minipar.costs.device import hardware
 from minipar.costs.recomputation import LayerCosts
 from minipar.errors import PlanError
+from minipar.models import shapes, table
 from minipar.prediction.memory_formula import PRECISIONS, Precision, RankMemory, in_flight, per_rank, states
 from minipar.prediction.simulator import simulate
 from minipar.program import Instruction, Op, Program, Value
@@ -47,7 +49,7 @@ def test_zero_table_1(count: int) -> None:
 
 
 def test_zero_table_2_largest_models_on_a_v100() -> None:
-    memory = hardware.find("v100").memory
+    memory = hardware("v100").memory
     for stage, billions in ((0, 2.0), (1, 7.6), (2, 14.4), (3, 128.0)):
         assert states(int(billions * 1e9), 64, stage).total <= memory
         assert states(int((billions + 0.1) * 1e9), 64, stage).total > memory
@@ -57,7 +59,7 @@ def test_korthikanti_parameters_and_optimizer() -> None:
     megatron = Precision(parameter=2, gradient=4, optimizer=12, activation=2)  # 18 bytes: gradients in float32
     printed = {"22b": (8, 45.5625), "175b": (64, 45.5625), "530b": (280, 31.640625), "1t": (512, 32.958984375)}
     for size, (parts, gibibytes) in printed.items():
-        model = presets.model(f"korthikanti-{size}")
+        model = table.numbers(f"korthikanti-{size}")
         assert states(12 * model.layers * model.width**2 // parts, 1, 0, megatron).total / GiB == gibibytes
 
 
@@ -75,7 +77,7 @@ def test_korthikanti_activations_on_the_first_stage() -> None:
 
 
 def test_states_of_a_real_model_follow_the_table() -> None:
-    parameters = sum(sum(group.tensors) for group in presets.shape("gpt3-175b", element_size=1).groups)
+    parameters = sum(sum(group.tensors) for group in shapes.shape("gpt3-175b", element_size=1).groups)
     for zero, part in ((0, 16), (1, 4 + 12 / 64), (2, 2 + 14 / 64), (3, 16 / 64)):
         for rank in ranks(f"dp=64 zero={zero} precision=bf16", "gpt3-175b"):
             found = rank.parameters + rank.gradients + rank.optimizer
@@ -169,9 +171,9 @@ def test_formula_equals_the_simulator_s_peak(words: str, checkpoint: str) -> Non
     text, model, batch = f"{words} checkpoint={checkpoint}", "gpt-demo", 16
     if "chimera" in words and checkpoint.endswith("MiB"):
         pytest.skip("a budget is for one chunk a rank")
-    plan, shape = Plan.parse(text), presets.shape(model)
+    plan, shape = Plan.parse(text), shapes.shape(model)
     rows = tuple(len(part) for part in split_rows(batch, plan.dp * plan.total_microbatches))
-    tables = {n: presets.layer_costs(model, n) for n in rows}
+    tables = {n: analytic.layer_costs(model, n) for n in rows}
     program = plan.compile(shape, costs=tables[max(rows)])
     trace = simulate(program, OnPaper(program, shape, rows, tables))
     for rank, found in enumerate(ranks(text, model, batch)):

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from minipar.costs import presets
-from minipar.costs.divided import Division
-from minipar.prediction.memory_formula import details, per_rank
-from minipar.prediction.memory_terms import KINDS, Term, size, terms, verdict, ways_that_fit
+from minipar.costs.analytic import Division
+from minipar.models import shapes
+from minipar.prediction.memory_formula import KINDS, Term, details, per_rank, size, terms, verdict, ways_that_fit
 from minipar.strategies.plan import Plan
 
 PLANS = [
@@ -83,7 +82,7 @@ def test_verdict_says_what_is_free_or_where_it_would_fit() -> None:
 
 def test_numbers_may_be_replaced() -> None:
     (one,) = per_rank(Plan(), "gpt2-small", 1, layers=24)
-    shape = presets.shape("gpt2-small", element_size=1, layers=24)
+    shape = shapes.shape("gpt2-small", element_size=1, layers=24)
     assert one.parameters == 4 * sum(sum(group.tensors) for group in shape.groups)
 
 

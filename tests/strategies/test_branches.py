@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from minipar import Plan, models, simulate, verify
 from minipar.errors import MiniparError, PlanError, ProgramError
-from minipar.prediction import reports
+from minipar.prediction import memory_formula
 from minipar.program import Group, Op, Program, edges, grad_output, output
 from minipar.program.shape import Shape, frozen, uniform
 from minipar.trace import terminal
@@ -214,7 +214,7 @@ def test_a_chain_has_no_branches_to_place() -> None:
     with pytest.raises(PlanError, match="place=branches: the model has none side by side"):
         Plan(pp=2, place="branches").compile(layers=4)
     with pytest.raises(MiniparError, match="memory: no formula for branchy, whose layers branch"):
-        reports.memory("pp=2", "branchy", None)
+        memory_formula.report("pp=2", "branchy", None)
 
 
 def test_the_plan_reads_back() -> None:

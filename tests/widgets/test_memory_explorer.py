@@ -9,10 +9,9 @@ import sys
 
 import pytest
 
-from minipar.costs import presets
+from minipar.models import table
 from minipar.models.table import PRESETS
-from minipar.prediction.memory_formula import per_rank
-from minipar.prediction.memory_terms import KINDS, size
+from minipar.prediction.memory_formula import KINDS, per_rank, size
 from minipar.strategies.plan import Plan
 from minipar_widgets import MemoryExplorer
 from minipar_widgets.inline import SOURCES
@@ -106,7 +105,7 @@ def test_what_cannot_be_is_said_in_words(settings: dict[str, object], says: str)
 
 def test_every_model_has_numbers_or_words() -> None:
     explorer = MemoryExplorer("", "gpt-tiny")
-    for name in presets.names():
+    for name in table.names():
         explorer.controls["model"].value = name
         assert explorer.problem or explorer.view.memory is not None
         assert name in repr(explorer) or explorer.problem

@@ -130,7 +130,7 @@ class View(Shown, anywidget.AnyWidget):
     def section(self, place: str = "widget") -> str:
         plain = {key: _plain(value) for key, value in self.state().items()}
         data = json.dumps(plain).replace("</", "<\\/")
-        module = self._esm.replace("export default{", "const widget={").replace("</script", "<\\/script")
+        module = self._esm.replace("export default {", "const widget = {").replace("</script", "<\\/script")
         script = module + _MODEL.replace("STATE", data).replace("PLACE", place)
         words = f"<noscript><p>{escape(self._line())}</p></noscript>"
         return (

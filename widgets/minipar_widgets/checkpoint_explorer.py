@@ -12,7 +12,7 @@ import traitlets
 
 from minipar.costs.recomputation import keep_everything, memory, time
 from minipar.errors import MiniparError
-from minipar.prediction.memory_terms import size
+from minipar.prediction.memory_formula import size
 from minipar.program import Op
 from minipar.strategies import segments
 from minipar.trace.figure import LOOKS

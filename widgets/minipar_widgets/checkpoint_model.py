@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from itertools import accumulate
 from typing import NamedTuple
 
-from minipar.costs import presets
+from minipar.costs import analytic
 from minipar.costs.recomputation import (
     Chain,
     LayerCosts,
@@ -59,7 +59,7 @@ class Layers:
     @property
     def costs(self) -> LayerCosts:
         if self.rows:
-            return presets.layer_costs(MODEL, self.rows, widths=self.widths)
+            return analytic.layer_costs(MODEL, self.rows, widths=self.widths)
         return LayerCosts.equal(self.count, 1, self.saved, 1.0, self.backward)
 
     @property

@@ -8,7 +8,7 @@ import ipywidgets
 import traitlets
 
 from minipar.errors import MiniparError
-from minipar.prediction.memory_terms import size
+from minipar.prediction.memory_formula import size
 from minipar.program import Op, collectives
 from minipar.wording import several
 from minipar_widgets.base import Explorer, View

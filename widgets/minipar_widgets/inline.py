@@ -3,7 +3,7 @@
     python -m minipar_widgets.inline            write static/
     python -m minipar_widgets.inline --check    say what in static/ is not current (exit status 1)
 
-Imports of `./other.js` are put in its place, without what nothing uses, and the whole is made shorter (shortening.py).
+Imports of `./other.js` are put in its place, without comments, indentation, and what nothing uses.
 So that plain text is enough to do this, every declaration of a module begins at the start of a line, imports name what
 they take (no `as`, no default), and no two modules declare the same name.
 """
@@ -13,8 +13,6 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-
-from minipar_widgets.shortening import shorten
 
 HERE = Path(__file__).parent
 SOURCES, STATIC = HERE / "js", HERE / "static"
@@ -32,7 +30,7 @@ def built(sources: Path = SOURCES) -> dict[str, str]:
     found = {}
     for path in sorted(sources.glob("*.js")):
         if "\nexport default " in path.read_text(encoding="utf-8"):
-            found[path.name] = shorten(inline(path))
+            found[path.name] = inline(path)
     return found
 
 

@@ -10,11 +10,12 @@ import ipywidgets
 import traitlets
 
 from minipar import strategies
-from minipar.costs import hardware, presets
-from minipar.costs.divided import Division
+from minipar.costs.analytic import Division
+from minipar.costs.device import HARDWARE, hardware
 from minipar.errors import MiniparError
+from minipar.models import table as models_by_name
 from minipar.models.table import GPT
-from minipar.prediction.memory_terms import KINDS, size
+from minipar.prediction.memory_formula import KINDS, size
 from minipar.strategies.plan import Plan
 from minipar.wording import several
 from minipar_widgets import chart
@@ -175,13 +176,13 @@ class MemoryExplorer(Explorer):
             return ipywidgets.BoundedIntText(value, min=least, max=most, description=name, **lazy)
 
         self.controls: dict[str, Any] = {
-            "model": pick("model", [*presets.names(), _OWN], model),
+            "model": pick("model", [*models_by_name.names(), _OWN], model),
             "layers": number("layers", 48, 1000),
             "width": number("width", 1600, 100_000),
             "heads": number("heads", 25, 1000),
             "context": number("context", 1024, 1_000_000),
             "vocab": number("vocab", 50257, 1_000_000),
-            "device": pick("device", [*hardware.PRESETS, "own"], "a100-80gb"),
+            "device": pick("device", [*HARDWARE, "own"], "a100-80gb"),
             "capacity": ipywidgets.BoundedFloatText(80, min=0.001, max=1e6, description="memory (GB)", **lazy),
             "dp": pick("dp", _POWERS, chosen.dp),
             "pp": pick("pp", [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64], chosen.pp),
@@ -225,7 +226,7 @@ class MemoryExplorer(Explorer):
         model = "gpt2-xl" if own else now["model"]
         words = ("dp", "pp", "schedule", "microbatches", "zero", "checkpoint", "precision")
         plan = Plan(**{key: now[key] for key in words}, offload=tuple(now["offload"]))
-        capacity = hardware.find(now["device"]).memory if now["device"] != "own" else now["capacity"] * 1e9
+        capacity = hardware(now["device"]).memory if now["device"] != "own" else now["capacity"] * 1e9
         tp = now["tp"] if self._transformer else 1
         division = Division(tp, now["sequence"] and tp > 1)
         if now["experts"] and self._transformer:
@@ -238,7 +239,7 @@ class MemoryExplorer(Explorer):
     def _transformer(self) -> bool:
         """Whether the model has something for tp and ep to divide."""
         name = self.controls["model"].value
-        return name == _OWN or isinstance(presets.model(name), GPT)
+        return name == _OWN or isinstance(models_by_name.numbers(name), GPT)
 
     def _changed(self, change: Any = None) -> None:
         now = {name: control.value for name, control in self.controls.items()}

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
-from minipar.costs.divided import WHOLE, Division
+from minipar.costs.analytic import WHOLE, Division
 from minipar.errors import PlanError
 from minipar.models.table import PRESETS
-from minipar.prediction import memory_formula, memory_terms
-from minipar.prediction.memory_formula import Detail
-from minipar.prediction.memory_terms import KINDS, Term, size
+from minipar.prediction import memory_formula
+from minipar.prediction.memory_formula import KINDS, Detail, Term, size
 from minipar.strategies.plan import Plan
 from minipar.wording import several
 from minipar_widgets import chart
@@ -77,12 +76,12 @@ class Memory:
         return sorted(alike.values(), key=lambda ranks: self.worst not in ranks)
 
     def terms(self, rank: int) -> list[Term]:
-        return memory_terms.terms(self.choice.plan, self.details[rank])
+        return memory_formula.terms(self.choice.plan, self.details[rank])
 
     @cached_property
     def verdict(self) -> str:
         one = self.choice
-        return memory_terms.verdict(
+        return memory_formula.verdict(
             one.plan, one.model, one.batch, one.capacity, one.division, one.device, **one.numbers
         )
 

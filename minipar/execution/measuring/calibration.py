@@ -11,7 +11,7 @@ Nothing here knows a plan or a model, so a prediction that uses it is fitted to 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import combinations
@@ -24,16 +24,21 @@ from tqdm.auto import tqdm
 from minipar.cluster import Cluster, worker
 from minipar.comm import communicator
 from minipar.comm.communicator import Communicator
+from minipar.comm.playing import play
 from minipar.costs.rates import Calibration, Line, fit
 from minipar.errors import PlanError
 from minipar.execution.affinity import on_own_core
-from minipar.execution.measuring.exchange import adding, exchange, message_alone
 from minipar.prediction.oversubscription import available_cores
+from minipar.program import Program
+from minipar.program.collectives.moves import Copy, Move, Send, Setting, lay_out
 
 _SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 21)
 _SUM_SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
 _PAIRS = 28  # of up to 8 ranks all pairs are measured; of more only neighbours
 _WIDTH, _ROWS, _SQUARE = 192, 256, 256
+_EXCHANGE_SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 22)  # bytes of a message
+_SEVERAL = 4
+_POOL = 64 << 20  # bytes
 
 
 def calibrate(cluster: Cluster, *, seconds: float = 2.0, progress: bool = True, algorithms: bool = True) -> Calibration:
@@ -107,20 +112,6 @@ def _measure_all(comm: Communicator, cores: int | None, pairs: list[tuple[int, i
         receive=_middle(receives) if comm.device.type == "cpu" and receives else nothing,
         allreduce=tuple(sums),
     )
-
-
-def _with_exchanges(comm: Communicator, found: Calibration, repeats: int) -> Calibration:
-    """The calibration with what collectives by algorithm consist of."""
-
-    def gather(numbers: list[float]) -> list[list[float]]:
-        return _gather(comm, numbers, len(numbers))
-
-    exchanges = []
-    for members, _ in found.allreduce:
-        group, inside = _neighbours(comm, members)
-        exchanges.append((members, *exchange(comm, group, inside, repeats, gather)))
-    alone, add = message_alone(comm, repeats, gather), adding(comm, repeats, gather)
-    return replace(found, exchange=tuple(exchanges), alone=alone, add=add)
 
 
 def _compute(comm: Communicator, window: float, clock: Callable[[], float]) -> tuple[list[float], list[float]]:
@@ -221,6 +212,126 @@ def _allreduce(comm: Communicator, members: int, repeats: int) -> Line:
         slowest = [max(column) for column in zip(*_gather(comm, times[1:], len(times) - 1), strict=True)]
         points.append((float(size), _typical(slowest)))
     return fit(points)
+
+
+# messages of collectives ----------------------------------------------------------------------------------------------
+
+# All ranks of a group send at once, as a collective's program has them do it.
+#
+#     alone       rank 0 -> rank 1 -> rank 0                   a message while no one else sends
+#     one         rank 0 -> rank 1 -> rank 2 -> rank 0         a message to the next rank, and one from the one before
+#     several     the same, several messages in a row          what each further one takes
+#
+# These are no algorithms: `play` runs them as it runs those. The memory is cold, as gradients are: each call works on
+# another part of a large tensor.
+
+
+def _with_exchanges(comm: Communicator, found: Calibration, repeats: int) -> Calibration:
+    """The calibration with what collectives by algorithm consist of."""
+    exchanges = []
+    for members, _ in found.allreduce:
+        group, inside = _neighbours(comm, members)
+        exchanges.append((members, *_exchange(comm, group, inside, repeats)))
+    alone, add = _message_alone(comm, repeats), _adding(comm, repeats)
+    return replace(found, exchange=tuple(exchanges), alone=alone, add=add)
+
+
+def _exchange(comm: Communicator, group: tuple[int, ...], inside: bool, repeats: int) -> tuple[Line, Line]:
+    """Seconds of one message within a group, and of each further one; all groups of the cluster at once.
+
+    inside   whether this rank's group is complete; the others only wait
+    """
+    found = {count: _exchange_times(comm, group, inside, repeats, count) for count in (1, _SEVERAL)}
+    one = fit(list(zip(_EXCHANGE_SIZES, found[1], strict=True)))
+    further = [max(1e-9, (b - a) / (_SEVERAL - 1)) for a, b in zip(found[1], found[_SEVERAL], strict=True)]
+    return one, fit(list(zip(_EXCHANGE_SIZES, further, strict=True)))
+
+
+def _message_alone(comm: Communicator, repeats: int) -> Line:
+    """Seconds of a message from rank 0 to rank 1, or back, while the others wait. Of fewer than 2 ranks: nothing."""
+    if comm.size < 2:
+        return Line(0.0, 0.0)
+    pool = torch.zeros(_POOL // 4, device=comm.device)
+    times = []
+    for size in _EXCHANGE_SIZES:
+        parts = pool.split(size // 4)
+
+        def send(k: int, parts: tuple[Tensor, ...] = parts) -> None:
+            if comm.rank < 2:
+                play(_there_and_back(), comm, parts[k % len(parts)], (0, 1))
+
+        times.append(_time(comm, send, repeats, 1 if size > 1 << 16 else 8) / 2)
+    return fit(list(zip(_EXCHANGE_SIZES, times, strict=True)))
+
+
+def _there_and_back() -> Program:
+    """Rank 1 sends back what it received, once it is there."""
+
+    def moves(setting: Setting, rank: int) -> Iterator[Move]:
+        there: list[Move] = [Send([0], 1 - rank), Copy([0], 1 - rank)]
+        yield from there if rank == 0 else reversed(there)
+
+    return lay_out("there and back", "allreduce", Setting(2), moves, (1,))
+
+
+def _adding(comm: Communicator, repeats: int) -> Line:
+    """Seconds for adding a received piece to its place in cold memory, on all ranks at once."""
+    pool = torch.zeros(_POOL // 4, device=comm.device)
+    piece = torch.zeros(max(_EXCHANGE_SIZES) // 4, device=comm.device)
+    times = []
+    for size in _EXCHANGE_SIZES:
+        came = piece[: size // 4]
+        places = pool.split(came.numel())
+
+        def add(k: int, came: Tensor = came, places: tuple[Tensor, ...] = places) -> None:
+            places[k * 7 % len(places)].add_(came)
+
+        times.append(_time(comm, add, repeats, 1 if size > 1 << 16 else 8))
+    return fit(list(zip(_EXCHANGE_SIZES, times, strict=True)))
+
+
+def _exchange_times(comm: Communicator, group: tuple[int, ...], inside: bool, repeats: int, count: int) -> list[float]:
+    program = _shift(len(group), count)
+    pool = torch.zeros(_POOL // 4, device=comm.device)
+    times = []
+    for size in _EXCHANGE_SIZES:
+        parts = pool.split(size // 4 * len(program.chunks))
+
+        def send(k: int, parts: tuple[Tensor, ...] = parts) -> None:
+            if inside:
+                play(program, comm, parts[k % len(parts)], group)
+
+        times.append(_time(comm, send, repeats, 1 if size > 1 << 16 else 8))
+    return times
+
+
+def _shift(ranks: int, count: int) -> Program:
+    """Every rank sends `count` chunks to the next one, in as many messages."""
+
+    def moves(setting: Setting, rank: int) -> Iterator[Move]:
+        for k in range(count):
+            yield Send([rank * count + k], (rank + 1) % ranks)
+        for k in range(count):
+            yield Copy([(rank - 1) % ranks * count + k], (rank - 1) % ranks)
+
+    return lay_out("exchange", "allreduce", Setting(ranks), moves, (1,) * (ranks * count))
+
+
+def _time(comm: Communicator, work: Callable[[int], None], repeats: int, calls: int) -> float:
+    """Seconds of one call on the slowest rank: the median of several runs."""
+    times = []
+    for k in range(max(3, min(repeats, 20)) + 1):
+        comm.barrier()
+        start = time.perf_counter()
+        for call in range(calls):
+            work(k * calls + call)
+        if comm.device.type == "cuda":
+            torch.cuda.synchronize(comm.device)
+        times.append((time.perf_counter() - start) / calls)
+    return median(max(column) for column in zip(*_gather(comm, times[1:], len(times) - 1), strict=True))
+
+
+# what these share -----------------------------------------------------------------------------------------------------
 
 
 def _neighbours(comm: Communicator, members: int) -> tuple[tuple[int, ...], bool]:

@@ -1,6 +1,10 @@
 """Measure a model: its shape, and what each of its layers costs, one layer at a time on one device.
 
 layer l:   detached output of l-1 --forward--> output --backward--> gradients      (timed, counted, weighed)
+
+And what slices of a sequence cost, t(length, context), for `minipar.costs.slicing`:
+
+tokens     |------ context ------|-- length --|          the context runs first, so that its keys and values are there
 """
 
 from __future__ import annotations
@@ -18,17 +22,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from minipar.costs.measured import Profile
 from minipar.errors import MiniparError, PlanError
 from minipar.execution import naming_layers, sliced
-from minipar.execution.measuring.flops import FLOPS
 from minipar.execution.measuring.weighing import Weights, weigh
 from minipar.execution.split_backward import input_half, left, weight_half
 from minipar.execution.tails import Tails
 from minipar.models.network import edges_of
-from minipar.models.parameter_groups import groups_of
+from minipar.models.parameter_groups import groups_of, shape_of
 from minipar.models.tensors import (
     count_bytes,
     count_rows,
@@ -135,6 +138,59 @@ def profile(
     )
 
 
+def slice_times(
+    model: Iterable[nn.Module],
+    batch: tuple[Any, Any],
+    loss: Callable[[Any, Any], Tensor] = nn.functional.cross_entropy,
+    parts: int = 4,
+    repeats: int = 3,
+) -> dict[tuple[int, int], float]:
+    """Seconds of forward and backward through all layers, by (length, context) of a slice in tokens.
+
+    batch   (x, y) of shapes (rows, tokens, ...)
+    parts   lengths and contexts are multiples of a `parts`-th of the tokens, and half of it
+
+        times = slice_times(model, (x, y))
+        lengths = best_slices(tokens, stages, fit(times))        slices=4,3,2,2
+
+    Errors: PlanError for a model whose layers take whole sequences, or too few tokens.
+    """
+    layers, tokens, rows = list(model), sliced.count_tokens(batch), count_rows(batch[0])
+    if whole := shape_of(layers).whole:
+        raise PlanError(f"model: layer {whole} takes whole sequences; possible are minipar.models.Sliced")
+    step = tokens // parts
+    if parts < 2 or step < 2:
+        raise PlanError(f"parts={parts}: of {tokens} tokens; possible are 2 to {tokens // 2} parts")
+    found: dict[tuple[int, int], float] = {}
+    for context in range(0, tokens, step):
+        for length in (step // 2, *range(step, tokens - context + 1, step)):
+            before = [range(context)] if context else []
+            slices = [*before, range(context, context + length)]
+            given = sliced.pick(batch, range(context + length))
+            measured = profile(layers, given, loss, [rows], repeats, slices=slices)
+            key = rows * len(slices) + len(slices) - 1
+            found[length, context] = sum(measured.forward[key]) + sum(measured.backward[key])
+    return found
+
+
+# one layer ------------------------------------------------------------------------------------------------------------
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))
+
+
+def _attention_backward_flops(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_backward_flop_count(gradient, query, key, value))
+
+
+# Operations that torch's counter does not know: attention on the CPU has operators of its own.
+_FLOPS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+}
+
+
 class _LayerCost(NamedTuple):
     forward: float
     backward: float
@@ -219,7 +275,7 @@ def _runs(
         part = None if here is None else sliced.Alone(layer, here[0], here[2].get(l), here[1], l >= trainable_from)
         try:
             find_overwriting(layer, given, part)
-            with FlopCounterMode(display=False, custom_mapping=FLOPS) as forward:
+            with FlopCounterMode(display=False, custom_mapping=_FLOPS) as forward:
                 output, ends, weights = weigh(layer, given, loss, final[1] if last else (), part)
             if here is not None and part is not None:
                 ends = ends + differentiable(part.handed_on)
@@ -229,7 +285,7 @@ def _runs(
             # Gradients of the same size would arrive from the next layer. This backward allocates the weights'
             # gradients, which the timed ones add to, as all micro-batches but one do.
             ends = [end for end in ends if end.requires_grad]
-            with FlopCounterMode(display=False, custom_mapping=FLOPS) as backward:
+            with FlopCounterMode(display=False, custom_mapping=_FLOPS) as backward:
                 if ends:
                     torch.autograd.backward(ends, _ones(ends))
         except MiniparError:

@@ -9,9 +9,9 @@ export const CURVE = 92; // height of the memory curves
 /** Where everything is, in CSS pixels, for a width: rows of lanes, overview, memory, legend. Many ranks get thin rows. */
 export function layout(about, width, streams, memory) {
   const stride = Math.ceil(about.ranks / 640);
-  const lanes = about.lanes.map(([trace, rank, stream, first, last]) => ({ $trace: trace, $rank: rank, $first: first, $last: last, $main: stream === "compute" }));
-  const shown = lanes.filter((lane) => lane.$rank % stride === 0).sort((a, b) => a.$rank - b.$rank || a.$trace - b.$trace);
-  const mains = shown.filter((lane) => lane.$main).length, thin = shown.length - mains;
+  const lanes = about.lanes.map(([trace, rank, stream, first, last]) => ({ trace, rank, first, last, main: stream === "compute" }));
+  const shown = lanes.filter((lane) => lane.rank % stride === 0).sort((a, b) => a.rank - b.rank || a.trace - b.trace);
+  const mains = shown.filter((lane) => lane.main).length, thin = shown.length - mains;
   const height = (room) => Math.min(22, Math.max(1, Math.floor(room / Math.max(1, mains))) - 4);
   let tall = height(620 - 7 * thin);
   const all = streams && tall >= 9;
@@ -31,23 +31,23 @@ export function layout(about, width, streams, memory) {
   }
   const overview = y + 24, strip = tall >= 10 ? 4 : 0;
   y = overview + 22;
-  let before = shown[0]?.$rank;
+  let before = shown[0]?.rank;
   for (const lane of shown) {
-    if (!lane.$main && !all) continue;
-    if (lane.$rank !== before) y += strip;
-    before = lane.$rank;
-    const own = lane.$main ? strip : 0;
-    rows.push({ ...lane, $y: y, $tall: lane.$main ? tall : 6, $strip: own });
-    y += (lane.$main ? tall : 6) + own + (strip ? 1 : 0);
+    if (!lane.main && !all) continue;
+    if (lane.rank !== before) y += strip;
+    before = lane.rank;
+    const own = lane.main ? strip : 0;
+    rows.push({ ...lane, y, tall: lane.main ? tall : 6, strip: own });
+    y += (lane.main ? tall : 6) + own + (strip ? 1 : 0);
   }
   const axis = y + 3, below = memory ? axis + 8 : 0;
-  return { $legend: legend, $overview: overview, $rows: rows, $axis: axis, $memory: below, $bottom: memory ? below + CURVE : axis, $height: (memory ? below + CURVE + 18 : axis) + 20 };
+  return { legend, overview, rows, axis, memory: below, bottom: memory ? below + CURVE : axis, height: (memory ? below + CURVE + 18 : axis) + 20 };
 }
 
 /** The smallest time after t (with sign -1 the largest before it) at which an event of these rows starts or ends. */
 export function boundary(begins, takes, rows, t, sign) {
   let best = sign * Infinity;
-  for (const { $first: first, $last: last } of rows) {
+  for (const { first, last } of rows) {
     const k = search(begins, first, last, t);
     for (let j = Math.max(first, k - 3); j < Math.min(last, k + 3); j++) {
       for (const time of [begins[j], begins[j] + takes[j]]) {

@@ -12,17 +12,17 @@ export function lanePainter(about, begins, takes, sorts, numbers) {
 
   /** The events of a lane in sight, if there are at most so many. */
   function visible(lane, t0, t1, most) {
-    const k = Math.max(lane.$first, search(begins, lane.$first, lane.$last, t0) - 1), end = search(begins, lane.$first, lane.$last, t1);
+    const k = Math.max(lane.first, search(begins, lane.first, lane.last, t0) - 1), end = search(begins, lane.first, lane.last, t1);
     return end - k > most ? [] : Array.from({ length: end - k }, (_, i) => k + i);
   }
   const facesOf = (look) => [...words.map((kind) => LOOKS[kind][0]), look.rule, look.muted, look.warn];
-  const idleOf = (lane, more) => (lane.$strip && more ? more.idle.find((one) => one[0] === lane.$trace && one[1] === lane.$rank) : null);
+  const idleOf = (lane, more) => (lane.strip && more ? more.idle.find((one) => one[0] === lane.trace && one[1] === lane.rank) : null);
 
   function raster(wide, look, plan, t0, t1, more, ratio) {
-    const now = [t0, t1, wide, ratio, look.paper, plan.$axis, plan.$rows.length, !!more].join();
+    const now = [t0, t1, wide, ratio, look.paper, plan.axis, plan.rows.length, !!more].join();
     if (sign === now) return;
     sign = now;
-    const columns = Math.round(wide * ratio), top = plan.$rows[0].$y - 2, lines = Math.ceil((plan.$axis - top) * ratio);
+    const columns = Math.round(wide * ratio), top = plan.rows[0].y - 2, lines = Math.ceil((plan.axis - top) * ratio);
     if (picture?.width !== columns || picture.height !== lines) {
       surface = new OffscreenCanvas(columns, lines);
       brush = surface.getContext("2d");
@@ -36,15 +36,15 @@ export function lanePainter(about, begins, takes, sorts, numbers) {
       [full, pale] = [1, 0.4].map((most) => inks(facesOf(look), ground, most));
       [rim, paleRim] = [1, 0.4].map((most) => inks(words.map((kind) => LOOKS[kind][1]), ground, most));
     }
-    for (const lane of plan.$rows) {
-      const y = Math.round((lane.$y - top) * ratio), tall = Math.max(1, Math.round(lane.$tall * ratio)), outlined = two && !lane.$trace;
-      cells(begins, takes, sorts, lane.$first, lane.$last, t0, t1, columns, line);
+    for (const lane of plan.rows) {
+      const y = Math.round((lane.y - top) * ratio), tall = Math.max(1, Math.round(lane.tall * ratio)), outlined = two && !lane.trace;
+      cells(begins, takes, sorts, lane.first, lane.last, t0, t1, columns, line);
       blit(pixels, columns, line, y, tall, outlined ? pale : full, outlined ? paleRim : rim, HATCH);
-      if (lane.$tall > 5) border(lane, y, tall, outlined ? full : rim, outlined ? Math.round(1.3 * ratio) : 1, columns, t0, t1, ratio);
+      if (lane.tall > 5) border(lane, y, tall, outlined ? full : rim, outlined ? Math.round(1.3 * ratio) : 1, columns, t0, t1, ratio);
       const mine = idleOf(lane, more);
       if (mine) {
         cells(more.idle_start, more.idle_length, more.idle_kind, mine[2], mine[3], t0, t1, columns, line);
-        blit(pixels, columns, line, y + tall, Math.round((lane.$strip - 1) * ratio), full, full, HATCH);
+        blit(pixels, columns, line, y + tall, Math.round((lane.strip - 1) * ratio), full, full, HATCH);
       }
     }
     brush.putImageData(picture, 0, 0);
@@ -76,13 +76,13 @@ export function lanePainter(about, begins, takes, sorts, numbers) {
         drawRect(ctx, known ? fill(ctx, known[0], known[1], known[3]) : faces[code], LEFT + a, y, b - a, tall, ((cell & 15) / 15) * pale);
       }
     };
-    for (const lane of plan.$rows) {
-      const outlined = two && !lane.$trace, mine = idleOf(lane, more);
-      strip(begins, takes, sorts, lane.$first, lane.$last, lane.$y, lane.$tall, outlined ? 0.4 : 1);
-      if (mine) strip(more.idle_start, more.idle_length, more.idle_kind, mine[2], mine[3], lane.$y + lane.$tall, 3, 1);
+    for (const lane of plan.rows) {
+      const outlined = two && !lane.trace, mine = idleOf(lane, more);
+      strip(begins, takes, sorts, lane.first, lane.last, lane.y, lane.tall, outlined ? 0.4 : 1);
+      if (mine) strip(more.idle_start, more.idle_length, more.idle_kind, mine[2], mine[3], lane.y + lane.tall, 3, 1);
       for (const k of visible(lane, t0, t1, wide / 3)) {
         const [a, b] = ends(k, wide, t0, t1);
-        if (b - a >= 4 && lane.$tall > 8) drawEdge(ctx, LOOKS[words[sorts[k]]][outlined ? 0 : 1], a, lane.$y, b - a, lane.$tall);
+        if (b - a >= 4 && lane.tall > 8) drawEdge(ctx, LOOKS[words[sorts[k]]][outlined ? 0 : 1], a, lane.y, b - a, lane.tall);
       }
     }
   }
@@ -92,9 +92,9 @@ export function lanePainter(about, begins, takes, sorts, numbers) {
   /** Letter and micro-batch, or the number alone, in the lanes where most events have room for it. */
   function labels(ctx, wide, look, plan, t0, t1) {
     let left = 2500;
-    for (const lane of plan.$rows) {
-      if (lane.$tall < 11) continue;
-      const size = Math.min(11, lane.$tall - 2);
+    for (const lane of plan.rows) {
+      if (lane.tall < 11) continue;
+      const size = Math.min(11, lane.tall - 2);
       const seen = visible(lane, t0, t1, wide / 8).filter((k) => numbers[k] >= 0).map((k) => [k, ...ends(k, wide, t0, t1)]);
       const fitting = (text) => seen.filter(([k, a, b]) => b - a >= 0.62 * size * text(k).length + 3);
       const long = (k) => LOOKS[words[sorts[k]]][4] + numbers[k], brief = (k) => `${numbers[k]}`;
@@ -102,19 +102,19 @@ export function lanePainter(about, begins, takes, sorts, numbers) {
       left -= chosen.length;
       if (chosen.length < 0.4 * seen.length || left < 0) continue;
       for (const [k, a, b] of chosen) {
-        drawText(ctx, text(k), (a + b) / 2, lane.$y + lane.$tall / 2 + 0.5, two && !lane.$trace ? look.ink : LOOKS[words[sorts[k]]][2], "center", size);
+        drawText(ctx, text(k), (a + b) / 2, lane.y + lane.tall / 2 + 0.5, two && !lane.trace ? look.ink : LOOKS[words[sorts[k]]][2], "center", size);
       }
     }
   }
 
   function paint(ctx, wide, look, plan, t0, t1, more) {
-    if (!plan.$rows.length) return;
+    if (!plan.rows.length) return;
     if (ctx.hatch) vector(ctx, wide, look, plan, t0, t1, more);
     else {
       const ratio = ctx.getTransform().a;
       raster(wide, look, plan, t0, t1, more, ratio);
       ctx.imageSmoothingEnabled = false;
-      ctx.drawImage(surface, LEFT, plan.$rows[0].$y - 2, wide, picture.height / ratio);
+      ctx.drawImage(surface, LEFT, plan.rows[0].y - 2, wide, picture.height / ratio);
     }
     labels(ctx, wide, look, plan, t0, t1);
   }
@@ -126,7 +126,7 @@ export const curveOf = (more, trace, rank) => more?.memory?.find((one) => one[0]
 
 /** The memory of a rank, stacked by kind; the other ranks and the prediction as lines; the limit. */
 export function drawMemory(ctx, wide, look, plan, t0, t1, more, about, rank) {
-  const top = plan.$memory, bottom = top + CURVE, last = about.traces.length - 1, time = more.memory_time, total = more.memory_total;
+  const top = plan.memory, bottom = top + CURVE, last = about.traces.length - 1, time = more.memory_time, total = more.memory_total;
   const mine = curveOf(more, last, rank), limit = about.capacity;
   let most = more.memory_most;
   if (limit && limit < 4 * most) most = Math.max(most, limit);

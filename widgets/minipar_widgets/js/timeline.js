@@ -54,10 +54,10 @@ function render({ model, el }) {
   const nameOf = (k) => more ? more.names[more.name[k]].replaceAll("#", numbers[k]) : kindOf(k) + (numbers[k] < 0 ? "" : ` mb${numbers[k]}`);
   const within = (lane, a, b) => filled(begins, lengths, lane[3], lane[4], a, b);
   const time = (t) => short(t) + (about.unit === "ms" ? " ms" : "");
-  const rowOf = (k) => plan.$rows.find((lane) => lane.$first <= k && k < lane.$last);
+  const rowOf = (k) => plan.rows.find((lane) => lane.first <= k && k < lane.last);
   const twinOf = (k) => (twin ??= twins(strips, indices))[k] ?? -1;
   const idleAt = (lane, t) => {
-    const mine = more?.idle.find((one) => one[0] === lane.$trace && one[1] === lane.$rank);
+    const mine = more?.idle.find((one) => one[0] === lane.trace && one[1] === lane.rank);
     return mine ? hit(more.idle_start, more.idle_length, mine[2], mine[3], t, 0) : -1;
   };
   const reason = (k) => IDLE[more.idle_kind[k] - about.kinds.length];
@@ -84,10 +84,10 @@ function render({ model, el }) {
   /** What every rank does at a time. */
   function moment(t) {
     const parts = [];
-    for (const lane of plan.$rows) {
-      if (!lane.$main || (lane.$rank !== rank && about.ranks > 8)) continue;
-      const k = hit(begins, takes, lane.$first, lane.$last, t, 0), j = idleAt(lane, t);
-      parts.push(`${two() ? `${traces[lane.$trace]} ` : ""}rank ${lane.$rank} ${k >= 0 ? nameOf(k) : j >= 0 ? `idle (${reason(j)})` : "idle"}`);
+    for (const lane of plan.rows) {
+      if (!lane.main || (lane.rank !== rank && about.ranks > 8)) continue;
+      const k = hit(begins, takes, lane.first, lane.last, t, 0), j = idleAt(lane, t);
+      parts.push(`${two() ? `${traces[lane.trace]} ` : ""}rank ${lane.rank} ${k >= 0 ? nameOf(k) : j >= 0 ? `idle (${reason(j)})` : "idle"}`);
     }
     view.say(`at ${time(t)}: ${parts.join(", ")}. ${held(t).replaceAll("\n", ", ")}`);
   }
@@ -119,7 +119,7 @@ function render({ model, el }) {
   const xOf = (t, full) => LEFT + ((t - t0) / (t1 - t0)) * area(full);
 
   function legend(ctx, look) {
-    for (const [word, x, y] of plan.$legend) {
+    for (const [word, x, y] of plan.legend) {
       const known = LOOKS[word], idle = IDLE.indexOf(word.slice(6));
       if (idle >= 0) drawRect(ctx, [look.rule, look.muted, look.warn][idle], x, y + 6, 14, 4);
       else {
@@ -131,7 +131,7 @@ function render({ model, el }) {
   }
   /** How many ranks compute, over the whole time. (Of long traces a sample of 16 ranks.) */
   function overview(ctx, full, look) {
-    const wide = area(full), y = plan.$overview, columns = Math.min(wide, 300);
+    const wide = area(full), y = plan.overview, columns = Math.min(wide, 300);
     if (!share) {
       share = new Float64Array(columns);
       const rows = strips.filter((lane) => lane[2] === "compute" && lane[0] === traces.length - 1);
@@ -149,32 +149,32 @@ function render({ model, el }) {
   function axis(ctx, full, look) {
     for (const t of ticks(t0, t1, Math.max(2, Math.floor(area(full) / 90)))) {
       const x = Math.round(xOf(t, full));
-      drawRect(ctx, look.rule, x, plan.$overview + 18, 1, plan.$bottom - plan.$overview - 18);
-      drawText(ctx, short(t), x, plan.$bottom + 9, look.muted, "center");
+      drawRect(ctx, look.rule, x, plan.overview + 18, 1, plan.bottom - plan.overview - 18);
+      drawText(ctx, short(t), x, plan.bottom + 9, look.muted, "center");
     }
-    drawText(ctx, about.unit === "ms" ? "time (ms)" : "time", full - 2, plan.$bottom + 9, look.muted, "right");
+    drawText(ctx, about.unit === "ms" ? "time (ms)" : "time", full - 2, plan.bottom + 9, look.muted, "right");
   }
   function gutters(ctx, full, look) {
     let until = -1;
-    for (const lane of plan.$rows) {
-      if (!lane.$main || lane.$y < until) continue;
-      const y = lane.$y + Math.max(6, lane.$tall / 2), end = Math.min(t1, about.spans[lane.$trace]), busy = filled(begins, lengths, lane.$first, lane.$last, t0, end) / (end - t0);
-      const second = two() && lane.$trace && lane.$tall >= 10, mine = lane.$rank === rank;
-      drawText(ctx, second ? `  ${traces[1]}` : `rank ${lane.$rank}`, 4, y, mine ? look.focus : look.ink, "left", 11, mine ? "bold " : "");
-      if (lane.$tall >= 6 && end > t0) drawText(ctx, `${Math.round(100 * Math.max(0, 1 - busy))}% idle`, full - 2, y, look.muted, "right");
-      until = lane.$y + Math.max(13, lane.$tall);
+    for (const lane of plan.rows) {
+      if (!lane.main || lane.y < until) continue;
+      const y = lane.y + Math.max(6, lane.tall / 2), end = Math.min(t1, about.spans[lane.trace]), busy = filled(begins, lengths, lane.first, lane.last, t0, end) / (end - t0);
+      const second = two() && lane.trace && lane.tall >= 10, mine = lane.rank === rank;
+      drawText(ctx, second ? `  ${traces[1]}` : `rank ${lane.rank}`, 4, y, mine ? look.focus : look.ink, "left", 11, mine ? "bold " : "");
+      if (lane.tall >= 6 && end > t0) drawText(ctx, `${Math.round(100 * Math.max(0, 1 - busy))}% idle`, full - 2, y, look.muted, "right");
+      until = lane.y + Math.max(13, lane.tall);
     }
   }
   function box(ctx, k, full, colour, thick) {
     const lane = rowOf(k);
     if (!lane || begins[k] > t1 || endOf(k) < t0) return;
     const a = Math.max(LEFT - 1, xOf(begins[k], full)), b = Math.min(full - RIGHT + 1, xOf(endOf(k), full));
-    drawEdge(ctx, colour, a - 1, lane.$y - 1, Math.max(4, b - a + 2), lane.$tall + 2, thick);
+    drawEdge(ctx, colour, a - 1, lane.y - 1, Math.max(4, b - a + 2), lane.tall + 2, thick);
   }
   function arrow(ctx, [a, b], full, colour) {
     const one = rowOf(a), other = rowOf(b), x = xOf(endOf(a), full), to = xOf(begins[b], full);
     if (!one || !other || Math.max(x, to) < LEFT || Math.min(x, to) > full - RIGHT) return;
-    const y = one.$y + one.$tall / 2, end = other.$y + other.$tall / 2, bend = Math.min(30, Math.abs(to - x) / 2 + 6);
+    const y = one.y + one.tall / 2, end = other.y + other.tall / 2, bend = Math.min(30, Math.abs(to - x) / 2 + 6);
     ctx.strokeStyle = ctx.fillStyle = colour;
     ctx.lineWidth = 1.3;
     ctx.beginPath();
@@ -188,11 +188,11 @@ function render({ model, el }) {
     ctx.fill();
   }
   function overlays(ctx, full, look) {
-    const wide = area(full), top = plan.$overview + 18, shown = over >= 0 ? over : chosen;
+    const wide = area(full), top = plan.overview + 18, shown = over >= 0 ? over : chosen;
     let count = 0, past = -1;
     ctx.save();
     ctx.beginPath();
-    ctx.rect(LEFT - 2, top, wide + 4, plan.$height);
+    ctx.rect(LEFT - 2, top, wide + 4, plan.height);
     ctx.clip();
     for (const k of along && more ? more.path : []) {
       if (begins[k] <= t1 && endOf(k) >= t0 && count++ < 3000) {
@@ -202,7 +202,7 @@ function render({ model, el }) {
       past = k;
     }
     count = 0;
-    for (const lane of arrows && more ? plan.$rows : []) {
+    for (const lane of arrows && more ? plan.rows : []) {
       for (const k of painter.visible(lane, t0, t1, 400)) {
         if (kindOf(k) !== "receive") continue;
         for (let i = more.before[k]; i < more.before[k + 1] && count++ < 400; i++) arrow(ctx, [more.before_of[i], k], full, look.wire);
@@ -218,12 +218,12 @@ function render({ model, el }) {
     }
     if (brush) {
       const [a, b] = brushed().map((t) => xOf(t, full));
-      drawRect(ctx, look.focus, a, top, b - a, plan.$axis - top, 0.25);
+      drawRect(ctx, look.focus, a, top, b - a, plan.axis - top, 0.25);
     }
     if (cursor !== null) {
       const x = xOf(cursor, full);
-      if (playing) drawRect(ctx, look.paper, x, top, LEFT + wide - x + 2, plan.$bottom - top, 0.75);
-      drawRect(ctx, look.ink, x - 0.5, top, 1, plan.$bottom - top);
+      if (playing) drawRect(ctx, look.paper, x, top, LEFT + wide - x + 2, plan.bottom - top, 0.75);
+      drawRect(ctx, look.ink, x - 0.5, top, 1, plan.bottom - top);
     }
     ctx.restore();
   }
@@ -234,7 +234,7 @@ function render({ model, el }) {
     overview(ctx, full, look);
     painter.paint(ctx, area(full), look, plan, t0, t1, more);
     gutters(ctx, full, look);
-    if (plan.$memory && more?.memory) drawMemory(ctx, area(full), look, plan, t0, t1, more, about, rank);
+    if (plan.memory && more?.memory) drawMemory(ctx, area(full), look, plan, t0, t1, more, about, rank);
     overlays(ctx, full, look);
     if (about.later && !more && !asked) {
       asked = setTimeout(() => model.send({ want: "details" }), 250);
@@ -287,7 +287,7 @@ function render({ model, el }) {
     redraw();
   }
   function step(sign) {
-    cursor = boundary(begins, takes, plan.$rows.filter((lane) => lane.$main), cursor ?? t0, sign);
+    cursor = boundary(begins, takes, plan.rows.filter((lane) => lane.main), cursor ?? t0, sign);
     around(cursor);
     moment(cursor);
     redraw();
@@ -327,7 +327,7 @@ function render({ model, el }) {
     height(full) {
       if (!about.lanes) return 40;
       if (placed !== (placed = streams ? full : -full)) plan = layout(about, full, streams, about.memory);
-      return plan.$height;
+      return plan.height;
     },
     keys: {
       "ArrowLeft": () => pan(-0.15), "ArrowRight": () => pan(0.15), "ArrowUp": () => turn(-1), "ArrowDown": () => turn(1),
@@ -364,7 +364,7 @@ function render({ model, el }) {
   const board = view.canvas;
   const at = (event) => {
     const place = board.getBoundingClientRect(), x = event.clientX - place.left, y = event.clientY - place.top, part = (x - LEFT) / area(place.width);
-    return [x, y, t0 + part * (t1 - t0), part, plan.$rows.find((lane) => y >= lane.$y && y < lane.$y + lane.$tall + lane.$strip)];
+    return [x, y, t0 + part * (t1 - t0), part, plan.rows.find((lane) => y >= lane.y && y < lane.y + lane.tall + lane.strip)];
   };
   view.listen(board, "pointermove", (event) => {
     const [x, y, t, part, lane] = at(event), size = t1 - t0;
@@ -377,9 +377,9 @@ function render({ model, el }) {
     }
     const inside = part >= 0 && part <= 1;
     if (!playing) cursor = inside ? t : null;
-    over = lane && inside ? hit(begins, takes, lane.$first, lane.$last, t, (3 * size) / area(board.clientWidth)) : -1;
-    const idle = lane?.$main && inside ? idleAt(lane, t) : -1;
-    view.tip(x, y, over >= 0 ? describe(over) : idle >= 0 ? `rank ${lane.$rank} idle (${reason(idle)})\n${time(more.idle_length[idle])}` : inside && plan.$memory && y > plan.$memory ? held(t) : "");
+    over = lane && inside ? hit(begins, takes, lane.first, lane.last, t, (3 * size) / area(board.clientWidth)) : -1;
+    const idle = lane?.main && inside ? idleAt(lane, t) : -1;
+    view.tip(x, y, over >= 0 ? describe(over) : idle >= 0 ? `rank ${lane.rank} idle (${reason(idle)})\n${time(more.idle_length[idle])}` : inside && plan.memory && y > plan.memory ? held(t) : "");
     redraw();
   });
   view.listen(board, "pointerleave", () => {
@@ -391,14 +391,14 @@ function render({ model, el }) {
   view.listen(board, "pointerdown", (event) => {
     const [x, y, t] = at(event);
     if (event.button || x < LEFT) return;
-    drag = { x, t, pan: y > plan.$overview - 4 && y < plan.$overview + 18 };
+    drag = { x, t, pan: y > plan.overview - 4 && y < plan.overview + 18 };
     board.setPointerCapture(event.pointerId);
   });
   view.listen(board, "pointerup", (event) => {
     const [x, , , , lane] = at(event);
     if (drag && !drag.pan && brush && Math.abs(x - drag.x) > 4) show(...brushed());
     else if (drag && !drag.pan) {
-      if (lane) rank = lane.$rank;
+      if (lane) rank = lane.rank;
       choose(over);
     }
     drag = brush = null;

@@ -1,29 +1,567 @@
-let D=Math.PI,u=Math.max,S=Math.floor,G=Math.round,q=Math.min;let U={forward:["#0072B2","#004a75","#fefefe","","F"],backward:["#E69F00","#7a5300","#201400","","B"],"input gradient":["#F6CF78","#7a5300","#201400","","I"],"weight gradient":["#8F5F00","#5c3d00","#fefefe","","W"],recompute:["#56B4E9","#1f6d9c","#201400","","R"],"optimizer step":["#009E73","#00664a","#fefefe","","S"],reduce:["#009E73","#00664a","#fefefe","","+"],message:["#CC79A7","#8f3f6c","#fefefe","/","M"],receive:["#8f3f6d","#8f3f6d","#fefefe","","r"],collective:["#CC79A7","#8f3f6c","#fefefe","x","C"],copy:["#9a9a9a","#6a6a6a","#fefefe","","c"]},sb="system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif",Fb={ink:"#1a1a1a",muted:"#5c5c5c",rule:"#dcdcdc",paper:"#ffffff",wire:"#8f3f6d",focus:"#0072B2",warn:"#b04a00"},Sb={ink:"#ececec",muted:"#aaaaaa",rule:"#3a3a3a",paper:"#161616",wire:"#e3b1cd",focus:"#56B4E9",warn:"#ff9d5c"};
-function yb(cc){let[r,g,b]=[1,3,5].map((k)=>parseInt(cc.slice(k,k+2),16));return .299*r+.587*g+.114*b<128}
-function Ob(el){let style=getComputedStyle(el),e=document.createElement("canvas").getContext("2d"),fb=style.getPropertyValue("--jp-layout-color0")||style.getPropertyValue("--vscode-editor-background");e.fillStyle=fb.trim();let db=fb&&e.fillStyle[0]==="#",dark=db?yb(e.fillStyle):matchMedia("(prefers-color-scheme: dark)").matches,l={...(dark?Sb:Fb),dark};if(db)l.paper=e.fillStyle;return l}
-let Eb=[3,2,1].map((wb)=>new Intl.NumberFormat("en",{maximumFractionDigits:wb}));
-function Fa(x){let I=Math.abs(x);if(!I)return"0";if(I<.001)return x.toFixed(6);return Eb[I<10?0:I<100?1:2].format(x)}
-let ta=(v)=>String(v).replace(/[&<>"]/g,(c)=>({"&":"&amp;","<":"&lt;",">":"&gt;",'"':"&quot;"})[c]),J=(x)=>+x.toFixed(2),ac=["fillStyle","strokeStyle","lineWidth","globalAlpha","font","textAlign","textBaseline"],UP="M0 6L6 0M-1 1L1 -1M5 7L7 5",rb="M0 0L6 6M-1 5L1 7M5 -1L7 1",ab={"/":UP,"\\":rb,x:UP+rb};
-function Ga(width,height,title=""){let F=[],vb=new Map(),hb=[],K=[],Hb=0,dash="",ca=[],e={fillStyle:"#000",strokeStyle:"#000",lineWidth:1,globalAlpha:1,font:"10px sans-serif",textAlign:"start",textBaseline:"alphabetic",save(){hb.push({dash,pen:Object.fromEntries(ac.map((key)=>[key,e[key]]))});ca.push(0)},restore(){let last=hb.pop();dash=last.dash;Object.assign(e,last.pen);F.push("</g>".repeat(ca.pop()))},translate(x,y){Da(`transform="translate(${J(x)} ${J(y)})"`)},rotate(sa){Da(`transform="rotate(${J((sa*180)/D)})"`)},clip(){let id=`clip${++Hb}-${width}x${height}`;F.push(`<clipPath id="${id}"><path d="${K.join("")}"/></clipPath>`);Da(`clip-path="url(#${id})"`)},beginPath(){K=[]},moveTo(x,y){K.push(`M${J(x)} ${J(y)}`)},lineTo(x,y){K.push(`L${J(x)} ${J(y)}`)},bezierCurveTo(...c){K.push(`C${c.map(J).join(" ")}`)},quadraticCurveTo(...c){K.push(`Q${c.map(J).join(" ")}`)},rect(x,y,w,h){K.push(`M${J(x)} ${J(y)}h${J(w)}v${J(h)}h${J(-w)}Z`)},arc(x,y,r,from,to){let at=(a)=>`${J(x+r*Math.cos(a))} ${J(y+r*Math.sin(a))}`,arc=(a,b)=>`A${J(r)} ${J(r)} 0 ${b-a>D?1:0} 1 ${at(b)}`,Wa=to-from>6.283?from+D:to;K.push(`${K.length?"L":"M"}${at(from)}${arc(from,Wa)}${Wa<to?arc(Wa,to):""}`)},closePath(){K.push("Z")},setLineDash(Xb){dash=Xb.join(" ")},fill(){F.push(`<path d="${K.join("")}" fill="${e.fillStyle}"${ra()}/>`)},stroke(){F.push(`<path d="${K.join("")}" fill="none"${eb()}/>`)},fillRect(x,y,w,h){F.push(`<rect x="${J(x)}" y="${J(y)}" width="${J(w)}" height="${J(h)}" fill="${e.fillStyle}"${ra()}/>`)},strokeRect(x,y,w,h){F.push(`<rect x="${J(x)}" y="${J(y)}" width="${J(w)}" height="${J(h)}" fill="none"${eb()}/>`)},clearRect(){},fillText(v,x,y){let[,Db,I]=/^(.*?)([\d.]+)px/.exec(e.font),La={center:"middle",right:"end",end:"end"}[e.textAlign]||"start",Lb={middle:.35,top:.8,hanging:.8,bottom:-.2}[e.textBaseline]||0;F.push(`<text x="${J(x)}" y="${J(y+Lb*I)}" font-size="${I}"${Db.includes("bold")?' font-weight="bold"':""}`+`${La==="start"?"":` text-anchor="${La}"`} fill="${e.fillStyle}"${ra()}>${ta(v)}</text>`,)},measureText(v){return{width:String(v).length*.56*/([\d.]+)px/.exec(e.font)[1]}},hatch(ba,N,T){let id=`h${ba.charCodeAt(0)}${N}${T}`.replace(/[^\w]/g,"");vb.set(id,`<pattern id="${id}" width="6" height="6" patternUnits="userSpaceOnUse"><rect width="6" height="6" `+`fill="${N}"/><path d="${ab[ba]}" stroke="${T}" stroke-width=".8"/></pattern>`);return`url(#${id})`},toString(){return`<svg xmlns="http://www.w3.org/2000/svg" width="${width}" height="${height}" viewBox="0 0 ${width} ${height}" `+`font-family="${ta(sb)}" role="img"><title>${ta(title)}</title><defs>${[...vb.values()].join("")}</defs>`+`${F.join("")}${"</g>".repeat(ca.reduce((a,b)=>a+b,0))}</svg>`}};function Da(attributes){F.push(`<g ${attributes}>`);if(ca.length)ca[ca.length-1]++;else ca.push(1)}let ra=()=>(e.globalAlpha<1?` opacity="${J(e.globalAlpha)}"`:""),eb=()=>` stroke="${e.strokeStyle}" stroke-width="${J(e.lineWidth)}"${dash?` stroke-dasharray="${dash}"`:""}${ra()}`;return e}
-let da=new Map();
-function fill(e,N,T,ba){if(!ba)return N;if(e.hatch)return e.hatch(ba,N,T);let key=N+T+ba;if(!da.has(key)){let Ha=document.createElement("canvas");Ha.width=Ha.height=6;let c=Ha.getContext("2d");c.fillStyle=N;c.fillRect(0,0,6,6);c.strokeStyle=T;c.lineWidth=.8;c.stroke(new Path2D(ab[ba]));da.set(key,Ha)}return e.createPattern(da.get(key),"repeat")}
-function C(jb,attributes={},...Sa){let el=document.createElement(jb);for(let[name,ja]of Object.entries(attributes)){if(name.startsWith("on"))el.addEventListener(name.slice(2),ja);else if(ja!==!1&&ja!=null)el.setAttribute(name,ja===!0?"":ja)}el.append(...Sa);return el}
-function Nb(Ea,ga){let Bb=(k)=>Ea.slice(1).every((row)=>/^[-+\d.,\s%x]*$/.test(row[k]??"")),right=(Ea[0]||[]).map((_,k)=>(Bb(k)?"mp-n":null)),zb=(cells,jb)=>C("tr",{},...cells.map((c,k)=>C(jb,{class:right[k],scope:jb==="th"&&"col"},String(c))));return C("table",{"aria-label":ga},C("thead",{},...Ea.slice(0,1).map((r)=>zb(r,"th"))),C("tbody",{},...Ea.slice(1).map((r)=>zb(r,"td"))))}
-function download(ma,type,name){let Rb=URL.createObjectURL(ma instanceof Blob?ma:new Blob([ma],{type}));C("a",{href:Rb,download:name}).click();setTimeout(()=>URL.revokeObjectURL(Rb),10_000)}
-function Ib(model,el,{name,height,draw,keys={},canvas=!0,hint=""}){let Ca=[],get=(Ia,Jb)=>model.get(Ia)??Jb,toolbar=C("div",{class:"mp-toolbar",role:"toolbar","aria-label":`${name} tools`}),stage=C("div",{class:"mp-stage"}),readout=C("div",{class:"mp-readout","aria-live":"polite"}),xa=C("div",{class:"mp-caption"}),O=C("div",{class:"mp-table",hidden:!0,tabindex:0,role:"region","aria-label":"the same as a table"}),na=C("div",{class:"mp-problem",role:"alert",hidden:!0}),X=C("div",{class:"mp-tip",hidden:!0}),root=C("div",{class:"minipar","data-lm-suppress-shortcuts":"true"},toolbar,na,stage,readout,xa,O),s=canvas?C("canvas",{tabindex:0,role:"application"}):null;if(s)stage.append(s);stage.append(X);el.append(root);let listen=(A,j,aa,ya)=>{A.addEventListener(j,aa,ya);Ca.push(()=>A.removeEventListener(j,aa,ya))},button=(ga,title,aa,pb)=>{let Ab=C("button",{type:"button",title,"aria-label":title,"aria-pressed":pb?.toString(),onclick:aa},ga);toolbar.append(Ab);return Ab},l=null,M=0,I=()=>{let wide=u(240,S(stage.clientWidth||800));return[wide,G(height(wide))]};function paint(){if(M)cancelAnimationFrame(M);M=0;if(!s||!l||get("problem",""))return;let[wide,R]=I(),Y=window.devicePixelRatio||1;if(s.width!==G(wide*Y)||s.height!==G(R*Y)){s.width=G(wide*Y);s.height=G(R*Y);s.style.width=`${wide}px`;s.style.height=`${R}px`}let e=s.getContext("2d");e.setTransform(Y,0,0,Y,0,0);e.clearRect(0,0,wide,R);draw(e,wide,R,l)}let repaint=()=>{if(!M)M=requestAnimationFrame(paint)},Z=()=>{if(!root.isConnected)return;l=Ob(root);root.dataset.dark=l.dark;for(let key of["ink","muted","rule","paper","focus","warn"])root.style.setProperty(`--mp-${key}`,l[key]);repaint()},words=()=>{let Ja=get("problem","");na.hidden=!Ja;na.textContent=Ja;stage.hidden=toolbar.hidden=!!Ja;xa.textContent=get("caption_text","");s?.setAttribute("aria-label",`${get("label",name)} ${hint}`.trim());if(!O.hidden)qa();repaint()},qa=()=>O.replaceChildren(Nb(get("table",[]),get("label",name)));if(s&&draw){let za=(type)=>{let[wide,R]=I(),fa=(e)=>{e.fillStyle=l.paper;e.fillRect(0,0,wide,R)};if(type==="svg"){let e=Ga(wide,R,get("label",name));fa(e);draw(e,wide,R,l);return download(e.toString(),"image/svg+xml",`${name}.svg`)}let copy=C("canvas",{width:2*wide,height:2*R}),e=copy.getContext("2d");e.scale(2,2);fa(e);draw(e,wide,R,l);copy.toBlob((Ub)=>download(Ub,"image/png",`${name}.png`))};button("PNG","save PNG",()=>za("png"));button("SVG","save SVG",()=>za("svg"))}let lb=button("table","show as table",()=>{O.hidden=!O.hidden;lb.setAttribute("aria-pressed",!O.hidden);if(!O.hidden)qa()},"false");if(s){listen(s,"keydown",(j)=>{let aa=keys[(j.shiftKey&&j.key.length>1?"Shift+":"")+j.key];if(j.ctrlKey||j.metaKey||j.altKey)return;if(aa&&aa(j)!==!1)j.preventDefault();if(aa||j.key.length===1)j.stopPropagation()})}for(let Ia of["problem","label","caption_text","table"]){let j=`change:${Ia}`;model.on(j,words);Ca.push(()=>model.off(j,words))}let sizes=new ResizeObserver(()=>l?repaint():Z());sizes.observe(root);let Qa=new MutationObserver(Z);Qa.observe(document.body,{attributes:!0});listen(matchMedia("(prefers-color-scheme: dark)"),"change",Z);Ca.push(()=>sizes.disconnect(),()=>Qa.disconnect(),()=>cancelAnimationFrame(M));Z();words();return{root,stage,canvas:s,toolbar,readout,button,listen,paint,repaint,say(v){if(readout.textContent!==v)readout.textContent=v},tip(x,y,v){X.hidden=!v;if(!v)return;let wide=stage.clientWidth;if(X.textContent!==v)X.textContent=v;X.style=`top:${y+14}px;${x>wide/2?`right:${wide-x+4}`:`left:${x+12}`}px`},dispose(){for(let end of Ca)end();root.remove()}}}
-let ka=6,Tb=22,bb=38,tb=.9;
-function oa(i,t){let cells=i.first.map((row)=>row.slice());for(let[time,o,B,cell]of i.changes){if(time>t)break;cells[o][B]=cell}let sent=i.first.map(()=>0),flying=[];for(let message of i.messages){let[E,,H,end,Aa]=message;if(H>t)break;if(t<end)flying.push(message);sent[E]+=Aa*(end>H?q(1,(t-H)/(end-H)):1)}return{cells,flying,sent}}
-function ua(i,t,pa){let gb=1e-9*i.time,m=i.moments,ib=[0,...m.slice(1).map((time,k)=>(m[k]+time)/2),i.time];if(pa>0)return ib.find((Q)=>Q>t+gb)??i.time;return ib.reverse().find((Q)=>Q<t-gb)??0}
-function ea(i,t){let{cells,flying}=oa(i,t),at=`${Fa(t)} of ${Fa(i.time)} ${i.unit}`,Ka=wa(i,t).map(([,,o,B])=>`rank ${o} adds to chunk ${B}`);if(!flying.length&&!Ka.length){let Qb=cells.filter((row,r)=>row.every((cell,c)=>(cell?.[1]??0)===(i.last[r][c]?.[1]??0))).length;return`${at}: nothing is on its way; ${Qb} of ${cells.length} ranks hold what they end with`}let Za=flying.map(([E,A,,,,chunks,values])=>`rank ${E} sends ${chunks.length>1?`${chunks.length} chunks`:`chunk ${chunks[0]}, ${values[0]},`} to rank ${A}`).concat(Ka),Yb=Za.length>3?`; and ${Za.length-3} more`:"";return`${at}: ${Za.slice(0,3).join("; ")}${Yb}`}
-function wa(i,t){return i.adds.filter(([H,end])=>H<=t&&t<end)}
-function cb(F){let n=0;for(let x=F;x;x&=x-1)n++;return n}
-function ha(i,width){let ranks=i.first.length,chunks=i.sizes.length,wide=width>=720,circle=wide?q(280,.3*width):q(220,width-2*ka),left=(wide?circle+24:0)+58,least=width>=480?170:90,top=(wide?0:circle+10)+Tb,row=u(18,q(40,300/ranks)),cell=q(64,(width-ka-left-least-14)/chunks),barsLeft=left+chunks*cell+14,bars=q(340,width-ka-barsLeft),height=u(wide?circle:0,top+ranks*row)+12+bb;return{wide,circle,left,bars,top,row,cell,chunks,ranks,height,barsLeft,strip:height-bb}}
-function P(p,o){let sa=(2*D*o)/p.ranks-D/2,Pa=p.circle/2-18;return[p.circle/2+Pa*Math.cos(sa),p.circle/2+Pa*Math.sin(sa)]}
-function Ba(e,i,p,t,flying,l){let mb=u(1,...i.links.map((Xa)=>Xa[2]));for(let[E,A,Aa]of i.links){let[a,b]=P(p,E),[c,d]=P(p,A);e.strokeStyle=l.muted;e.globalAlpha=.6;e.lineWidth=.5+(1.5*Aa)/mb;e.beginPath();e.moveTo(a,b);e.quadraticCurveTo((a+c)/2+(d-b)*.12,(b+d)/2-(c-a)*.12,c,d);e.stroke();e.globalAlpha=1}for(let[E,A,H,end]of flying){let[a,b]=P(p,E),[c,d]=P(p,A),f=(t-H)/(end-H),g=1-f,mx=(a+c)/2+(d-b)*.12,my=(b+d)/2-(c-a)*.12;e.strokeStyle=l.wire;e.lineWidth=2.5;e.beginPath();e.moveTo(a,b);e.quadraticCurveTo(mx,my,c,d);e.stroke();e.fillStyle=l.wire;e.beginPath();e.arc(g*g*a+2*f*g*mx+f*f*c,g*g*b+2*f*g*my+f*f*d,5,0,2*D);e.fill()}let I=u(8,q(14,120/p.ranks));for(let o=0;o<p.ranks;o++){let[x,y]=P(p,o);e.fillStyle=l.paper;e.strokeStyle=l.ink;e.lineWidth=1.2;e.beginPath();e.arc(x,y,I,0,2*D);e.fill();e.stroke();words(e,String(o),x,y+.5,l.ink,"center",q(12,I+1))}if(i.nodes>1)words(e,`${i.nodes} nodes of ${p.ranks/i.nodes}`,p.circle/2,p.circle/2,l.muted,"center",11)}
-function words(e,v,x,y,ink,Gb="left",I=11){e.fillStyle=ink;e.font=`${I}px ${sb}`;e.textAlign=Gb;e.textBaseline="middle";e.fillText(v,x,y)}
-function Ua(e,i,p,o,B,cell,Wb,l){let x=p.left+B*p.cell,y=p.top+o*p.row,w=p.cell-2,h=p.row-3,n=cell?cb(cell[1]):0,[N,T,ink]=Wb?U["optimizer step"]:n>1?U["recompute"]:U["forward"];if(!cell){e.strokeStyle=l.rule;e.lineWidth=1;e.strokeRect(x+.5,y+.5,w-1,h-1);return}e.fillStyle=N;e.fillRect(x,y,w,h);e.strokeStyle=T;e.lineWidth=1;e.strokeRect(x+.5,y+.5,w-1,h-1);let v=String(cell[0]);if(w>=6+6.4*v.length)words(e,v,x+w/2,y+(h-4)/2+.5,ink,"center",q(12,h-5));let Ya=(w-4)/p.ranks;e.fillStyle=ink;if(Ya>=1)for(let r=0;r<p.ranks;r++)if(cell[1]&(1<<r))e.fillRect(x+2+r*Ya,y+h-5,u(.8,Ya-1),3)}
-function va(e,p,message,t){let[E,A,H,end,,chunks,values]=message,f=(t-H)/(end-H),[N,T,ink]=U.message,h=p.row-7;chunks.forEach((B,k)=>{let x=p.left+B*p.cell+3,y=p.top+(E+(A-E)*f)*p.row+2,w=p.cell-8;e.fillStyle=N;e.globalAlpha=.93;e.fillRect(x,y,w,h);e.globalAlpha=1;e.strokeStyle=T;e.lineWidth=1.5;e.strokeRect(x,y,w,h);let v=`${A>E?"↓":"↑"}${values[k]}`;if(w>=4+6.4*v.length)words(e,v,x+w/2,y+h/2+.5,"#201400","center",q(12,h-3));else if(w>=8)words(e,v[0],x+w/2,y+h/2,ink,"center",9)})}
-function Ta(e,i,p,sent,l){let Zb=u(i.least,...i.sent)||1,scale=(p.bars-4)/Zb;words(e,p.bars>110?"bytes sent, of all; least":"sent",p.barsLeft,p.top-11,l.muted);for(let o=0;o<p.ranks;o++){let y=p.top+o*p.row+1,h=p.row-5;e.fillStyle=U.message[0];e.fillRect(p.barsLeft,y,sent[o]*scale,h);e.strokeStyle=U.message[1];e.lineWidth=1;if(i.sent[o])e.strokeRect(p.barsLeft+.5,y+.5,u(0,i.sent[o]*scale-1),h-1)}let x=p.barsLeft+i.least*scale;e.strokeStyle=l.ink;e.lineWidth=1.5;e.setLineDash([4,3]);e.beginPath();e.moveTo(x,p.top-3);e.lineTo(x,p.top+p.ranks*p.row);e.stroke();e.setLineDash([])}
-function Ma(e,i,p,t,width,l){let y=p.strip+12,left=ka+4,scale=(width-2*left)/i.time;e.fillStyle=l.rule;e.fillRect(left,y,width-2*left,6);e.fillStyle=l.focus;e.fillRect(left,y,t*scale,6);e.fillStyle=l.muted;for(let m of i.moments)e.fillRect(left+m*scale-.5,y+8,1,4);e.fillStyle=l.ink;e.beginPath();e.arc(left+t*scale,y+3,7,0,2*D);e.fill();words(e,`0`,left,y+19,l.muted);words(e,`${Fa(i.time)} ${i.unit}`,width-left,y+19,l.muted,"right")}
-function render({model,el}){let Mb=matchMedia("(prefers-reduced-motion: reduce)").matches,t=0,L=0,W=0,ia=1,i=()=>model.get("play"),z=Ib(model,el,{name:"collective",hint:"Arrow keys step, space plays, Home and End go to the ends, plus and minus change the speed.",height:(width)=>ha(i(),width).height,draw(e,width,height,l){let now=i(),p=ha(now,width),{cells,flying,sent}=oa(now,t);Ba(e,now,p,t,flying,l);let every=Math.ceil(24/p.cell);for(let c=0;c<p.chunks;c+=every)words(e,p.cell>52?`chunk ${c}`:String(c),p.left+(c+.5)*p.cell-1,p.top-11,l.muted,"center");for(let o=0;o<p.ranks;o++){words(e,`rank ${o}`,p.left-8,p.top+(o+.5)*p.row-1,l.ink,"right");for(let c=0;c<p.chunks;c++){let cell=cells[o][c],Va=now.last[o][c];Ua(e,now,p,o,c,cell,cell&&Va&&cell[1]===Va[1]&&(cb(Va[1])>1||t>=now.time),l)}}for(let[,,o,B]of wa(now,t)){e.strokeStyle=U.reduce[0];e.lineWidth=3;e.strokeRect(p.left+B*p.cell+1,p.top+o*p.row+1,p.cell-4,p.row-5);words(e,"+",p.left+(B+1)*p.cell-9,p.top+o*p.row+8,"#fefefe","center",12)}for(let message of flying)va(e,p,message,t);Ta(e,now,p,sent,l);Ma(e,now,p,t,width,l)},keys:{ArrowRight:()=>pa(1),ArrowLeft:()=>pa(-1),Home:()=>V(0),End:()=>V(i().time)," ":()=>Ra(),"+":()=>Na(2),"-":()=>Na(.5)}});function V(time,Kb){t=u(0,q(i().time,time));if(!Kb)z.say(ea(i(),t));z.repaint()}function pa(by){Q();V(ua(i(),t,by))}function Na(by){ia=u(.25,q(8,ia*by));z.say(`speed ${ia}`)}function Q(){cancelAnimationFrame(L);L=0;button.textContent="▶ play";button.setAttribute("aria-label","play")}function Cb(now){let Oa=i(),qb=u(2,tb*Oa.moments.length)/ia;if(Mb){if(now-W>(1000*tb)/ia){W=now;V(ua(Oa,t,1))}}else{V(t+(Oa.time*q(100,now-W))/1000/qb,!0);W=now}if(t>=Oa.time){Q();return z.say(ea(Oa,t))}L=requestAnimationFrame(Cb)}function Ra(){if(L){Q();return z.say(ea(i(),t))}if(t>=i().time)t=0;button.textContent="❚❚ pause";button.setAttribute("aria-label","pause");W=performance.now();L=requestAnimationFrame(Cb)}let kb=[["|◀","to the beginning (Home)",()=>{Q();V(0)}],["◁","one step back (left arrow)",()=>pa(-1)],["▶ play","play",Ra],["▷","one step on (right arrow)",()=>pa(1)],["▶|","to the end (End)",()=>{Q();V(i().time)}]].map(([ga,title,aa])=>C("button",{type:"button",title,"aria-label":title,onclick:aa},ga)),button=kb[2];button.style.minWidth="6em";z.toolbar.prepend(...kb);let ob=(j)=>j.offsetY>=ha(i(),z.canvas.clientWidth).strip,xb=(j)=>{Q();V(((j.offsetX-ka-4)/(z.canvas.clientWidth-2*ka-8))*i().time)};z.listen(z.canvas,"pointerdown",(j)=>{if(!ob(j))return;z.canvas.setPointerCapture(j.pointerId);xb(j)});z.listen(z.canvas,"pointermove",(j)=>{if(j.buttons&&z.canvas.hasPointerCapture(j.pointerId))return xb(j);let p=ha(i(),z.canvas.clientWidth),{cells,sent}=oa(i(),t),o=S((j.offsetY-p.top)/p.row),B=S((j.offsetX-p.left)/p.cell);if(o<0||o>=p.ranks)return z.tip(0,0,null);if(j.offsetX>=p.barsLeft){let fc=i().links.filter((Xa)=>Xa[0]===o).map(([,A,,words])=>`to rank ${A}: ${words}`);return z.tip(j.offsetX,j.offsetY,[`rank ${o} sends ${i().words.sent[o]}; the least: ${i().words.least}`,...fc.slice(0,6)].join("\n"))}let cell=B>=0&&B<p.chunks?cells[o][B]:null,F=cell&&[...Array(p.ranks).keys()].filter((r)=>cell[1]&(1<<r)).join(", ");z.tip(j.offsetX,j.offsetY,cell?`rank ${o}, chunk ${B}: ${cell[0]}\nparts of ranks ${F}`:null)});z.listen(z.canvas,"pointerleave",()=>z.tip(0,0,null));let la=()=>{Q();V(ua(i(),0,1))};model.on("change:play",la);if(!model.get("problem"))la();return()=>{cancelAnimationFrame(L);model.off("change:play",la);z.dispose()}}
-export default{render};
+const LOOKS = {
+"forward": ["#0072B2", "#004a75", "#fefefe", "", "F"],
+"backward": ["#E69F00", "#7a5300", "#201400", "", "B"],
+"input gradient": ["#F6CF78", "#7a5300", "#201400", "", "I"],
+"weight gradient": ["#8F5F00", "#5c3d00", "#fefefe", "", "W"],
+"recompute": ["#56B4E9", "#1f6d9c", "#201400", "", "R"],
+"optimizer step": ["#009E73", "#00664a", "#fefefe", "", "S"],
+"reduce": ["#009E73", "#00664a", "#fefefe", "", "+"],
+"message": ["#CC79A7", "#8f3f6c", "#fefefe", "/", "M"],
+"receive": ["#8f3f6d", "#8f3f6d", "#fefefe", "", "r"],
+"collective": ["#CC79A7", "#8f3f6c", "#fefefe", "x", "C"],
+"copy": ["#9a9a9a", "#6a6a6a", "#fefefe", "", "c"],
+};
+const FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif";
+const LIGHT = { ink: "#1a1a1a", muted: "#5c5c5c", rule: "#dcdcdc", paper: "#ffffff", wire: "#8f3f6d", focus: "#0072B2", warn: "#b04a00" };
+const DARK = { ink: "#ececec", muted: "#aaaaaa", rule: "#3a3a3a", paper: "#161616", wire: "#e3b1cd", focus: "#56B4E9", warn: "#ff9d5c" };
+function isDark(hex) {
+const [r, g, b] = [1, 3, 5].map((k) => parseInt(hex.slice(k, k + 2), 16));
+return 0.299 * r + 0.587 * g + 0.114 * b < 128;
+}
+function theme(el) {
+const style = getComputedStyle(el), ctx = document.createElement("canvas").getContext("2d");
+const named = style.getPropertyValue("--jp-layout-color0") || style.getPropertyValue("--vscode-editor-background");
+ctx.fillStyle = named.trim();
+const known = named && ctx.fillStyle[0] === "#";
+const dark = known ? isDark(ctx.fillStyle) : matchMedia("(prefers-color-scheme: dark)").matches;
+const look = { ...(dark ? DARK : LIGHT), dark };
+if (known) look.paper = ctx.fillStyle;
+return look;
+}
+const FORMS = [3, 2, 1].map((digits) => new Intl.NumberFormat("en", { maximumFractionDigits: digits }));
+function short(x) {
+const size = Math.abs(x);
+if (!size) return "0";
+if (size < 0.001) return x.toFixed(6);
+return FORMS[size < 10 ? 0 : size < 100 ? 1 : 2].format(x);
+}
+const escape = (text) => String(text).replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[c]);
+const n2 = (x) => +x.toFixed(2);
+const PEN = ["fillStyle", "strokeStyle", "lineWidth", "globalAlpha", "font", "textAlign", "textBaseline"];
+const UP = "M0 6L6 0M-1 1L1 -1M5 7L7 5";
+const DOWN = "M0 0L6 6M-1 5L1 7M5 -1L7 1";
+const MARKS = { "/": UP, "\\": DOWN, "x": UP + DOWN };
+function svgContext(width, height, title = "") {
+const parts = [], defs = new Map(), stack = [];
+let path = [], clips = 0, dash = "";
+const open = [];
+const ctx = {
+fillStyle: "#000", strokeStyle: "#000", lineWidth: 1, globalAlpha: 1, font: "10px sans-serif", textAlign: "start",
+textBaseline: "alphabetic",
+save() {
+stack.push({ dash, pen: Object.fromEntries(PEN.map((key) => [key, ctx[key]])) });
+open.push(0);
+},
+restore() {
+const last = stack.pop();
+dash = last.dash;
+Object.assign(ctx, last.pen);
+parts.push("</g>".repeat(open.pop()));
+},
+translate(x, y) { group(`transform="translate(${n2(x)} ${n2(y)})"`); },
+rotate(angle) { group(`transform="rotate(${n2((angle * 180) / Math.PI)})"`); },
+clip() {
+const id = `clip${++clips}-${width}x${height}`;
+parts.push(`<clipPath id="${id}"><path d="${path.join("")}"/></clipPath>`);
+group(`clip-path="url(#${id})"`);
+},
+beginPath() { path = []; },
+moveTo(x, y) { path.push(`M${n2(x)} ${n2(y)}`); },
+lineTo(x, y) { path.push(`L${n2(x)} ${n2(y)}`); },
+bezierCurveTo(...c) { path.push(`C${c.map(n2).join(" ")}`); },
+quadraticCurveTo(...c) { path.push(`Q${c.map(n2).join(" ")}`); },
+rect(x, y, w, h) { path.push(`M${n2(x)} ${n2(y)}h${n2(w)}v${n2(h)}h${n2(-w)}Z`); },
+arc(x, y, r, from, to) {
+const at = (a) => `${n2(x + r * Math.cos(a))} ${n2(y + r * Math.sin(a))}`;
+const arc = (a, b) => `A${n2(r)} ${n2(r)} 0 ${b - a > Math.PI ? 1 : 0} 1 ${at(b)}`;
+const half = to - from > 6.283 ? from + Math.PI : to;
+path.push(`${path.length ? "L" : "M"}${at(from)}${arc(from, half)}${half < to ? arc(half, to) : ""}`);
+},
+closePath() { path.push("Z"); },
+setLineDash(list) { dash = list.join(" "); },
+fill() { parts.push(`<path d="${path.join("")}" fill="${ctx.fillStyle}"${alpha()}/>`); },
+stroke() { parts.push(`<path d="${path.join("")}" fill="none"${lines()}/>`); },
+fillRect(x, y, w, h) {
+parts.push(`<rect x="${n2(x)}" y="${n2(y)}" width="${n2(w)}" height="${n2(h)}" fill="${ctx.fillStyle}"${alpha()}/>`);
+},
+strokeRect(x, y, w, h) {
+parts.push(`<rect x="${n2(x)}" y="${n2(y)}" width="${n2(w)}" height="${n2(h)}" fill="none"${lines()}/>`);
+},
+clearRect() {},
+fillText(text, x, y) {
+const [, weight, size] = /^(.*?)([\d.]+)px/.exec(ctx.font);
+const anchor = { center: "middle", right: "end", end: "end" }[ctx.textAlign] || "start";
+const shift = { middle: 0.35, top: 0.8, hanging: 0.8, bottom: -0.2 }[ctx.textBaseline] || 0;
+parts.push(
+`<text x="${n2(x)}" y="${n2(y + shift * size)}" font-size="${size}"${weight.includes("bold") ? ' font-weight="bold"' : ""}` +
+`${anchor === "start" ? "" : ` text-anchor="${anchor}"`} fill="${ctx.fillStyle}"${alpha()}>${escape(text)}</text>`,
+);
+},
+measureText(text) { return { width: String(text).length * 0.56 * /([\d.]+)px/.exec(ctx.font)[1] }; },
+hatch(mark, face, edge) {
+const id = `h${mark.charCodeAt(0)}${face}${edge}`.replace(/[^\w]/g, "");
+defs.set(id, `<pattern id="${id}" width="6" height="6" patternUnits="userSpaceOnUse"><rect width="6" height="6" ` +
+`fill="${face}"/><path d="${MARKS[mark]}" stroke="${edge}" stroke-width=".8"/></pattern>`);
+return `url(#${id})`;
+},
+toString() {
+return `<svg xmlns="http://www.w3.org/2000/svg" width="${width}" height="${height}" viewBox="0 0 ${width} ${height}" ` +
+`font-family="${escape(FONT)}" role="img"><title>${escape(title)}</title><defs>${[...defs.values()].join("")}</defs>` +
+`${parts.join("")}${"</g>".repeat(open.reduce((a, b) => a + b, 0))}</svg>`;
+},
+};
+function group(attributes) {
+parts.push(`<g ${attributes}>`);
+if (open.length) open[open.length - 1]++;
+else open.push(1);
+}
+const alpha = () => (ctx.globalAlpha < 1 ? ` opacity="${n2(ctx.globalAlpha)}"` : "");
+const lines = () => ` stroke="${ctx.strokeStyle}" stroke-width="${n2(ctx.lineWidth)}"${dash ? ` stroke-dasharray="${dash}"` : ""}${alpha()}`;
+return ctx;
+}
+const patterns = new Map();
+function fill(ctx, face, edge, mark) {
+if (!mark) return face;
+if (ctx.hatch) return ctx.hatch(mark, face, edge);
+const key = face + edge + mark;
+if (!patterns.has(key)) {
+const tile = document.createElement("canvas");
+tile.width = tile.height = 6;
+const c = tile.getContext("2d");
+c.fillStyle = face;
+c.fillRect(0, 0, 6, 6);
+c.strokeStyle = edge;
+c.lineWidth = 0.8;
+c.stroke(new Path2D(MARKS[mark]));
+patterns.set(key, tile);
+}
+return ctx.createPattern(patterns.get(key), "repeat");
+}
+function make(tag, attributes = {}, ...children) {
+const el = document.createElement(tag);
+for (const [name, value] of Object.entries(attributes)) {
+if (name.startsWith("on")) el.addEventListener(name.slice(2), value);
+else if (value !== false && value != null) el.setAttribute(name, value === true ? "" : value);
+}
+el.append(...children);
+return el;
+}
+function table(rows, label) {
+const number = (k) => rows.slice(1).every((row) => /^[-+\d.,\s%x]*$/.test(row[k] ?? ""));
+const right = (rows[0] || []).map((_, k) => (number(k) ? "mp-n" : null));
+const line = (cells, tag) => make("tr", {}, ...cells.map((c, k) => make(tag, { class: right[k], scope: tag === "th" && "col" }, String(c))));
+return make("table", { "aria-label": label }, make("thead", {}, ...rows.slice(0, 1).map((r) => line(r, "th"))),
+make("tbody", {}, ...rows.slice(1).map((r) => line(r, "td"))));
+}
+function download(content, type, name) {
+const url = URL.createObjectURL(content instanceof Blob ? content : new Blob([content], { type }));
+make("a", { href: url, download: name }).click();
+setTimeout(() => URL.revokeObjectURL(url), 10_000);
+}
+function frame(model, el, { name, height, draw, keys = {}, canvas = true, hint = "" }) {
+const ends = [];
+const get = (trait, other) => model.get(trait) ?? other;
+const toolbar = make("div", { class: "mp-toolbar", role: "toolbar", "aria-label": `${name} tools` });
+const stage = make("div", { class: "mp-stage" });
+const readout = make("div", { class: "mp-readout", "aria-live": "polite" });
+const caption = make("div", { class: "mp-caption" });
+const holder = make("div", { class: "mp-table", hidden: true, tabindex: 0, role: "region", "aria-label": "the same as a table" });
+const problem = make("div", { class: "mp-problem", role: "alert", hidden: true });
+const tipbox = make("div", { class: "mp-tip", hidden: true });
+const root = make("div", { class: "minipar", "data-lm-suppress-shortcuts": "true" }, toolbar, problem, stage, readout, caption, holder);
+const surface = canvas ? make("canvas", { tabindex: 0, role: "application" }) : null;
+if (surface) stage.append(surface);
+stage.append(tipbox);
+el.append(root);
+const listen = (target, event, run, options) => {
+target.addEventListener(event, run, options);
+ends.push(() => target.removeEventListener(event, run, options));
+};
+const button = (label, title, run, pressed) => {
+const made = make("button", { type: "button", title, "aria-label": title, "aria-pressed": pressed?.toString(), onclick: run }, label);
+toolbar.append(made);
+return made;
+};
+let look = null, waiting = 0;
+const size = () => {
+const wide = Math.max(240, Math.floor(stage.clientWidth || 800));
+return [wide, Math.round(height(wide))];
+};
+function paint() {
+if (waiting) cancelAnimationFrame(waiting);
+waiting = 0;
+if (!surface || !look || get("problem", "")) return;
+const [wide, tall] = size(), ratio = window.devicePixelRatio || 1;
+if (surface.width !== Math.round(wide * ratio) || surface.height !== Math.round(tall * ratio)) {
+surface.width = Math.round(wide * ratio);
+surface.height = Math.round(tall * ratio);
+surface.style.width = `${wide}px`;
+surface.style.height = `${tall}px`;
+}
+const ctx = surface.getContext("2d");
+ctx.setTransform(ratio, 0, 0, ratio, 0, 0);
+ctx.clearRect(0, 0, wide, tall);
+draw(ctx, wide, tall, look);
+}
+const repaint = () => { if (!waiting) waiting = requestAnimationFrame(paint); };
+const restyle = () => {
+if (!root.isConnected) return;
+look = theme(root);
+root.dataset.dark = look.dark;
+for (const key of ["ink", "muted", "rule", "paper", "focus", "warn"]) root.style.setProperty(`--mp-${key}`, look[key]);
+repaint();
+};
+const words = () => {
+const wrong = get("problem", "");
+problem.hidden = !wrong;
+problem.textContent = wrong;
+stage.hidden = toolbar.hidden = !!wrong;
+caption.textContent = get("caption_text", "");
+surface?.setAttribute("aria-label", `${get("label", name)} ${hint}`.trim());
+if (!holder.hidden) fillTable();
+repaint();
+};
+const fillTable = () => holder.replaceChildren(table(get("table", []), get("label", name)));
+if (surface && draw) {
+const picture = (type) => {
+const [wide, tall] = size(), background = (ctx) => { ctx.fillStyle = look.paper; ctx.fillRect(0, 0, wide, tall); };
+if (type === "svg") {
+const ctx = svgContext(wide, tall, get("label", name));
+background(ctx);
+draw(ctx, wide, tall, look);
+return download(ctx.toString(), "image/svg+xml", `${name}.svg`);
+}
+const copy = make("canvas", { width: 2 * wide, height: 2 * tall }), ctx = copy.getContext("2d");
+ctx.scale(2, 2);
+background(ctx);
+draw(ctx, wide, tall, look);
+copy.toBlob((blob) => download(blob, "image/png", `${name}.png`));
+};
+button("PNG", "save PNG", () => picture("png"));
+button("SVG", "save SVG", () => picture("svg"));
+}
+const asTable = button("table", "show as table", () => {
+holder.hidden = !holder.hidden;
+asTable.setAttribute("aria-pressed", !holder.hidden);
+if (!holder.hidden) fillTable();
+}, "false");
+if (surface) {
+listen(surface, "keydown", (event) => {
+const run = keys[(event.shiftKey && event.key.length > 1 ? "Shift+" : "") + event.key];
+if (event.ctrlKey || event.metaKey || event.altKey) return;
+if (run && run(event) !== false) event.preventDefault();
+if (run || event.key.length === 1) event.stopPropagation();
+});
+}
+for (const trait of ["problem", "label", "caption_text", "table"]) {
+const event = `change:${trait}`;
+model.on(event, words);
+ends.push(() => model.off(event, words));
+}
+const sizes = new ResizeObserver(() => look ? repaint() : restyle());
+sizes.observe(root);
+const themes = new MutationObserver(restyle);
+themes.observe(document.body, { attributes: true });
+listen(matchMedia("(prefers-color-scheme: dark)"), "change", restyle);
+ends.push(() => sizes.disconnect(), () => themes.disconnect(), () => cancelAnimationFrame(waiting));
+restyle();
+words();
+return {
+root, stage, canvas: surface, toolbar, readout, button, listen, paint, repaint,
+say(text) { if (readout.textContent !== text) readout.textContent = text; },
+tip(x, y, text) {
+tipbox.hidden = !text;
+if (!text) return;
+const wide = stage.clientWidth;
+if (tipbox.textContent !== text) tipbox.textContent = text;
+tipbox.style = `top:${y + 14}px;${x > wide / 2 ? `right:${wide - x + 4}` : `left:${x + 12}`}px`;
+},
+dispose() { for (const end of ends) end(); root.remove(); },
+};
+}
+const EDGE = 6, HEAD = 22, STRIP = 38;
+const PACE = 0.9;
+function stateAt(play, t) {
+const cells = play.first.map((row) => row.slice());
+for (const [time, rank, chunk, cell] of play.changes) {
+if (time > t) break;
+cells[rank][chunk] = cell;
+}
+const sent = play.first.map(() => 0), flying = [];
+for (const message of play.messages) {
+const [source, , start, end, bytes] = message;
+if (start > t) break;
+if (t < end) flying.push(message);
+sent[source] += bytes * (end > start ? Math.min(1, (t - start) / (end - start)) : 1);
+}
+return { cells, flying, sent };
+}
+function moment(play, t, step) {
+const slack = 1e-9 * play.time, m = play.moments;
+const stops = [0, ...m.slice(1).map((time, k) => (m[k] + time) / 2), play.time];
+if (step > 0) return stops.find((stop) => stop > t + slack) ?? play.time;
+return stops.reverse().find((stop) => stop < t - slack) ?? 0;
+}
+function sentence(play, t) {
+const { cells, flying } = stateAt(play, t);
+const at = `${short(t)} of ${short(play.time)} ${play.unit}`;
+const adding = addedAt(play, t).map(([, , rank, chunk]) => `rank ${rank} adds to chunk ${chunk}`);
+if (!flying.length && !adding.length) {
+const whole = cells.filter((row, r) => row.every((cell, c) => (cell?.[1] ?? 0) === (play.last[r][c]?.[1] ?? 0))).length;
+return `${at}: nothing is on its way; ${whole} of ${cells.length} ranks hold what they end with`;
+}
+const said = flying.map(([source, target, , , , chunks, values]) =>
+`rank ${source} sends ${chunks.length > 1 ? `${chunks.length} chunks` : `chunk ${chunks[0]}, ${values[0]},`} to rank ${target}`).concat(adding);
+const more = said.length > 3 ? `; and ${said.length - 3} more` : "";
+return `${at}: ${said.slice(0, 3).join("; ")}${more}`;
+}
+function addedAt(play, t) {
+return play.adds.filter(([start, end]) => start <= t && t < end);
+}
+function count(parts) {
+let n = 0;
+for (let x = parts; x; x &= x - 1) n++;
+return n;
+}
+function places(play, width) {
+const ranks = play.first.length, chunks = play.sizes.length, wide = width >= 720;
+const circle = wide ? Math.min(280, 0.3 * width) : Math.min(220, width - 2 * EDGE);
+const left = (wide ? circle + 24 : 0) + 58, least = width >= 480 ? 170 : 90;
+const top = (wide ? 0 : circle + 10) + HEAD;
+const row = Math.max(18, Math.min(40, 300 / ranks));
+const cell = Math.min(64, (width - EDGE - left - least - 14) / chunks);
+const barsLeft = left + chunks * cell + 14, bars = Math.min(340, width - EDGE - barsLeft);
+const height = Math.max(wide ? circle : 0, top + ranks * row) + 12 + STRIP;
+return { wide, circle, left, bars, top, row, cell, chunks, ranks, height, barsLeft, strip: height - STRIP };
+}
+function onCircle(p, rank) {
+const angle = (2 * Math.PI * rank) / p.ranks - Math.PI / 2, radius = p.circle / 2 - 18;
+return [p.circle / 2 + radius * Math.cos(angle), p.circle / 2 + radius * Math.sin(angle)];
+}
+function drawCircle(ctx, play, p, t, flying, look) {
+const busiest = Math.max(1, ...play.links.map((link) => link[2]));
+for (const [source, target, bytes] of play.links) {
+const [a, b] = onCircle(p, source), [c, d] = onCircle(p, target);
+ctx.strokeStyle = look.muted;
+ctx.globalAlpha = 0.6;
+ctx.lineWidth = 0.5 + (1.5 * bytes) / busiest;
+ctx.beginPath();
+ctx.moveTo(a, b);
+ctx.quadraticCurveTo((a + c) / 2 + (d - b) * 0.12, (b + d) / 2 - (c - a) * 0.12, c, d);
+ctx.stroke();
+ctx.globalAlpha = 1;
+}
+for (const [source, target, start, end] of flying) {
+const [a, b] = onCircle(p, source), [c, d] = onCircle(p, target);
+const f = (t - start) / (end - start), g = 1 - f;
+const mx = (a + c) / 2 + (d - b) * 0.12, my = (b + d) / 2 - (c - a) * 0.12;
+ctx.strokeStyle = look.wire;
+ctx.lineWidth = 2.5;
+ctx.beginPath();
+ctx.moveTo(a, b);
+ctx.quadraticCurveTo(mx, my, c, d);
+ctx.stroke();
+ctx.fillStyle = look.wire;
+ctx.beginPath();
+ctx.arc(g * g * a + 2 * f * g * mx + f * f * c, g * g * b + 2 * f * g * my + f * f * d, 5, 0, 2 * Math.PI);
+ctx.fill();
+}
+const size = Math.max(8, Math.min(14, 120 / p.ranks));
+for (let rank = 0; rank < p.ranks; rank++) {
+const [x, y] = onCircle(p, rank);
+ctx.fillStyle = look.paper;
+ctx.strokeStyle = look.ink;
+ctx.lineWidth = 1.2;
+ctx.beginPath();
+ctx.arc(x, y, size, 0, 2 * Math.PI);
+ctx.fill();
+ctx.stroke();
+words(ctx, String(rank), x, y + 0.5, look.ink, "center", Math.min(12, size + 1));
+}
+if (play.nodes > 1) words(ctx, `${play.nodes} nodes of ${p.ranks / play.nodes}`, p.circle / 2, p.circle / 2, look.muted, "center", 11);
+}
+function words(ctx, text, x, y, ink, align = "left", size = 11) {
+ctx.fillStyle = ink;
+ctx.font = `${size}px ${FONT}`;
+ctx.textAlign = align;
+ctx.textBaseline = "middle";
+ctx.fillText(text, x, y);
+}
+function drawCell(ctx, play, p, rank, chunk, cell, done, look) {
+const x = p.left + chunk * p.cell, y = p.top + rank * p.row, w = p.cell - 2, h = p.row - 3;
+const n = cell ? count(cell[1]) : 0;
+const [face, edge, ink] = done ? LOOKS["optimizer step"] : n > 1 ? LOOKS["recompute"] : LOOKS["forward"];
+if (!cell) {
+ctx.strokeStyle = look.rule;
+ctx.lineWidth = 1;
+ctx.strokeRect(x + 0.5, y + 0.5, w - 1, h - 1);
+return;
+}
+ctx.fillStyle = face;
+ctx.fillRect(x, y, w, h);
+ctx.strokeStyle = edge;
+ctx.lineWidth = 1;
+ctx.strokeRect(x + 0.5, y + 0.5, w - 1, h - 1);
+const text = String(cell[0]);
+if (w >= 6 + 6.4 * text.length) words(ctx, text, x + w / 2, y + (h - 4) / 2 + 0.5, ink, "center", Math.min(12, h - 5));
+const part = (w - 4) / p.ranks;
+ctx.fillStyle = ink;
+if (part >= 1) for (let r = 0; r < p.ranks; r++) if (cell[1] & (1 << r)) ctx.fillRect(x + 2 + r * part, y + h - 5, Math.max(0.8, part - 1), 3);
+}
+function drawMessage(ctx, p, message, t) {
+const [source, target, start, end, , chunks, values] = message, f = (t - start) / (end - start);
+const [face, edge, ink] = LOOKS.message, h = p.row - 7;
+chunks.forEach((chunk, k) => {
+const x = p.left + chunk * p.cell + 3, y = p.top + (source + (target - source) * f) * p.row + 2, w = p.cell - 8;
+ctx.fillStyle = face;
+ctx.globalAlpha = 0.93;
+ctx.fillRect(x, y, w, h);
+ctx.globalAlpha = 1;
+ctx.strokeStyle = edge;
+ctx.lineWidth = 1.5;
+ctx.strokeRect(x, y, w, h);
+const text = `${target > source ? "↓" : "↑"}${values[k]}`;
+if (w >= 4 + 6.4 * text.length) words(ctx, text, x + w / 2, y + h / 2 + 0.5, "#201400", "center", Math.min(12, h - 3));
+else if (w >= 8) words(ctx, text[0], x + w / 2, y + h / 2, ink, "center", 9);
+});
+}
+function drawBars(ctx, play, p, sent, look) {
+const most = Math.max(play.least, ...play.sent) || 1, scale = (p.bars - 4) / most;
+words(ctx, p.bars > 110 ? "bytes sent, of all; least" : "sent", p.barsLeft, p.top - 11, look.muted);
+for (let rank = 0; rank < p.ranks; rank++) {
+const y = p.top + rank * p.row + 1, h = p.row - 5;
+ctx.fillStyle = LOOKS.message[0];
+ctx.fillRect(p.barsLeft, y, sent[rank] * scale, h);
+ctx.strokeStyle = LOOKS.message[1];
+ctx.lineWidth = 1;
+if (play.sent[rank]) ctx.strokeRect(p.barsLeft + 0.5, y + 0.5, Math.max(0, play.sent[rank] * scale - 1), h - 1);
+}
+const x = p.barsLeft + play.least * scale;
+ctx.strokeStyle = look.ink;
+ctx.lineWidth = 1.5;
+ctx.setLineDash([4, 3]);
+ctx.beginPath();
+ctx.moveTo(x, p.top - 3);
+ctx.lineTo(x, p.top + p.ranks * p.row);
+ctx.stroke();
+ctx.setLineDash([]);
+}
+function drawStrip(ctx, play, p, t, width, look) {
+const y = p.strip + 12, left = EDGE + 4, scale = (width - 2 * left) / play.time;
+ctx.fillStyle = look.rule;
+ctx.fillRect(left, y, width - 2 * left, 6);
+ctx.fillStyle = look.focus;
+ctx.fillRect(left, y, t * scale, 6);
+ctx.fillStyle = look.muted;
+for (const m of play.moments) ctx.fillRect(left + m * scale - 0.5, y + 8, 1, 4);
+ctx.fillStyle = look.ink;
+ctx.beginPath();
+ctx.arc(left + t * scale, y + 3, 7, 0, 2 * Math.PI);
+ctx.fill();
+words(ctx, `0`, left, y + 19, look.muted);
+words(ctx, `${short(play.time)} ${play.unit}`, width - left, y + 19, look.muted, "right");
+}
+function render({ model, el }) {
+const still = matchMedia("(prefers-reduced-motion: reduce)").matches;
+let t = 0, playing = 0, before = 0, speed = 1;
+const play = () => model.get("play");
+const view = frame(model, el, {
+name: "collective",
+hint: "Arrow keys step, space plays, Home and End go to the ends, plus and minus change the speed.",
+height: (width) => places(play(), width).height,
+draw(ctx, width, height, look) {
+const now = play(), p = places(now, width), { cells, flying, sent } = stateAt(now, t);
+drawCircle(ctx, now, p, t, flying, look);
+const every = Math.ceil(24 / p.cell);
+for (let c = 0; c < p.chunks; c += every) words(ctx, p.cell > 52 ? `chunk ${c}` : String(c), p.left + (c + 0.5) * p.cell - 1, p.top - 11, look.muted, "center");
+for (let rank = 0; rank < p.ranks; rank++) {
+words(ctx, `rank ${rank}`, p.left - 8, p.top + (rank + 0.5) * p.row - 1, look.ink, "right");
+for (let c = 0; c < p.chunks; c++) {
+const cell = cells[rank][c], goal = now.last[rank][c];
+drawCell(ctx, now, p, rank, c, cell, cell && goal && cell[1] === goal[1] && (count(goal[1]) > 1 || t >= now.time), look);
+}
+}
+for (const [, , rank, chunk] of addedAt(now, t)) {
+ctx.strokeStyle = LOOKS.reduce[0];
+ctx.lineWidth = 3;
+ctx.strokeRect(p.left + chunk * p.cell + 1, p.top + rank * p.row + 1, p.cell - 4, p.row - 5);
+words(ctx, "+", p.left + (chunk + 1) * p.cell - 9, p.top + rank * p.row + 8, "#fefefe", "center", 12);
+}
+for (const message of flying) drawMessage(ctx, p, message, t);
+drawBars(ctx, now, p, sent, look);
+drawStrip(ctx, now, p, t, width, look);
+},
+keys: {
+ArrowRight: () => step(1), ArrowLeft: () => step(-1), Home: () => seek(0), End: () => seek(play().time),
+" ": () => toggle(), "+": () => faster(2), "-": () => faster(0.5),
+},
+});
+function seek(time, quiet) {
+t = Math.max(0, Math.min(play().time, time));
+if (!quiet) view.say(sentence(play(), t));
+view.repaint();
+}
+function step(by) { stop(); seek(moment(play(), t, by)); }
+function faster(by) {
+speed = Math.max(0.25, Math.min(8, speed * by));
+view.say(`speed ${speed}`);
+}
+function stop() {
+cancelAnimationFrame(playing);
+playing = 0;
+button.textContent = "▶ play";
+button.setAttribute("aria-label", "play");
+}
+function tick(now) {
+const one = play(), seconds = Math.max(2, PACE * one.moments.length) / speed;
+if (still) {
+if (now - before > (1000 * PACE) / speed) { before = now; seek(moment(one, t, 1)); }
+} else {
+seek(t + (one.time * Math.min(100, now - before)) / 1000 / seconds, true);
+before = now;
+}
+if (t >= one.time) { stop(); return view.say(sentence(one, t)); }
+playing = requestAnimationFrame(tick);
+}
+function toggle() {
+if (playing) { stop(); return view.say(sentence(play(), t)); }
+if (t >= play().time) t = 0;
+button.textContent = "❚❚ pause";
+button.setAttribute("aria-label", "pause");
+before = performance.now();
+playing = requestAnimationFrame(tick);
+}
+const tools = [
+["|◀", "to the beginning (Home)", () => { stop(); seek(0); }], ["◁", "one step back (left arrow)", () => step(-1)],
+["▶ play", "play", toggle], ["▷", "one step on (right arrow)", () => step(1)], ["▶|", "to the end (End)", () => { stop(); seek(play().time); }],
+].map(([label, title, run]) => make("button", { type: "button", title, "aria-label": title, onclick: run }, label));
+const button = tools[2];
+button.style.minWidth = "6em";
+view.toolbar.prepend(...tools);
+const inStrip = (event) => event.offsetY >= places(play(), view.canvas.clientWidth).strip;
+const drag = (event) => { stop(); seek(((event.offsetX - EDGE - 4) / (view.canvas.clientWidth - 2 * EDGE - 8)) * play().time); };
+view.listen(view.canvas, "pointerdown", (event) => {
+if (!inStrip(event)) return;
+view.canvas.setPointerCapture(event.pointerId);
+drag(event);
+});
+view.listen(view.canvas, "pointermove", (event) => {
+if (event.buttons && view.canvas.hasPointerCapture(event.pointerId)) return drag(event);
+const p = places(play(), view.canvas.clientWidth), { cells, sent } = stateAt(play(), t);
+const rank = Math.floor((event.offsetY - p.top) / p.row), chunk = Math.floor((event.offsetX - p.left) / p.cell);
+if (rank < 0 || rank >= p.ranks) return view.tip(0, 0, null);
+if (event.offsetX >= p.barsLeft) {
+const out = play().links.filter((link) => link[0] === rank).map(([, target, , words]) => `to rank ${target}: ${words}`);
+return view.tip(event.offsetX, event.offsetY, [`rank ${rank} sends ${play().words.sent[rank]}; the least: ${play().words.least}`, ...out.slice(0, 6)].join("\n"));
+}
+const cell = chunk >= 0 && chunk < p.chunks ? cells[rank][chunk] : null;
+const parts = cell && [...Array(p.ranks).keys()].filter((r) => cell[1] & (1 << r)).join(", ");
+view.tip(event.offsetX, event.offsetY, cell ? `rank ${rank}, chunk ${chunk}: ${cell[0]}\nparts of ranks ${parts}` : null);
+});
+view.listen(view.canvas, "pointerleave", () => view.tip(0, 0, null));
+const changed = () => { stop(); seek(moment(play(), 0, 1)); };
+model.on("change:play", changed);
+if (!model.get("problem")) changed();
+return () => { cancelAnimationFrame(playing); model.off("change:play", changed); view.dispose(); };
+}
+export default { render };

@@ -1,45 +1,1093 @@
-let ia=Math.abs,o=Math.max,Na=Math.floor,ta=Math.ceil,Fb=Math.PI,A=Math.round,E=Math.min;let ab={forward:["#0072B2","#004a75","#fefefe","","F"],backward:["#E69F00","#7a5300","#201400","","B"],"input gradient":["#F6CF78","#7a5300","#201400","","I"],"weight gradient":["#8F5F00","#5c3d00","#fefefe","","W"],recompute:["#56B4E9","#1f6d9c","#201400","","R"],"optimizer step":["#009E73","#00664a","#fefefe","","S"],reduce:["#009E73","#00664a","#fefefe","","+"],message:["#CC79A7","#8f3f6c","#fefefe","/","M"],receive:["#8f3f6d","#8f3f6d","#fefefe","","r"],collective:["#CC79A7","#8f3f6c","#fefefe","x","C"],copy:["#9a9a9a","#6a6a6a","#fefefe","","c"]},kb={parameters:["#0072B2",""],gradients:["#E69F00","/"],optimizer:["#009E73","\\"],activations:["#56B4E9",""],buffers:["#CC79A7","x"],data:["#999933",""],temporary:["#9a9a9a","/"]},ee="system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif",Me={ink:"#1a1a1a",muted:"#5c5c5c",rule:"#dcdcdc",paper:"#ffffff",wire:"#8f3f6d",focus:"#0072B2",warn:"#b04a00"},df={ink:"#ececec",muted:"#aaaaaa",rule:"#3a3a3a",paper:"#161616",wire:"#e3b1cd",focus:"#56B4E9",warn:"#ff9d5c"};
-function te(qe){let[r,g,b]=[1,3,5].map((k)=>parseInt(qe.slice(k,k+2),16));return .299*r+.587*g+.114*b<128}
-function Xe(el){let style=getComputedStyle(el),f=document.createElement("canvas").getContext("2d"),Od=style.getPropertyValue("--jp-layout-color0")||style.getPropertyValue("--vscode-editor-background");f.fillStyle=Od.trim();let na=Od&&f.fillStyle[0]==="#",dark=na?te(f.fillStyle):matchMedia("(prefers-color-scheme: dark)").matches,l={...(dark?df:Me),dark};if(na)l.paper=f.fillStyle;return l}
-let Le=[3,2,1].map((ne)=>new Intl.NumberFormat("en",{maximumFractionDigits:ne}));
-function db(x){let M=ia(x);if(!M)return"0";if(M<.001)return x.toFixed(6);return Le[M<10?0:M<100?1:2].format(x)}
-function Vd(from,to,ja){let wc=(to-from)/o(1,ja);if(!(wc>0)||!isFinite(wc))return[];let Te=10**Na(Math.log10(wc)),Ea=[1,2,5,10].map((k)=>k*Te).find((s)=>s>=wc*.999999),G=[];for(let k=ta(from/Ea-1e-9);k*Ea<=to+Ea*1e-9;k++)G.push(+(k*Ea).toPrecision(12));return G}
-let Bc=(la)=>String(la).replace(/[&<>"]/g,(c)=>({"&":"&amp;","<":"&lt;",">":"&gt;",'"':"&quot;"})[c]),n2=(x)=>+x.toFixed(2),nf=["fillStyle","strokeStyle","lineWidth","globalAlpha","font","textAlign","textBaseline"],UP="M0 6L6 0M-1 1L1 -1M5 7L7 5",de="M0 0L6 6M-1 5L1 7M5 -1L7 1",Id={"/":UP,"\\":de,x:UP+de};
-function ld(width,height,title=""){let Ca=[],me=new Map(),Rd=[],path=[],Qe=0,dash="",Ib=[],f={fillStyle:"#000",strokeStyle:"#000",lineWidth:1,globalAlpha:1,font:"10px sans-serif",textAlign:"start",textBaseline:"alphabetic",save(){Rd.push({dash,pen:Object.fromEntries(nf.map((key)=>[key,f[key]]))});Ib.push(0)},restore(){let F=Rd.pop();dash=F.dash;Object.assign(f,F.pen);Ca.push("</g>".repeat(Ib.pop()))},translate(x,y){gd(`transform="translate(${n2(x)} ${n2(y)})"`)},rotate(Oe){gd(`transform="rotate(${n2((Oe*180)/Fb)})"`)},clip(){let id=`clip${++Qe}-${width}x${height}`;Ca.push(`<clipPath id="${id}"><path d="${path.join("")}"/></clipPath>`);gd(`clip-path="url(#${id})"`)},beginPath(){path=[]},moveTo(x,y){path.push(`M${n2(x)} ${n2(y)}`)},lineTo(x,y){path.push(`L${n2(x)} ${n2(y)}`)},bezierCurveTo(...c){path.push(`C${c.map(n2).join(" ")}`)},quadraticCurveTo(...c){path.push(`Q${c.map(n2).join(" ")}`)},rect(x,y,w,h){path.push(`M${n2(x)} ${n2(y)}h${n2(w)}v${n2(h)}h${n2(-w)}Z`)},arc(x,y,r,from,to){let at=(a)=>`${n2(x+r*Math.cos(a))} ${n2(y+r*Math.sin(a))}`,arc=(a,b)=>`A${n2(r)} ${n2(r)} 0 ${b-a>Fb?1:0} 1 ${at(b)}`,Dd=to-from>6.283?from+Fb:to;path.push(`${path.length?"L":"M"}${at(from)}${arc(from,Dd)}${Dd<to?arc(Dd,to):""}`)},closePath(){path.push("Z")},setLineDash(hf){dash=hf.join(" ")},fill(){Ca.push(`<path d="${path.join("")}" fill="${f.fillStyle}"${zb()}/>`)},stroke(){Ca.push(`<path d="${path.join("")}" fill="none"${oa()}/>`)},fillRect(x,y,w,h){Ca.push(`<rect x="${n2(x)}" y="${n2(y)}" width="${n2(w)}" height="${n2(h)}" fill="${f.fillStyle}"${zb()}/>`)},strokeRect(x,y,w,h){Ca.push(`<rect x="${n2(x)}" y="${n2(y)}" width="${n2(w)}" height="${n2(h)}" fill="none"${oa()}/>`)},clearRect(){},fillText(la,x,y){let[,Jc,M]=/^(.*?)([\d.]+)px/.exec(f.font),od={center:"middle",right:"end",end:"end"}[f.textAlign]||"start",Ve={middle:.35,top:.8,hanging:.8,bottom:-.2}[f.textBaseline]||0;Ca.push(`<text x="${n2(x)}" y="${n2(y+Ve*M)}" font-size="${M}"${Jc.includes("bold")?' font-weight="bold"':""}`+`${od==="start"?"":` text-anchor="${od}"`} fill="${f.fillStyle}"${zb()}>${Bc(la)}</text>`,)},measureText(la){return{width:String(la).length*.56*/([\d.]+)px/.exec(f.font)[1]}},hatch(gb,rb,qb){let id=`h${gb.charCodeAt(0)}${rb}${qb}`.replace(/[^\w]/g,"");me.set(id,`<pattern id="${id}" width="6" height="6" patternUnits="userSpaceOnUse"><rect width="6" height="6" `+`fill="${rb}"/><path d="${Id[gb]}" stroke="${qb}" stroke-width=".8"/></pattern>`);return`url(#${id})`},toString(){return`<svg xmlns="http://www.w3.org/2000/svg" width="${width}" height="${height}" viewBox="0 0 ${width} ${height}" `+`font-family="${Bc(ee)}" role="img"><title>${Bc(title)}</title><defs>${[...me.values()].join("")}</defs>`+`${Ca.join("")}${"</g>".repeat(Ib.reduce((a,b)=>a+b,0))}</svg>`}};function gd(attributes){Ca.push(`<g ${attributes}>`);if(Ib.length)Ib[Ib.length-1]++;else Ib.push(1)}let zb=()=>(f.globalAlpha<1?` opacity="${n2(f.globalAlpha)}"`:""),oa=()=>` stroke="${f.strokeStyle}" stroke-width="${n2(f.lineWidth)}"${dash?` stroke-dasharray="${dash}"`:""}${zb()}`;return f}
-let Jb=new Map();
-function fill(f,rb,qb,gb){if(!gb)return rb;if(f.hatch)return f.hatch(gb,rb,qb);let key=rb+qb+gb;if(!Jb.has(key)){let md=document.createElement("canvas");md.width=md.height=6;let c=md.getContext("2d");c.fillStyle=rb;c.fillRect(0,0,6,6);c.strokeStyle=qb;c.lineWidth=.8;c.stroke(new Path2D(Id[gb]));Jb.set(key,md)}return f.createPattern(Jb.get(key),"repeat")}
-function S(f,Y,x,y,width,height,zb=1){f.globalAlpha=zb;f.fillStyle=Y;f.fillRect(x,y,width,height);f.globalAlpha=1}
-function pb(f,Y,x,y,width,height,pa=1){f.strokeStyle=Y;f.lineWidth=pa;f.strokeRect(x+pa/2,y+pa/2,o(0,width-pa),o(0,height-pa))}
-function T(f,ea,x,y,Y,Ne="left",M=11,Jc=""){f.fillStyle=Y;f.font=`${Jc}${M}px ${ee}`;f.textAlign=Ne;f.textBaseline="middle";f.fillText(ea,x,y)}
-function ra(Ud,attributes={},...Bd){let el=document.createElement(Ud);for(let[name,Pa]of Object.entries(attributes)){if(name.startsWith("on"))el.addEventListener(name.slice(2),Pa);else if(Pa!==!1&&Pa!=null)el.setAttribute(name,Pa===!0?"":Pa)}el.append(...Bd);return el}
-function We(Qa,Sb){let number=(k)=>Qa.slice(1).every((ob)=>/^[-+\d.,\s%x]*$/.test(ob[k]??"")),right=(Qa[0]||[]).map((_,k)=>(number(k)?"mp-n":null)),Ja=(Mb,Ud)=>ra("tr",{},...Mb.map((c,k)=>ra(Ud,{class:right[k],scope:Ud==="th"&&"col"},String(c))));return ra("table",{"aria-label":Sb},ra("thead",{},...Qa.slice(0,1).map((r)=>Ja(r,"th"))),ra("tbody",{},...Qa.slice(1).map((r)=>Ja(r,"td"))))}
-function download(gc,type,name){let cf=URL.createObjectURL(gc instanceof Blob?gc:new Blob([gc],{type}));ra("a",{href:cf,download:name}).click();setTimeout(()=>URL.revokeObjectURL(cf),10_000)}
-function Se(model,el,{name,height,draw,keys={},canvas=!0,hint=""}){let qa=[],get=(Zb,W)=>model.get(Zb)??W,toolbar=ra("div",{class:"mp-toolbar",role:"toolbar","aria-label":`${name} tools`}),stage=ra("div",{class:"mp-stage"}),readout=ra("div",{class:"mp-readout","aria-live":"polite"}),Rc=ra("div",{class:"mp-caption"}),Xa=ra("div",{class:"mp-table",hidden:!0,tabindex:0,role:"region","aria-label":"the same as a table"}),lc=ra("div",{class:"mp-problem",role:"alert",hidden:!0}),wb=ra("div",{class:"mp-tip",hidden:!0}),root=ra("div",{class:"minipar","data-lm-suppress-shortcuts":"true"},toolbar,lc,stage,readout,Rc,Xa),I=canvas?ra("canvas",{tabindex:0,role:"application"}):null;if(I)stage.append(I);stage.append(wb);el.append(root);let listen=(vd,C,qc,Vc)=>{vd.addEventListener(C,qc,Vc);qa.push(()=>vd.removeEventListener(C,qc,Vc))},button=(Sb,title,qc,be)=>{let Ec=ra("button",{type:"button",title,"aria-label":title,"aria-pressed":be?.toString(),onclick:qc},Sb);toolbar.append(Ec);return Ec},l=null,Wa=0,M=()=>{let q=o(240,Na(stage.clientWidth||800));return[q,A(height(q))]};function paint(){if(Wa)cancelAnimationFrame(Wa);Wa=0;if(!I||!l||get("problem",""))return;let[q,Q]=M(),N=window.devicePixelRatio||1;if(I.width!==A(q*N)||I.height!==A(Q*N)){I.width=A(q*N);I.height=A(Q*N);I.style.width=`${q}px`;I.style.height=`${Q}px`}let f=I.getContext("2d");f.setTransform(N,0,0,N,0,0);f.clearRect(0,0,q,Q);draw(f,q,Q,l)}let repaint=()=>{if(!Wa)Wa=requestAnimationFrame(paint)},Bb=()=>{if(!root.isConnected)return;l=Xe(root);root.dataset.dark=l.dark;for(let key of["ink","muted","rule","paper","focus","warn"])root.style.setProperty(`--mp-${key}`,l[key]);repaint()},ea=()=>{let nd=get("problem","");lc.hidden=!nd;lc.textContent=nd;stage.hidden=toolbar.hidden=!!nd;Rc.textContent=get("caption_text","");I?.setAttribute("aria-label",`${get("label",name)} ${hint}`.trim());if(!Xa.hidden)pc();repaint()},pc=()=>Xa.replaceChildren(We(get("table",[]),get("label",name)));if(I&&draw){let wa=(type)=>{let[q,Q]=M(),Lb=(f)=>{f.fillStyle=l.paper;f.fillRect(0,0,q,Q)};if(type==="svg"){let f=ld(q,Q,get("label",name));Lb(f);draw(f,q,Q,l);return download(f.toString(),"image/svg+xml",`${name}.svg`)}let copy=ra("canvas",{width:2*q,height:2*Q}),f=copy.getContext("2d");f.scale(2,2);Lb(f);draw(f,q,Q,l);copy.toBlob((gf)=>download(gf,"image/png",`${name}.png`))};button("PNG","save PNG",()=>wa("png"));button("SVG","save SVG",()=>wa("svg"))}let Xd=button("table","show as table",()=>{Xa.hidden=!Xa.hidden;Xd.setAttribute("aria-pressed",!Xa.hidden);if(!Xa.hidden)pc()},"false");if(I){listen(I,"keydown",(C)=>{let qc=keys[(C.shiftKey&&C.key.length>1?"Shift+":"")+C.key];if(C.ctrlKey||C.metaKey||C.altKey)return;if(qc&&qc(C)!==!1)C.preventDefault();if(qc||C.key.length===1)C.stopPropagation()})}for(let Zb of["problem","label","caption_text","table"]){let C=`change:${Zb}`;model.on(C,ea);qa.push(()=>model.off(C,ea))}let Qd=new ResizeObserver(()=>l?repaint():Bb());Qd.observe(root);let wd=new MutationObserver(Bb);wd.observe(document.body,{attributes:!0});listen(matchMedia("(prefers-color-scheme: dark)"),"change",Bb);qa.push(()=>Qd.disconnect(),()=>wd.disconnect(),()=>cancelAnimationFrame(Wa));Bb();ea();return{root,stage,canvas:I,toolbar,readout,button,listen,paint,repaint,say(la){if(readout.textContent!==la)readout.textContent=la},tip(x,y,la){wb.hidden=!la;if(!la)return;let q=stage.clientWidth;if(wb.textContent!==la)wb.textContent=la;wb.style=`top:${y+14}px;${x>q/2?`right:${q-x+4}`:`left:${x+12}`}px`},dispose(){for(let end of qa)end();root.remove()}}}
-let ce={f8:Float64Array,f4:Float32Array,u4:Uint32Array,i4:Int32Array,u1:Uint8Array};
-function xd(L,layout){let Pc=L.byteOffset%8===0,buffer=Pc?L.buffer:new Uint8Array(L.buffer,L.byteOffset,L.byteLength).slice().buffer,G={};for(let[name,[type,at,bb]]of Object.entries(layout))G[name]=new ce[type](buffer,(Pc?L.byteOffset:0)+at,bb);return G}
-let lb=15,Gd=4;
-function Ba(start,D,F,t){while(D<F){let middle=(D+F)>>>1;if(start[middle]<t)D=middle+1;else F=middle}return D}
-function Mb(start,length,kind,D,F,from,to,width,Ub=new Uint8Array(width)){Ub.fill(0,0,width);let scale=width/(to-from),k=Ba(start,D,F,from);if(k>D&&start[k-1]+length[k-1]>from)k--;let now=-1,Z=0,qb=-1/0;for(;k<F;k++){let ka=kind[k],M=length[k]*scale;if(start[k]+length[k]<qb){Z|=1<<ka;nc[ka]+=M;continue}let a=(start[k]-from)*scale,b=a+M;if(a>=width)break;if(a<0)a=0;if(b>width)b=width;let x=a|0,end=b|0;if(x!==now){if(Z)Ub[now]=fc(Z);now=x;Z=0}Z|=1<<ka;if(x===end){nc[ka]+=b-a;qb=from+(x+1)/scale;continue}nc[ka]+=x+1-a;Ub[x]=fc(Z);Ub.fill(16*(ka+1)+lb,x+1,end);now=end;Z=b>end?1<<ka:0;nc[ka]=b-end}if(Z)Ub[now]=fc(Z);return Ub}
-let nc=new Float64Array(16);
-function fc(Z){let bf=0,ja=-1,xa=0;for(let ka=0;Z;ka++,Z>>=1){if(!(Z&1))continue;let fa=nc[ka];nc[ka]=0;bf+=fa;if(fa>ja){ja=fa;xa=ka}}let sa=ta(bf*lb-1e-6);return 16*(xa+1)+(sa<Gd?Gd:sa>lb?lb:sa)}
-function lf(ob){let G=[];for(let x=0;x<ob.length;){let end=x+1;while(end<ob.length&&ob[end]===ob[x])end++;if(ob[x])G.push([x,end,ob[x]]);x=end}return G}
-function re(start,length,D,F,t,Ue){let k=Ba(start,D,F,t),xa=-1,Hb=Ue;for(let j of[k-1,k]){if(j<D||j>=F)continue;let cd=o(0,start[j]-t,t-start[j]-length[j]);if(cd<Hb||(cd===Hb&&xa<0)||(cd===0&&start[j]<=t)){xa=j;Hb=cd}}return xa}
-function He(length){let G=new Float64Array(length.length+1);for(let k=0;k<length.length;k++)G[k+1]=G[k]+length[k];return G}
-function rd(start,Ua,D,F,from,to){let ac=(t)=>{let k=Ba(start,D,F,t);return k>D?Ua[k]-o(0,start[k-1]+Ua[k]-Ua[k-1]-t):Ua[D]};return ac(to)-ac(from)}
-function Pd(ba,Pa,D,F,from,to,width,Ub=new Int32Array(width)){let Ea=(to-from)/width,k=Ba(ba,D,F,from);for(let x=0;x<width;x++){let end=from+(x+1)*Ea,xa=k>D?k-1:-1;for(;k<F&&(ba[k]<end||(x===width-1&&ba[k]<=end));k++){if(xa<0||Pa[k]>Pa[xa])xa=k}Ub[x]=xa}return Ub}
-let af=(qe)=>[1,3,5].map((k)=>parseInt(qe.slice(k,k+2),16));
-function se(ed,paper,ja=1){let G=new Uint32Array(256),Eb=af(paper);ed.forEach((rb,ka)=>{let hb=af(rb);for(let sa=0;sa<=lb;sa++){let[r,g,b]=hb.map((c,k)=>A(Eb[k]+((c-Eb[k])*ja*sa)/lb));G[16*(ka+1)+sa]=(255<<24)|(b<<16)|(g<<8)|r}});return G}
-function ge(Ka,width,ob,top,height,ink,Ja,hatch){let D=top*width;for(let x=0;x<width;x++)Ka[D+x]=ink[ob[x]];for(let y=1;y<height;y++)Ka.copyWithin(D+y*width,D,D+width);for(let x=0;x<width;x++){let gb=ob[x]&&hatch[(ob[x]>>4)-1];for(let y=0;gb&&y<height;y++){let Wb=(x+top+y)%6;if(Wb===0||(gb===2&&(x-y+6000)%6===0))Ka[D+y*width+x]=Ja[ob[x]]}}}
-let zd=["fill","wait","overhead"],aa=74,tc=62,sc=92;
-function layout(u,width,Va,memory){let Ee=ta(u.ranks/640),lanes=u.lanes.map(([Ma,U,Yb,D,F])=>({Aa:Ma,ma:U,za:D,Ra:F,Sa:Yb==="compute"})),shown=lanes.filter((e)=>e.ma%Ee===0).sort((a,b)=>a.ma-b.ma||a.Aa-b.Aa),Nd=shown.filter((e)=>e.Sa).length,mf=shown.length-Nd,height=(kf)=>E(22,o(1,Na(kf/o(1,Nd)))-4),Q=height(620-7*mf),Jd=Va&&Q>=9;if(!Jd)Q=o(1,height(620));let Tb=[],Qa=[],x=0,y=0,ea=[...u.shown,...zd.map((ya)=>`idle: ${ya}`)];if(u.traces.length>1)ea.push(`${u.traces[0]} (outlined)`,`${u.traces[1]} (filled)`);for(let ya of ea){let M=32+6.1*ya.length;if(x+M>width&&x){x=0;y+=17}Tb.push([ya,x,y]);x+=M}let sb=y+24,Cb=Q>=10?4:0;y=sb+22;let before=shown[0]?.ma;for(let e of shown){if(!e.Sa&&!Jd)continue;if(e.ma!==before)y+=Cb;before=e.ma;let Ze=e.Sa?Cb:0;Qa.push({...e,$y:y,ca:e.Sa?Q:6,xc:Ze});y+=(e.Sa?Q:6)+Ze+(Cb?1:0)}let cc=y+3,Ab=memory?cc+8:0;return{Wd:Tb,Fa:sb,ua:Qa,Yc:cc,yb:Ab,jb:memory?Ab+sc:cc,Oc:(memory?Ab+sc+18:cc)+20}}
-function Ad(v,R,Qa,t,vb){let xa=vb*Infinity;for(let{za:D,Ra:F}of Qa){let k=Ba(v,D,F,t);for(let j=o(D,k-3);j<E(F,k+3);j++){for(let ba of[v[j],v[j]+R[j]]){if(vb*(ba-t)>1e-7*o(1,ia(t))&&vb*(xa-ba)>0)xa=ba}}}return isFinite(xa)?xa:t}
-function Ye(lanes,mb){let G=new Int32Array(mb.length).fill(-1),Z=new Map();for(let[Ma,U,,D,F]of lanes){for(let k=D;k<F;k++){let key=U*4194304+mb[k],W=Z.get(key);if(!Ma)Z.set(key,k);else if(W!==undefined){G[k]=W;G[W]=k}}}return G}
-function ae(before,mc){let bb=before.length-1,qa=new Uint32Array(bb+2),Db=new Uint32Array(mc.length);for(let k of mc)qa[k+2]++;for(let k=2;k<qa.length;k++)qa[k]+=qa[k-1];for(let k=0;k<bb;k++)for(let i=before[k];i<before[k+1];i++)Db[qa[mc[i]+1]++]=k;return[qa,Db]}
-function Md(k,qa,Db,Vb){let G=[],uc=[k],Z=new Set(uc);while(uc.length&&G.length<200){let j=uc.pop();for(let i=qa[j];i<qa[j+1];i++){let W=Db[i];G.push([j,W]);if(!Z.has(W)&&Vb(W))uc.push(W);Z.add(W)}}return G}
-let Hd=Object.values(ab).map((X)=>({"/":1,x:2})[X[3]]??0);
-function Nc(u,v,R,La,va){let ea=u.kinds,Xc=u.traces.length>1,I,Ia,wa,Ka,Ja,vb,Qb,z,Ae,hd,Wc;function visible(e,K,P,ja){let k=o(e.za,Ba(v,e.za,e.Ra,K)-1),end=Ba(v,e.za,e.Ra,P);return end-k>ja?[]:Array.from({length:end-k},(_,i)=>k+i)}let Tc=(l)=>[...ea.map((kind)=>ab[kind][0]),l.rule,l.muted,l.warn],td=(e,n)=>(e.xc&&n?n.idle.find((X)=>X[0]===e.Aa&&X[1]===e.ma):null);function ze(q,l,B,K,P,n,N){let now=[K,P,q,N,l.paper,B.Yc,B.ua.length,!!n].join();if(vb===now)return;vb=now;let H=A(q*N),top=B.ua[0].$y-2,oa=ta((B.Yc-top)*N);if(wa?.width!==H||wa.height!==oa){I=new OffscreenCanvas(H,oa);Ia=I.getContext("2d");wa=Ia.createImageData(H,oa);Ka=new Uint32Array(wa.data.buffer);Ja=new Uint8Array(H)}Ka.fill(0);if(Qb!==l.paper){Qb=l.paper;[z,hd]=[1,.4].map((ja)=>se(Tc(l),Qb,ja));[Ae,Wc]=[1,.4].map((ja)=>se(ea.map((kind)=>ab[kind][1]),Qb,ja))}for(let e of B.ua){let y=A((e.$y-top)*N),Q=o(1,A(e.ca*N)),Da=Xc&&!e.Aa;Mb(v,R,La,e.za,e.Ra,K,P,H,Ja);ge(Ka,H,Ja,y,Q,Da?hd:z,Da?Wc:Ae,Hd);if(e.ca>5)he(e,y,Q,Da?z:Ae,Da?A(1.3*N):1,H,K,P,N);let V=td(e,n);if(V){Mb(n.idle_start,n.idle_length,n.idle_kind,V[2],V[3],K,P,H,Ja);ge(Ka,H,Ja,y+Q,A((e.xc-1)*N),z,z,Hd)}}Ia.putImageData(wa,0,0)}function he(e,top,Q,ink,pa,H,K,P,N){let scale=H/(P-K);for(let k of visible(e,K,P,H/3)){let a=A((v[k]-K)*scale),b=A((v[k]+R[k]-K)*scale),oc=b-a<1.5*N;if(b-a<4*N&&!oc)continue;if(oc)b=a+ta(1.5*N);let Y=ink[16*(La[k]+1)+15],from=o(0,a),to=E(H,b);for(let y=0;y<Q;y++){let ff=(top+y)*H,eb=oc||y<pa||y>=Q-pa;for(let x=from;x<to;x++)if(eb||x<a+pa||x>=b-pa)Ka[ff+x]=Y}}}function Ke(f,q,l,B,K,P,n){let Ld=new Uint8Array(q),ed=Tc(l),Cb=(De,nb,Re,D,end,y,Q,hd)=>{Mb(De,nb,Re,D,end,K,P,q,Ld);for(let[a,b,fc]of lf(Ld)){let ka=(fc>>4)-1,na=ab[ea[ka]];S(f,na?fill(f,na[0],na[1],na[3]):ed[ka],aa+a,y,b-a,Q,((fc&15)/15)*hd)}};for(let e of B.ua){let Da=Xc&&!e.Aa,V=td(e,n);Cb(v,R,La,e.za,e.Ra,e.$y,e.ca,Da?.4:1);if(V)Cb(n.idle_start,n.idle_length,n.idle_kind,V[2],V[3],e.$y+e.ca,3,1);for(let k of visible(e,K,P,q/3)){let[a,b]=qa(k,q,K,P);if(b-a>=4&&e.ca>8)pb(f,ab[ea[La[k]]][Da?0:1],a,e.$y,b-a,e.ca)}}}let qa=(k,q,K,P)=>[v[k],v[k]+R[k]].map((t)=>aa+o(0,E(1,(t-K)/(P-K)))*q);function ue(f,q,l,B,K,P){let left=2500;for(let e of B.ua){if(e.ca<11)continue;let M=E(11,e.ca-2),Z=visible(e,K,P,q/8).filter((k)=>va[k]>=0).map((k)=>[k,...qa(k,q,K,P)]),Uc=(la)=>Z.filter(([k,a,b])=>b-a>=.62*M*la(k).length+3),we=(k)=>ab[ea[La[k]]][4]+va[k],Pe=(k)=>`${va[k]}`,la=Uc(we).length>=.7*Z.length?we:Pe,O=Uc(la);left-=O.length;if(O.length<.4*Z.length||left<0)continue;for(let[k,a,b]of O){T(f,la(k),(a+b)/2,e.$y+e.ca/2+.5,Xc&&!e.Aa?l.ink:ab[ea[La[k]]][2],"center",M)}}}function paint(f,q,l,B,K,P,n){if(!B.ua.length)return;if(f.hatch)Ke(f,q,l,B,K,P,n);else{let N=f.getTransform().a;ze(q,l,B,K,P,n,N);f.imageSmoothingEnabled=!1;f.drawImage(I,aa,B.ua[0].$y-2,q,wa.height/N)}ue(f,q,l,B,K,P)}return{paint,visible}}
-let hc=(n,Ma,U)=>n?.memory?.find((X)=>X[0]===Ma&&X[1]===U);
-function dd(f,q,l,B,K,P,n,u,U){let top=B.yb,bottom=top+sc,F=u.traces.length-1,ba=n.memory_time,Ua=n.memory_total,V=hc(n,F,U),cb=u.capacity,ja=n.memory_most;if(cb&&cb<4*ja)ja=o(ja,cb);let Lc=(Ha)=>bottom-(Ha/(1.08*ja||1))*sc,at=Pd(ba,Ua,V[2],V[3],K,P,q),Ab=new Float64Array(q);for(let kind of n.memory_kinds){let le=n[`memory_${kind}`],Y=fill(f,kb[kind][0],l.paper,kb[kind][1]);for(let x=0,end=0;x<q;x=end){let k=at[x],Ha=k<0?0:o(0,le[k]),Eb=Ab[x];while(end<q&&at[end]===k)Ab[end++]+=Ha;if(Ha)S(f,Y,aa+x,Lc(Eb+Ha),end-x,Lc(Eb)-Lc(Eb+Ha))}}let Ja=(X,Y,pa,dash)=>{let jc=(k)=>Lc(Ua[k]??0),ib;f.strokeStyle=Y;f.lineWidth=pa;f.setLineDash(dash);f.beginPath();Pd(ba,Ua,X[2],X[3],K,P,q).forEach((k,x)=>{if(k===ib)return;if(x)f.lineTo(aa+x,jc(ib));f.lineTo(aa+x,jc((ib=k)))});f.lineTo(aa+q,jc(ib));f.stroke();f.setLineDash([])};if(u.ranks<=8)for(let X of n.memory)if(X[0]===F&&X[1]!==U)Ja(X,l.muted,.6,[1,2]);if(F)Ja(hc(n,0,U),l.ink,1.2,[4,3]);Ja(V,l.ink,1.4,[]);if(cb&&cb<=1.08*ja){S(f,l.warn,aa,Lc(cb),q,1.5);T(f,`capacity ${db(cb)} ${n.memory_unit}`,aa+q-2,Lc(cb)-7,l.warn,"right")}for(let Ha of Vd(0,ja,4))T(f,db(Ha),aa-4,Lc(Ha),l.muted,"right");let ea=[`memory of rank ${U} (${n.memory_unit}):`,...n.memory_kinds,...(F?[`${u.traces[0]} dashed`]:[])],x=4;for(let ya of ea){if(kb[ya])S(f,fill(f,kb[ya][0],l.paper,kb[ya][1]),(x+=6),bottom+22,11,9);T(f,ya,(x+=kb[ya]?14:0),bottom+27,l.ink);x+=6.1*ya.length}T(f,`peak ${db((V[4]??=Ua.subarray(V[2],V[3]).reduce((a,b)=>o(a,b),0)))}`,aa+q+tc-2,top+6,l.muted,"right")}
-let ef="Arrows: time and rank; + and -: zoom; Home: all; Tab: next event; Escape, then Tab: leave.";
-function render({model,el}){let u,traces,Za,v,R,La,va,mb,nb,Cc,kc,L,B,Hc,n,Je,Zc,tb,bc,Va=!0,yc=!1,ad=!1,K=0,P=1,da=1,U=0,O=-1,hb=-1,J=null,Ia=null,fb=null,ic=!1,ga=!1,Ge=0,vc=!1,Fd=0;function ve(){u=model.get("about");if(!u.lanes)return;let G=xd(model.get("data"),u.layout);[v,R,La,va,mb]=[G.start,G.length,G.kind,G.number,G.index];traces=u.traces;Za=u.lanes;Cc=Za.map((e)=>e[3]);nb=He(R);kc=Nc(u,v,R,La,va);Je=u.same?null:new Int32Array(0);da=P=u.span||1;K=Hc=0;U=u.highest;O=hb=-1;J=Ia=tb=bc=null;vc=clearTimeout(vc);Ac()}function Ac(){let fd=model.get("more");n=fd.names&&u.lanes?{...fd,...xd(model.get("details"),fd.layout)}:null;Zc=null;if(n&&!U)U=n.highest;if(L)ha()}let ha=()=>L.repaint(),Xc=()=>traces.length>1,Ya=(k)=>Za[Ba(Cc,0,Cc.length,k+1)-1],Dc=(k)=>u.kinds[La[k]],Pb=(k)=>v[k]+R[k],Gc=(k)=>n?n.names[n.name[k]].replaceAll("#",va[k]):Dc(k)+(va[k]<0?"":` mb${va[k]}`),yd=(e,a,b)=>rd(v,nb,e[3],e[4],a,b),ba=(t)=>db(t)+(u.unit==="ms"?" ms":""),kd=(k)=>B.ua.find((e)=>e.za<=k&&k<e.Ra),xb=(k)=>(Je??=Ye(Za,mb))[k]??-1,sd=(e,t)=>{let V=n?.idle.find((X)=>X[0]===e.Aa&&X[1]===e.ma);return V?re(n.idle_start,n.idle_length,V[2],V[3],t,0):-1},ud=(k)=>zd[n.idle_kind[k]-u.kinds.length];function ke(k){if(!n)return[];Zc??=ae(n.before,n.before_of);let Vb=(j)=>La[j]>6;return[...Md(k,n.before,n.before_of,Vb).map(([a,b])=>[b,a]),...Md(k,...Zc,Vb)]}function zc(k){let[Ma,number,Yb]=Ya(k),Qc=Dc(k)==="receive",W=xb(k),[X,ie]=traces,oa=[`rank ${number} · ${Gc(k)}${Yb==="compute"?"":` · ${Yb}`}`];oa.push((ie?`${traces[Ma]} `:"")+(Qc?`arrived at ${ba(v[k])}`:`${ba(v[k])} to ${ba(Pb(k))}: ${ba(R[k])}`));if(W>=0){let[p,m]=Ma?[W,k]:[k,W],from=Qc?v:R,n=from[m]-from[p];oa.push(`${X} ${ba(from[p])}, ${ie} ${ba(from[m])}: ${n<0?"−":"+"}${ba(ia(n))}`)}return oa.join("\n")}function Fc(t){let Ca=[];for(let e of B.ua){if(!e.Sa||(e.ma!==U&&u.ranks>8))continue;let k=re(v,R,e.za,e.Ra,t,0),j=sd(e,t);Ca.push(`${Xc()?`${traces[e.Aa]} `:""}rank ${e.ma} ${k>=0?Gc(k):j>=0?`idle (${ud(j)})`:"idle"}`)}L.say(`at ${ba(t)}: ${Ca.join(", ")}. ${pe(t).replaceAll("\n",", ")}`)}function pe(t){let F=traces.length-1,X=hc(n,F,U),k=X?Ba(n.memory_time,X[2],X[3],t*(1+1e-12))-1:-1;if(!X||k<X[2])return"";let oa=[`rank ${U} holds ${db(n.memory_total[k])} ${n.memory_unit}`],live=[];for(let kind of n.memory_kinds)if(n[`memory_${kind}`][k]>0)oa.push(`${kind} ${db(n[`memory_${kind}`][k])}`);let V=n.live?.find((oe)=>oe[0]===F&&oe[1]===U);for(let j=V?.[2];j<V?.[3];j++)if(n.live_start[j]<=t&&t<n.live_end[j])live.push(j);live.sort((a,b)=>n.live_size[b]-n.live_size[a]);let jf=live.length>6?` and ${live.length-6} more`:"";if(live.length)oa.push(`live: ${live.slice(0,6).map((j)=>n.values[n.live_name[j]]).join(", ")}${jf}`);return oa.join("\n")}function je(a,b){return traces.map((name,Ma)=>{let ec=0;for(let e of Za)if(e[0]===Ma&&e[2]==="compute")ec+=yd(e,a,b);let eb=u.ranks*o(0,E(b,u.spans[Ma])-a),fa=(x)=>`${(100*x||0).toFixed(1)}%`;return`${name}: bubble ${fa(1-ec/eb)} of total, ${ec?fa(eb/ec-1):"all"} of ideal`}).join("; ")}let ub=(z)=>o(50,A(z-aa-tc)),Kc=(t,z)=>aa+((t-K)/(P-K))*ub(z);function Tb(f,l){for(let[ya,x,y]of B.Wd){let na=ab[ya],idle=zd.indexOf(ya.slice(6));if(idle>=0)S(f,[l.rule,l.muted,l.warn][idle],x,y+6,14,4);else{if(!ya.endsWith("(outlined)"))S(f,na?fill(f,na[0],na[1],na[3]):l.muted,x,y+2,14,11);pb(f,na?na[1]:l.muted,x,y+2,14,11)}T(f,ya,x+19,y+8,l.ink)}}function sb(f,z,l){let q=ub(z),y=B.Fa,H=E(q,300);if(!tb){tb=new Float64Array(H);let Qa=Za.filter((e)=>e[2]==="compute"&&e[0]===traces.length-1),Ce=Qa.filter((_,k)=>k%ta(Qa.length/16)===0);for(let e of Ce){for(let x=0;x<H;x++)tb[x]+=yd(e,(x*da)/H,((x+1)*da)/H)/((da/H)*Ce.length)}}S(f,l.rule,aa,y,q,14,.5);tb.forEach((fa,x)=>S(f,l.muted,aa+(x*q)/tb.length,y+14*(1-fa),q/tb.length+.5,14*fa));pb(f,l.focus,aa+(K/da)*q,y-1,o(3,((P-K)/da)*q),16,2);T(f,"overview",4,y+7,l.muted);T(f,P-K>=da?"all":`1/${db(da/(P-K))}`,z-2,y+7,l.muted,"right")}function cc(f,z,l){for(let t of Vd(K,P,o(2,Na(ub(z)/90)))){let x=A(Kc(t,z));S(f,l.rule,x,B.Fa+18,1,B.jb-B.Fa-18);T(f,db(t),x,B.jb+9,l.muted,"center")}T(f,u.unit==="ms"?"time (ms)":"time",z-2,B.jb+9,l.muted,"right")}function Yd(f,z,l){let ac=-1;for(let e of B.ua){if(!e.Sa||e.$y<ac)continue;let y=e.$y+o(6,e.ca/2),end=E(P,u.spans[e.Aa]),ec=rd(v,nb,e.za,e.Ra,K,end)/(end-K),Be=Xc()&&e.Aa&&e.ca>=10,V=e.ma===U;T(f,Be?`  ${traces[1]}`:`rank ${e.ma}`,4,y,V?l.focus:l.ink,"left",11,V?"bold ":"");if(e.ca>=6&&end>K)T(f,`${A(100*o(0,1-ec))}% idle`,z-2,y,l.muted,"right");ac=e.$y+o(13,e.ca)}}function Kd(f,k,z,Y,pa){let e=kd(k);if(!e||v[k]>P||Pb(k)<K)return;let a=o(aa-1,Kc(v[k],z)),b=E(z-tc+1,Kc(Pb(k),z));pb(f,Y,a-1,e.$y-1,o(4,b-a+2),e.ca+2,pa)}function bd(f,[a,b],z,Y){let X=kd(a),W=kd(b),x=Kc(Pb(a),z),to=Kc(v[b],z);if(!X||!W||o(x,to)<aa||E(x,to)>z-tc)return;let y=X.$y+X.ca/2,end=W.$y+W.ca/2,fe=E(30,ia(to-x)/2+6);f.strokeStyle=f.fillStyle=Y;f.lineWidth=1.3;f.beginPath();f.moveTo(x,y);f.bezierCurveTo(x+fe,y,to-fe,end,to,end);f.stroke();f.beginPath();f.moveTo(to,end);f.lineTo(to-6,end-3);f.lineTo(to-6,end+3);f.fill()}function Ed(f,z,l){let q=ub(z),top=B.Fa+18,shown=hb>=0?hb:O,bb=0,ib=-1;f.save();f.beginPath();f.rect(aa-2,top,q+4,B.Oc);f.clip();for(let k of ad&&n?n.path:[]){if(v[k]<=P&&Pb(k)>=K&&bb++<3000){Kd(f,k,z,l.warn,2.5);if(ib>=0&&Ya(ib)[0]===Ya(k)[0]&&Ya(ib)[1]!==Ya(k)[1])bd(f,[ib,k],z,l.warn)}ib=k}bb=0;for(let e of yc&&n?B.ua:[]){for(let k of kc.visible(e,K,P,400)){if(Dc(k)!=="receive")continue;for(let i=n.before[k];i<n.before[k+1]&&bb++<400;i++)bd(f,[n.before_of[i],k],z,l.wire)}}if(shown>=0){for(let ye of ke(shown)){bd(f,ye,z,l.wire);for(let k of ye)Kd(f,k,z,l.wire,1.5)}Kd(f,xb(shown),z,l.focus,2);Kd(f,shown,z,l.ink,2)}if(Ia){let[a,b]=dc().map((t)=>Kc(t,z));S(f,l.focus,a,top,b-a,B.Yc-top,.25)}if(J!==null){let x=Kc(J,z);if(ga)S(f,l.paper,x,top,aa+q-x+2,B.jb-top,.75);S(f,l.ink,x-.5,top,1,B.jb-top)}f.restore()}function draw(f,z,_,l){if(!u.lanes)return;cc(f,z,l);Tb(f,l);sb(f,z,l);kc.paint(f,ub(z),l,B,K,P,n);Yd(f,z,l);if(B.yb&&n?.memory)dd(f,ub(z),l,B,K,P,n,u,U);Ed(f,z,l);if(u.later&&!n&&!vc){vc=setTimeout(()=>model.send({want:"details"}),250)}}function Kb(a,b){let M=E(da,o(da*1e-7,b-a));a=o(0,E(da-M,a));[K,P]=[a,a+M];clearTimeout(Fd);Fd=setTimeout(()=>Fe("window",[K,P]),150);ha()}let Fe=(Zb,Pa)=>{model.set(Zb,Pa);model.save_changes()},dc=()=>[...Ia].sort((a,b)=>a-b),Mc=(qd,t=J??(K+P)/2)=>Kb(t-(t-K)*qd,t+(P-t)*qd),pan=(fa)=>Kb(K+fa*(P-K),P+fa*(P-K)),eb=()=>Kb(0,da),pd=(t)=>(t<K||t>P)&&Kb(t-(P-K)/3,t+(2*(P-K))/3);function Nb(k){O=k;if(k>=0){U=Ya(k)[1];J=v[k];pd(J);L.say(zc(k).replaceAll("\n",", "));Fe("selected",Gc(k))}ha()}function xe(Ea){let e=O>=0?Ya(O):Za.find((X)=>X[0]===traces.length-1&&X[1]===U),k=O>=0?O+Ea:Ea>0?Ba(v,e[3],e[4],K):-1,Sd=!ic&&k>=e[3]&&k<e[4];ic=!1;Nb(Sd?k:-1);return Sd}function Ie(Ea){U=o(0,E(u.ranks-1,U+Ea));O=-1;Fc(J??K);ha()}function Ea(vb){J=Ad(v,R,B.ua.filter((e)=>e.Sa),J??K,vb);pd(J);Fc(J);ha()}function jd(){ga=!ga;Xb.textContent=ga?"pause":"play";Xb.setAttribute("aria-pressed",ga);ha();if(!ga)return;if(J===null||J>=P)J=K;let Td=matchMedia("(prefers-reduced-motion: reduce)").matches,F=performance.now(),oc=(now)=>{if(!ga||!L.root.isConnected)return;if(J>=P)return jd();if(!Td)J=E(P,J+((P-K)*(now-F))/15000);else if(now-F>700)Ea(1);if(!Td||now-F>700)F=now;if(now-Ge>400)Fc(J,(Ge=now));ha();requestAnimationFrame(oc)};requestAnimationFrame(oc)}function Ob(){if(!u.same)return L.say("there is one trace: nothing to compare");let by=(k)=>ia(R[k]-R[xb(k)]);bc??=Array.from(v.keys()).filter((k)=>xb(k)>=0&&xb(k)<k).sort((a,b)=>by(b)-by(a));Nb(bc[(bc.indexOf(O)+1)%bc.length])}ve();L=Se(model,el,{name:"timeline",hint:ef,draw,height(z){if(!u.lanes)return 40;if(Hc!==(Hc=Va?z:-z))B=layout(u,z,Va,u.memory);return B.Oc},keys:{ArrowLeft:()=>pan(-.15),ArrowRight:()=>pan(.15),ArrowUp:()=>Ie(-1),ArrowDown:()=>Ie(1),"+":()=>Mc(.6),"-":()=>Mc(1/.6),Home:eb,Tab:()=>xe(1),"Shift+Tab":()=>xe(-1),Enter:()=>O>=0&&Kb(v[O]-R[O],v[O]+2*R[O]),"Escape"(){ic=!0;Ia=J=null;if(ga)jd();Nb(-1)}," ":jd,".":()=>Ea(1),",":()=>Ea(-1),d:Ob,c:()=>Cd.click(),m:()=>Jd.click(),s:()=>lanes.click()}});let Ic=(Sb,title,set,on)=>{let Ec=L.button(Sb,title,()=>{Ec.setAttribute("aria-pressed",set());ha()},on);return Ec},Xb=L.button("play","play (space), step with . and ,",jd,!1);L.button("+","zoom in (+)",()=>Mc(.6));L.button("−","zoom out (-)",()=>Mc(1/.6));L.button("all","show all (Home)",eb);let Cd=Ic("critical path","what the time consists of (c)",()=>(ad=!ad),!1),Jd=Ic("messages","arrows from send to receive (m)",()=>(yc=!yc),!1),lanes=Ic("streams","more lanes (s)",()=>(Va=!Va),!0);if(u.same)L.button("differences","largest first (d)",Ob);let Oa=L.canvas,at=(C)=>{let Wb=Oa.getBoundingClientRect(),x=C.clientX-Wb.left,y=C.clientY-Wb.top,fa=(x-aa)/ub(Wb.width);return[x,y,K+fa*(P-K),fa,B.ua.find((e)=>y>=e.$y&&y<e.$y+e.ca+e.xc)]};L.listen(Oa,"pointermove",(C)=>{let[x,y,t,fa,e]=at(C),M=P-K;if(fb?.pan)return Kb(fa*da-M/2,fa*da+M/2);if(fb){Ia=[fb.t,o(K,E(P,t))];let[a,b]=dc();L.say(`${ba(a)} to ${ba(b)}: ${je(a,b)}`);return ha()}let Rb=fa>=0&&fa<=1;if(!ga)J=Rb?t:null;hb=e&&Rb?re(v,R,e.za,e.Ra,t,(3*M)/ub(Oa.clientWidth)):-1;let idle=e?.Sa&&Rb?sd(e,t):-1;L.tip(x,y,hb>=0?zc(hb):idle>=0?`rank ${e.ma} idle (${ud(idle)})\n${ba(n.idle_length[idle])}`:Rb&&B.yb&&y>B.yb?pe(t):"");ha()});L.listen(Oa,"pointerleave",()=>{hb=-1;if(!ga)J=null;L.tip(0,0,"");ha()});L.listen(Oa,"pointerdown",(C)=>{let[x,y,t]=at(C);if(C.button||x<aa)return;fb={x,t,pan:y>B.Fa-4&&y<B.Fa+18};Oa.setPointerCapture(C.pointerId)});L.listen(Oa,"pointerup",(C)=>{let[x,,,,e]=at(C);if(fb&&!fb.pan&&Ia&&ia(x-fb.x)>4)Kb(...dc());else if(fb&&!fb.pan){if(e)U=e.ma;Nb(hb)}fb=Ia=null;ha()});L.listen(Oa,"dblclick",eb);L.listen(Oa,"wheel",(C)=>{if(!C.ctrlKey&&document.activeElement!==Oa)return;C.preventDefault();if(ia(C.deltaX)>ia(C.deltaY))pan(C.deltaX/800);else Mc(1.0015**C.deltaY,at(C)[2])},{passive:!1});let Sc=()=>{ve();ha()};model.on("change:data",Sc);model.on("change:details",Ac);return()=>{model.off("change:data",Sc);model.off("change:details",Ac);clearTimeout(Fd);ga=!1;L.dispose()}}
-export default{render};
+const LOOKS = {
+"forward": ["#0072B2", "#004a75", "#fefefe", "", "F"],
+"backward": ["#E69F00", "#7a5300", "#201400", "", "B"],
+"input gradient": ["#F6CF78", "#7a5300", "#201400", "", "I"],
+"weight gradient": ["#8F5F00", "#5c3d00", "#fefefe", "", "W"],
+"recompute": ["#56B4E9", "#1f6d9c", "#201400", "", "R"],
+"optimizer step": ["#009E73", "#00664a", "#fefefe", "", "S"],
+"reduce": ["#009E73", "#00664a", "#fefefe", "", "+"],
+"message": ["#CC79A7", "#8f3f6c", "#fefefe", "/", "M"],
+"receive": ["#8f3f6d", "#8f3f6d", "#fefefe", "", "r"],
+"collective": ["#CC79A7", "#8f3f6c", "#fefefe", "x", "C"],
+"copy": ["#9a9a9a", "#6a6a6a", "#fefefe", "", "c"],
+};
+const MEMORY = {
+"parameters": ["#0072B2", ""],
+"gradients": ["#E69F00", "/"],
+"optimizer": ["#009E73", "\\"],
+"activations": ["#56B4E9", ""],
+"buffers": ["#CC79A7", "x"],
+"data": ["#999933", ""],
+"temporary": ["#9a9a9a", "/"],
+};
+const FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif";
+const LIGHT = { ink: "#1a1a1a", muted: "#5c5c5c", rule: "#dcdcdc", paper: "#ffffff", wire: "#8f3f6d", focus: "#0072B2", warn: "#b04a00" };
+const DARK = { ink: "#ececec", muted: "#aaaaaa", rule: "#3a3a3a", paper: "#161616", wire: "#e3b1cd", focus: "#56B4E9", warn: "#ff9d5c" };
+function isDark(hex) {
+const [r, g, b] = [1, 3, 5].map((k) => parseInt(hex.slice(k, k + 2), 16));
+return 0.299 * r + 0.587 * g + 0.114 * b < 128;
+}
+function theme(el) {
+const style = getComputedStyle(el), ctx = document.createElement("canvas").getContext("2d");
+const named = style.getPropertyValue("--jp-layout-color0") || style.getPropertyValue("--vscode-editor-background");
+ctx.fillStyle = named.trim();
+const known = named && ctx.fillStyle[0] === "#";
+const dark = known ? isDark(ctx.fillStyle) : matchMedia("(prefers-color-scheme: dark)").matches;
+const look = { ...(dark ? DARK : LIGHT), dark };
+if (known) look.paper = ctx.fillStyle;
+return look;
+}
+const FORMS = [3, 2, 1].map((digits) => new Intl.NumberFormat("en", { maximumFractionDigits: digits }));
+function short(x) {
+const size = Math.abs(x);
+if (!size) return "0";
+if (size < 0.001) return x.toFixed(6);
+return FORMS[size < 10 ? 0 : size < 100 ? 1 : 2].format(x);
+}
+function ticks(from, to, most) {
+const rough = (to - from) / Math.max(1, most);
+if (!(rough > 0) || !isFinite(rough)) return [];
+const power = 10 ** Math.floor(Math.log10(rough));
+const step = [1, 2, 5, 10].map((k) => k * power).find((s) => s >= rough * 0.999999);
+const found = [];
+for (let k = Math.ceil(from / step - 1e-9); k * step <= to + step * 1e-9; k++) found.push(+(k * step).toPrecision(12));
+return found;
+}
+const escape = (text) => String(text).replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[c]);
+const n2 = (x) => +x.toFixed(2);
+const PEN = ["fillStyle", "strokeStyle", "lineWidth", "globalAlpha", "font", "textAlign", "textBaseline"];
+const UP = "M0 6L6 0M-1 1L1 -1M5 7L7 5";
+const DOWN = "M0 0L6 6M-1 5L1 7M5 -1L7 1";
+const MARKS = { "/": UP, "\\": DOWN, "x": UP + DOWN };
+function svgContext(width, height, title = "") {
+const parts = [], defs = new Map(), stack = [];
+let path = [], clips = 0, dash = "";
+const open = [];
+const ctx = {
+fillStyle: "#000", strokeStyle: "#000", lineWidth: 1, globalAlpha: 1, font: "10px sans-serif", textAlign: "start",
+textBaseline: "alphabetic",
+save() {
+stack.push({ dash, pen: Object.fromEntries(PEN.map((key) => [key, ctx[key]])) });
+open.push(0);
+},
+restore() {
+const last = stack.pop();
+dash = last.dash;
+Object.assign(ctx, last.pen);
+parts.push("</g>".repeat(open.pop()));
+},
+translate(x, y) { group(`transform="translate(${n2(x)} ${n2(y)})"`); },
+rotate(angle) { group(`transform="rotate(${n2((angle * 180) / Math.PI)})"`); },
+clip() {
+const id = `clip${++clips}-${width}x${height}`;
+parts.push(`<clipPath id="${id}"><path d="${path.join("")}"/></clipPath>`);
+group(`clip-path="url(#${id})"`);
+},
+beginPath() { path = []; },
+moveTo(x, y) { path.push(`M${n2(x)} ${n2(y)}`); },
+lineTo(x, y) { path.push(`L${n2(x)} ${n2(y)}`); },
+bezierCurveTo(...c) { path.push(`C${c.map(n2).join(" ")}`); },
+quadraticCurveTo(...c) { path.push(`Q${c.map(n2).join(" ")}`); },
+rect(x, y, w, h) { path.push(`M${n2(x)} ${n2(y)}h${n2(w)}v${n2(h)}h${n2(-w)}Z`); },
+arc(x, y, r, from, to) {
+const at = (a) => `${n2(x + r * Math.cos(a))} ${n2(y + r * Math.sin(a))}`;
+const arc = (a, b) => `A${n2(r)} ${n2(r)} 0 ${b - a > Math.PI ? 1 : 0} 1 ${at(b)}`;
+const half = to - from > 6.283 ? from + Math.PI : to;
+path.push(`${path.length ? "L" : "M"}${at(from)}${arc(from, half)}${half < to ? arc(half, to) : ""}`);
+},
+closePath() { path.push("Z"); },
+setLineDash(list) { dash = list.join(" "); },
+fill() { parts.push(`<path d="${path.join("")}" fill="${ctx.fillStyle}"${alpha()}/>`); },
+stroke() { parts.push(`<path d="${path.join("")}" fill="none"${lines()}/>`); },
+fillRect(x, y, w, h) {
+parts.push(`<rect x="${n2(x)}" y="${n2(y)}" width="${n2(w)}" height="${n2(h)}" fill="${ctx.fillStyle}"${alpha()}/>`);
+},
+strokeRect(x, y, w, h) {
+parts.push(`<rect x="${n2(x)}" y="${n2(y)}" width="${n2(w)}" height="${n2(h)}" fill="none"${lines()}/>`);
+},
+clearRect() {},
+fillText(text, x, y) {
+const [, weight, size] = /^(.*?)([\d.]+)px/.exec(ctx.font);
+const anchor = { center: "middle", right: "end", end: "end" }[ctx.textAlign] || "start";
+const shift = { middle: 0.35, top: 0.8, hanging: 0.8, bottom: -0.2 }[ctx.textBaseline] || 0;
+parts.push(
+`<text x="${n2(x)}" y="${n2(y + shift * size)}" font-size="${size}"${weight.includes("bold") ? ' font-weight="bold"' : ""}` +
+`${anchor === "start" ? "" : ` text-anchor="${anchor}"`} fill="${ctx.fillStyle}"${alpha()}>${escape(text)}</text>`,
+);
+},
+measureText(text) { return { width: String(text).length * 0.56 * /([\d.]+)px/.exec(ctx.font)[1] }; },
+hatch(mark, face, edge) {
+const id = `h${mark.charCodeAt(0)}${face}${edge}`.replace(/[^\w]/g, "");
+defs.set(id, `<pattern id="${id}" width="6" height="6" patternUnits="userSpaceOnUse"><rect width="6" height="6" ` +
+`fill="${face}"/><path d="${MARKS[mark]}" stroke="${edge}" stroke-width=".8"/></pattern>`);
+return `url(#${id})`;
+},
+toString() {
+return `<svg xmlns="http://www.w3.org/2000/svg" width="${width}" height="${height}" viewBox="0 0 ${width} ${height}" ` +
+`font-family="${escape(FONT)}" role="img"><title>${escape(title)}</title><defs>${[...defs.values()].join("")}</defs>` +
+`${parts.join("")}${"</g>".repeat(open.reduce((a, b) => a + b, 0))}</svg>`;
+},
+};
+function group(attributes) {
+parts.push(`<g ${attributes}>`);
+if (open.length) open[open.length - 1]++;
+else open.push(1);
+}
+const alpha = () => (ctx.globalAlpha < 1 ? ` opacity="${n2(ctx.globalAlpha)}"` : "");
+const lines = () => ` stroke="${ctx.strokeStyle}" stroke-width="${n2(ctx.lineWidth)}"${dash ? ` stroke-dasharray="${dash}"` : ""}${alpha()}`;
+return ctx;
+}
+const patterns = new Map();
+function fill(ctx, face, edge, mark) {
+if (!mark) return face;
+if (ctx.hatch) return ctx.hatch(mark, face, edge);
+const key = face + edge + mark;
+if (!patterns.has(key)) {
+const tile = document.createElement("canvas");
+tile.width = tile.height = 6;
+const c = tile.getContext("2d");
+c.fillStyle = face;
+c.fillRect(0, 0, 6, 6);
+c.strokeStyle = edge;
+c.lineWidth = 0.8;
+c.stroke(new Path2D(MARKS[mark]));
+patterns.set(key, tile);
+}
+return ctx.createPattern(patterns.get(key), "repeat");
+}
+function drawRect(ctx, colour, x, y, width, height, alpha = 1) {
+ctx.globalAlpha = alpha;
+ctx.fillStyle = colour;
+ctx.fillRect(x, y, width, height);
+ctx.globalAlpha = 1;
+}
+function drawEdge(ctx, colour, x, y, width, height, thick = 1) {
+ctx.strokeStyle = colour;
+ctx.lineWidth = thick;
+ctx.strokeRect(x + thick / 2, y + thick / 2, Math.max(0, width - thick), Math.max(0, height - thick));
+}
+function drawText(ctx, words, x, y, colour, align = "left", size = 11, weight = "") {
+ctx.fillStyle = colour;
+ctx.font = `${weight}${size}px ${FONT}`;
+ctx.textAlign = align;
+ctx.textBaseline = "middle";
+ctx.fillText(words, x, y);
+}
+function make(tag, attributes = {}, ...children) {
+const el = document.createElement(tag);
+for (const [name, value] of Object.entries(attributes)) {
+if (name.startsWith("on")) el.addEventListener(name.slice(2), value);
+else if (value !== false && value != null) el.setAttribute(name, value === true ? "" : value);
+}
+el.append(...children);
+return el;
+}
+function table(rows, label) {
+const number = (k) => rows.slice(1).every((row) => /^[-+\d.,\s%x]*$/.test(row[k] ?? ""));
+const right = (rows[0] || []).map((_, k) => (number(k) ? "mp-n" : null));
+const line = (cells, tag) => make("tr", {}, ...cells.map((c, k) => make(tag, { class: right[k], scope: tag === "th" && "col" }, String(c))));
+return make("table", { "aria-label": label }, make("thead", {}, ...rows.slice(0, 1).map((r) => line(r, "th"))),
+make("tbody", {}, ...rows.slice(1).map((r) => line(r, "td"))));
+}
+function download(content, type, name) {
+const url = URL.createObjectURL(content instanceof Blob ? content : new Blob([content], { type }));
+make("a", { href: url, download: name }).click();
+setTimeout(() => URL.revokeObjectURL(url), 10_000);
+}
+function frame(model, el, { name, height, draw, keys = {}, canvas = true, hint = "" }) {
+const ends = [];
+const get = (trait, other) => model.get(trait) ?? other;
+const toolbar = make("div", { class: "mp-toolbar", role: "toolbar", "aria-label": `${name} tools` });
+const stage = make("div", { class: "mp-stage" });
+const readout = make("div", { class: "mp-readout", "aria-live": "polite" });
+const caption = make("div", { class: "mp-caption" });
+const holder = make("div", { class: "mp-table", hidden: true, tabindex: 0, role: "region", "aria-label": "the same as a table" });
+const problem = make("div", { class: "mp-problem", role: "alert", hidden: true });
+const tipbox = make("div", { class: "mp-tip", hidden: true });
+const root = make("div", { class: "minipar", "data-lm-suppress-shortcuts": "true" }, toolbar, problem, stage, readout, caption, holder);
+const surface = canvas ? make("canvas", { tabindex: 0, role: "application" }) : null;
+if (surface) stage.append(surface);
+stage.append(tipbox);
+el.append(root);
+const listen = (target, event, run, options) => {
+target.addEventListener(event, run, options);
+ends.push(() => target.removeEventListener(event, run, options));
+};
+const button = (label, title, run, pressed) => {
+const made = make("button", { type: "button", title, "aria-label": title, "aria-pressed": pressed?.toString(), onclick: run }, label);
+toolbar.append(made);
+return made;
+};
+let look = null, waiting = 0;
+const size = () => {
+const wide = Math.max(240, Math.floor(stage.clientWidth || 800));
+return [wide, Math.round(height(wide))];
+};
+function paint() {
+if (waiting) cancelAnimationFrame(waiting);
+waiting = 0;
+if (!surface || !look || get("problem", "")) return;
+const [wide, tall] = size(), ratio = window.devicePixelRatio || 1;
+if (surface.width !== Math.round(wide * ratio) || surface.height !== Math.round(tall * ratio)) {
+surface.width = Math.round(wide * ratio);
+surface.height = Math.round(tall * ratio);
+surface.style.width = `${wide}px`;
+surface.style.height = `${tall}px`;
+}
+const ctx = surface.getContext("2d");
+ctx.setTransform(ratio, 0, 0, ratio, 0, 0);
+ctx.clearRect(0, 0, wide, tall);
+draw(ctx, wide, tall, look);
+}
+const repaint = () => { if (!waiting) waiting = requestAnimationFrame(paint); };
+const restyle = () => {
+if (!root.isConnected) return;
+look = theme(root);
+root.dataset.dark = look.dark;
+for (const key of ["ink", "muted", "rule", "paper", "focus", "warn"]) root.style.setProperty(`--mp-${key}`, look[key]);
+repaint();
+};
+const words = () => {
+const wrong = get("problem", "");
+problem.hidden = !wrong;
+problem.textContent = wrong;
+stage.hidden = toolbar.hidden = !!wrong;
+caption.textContent = get("caption_text", "");
+surface?.setAttribute("aria-label", `${get("label", name)} ${hint}`.trim());
+if (!holder.hidden) fillTable();
+repaint();
+};
+const fillTable = () => holder.replaceChildren(table(get("table", []), get("label", name)));
+if (surface && draw) {
+const picture = (type) => {
+const [wide, tall] = size(), background = (ctx) => { ctx.fillStyle = look.paper; ctx.fillRect(0, 0, wide, tall); };
+if (type === "svg") {
+const ctx = svgContext(wide, tall, get("label", name));
+background(ctx);
+draw(ctx, wide, tall, look);
+return download(ctx.toString(), "image/svg+xml", `${name}.svg`);
+}
+const copy = make("canvas", { width: 2 * wide, height: 2 * tall }), ctx = copy.getContext("2d");
+ctx.scale(2, 2);
+background(ctx);
+draw(ctx, wide, tall, look);
+copy.toBlob((blob) => download(blob, "image/png", `${name}.png`));
+};
+button("PNG", "save PNG", () => picture("png"));
+button("SVG", "save SVG", () => picture("svg"));
+}
+const asTable = button("table", "show as table", () => {
+holder.hidden = !holder.hidden;
+asTable.setAttribute("aria-pressed", !holder.hidden);
+if (!holder.hidden) fillTable();
+}, "false");
+if (surface) {
+listen(surface, "keydown", (event) => {
+const run = keys[(event.shiftKey && event.key.length > 1 ? "Shift+" : "") + event.key];
+if (event.ctrlKey || event.metaKey || event.altKey) return;
+if (run && run(event) !== false) event.preventDefault();
+if (run || event.key.length === 1) event.stopPropagation();
+});
+}
+for (const trait of ["problem", "label", "caption_text", "table"]) {
+const event = `change:${trait}`;
+model.on(event, words);
+ends.push(() => model.off(event, words));
+}
+const sizes = new ResizeObserver(() => look ? repaint() : restyle());
+sizes.observe(root);
+const themes = new MutationObserver(restyle);
+themes.observe(document.body, { attributes: true });
+listen(matchMedia("(prefers-color-scheme: dark)"), "change", restyle);
+ends.push(() => sizes.disconnect(), () => themes.disconnect(), () => cancelAnimationFrame(waiting));
+restyle();
+words();
+return {
+root, stage, canvas: surface, toolbar, readout, button, listen, paint, repaint,
+say(text) { if (readout.textContent !== text) readout.textContent = text; },
+tip(x, y, text) {
+tipbox.hidden = !text;
+if (!text) return;
+const wide = stage.clientWidth;
+if (tipbox.textContent !== text) tipbox.textContent = text;
+tipbox.style = `top:${y + 14}px;${x > wide / 2 ? `right:${wide - x + 4}` : `left:${x + 12}`}px`;
+},
+dispose() { for (const end of ends) end(); root.remove(); },
+};
+}
+const ARRAYS = { f8: Float64Array, f4: Float32Array, u4: Uint32Array, i4: Int32Array, u1: Uint8Array };
+function unpack(view, layout) {
+const aligned = view.byteOffset % 8 === 0;
+const buffer = aligned ? view.buffer : new Uint8Array(view.buffer, view.byteOffset, view.byteLength).slice().buffer;
+const found = {};
+for (const [name, [type, at, count]] of Object.entries(layout)) found[name] = new ARRAYS[type](buffer, (aligned ? view.byteOffset : 0) + at, count);
+return found;
+}
+const STRONG = 15;
+const FAINT = 4;
+function search(start, first, last, t) {
+while (first < last) {
+const middle = (first + last) >>> 1;
+if (start[middle] < t) first = middle + 1;
+else last = middle;
+}
+return first;
+}
+function cells(start, length, kind, first, last, from, to, width, out = new Uint8Array(width)) {
+out.fill(0, 0, width);
+const scale = width / (to - from);
+let k = search(start, first, last, from);
+if (k > first && start[k - 1] + length[k - 1] > from) k--;
+let now = -1, seen = 0, edge = -1 / 0;
+for (; k < last; k++) {
+const code = kind[k], size = length[k] * scale;
+if (start[k] + length[k] < edge) {
+seen |= 1 << code;
+sums[code] += size;
+continue;
+}
+let a = (start[k] - from) * scale, b = a + size;
+if (a >= width) break;
+if (a < 0) a = 0;
+if (b > width) b = width;
+const x = a | 0, end = b | 0;
+if (x !== now) {
+if (seen) out[now] = cell(seen);
+now = x;
+seen = 0;
+}
+seen |= 1 << code;
+if (x === end) {
+sums[code] += b - a;
+edge = from + (x + 1) / scale;
+continue;
+}
+sums[code] += x + 1 - a;
+out[x] = cell(seen);
+out.fill(16 * (code + 1) + STRONG, x + 1, end);
+now = end;
+seen = b > end ? 1 << code : 0;
+sums[code] = b - end;
+}
+if (seen) out[now] = cell(seen);
+return out;
+}
+const sums = new Float64Array(16);
+function cell(seen) {
+let sum = 0, most = -1, best = 0;
+for (let code = 0; seen; code++, seen >>= 1) {
+if (!(seen & 1)) continue;
+const part = sums[code];
+sums[code] = 0;
+sum += part;
+if (part > most) {
+most = part;
+best = code;
+}
+}
+const strength = Math.ceil(sum * STRONG - 1e-6);
+return 16 * (best + 1) + (strength < FAINT ? FAINT : strength > STRONG ? STRONG : strength);
+}
+function runs(row) {
+const found = [];
+for (let x = 0; x < row.length; ) {
+let end = x + 1;
+while (end < row.length && row[end] === row[x]) end++;
+if (row[x]) found.push([x, end, row[x]]);
+x = end;
+}
+return found;
+}
+function hit(start, length, first, last, t, reach) {
+const k = search(start, first, last, t);
+let best = -1, distance = reach;
+for (const j of [k - 1, k]) {
+if (j < first || j >= last) continue;
+const away = Math.max(0, start[j] - t, t - start[j] - length[j]);
+if (away < distance || (away === distance && best < 0) || (away === 0 && start[j] <= t)) {
+best = j;
+distance = away;
+}
+}
+return best;
+}
+function totals(length) {
+const found = new Float64Array(length.length + 1);
+for (let k = 0; k < length.length; k++) found[k + 1] = found[k] + length[k];
+return found;
+}
+function filled(start, total, first, last, from, to) {
+const until = (t) => {
+const k = search(start, first, last, t);
+return k > first ? total[k] - Math.max(0, start[k - 1] + total[k] - total[k - 1] - t) : total[first];
+};
+return until(to) - until(from);
+}
+function peaks(time, value, first, last, from, to, width, out = new Int32Array(width)) {
+const step = (to - from) / width;
+let k = search(time, first, last, from);
+for (let x = 0; x < width; x++) {
+const end = from + (x + 1) * step;
+let best = k > first ? k - 1 : -1;
+for (; k < last && (time[k] < end || (x === width - 1 && time[k] <= end)); k++) {
+if (best < 0 || value[k] > value[best]) best = k;
+}
+out[x] = best;
+}
+return out;
+}
+const rgb = (hex) => [1, 3, 5].map((k) => parseInt(hex.slice(k, k + 2), 16));
+function inks(faces, paper, most = 1) {
+const found = new Uint32Array(256), under = rgb(paper);
+faces.forEach((face, code) => {
+const over = rgb(face);
+for (let strength = 0; strength <= STRONG; strength++) {
+const [r, g, b] = over.map((c, k) => Math.round(under[k] + ((c - under[k]) * most * strength) / STRONG));
+found[16 * (code + 1) + strength] = (255 << 24) | (b << 16) | (g << 8) | r;
+}
+});
+return found;
+}
+function blit(pixels, width, row, top, height, ink, line, hatch) {
+const first = top * width;
+for (let x = 0; x < width; x++) pixels[first + x] = ink[row[x]];
+for (let y = 1; y < height; y++) pixels.copyWithin(first + y * width, first, first + width);
+for (let x = 0; x < width; x++) {
+const mark = row[x] && hatch[(row[x] >> 4) - 1];
+for (let y = 0; mark && y < height; y++) {
+const place = (x + top + y) % 6;
+if (place === 0 || (mark === 2 && (x - y + 6000) % 6 === 0)) pixels[first + y * width + x] = line[row[x]];
+}
+}
+}
+const IDLE = ["fill", "wait", "overhead"];
+const LEFT = 74;
+const RIGHT = 62;
+const CURVE = 92;
+function layout(about, width, streams, memory) {
+const stride = Math.ceil(about.ranks / 640);
+const lanes = about.lanes.map(([trace, rank, stream, first, last]) => ({ trace, rank, first, last, main: stream === "compute" }));
+const shown = lanes.filter((lane) => lane.rank % stride === 0).sort((a, b) => a.rank - b.rank || a.trace - b.trace);
+const mains = shown.filter((lane) => lane.main).length, thin = shown.length - mains;
+const height = (room) => Math.min(22, Math.max(1, Math.floor(room / Math.max(1, mains))) - 4);
+let tall = height(620 - 7 * thin);
+const all = streams && tall >= 9;
+if (!all) tall = Math.max(1, height(620));
+const legend = [], rows = [];
+let x = 0, y = 0;
+const words = [...about.shown, ...IDLE.map((word) => `idle: ${word}`)];
+if (about.traces.length > 1) words.push(`${about.traces[0]} (outlined)`, `${about.traces[1]} (filled)`);
+for (const word of words) {
+const size = 32 + 6.1 * word.length;
+if (x + size > width && x) {
+x = 0;
+y += 17;
+}
+legend.push([word, x, y]);
+x += size;
+}
+const overview = y + 24, strip = tall >= 10 ? 4 : 0;
+y = overview + 22;
+let before = shown[0]?.rank;
+for (const lane of shown) {
+if (!lane.main && !all) continue;
+if (lane.rank !== before) y += strip;
+before = lane.rank;
+const own = lane.main ? strip : 0;
+rows.push({ ...lane, y, tall: lane.main ? tall : 6, strip: own });
+y += (lane.main ? tall : 6) + own + (strip ? 1 : 0);
+}
+const axis = y + 3, below = memory ? axis + 8 : 0;
+return { legend, overview, rows, axis, memory: below, bottom: memory ? below + CURVE : axis, height: (memory ? below + CURVE + 18 : axis) + 20 };
+}
+function boundary(begins, takes, rows, t, sign) {
+let best = sign * Infinity;
+for (const { first, last } of rows) {
+const k = search(begins, first, last, t);
+for (let j = Math.max(first, k - 3); j < Math.min(last, k + 3); j++) {
+for (const time of [begins[j], begins[j] + takes[j]]) {
+if (sign * (time - t) > 1e-7 * Math.max(1, Math.abs(t)) && sign * (best - time) > 0) best = time;
+}
+}
+}
+return isFinite(best) ? best : t;
+}
+function twins(lanes, indices) {
+const found = new Int32Array(indices.length).fill(-1), seen = new Map();
+for (const [trace, rank, , first, last] of lanes) {
+for (let k = first; k < last; k++) {
+const key = rank * 4194304 + indices[k], other = seen.get(key);
+if (!trace) seen.set(key, k);
+else if (other !== undefined) {
+found[k] = other;
+found[other] = k;
+}
+}
+}
+return found;
+}
+function inverse(before, sources) {
+const count = before.length - 1, ends = new Uint32Array(count + 2), targets = new Uint32Array(sources.length);
+for (const k of sources) ends[k + 2]++;
+for (let k = 2; k < ends.length; k++) ends[k] += ends[k - 1];
+for (let k = 0; k < count; k++) for (let i = before[k]; i < before[k + 1]; i++) targets[ends[sources[i] + 1]++] = k;
+return [ends, targets];
+}
+function chain(k, ends, targets, passes) {
+const found = [], ahead = [k], seen = new Set(ahead);
+while (ahead.length && found.length < 200) {
+const j = ahead.pop();
+for (let i = ends[j]; i < ends[j + 1]; i++) {
+const other = targets[i];
+found.push([j, other]);
+if (!seen.has(other) && passes(other)) ahead.push(other);
+seen.add(other);
+}
+}
+return found;
+}
+const HATCH = Object.values(LOOKS).map((one) => ({ "/": 1, "x": 2 })[one[3]] ?? 0);
+function lanePainter(about, begins, takes, sorts, numbers) {
+const words = about.kinds, two = about.traces.length > 1;
+let surface, brush, picture, pixels, line, sign, ground, full, rim, pale, paleRim;
+function visible(lane, t0, t1, most) {
+const k = Math.max(lane.first, search(begins, lane.first, lane.last, t0) - 1), end = search(begins, lane.first, lane.last, t1);
+return end - k > most ? [] : Array.from({ length: end - k }, (_, i) => k + i);
+}
+const facesOf = (look) => [...words.map((kind) => LOOKS[kind][0]), look.rule, look.muted, look.warn];
+const idleOf = (lane, more) => (lane.strip && more ? more.idle.find((one) => one[0] === lane.trace && one[1] === lane.rank) : null);
+function raster(wide, look, plan, t0, t1, more, ratio) {
+const now = [t0, t1, wide, ratio, look.paper, plan.axis, plan.rows.length, !!more].join();
+if (sign === now) return;
+sign = now;
+const columns = Math.round(wide * ratio), top = plan.rows[0].y - 2, lines = Math.ceil((plan.axis - top) * ratio);
+if (picture?.width !== columns || picture.height !== lines) {
+surface = new OffscreenCanvas(columns, lines);
+brush = surface.getContext("2d");
+picture = brush.createImageData(columns, lines);
+pixels = new Uint32Array(picture.data.buffer);
+line = new Uint8Array(columns);
+}
+pixels.fill(0);
+if (ground !== look.paper) {
+ground = look.paper;
+[full, pale] = [1, 0.4].map((most) => inks(facesOf(look), ground, most));
+[rim, paleRim] = [1, 0.4].map((most) => inks(words.map((kind) => LOOKS[kind][1]), ground, most));
+}
+for (const lane of plan.rows) {
+const y = Math.round((lane.y - top) * ratio), tall = Math.max(1, Math.round(lane.tall * ratio)), outlined = two && !lane.trace;
+cells(begins, takes, sorts, lane.first, lane.last, t0, t1, columns, line);
+blit(pixels, columns, line, y, tall, outlined ? pale : full, outlined ? paleRim : rim, HATCH);
+if (lane.tall > 5) border(lane, y, tall, outlined ? full : rim, outlined ? Math.round(1.3 * ratio) : 1, columns, t0, t1, ratio);
+const mine = idleOf(lane, more);
+if (mine) {
+cells(more.idle_start, more.idle_length, more.idle_kind, mine[2], mine[3], t0, t1, columns, line);
+blit(pixels, columns, line, y + tall, Math.round((lane.strip - 1) * ratio), full, full, HATCH);
+}
+}
+brush.putImageData(picture, 0, 0);
+}
+function border(lane, top, tall, ink, thick, columns, t0, t1, ratio) {
+const scale = columns / (t1 - t0);
+for (const k of visible(lane, t0, t1, columns / 3)) {
+let a = Math.round((begins[k] - t0) * scale), b = Math.round((begins[k] + takes[k] - t0) * scale);
+const tick = b - a < 1.5 * ratio;
+if (b - a < 4 * ratio && !tick) continue;
+if (tick) b = a + Math.ceil(1.5 * ratio);
+const colour = ink[16 * (sorts[k] + 1) + 15], from = Math.max(0, a), to = Math.min(columns, b);
+for (let y = 0; y < tall; y++) {
+const base = (top + y) * columns, whole = tick || y < thick || y >= tall - thick;
+for (let x = from; x < to; x++) if (whole || x < a + thick || x >= b - thick) pixels[base + x] = colour;
+}
+}
+}
+function vector(ctx, wide, look, plan, t0, t1, more) {
+const cell8 = new Uint8Array(wide), faces = facesOf(look);
+const strip = (starts, lengths, codes, first, end, y, tall, pale) => {
+cells(starts, lengths, codes, first, end, t0, t1, wide, cell8);
+for (const [a, b, cell] of runs(cell8)) {
+const code = (cell >> 4) - 1, known = LOOKS[words[code]];
+drawRect(ctx, known ? fill(ctx, known[0], known[1], known[3]) : faces[code], LEFT + a, y, b - a, tall, ((cell & 15) / 15) * pale);
+}
+};
+for (const lane of plan.rows) {
+const outlined = two && !lane.trace, mine = idleOf(lane, more);
+strip(begins, takes, sorts, lane.first, lane.last, lane.y, lane.tall, outlined ? 0.4 : 1);
+if (mine) strip(more.idle_start, more.idle_length, more.idle_kind, mine[2], mine[3], lane.y + lane.tall, 3, 1);
+for (const k of visible(lane, t0, t1, wide / 3)) {
+const [a, b] = ends(k, wide, t0, t1);
+if (b - a >= 4 && lane.tall > 8) drawEdge(ctx, LOOKS[words[sorts[k]]][outlined ? 0 : 1], a, lane.y, b - a, lane.tall);
+}
+}
+}
+const ends = (k, wide, t0, t1) => [begins[k], begins[k] + takes[k]].map((t) => LEFT + Math.max(0, Math.min(1, (t - t0) / (t1 - t0))) * wide);
+function labels(ctx, wide, look, plan, t0, t1) {
+let left = 2500;
+for (const lane of plan.rows) {
+if (lane.tall < 11) continue;
+const size = Math.min(11, lane.tall - 2);
+const seen = visible(lane, t0, t1, wide / 8).filter((k) => numbers[k] >= 0).map((k) => [k, ...ends(k, wide, t0, t1)]);
+const fitting = (text) => seen.filter(([k, a, b]) => b - a >= 0.62 * size * text(k).length + 3);
+const long = (k) => LOOKS[words[sorts[k]]][4] + numbers[k], brief = (k) => `${numbers[k]}`;
+const text = fitting(long).length >= 0.7 * seen.length ? long : brief, chosen = fitting(text);
+left -= chosen.length;
+if (chosen.length < 0.4 * seen.length || left < 0) continue;
+for (const [k, a, b] of chosen) {
+drawText(ctx, text(k), (a + b) / 2, lane.y + lane.tall / 2 + 0.5, two && !lane.trace ? look.ink : LOOKS[words[sorts[k]]][2], "center", size);
+}
+}
+}
+function paint(ctx, wide, look, plan, t0, t1, more) {
+if (!plan.rows.length) return;
+if (ctx.hatch) vector(ctx, wide, look, plan, t0, t1, more);
+else {
+const ratio = ctx.getTransform().a;
+raster(wide, look, plan, t0, t1, more, ratio);
+ctx.imageSmoothingEnabled = false;
+ctx.drawImage(surface, LEFT, plan.rows[0].y - 2, wide, picture.height / ratio);
+}
+labels(ctx, wide, look, plan, t0, t1);
+}
+return { paint, visible };
+}
+const curveOf = (more, trace, rank) => more?.memory?.find((one) => one[0] === trace && one[1] === rank);
+function drawMemory(ctx, wide, look, plan, t0, t1, more, about, rank) {
+const top = plan.memory, bottom = top + CURVE, last = about.traces.length - 1, time = more.memory_time, total = more.memory_total;
+const mine = curveOf(more, last, rank), limit = about.capacity;
+let most = more.memory_most;
+if (limit && limit < 4 * most) most = Math.max(most, limit);
+const yOf = (amount) => bottom - (amount / (1.08 * most || 1)) * CURVE;
+const at = peaks(time, total, mine[2], mine[3], t0, t1, wide), below = new Float64Array(wide);
+for (const kind of more.memory_kinds) {
+const column = more[`memory_${kind}`], colour = fill(ctx, MEMORY[kind][0], look.paper, MEMORY[kind][1]);
+for (let x = 0, end = 0; x < wide; x = end) {
+const k = at[x], amount = k < 0 ? 0 : Math.max(0, column[k]), under = below[x];
+while (end < wide && at[end] === k) below[end++] += amount;
+if (amount) drawRect(ctx, colour, LEFT + x, yOf(under + amount), end - x, yOf(under) - yOf(under + amount));
+}
+}
+const line = (one, colour, thick, dash) => {
+const levelAt = (k) => yOf(total[k] ?? 0);
+let past;
+ctx.strokeStyle = colour;
+ctx.lineWidth = thick;
+ctx.setLineDash(dash);
+ctx.beginPath();
+peaks(time, total, one[2], one[3], t0, t1, wide).forEach((k, x) => {
+if (k === past) return;
+if (x) ctx.lineTo(LEFT + x, levelAt(past));
+ctx.lineTo(LEFT + x, levelAt((past = k)));
+});
+ctx.lineTo(LEFT + wide, levelAt(past));
+ctx.stroke();
+ctx.setLineDash([]);
+};
+if (about.ranks <= 8) for (const one of more.memory) if (one[0] === last && one[1] !== rank) line(one, look.muted, 0.6, [1, 2]);
+if (last) line(curveOf(more, 0, rank), look.ink, 1.2, [4, 3]);
+line(mine, look.ink, 1.4, []);
+if (limit && limit <= 1.08 * most) {
+drawRect(ctx, look.warn, LEFT, yOf(limit), wide, 1.5);
+drawText(ctx, `capacity ${short(limit)} ${more.memory_unit}`, LEFT + wide - 2, yOf(limit) - 7, look.warn, "right");
+}
+for (const amount of ticks(0, most, 4)) drawText(ctx, short(amount), LEFT - 4, yOf(amount), look.muted, "right");
+const words = [`memory of rank ${rank} (${more.memory_unit}):`, ...more.memory_kinds, ...(last ? [`${about.traces[0]} dashed`] : [])];
+let x = 4;
+for (const word of words) {
+if (MEMORY[word]) drawRect(ctx, fill(ctx, MEMORY[word][0], look.paper, MEMORY[word][1]), (x += 6), bottom + 22, 11, 9);
+drawText(ctx, word, (x += MEMORY[word] ? 14 : 0), bottom + 27, look.ink);
+x += 6.1 * word.length;
+}
+drawText(ctx, `peak ${short((mine[4] ??= total.subarray(mine[2], mine[3]).reduce((a, b) => Math.max(a, b), 0)))}`, LEFT + wide + RIGHT - 2, top + 6, look.muted, "right");
+}
+const KEYS = "Arrows: time and rank; + and -: zoom; Home: all; Tab: next event; Escape, then Tab: leave.";
+function render({ model, el }) {
+let about, traces, strips, begins, takes, sorts, numbers, indices, lengths, firsts, painter, view, plan, placed;
+let more, twin, after, share, worst, streams = true, arrows = false, along = false;
+let t0 = 0, t1 = 1, extent = 1, rank = 0, chosen = -1, over = -1, cursor = null, brush = null, drag = null, leaving = false;
+let playing = false, told = 0, asked = false, wait = 0;
+function load() {
+about = model.get("about");
+if (!about.lanes) return;
+const found = unpack(model.get("data"), about.layout);
+[begins, takes, sorts, numbers, indices] = [found.start, found.length, found.kind, found.number, found.index];
+traces = about.traces;
+strips = about.lanes;
+firsts = strips.map((lane) => lane[3]);
+lengths = totals(takes);
+painter = lanePainter(about, begins, takes, sorts, numbers);
+twin = about.same ? null : new Int32Array(0);
+extent = t1 = about.span || 1;
+t0 = placed = 0;
+rank = about.highest;
+chosen = over = -1;
+cursor = brush = share = worst = null;
+asked = clearTimeout(asked);
+enrich();
+}
+function enrich() {
+const given = model.get("more");
+more = given.names && about.lanes ? { ...given, ...unpack(model.get("details"), given.layout) } : null;
+after = null;
+if (more && !rank) rank = more.highest;
+if (view) redraw();
+}
+const redraw = () => view.repaint();
+const two = () => traces.length > 1;
+const laneOf = (k) => strips[search(firsts, 0, firsts.length, k + 1) - 1];
+const kindOf = (k) => about.kinds[sorts[k]];
+const endOf = (k) => begins[k] + takes[k];
+const nameOf = (k) => more ? more.names[more.name[k]].replaceAll("#", numbers[k]) : kindOf(k) + (numbers[k] < 0 ? "" : ` mb${numbers[k]}`);
+const within = (lane, a, b) => filled(begins, lengths, lane[3], lane[4], a, b);
+const time = (t) => short(t) + (about.unit === "ms" ? " ms" : "");
+const rowOf = (k) => plan.rows.find((lane) => lane.first <= k && k < lane.last);
+const twinOf = (k) => (twin ??= twins(strips, indices))[k] ?? -1;
+const idleAt = (lane, t) => {
+const mine = more?.idle.find((one) => one[0] === lane.trace && one[1] === lane.rank);
+return mine ? hit(more.idle_start, more.idle_length, mine[2], mine[3], t, 0) : -1;
+};
+const reason = (k) => IDLE[more.idle_kind[k] - about.kinds.length];
+function causes(k) {
+if (!more) return [];
+after ??= inverse(more.before, more.before_of);
+const passes = (j) => sorts[j] > 6;
+return [...chain(k, more.before, more.before_of, passes).map(([a, b]) => [b, a]), ...chain(k, ...after, passes)];
+}
+function describe(k) {
+const [trace, number, stream] = laneOf(k), arrival = kindOf(k) === "receive", other = twinOf(k), [one, both] = traces;
+const lines = [`rank ${number} · ${nameOf(k)}${stream === "compute" ? "" : ` · ${stream}`}`];
+lines.push((both ? `${traces[trace]} ` : "") + (arrival ? `arrived at ${time(begins[k])}` : `${time(begins[k])} to ${time(endOf(k))}: ${time(takes[k])}`));
+if (other >= 0) {
+const [p, m] = trace ? [other, k] : [k, other], from = arrival ? begins : takes, more = from[m] - from[p];
+lines.push(`${one} ${time(from[p])}, ${both} ${time(from[m])}: ${more < 0 ? "−" : "+"}${time(Math.abs(more))}`);
+}
+return lines.join("\n");
+}
+function moment(t) {
+const parts = [];
+for (const lane of plan.rows) {
+if (!lane.main || (lane.rank !== rank && about.ranks > 8)) continue;
+const k = hit(begins, takes, lane.first, lane.last, t, 0), j = idleAt(lane, t);
+parts.push(`${two() ? `${traces[lane.trace]} ` : ""}rank ${lane.rank} ${k >= 0 ? nameOf(k) : j >= 0 ? `idle (${reason(j)})` : "idle"}`);
+}
+view.say(`at ${time(t)}: ${parts.join(", ")}. ${held(t).replaceAll("\n", ", ")}`);
+}
+function held(t) {
+const last = traces.length - 1, one = curveOf(more, last, rank), k = one ? search(more.memory_time, one[2], one[3], t * (1 + 1e-12)) - 1 : -1;
+if (!one || k < one[2]) return "";
+const lines = [`rank ${rank} holds ${short(more.memory_total[k])} ${more.memory_unit}`], live = [];
+for (const kind of more.memory_kinds) if (more[`memory_${kind}`][k] > 0) lines.push(`${kind} ${short(more[`memory_${kind}`][k])}`);
+const mine = more.live?.find((each) => each[0] === last && each[1] === rank);
+for (let j = mine?.[2]; j < mine?.[3]; j++) if (more.live_start[j] <= t && t < more.live_end[j]) live.push(j);
+live.sort((a, b) => more.live_size[b] - more.live_size[a]);
+const rest = live.length > 6 ? ` and ${live.length - 6} more` : "";
+if (live.length) lines.push(`live: ${live.slice(0, 6).map((j) => more.values[more.live_name[j]]).join(", ")}${rest}`);
+return lines.join("\n");
+}
+function bubble(a, b) {
+return traces.map((name, trace) => {
+let busy = 0;
+for (const lane of strips) if (lane[0] === trace && lane[2] === "compute") busy += within(lane, a, b);
+const whole = about.ranks * Math.max(0, Math.min(b, about.spans[trace]) - a), part = (x) => `${(100 * x || 0).toFixed(1)}%`;
+return `${name}: bubble ${part(1 - busy / whole)} of total, ${busy ? part(whole / busy - 1) : "all"} of ideal`;
+}).join("; ");
+}
+const area = (full) => Math.max(50, Math.round(full - LEFT - RIGHT));
+const xOf = (t, full) => LEFT + ((t - t0) / (t1 - t0)) * area(full);
+function legend(ctx, look) {
+for (const [word, x, y] of plan.legend) {
+const known = LOOKS[word], idle = IDLE.indexOf(word.slice(6));
+if (idle >= 0) drawRect(ctx, [look.rule, look.muted, look.warn][idle], x, y + 6, 14, 4);
+else {
+if (!word.endsWith("(outlined)")) drawRect(ctx, known ? fill(ctx, known[0], known[1], known[3]) : look.muted, x, y + 2, 14, 11);
+drawEdge(ctx, known ? known[1] : look.muted, x, y + 2, 14, 11);
+}
+drawText(ctx, word, x + 19, y + 8, look.ink);
+}
+}
+function overview(ctx, full, look) {
+const wide = area(full), y = plan.overview, columns = Math.min(wide, 300);
+if (!share) {
+share = new Float64Array(columns);
+const rows = strips.filter((lane) => lane[2] === "compute" && lane[0] === traces.length - 1);
+const some = rows.filter((_, k) => k % Math.ceil(rows.length / 16) === 0);
+for (const lane of some) {
+for (let x = 0; x < columns; x++) share[x] += within(lane, (x * extent) / columns, ((x + 1) * extent) / columns) / ((extent / columns) * some.length);
+}
+}
+drawRect(ctx, look.rule, LEFT, y, wide, 14, 0.5);
+share.forEach((part, x) => drawRect(ctx, look.muted, LEFT + (x * wide) / share.length, y + 14 * (1 - part), wide / share.length + 0.5, 14 * part));
+drawEdge(ctx, look.focus, LEFT + (t0 / extent) * wide, y - 1, Math.max(3, ((t1 - t0) / extent) * wide), 16, 2);
+drawText(ctx, "overview", 4, y + 7, look.muted);
+drawText(ctx, t1 - t0 >= extent ? "all" : `1/${short(extent / (t1 - t0))}`, full - 2, y + 7, look.muted, "right");
+}
+function axis(ctx, full, look) {
+for (const t of ticks(t0, t1, Math.max(2, Math.floor(area(full) / 90)))) {
+const x = Math.round(xOf(t, full));
+drawRect(ctx, look.rule, x, plan.overview + 18, 1, plan.bottom - plan.overview - 18);
+drawText(ctx, short(t), x, plan.bottom + 9, look.muted, "center");
+}
+drawText(ctx, about.unit === "ms" ? "time (ms)" : "time", full - 2, plan.bottom + 9, look.muted, "right");
+}
+function gutters(ctx, full, look) {
+let until = -1;
+for (const lane of plan.rows) {
+if (!lane.main || lane.y < until) continue;
+const y = lane.y + Math.max(6, lane.tall / 2), end = Math.min(t1, about.spans[lane.trace]), busy = filled(begins, lengths, lane.first, lane.last, t0, end) / (end - t0);
+const second = two() && lane.trace && lane.tall >= 10, mine = lane.rank === rank;
+drawText(ctx, second ? `  ${traces[1]}` : `rank ${lane.rank}`, 4, y, mine ? look.focus : look.ink, "left", 11, mine ? "bold " : "");
+if (lane.tall >= 6 && end > t0) drawText(ctx, `${Math.round(100 * Math.max(0, 1 - busy))}% idle`, full - 2, y, look.muted, "right");
+until = lane.y + Math.max(13, lane.tall);
+}
+}
+function box(ctx, k, full, colour, thick) {
+const lane = rowOf(k);
+if (!lane || begins[k] > t1 || endOf(k) < t0) return;
+const a = Math.max(LEFT - 1, xOf(begins[k], full)), b = Math.min(full - RIGHT + 1, xOf(endOf(k), full));
+drawEdge(ctx, colour, a - 1, lane.y - 1, Math.max(4, b - a + 2), lane.tall + 2, thick);
+}
+function arrow(ctx, [a, b], full, colour) {
+const one = rowOf(a), other = rowOf(b), x = xOf(endOf(a), full), to = xOf(begins[b], full);
+if (!one || !other || Math.max(x, to) < LEFT || Math.min(x, to) > full - RIGHT) return;
+const y = one.y + one.tall / 2, end = other.y + other.tall / 2, bend = Math.min(30, Math.abs(to - x) / 2 + 6);
+ctx.strokeStyle = ctx.fillStyle = colour;
+ctx.lineWidth = 1.3;
+ctx.beginPath();
+ctx.moveTo(x, y);
+ctx.bezierCurveTo(x + bend, y, to - bend, end, to, end);
+ctx.stroke();
+ctx.beginPath();
+ctx.moveTo(to, end);
+ctx.lineTo(to - 6, end - 3);
+ctx.lineTo(to - 6, end + 3);
+ctx.fill();
+}
+function overlays(ctx, full, look) {
+const wide = area(full), top = plan.overview + 18, shown = over >= 0 ? over : chosen;
+let count = 0, past = -1;
+ctx.save();
+ctx.beginPath();
+ctx.rect(LEFT - 2, top, wide + 4, plan.height);
+ctx.clip();
+for (const k of along && more ? more.path : []) {
+if (begins[k] <= t1 && endOf(k) >= t0 && count++ < 3000) {
+box(ctx, k, full, look.warn, 2.5);
+if (past >= 0 && laneOf(past)[0] === laneOf(k)[0] && laneOf(past)[1] !== laneOf(k)[1]) arrow(ctx, [past, k], full, look.warn);
+}
+past = k;
+}
+count = 0;
+for (const lane of arrows && more ? plan.rows : []) {
+for (const k of painter.visible(lane, t0, t1, 400)) {
+if (kindOf(k) !== "receive") continue;
+for (let i = more.before[k]; i < more.before[k + 1] && count++ < 400; i++) arrow(ctx, [more.before_of[i], k], full, look.wire);
+}
+}
+if (shown >= 0) {
+for (const pair of causes(shown)) {
+arrow(ctx, pair, full, look.wire);
+for (const k of pair) box(ctx, k, full, look.wire, 1.5);
+}
+box(ctx, twinOf(shown), full, look.focus, 2);
+box(ctx, shown, full, look.ink, 2);
+}
+if (brush) {
+const [a, b] = brushed().map((t) => xOf(t, full));
+drawRect(ctx, look.focus, a, top, b - a, plan.axis - top, 0.25);
+}
+if (cursor !== null) {
+const x = xOf(cursor, full);
+if (playing) drawRect(ctx, look.paper, x, top, LEFT + wide - x + 2, plan.bottom - top, 0.75);
+drawRect(ctx, look.ink, x - 0.5, top, 1, plan.bottom - top);
+}
+ctx.restore();
+}
+function draw(ctx, full, _, look) {
+if (!about.lanes) return;
+axis(ctx, full, look);
+legend(ctx, look);
+overview(ctx, full, look);
+painter.paint(ctx, area(full), look, plan, t0, t1, more);
+gutters(ctx, full, look);
+if (plan.memory && more?.memory) drawMemory(ctx, area(full), look, plan, t0, t1, more, about, rank);
+overlays(ctx, full, look);
+if (about.later && !more && !asked) {
+asked = setTimeout(() => model.send({ want: "details" }), 250);
+}
+}
+function show(a, b) {
+const size = Math.min(extent, Math.max(extent * 1e-7, b - a));
+a = Math.max(0, Math.min(extent - size, a));
+[t0, t1] = [a, a + size];
+clearTimeout(wait);
+wait = setTimeout(() => tell("window", [t0, t1]), 150);
+redraw();
+}
+const tell = (trait, value) => {
+model.set(trait, value);
+model.save_changes();
+};
+const brushed = () => [...brush].sort((a, b) => a - b);
+const zoom = (factor, t = cursor ?? (t0 + t1) / 2) => show(t - (t - t0) * factor, t + (t1 - t) * factor);
+const pan = (part) => show(t0 + part * (t1 - t0), t1 + part * (t1 - t0));
+const whole = () => show(0, extent);
+const around = (t) => (t < t0 || t > t1) && show(t - (t1 - t0) / 3, t + (2 * (t1 - t0)) / 3);
+function choose(k) {
+chosen = k;
+if (k >= 0) {
+rank = laneOf(k)[1];
+cursor = begins[k];
+around(cursor);
+view.say(describe(k).replaceAll("\n", ", "));
+tell("selected", nameOf(k));
+}
+redraw();
+}
+function next(step) {
+const lane = chosen >= 0 ? laneOf(chosen) : strips.find((one) => one[0] === traces.length - 1 && one[1] === rank);
+const k = chosen >= 0 ? chosen + step : step > 0 ? search(begins, lane[3], lane[4], t0) : -1;
+const stays = !leaving && k >= lane[3] && k < lane[4];
+leaving = false;
+choose(stays ? k : -1);
+return stays;
+}
+function turn(step) {
+rank = Math.max(0, Math.min(about.ranks - 1, rank + step));
+chosen = -1;
+moment(cursor ?? t0);
+redraw();
+}
+function step(sign) {
+cursor = boundary(begins, takes, plan.rows.filter((lane) => lane.main), cursor ?? t0, sign);
+around(cursor);
+moment(cursor);
+redraw();
+}
+function play() {
+playing = !playing;
+playButton.textContent = playing ? "pause" : "play";
+playButton.setAttribute("aria-pressed", playing);
+redraw();
+if (!playing) return;
+if (cursor === null || cursor >= t1) cursor = t0;
+const still = matchMedia("(prefers-reduced-motion: reduce)").matches;
+let last = performance.now();
+const tick = (now) => {
+if (!playing || !view.root.isConnected) return;
+if (cursor >= t1) return play();
+if (!still) cursor = Math.min(t1, cursor + ((t1 - t0) * (now - last)) / 15000);
+else if (now - last > 700) step(1);
+if (!still || now - last > 700) last = now;
+if (now - told > 400) moment(cursor, (told = now));
+redraw();
+requestAnimationFrame(tick);
+};
+requestAnimationFrame(tick);
+}
+function difference() {
+if (!about.same) return view.say("there is one trace: nothing to compare");
+const by = (k) => Math.abs(takes[k] - takes[twinOf(k)]);
+worst ??= Array.from(begins.keys()).filter((k) => twinOf(k) >= 0 && twinOf(k) < k).sort((a, b) => by(b) - by(a));
+choose(worst[(worst.indexOf(chosen) + 1) % worst.length]);
+}
+load();
+view = frame(model, el, {
+name: "timeline", hint: KEYS, draw,
+height(full) {
+if (!about.lanes) return 40;
+if (placed !== (placed = streams ? full : -full)) plan = layout(about, full, streams, about.memory);
+return plan.height;
+},
+keys: {
+"ArrowLeft": () => pan(-0.15), "ArrowRight": () => pan(0.15), "ArrowUp": () => turn(-1), "ArrowDown": () => turn(1),
+"+": () => zoom(0.6), "-": () => zoom(1 / 0.6), "Home": whole,
+"Tab": () => next(1), "Shift+Tab": () => next(-1),
+"Enter": () => chosen >= 0 && show(begins[chosen] - takes[chosen], begins[chosen] + 2 * takes[chosen]),
+"Escape"() {
+leaving = true;
+brush = cursor = null;
+if (playing) play();
+choose(-1);
+},
+" ": play, ".": () => step(1), ",": () => step(-1), "d": difference, "c": () => critical.click(), "m": () => all.click(), "s": () => lanes.click(),
+},
+});
+const toggle = (label, title, set, on) => {
+const made = view.button(label, title, () => {
+made.setAttribute("aria-pressed", set());
+redraw();
+}, on);
+return made;
+};
+const playButton = view.button("play", "play (space), step with . and ,", play, false);
+view.button("+", "zoom in (+)", () => zoom(0.6));
+view.button("−", "zoom out (-)", () => zoom(1 / 0.6));
+view.button("all", "show all (Home)", whole);
+const critical = toggle("critical path", "what the time consists of (c)", () => (along = !along), false);
+const all = toggle("messages", "arrows from send to receive (m)", () => (arrows = !arrows), false);
+const lanes = toggle("streams", "more lanes (s)", () => (streams = !streams), true);
+if (about.same) view.button("differences", "largest first (d)", difference);
+const board = view.canvas;
+const at = (event) => {
+const place = board.getBoundingClientRect(), x = event.clientX - place.left, y = event.clientY - place.top, part = (x - LEFT) / area(place.width);
+return [x, y, t0 + part * (t1 - t0), part, plan.rows.find((lane) => y >= lane.y && y < lane.y + lane.tall + lane.strip)];
+};
+view.listen(board, "pointermove", (event) => {
+const [x, y, t, part, lane] = at(event), size = t1 - t0;
+if (drag?.pan) return show(part * extent - size / 2, part * extent + size / 2);
+if (drag) {
+brush = [drag.t, Math.max(t0, Math.min(t1, t))];
+const [a, b] = brushed();
+view.say(`${time(a)} to ${time(b)}: ${bubble(a, b)}`);
+return redraw();
+}
+const inside = part >= 0 && part <= 1;
+if (!playing) cursor = inside ? t : null;
+over = lane && inside ? hit(begins, takes, lane.first, lane.last, t, (3 * size) / area(board.clientWidth)) : -1;
+const idle = lane?.main && inside ? idleAt(lane, t) : -1;
+view.tip(x, y, over >= 0 ? describe(over) : idle >= 0 ? `rank ${lane.rank} idle (${reason(idle)})\n${time(more.idle_length[idle])}` : inside && plan.memory && y > plan.memory ? held(t) : "");
+redraw();
+});
+view.listen(board, "pointerleave", () => {
+over = -1;
+if (!playing) cursor = null;
+view.tip(0, 0, "");
+redraw();
+});
+view.listen(board, "pointerdown", (event) => {
+const [x, y, t] = at(event);
+if (event.button || x < LEFT) return;
+drag = { x, t, pan: y > plan.overview - 4 && y < plan.overview + 18 };
+board.setPointerCapture(event.pointerId);
+});
+view.listen(board, "pointerup", (event) => {
+const [x, , , , lane] = at(event);
+if (drag && !drag.pan && brush && Math.abs(x - drag.x) > 4) show(...brushed());
+else if (drag && !drag.pan) {
+if (lane) rank = lane.rank;
+choose(over);
+}
+drag = brush = null;
+redraw();
+});
+view.listen(board, "dblclick", whole);
+view.listen(board, "wheel", (event) => {
+if (!event.ctrlKey && document.activeElement !== board) return;
+event.preventDefault();
+if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) pan(event.deltaX / 800);
+else zoom(1.0015 ** event.deltaY, at(event)[2]);
+}, { passive: false });
+const changed = () => {
+load();
+redraw();
+};
+model.on("change:data", changed);
+model.on("change:details", enrich);
+return () => {
+model.off("change:data", changed);
+model.off("change:details", enrich);
+clearTimeout(wait);
+playing = false;
+view.dispose();
+};
+}
+export default { render };

@@ -21,7 +21,7 @@ MIB = 2**20
 class Choice:
     """A function that returns a plan, as text or as a `Plan`; or the plan itself.
 
-    model, batch   a name of `costs.presets`, and the rows of a step: the whole batch counts, however it is cut
+    model, batch   a name of `models.table`, and the rows of a step: the whole batch counts, however it is cut
     device         as for `Cluster(device=)`
     ranks          devices there are; a plan may use fewer
     time           seconds of a step, at most; None: as long as it likes
