@@ -107,23 +107,33 @@ class Compute:
         self.noting = noting_hooks if any(ins.op is Op.BACKWARD_INPUT for ins in row) else nullcontext
         moving = {Op.SEND, *COPIES} if self.posts else COPIES
         self.moved = {home(v) for ins in row if ins.op in moving for v in ins.reads}
-        self.calls = {layer: self._call_of(layer) for layer in self.layers}
+        self.calls = self._calls()
 
-    def _call_of(self, layer: int) -> Run:
-        """How this rank calls a layer, from the module outwards."""
-        module, row, sizes = self.layers[layer], self.program.ranks[self.rank], self.sizes
-        sliced = self.carrying.count > 1
+    def _calls(self) -> dict[int, Run]:
+        """How this rank calls each of its layers."""
+        row = self.program.ranks[self.rank]
+        passing = any(value.kind == "param" for ins in row for value in ins.frees)
+        away = {(v.index, v.microbatch, v.step) for v in offload.offloaded(row)}
+        ends = {ins.layers[-1] for ins in row if ins.op is Op.RECOMPUTE} - {self.program.layers - 1}
+        return {layer: self._call_of(layer, passing, away, layer in ends) for layer in self.layers}
+
+    def _call_of(self, layer: int, passing: bool, away: set[Key], ends: bool) -> Run:
+        """How this rank calls a layer, from the module outwards.
+
+        passing   parameters are let go of while the program runs
+        away      layers and micro-batches of which what autograd keeps is copied away
+        ends      some recomputation ends with this layer
+        """
+        module, sizes, sliced = self.layers[layer], self.sizes, self.carrying.count > 1
         run = on_slices(self.carrying, layer, module, sizes) if sliced else layer_calls.plain(module)
-        if any(value.kind == "param" for ins in row for value in ins.frees):
+        if passing:
             run = layer_calls.apart_from_parameters(run, module)
         if layer == self.program.layers - 1:
             run = layer_calls.with_loss(run, self.loss)
         alone, run = run, layer_calls.weighed(run, layer, module, sizes, carried)
-        away = {(v.index, v.microbatch, v.step) for v in offload.offloaded(row) if v.index == layer}
-        if away:
+        if any(key[0] == layer for key in away):
             run = layer_calls.keeping(alone, run, layer, module, sizes, away, self.kept)
-        ends = {ins.layers[-1] for ins in row if ins.op is Op.RECOMPUTE} - {self.program.layers - 1}
-        if layer in ends and not (sliced or self.untouched.overwriting):
+        if ends and not (sliced or self.untouched.overwriting):
             run = layer_calls.shortened(run, layer, module, sizes, self.tails)
         if self.again and self.remembered[layer]:
             run = layer_calls.remembering(run, layer, self.remembered[layer], self.again)

@@ -33,6 +33,7 @@ from minipar.execution.dynamic_schedule import Deciding
 from minipar.execution.elementwise import check_update
 from minipar.execution.emulation import Clock, Delays, stamp_later
 from minipar.execution.fitting import check_fit
+from minipar.execution.following import Walked
 from minipar.execution.mean_loss import Loss
 from minipar.execution.offloading import Copy, Offloading, frozen_parameters
 from minipar.execution.owners import Slice
@@ -43,7 +44,6 @@ from minipar.models.network import edges_of
 from minipar.models.parameter_groups import parameters_of
 from minipar.models.tensors import count_bytes, layers_of
 from minipar.program import COLLECTIVES, COMPUTE, COPIES, Action, Instruction, Local, Op, Program, Value, home, tier
-from minipar.trace.under_way import Walked
 
 _WALKED = (
     Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.SEND, Op.RECV, Op.STEP
