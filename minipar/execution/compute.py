@@ -25,7 +25,7 @@ from minipar.execution import autograd_entry, layer_calls, naming_layers
 from minipar.execution.batch_rows import BatchRows
 from minipar.execution.finite import Finite
 from minipar.execution.fitting import row_major
-from minipar.execution.layer_calls import Call, Key, Made, Run, Sizes
+from minipar.execution.layer_calls import Call, Key, LayerCall, Made, Sizes
 from minipar.execution.mean_loss import Loss, MeanLoss, Target
 from minipar.execution.remembered import Remembered, will_run_again
 from minipar.execution.saved_tensors import Kept
@@ -109,7 +109,7 @@ class Compute:
         self.moved = {home(v) for ins in row if ins.op in moving for v in ins.reads}
         self.calls = self._calls()
 
-    def _calls(self) -> dict[int, Run]:
+    def _calls(self) -> dict[int, LayerCall]:
         """How this rank calls each of its layers."""
         row = self.program.ranks[self.rank]
         passing = any(value.kind == "param" for ins in row for value in ins.frees)
@@ -117,7 +117,7 @@ class Compute:
         ends = {ins.layers[-1] for ins in row if ins.op is Op.RECOMPUTE} - {self.program.layers - 1}
         return {layer: self._call_of(layer, passing, away, layer in ends) for layer in self.layers}
 
-    def _call_of(self, layer: int, passing: bool, away: set[Key], ends: bool) -> Run:
+    def _call_of(self, layer: int, passing: bool, away: set[Key], ends: bool) -> LayerCall:
         """How this rank calls a layer, from the module outwards.
 
         passing   parameters are let go of while the program runs

@@ -50,15 +50,15 @@ class Call(NamedTuple):
     live: dict[Value, Any]
 
 
-Run = Callable[[Any, Call], Made]  # of the layer's input
+LayerCall = Callable[[Any, Call], Made]  # of the layer's input
 
 
-def plain(module: nn.Module) -> Run:
+def plain(module: nn.Module) -> LayerCall:
     """The module alone."""
     return lambda x, call: (module(x), None)
 
 
-def with_loss(run: Run, loss: MeanLoss) -> Run:
+def with_loss(run: LayerCall, loss: MeanLoss) -> LayerCall:
     """The last layer of a model: with the loss of its output."""
 
     def call_with_loss(x: Any, call: Call) -> Made:
@@ -69,7 +69,7 @@ def with_loss(run: Run, loss: MeanLoss) -> Run:
     return call_with_loss
 
 
-def apart_from_parameters(run: Run, module: nn.Module) -> Run:
+def apart_from_parameters(run: LayerCall, module: nn.Module) -> LayerCall:
     """A layer whose parameters are let go of: an output that is a parameter, or a view of one, is copied."""
 
     def call_apart(x: Any, call: Call) -> Made:
@@ -80,7 +80,9 @@ def apart_from_parameters(run: Run, module: nn.Module) -> Run:
     return call_apart
 
 
-def weighed(run: Run, layer: int, module: nn.Module, sizes: Sizes, beside: Callable[[int, Call], Any]) -> Run:
+def weighed(
+    run: LayerCall, layer: int, module: nn.Module, sizes: Sizes, beside: Callable[[int, Call], Any]
+) -> LayerCall:
     """The first time with so many rows: note the bytes of what the layer hands on, and of what autograd keeps of it.
 
     beside   what the layer takes and hands on beside its input and output
@@ -107,8 +109,14 @@ def weighed(run: Run, layer: int, module: nn.Module, sizes: Sizes, beside: Calla
 
 
 def keeping(
-    run: Run, otherwise: Run, layer: int, module: nn.Module, sizes: Sizes, away: Container[Key], kept: dict[Key, Kept]
-) -> Run:
+    run: LayerCall,
+    otherwise: LayerCall,
+    layer: int,
+    module: nn.Module,
+    sizes: Sizes,
+    away: Container[Key],
+    kept: dict[Key, Kept],
+) -> LayerCall:
     """What autograd keeps of these micro-batches is copied away, and comes back: see `saved_tensors.py`.
 
     away        layers and micro-batches of which that is so; all others are called as `otherwise`
@@ -132,7 +140,7 @@ def keeping(
     return call_keeping
 
 
-def shortened(run: Run, layer: int, module: nn.Module, sizes: Sizes, tails: Tails) -> Run:
+def shortened(run: LayerCall, layer: int, module: nn.Module, sizes: Sizes, tails: Tails) -> LayerCall:
     """The end of a recomputation whose output nobody reads leaves out what its backward does not need."""
 
     def call_shortened(x: Any, call: Call) -> Made:
@@ -143,7 +151,7 @@ def shortened(run: Run, layer: int, module: nn.Module, sizes: Sizes, tails: Tail
     return call_shortened
 
 
-def remembering(run: Run, layer: int, remembered: Remembered, again: Container[Key]) -> Run:
+def remembering(run: LayerCall, layer: int, remembered: Remembered, again: Container[Key]) -> LayerCall:
     """A layer with buffers or generators of its own runs again as it ran the first time.
 
     again   layers and micro-batches that run forward more than once
@@ -160,7 +168,7 @@ def remembering(run: Run, layer: int, remembered: Remembered, again: Container[K
     return call_remembering
 
 
-def by_row(run: Run, dropouts: Sequence[randomness.RowDropout]) -> Run:
+def by_row(run: LayerCall, dropouts: Sequence[randomness.RowDropout]) -> LayerCall:
     """A layer with dropout, which goes by rows of the whole batch."""
 
     def call_by_row(x: Any, call: Call) -> Made:
@@ -171,7 +179,7 @@ def by_row(run: Run, dropouts: Sequence[randomness.RowDropout]) -> Run:
     return call_by_row
 
 
-def seeded(run: Run, layer: int, seed: int, generators: Sequence[torch.Generator]) -> Run:
+def seeded(run: LayerCall, layer: int, seed: int, generators: Sequence[torch.Generator]) -> LayerCall:
     """What a layer draws from torch's generators depends on the seed, the step, the rows and the layer alone."""
 
     def call_seeded(x: Any, call: Call) -> Made:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from minipar.execution import sliced
-from minipar.execution.layer_calls import Call, Made, Run, Sizes
+from minipar.execution.layer_calls import Call, LayerCall, Made, Sizes
 from minipar.models.tensors import detach, differentiable, tensors
 from minipar.program import Instruction, Op, Program, Value, carry, grad_carry
 
@@ -73,7 +73,7 @@ class Carrying:
                 live[grad_carry(layer, ins.microbatch - 1, ins.step)] = found
 
 
-def on_slices(carrying: Carrying, layer: int, module: nn.Module, sizes: Sizes) -> Run:
+def on_slices(carrying: Carrying, layer: int, module: nn.Module, sizes: Sizes) -> LayerCall:
     """The call of a layer on a slice: it takes what the slice before carried on, and carries on to the next one."""
     carries = layer in carrying.carries
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from minipar.errors import RankError
-from minipar.execution.layer_calls import Call, Made, Run, Sizes
+from minipar.execution.layer_calls import Call, LayerCall, Made, Sizes
 from minipar.models.tensors import Unchanged, map_tensors, overwrites
 
 
@@ -30,7 +30,7 @@ class UntouchedInputs:
         self._tried: set[tuple[tuple[int, ...], bool]] = set()  # pieces, with or without a graph
         self._copied: set[tuple[int, ...]] = set()  # of these, the ones that write into what they are given
 
-    def __call__(self, run: Run, given: Any, call: Call) -> tuple[Any, Made]:
+    def __call__(self, run: LayerCall, given: Any, call: Call) -> tuple[Any, Made]:
         """What the piece makes, and the input at which its graph begins: `given`, or leaves of the same numbers.
 
         RankError for layers that write into their input after all, when they have not done so the first time.
@@ -76,7 +76,7 @@ class UntouchedInputs:
         self._tried.add(key)
         return given_again, made
 
-    def _run(self, run: Run, given: Any, call: Call) -> Made:
+    def _run(self, run: LayerCall, given: Any, call: Call) -> Made:
         copied = call.piece in self._copied
         if copied or call.piece[0] in self.overwriting:
             given, call = map_tensors(given, torch.clone), call._replace(unread=False)
