@@ -37,11 +37,11 @@ from minipar.execution.measuring.copying import measure_copies
 from minipar.execution.measuring.profiler import profile
 from minipar.execution.memory.tape import record
 from minipar.execution.memory.watching import SERIES, Watching
+from minipar.execution.owners import Slice, assemble
 from minipar.execution.saving.contents import dtype_name, outline_of
 from minipar.execution.saving.folder import Header
 from minipar.execution.saving.keeping import NOTHING, Share, Storing
 from minipar.execution.sliced import ranges_of
-from minipar.execution.state import Slice, assemble
 from minipar.execution.updating import Optimizer, Scheduler, Update, forms_of
 from minipar.models import selective_checkpoint
 from minipar.models.losses import check_loss, scalar, try_loss
@@ -401,8 +401,8 @@ def _passes(
             if update.schedule is not None:
                 update.schedule.forget(updates)
             worker.report(news)
-            if not sizes or executor.compute.counts != rows:  # steps of an epoch's end have fewer rows
-                rows = executor.compute.counts
+            if not sizes or executor.compute.rows.counts != rows:  # steps of an epoch's end have fewer rows
+                rows = executor.compute.rows.counts
                 sizes.append(_sizes(executor))
                 data.append(executor.compute.data_bytes())
             else:

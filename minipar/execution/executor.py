@@ -27,21 +27,23 @@ from minipar.comm.links import Links
 from minipar.data.batches import Batch, Part
 from minipar.errors import RankError
 from minipar.execution import naming_layers
-from minipar.execution.compute import Compute, Loss
+from minipar.execution.compute import Compute
 from minipar.execution.dtypes import check_narrow, narrow
 from minipar.execution.dynamic_schedule import Deciding
 from minipar.execution.elementwise import check_update
 from minipar.execution.emulation import Clock, Delays, stamp_later
 from minipar.execution.fitting import check_fit
+from minipar.execution.following import Walked
+from minipar.execution.mean_loss import Loss
 from minipar.execution.offloading import Copy, Offloading, frozen_parameters
-from minipar.execution.state import Slice, State
+from minipar.execution.owners import Slice
+from minipar.execution.state import State
 from minipar.execution.updating import Optimizer, Scheduler, Update, forms_of
 from minipar.models import randomness, selective_checkpoint
 from minipar.models.network import edges_of
 from minipar.models.parameter_groups import parameters_of
 from minipar.models.tensors import count_bytes, layers_of
 from minipar.program import COLLECTIVES, COMPUTE, COPIES, Action, Instruction, Local, Op, Program, Value, home, tier
-from minipar.trace.under_way import Walked
 
 _WALKED = (
     Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.SEND, Op.RECV, Op.STEP
@@ -164,7 +166,7 @@ class Executor:
         self.compute.follow(program)
         comm.prepare({ins.group for ins in self.instructions if ins.group})
         self.device = Clock(delays) if delays is not None else None
-        self.links = Links(program, comm, self.compute.rows, delays is not None and delays.links)
+        self.links = Links(program, comm, self.compute.rows.count, delays is not None and delays.links)
         self.deciding = Deciding(program, comm.rank, self.links) if program.in_flight is not None else None
         self.lines = _lines(self.instructions)
 
@@ -176,8 +178,8 @@ class Executor:
         program, instructions = self.program, self.instructions
         compute, live = self.compute, self.live
         compute.begin(batches, base)
-        self.state.stash.begin()
-        versions = bool(self.state.stash.versions)
+        self.state.begin()
+        versions = self.state.versions
         self.gradients: list[dict[str, Tensor | Slice]] = [{} for _ in range(program.updates)]
         self.keep_gradients = keep_gradients
         size = len(instructions)
@@ -224,7 +226,7 @@ class Executor:
                     if value in pending:
                         self._await(value)
             if versions:
-                self.state.stash.show(ins.reads)
+                self.state.show(ins.reads)
             starts[index] = clock()
             if ins.stream == "host" and op is not Op.STEP:
                 self._on_host(ins)
@@ -295,7 +297,7 @@ class Executor:
             message = self.instructions[index].writes
             for other in message if len(message) > 1 else ():
                 self.pending.pop(other, None)
-            present = [other for other in message if self.compute.rows(other)]
+            present = [other for other in message if self.compute.rows.count(other)]
             if present:
                 contents, arrival = self.links.receive(message, what)
                 for other, content in zip(present, contents, strict=True):
@@ -329,7 +331,7 @@ class Executor:
     def _collective(self, index: int, ins: Instruction) -> None:
         share = 1.0
         if isinstance(self.program.contract, Local):
-            share = self.compute.share(ins.step, ins.step % self.program.contract.steps + 1)
+            share = self.compute.rows.share(ins.step, ins.step % self.program.contract.steps + 1)
         handles = self.state.start(ins, share)
         ends, device, group = self.ends, self.device, ins.group
         joined = device.join(index, group, self.comm) if device is not None and device.delays.links else None
@@ -386,7 +388,7 @@ class Executor:
         if self.keep_gradients:
             kept = self.gradients[ins.step]
             with self._aside():
-                share = self.compute.share(ins.step)  # (of replicas that train by themselves, the mean is kept)
+                share = self.compute.rows.share(ins.step)  # (of replicas that train by themselves, the mean is kept)
                 for p, grad in self.state.gradients(ins.layers):
                     kept[self.names[id(p)]] = grad * share if isinstance(grad, Tensor) and share != 1 else grad
         self.state.step(ins)
@@ -395,5 +397,5 @@ class Executor:
         """Bytes of a value on this rank, as measured when it was there."""
         value = home(value)
         if value.microbatch >= 0:
-            return self.compute.sizes.get((value.kind, self.program.source(value), self.compute.rows(value)), 0)
+            return self.compute.sizes.get((value.kind, self.program.source(value), self.compute.rows.count(value)), 0)
         return self.state.size(value)

@@ -137,7 +137,7 @@ class Offloading:
     def _begin(self) -> None:
         """Bring what is away between steps to where it belongs."""
         for g in self._away:
-            for p in (*self.state.owned(g), *self.frozen[g]):
+            for p in (*self.state.owners[g].owned, *self.frozen[g]):
                 if p.untyped_storage().nbytes() != _bytes([p]) or not p.is_contiguous():
                     p.data = p.data.clone(memory_format=torch.contiguous_format)  # a storage of its own, to be resized
         for value in sorted(self.held):
@@ -190,15 +190,16 @@ class Offloading:
 
     def _device(self, g: int) -> list[Tensor]:
         """What the device holds of a group between steps, or would: `param`, or `param_shard`."""
-        return [p.data for p in (*self.state.owned(g), *(self.frozen[g] if g in self._away else ()))]
+        return [p.data for p in (*self.state.owners[g].owned, *(self.frozen[g] if g in self._away else ()))]
 
     def _masters(self, g: int) -> list[Tensor]:
         """The host's copies of the same, if STEP works on them."""
-        if g not in self.state.masters:
+        masters = self.state.owners[g].masters
+        if not masters:
             return []
         if g in self._away and g not in self._fixed:
             self._fixed[g] = [p.data.to("cpu", copy=True) for p in self.frozen[g]]
-        return [*(p.data for p in self.state.masters[g]), *self._fixed.get(g, ())]
+        return [*(p.data for p in masters), *self._fixed.get(g, ())]
 
     def _tensors(self, value: Value) -> list[Tensor]:
         """Parameters and optimizer states on the device or on the host."""
@@ -294,7 +295,7 @@ class Offloading:
 
     def _gradient(self, g: int) -> Copy:
         pairs = []
-        for p, master in zip(self.state.owned(g), self.state.masters[g], strict=True):
+        for p, master in zip(self.state.owners[g].owned, self.state.owners[g].masters, strict=True):
             if p.grad is not None:
                 master.grad = torch.empty_like(master)
                 pairs.append((p.grad, master.grad))

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from minipar.execution.sliced import carry_sizes, tokens_in
-from minipar.models.tensors import detach, differentiable
+from minipar.execution import sliced
+from minipar.execution.layer_calls import Call, LayerCall, Made, Sizes
+from minipar.models.tensors import detach, differentiable, tensors
 from minipar.program import Instruction, Op, Program, Value, carry, grad_carry
 
 
@@ -25,18 +26,31 @@ class _Flow(NamedTuple):
 
 
 class Carrying:
-    """The carries of the layers that a rank holds, between the forward and the backward of each slice."""
+    """The slices of sequences on a rank, and what its layers carry from each one to the next.
+
+    count   slices of a sequence; of a program that cuts none it is 1, and a micro-batch is its own only slice
+    """
 
     def __init__(self, program: Program) -> None:
-        self.count, self.carries = program.slice_count, frozenset(program.carries)
+        self.slices, self.count, self.carries = program.slices, program.slice_count, frozenset(program.carries)
         self.first = program.first_trainable
         self.starts: dict[tuple[int, int], int] = {}  # the first token of a slice
         self.flows: dict[tuple[int, int, int], _Flow] = {}
 
+    def cut(self, value: Any, ins: Instruction) -> Any:
+        """Of inputs or targets of a micro-batch, the tokens that an instruction works on."""
+        return value if self.count == 1 else sliced.cut(value, self.slices, ins.microbatch % self.count)
+
+    def share(self, y: Any, ins: Instruction) -> float:
+        """The part of a row's tokens that an instruction works on."""
+        return 1.0 if self.count == 1 else sliced.share(y, self.slices, ins.microbatch % self.count)
+
     def start(self, ins: Instruction, value: Any) -> int:
         """The first token of a slice whose input is `value`; the next slice begins where it ends."""
+        if self.count == 1:
+            return 0
         start = self.starts.get((ins.microbatch, ins.step), 0) if ins.microbatch % self.count else 0
-        self.starts[ins.microbatch + 1, ins.step] = start + tokens_in(value)
+        self.starts[ins.microbatch + 1, ins.step] = start + sliced.tokens_in(value)
         return start
 
     def arriving(
@@ -59,40 +73,35 @@ class Carrying:
                 live[grad_carry(layer, ins.microbatch - 1, ins.step)] = found
 
 
-class Run:
-    """A layer on one slice, as a function of its input: takes what the slice before carried on, and carries on."""
+def on_slices(carrying: Carrying, layer: int, module: nn.Module, sizes: Sizes) -> LayerCall:
+    """The call of a layer on a slice: it takes what the slice before carried on, and carries on to the next one."""
+    carries = layer in carrying.carries
 
-    def __init__(
-        self, carrying: Carrying, layer: int, module: nn.Module, ins: Instruction, start: int, live: dict[Value, Any]
-    ) -> None:
-        self.carrying, self.layer, self.module, self.ins, self.start, self.live = (
-            carrying, layer, module, ins, start, live
-        )  # fmt: skip
-        self.given: Any = None
-        self.handed_on: Any = None
-        if layer in carrying.carries and ins.microbatch % carrying.count:
-            before = live[carry(layer, ins.microbatch - 1, ins.step)]
-            self.given = detach(before, requires_grad=torch.is_grad_enabled() and layer >= carrying.first)
-
-    def __call__(self, x: Any) -> Any:
-        carrying, i, step = self.carrying, self.ins.microbatch, self.ins.step
-        result, after = self.module(x, self.start, self.given)
-        if self.layer in carrying.carries:
-            more = (i + 1) % carrying.count > 0
+    def run(x: Any, call: Call) -> Made:
+        ins, live = call.ins, call.live
+        i, step, given = ins.microbatch, ins.step, None
+        if carries and i % carrying.count:
+            before = live[carry(layer, i - 1, step)]
+            given = detach(before, requires_grad=torch.is_grad_enabled() and layer >= carrying.first)
+        output, after = module(x, call.start, given)
+        more = carries and (i + 1) % carrying.count > 0
+        if carries and torch.is_grad_enabled():
             ends = differentiable(after) if more else []
-            if torch.is_grad_enabled():
-                edges = [(k, get_gradient_edge(t)) for k, t in enumerate(ends) if t.requires_grad]
-                carrying.flows[self.layer, i, step] = _Flow(self.given, edges)
-            if more and self.ins.op is Op.FORWARD:
-                self.handed_on = after
-                self.live[carry(self.layer, i, step)] = detach(after)
-        return result
+            edges = [(k, get_gradient_edge(t)) for k, t in enumerate(ends) if t.requires_grad]
+            carrying.flows[layer, i, step] = _Flow(given, edges)
+        handed_on = after if more and ins.op is Op.FORWARD else None
+        if more and ins.op is Op.FORWARD:
+            live[carry(layer, i, step)] = detach(handed_on)
+        if ("carry", layer, call.rows) not in sizes:
+            known = [*tensors(x), *module.parameters(), *module.buffers()]
+            size, gradient = sliced.carry_sizes(handed_on, known)
+            sizes["carry", layer, call.rows], sizes["grad_carry", layer, call.rows] = size, gradient
+        return output, None
 
-    @property
-    def beside(self) -> Any:
-        """What it was given of the slice before, and carries on to the next one."""
-        return self.given, self.handed_on
+    return run
 
-    def sizes(self, known: Any) -> tuple[int, int]:
-        """Bytes of the carry and of its gradient; tensors that are `known` are counted elsewhere."""
-        return carry_sizes(self.handed_on, known)
+
+def carried(layer: int, call: Call) -> list[Any]:
+    """What a layer was given of the slice before, and what it carried on to the next one."""
+    i, step = call.ins.microbatch, call.ins.step
+    return [call.live.get(carry(layer, k, step)) for k in (i - 1, i)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -58,15 +58,6 @@ def tokens_in(value: Any) -> int:
     """The tokens of a slice that a layer hands on: dimension 1 of its first tensor."""
     first = tensors(value)[0]
     return first.shape[1]
-
-
-class Beside(Protocol):
-    """A layer as a function of its input, which takes and hands on something beside it."""
-
-    @property
-    def beside(self) -> Any: ...
-
-    def __call__(self, x: Any) -> Any: ...
 
 
 class Alone:

@@ -6,10 +6,10 @@ worker 1   |pull ... F B push|pull F B ..         shown is the time of the last 
 
 from __future__ import annotations
 
+from minipar.execution.following import Span, window
 from minipar.program import Instruction, Program
 from minipar.server.replaying import Step, mean_loss
 from minipar.trace import Trace
-from minipar.trace.under_way import Span, window
 
 
 class AtWork:

@@ -383,7 +383,7 @@ def _work(
     begin = time.perf_counter()
     while (step := ps.next_step()) is not None:
         found: dict[str, Tensor] = {}
-        part = compute.batch_of(step)
+        part = compute.rows.part(step)
         weight, mine = part.weight, range(part.rows[0].start - part.start, part.rows[-1].stop - part.start)
         rows, weight = (_whole(n) for n in (counted(take_rows(part.y, mine), job.loss), part.weight))
         ps.weigh(rows, weight)
@@ -403,8 +403,7 @@ def _work(
         pulls = sum(ins.op is Op.PULL for _, ins in blocks[step])
         times[:pulls] = [(begin, times[0][1])] * pulls
         loss, data = float(compute.losses[step]), compute.data_bytes()
-        compute.batch.pop(step, None)
-        compute.counts.pop(step, None)
+        compute.rows.forget(step)
         compute.losses[step] = 0.0
         tell(Step(rank, step, loss, rows, weight, found, times, dict(compute.sizes), data))
         begin = time.perf_counter()

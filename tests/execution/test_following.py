@@ -12,9 +12,19 @@ from itertools import pairwise
 import pytest
 
 from minipar import Plan, data, models, simulate
-from minipar.execution.following import EVERY, Following, Moment, News, Screen, Telling
+from minipar.execution.following import (
+    EVERY,
+    Following,
+    Moment,
+    News,
+    Screen,
+    Stretch,
+    Telling,
+    UnderWay,
+    Walked,
+    window,
+)
 from minipar.program import Op, message
-from minipar.trace.under_way import Stretch, UnderWay, Walked, window
 from minipar.training.training import train
 from tests.conftest import Clusters
 

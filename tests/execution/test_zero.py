@@ -129,7 +129,7 @@ def _trained(words: str, optimizer, steps: int) -> dict[str, torch.Tensor]:
     executor = Executor(program, comm, model, mse, optimizer)
     for step in range(steps):
         executor.run(lambda _: rows(17), step)
-    for g in sorted(program.scattered & executor.state.parts.keys()):
+    for g in sorted(program.scattered & executor.state.slices.keys()):
         gather = next(ins for ins in executor.instructions if ins.op is Op.ALL_GATHER and g in ins.layers)
         for handle in executor.state.start(gather._replace(layers=(g,))):
             handle.wait()
@@ -229,7 +229,7 @@ def _small_steps(words: str) -> float:
     executor = Executor(program, communicator.create(), model, _sum, partial(torch.optim.SGD, lr=2**-12))
     for step in range(64):
         executor.run(lambda _: (torch.ones(2, 1), torch.ones(2, 1)), step)
-    return 1.0 - float(executor.state.trained(0)[0][0].detach())
+    return 1.0 - float(executor.state.owners[0].trained[0][0].detach())
 
 
 def _sum(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -276,7 +276,9 @@ def _runs(
         try:
             find_overwriting(layer, given, part)
             with FlopCounterMode(display=False, custom_mapping=_FLOPS) as forward:
-                output, ends, weights = weigh(layer, given, loss, final[1] if last else (), part)
+                output, ends, weights = weigh(
+                    layer, partial(_forward, part or layer, loss), given, partial(_kept_anyway, last and final[1], part)
+                )
             if here is not None and part is not None:
                 ends = ends + differentiable(part.handed_on)
                 carry, gradient = part.sizes([*tensors(given), *layer.parameters(), *layer.buffers()])
@@ -305,6 +307,17 @@ def _runs(
             run, kept = [], 0
     if run:
         yield run
+
+
+def _forward(run: Callable[[Any], Any], loss: Loss | None, given: Any) -> tuple[Any, list[Tensor]]:
+    """What a layer hands on, and the tensors that a backward starts from: the loss, or what can have a gradient."""
+    output = run(given)
+    return output, [loss(output)] if loss else differentiable(output)
+
+
+def _kept_anyway(target: Any, part: sliced.Alone | None) -> list[Tensor]:
+    """The loss's targets; and of a slice what the layer takes and carries on beside its input and output."""
+    return [*tensors(target), *(tensors(part.beside) if part else ())]
 
 
 def _time_run(run: list[_Measured], repeats: int, clock: _Clock) -> list[_LayerCost]:

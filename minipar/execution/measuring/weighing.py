@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from minipar.errors import RankError
-from minipar.execution.sliced import Beside
-from minipar.models.tensors import count_bytes, differentiable, map_tensors, opaque, overwrites, storages, tensors
+from minipar.models.tensors import count_bytes, map_tensors, opaque, overwrites, storages, tensors
 
-Loss = Callable[[Any], Tensor]
+Rest = TypeVar("Rest")
 
 
 class Weights(NamedTuple):
@@ -27,18 +26,15 @@ class Weights(NamedTuple):
 
 
 def weigh(
-    layer: nn.Module,
-    given: Any,
-    loss: Loss | None = None,
-    known: Any = (),
-    run: Beside | None = None,
-) -> tuple[Any, list[Tensor], Weights]:
-    """Run a layer's forward, and the loss of its output if given, and weigh what is left.
+    layer: nn.Module, run: Callable[[Any], tuple[Any, Rest]], given: Any, known: Callable[[], Any] = tuple
+) -> tuple[Any, Rest, Weights]:
+    """Run a layer's forward, and weigh what is left.
 
-    `known`: tensors that are kept anyway, such as the loss's targets, and count for nothing. `run`: how the layer runs
-    on a slice of a sequence; what it takes and hands on beside its output counts for nothing, too.
+    run     the layer as a function of its input: it gives the output, and whatever else the caller wants of it, such
+            as the loss
+    known   asked after the forward: tensors that are kept anyway, such as the loss's targets, and count for nothing
 
-    Returns the output, the tensors from which a backward starts (the loss, or what can have a gradient), and the bytes.
+    Returns what `run` gave, and the bytes.
     """
     saved: list[Tensor] = []
 
@@ -47,16 +43,14 @@ def weigh(
         return saved[-1]
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = (run or layer)(map_tensors(given, torch.clone) if overwrites(layer) else given)
-        ends = [loss(output)] if loss else differentiable(output)
+        output, rest = run(map_tensors(given, torch.clone) if overwrites(layer) else given)
     hidden = opaque(output)
     if hidden is not None:
         raise RankError(
             f"a layer hands on a {hidden}, which minipar cannot look into; possible are tensors, None, numbers and "
             "strings, and tuples, lists and dicts of them"
         )
-    others = [*tensors(known), *tensors(run.beside if run else ()), *layer.parameters(), *layer.buffers()]
-    given_before = storages([*tensors(given), *others])
+    given_before = storages([*tensors(given), *tensors(known()), *layer.parameters(), *layer.buffers()])
     handed_on = storages(tensors(output)).keys() - given_before.keys()
     kept = {key: size for key, size in storages(saved).items() if key not in given_before}
     weights = Weights(
@@ -65,4 +59,4 @@ def weigh(
         sum(size for key, size in kept.items() if key not in handed_on),
         not handed_on.isdisjoint(kept),
     )
-    return output, ends, weights
+    return output, rest, weights

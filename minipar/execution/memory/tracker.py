@@ -61,12 +61,8 @@ class Tracker(Storages):
         self._data = self._batches = 0
         self._hooks: list[Any] = []
         self._layer_of = {id(p): layer for layer, module in self._layers() for p in module.parameters()}
-        for g, part in executor.state.parts.items():
-            self._layer_of[id(part)] = next((self._layer_of[id(p)] for p in executor.groups[g]), -1)
-        for g, copies in (*executor.state.wide.items(), *executor.state.stash.leading.items()):
-            self._layer_of |= {
-                id(c): self._layer_of.get(id(p), -1) for p, c in zip(executor.groups[g], copies, strict=True)
-            }
+        for owner in executor.state.owners:
+            self._layer_of |= {id(copy): self._layer_of.get(id(p), -1) for copy, p in owner.copies()}
         for layer, module in self._layers():
             self._watch_layer(layer, module)
         self.take_in()
@@ -84,11 +80,9 @@ class Tracker(Storages):
         for layer, module in self._layers():
             for tensor in (*module.parameters(), *module.buffers()):
                 self.register(tensor, "parameters", layer)
-        for part in self.executor.state.parts.values():
-            self.register(part, "parameters", self._layer_of[id(part)])
-        for copies in self.executor.state.wide.values():
-            for copy in copies:
-                self.register(copy, "optimizer", self._layer_of[id(copy)])
+        for owner in self.executor.state.owners:
+            for copy, _ in owner.copies():
+                self.register(copy, owner.copies_are, self._layer_of[id(copy)])
         for views in self.executor.buckets.buffers.values():
             for buffer in views:
                 self.register(buffer, "gradients")
@@ -114,13 +108,13 @@ class Tracker(Storages):
         ins = self.executor.instructions[index]
         self.index = index
         self.layer = ins.layers[-1] if ins.op in BACKWARDS else -1
-        if len(self.executor.compute.batch) != self._batches:
+        if len(self.executor.compute.rows.parts) != self._batches:
             self._count_data()
 
     def _count_data(self) -> None:
         """The rows of a step are there: a view of the data set's tensors on the host, but the device holds a copy."""
         compute = self.executor.compute
-        self._batches = len(compute.batch)
+        self._batches = len(compute.rows.parts)
         delta = compute.data_bytes() - self._data
         if self._batches and delta:
             self._data += delta
@@ -211,8 +205,9 @@ class Tracker(Storages):
 
     def _find_gradients(self, groups: Iterator[int]) -> None:
         for g in groups:
-            for p in (*self.executor.groups[g], self.executor.state.parts.get(g)):
-                if p is not None and p.grad is not None:
+            owner = self.executor.state.owners[g]
+            for p in (*owner.params, *owner.owned):
+                if p.grad is not None:
                     self._name(p.grad, "gradients", self._layer_of.get(id(p), -1))
 
     def _find_states(self) -> None:
@@ -223,10 +218,9 @@ class Tracker(Storages):
                         self._name(tensor, "optimizer", self._layer_of.get(id(p), -1))
 
     def _find_versions(self) -> None:
-        for g, versions in self.executor.state.stash.versions.items():
-            for copies in versions.values():
-                for p, tensor in zip(self.executor.groups[g], copies, strict=True):
-                    self._name(tensor, "parameters", self._layer_of.get(id(p), -1))
+        for owner in self.executor.state.owners:
+            for p, tensor in owner.all_versions():
+                self._name(tensor, "parameters", self._layer_of.get(id(p), -1))
 
     def _name(self, tensor: torch.Tensor, kind: str, layer: int) -> None:
         held = self.held_by(tensor)

@@ -115,7 +115,7 @@ def collect(executor: Executor, outline: Outline) -> Iterator[Piece]:
             f"plan {executor.program.name!r}: what compress={executor.program.compress} has left out of the gradients "
             "waits on every rank, and is not saved; possible are compress=none, bf16, fp16"
         )
-    seen = {id(p) for g in state.parts for p in state.groups[g]}
+    seen = {id(p) for each in state.slices.values() for p in each.params}
     trained = _trained(executor)
     for layer in executor.compute.layers.values():
         for p in layer.parameters():
@@ -127,15 +127,15 @@ def collect(executor: Executor, outline: Outline) -> Iterator[Piece]:
             yield from _share(f"parameters/{name}", _here(own, name), rank, holders)
             for key, values, number in _states(name, kept.get(id(own), {})):
                 yield from _share(key, values, rank, holders, number)
-    for g in state.parts:
-        (part,) = state.trained(g)
-        for p in state.groups[g]:
+    for each in state.slices.values():
+        (part,) = each.trained
+        for p in each.params:
             if p.numel() == 0:  # no slice has any of it
                 yield Piece(f"parameters/{executor.names[id(p)]}", tuple(p.shape), 0, p.data.reshape(-1))
-        for p, begin, end, place in state.places(g):
+        for p, begin, end, place in each.places():
             name, shape = executor.names[id(p)], tuple(p.shape)
             yield Piece(f"parameters/{name}", shape, begin, _here(part, name)[place : place + end - begin])
-        for piece in state.pieces.get(g, ()):
+        for piece in each.pieces:
             for name, shape, begin, end, place in piece.runs:
                 for key, values, number in _states(name, kept.get(id(piece.parameter), {})):
                     if values.shape == piece.parameter.shape and not number:
@@ -165,8 +165,8 @@ def _states(name: str, values: dict[str, Any]) -> Iterator[tuple[str, Tensor, bo
 def _trained(executor: Executor) -> dict[int, nn.Parameter]:
     """What the optimizer works on for each whole trainable parameter, by its id: itself, or a copy on the host."""
     state = executor.state
-    whole = [g for g in range(len(state.groups)) if g not in state.parts]
-    return {id(p): own for g in whole for p, own in zip(state.groups[g], state.trained(g), strict=True)}
+    whole = [owner for owner in state.owners if owner.number not in state.slices]
+    return {id(p): own for owner in whole for p, own in zip(owner.params, owner.trained, strict=True)}
 
 
 def _here(values: Tensor, name: str) -> Tensor:
@@ -218,7 +218,7 @@ def _class_name(optimizer: torch.optim.Optimizer) -> str:
 def restore(executor: Executor, outline: Outline, source: Source) -> None:
     """Give a rank that has not begun what was saved, whatever plan it was saved under."""
     state = executor.state
-    seen = {id(p) for g in state.parts if g in executor.program.scattered for p in state.groups[g]}
+    seen = {id(p) for each in state.slices.values() if each.scattered for p in each.params}
     trained = _trained(executor)
     for l, layer in executor.compute.layers.items():
         for p in layer.parameters():
@@ -230,18 +230,18 @@ def restore(executor: Executor, outline: Outline, source: Source) -> None:
             seen.add(id(p))
         for name, values in _buffers(layer, outline.prefixes[l]):
             _copy(source, f"buffers/{name}", values)
-    for g, part in state.parts.items():
-        (mine,) = state.trained(g)
+    for each in state.slices.values():
+        part, (mine,) = each.part, each.trained
         wanted = torch.zeros(part.numel(), dtype=part.dtype)
         source.fill({
             (f"parameters/{executor.names[id(p)]}", begin): wanted[place : place + end - begin]
-            for p, begin, end, place in state.places(g)
+            for p, begin, end, place in each.places()
         })  # fmt: skip
-        _here(mine, f"parameters/{executor.names[id(state.groups[g][0])]}").copy_(wanted)
+        _here(mine, f"parameters/{executor.names[id(each.params[0])]}").copy_(wanted)
         if mine is not part and not _away(part):
             part.data.copy_(wanted)
     names = {id(own): executor.names[p] for p, own in trained.items()}
-    parts = {id(piece.parameter): piece for g in state.parts for piece in state.pieces.get(g, ())}
+    parts = {id(piece.parameter): piece for each in state.slices.values() for piece in each.pieces}
     shapes = {row.name: row.shape for row in outline.rows}
     for optimizer in state.optimizers.values():
         for own, settings in _parameters(optimizer):

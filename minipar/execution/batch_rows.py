@@ -1,0 +1,79 @@
+"""Which rows of the batch of each step a rank works on, and how much they count in the step's mean loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from minipar.data.batches import Batch, Part, part_of_whole
+from minipar.models.losses import counted
+from minipar.models.tensors import count_bytes, take_rows
+from minipar.program import Instruction, Local, Program, Synchronous, Value
+
+
+class BatchRows:
+    """The rows of one rank's micro-batches, for the steps of one pass through a program.
+
+    parts    per step what this rank has of the batch, from its first instruction on
+    counts   per step the number of rows of each micro-batch; of a slice of sequences see `count`
+    """
+
+    def __init__(self, program: Program, rank: int, loss: Any) -> None:
+        self.program, self.rank, self.loss = program, rank, loss
+        self.begin(lambda step: ((), ()), 0)
+
+    def begin(self, batches: Callable[[int], Batch | Part], base: int) -> None:
+        """A new pass: its step s trains on `batches(base + s)`, the whole batch, or this rank's part of it."""
+        self.batches, self.base = batches, base
+        self.parts: dict[int, Part] = {}
+        self.counts: dict[int, list[int]] = {}
+        self._weights: dict[int, tuple[float, float]] = {}  # what the loss is a mean of, and the whole batch
+
+    def part(self, step: int) -> Part:
+        """What this rank has of the batch of a step."""
+        if step not in self.parts:
+            if isinstance(self.program.contract, (Synchronous, Local)):
+                self.parts.clear()  # the step before is over
+            found = self.batches(self.base + step)
+            if not isinstance(found, Part):
+                found = part_of_whole(found, self.program, self.rank, self.loss)
+            weight = found.weight
+            if isinstance(self.program.contract, Local):  # the mean is over the replica's rows; all are there
+                found = found._replace(weight=counted(take_rows(found.y, _mine(found)), self.loss))
+            self._weights[step] = (found.weight, weight)
+            self.parts[step] = found
+        return self.parts[step]
+
+    def count(self, value: Value | Instruction) -> int:
+        """The rows of a micro-batch. Of a slice the number also says which one it is: equal numbers, equal shapes."""
+        counts = self.counts.get(value.step)
+        if counts is None:
+            slices = self.program.slice_count
+            rows = self.part(value.step).rows
+            counts = [len(one) * slices + i % slices if one else 0 for i, one in enumerate(rows)]
+            self.counts[value.step] = counts
+        return counts[value.microbatch]
+
+    def share(self, step: int, steps: int = 1) -> float:
+        """How much this rank's loss weighs in that of all replicas, in `steps` steps up to this one."""
+        if not isinstance(self.program.contract, Local):
+            return 1.0
+        found = [self._weights[s] for s in range(step - steps + 1, step + 1)]
+        whole = sum(weight for _, weight in found)
+        return sum(own for own, _ in found) / whole if whole else 1.0
+
+    def forget(self, step: int) -> None:
+        """A step is over, and its batch is not needed any more."""
+        self.parts.pop(step, None)
+        self.counts.pop(step, None)
+
+    def nbytes(self, inputs: bool, targets: bool) -> int:
+        """Bytes of the inputs and of the targets that are there, where the rank uses them."""
+        used = [(part.x, inputs, _mine(part)) for part in self.parts.values()]
+        used += [(part.y, targets, _mine(part)) for part in self.parts.values()]
+        return sum(count_bytes(take_rows(values, rows)) for values, wanted, rows in used if wanted)
+
+
+def _mine(part: Part) -> range:
+    """The rows of all micro-batches of a part, counted from the part's first row."""
+    return range(part.rows[0].start - part.start, part.rows[-1].stop - part.start)

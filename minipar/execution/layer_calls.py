@@ -1,0 +1,194 @@
+"""How a rank calls a layer: the module itself, and around it only what this rank's program needs of this layer.
+
+    seeded(by_row(remembering(shortened(weighed(with_loss(plain(module)))))))
+
+Every function here makes one call out of another one, and has one idea. `Compute` chooses among them when a rank is
+built: what a layer does not need is not there when it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from minipar.execution.mean_loss import MeanLoss, Target
+from minipar.execution.measuring.weighing import weigh
+from minipar.execution.remembered import Remembered
+from minipar.execution.saved_tensors import Kept
+from minipar.execution.tails import Tails
+from minipar.models import randomness
+from minipar.models.tensors import count_bytes, map_tensors, tensors
+from minipar.program import Instruction, Op, Value
+
+Made = tuple[Any, Tensor | None]  # a layer's output; and of the last layer of a model, the loss
+Sizes = dict[tuple[str, int, int], int]  # bytes of values as they were first met: (kind, layer, rows) -> bytes
+Key = tuple[int, int, int]  # layer, micro-batch, step
+
+
+class Call(NamedTuple):
+    """What is called: the layers of one piece of the graph, on one micro-batch or a slice of it.
+
+    step        of the run
+    batch_rows  the rows of the micro-batch in the step's batch
+    start       the first token of a slice
+    rows        how many rows there are, as `BatchRows.count` says: equal numbers, equal shapes
+    target      of the piece with the last layer of the model
+    unread      nobody reads the numbers of the piece's output, only its graph is wanted
+    """
+
+    piece: tuple[int, ...]
+    ins: Instruction
+    step: int
+    batch_rows: range
+    start: int
+    rows: int
+    target: Target | None
+    unread: bool
+    live: dict[Value, Any]
+
+
+LayerCall = Callable[[Any, Call], Made]  # of the layer's input
+
+
+def plain(module: nn.Module) -> LayerCall:
+    """The module alone."""
+    return lambda x, call: (module(x), None)
+
+
+def with_loss(run: LayerCall, loss: MeanLoss) -> LayerCall:
+    """The last layer of a model: with the loss of its output."""
+
+    def call_with_loss(x: Any, call: Call) -> Made:
+        output, _ = run(x, call)
+        assert call.target is not None
+        return output, loss(output, call.target)
+
+    return call_with_loss
+
+
+def apart_from_parameters(run: LayerCall, module: nn.Module) -> LayerCall:
+    """A layer whose parameters are let go of: an output that is a parameter, or a view of one, is copied."""
+
+    def call_apart(x: Any, call: Call) -> Made:
+        output, loss = run(x, call)
+        own = {p.untyped_storage().data_ptr() for p in module.parameters()}
+        return map_tensors(output, lambda t: t.clone() if t.untyped_storage().data_ptr() in own else t), loss
+
+    return call_apart
+
+
+def weighed(
+    run: LayerCall, layer: int, module: nn.Module, sizes: Sizes, beside: Callable[[int, Call], Any]
+) -> LayerCall:
+    """The first time with so many rows: note the bytes of what the layer hands on, and of what autograd keeps of it.
+
+    beside   what the layer takes and hands on beside its input and output
+    """
+
+    def call_weighed(x: Any, call: Call) -> Made:
+        rows = call.rows
+        if ("saved", layer, rows) in sizes:
+            return run(x, call)
+        if not torch.is_grad_enabled():
+            made = run(x, call)
+            if ("output", layer, rows) not in sizes:
+                sizes["output", layer, rows] = count_bytes(made[0])
+            return made
+        output, loss, weights = weigh(
+            module, lambda given: run(given, call), x, lambda: (_targets(call), beside(layer, call))
+        )
+        sizes["output", layer, rows] = weights.output
+        sizes["grad_output", layer, rows] = weights.grad_output
+        sizes["saved", layer, rows] = weights.saved
+        return output, loss
+
+    return call_weighed
+
+
+def keeping(
+    run: LayerCall,
+    otherwise: LayerCall,
+    layer: int,
+    module: nn.Module,
+    sizes: Sizes,
+    away: Container[Key],
+    kept: dict[Key, Kept],
+) -> LayerCall:
+    """What autograd keeps of these micro-batches is copied away, and comes back: see `saved_tensors.py`.
+
+    away        layers and micro-batches of which that is so; all others are called as `otherwise`
+    kept        gets what autograd keeps of them
+    """
+
+    def call_keeping(x: Any, call: Call) -> Made:
+        key = layer, call.ins.microbatch, call.ins.step
+        if key not in away or not torch.is_grad_enabled():
+            return otherwise(x, call)
+        found = Kept([*tensors(x), *tensors(_targets(call)), *module.parameters(), *module.buffers()])
+        with found.saving():
+            output, loss = run(x, call)
+        found.settle(tensors(output))
+        kept[key] = found
+        sizes["output", layer, call.rows] = count_bytes(output)
+        sizes["grad_output", layer, call.rows] = count_bytes([t for t in tensors(output) if t.requires_grad])
+        sizes["saved", layer, call.rows] = found.nbytes
+        return output, loss
+
+    return call_keeping
+
+
+def shortened(run: LayerCall, layer: int, module: nn.Module, sizes: Sizes, tails: Tails) -> LayerCall:
+    """The end of a recomputation whose output nobody reads leaves out what its backward does not need."""
+
+    def call_shortened(x: Any, call: Call) -> Made:
+        if call.unread and layer == call.piece[-1] and ("saved", layer, call.rows) in sizes:
+            return tails.run(layer, module, x), None
+        return run(x, call)
+
+    return call_shortened
+
+
+def remembering(run: LayerCall, layer: int, remembered: Remembered, again: Container[Key]) -> LayerCall:
+    """A layer with buffers or generators of its own runs again as it ran the first time.
+
+    again   layers and micro-batches that run forward more than once
+    """
+
+    def call_remembering(x: Any, call: Call) -> Made:
+        ins = call.ins
+        if (layer, ins.microbatch, ins.step) not in again:
+            return run(x, call)
+        as_then = remembered.first if ins.op is Op.FORWARD else remembered.again
+        with as_then((ins.microbatch, ins.step)):
+            return run(x, call)
+
+    return call_remembering
+
+
+def by_row(run: LayerCall, dropouts: Sequence[randomness.RowDropout]) -> LayerCall:
+    """A layer with dropout, which goes by rows of the whole batch."""
+
+    def call_by_row(x: Any, call: Call) -> Made:
+        rows = call.batch_rows
+        randomness.at(dropouts, call.step, rows.start, call.start, len(rows))
+        return run(x, call)
+
+    return call_by_row
+
+
+def seeded(run: LayerCall, layer: int, seed: int, generators: Sequence[torch.Generator]) -> LayerCall:
+    """What a layer draws from torch's generators depends on the seed, the step, the rows and the layer alone."""
+
+    def call_seeded(x: Any, call: Call) -> Made:
+        number = randomness.draw_seed(seed, call.step, call.batch_rows.start, layer, call.start)
+        randomness.reseed(generators, number)
+        return run(x, call)
+
+    return call_seeded
+
+
+def _targets(call: Call) -> Any:
+    return () if call.target is None else call.target.y

@@ -1,0 +1,81 @@
+"""The mean loss of a step, of which every micro-batch, and every slice of sequences, gives its share.
+
+    loss of a step = the sum over micro-batches of (mean loss of a micro-batch * what it counts / what the step counts)
+
+Rows count, or target elements, or what the loss says that it counts: see `models/losses.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from minipar.errors import MiniparError, RankError
+from minipar.execution import naming_layers
+from minipar.models.losses import counted, counts_elements, says_count
+from minipar.models.tensors import differentiable, map_tensors, single
+from minipar.program import Program, Staleness
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+class Target(NamedTuple):
+    """What the output of the last layer is compared with.
+
+    y        the targets of a micro-batch, or of a slice of it
+    counts   how much they count in a mean
+    whole    how much all targets of the step count
+    """
+
+    y: Any
+    counts: float
+    whole: float
+
+
+class MeanLoss:
+    """A rank's shares of the mean loss.
+
+    every   of an asynchronous program, how many micro-batches make one update: each of them has a mean of its own
+    """
+
+    def __init__(self, loss: Loss, program: Program, rank: int) -> None:
+        self.loss, self.rank, self.narrow = loss, rank, program.precision == "bf16"
+        self.every = program.contract.every if isinstance(program.contract, Staleness) else None
+
+    def target(self, y: Any, mine: Any, share: float, weight: float) -> Target:
+        """The target of an instruction.
+
+        y       the targets of its micro-batch; mine: those of its tokens, which are this share of a row's tokens
+        weight  how much the step's batch counts
+        """
+        whole = weight if self.every is None else (counted(y, self.loss) or 1) * self.every
+        if not (counts_elements(y) or says_count(self.loss)):  # (then rows are counted, and a slice has part of each)
+            whole /= share
+        return Target(mine, counted(mine, self.loss), whole)
+
+    def __call__(self, output: Any, target: Target) -> Tensor:
+        """The share of one output of the last layer. Errors: RankError for a loss that is no mean, or that fails."""
+        y, counts, whole = target
+        if counts == 0:  # every target is ignored: torch's mean would be 0/0
+            return torch.stack([t.sum() for t in differentiable(output)]).sum() * 0.0
+        try:
+            value: Any = self.loss(map_tensors(output, single) if self.narrow else output, y)
+        except MiniparError:
+            raise
+        except Exception as error:
+            raise naming_layers.raised("the loss", error, f"on rank {self.rank}", (output, y)) from error
+        if isinstance(value, tuple):
+            value, count = value
+            if abs(float(count) - counts) > 1e-6 * counts:
+                raise RankError(
+                    f"the loss gave (sum, count) with count {float(count):g}, but its targets weigh {counts:g}; say "
+                    "what it counts, of y alone, with losses.weighted(loss, count=lambda y: ...)"
+                )
+            value = value / counts
+        if value.dim():
+            raise RankError(f"the loss has shape {tuple(value.shape)}; it must be a scalar, the mean over the rows")
+        share: Tensor = value * (counts / whole)
+        return share
