@@ -21,12 +21,12 @@ import torch.distributed as dist
 
 from minipar.cluster import worker
 from minipar.comm import groups, operations, packing, values
-from minipar.comm.board import SMALL
 from minipar.comm.handles import Handle, Result, StagedHandle
 from minipar.comm.operations import ALL_GATHER, ALLREDUCE, REDUCE_SCATTER
-from minipar.comm.outgoing import DONE
-from minipar.comm.shared import add_up, combine
-from minipar.comm.sockets import Sockets
+from minipar.comm.transport.board import SMALL
+from minipar.comm.transport.outgoing import DONE
+from minipar.comm.transport.shared import add_up, combine
+from minipar.comm.transport.sockets import Sockets
 from minipar.comm.world import CLOSED, Group, World, under_torchrun
 from minipar.costs.rates import Calibration
 from minipar.errors import RankError

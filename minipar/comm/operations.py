@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from minipar.comm import backend, groups, played, shared, values
-from minipar.comm.board import SMALL
+from minipar.comm import groups, played, values
 from minipar.comm.handles import Handle, Result
 from minipar.comm.matching import difference
 from minipar.comm.packing import as_bytes
-from minipar.comm.shared import combine, share
+from minipar.comm.transport import backend, shared
+from minipar.comm.transport.board import SMALL
+from minipar.comm.transport.shared import combine, share
 from minipar.comm.world import Group, Way
 from minipar.errors import CollectiveMismatch, RankError
 from minipar.program import collectives

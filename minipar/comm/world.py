@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from minipar.comm import arena, groups, shared_memory
-from minipar.comm.arena import Arena, Exchange, Steps
-from minipar.comm.board import Board, fingerprint
+from minipar.comm import groups
 from minipar.comm.handles import Handle
 from minipar.comm.matching import Collective, Matcher, Starter
-from minipar.comm.sockets import Sockets
+from minipar.comm.transport import arena, shared_memory
+from minipar.comm.transport.arena import Arena, Exchange, Steps
+from minipar.comm.transport.board import Board, fingerprint
+from minipar.comm.transport.sockets import Sockets
 from minipar.errors import RankError
 
 CLOSED = "this Communicator is closed; communicator.create() makes a new one"

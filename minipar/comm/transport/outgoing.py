@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from minipar.comm.helper import Helper
-from minipar.comm.stream import Stream
+from minipar.comm.transport.stream import Stream
 
 LONG = 128 << 10  # bytes from which a ring is faster than a socket
 _NAP, _SLICE = 5e-4, 0.05

@@ -29,9 +29,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from minipar.comm import shared_memory, stream
-from minipar.comm.outgoing import LONG, Flusher, Outgoing, Work, ended
-from minipar.comm.stream import Stream
+from minipar.comm.transport import shared_memory, stream
+from minipar.comm.transport.outgoing import LONG, Flusher, Outgoing, Work, ended
+from minipar.comm.transport.stream import Stream
 from minipar.errors import RankError
 
 _HEADER = struct.Struct("<qqI")  # tag, bytes, dtype

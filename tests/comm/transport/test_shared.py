@@ -18,9 +18,10 @@ import pytest
 import torch
 
 from minipar.cluster import Cluster, worker
-from minipar.comm import arena, communicator, shared, shared_memory, stream
-from minipar.comm.arena import Arena, Exchange
-from minipar.comm.stream import Stream
+from minipar.comm import communicator
+from minipar.comm.transport import arena, shared, shared_memory, stream
+from minipar.comm.transport.arena import Arena, Exchange
+from minipar.comm.transport.stream import Stream
 from minipar.errors import RankDied
 
 # Ranks cannot import this file by name; its functions travel as those of a notebook do.
