@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from minipar.comm import groups, played, values
-from minipar.comm.handles import Handle, Result
+from minipar.comm import played, values
+from minipar.comm.handles import Handle, Result, to_host
 from minipar.comm.matching import difference
 from minipar.comm.packing import as_bytes
 from minipar.comm.transport import backend, shared
 from minipar.comm.transport.board import SMALL
+from minipar.comm.transport.interface import Transport
 from minipar.comm.transport.shared import combine, share
 from minipar.comm.world import Group, Way
 from minipar.errors import CollectiveMismatch, RankError
@@ -46,7 +47,7 @@ _TEXT = 160  # bytes of an announcement across machines
 def allreduce(comm: Communicator, x: Any, op: Any, algorithm: str | None, alone: bool) -> Result:
     """Combine over all ranks, element by element."""
     summing = _Summing(comm, "allreduce", x, op, algorithm)
-    return summing.start(alone, ALLREDUCE, lambda given: (given, given, ()), summing.given.is_cuda)
+    return summing.start(alone, ALLREDUCE, lambda given: (given, given, ()), stays=True)
 
 
 def reduce(comm: Communicator, x: Any, root: int, op: Any, algorithm: str | None, alone: bool) -> Result:
@@ -93,12 +94,13 @@ class _Summing:
         alone: bool,
         way: Way,
         arguments: Callable[[Tensor], tuple[Tensor, Tensor, tuple[Any, ...]]],
-        nccl: bool = False,
+        stays: bool = False,
     ) -> Result:
-        """`arguments` turns what is given into what is reduced, where the result will be, and the rest for `way`."""
+        """`arguments` turns what is given into what is reduced, where the result will be, and the rest for `way`.
+        `stays`: a tensor on a GPU need not come to host memory for this."""
         comm, device = self.comm, self.given.device
-        nccl = nccl and comm.backend == "nccl" and self.algorithm in (None, "backend")
-        given = self.given if nccl or not self.given.is_cuda else groups.to_host(self.given)
+        carrier = comm.gpus if stays and self.given.is_cuda and self.algorithm in (None, "backend") else None
+        given = to_host(self.given) if self.given.is_cuda and carrier is None and comm.size > 1 else self.given
         plain = "sum" if self.name == "avg" else self.name
         result = given
 
@@ -110,7 +112,7 @@ class _Summing:
 
         if comm.size == 1:
             return Result(None, finish)
-        group, how = _choose(comm, self.call, self.algorithm, _bytes(given), nccl, self.root)
+        group, how = _choose(comm, self.call, self.algorithm, _bytes(given), carrier, self.root)
 
         def prepare(reals: list[bool]) -> tuple[Tensor, tuple[Any, ...]]:
             nonlocal result
@@ -282,11 +284,16 @@ def unpack(packet: Tensor, device: torch.device) -> tuple[str, Tensor]:
 
 
 def _choose(
-    comm: Communicator, call: str, algorithm: str | None, nbytes: int | None, nccl: bool = False, root: int = 0
+    comm: Communicator,
+    call: str,
+    algorithm: str | None,
+    nbytes: int | None,
+    carrier: Transport | None = None,
+    root: int = 0,
 ) -> tuple[Group, str]:
-    """The group, and how: "shared", "backend" (which is made while all are here), or an algorithm's name. `nbytes` of
-    the whole tensor, where all ranks know it already."""
-    group = comm.group("nccl" if nccl else "host")
+    """The group, over the transport of tensors on the CPU or another `carrier`; and how: "shared", "backend" (which is
+    made while all are here), or an algorithm's name. `nbytes` of the whole tensor, where all ranks know it already."""
+    group = comm.group(transport=carrier)
     if algorithm == "auto":
         algorithm = None
         if comm.rates is not None and nbytes is not None:
@@ -296,7 +303,7 @@ def _choose(
             algorithm = None if found == choice.BACKEND else found
     if algorithm in collectives.names(call):
         return group, str(algorithm)
-    how = "shared" if not nccl and comm.shares(group, algorithm, call) else "backend"
+    how = "shared" if comm.shares(group, algorithm, call) else "backend"
     if how == "backend":
         group.backend  # noqa: B018
     return group, how
@@ -382,7 +389,7 @@ def _check_root(comm: Communicator, call: str, root: int) -> None:
 
 
 def _host(tensor: Tensor) -> Tensor:
-    return groups.to_host(tensor) if tensor.is_cuda else tensor
+    return to_host(tensor) if tensor.is_cuda else tensor
 
 
 def _bytes(tensor: Tensor) -> int:
