@@ -141,13 +141,14 @@ class Found:
 class Ranks:
     """Clusters by size, kept from pair to pair."""
 
-    def __init__(self) -> None:
+    def __init__(self, transport: str = "local") -> None:
+        self.transport = transport
         self.made: dict[int, Cluster] = {}
         self.measured: dict[int, Calibration] = {}
 
     def __call__(self, ranks: int) -> Cluster:
         if ranks not in self.made:
-            self.made[ranks] = Cluster(ranks, device="cpu", patience=15.0)
+            self.made[ranks] = Cluster(ranks, device="cpu", patience=15.0, transport=self.transport)
         return self.made[ranks]
 
     def calibration(self, ranks: int) -> Calibration:
@@ -446,14 +447,14 @@ def shrink(pair: Pair, outcome: Outcome, ranks: Any, seconds: float = 40) -> Pai
 
 
 def campaign(
-    first: int, count: int, seconds: float, show: Any = print, smaller: bool = False
+    first: int, count: int, seconds: float, show: Any = print, smaller: bool = False, transport: str = "local"
 ) -> tuple[Counter[str], list[int]]:
     """Run pairs first, first + 1, ...; how many ended how, and the seeds of failures."""
     ended: Counter[str] = Counter()
     refusals: Counter[str] = Counter()
     failed: list[int] = []
     spent: Counter[str] = Counter()
-    ranks = Ranks()
+    ranks = Ranks(transport)
     begin = time.monotonic()
     try:
         for seed in range(first, first + count):
@@ -496,13 +497,16 @@ def main() -> int:
     parser.add_argument("--only", type=int, nargs="+", help="these pairs alone, each shown")
     parser.add_argument("--avoid", nargs="+", default=[], help="kinds of layers that are not drawn (other pairs, then)")
     parser.add_argument("--shrink", action="store_true", help="look for smaller pairs that fail")
+    parser.add_argument("--transport", default="local", help="of the clusters: local or gloo")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     models.AVOIDED |= set(chosen.avoid)
     if chosen.only is None:
-        _, failed = campaign(chosen.seed, chosen.count, chosen.seconds, smaller=chosen.shrink)
+        _, failed = campaign(
+            chosen.seed, chosen.count, chosen.seconds, smaller=chosen.shrink, transport=chosen.transport
+        )
         return 1 if failed else 0
-    ranks, bad = Ranks(), False
+    ranks, bad = Ranks(chosen.transport), False
     try:
         for seed in chosen.only:
             pair = draw(seed)
