@@ -52,7 +52,7 @@ class Communicator:
         self.rank, self.size = world.rank, world.size
         self.members = world.everyone
         self.device, self.backend = world.device, world.backend
-        self.gpus: Transport | None = world.gpus  # what carries tensors on GPUs; None: they go through host memory
+        self.gpus = world.gpus
         self.pending = world.pending
         self._world = world
         self._parted: tuple[int, ...] = ()  # by which splits it was made
@@ -176,7 +176,7 @@ class Communicator:
             return True
         work = reader.receive(tensor, self.members[peer], tag, unless)
         Handle(work, tensor, self.pending, ("recv from rank", self.members[peer], tag)).wait()
-        return bool(work.done)
+        return work.done
 
     @property
     def posts(self) -> bool:
@@ -203,7 +203,7 @@ class Communicator:
         reader = self._world.reader
         if reader is None:
             raise RankError("ranks that decide as they run look for messages; possible are ranks on one machine")
-        return bool(reader.readable([self.members[peer] for peer in peers], seconds))
+        return reader.readable([self.members[peer] for peer in peers], seconds)
 
     def _check(self, peer: int, tensor: torch.Tensor | None = None) -> None:
         if peer == self.rank or not 0 <= peer < self.size:

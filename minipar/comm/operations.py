@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from minipar.comm import played, values
+from minipar.comm import playing, values
 from minipar.comm.handles import Handle, Result, to_host
 from minipar.comm.matching import difference
 from minipar.comm.packing import as_bytes
@@ -31,12 +31,12 @@ from minipar.wording import several
 if TYPE_CHECKING:
     from minipar.comm.communicator import Communicator
 
-ALLREDUCE = Way(shared.allreduce, backend.allreduce, played.allreduce)
-REDUCE = Way(shared.reduce, backend.reduce, played.reduce)
-REDUCE_SCATTER = Way(shared.reduce_scatter, backend.reduce_scatter, played.reduce_scatter)
-ALL_GATHER = Way(shared.all_gather, backend.all_gather, played.all_gather)
-BROADCAST = Way(shared.broadcast, backend.broadcast, played.broadcast)
-ALL_TO_ALL = Way(shared.all_to_all, backend.all_to_all, played.all_to_all)
+ALLREDUCE = Way(shared.allreduce, backend.allreduce, playing.allreduce)
+REDUCE = Way(shared.reduce, backend.reduce, playing.reduce)
+REDUCE_SCATTER = Way(shared.reduce_scatter, backend.reduce_scatter, playing.reduce_scatter)
+ALL_GATHER = Way(shared.all_gather, backend.all_gather, playing.all_gather)
+BROADCAST = Way(shared.broadcast, backend.broadcast, playing.broadcast)
+ALL_TO_ALL = Way(shared.all_to_all, backend.all_to_all, playing.all_to_all)
 _HEADER = 8 * values.FORM  # bytes before those of a tensor that travels with its form
 _TEXT = 160  # bytes of an announcement across machines
 
@@ -315,22 +315,18 @@ def _start(comm: Communicator, group: Group, way: Way, how: str, *args: Any) -> 
     number = comm.count_played(range(comm.size))
 
     def play(collective: str, x: Tensor, op: str = "sum", root: int = 0) -> Tensor:
-        from minipar.comm.playing import play  # which needs the communicator
-
         size = x.element_size()
         program = collectives.program(collective, how, comm.size, x.numel() * size, root=root, item=size)
-        return play(program, comm, x, tuple(range(comm.size)), op, number=number)
+        return playing.play(program, comm, x, tuple(range(comm.size)), op, number=number)
 
-    return played.Played(partial(way.played, play, comm.rank, *args))
+    return playing.Played(partial(way.played, play, comm.rank, *args))
 
 
-def played_sum(comm: Communicator, tensor: Tensor, ranks: tuple[int, ...], algorithm: str) -> played.Played:
+def played_sum(comm: Communicator, tensor: Tensor, ranks: tuple[int, ...], algorithm: str) -> playing.Played:
     """The sum of a contiguous tensor in place over some ranks by an algorithm's program, to be run in `wait`."""
-    from minipar.comm.playing import play  # which needs the communicator
-
     size, number = tensor.element_size(), comm.count_played(ranks)
     program = collectives.program("allreduce", algorithm, len(ranks), tensor.numel() * size, item=size)
-    return played.Played(lambda: play(program, comm, tensor.detach().view(-1), ranks, number=number))
+    return playing.Played(lambda: playing.play(program, comm, tensor.detach().view(-1), ranks, number=number))
 
 
 def _move(

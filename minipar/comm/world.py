@@ -30,7 +30,7 @@ CLOSED = "this Communicator is closed; communicator.create() makes a new one"
 
 
 class Way(NamedTuple):
-    """One collective in its three ways: shared.py, backend.py, played.py."""
+    """One collective in its three ways: shared.py and backend.py of transport/, and playing.py."""
 
     shared: Callable[..., Steps]
     backend: Callable[..., Any]
@@ -50,12 +50,11 @@ class World:
         self.pending: set[Handle] = set()
         self.starter = Starter("starts collectives")
         self.groups: dict[tuple[Transport, tuple[int, ...]], Group] = {}
-        self.host: Transport | Any = host
+        self.host = host
         self.group(self.everyone, host)
-        self.messages: Messages | Any = host.messages
-        self.reader: Reader | Any = host.reader
-        # For tensors on GPUs; None: they go through host memory.
-        self.gpus: Transport | Any = None
+        self.messages: Messages = host.messages
+        self.reader: Reader | None = host.reader
+        self.gpus: Transport | None = None  # what carries tensors on GPUs; None: they go through host memory
         if backend == "nccl" and size > 1:
             self.gpus = Nccl(store, rank, size, device, host)
 
@@ -84,7 +83,8 @@ class World:
         if self.pending:
             _abandoned.append((self.groups, transports, self.pending))
         self.groups, self.pending = {}, set()
-        self.host = self.gpus = self.messages = self.reader = _Closed()
+        closed: Any = _Closed()
+        self.host = self.gpus = self.messages = self.reader = closed
 
 
 class Group:
