@@ -363,7 +363,7 @@ def _agree(group: Group, text: str, key: str, row: list[int], flag: bool) -> tup
     numbers = torch.tensor([int(flag), *row], dtype=torch.int64).view(torch.uint8)
     mine = torch.cat([torch.frombuffer(bytearray(said), dtype=torch.uint8), numbers])
     found = [torch.empty_like(mine) for _ in group.members]
-    group.backend.allgather([found], [mine]).wait()
+    group.wait(group.matcher.submit(text, lambda _: group.backend.allgather([found], [mine])))
     texts, keys = (
         [bytes(one[start : start + _TEXT].tolist()).split(b"\0", 1)[0].decode(errors="replace") for one in found]
         for start in (0, _TEXT)

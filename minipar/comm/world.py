@@ -146,10 +146,12 @@ class Group:
         found: list[list[int]] = []
         mine = torch.tensor(row or [], dtype=torch.int64)
         small = (mine, lambda rows, _: found.extend(one.tolist() for one in rows))
-        self._wait(self.matcher.submit("the making of a group", lambda _: None, small=small, alone=False))
+        self.wait(self.matcher.submit("the making of a group", lambda _: None, small=small, alone=False))
         return found
 
-    def _wait(self, work: Any) -> None:
+    def wait(self, work: Collective) -> None:
+        """Return when a collective of this group is complete. Who asks what this rank waits in is told; an interrupt
+        can come between."""
         Handle(work, None, self.world.pending).wait()
 
 
