@@ -498,10 +498,9 @@ def check_groups() -> list[str]:
     part = comm.split(comm.rank % 2)
     if part.all_gather(comm.rank) != list(range(comm.rank % 2, comm.size, 2)):
         wrong.append("split")
-    pairs = [(a, b) for b in range(comm.size) for a in range(b) if comm.rank in (a, b)]
-    comm.prepare(pairs)
-    if comm.rank % 2:  # once groups are made, ranks may come to them in any order
-        pairs.reverse()
+    peers = [(comm.rank + k) % comm.size for k in range(1, comm.size)]
+    pairs = [(min(comm.rank, peer), max(comm.rank, peer)) for peer in peers]
+    comm.prepare(pairs)  # now ranks may come to them in an order in which each would wait for the next one
     sums = {pair: torch.full((5000,), float(comm.rank)) for pair in pairs}
     for handle in [comm.iallreduce(x, pair) for pair, x in sums.items()]:
         handle.wait()
