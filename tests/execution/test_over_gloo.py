@@ -102,6 +102,7 @@ NOT_OF_STRATEGIES = {"offload_folder", "offload_limit", "extra_passes", "check"}
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
     made, before = Ranks("gloo"), torch.get_num_threads()
+    assert made(2).transport == made(4).transport == "gloo"
     torch.set_num_threads(1)
     yield made
     torch.set_num_threads(before)
@@ -121,7 +122,8 @@ def test_every_strategy_equals_plain_torch(ranks, text, spec):
 
 def test_every_schedule_and_every_key_is_among_them():
     tried = [Plan.parse(text) for text, _ in CASES]
-    assert {plan.schedule for plan in tried} == {one.name for one in schedules()} - {"ampnet"}
+    own = {one.name for one in schedules() if one.generate.__module__.startswith("minipar.")}
+    assert {plan.schedule for plan in tried} == own - {"ampnet"}
     words = {word.partition("=")[0] for text, _ in CASES for word in text.split()}
     assert words == {field.name for field in fields(Plan)} - ELSEWHERE - NOT_OF_STRATEGIES
 
