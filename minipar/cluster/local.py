@@ -24,6 +24,7 @@ from minipar.wording import several
 
 _DEVICES = ("auto", "cpu", "cuda")
 _STARTS = ("auto", "fork", "spawn")
+_TRANSPORTS = ("local", "gloo")
 
 
 class Cluster:
@@ -34,6 +35,12 @@ class Cluster:
     cpu that emulate this device. `start`: "fork" (from a helper process that imported torch; milliseconds), "spawn"
     (fresh interpreters; seconds), or "auto" (fork on Linux). `threads`: torch's threads in each rank.
     `keep_freed_memory`: let the C library keep what tensors free for the next ones (faster; the rank shrinks less).
+
+    `transport`: what carries tensors on the CPU from rank to rank. "local": sockets and shared memory of this machine,
+    which are fast and find many mistakes. "gloo": gloo over the network, for messages and collectives, as ranks on
+    several machines use it. A layer's output then has one shape for each number of rows, a gradient that is None
+    arrives as zeros, and strategies that decide as they run are refused; a rank that is stopped while it waits for a
+    message starts anew, without its state. (Tensors on GPUs of their own go through NCCL in both cases.)
 
     `patience`: seconds after which ranks that all wait for each other are a `Deadlock` (None: never). A rank that
     computes, sleeps or reads is never one, however long it takes. It can be changed between runs.
@@ -53,12 +60,14 @@ class Cluster:
         threads: int = 1,
         keep_freed_memory: bool = True,
         patience: float | None = 30.0,
+        transport: str = "local",
     ) -> None:
         _check_count("n", n)
         _check_count("threads", threads)
         self.patience = patience
         spec = None if device in _DEVICES else _spec(device)
         _check_choice("start", start, _STARTS)
+        _check_choice("transport", transport, _TRANSPORTS)
         if worker.in_rank():
             raise RankError("a Cluster cannot be made inside a rank; make it in the driver")
         if os.name != "posix":
@@ -70,7 +79,7 @@ class Cluster:
         folder = tempfile.mkdtemp(prefix="cluster-", dir=launch.scratch_folder())
         self._folder = folder  # where the ranks of a generation meet
         where = device if isinstance(device, str) and spec is None else "cpu"
-        self._members = Members(n, where, start, threads, keep_freed_memory)
+        self._members = Members(n, where, start, threads, keep_freed_memory, transport)
         self._close = weakref.finalize(self, _end, self._members, folder)  # also at the end of the session
         self._busy = threading.Lock()
         self._run = 0
@@ -96,6 +105,11 @@ class Cluster:
     def device(self) -> str:
         """Where the ranks compute: "cpu" or "cuda"."""
         return self._device
+
+    @property
+    def transport(self) -> str:
+        """What carries tensors on the CPU from rank to rank: "local" or "gloo"."""
+        return self._members.transport
 
     @property
     def patience(self) -> float | None:
@@ -128,7 +142,8 @@ class Cluster:
 
     @property
     def _what(self) -> str:
-        return self.device if self._emulates is None else f"{self.device} emulating {self._emulates}"
+        emulated = "" if self._emulates is None else f" emulating {self._emulates}"
+        return f"{self.device}{emulated}{' over gloo' if self.transport == 'gloo' else ''}"
 
     def __repr__(self) -> str:
         return f"Cluster({self.size} {'rank' if self.size == 1 else 'ranks'}, {self._what}, {self.state})"

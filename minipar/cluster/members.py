@@ -92,6 +92,7 @@ class Members:
     start: str  # "fork" or "spawn"
     threads: int
     keep_freed_memory: bool
+    transport: str
     owner: int = field(default_factory=os.getpid)
     generation: int = 0
     ranks: dict[int, Member] = field(default_factory=dict)
@@ -158,6 +159,7 @@ class Members:
                 rank,
                 self.size,
                 self.device,
+                self.transport,
                 self.threads,
                 path,
                 folder,

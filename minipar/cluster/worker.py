@@ -32,6 +32,7 @@ class Setup:
     rank: int
     size: int
     device: str  # "auto", "cpu" or "cuda"
+    transport: str  # "local" or "gloo"
     threads: int
     path: tuple[str, ...]
     folder: str
@@ -52,12 +53,14 @@ class Situation:
 
 @dataclass(frozen=True)
 class Context:
-    """What a rank knows about itself. `device` is "cpu" or "cuda:1"; `backend` is "gloo" or "nccl"."""
+    """What a rank knows about itself. `device` is "cpu" or "cuda:1". `backend` is "gloo" or "nccl", for tensors on the
+    device. `transport` is "local" or "gloo", for tensors on the CPU."""
 
     rank: int
     size: int
     device: str
     backend: str
+    transport: str
     generation: int
     active: tuple[int, ...]
     store: str
@@ -254,6 +257,7 @@ def _begin(rank: _Rank, run: int, situation: Situation, path: tuple[str, ...]) -
         rank.setup.size,
         rank.device,
         rank.backend,
+        rank.setup.transport,
         situation.generation,
         situation.active,
         situation.store,

@@ -6,15 +6,19 @@ then on the sender checks that the form is the announced one; gradients have the
 link are read in the order in which they were sent. The walk never waits for a send: the program says which sends must
 be done when a given message has arrived (`links.acknowledgements`), and the rest is waited for at the end.
 
-On one machine, messages of up to 128 KiB travel over Unix sockets, longer ones through a shared ring: what fits is
-written at once, the rest by a helper thread, and the receiver reads straight into its tensor. The end of a socket also
-tells that a peer is dead. Across machines gloo carries the messages; tensors on GPUs of their own go through NCCL.
+What carries tensors is a `Transport` (transport/interface.py): local, gloo or nccl. Where they differ, the difference is
+one of its attributes or methods, and nobody asks which one it is. A rank has one for tensors on the CPU, and NCCL beside
+it where it has a GPU of its own. `Cluster(transport="gloo")` takes gloo alone, as ranks on several machines do.
 
-Collectives. A collective is announced on its group's board, a shared file, and begins only when all announcements agree
-(board.py, matching.py). Ranks of one machine exchange data in an arena, an anonymous memory file with a counter for
+The local transport. Messages of up to 128 KiB travel over Unix sockets, longer ones through a shared ring: what fits is
+written at once, the rest by a helper thread, and the receiver reads straight into its tensor. The end of a socket also
+tells that a peer is dead. A collective is announced on its group's board, a shared file, and begins only when all
+announcements agree (board.py, matching.py). Its data go through an arena, an anonymous memory file with a counter for
 each rank (arena.py); a collective is a generator of steps, run by whoever waits for it, or else by one helper thread
 (shared.py). All ranks post equally often, so that a count says what a rank has done; after a mismatch `realign` makes
-the counts equal again. Across machines there is no board, and only `allreduce` compares forms. gloo's own groups are
-made at their first use. Its reduce-scatter is made of an all-to-all and a local sum, since its own is an all-reduce.
-With `algorithm=` a collective is a program of `program/collectives`, played message by message in pieces of 1 MiB.
+the counts equal again.
+
+Over gloo there is no board: collectives start at once, and only a Communicator's own compare forms. Its groups are made
+at their first use. Its reduce-scatter is made of an all-to-all and a local sum, since its own is an all-reduce. With
+`algorithm=` a collective is a program of `program/collectives`, played message by message in pieces of 1 MiB.
 """

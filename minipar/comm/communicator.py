@@ -11,26 +11,26 @@ In a function given to cluster.run, or in a process that torchrun started:
 from __future__ import annotations
 
 import copy
+import math
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from minipar.cluster import worker
-from minipar.comm import groups, operations, packing, values
-from minipar.comm.board import SMALL
-from minipar.comm.handles import Handle, Result, StagedHandle
+from minipar.comm import operations, packing, values
+from minipar.comm.handles import Handle, Result, StagedHandle, to_host
 from minipar.comm.operations import ALL_GATHER, ALLREDUCE, REDUCE_SCATTER
-from minipar.comm.outgoing import DONE
-from minipar.comm.shared import add_up, combine
-from minipar.comm.sockets import Sockets
-from minipar.comm.world import CLOSED, Group, World, under_torchrun
+from minipar.comm.transport.board import SMALL
+from minipar.comm.transport.interface import DONE, Transport
+from minipar.comm.transport.shared import add_up, combine
+from minipar.comm.world import CLOSED, Group, World, of_rank, under_torchrun
 from minipar.costs.rates import Calibration
 from minipar.errors import RankError
 from minipar.program import collectives
+from minipar.program.mesh import Mesh
 from minipar.wording import several
 
 
@@ -53,6 +53,7 @@ class Communicator:
         self.rank, self.size = world.rank, world.size
         self.members = world.everyone
         self.device, self.backend = world.device, world.backend
+        self.gpus = world.gpus
         self.pending = world.pending
         self._world = world
         self._parted: tuple[int, ...] = ()  # by which splits it was made
@@ -70,7 +71,7 @@ class Communicator:
         """What carries tensors on the CPU between these ranks: "shared memory", or the backend, and why."""
         if self.size == 1 or self.group().arena is not None:
             return "shared memory"
-        return f"gloo ({self._world.without or 'ranks may be on several machines'})"
+        return f"gloo ({self._world.host.without})"
 
     # Collectives
 
@@ -124,7 +125,7 @@ class Communicator:
         self._check(peer)
         kind, tensor = values.to_tensor(x, call="send")
         header = torch.tensor(values.encode_form(kind, tensor))
-        data = packing.as_bytes(groups.to_host(tensor) if tensor.is_cuda else tensor)
+        data = packing.as_bytes(to_host(tensor) if tensor.is_cuda else tensor)
         for part in (header, data):
             if part.numel():
                 self.isend(part, peer, self._tag).wait()
@@ -157,33 +158,31 @@ class Communicator:
             work = world.messages.send(tensor, peer, tag)
             if work is DONE:
                 return Handle(None, None, self.pending)
-            # A socket keeps what it has not written yet, and no longer: the memory is free when the send is done.
-            kept = None if isinstance(world.messages, Sockets) else tensor
+            kept = None if world.messages.keeps_memory else tensor
             return Handle(work, kept, self.pending, ("send to rank", peer, tag))
-        if self.backend == "nccl":
-            group = world.up if peer > world.rank else world.down
-            return Handle(group.send([tensor], peer, tag), tensor, self.pending)
-        host = groups.to_host(tensor)
+        if world.gpus is not None:
+            return Handle(world.gpus.messages.send(tensor, peer, tag), tensor, self.pending)
+        host = to_host(tensor)
         what = ("send to rank", peer, tag)
         return StagedHandle(world.messages.send(host, peer, tag), host, None, self.pending, what)
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int = 0, unless: int | None = None) -> bool:
         """`irecv`, and wait for it. Whether it came: not if a message of the tag `unless` came first, which is possible
         where messages are read by who waits for them (not `posts`); that one is still to be received."""
-        messages = self._world.messages
-        if not isinstance(messages, Sockets):
+        reader = self._world.reader
+        if reader is None:
             self.irecv(tensor, peer, tag).wait()
             return True
-        if messages.take(tensor, self.members[peer], tag):
+        if reader.take(tensor, self.members[peer], tag):
             return True
-        work = messages.receive(tensor, self.members[peer], tag, unless)
+        work = reader.receive(tensor, self.members[peer], tag, unless)
         Handle(work, tensor, self.pending, ("recv from rank", self.members[peer], tag)).wait()
         return work.done
 
     @property
     def posts(self) -> bool:
         """Whether a message comes the sooner, the sooner `irecv` is called: else it is read by who waits for it."""
-        return self.device.type != "cpu" or not isinstance(self._world.messages, Sockets)
+        return self.device.type != "cpu" or self._world.reader is None
 
     def irecv(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Handle:
         """Start receiving into a contiguous tensor of the sent shape and dtype; its contents count after `wait`."""
@@ -193,16 +192,19 @@ class Communicator:
         if not tensor.is_cuda:
             what = ("recv from rank", peer, tag)
             return Handle(world.messages.receive(tensor, peer, tag), tensor, self.pending, what)
-        if self.backend == "nccl":
-            group = world.up if peer < world.rank else world.down
-            return Handle(group.recv([tensor], peer, tag), tensor, self.pending)
+        if world.gpus is not None:
+            return Handle(world.gpus.messages.receive(tensor, peer, tag), tensor, self.pending)
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         what = ("recv from rank", peer, tag)
         return StagedHandle(world.messages.receive(host, peer, tag), host, tensor, self.pending, what)
 
     def readable(self, peers: Sequence[int], seconds: float) -> bool:
-        """Whether one of these ranks has sent something that nobody has received; waits for it so many seconds."""
-        return self._world.messages.readable([self.members[peer] for peer in peers], seconds)
+        """Whether one of these ranks has sent something that nobody has received; waits for it so many seconds.
+        RankError where messages have to be posted, since nobody can say that then."""
+        reader = self._world.reader
+        if reader is None:
+            raise RankError("ranks that decide as they run look for messages; possible are ranks on one machine")
+        return reader.readable([self.members[peer] for peer in peers], seconds)
 
     def _check(self, peer: int, tensor: torch.Tensor | None = None) -> None:
         if peer == self.rank or not 0 <= peer < self.size:
@@ -219,7 +221,7 @@ class Communicator:
         groups; each makes those that it is in, all in one order, so that no two wait for each other."""
         for group in sorted({tuple(sorted(one)) for one in members if self.rank in one}):
             if len(group) > 1:
-                self.group("nccl" if self.backend == "nccl" else "host", group)
+                self.group(group, self.gpus)
 
     def iallreduce(
         self, tensor: torch.Tensor, ranks: tuple[int, ...], name: str = "", algorithm: str | None = None
@@ -305,23 +307,28 @@ class Communicator:
 
     def _for(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> tuple[Group, torch.Tensor]:
         """The group for a tensor, and the tensor itself or its copy on the host."""
-        if tensor.is_cuda and self.backend != "nccl":
-            return self.group("host", ranks), groups.to_host(tensor)
-        return self.group("nccl" if tensor.is_cuda else "host", ranks), tensor
+        if not tensor.is_cuda:
+            return self.group(ranks), tensor
+        if self.gpus is None:
+            return self.group(ranks), to_host(tensor)
+        return self.group(ranks, self.gpus), tensor
 
     # Groups
 
-    def group(self, kind: str = "host", ranks: tuple[int, ...] | None = None) -> Group:
-        """All ranks of this communicator, or some. RankError when closed."""
-        if self._world.closed:
+    def group(self, ranks: tuple[int, ...] | None = None, transport: Transport | None = None) -> Group:
+        """All ranks of this communicator, or some, over that of tensors on the CPU, or another transport. RankError
+        when closed."""
+        world = self._world
+        if world.closed:
             raise RankError(CLOSED)
+        carrier = world.host if transport is None else transport
         if ranks is None:
-            return self._world.group(self.members, kind)
+            return world.group(self.members, carrier)
         if self._parted:
             if not set(ranks) <= set(range(self.size)):
                 raise RankError(f"group {ranks}: must be ranks of 0 to {self.size - 1}")
             ranks = tuple(self.members[rank] for rank in ranks)
-        return self._world.group(ranks, kind)
+        return world.group(ranks, carrier)
 
     def shares(self, group: Group, algorithm: str | None = None, call: str = "") -> bool:
         """Whether an algorithm uses the shared memory of a group. RankError where it cannot, or is not known."""
@@ -350,7 +357,7 @@ class Communicator:
         """
         self._splits += 1
         if mesh is not None:
-            colours = groups.along_axis(by, mesh, self.size)
+            colours = _along_axis(by, mesh, self.size)
         elif isinstance(by, int):
             colours = self.all_gather(by) if self.size > 1 else [by]
         else:
@@ -367,6 +374,18 @@ class Communicator:
         """Give up all groups, also those of communicators that were split off; every rank does it. Later calls raise
         RankError; `create()` makes a new one."""
         self._world.close()
+
+
+def _along_axis(axis: int | str, mesh: Mapping[str, int], size: int) -> list[int]:
+    """For each rank a number that those along an axis of the mesh have in common."""
+    if axis not in mesh:
+        raise RankError(f"split: {axis!r} is no axis of the mesh; possible are {', '.join(mesh)}")
+    if math.prod(mesh.values()) != size or min(mesh.values()) < 1:
+        raise RankError(
+            f"split: a mesh of {' x '.join(map(str, mesh.values()))} has no place for {several(size, 'rank')} exactly"
+        )
+    known = Mesh(mesh)
+    return [known.group(rank, str(axis))[0] for rank in range(size)]
 
 
 def _give(result: Result, async_op: bool) -> Any:
@@ -401,10 +420,7 @@ def create() -> Communicator:
                     "call it once under cluster.run before cluster.run_on"
                 )
             _count += 1
-            store = dist.PrefixStore(str(_count), dist.FileStore(context.store, context.size))
-            device = torch.device(context.device)
-            path = f"{context.store}-{_count}"
-            _current = Communicator(World(store, context.rank, context.size, device, context.backend, True, path, None))
+            _current = Communicator(of_rank(context, _count))
             worker.when_outdated(_current.close)
     elif _current is None or _current.closed:
         _count += 1

@@ -95,6 +95,14 @@ class StagedHandle(Handle):
         self._release()
 
 
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor on a GPU in pinned memory; complete when this returns."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream(tensor.device).synchronize()
+    return host
+
+
 class Then(Handle):
     """An operation, and what is to be done with its result, on the thread that waits for it."""
 

@@ -6,7 +6,7 @@ shorter. So a receiver must know shape and dtype beforehand:
     first time a layer's output of n rows crosses a link     header (structure, shapes, dtypes) | data
     afterwards                                               data
     when its form has changed (a longer sequence)            header | data, where messages are read by who waits for
-                                                             them (sockets.py); elsewhere an error
+                                                             them (a `Reader` of transport/); elsewhere an error
     several tensors in one value, or values in one SEND      one message, if they are short (packing.py)
     gradients                                                like the output that was sent, without a header
     a gradient that there is none of, as before a detach     a header that says so, as of a changed form; over gloo and

@@ -29,10 +29,10 @@ from typing import Any
 
 import torch
 
-from minipar.comm.arena import Arena, Exchange
-from minipar.comm.board import Board, fingerprint
-from minipar.comm.futex import fence
 from minipar.comm.helper import Helper
+from minipar.comm.transport.arena import Arena, Exchange
+from minipar.comm.transport.board import Board, fingerprint
+from minipar.comm.transport.futex import fence
 from minipar.errors import CollectiveMismatch
 
 # Both get the flags of all members, in their order ([] without a board).

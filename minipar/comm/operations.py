@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from minipar.comm import backend, groups, played, shared, values
-from minipar.comm.board import SMALL
-from minipar.comm.handles import Handle, Result
+from minipar.comm import playing, values
+from minipar.comm.handles import Handle, Result, to_host
 from minipar.comm.matching import difference
 from minipar.comm.packing import as_bytes
-from minipar.comm.shared import combine, share
+from minipar.comm.transport import backend, shared
+from minipar.comm.transport.board import SMALL
+from minipar.comm.transport.interface import Transport
+from minipar.comm.transport.shared import combine, share
 from minipar.comm.world import Group, Way
 from minipar.errors import CollectiveMismatch, RankError
 from minipar.program import collectives
@@ -29,12 +31,12 @@ from minipar.wording import several
 if TYPE_CHECKING:
     from minipar.comm.communicator import Communicator
 
-ALLREDUCE = Way(shared.allreduce, backend.allreduce, played.allreduce)
-REDUCE = Way(shared.reduce, backend.reduce, played.reduce)
-REDUCE_SCATTER = Way(shared.reduce_scatter, backend.reduce_scatter, played.reduce_scatter)
-ALL_GATHER = Way(shared.all_gather, backend.all_gather, played.all_gather)
-BROADCAST = Way(shared.broadcast, backend.broadcast, played.broadcast)
-ALL_TO_ALL = Way(shared.all_to_all, backend.all_to_all, played.all_to_all)
+ALLREDUCE = Way(shared.allreduce, backend.allreduce, playing.allreduce)
+REDUCE = Way(shared.reduce, backend.reduce, playing.reduce)
+REDUCE_SCATTER = Way(shared.reduce_scatter, backend.reduce_scatter, playing.reduce_scatter)
+ALL_GATHER = Way(shared.all_gather, backend.all_gather, playing.all_gather)
+BROADCAST = Way(shared.broadcast, backend.broadcast, playing.broadcast)
+ALL_TO_ALL = Way(shared.all_to_all, backend.all_to_all, playing.all_to_all)
 _HEADER = 8 * values.FORM  # bytes before those of a tensor that travels with its form
 _TEXT = 160  # bytes of an announcement across machines
 
@@ -45,7 +47,7 @@ _TEXT = 160  # bytes of an announcement across machines
 def allreduce(comm: Communicator, x: Any, op: Any, algorithm: str | None, alone: bool) -> Result:
     """Combine over all ranks, element by element."""
     summing = _Summing(comm, "allreduce", x, op, algorithm)
-    return summing.start(alone, ALLREDUCE, lambda given: (given, given, ()), summing.given.is_cuda)
+    return summing.start(alone, ALLREDUCE, lambda given: (given, given, ()), stays=True)
 
 
 def reduce(comm: Communicator, x: Any, root: int, op: Any, algorithm: str | None, alone: bool) -> Result:
@@ -92,12 +94,13 @@ class _Summing:
         alone: bool,
         way: Way,
         arguments: Callable[[Tensor], tuple[Tensor, Tensor, tuple[Any, ...]]],
-        nccl: bool = False,
+        stays: bool = False,
     ) -> Result:
-        """`arguments` turns what is given into what is reduced, where the result will be, and the rest for `way`."""
+        """`arguments` turns what is given into what is reduced, where the result will be, and the rest for `way`.
+        `stays`: a tensor on a GPU need not come to host memory for this."""
         comm, device = self.comm, self.given.device
-        nccl = nccl and comm.backend == "nccl" and self.algorithm in (None, "backend")
-        given = self.given if nccl or not self.given.is_cuda else groups.to_host(self.given)
+        carrier = comm.gpus if stays and self.given.is_cuda and self.algorithm in (None, "backend") else None
+        given = to_host(self.given) if self.given.is_cuda and carrier is None and comm.size > 1 else self.given
         plain = "sum" if self.name == "avg" else self.name
         result = given
 
@@ -109,7 +112,7 @@ class _Summing:
 
         if comm.size == 1:
             return Result(None, finish)
-        group, how = _choose(comm, self.call, self.algorithm, _bytes(given), nccl, self.root)
+        group, how = _choose(comm, self.call, self.algorithm, _bytes(given), carrier, self.root)
 
         def prepare(reals: list[bool]) -> tuple[Tensor, tuple[Any, ...]]:
             nonlocal result
@@ -281,11 +284,16 @@ def unpack(packet: Tensor, device: torch.device) -> tuple[str, Tensor]:
 
 
 def _choose(
-    comm: Communicator, call: str, algorithm: str | None, nbytes: int | None, nccl: bool = False, root: int = 0
+    comm: Communicator,
+    call: str,
+    algorithm: str | None,
+    nbytes: int | None,
+    carrier: Transport | None = None,
+    root: int = 0,
 ) -> tuple[Group, str]:
-    """The group, and how: "shared", "backend" (which is made while all are here), or an algorithm's name. `nbytes` of
-    the whole tensor, where all ranks know it already."""
-    group = comm.group("nccl" if nccl else "host")
+    """The group, over the transport of tensors on the CPU or another `carrier`; and how: "shared", "backend" (which is
+    made while all are here), or an algorithm's name. `nbytes` of the whole tensor, where all ranks know it already."""
+    group = comm.group(transport=carrier)
     if algorithm == "auto":
         algorithm = None
         if comm.rates is not None and nbytes is not None:
@@ -295,7 +303,7 @@ def _choose(
             algorithm = None if found == choice.BACKEND else found
     if algorithm in collectives.names(call):
         return group, str(algorithm)
-    how = "shared" if not nccl and comm.shares(group, algorithm, call) else "backend"
+    how = "shared" if comm.shares(group, algorithm, call) else "backend"
     if how == "backend":
         group.backend  # noqa: B018
     return group, how
@@ -307,22 +315,18 @@ def _start(comm: Communicator, group: Group, way: Way, how: str, *args: Any) -> 
     number = comm.count_played(range(comm.size))
 
     def play(collective: str, x: Tensor, op: str = "sum", root: int = 0) -> Tensor:
-        from minipar.comm.playing import play  # which needs the communicator
-
         size = x.element_size()
         program = collectives.program(collective, how, comm.size, x.numel() * size, root=root, item=size)
-        return play(program, comm, x, tuple(range(comm.size)), op, number=number)
+        return playing.play(program, comm, x, tuple(range(comm.size)), op, number=number)
 
-    return played.Played(partial(way.played, play, comm.rank, *args))
+    return playing.Played(partial(way.played, play, comm.rank, *args))
 
 
-def played_sum(comm: Communicator, tensor: Tensor, ranks: tuple[int, ...], algorithm: str) -> played.Played:
+def played_sum(comm: Communicator, tensor: Tensor, ranks: tuple[int, ...], algorithm: str) -> playing.Played:
     """The sum of a contiguous tensor in place over some ranks by an algorithm's program, to be run in `wait`."""
-    from minipar.comm.playing import play  # which needs the communicator
-
     size, number = tensor.element_size(), comm.count_played(ranks)
     program = collectives.program("allreduce", algorithm, len(ranks), tensor.numel() * size, item=size)
-    return played.Played(lambda: play(program, comm, tensor.detach().view(-1), ranks, number=number))
+    return playing.Played(lambda: playing.play(program, comm, tensor.detach().view(-1), ranks, number=number))
 
 
 def _move(
@@ -359,7 +363,7 @@ def _agree(group: Group, text: str, key: str, row: list[int], flag: bool) -> tup
     numbers = torch.tensor([int(flag), *row], dtype=torch.int64).view(torch.uint8)
     mine = torch.cat([torch.frombuffer(bytearray(said), dtype=torch.uint8), numbers])
     found = [torch.empty_like(mine) for _ in group.members]
-    group.backend.allgather([found], [mine]).wait()
+    group.wait(group.matcher.submit(text, lambda _: group.backend.allgather([found], [mine])))
     texts, keys = (
         [bytes(one[start : start + _TEXT].tolist()).split(b"\0", 1)[0].decode(errors="replace") for one in found]
         for start in (0, _TEXT)
@@ -381,7 +385,7 @@ def _check_root(comm: Communicator, call: str, root: int) -> None:
 
 
 def _host(tensor: Tensor) -> Tensor:
-    return groups.to_host(tensor) if tensor.is_cuda else tensor
+    return to_host(tensor) if tensor.is_cuda else tensor
 
 
 def _bytes(tensor: Tensor) -> int:

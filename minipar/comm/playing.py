@@ -1,4 +1,4 @@
-"""play(program, comm, tensor, ranks, op): this rank's part of a collective's program, on a real tensor.
+"""Collectives by a program of `program/collectives`: play(program, comm, tensor, ranks, op) runs this rank's part.
 
     SEND      the chunks go out, a message for each stretch of memory of at most PIECE bytes
     RECV      into the place of the chunks; or, of what will be added, into a small buffer, piece by piece
@@ -6,6 +6,10 @@
 
 The program is the one that verifies, simulates and is drawn. How many chunks it has counts here, not the bytes that it
 was made for: chunk c of C begins at element n c // C, and stretches without elements are not sent.
+
+A program has equal chunks, one for each rank. For the operations of a Communicator, where ranks may have more rows than
+others, or none, parts are filled up to the size of the largest on the way. A program runs in the `wait` of its handle:
+it is this rank's own work. Their arguments are those of the collectives in shared memory (transport/shared.py).
 """
 
 from __future__ import annotations
@@ -13,21 +17,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from minipar.comm.handles import Handle
+from minipar.comm.values import dtype_name
 from minipar.errors import RankError
 from minipar.program import Instruction, Op, Program, Value
 from minipar.program.collectives import OPERATIONS
 from minipar.program.collectives.moves import bounds
-from minipar.trace import Trace
 
 if TYPE_CHECKING:
     from minipar.comm.communicator import Communicator
+    from minipar.trace import Trace
 
 PIECE = 1 << 20  # bytes of a message, at most
 _TAGS, _NUMBERS = 1 << 19, 1 << 10  # messages to one rank in one collective, and collectives under way at once
@@ -72,6 +78,8 @@ def record(
 
 def measured(program: Program, records: Sequence[Record]) -> Trace:
     """The measured trace of a program, of each rank's record. Their clocks must be one, as on one machine."""
+    from minipar.trace import Trace  # which a rank does not need
+
     first = min((start for one in records for start in one.starts), default=0.0)
     starts = [[time - first for time in one.starts] for one in records]
     ends = [[time - first for time in one.ends] for one in records]
@@ -134,9 +142,9 @@ class _Player:
         if op not in OPERATIONS:
             raise RankError(f"op={op!r} is not known; possible are {', '.join(OPERATIONS)}")
         adds = any(ins.op is Op.REDUCE for row in program.ranks for ins in row)
-        dtype = _name(tensor.dtype)
+        dtype = dtype_name(tensor.dtype)
         if adds and tensor.dtype not in _DTYPES:
-            possible = ", ".join(map(_name, _DTYPES))
+            possible = ", ".join(map(dtype_name, _DTYPES))
             raise RankError(f"{program.name}: dtype {dtype} cannot be reduced; possible are {possible}")
         if adds and op == "avg" and not tensor.dtype.is_floating_point:
             raise RankError(f"{program.name}: an average is no {dtype}; use a floating-point dtype for op='avg'")
@@ -275,5 +283,80 @@ class _Player:
         return torch.empty(PIECE, dtype=torch.uint8, device=self.flat.device)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+# the operations of a Communicator -------------------------------------------------------------------------------------
+
+
+Play = Callable[..., Tensor]  # play(collective, flat tensor, op="sum", root=0)
+
+
+def allreduce(play: Play, index: int, x: Tensor, op: str = "sum") -> None:
+    """Reduce a contiguous tensor in place."""
+    play("allreduce", x.view(-1), op)
+
+
+def reduce(play: Play, index: int, x: Tensor, root: int, op: str = "sum") -> None:
+    """Reduce a contiguous tensor in place on member `root`; the others' are left in between."""
+    play("reduce", x.view(-1), op, root)
+
+
+def broadcast(play: Play, index: int, x: Tensor, root: int) -> None:
+    """Give a contiguous tensor of member `root` to all."""
+    play("broadcast", x.view(-1), root=root)
+
+
+def reduce_scatter(play: Play, index: int, x: Tensor, into: Tensor, sizes: Sequence[int], op: str = "sum") -> None:
+    """Reduce a contiguous tensor, each member keeping its part (of these sizes) in `into`."""
+    filled = _filled(x.view(-1).split(list(sizes)), max(sizes))
+    into.view(-1).copy_(play("reduce_scatter", filled, op)[: into.numel()])
+
+
+def all_gather(play: Play, index: int, into: Tensor, sizes: Sequence[int]) -> None:
+    """Collect the members' parts, of these sizes, end to end; this one's is at its place already."""
+    parts = into.view(-1).split(list(sizes))
+    filled = _filled(parts, max(sizes))
+    play("all_gather", filled)
+    for part, chunk in zip(parts, filled.split(max(sizes)), strict=True):
+        part.copy_(chunk[: part.numel()])
+
+
+def all_to_all(play: Play, index: int, x: Tensor, into: Tensor, sizes: Sequence[Sequence[int]]) -> None:
+    """Member k's part for member j has sizes[k][j] elements; in `into`, those for this member stand end to end."""
+    most = max(map(max, sizes))
+    came = play("all_to_all", _filled(x.split(list(sizes[index])), most))
+    got = into.split([row[index] for row in sizes])
+    for part, chunk in zip(got, came.split(most), strict=True):
+        part.copy_(chunk[: part.numel()])
+
+
+def _filled(parts: Sequence[Tensor], size: int) -> Tensor:
+    whole = torch.zeros(size * len(parts), dtype=parts[0].dtype)
+    for part, chunk in zip(parts, whole.split(size), strict=True):
+        chunk[: part.numel()].copy_(part)
+    return whole
+
+
+class Played:
+    """A program that its `wait` runs, in the place of a backend's work."""
+
+    def __init__(self, run: Callable[[], object]) -> None:
+        self._run: Callable[[], object] | None = run
+        self._error: BaseException | None = None
+
+    def wait(self, *_: timedelta) -> None:
+        """Run it, at the first call."""
+        run, self._run = self._run, None
+        if run is not None:
+            try:
+                run()
+            except BaseException as error:
+                self._error = error
+        if self._error is not None:
+            raise self._error
+
+    def is_completed(self) -> bool:
+        """Whether it was waited for."""
+        return self._run is None
+
+    def get_future(self) -> Any:
+        """There is none: RuntimeError."""
+        raise RuntimeError("a program that is played does not call back")

@@ -65,10 +65,10 @@ def to_tensor(x: Any, op: str = "", call: str = "allreduce") -> tuple[str, torch
     if tensor.dim() > _DIMENSIONS:
         raise RankError(f"{call}: {tensor.dim()} dimensions are too many; possible are {_DIMENSIONS}")
     if op and tensor.dtype not in _DTYPES:
-        possible = ", ".join(map(_name, _DTYPES))
-        raise RankError(f"{call}: dtype {_name(tensor.dtype)} is not possible; use one of {possible}")
+        possible = ", ".join(map(dtype_name, _DTYPES))
+        raise RankError(f"{call}: dtype {dtype_name(tensor.dtype)} is not possible; use one of {possible}")
     if op == "avg" and kind in ("array", "tensor") and not tensor.dtype.is_floating_point:
-        raise RankError(f"{call}: an average is no {_name(tensor.dtype)}; use a floating-point dtype for op='avg'")
+        raise RankError(f"{call}: an average is no {dtype_name(tensor.dtype)}; use a floating-point dtype for op='avg'")
     return kind, tensor
 
 
@@ -86,7 +86,7 @@ def describe(call: str, kind: str, tensor: torch.Tensor, rest: str = "", rows: b
     """An operation in words, and what of it must agree on all ranks: of Python's numbers not whether they are whole or
     real, and not the first dimension if ranks bring `rows`, each as many as it has."""
     shape = [str(n) for n in tensor.shape]
-    name, ends = _name(tensor.dtype), f" {rest}" if rest else ""
+    name, ends = dtype_name(tensor.dtype), f" {rest}" if rest else ""
     text = f"{call} of {_article(kind)} of {'x'.join(shape) or '1'} {name}{ends}"
     same = (["*", *shape[1:]] if kind != "list" else []) if rows else shape  # an empty list does not say of what
     return text, f"{call} of {kind} {same}{'' if kind in ('number', 'list') else name}{ends}"
@@ -99,7 +99,7 @@ def form(tensor: torch.Tensor) -> str:
 
 @functools.lru_cache(4096)
 def _form(shape: torch.Size, dtype: torch.dtype) -> str:
-    return f"a tensor of {'x'.join(map(str, shape)) or '1'} {_name(dtype)}"
+    return f"a tensor of {'x'.join(map(str, shape)) or '1'} {dtype_name(dtype)}"
 
 
 def encode_form(kind: str, tensor: torch.Tensor) -> list[int]:
@@ -117,7 +117,7 @@ def decode_form(numbers: list[int]) -> tuple[str, torch.dtype, tuple[int, ...]]:
 def form_in_words(numbers: list[int]) -> str:
     """What `encode_form` was given, for an error message."""
     kind, dtype, shape = decode_form(numbers)
-    return f"{_article(kind)} of {'x'.join(map(str, shape)) or '1'} {_name(dtype)}"
+    return f"{_article(kind)} of {'x'.join(map(str, shape)) or '1'} {dtype_name(dtype)}"
 
 
 def _code(dtype: torch.dtype) -> int:
@@ -143,7 +143,8 @@ def from_tensor(kind: str, tensor: torch.Tensor) -> Any:
     return tensor.tolist()  # of no dimension: a number
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """Such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -1,34 +1,36 @@
-"""One rank's place among all: the groups that it is in, each with its board, its shared memory and its backend.
+"""One rank's place among all: the groups that it is in, each with what it announces and what carries it.
 
-World    the store and the network of all ranks, and the groups made so far
-Group    some ranks: Matcher (what is announced), Arena (shared memory), gloo or NCCL group made at the first use
+World    the transports of all ranks, and the groups made so far
+Group    some ranks: Matcher (what is announced), Arena (shared memory, if they have it), gloo or NCCL group
 """
 
 from __future__ import annotations
 
 import os
-import select
-import warnings
+import secrets
+import tempfile
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from minipar.comm import arena, groups, shared_memory
-from minipar.comm.arena import Arena, Exchange, Steps
-from minipar.comm.board import Board, fingerprint
+from minipar.cluster.worker import Context
 from minipar.comm.handles import Handle
 from minipar.comm.matching import Collective, Matcher, Starter
-from minipar.comm.sockets import Sockets
+from minipar.comm.transport.arena import Arena, Exchange, Steps
+from minipar.comm.transport.gloo import TIMEOUT, Gloo
+from minipar.comm.transport.interface import Messages, Reader, Transport
+from minipar.comm.transport.local import Local
+from minipar.comm.transport.nccl import Nccl
+from minipar.comm.transport.sockets import Sockets
 from minipar.errors import RankError
 
 CLOSED = "this Communicator is closed; communicator.create() makes a new one"
 
 
 class Way(NamedTuple):
-    """One collective in its three ways: shared.py, backend.py, played.py."""
+    """One collective in its three ways: shared.py and backend.py of transport/, and playing.py."""
 
     shared: Callable[..., Steps]
     backend: Callable[..., Any]
@@ -36,52 +38,29 @@ class Way(NamedTuple):
 
 
 class World:
-    """What one rank has of the communication among all. `boards` is how the files of its boards begin; None where the
-    ranks may be on several machines."""
+    """What one rank has of the communication among all. `host` carries tensors on the CPU."""
 
     def __init__(
-        self,
-        store: dist.Store,
-        rank: int,
-        size: int,
-        device: torch.device,
-        backend: str,
-        loopback: bool,
-        path: str | None,
-        boards: str | None,
+        self, store: dist.Store, rank: int, size: int, device: torch.device, backend: str, host: Transport
     ) -> None:
         self.rank, self.size = rank, size
         self.device, self.backend = device, backend
-        self.store, self.boards = store, boards or path
         self.everyone = tuple(range(size))
         self.closed = False
         self.pending: set[Handle] = set()
         self.starter = Starter("starts collectives")
-        self.loopback = loopback
-        self.groups: dict[tuple[str, tuple[int, ...]], Group] = {}
-        self.watched: dict[int, int] = {}  # a descriptor for each process of another rank that we know
-        self.without = ""  # why there is no shared memory
-        # Made before the first group, whose making waits for all ranks: from then on they can all be reached.
-        self.messages: Any = Sockets(rank, path) if path is not None else None
-        everyone = self.group(self.everyone)
-        if path is None:
-            self.messages = groups.GlooMessages(everyone.backend)
-        self.up: Any = None
-        self.down: Any = None
+        self.groups: dict[tuple[Transport, tuple[int, ...]], Group] = {}
+        self.host = host
+        self.group(self.everyone, host)
+        self.messages: Messages = host.messages
+        self.reader: Reader | None = host.reader
+        self.gpus: Transport | None = None  # what carries tensors on GPUs; None: they go through host memory
         if backend == "nccl" and size > 1:
-            # One NCCL group per direction: in one alone, a send and a receive of the same pair would wait in line.
-            self.up = groups.nccl_group(dist.PrefixStore("up", store), rank, size, self.everyone)
-            self.down = groups.nccl_group(dist.PrefixStore("down", store), rank, size, self.everyone)
+            self.gpus = Nccl(store, rank, size, device, host)
 
-    @cached_property
-    def network(self) -> Any:
-        """gloo's device, made where it is needed: its thread wakes every 10 ms, and whoever computes on that core may
-        then lose its turn."""
-        return groups.gloo_device(self.loopback)
-
-    def group(self, members: tuple[int, ...], kind: str = "host") -> Group:
-        """Those ranks, made at the first use, which waits for all of them. `kind`: "host" or "nccl"."""
-        found = self.groups.get((kind, members))
+    def group(self, members: tuple[int, ...], transport: Transport) -> Group:
+        """Those ranks, made at the first use, which waits for all of them."""
+        found = self.groups.get((transport, members))
         if found is None:
             if self.closed:
                 raise RankError(CLOSED)
@@ -89,27 +68,8 @@ class World:
                 raise RankError(
                     f"group {members}: must be sorted ranks of 0 to {self.size - 1}, this rank {self.rank} among them"
                 )
-            found = self.groups[kind, members] = Group(self, kind, members)
+            found = self.groups[transport, members] = Group(self, transport, members)
         return found
-
-    def know(self, rank: int, pid: int) -> None:
-        """Notice from now on when another rank's process ends. OSError where the system cannot tell."""
-        if rank != self.rank and rank not in self.watched:
-            self.watched[rank] = os.pidfd_open(pid)
-
-    def gone(self, members: tuple[int, ...]) -> int | None:
-        """One of these ranks whose process has ended."""
-        poll = select.poll()
-        ranks = {self.watched[rank]: rank for rank in members if rank in self.watched}
-        for descriptor in ranks:
-            poll.register(descriptor, select.POLLIN)
-        return next((ranks[descriptor] for descriptor, _ in poll.poll(0)), None)
-
-    def explain(self, reason: str) -> None:
-        """Say, once, why the fast way is not taken."""
-        if not self.without:
-            self.without = reason
-            warnings.warn(f"no shared memory between ranks ({reason}): {self.backend} is used", stacklevel=2)
 
     def close(self) -> None:
         """Give up all groups. Later use raises RankError."""
@@ -117,55 +77,40 @@ class World:
             return
         self.closed = True
         self.starter.close()
-        if isinstance(self.messages, Sockets):
-            self.messages.close()
-        for descriptor in self.watched.values():
-            os.close(descriptor)
-        self.watched.clear()
+        transports = [one for one in (self.host, self.gpus) if one is not None]
+        for one in transports:
+            one.close(bool(self.pending))
         if self.pending:
-            # Ending a group waits for what is under way in it, which may be for ever once a peer has failed.
-            _abandoned.append((self.groups, self.up, self.down, self.pending, self.messages))
-        else:
-            backends = [group.made for (kind, _), group in self.groups.items() if kind == "nccl"]
-            for one in (*backends, self.up, self.down):
-                if one is not None:
-                    one.shutdown()
+            _abandoned.append((self.groups, transports, self.pending))
         self.groups, self.pending = {}, set()
-        self.up = self.down = self.messages = _Closed()
+        closed: Any = _Closed()
+        self.host = self.gpus = self.messages = self.reader = closed
 
 
 class Group:
     """Some ranks of a world, this one among them: made by all of them together."""
 
-    def __init__(self, world: World, kind: str, members: tuple[int, ...]) -> None:
-        self.world, self.kind, self.members = world, kind, members
+    def __init__(self, world: World, transport: Transport, members: tuple[int, ...]) -> None:
+        self.world, self.transport, self.members = world, transport, members
         self.index = members.index(world.rank)
-        self.made: Any = None  # the backend's group
+        self.made: Any = None  # its process group
         self.arena: Arena | None = None
-        board = None
-        if world.boards is not None:
-            board = Board(f"{world.boards}-{kind}-{fingerprint(str(members)):x}", members, self.index)
-        self.matcher = Matcher(members, board, kind == "host", world.starter)
+        board = transport.board(transport.name, members)
+        self.matcher = Matcher(members, board, transport.own_thread, world.starter)
         self._meet()
         if board is not None:
             board.unlink()
-            if kind == "host" and len(members) > 1:
-                self.arena = self.matcher.arena = self._share()
-        if kind == "nccl":
-            self.made = self.backend
-            groups.warm_up(self.made, world.device)
+            if len(members) > 1:
+                self.arena = self.matcher.arena = transport.memory(members, self._meet)
+        if transport.at_once:
+            self.made = transport.process_group(members)
 
     @property
     def backend(self) -> Any:
         """Its gloo or NCCL group; the first use waits for all members, which nothing can interrupt."""
         if self.made is None:
-            world = self.world
-            store = dist.PrefixStore(f"{self.kind} {self.members}", world.store)
-            if self.kind == "nccl":
-                self.made = groups.nccl_group(store, self.index, len(self.members), self.members)
-            else:
-                self._meet()
-                self.made = groups.gloo_group(store, self.index, len(self.members), world.network)
+            self._meet()
+            self.made = self.transport.process_group(self.members)
         return self.made
 
     def start(self, way: Way, shared: bool, *args: Any) -> Any:
@@ -201,38 +146,13 @@ class Group:
         found: list[list[int]] = []
         mine = torch.tensor(row or [], dtype=torch.int64)
         small = (mine, lambda rows, _: found.extend(one.tolist() for one in rows))
-        self._wait(self.matcher.submit("the making of a group", lambda _: None, small=small, alone=False))
+        self.wait(self.matcher.submit("the making of a group", lambda _: None, small=small, alone=False))
         return found
 
-    def _wait(self, work: Any) -> None:
+    def wait(self, work: Collective) -> None:
+        """Return when a collective of this group is complete. Who asks what this rank waits in is told; an interrupt
+        can come between."""
         Handle(work, None, self.world.pending).wait()
-
-    def _share(self) -> Arena | None:
-        """Memory that all members have mapped; None, on all of them, where one cannot have it."""
-        world, size = self.world, arena.size(len(self.members))
-        descriptor, memory, reason = -1, None, ""
-        try:
-            if self.index == 0:
-                descriptor = shared_memory.make(size)
-        except OSError as error:
-            reason = str(error)
-        rows = self._meet([os.getpid(), descriptor])
-        try:
-            pid, number = rows[0]
-            if number >= 0:
-                memory = shared_memory.open_from(pid, number, size)
-            for rank, (process, _) in zip(self.members, rows, strict=True):
-                world.know(rank, process)
-        except OSError as error:
-            memory, reason = None, str(error)
-        found = self._meet([memory is not None])
-        if descriptor >= 0:
-            os.close(descriptor)
-        if memory is None or [0] in found:
-            lacking = [rank for rank, row in zip(self.members, found, strict=True) if row == [0]]
-            world.explain(reason or f"rank {lacking[0]} has none")
-            return None
-        return Arena(memory, len(self.members), self.index, lambda: world.gone(self.members))
 
 
 class _Closed:
@@ -245,6 +165,16 @@ class _Closed:
 _abandoned: list[tuple[Any, ...]] = []
 
 
+def of_rank(context: Context, count: int) -> World:
+    """The World of a rank of a Cluster, its `count`-th in this generation."""
+    rank, size = context.rank, context.size
+    store = dist.PrefixStore(str(count), dist.FileStore(context.store, size))
+    gloo = Gloo(store, rank, size, loopback=True, without="transport='gloo'")
+    path = f"{context.store}-{count}"
+    host = gloo if context.transport == "gloo" else Local(path, gloo, Sockets(rank, path))
+    return World(store, rank, size, torch.device(context.device), context.backend, host)
+
+
 def under_torchrun(count: int) -> World:
     """This process's World, if torchrun started it. RankError otherwise."""
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -253,7 +183,7 @@ def under_torchrun(count: int) -> World:
             "communicator.create() works inside a rank: call it in a function given to cluster.run "
             f"(or under torchrun; {', '.join(missing)} not set)"
         )
-    store, rank, size = next(dist.rendezvous("env://", timeout=groups.TIMEOUT))
+    store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     cuda = torch.cuda.device_count() >= local_size
@@ -261,6 +191,15 @@ def under_torchrun(count: int) -> World:
     if cuda:
         torch.cuda.set_device(device)
     store = dist.PrefixStore(f"minipar {count}", store)
-    loopback = local_size == size
-    boards = groups.agree_on_boards(store, rank) if loopback else None
-    return World(store, rank, size, device, "nccl" if cuda else "gloo", loopback, None, boards)
+    one_machine = local_size == size
+    gloo = Gloo(store, rank, size, loopback=one_machine, without="ranks may be on several machines")
+    # Boards have names only while groups are made; sockets need a folder for as long as ranks live, which nobody has.
+    host = Local(_agree_on_boards(store, rank), gloo, None) if one_machine else gloo
+    return World(store, rank, size, device, "nccl" if cuda else "gloo", host)
+
+
+def _agree_on_boards(store: dist.Store, rank: int) -> str:
+    """How the files of one machine's boards begin."""
+    if rank == 0:
+        store.set("boards", os.path.join(tempfile.gettempdir(), f"minipar-{secrets.token_hex(16)}"))
+    return str(store.get("boards").decode())

@@ -682,7 +682,9 @@ def test_a_number_of_ranks_that_cannot_be(n: Any) -> None:
         Cluster(n)
 
 
-@pytest.mark.parametrize(("name", "value"), [("device", "gpu"), ("start", "thread"), ("threads", 0)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("device", "gpu"), ("start", "thread"), ("threads", 0), ("transport", "nccl")]
+)
 def test_other_values_that_cannot_be(name: str, value: Any) -> None:
     with pytest.raises(PlanError, match=f"{name}={value!r}: must be"):
         Cluster(2, **{name: value})

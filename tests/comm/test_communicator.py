@@ -414,24 +414,30 @@ def test_outside_a_rank_it_says_where_to_call_it(monkeypatch: pytest.MonkeyPatch
         create()
 
 
-def test_it_works_in_processes_that_torchrun_started() -> None:
-    def f() -> tuple[int, int, list[int], float]:
+@pytest.mark.parametrize("machines", [1, 2])
+def test_it_works_in_processes_that_torchrun_started(machines: int) -> None:
+    def f() -> tuple[int, int, str, list[int], float]:
         worker._rank = None  # all that is left are the variables that torchrun would have set
         comm = create()
-        first = comm.allreduce([comm.rank, 1])
+        first, how = comm.allreduce([comm.rank, 1]), comm.transport
+        if comm.rank == 0:
+            comm.send(120, 1)
+        else:
+            first.append(comm.recv(0))
         comm.close()
-        return comm.rank, comm.size, first, create().allreduce(2.0, max)
+        return comm.rank, comm.size, how, first, create().allreduce(2.0, max)
 
     with Cluster(2, device="cpu") as two:
 
         def g() -> Any:
-            rank = worker._rank
+            rank, os.environ["LOCAL_WORLD_SIZE"] = worker._rank, str(2 // machines)
             try:
                 return f()
             finally:
                 worker._rank = rank
 
-        assert two.run(g) == [(0, 2, [1, 2], 2.0), (1, 2, [1, 2], 2.0)]
+        how = "shared memory" if machines == 1 else "gloo (ranks may be on several machines)"
+        assert two.run(g) == [(0, 2, how, [1, 2], 2.0), (1, 2, how, [1, 2, 120], 2.0)]
 
 
 def test_one_rank_alone_works() -> None:

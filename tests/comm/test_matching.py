@@ -17,7 +17,7 @@ import torch
 
 from minipar.cluster import Cluster, worker
 from minipar.comm import communicator
-from minipar.comm.board import DEPTH, SMALL, Board, fingerprint
+from minipar.comm.transport.board import DEPTH, SMALL, Board, fingerprint
 from minipar.errors import CollectiveMismatch, RankError
 
 # Ranks cannot import this file by name; its functions travel as those of a notebook do.

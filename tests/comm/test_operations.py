@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from minipar.cluster import worker
+from minipar.cluster import Cluster
 from minipar.comm import communicator
 from minipar.comm.communicator import Communicator
 from minipar.errors import CollectiveMismatch, RankError
@@ -456,28 +456,52 @@ def test_a_closed_communicator_says_so(clusters):
         assert all("this Communicator is closed" in one for one in said)
 
 
-def test_across_machines_there_is_no_board_but_the_same_results(clusters):
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_across_machines_there_is_no_board_but_the_same_results(ranks):
     """As under torchrun on several hosts: forms go through gloo first."""
 
-    def f() -> tuple[list[str], str, list[int]]:
+    def f() -> tuple[list[str], str, Any, str]:
         comm = create()
-        group = comm.group()
-        group.backend  # noqa: B018
-        kept = group.matcher.board, group.arena
-        group.matcher.board = group.arena = None
+        wrong = check_all(None, ["list", "float32 tensor"], [*SHAPES, LARGE])
         try:
-            wrong = check_all(None, ["list", "float32 tensor"], SHAPES)
-            try:
-                comm.allreduce([1] * (comm.rank + 1))
-                said = "nothing"
-            except CollectiveMismatch as error:
-                said = str(error)
-            mixed = comm.allreduce([1, 2.5][worker.context().rank % 2])
-        finally:
-            group.matcher.board, group.arena = kept
-        return wrong, said, [mixed]
+            comm.allreduce([1] * (comm.rank + 1))
+            said = "nothing"
+        except CollectiveMismatch as error:
+            said = str(error)
+        mixed = comm.allreduce([1, 2.5][comm.rank % 2])
+        try:
+            comm.allreduce(1, algorithm="shared")
+        except RankError as error:
+            return wrong, said, mixed, str(error)
+        return wrong, said, mixed, ""
 
-    for wrong, said, mixed in clusters(2).run(f):
-        assert wrong == []
-        assert "rank 0 has a list of 1 int64 for sum, rank 1 has a list of 2 int64 for sum" in said
-        assert mixed == [3.5]
+    with Cluster(ranks, device="cpu", transport="gloo") as cluster:
+        how = "shared memory" if ranks == 1 else "gloo (transport='gloo')"
+        assert cluster.run(lambda: (create().transport, create().posts)) == [(how, True)] * ranks
+        for wrong, said, mixed, refused in cluster.run(f):
+            assert wrong == []
+            assert mixed == sum([1, 2.5][k % 2] for k in range(ranks))
+            if ranks > 1:
+                assert "rank 0 has a list of 1 int64 for sum, rank 1 has a list of 2 int64 for sum" in said
+                assert refused == "algorithm='shared' is not possible: gloo (transport='gloo')"
+        assert cluster.run(check_groups) == [[]] * ranks
+
+
+def check_groups() -> list[str]:
+    """In a rank: what went wrong in messages, in a part of the ranks, and in sums of all pairs of them."""
+    comm, wrong = create(), []
+    for x in (7, [1.5, 2.0], torch.tensor([1 + 2j]), torch.tensor([True, False]), torch.ones(300_000)):
+        if comm.size > 1 and comm.rank == 0:
+            comm.send(x, comm.size - 1)
+        elif comm.size > 1 and comm.rank == comm.size - 1 and not same(comm.recv(0), x):
+            wrong.append(f"message {x}")
+    part = comm.split(comm.rank % 2)
+    if part.all_gather(comm.rank) != list(range(comm.rank % 2, comm.size, 2)):
+        wrong.append("split")
+    peers = [(comm.rank + k) % comm.size for k in range(1, comm.size)]
+    pairs = [(min(comm.rank, peer), max(comm.rank, peer)) for peer in peers]
+    comm.prepare(pairs)  # now ranks may come to them in an order in which each would wait for the next one
+    sums = {pair: torch.full((5000,), float(comm.rank)) for pair in pairs}
+    for handle in [comm.iallreduce(x, pair) for pair, x in sums.items()]:
+        handle.wait()
+    return wrong + [f"sum over {pair}" for pair, x in sums.items() if not x.eq(sum(pair)).all()]

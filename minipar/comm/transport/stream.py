@@ -13,8 +13,8 @@ import mmap
 
 import torch
 
-from minipar.comm import futex
-from minipar.comm.futex import fence
+from minipar.comm.transport import futex
+from minipar.comm.transport.futex import fence
 
 CAPACITY = 4 << 20
 SIZE = CAPACITY + 4096

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from minipar.comm.sockets import Sockets
+from minipar.comm.transport.sockets import Sockets
 from minipar.errors import RankError
 
 

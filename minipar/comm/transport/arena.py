@@ -26,8 +26,8 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from minipar.comm import futex
-from minipar.comm.futex import fence
+from minipar.comm.transport import futex
+from minipar.comm.transport.futex import fence
 
 _LINE = 128  # bytes between two counters: no two on one line of a cache
 _PAGE = 4096

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minipar.comm.shared import add_up
+from minipar.comm.transport.shared import add_up
 
 _OPERATIONS = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 

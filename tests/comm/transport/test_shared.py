@@ -18,9 +18,10 @@ import pytest
 import torch
 
 from minipar.cluster import Cluster, worker
-from minipar.comm import arena, communicator, shared, shared_memory, stream
-from minipar.comm.arena import Arena, Exchange
-from minipar.comm.stream import Stream
+from minipar.comm import communicator
+from minipar.comm.transport import arena, shared, shared_memory, stream
+from minipar.comm.transport.arena import Arena, Exchange
+from minipar.comm.transport.stream import Stream
 from minipar.errors import RankDied
 
 # Ranks cannot import this file by name; its functions travel as those of a notebook do.
@@ -96,8 +97,8 @@ def test_without_a_driver_the_others_notice_by_themselves() -> None:
             os._exit(0)
         if comm.rank == 2:
             return ""
-        kept = dict(comm._world.watched)
-        comm._world.watched[1] = os.pidfd_open(child)
+        kept = dict(comm._world.host.watched)
+        comm._world.host.watched[1] = os.pidfd_open(child)
         try:
             group.arena.line_up(one := Exchange(group.arena, shared.allreduce(group.arena, torch.ones(5000))))
             one.wait()
@@ -105,7 +106,7 @@ def test_without_a_driver_the_others_notice_by_themselves() -> None:
             return str(error)
         finally:
             os.waitpid(child, 0)
-            comm._world.watched.update(kept)
+            comm._world.host.watched.update(kept)
         return "nothing"
 
     with Cluster(3, device="cpu") as three:

@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from minipar.comm.arena import Arena, Need, Steps
+from minipar.comm.transport.arena import Arena, Need, Steps
 
 _AT_ONCE = 64 << 10  # bytes up to which every rank adds up everything: one wait fewer, more to read
 _PAIRWISE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}

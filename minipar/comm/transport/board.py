@@ -22,8 +22,8 @@ import os
 
 import torch
 
-from minipar.comm import futex
-from minipar.comm.futex import fence
+from minipar.comm.transport import futex
+from minipar.comm.transport.futex import fence
 
 DEPTH = 64
 SMALL = 4096  # bytes of a tensor that travels on the board itself

@@ -1,0 +1,13 @@
+"""How tensors get from rank to rank: `Transport`, and the three that there are.
+
+interface.py   what the rest of `comm` needs of a transport
+local.py       ranks of one machine
+gloo.py        ranks on any machines, over the network
+nccl.py        tensors on GPUs, where every rank has one of its own
+backend.py     the collectives of gloo and NCCL themselves
+
+sockets.py     messages of one machine; stream.py is the ring in shared memory that long ones go through
+board.py       where the ranks of one machine announce their collectives
+arena.py       the shared memory that these go through; shared.py has their steps
+futex.py, shared_memory.py   what Linux gives for all this
+"""

@@ -1,0 +1,111 @@
+"""What the rest of `comm` needs of a way to carry tensors from rank to rank.
+
+`Local`, `Gloo` and `Nccl` are the ways. Each fact in which they differ is an attribute or a method here, so that no
+caller has to know which of them it has.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from minipar.comm.transport.arena import Arena
+from minipar.comm.transport.board import Board
+
+Meet = Callable[[list[int]], list[list[int]]]  # waits for all members of a group; the numbers that each one brought
+
+
+class Work(Protocol):
+    """An operation under way, as torch's process groups hand it out."""
+
+    def wait(self) -> object: ...
+    def is_completed(self) -> bool: ...
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+    def is_completed(self) -> bool:
+        return True
+
+
+DONE = _Done()  # of a send of which nothing is left to do
+
+
+class Messages(Protocol):
+    """Messages from one rank to another. A peer is a number among all ranks; tensors are contiguous."""
+
+    keeps_memory: bool
+    """Whether a send keeps the memory that it still needs. If not, the caller keeps the tensor until it is done."""
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        """Start sending; never blocks. ConnectionError or RuntimeError, here or from `wait`, when the peer is gone."""
+
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        """Start receiving into a tensor of the sent size and dtype: it is filled when `wait` has returned."""
+
+
+class Reading(Work, Protocol):
+    """A receive that reads what comes. `done`: whether its own message has come."""
+
+    done: bool
+
+
+class Reader(Messages, Protocol):
+    """Messages that whoever waits for one reads. So it can look whether one is here, and find another in its place."""
+
+    def receive(self, tensor: Tensor, peer: int, tag: int, unless: int | None = None) -> Reading:
+        """`unless`: the tag of a message that may come in its place: then `wait` returns, and `done` stays False."""
+
+    def take(self, tensor: Tensor, peer: int, tag: int) -> bool:
+        """`receive` and wait, if that message is the next one and here. Never waits for one to come."""
+
+    def readable(self, peers: Sequence[int], seconds: float) -> bool:
+        """Whether a message of one of these peers is here, or comes within so many seconds. A peer that is gone counts:
+        receiving from it says so."""
+
+
+class Transport(ABC):
+    """One rank's way to all others. Every rank of a world makes the same one."""
+
+    name: str
+    own_thread: bool
+    """Whether a collective is awaited on the thread that calls `wait`. (NCCL's are awaited on the GPU's stream.)"""
+    at_once: bool
+    """Whether the process group of a new group is made at once. If not, it is made where a collective needs it."""
+    without: str
+    """Why groups have no shared memory; "" as long as they have."""
+
+    @property
+    @abstractmethod
+    def messages(self) -> Messages:
+        """Its messages. The first use may wait for all ranks."""
+
+    @property
+    def reader(self) -> Reader | None:
+        """The same messages where they are read by whoever waits for them. None: a message comes the sooner, the sooner
+        its receive is posted, and its size must be known then."""
+        return None
+
+    @abstractmethod
+    def process_group(self, members: tuple[int, ...]) -> Any:
+        """torch's process group of these ranks, whose collectives are in backend.py. It is made at the first use, which
+        waits for all members and which nothing can interrupt."""
+
+    def board(self, kind: str, members: tuple[int, ...]) -> Board | None:
+        """Where these ranks announce the collectives of one kind of group. None: they cannot, so that collectives start
+        unchecked."""
+        return None
+
+    def memory(self, members: tuple[int, ...], meet: Meet) -> Arena | None:
+        """Memory that these ranks share. None: they have none, and the process group does all collectives."""
+        return None
+
+    @abstractmethod
+    def close(self, under_way: bool) -> None:
+        """Give up messages: what was not delivered is lost. Give up process groups too, unless something is
+        `under_way`: to end a group waits for that, which may be for ever once a peer has failed."""

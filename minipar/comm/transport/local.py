@@ -1,0 +1,99 @@
+"""The transport of ranks of one machine: messages through sockets, collectives in shared memory.
+
+gloo does the collectives that `algorithm="backend"` asks for, and all of them where ranks cannot share memory.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import warnings
+from typing import Any
+
+from minipar.comm.transport import arena, shared_memory
+from minipar.comm.transport.arena import Arena
+from minipar.comm.transport.board import Board, fingerprint
+from minipar.comm.transport.gloo import Gloo
+from minipar.comm.transport.interface import Meet, Messages, Reader, Transport
+from minipar.comm.transport.sockets import Sockets
+
+
+class Local(Transport):
+    """`path`: how the files of its boards begin. `sockets`: for its messages; without them gloo carries these."""
+
+    name = "local"
+    own_thread = True
+    at_once = False
+    without = ""
+
+    def __init__(self, path: str, gloo: Gloo, sockets: Sockets | None) -> None:
+        self.path, self.gloo, self.sockets = path, gloo, sockets
+        self.rank = gloo.rank
+        self.watched: dict[int, int] = {}  # a descriptor for each process of another rank that we know
+
+    @property
+    def messages(self) -> Messages:
+        return self.gloo.messages if self.sockets is None else self.sockets
+
+    @property
+    def reader(self) -> Reader | None:
+        return self.sockets
+
+    def process_group(self, members: tuple[int, ...]) -> Any:
+        return self.gloo.process_group(members)
+
+    def board(self, kind: str, members: tuple[int, ...]) -> Board:
+        return Board(f"{self.path}-{kind}-{fingerprint(str(members)):x}", members, members.index(self.rank))
+
+    def memory(self, members: tuple[int, ...], meet: Meet) -> Arena | None:
+        """An arena that all members have mapped; None, on all of them, where one cannot have it."""
+        size, index = arena.size(len(members)), members.index(self.rank)
+        descriptor, memory, reason = -1, None, ""
+        try:
+            if index == 0:
+                descriptor = shared_memory.make(size)
+        except OSError as error:
+            reason = str(error)
+        rows = meet([os.getpid(), descriptor])
+        try:
+            pid, number = rows[0]
+            if number >= 0:
+                memory = shared_memory.open_from(pid, number, size)
+            for rank, (process, _) in zip(members, rows, strict=True):
+                self._watch(rank, process)
+        except OSError as error:
+            memory, reason = None, str(error)
+        found = meet([memory is not None])
+        if descriptor >= 0:
+            os.close(descriptor)
+        if memory is None or [0] in found:
+            lacking = [rank for rank, row in zip(members, found, strict=True) if row == [0]]
+            self._explain(reason or f"rank {lacking[0]} has none")
+            return None
+        return Arena(memory, len(members), index, lambda: self._gone(members))
+
+    def _watch(self, rank: int, pid: int) -> None:
+        """Notice from now on when another rank's process ends. OSError where the system cannot tell."""
+        if rank != self.rank and rank not in self.watched:
+            self.watched[rank] = os.pidfd_open(pid)
+
+    def _gone(self, members: tuple[int, ...]) -> int | None:
+        """One of these ranks whose process has ended."""
+        poll = select.poll()
+        ranks = {self.watched[rank]: rank for rank in members if rank in self.watched}
+        for descriptor in ranks:
+            poll.register(descriptor, select.POLLIN)
+        return next((ranks[descriptor] for descriptor, _ in poll.poll(0)), None)
+
+    def _explain(self, reason: str) -> None:
+        """Say, once, why the fast way is not taken."""
+        if not self.without:
+            self.without = reason
+            warnings.warn(f"no shared memory between ranks ({reason}): gloo is used", stacklevel=2)
+
+    def close(self, under_way: bool) -> None:
+        if self.sockets is not None:
+            self.sockets.close()
+        for descriptor in self.watched.values():
+            os.close(descriptor)
+        self.watched.clear()
