@@ -1,5 +1,6 @@
 # make demo    train a small GPT on 4 local ranks beside plain torch, and write demo.html
-# make test    ruff, mypy and all tests, every cell of the lessons included
+# make test    ruff, mypy and all tests, every cell of the lessons included (about 12 minutes on 2 cores)
+# make check   ruff, mypy and the fast half of the tests: of the rooms that need no ranks (2 minutes at most)
 # make lab     JupyterLab, in lessons/
 # make lessons run the lessons again and save their outputs, after an edit
 # make gallery docs/gallery.md and its pictures, after a change of a view
@@ -17,7 +18,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test lab lessons gallery book test-latest bench soak lint clean
+.PHONY: demo test check lab lessons gallery book test-latest bench soak lint clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -25,6 +26,9 @@ demo: $(READY)
 
 test: lint
 	$(BIN)/python tests/everything.py $(TEST_ARGS)
+
+check: lint
+	$(BIN)/python tests/everything.py --fast $(TEST_ARGS)
 
 lab: $(READY)  # (docs/jupyter: without the menus that nbgrader adds for teachers)
 	JUPYTER_CONFIG_PATH="$(CURDIR)/docs/jupyter:$$JUPYTER_CONFIG_PATH" $(BIN)/python -m jupyterlab --ServerApp.root_dir="$(CURDIR)/lessons"

@@ -5,15 +5,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
+from hypothesis import settings
 
 from minipar.cluster import Cluster
+from minipar.costs.rates import Calibration
 from minipar.execution import tails
+from minipar.execution.measuring.calibration import calibrate
+from minipar.training import training
 
 # glibc fills what is freed with this byte, and what it gives out with the opposite one. As floating-point numbers the
 # first are tiny and the second huge: who reads either is far off, at any size of a model.
 POISON = "glibc.malloc.perturb=128"
+
+
+# Of a test and the names of one of its parameters: the row of each value, in the order of the list.
+Places = dict[tuple[str, ...], dict[tuple[int, ...], int]]
 
 
 def shorten_always() -> None:
@@ -47,22 +56,49 @@ def clusters() -> Iterator[Clusters]:
     made.close()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def calibrated_once() -> Iterator[None]:
+    """`train` measures a cluster in its first call and not again: else this takes longer than most of the runs."""
+    found: WeakKeyDictionary[Cluster, dict[bool, Calibration]] = WeakKeyDictionary()
+
+    def once(cluster: Cluster, *, algorithms: bool, **options: Any) -> Calibration:
+        known = found.setdefault(cluster, {})
+        if algorithms not in known:
+            known[algorithms] = calibrate(cluster, algorithms=algorithms, **options)
+        return known[algorithms]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "calibrate", once)
+        yield
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help="all cases of tests marked many(k), not every k-th")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """How many examples hypothesis tries where a test does not say it."""
+    settings.register_profile("short", deadline=None, derandomize=True, max_examples=30)
+    settings.register_profile("thorough", settings.get_profile("short"), max_examples=300)
+    settings.load_profile("thorough" if config.getoption("--thorough") else "short")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the cases of a module marked many(k) some are run, so that in each of its grids all rows and columns occur: of
-    many(2) every other one of each row, of others every k-th."""
+    """Mark the tests that need ranks. Of the cases of a test marked many(k) some are run, so that in each of its grids
+    all rows and columns occur: of many(2) every other one of each row, of others every k-th."""
+    for item in items:
+        if "clusters" in getattr(item, "fixturenames", ()):
+            item.add_marker("ranks")
     if config.getoption("--thorough"):
         return
     seen: Counter[str] = Counter()
+    places: Places = {}
     left_out = []
     for item in items:
         marker = item.get_closest_marker("many")
         if marker is not None and hasattr(item, "callspec"):
             name, every = item.nodeid.split("[")[0], marker.args[0]
-            if (_diagonal(item) if every == 2 else seen[name]) % every:
+            if (_diagonal(item, name, places) if every == 2 else seen[name]) % every:
                 left_out.append(item)
             seen[name] += 1
     if left_out:
@@ -70,8 +106,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in set(left_out)]
 
 
-def _diagonal(item: Any) -> int:
-    """The sum of a case's places in the grid of its test."""
-    names = [mark.args[0] for mark in item.iter_markers("parametrize")]
-    firsts = [name.split(",")[0].strip() if isinstance(name, str) else name[0] for name in names]
-    return sum(item.callspec.indices[name] for name in firsts)
+def _diagonal(item: Any, name: str, places: Places) -> int:
+    """The sum of a case's places in the grid of its test. (pytest itself numbers the cases, not rows and columns.)"""
+    total = 0
+    for mark in item.iter_markers("parametrize"):
+        words = mark.args[0]
+        names = tuple(word.strip() for word in words.split(",")) if isinstance(words, str) else tuple(words)
+        rows = places.setdefault((name, *names), {})
+        total += rows.setdefault(tuple(id(item.callspec.params[each]) for each in names), len(rows))
+    return total

@@ -1,7 +1,10 @@
-"""All tests, as `make test` runs them: python tests/everything.py [PYTEST_ARGUMENTS]
+"""The tests, as make runs them: python tests/everything.py [--fast] [PYTEST_ARGUMENTS]
 
-First the tests of the cluster and of messages, which mind the clock, by themselves. Then the lessons, which mostly wait
-for emulated devices, and a few folders of tests beside all others.
+All of them (`make test`): first the tests of ranks and messages alone, because they mind the clock. Then two halves
+side by side, of about equal work: the lessons with a few folders, and all other folders.
+
+With --fast (`make check`): the tests of the rooms below `cluster`, which plan, draw and predict, in two halves side by
+side. Those that need ranks, and the slow ones, are left out. tests/test_repository.py compares FAST with the rooms.
 """
 
 from __future__ import annotations
@@ -12,26 +15,37 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FIRST = ("tests/cluster", "tests/comm", "tests/server")
+ALONE = ("tests/cluster", "tests/comm", "tests/server")
 BESIDE = ("tests/widgets", "tests/course", "tests/data", "tests/planner", "tests/models")
+FAST = (
+    ("tests/program", "tests/strategies"),
+    ("tests/prediction", "tests/trace", "tests/costs", "tests/data", "tests/models"),
+)
 NOTHING = 5  # pytest's status when the arguments select no test
 
 
-def main(arguments: list[str]) -> int:
+def side_by_side(one: list[str], other: list[str]) -> list[int]:
+    """Run pytest twice at once. What the second one says is printed when both have ended. Their statuses."""
     pytest = [sys.executable, "-m", "pytest"]
-    found = [subprocess.call([*pytest, *FIRST, *arguments], cwd=ROOT)]
     with tempfile.TemporaryFile("w+") as told:
-        beside = subprocess.Popen(
-            [*pytest, "lessons", *BESIDE, *arguments], cwd=ROOT, stdout=told, stderr=subprocess.STDOUT
-        )
+        beside = subprocess.Popen([*pytest, *other], cwd=ROOT, stdout=told, stderr=subprocess.STDOUT)
         try:
-            others = [f"--ignore={folder}" for folder in (*FIRST, *BESIDE)]
-            found.append(subprocess.call([*pytest, "tests", *others, *arguments], cwd=ROOT))
-            found.append(beside.wait())
+            found = [subprocess.call([*pytest, *one], cwd=ROOT), beside.wait()]
         finally:
             beside.kill()
         told.seek(0)
         print(told.read())
+    return found
+
+
+def main(arguments: list[str]) -> int:
+    if "--fast" in arguments:
+        given = ["-m", "not ranks and not slow", *(word for word in arguments if word != "--fast")]
+        found = side_by_side([*FAST[0], *given], [*FAST[1], *given])
+    else:
+        found = [subprocess.call([sys.executable, "-m", "pytest", *ALONE, *arguments], cwd=ROOT)]
+        others = [f"--ignore={folder}" for folder in (*ALONE, *BESIDE)]
+        found += side_by_side(["tests", *others, *arguments], ["lessons", *BESIDE, *arguments])
     return next((status for status in found if status not in (0, NOTHING)), 0)
 
 

@@ -14,6 +14,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests import everything
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -167,6 +169,15 @@ def test_every_make_target_that_is_named_exists():
         assert set(re.findall(r"(?:`|timed \d+m |^)make ([a-z]+)", path.read_text(), flags=re.MULTILINE)) <= targets, (
             path
         )
+
+
+def test_make_check_runs_the_rooms_below_cluster():
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
+    rooms = contract["layers"][contract["layers"].index("cluster") + 1 :]
+    folders = {f"tests/{room}" for room in rooms if (ROOT / "tests" / room).is_dir()}
+    fast = [folder for half in everything.FAST for folder in half]
+    assert sorted(fast) == sorted(folders)
+    assert all((ROOT / folder).is_dir() for folder in (*everything.ALONE, *everything.BESIDE))
 
 
 def test_readme_begins_with_the_two_commands():

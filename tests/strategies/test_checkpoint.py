@@ -131,7 +131,7 @@ def fits(program: Program, choice: object) -> object:
 
 
 @given(programs(), st.sampled_from(CHOICES[1:]))
-@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 def test_every_plan_with_checkpoints_verifies_and_is_right(plain, choice):
     program = checkpointed(plain, fits(plain, choice))
     verify(program)
@@ -151,6 +151,7 @@ MODELS = {
 }
 
 
+@pytest.mark.many(7)
 @pytest.mark.parametrize("schedule", BUILT_IN)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("choice", ["sqrt", "1", "3", "8", "2,5"])
