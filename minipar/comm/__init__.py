@@ -6,9 +6,9 @@ then on the sender checks that the form is the announced one; gradients have the
 link are read in the order in which they were sent. The walk never waits for a send: the program says which sends must
 be done when a given message has arrived (`links.acknowledgements`), and the rest is waited for at the end.
 
-What carries tensors is a `Transport` (transport/interface.py): local, gloo or nccl. Where they differ, the difference is
-one of its attributes or methods, and nobody asks which one it is. A rank has one for tensors on the CPU, and NCCL beside
-it where it has a GPU of its own. `Cluster(transport="gloo")` takes gloo alone, as ranks on several machines do.
+What carries tensors is a `Transport` (transport/interface.py): local, gloo or nccl. Where they differ, the difference
+is one of its attributes or methods, and nobody asks which one it is. A rank has one for tensors on the CPU, and NCCL
+beside it where it has a GPU of its own. `Cluster(transport="gloo")` takes gloo alone, as ranks on several machines do.
 
 The local transport. Messages of up to 128 KiB travel over Unix sockets, longer ones through a shared ring: what fits is
 written at once, the rest by a helper thread, and the receiver reads straight into its tensor. The end of a socket also
