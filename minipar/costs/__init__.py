@@ -1,10 +1,10 @@
 """Numbers: what a model, a device and a link cost. No torch here; `execution/measuring` measures with it.
 
     protocol.py       what a simulation asks of costs; unit.py answers with times given by hand
-    device.py         what one device can do; hardware.py and presets.py know devices and published models by name
+    device.py         what one device can do, and devices that are sold, by name
+    analytic.py       a transformer on paper: bytes and operations from its numbers; published models by name
     measured.py       what a profile measured of a model's layers; rates.py what a calibration measured of a cluster
     alpha_beta.py     messages by latency and bandwidth
-    analytic.py       operations and bytes of a transformer from its numbers
     partition.py      chains of layers cut into stages, exactly
     recomputation.py, reversal.py   which layers to recompute: every K, sqrt, a budget
 

@@ -1,4 +1,4 @@
-"""Predicted memory of backwards in halves: the tapes of each half, laid along a walk (see `prediction.py`).
+"""Predicted memory of backwards in halves: the tapes of each half, laid along a walk (see `prediction/memory.py`).
 
 I 2:4      what autograd saved for this half is free when a piece of the graph is done; gradients that arrived
            at the operations with parameters stay, and so does what these saved, and the piece's input: operations hold
