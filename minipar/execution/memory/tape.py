@@ -3,8 +3,8 @@
     root --Source--> input --layer--> output --Sink-->        Source and Sink stand for the neighbours: they hand over
          <--------- input gradient <-------- gradient         and take what the neighbours would, and keep nothing
 
-So everything that is still there is there because this layer keeps it. `prediction/memory.py` lays the tapes of all layers
-along a program.
+So everything that is still there is there because this layer keeps it. `prediction/memory.py` lays the tapes of all
+layers along a program.
 """
 
 from __future__ import annotations
