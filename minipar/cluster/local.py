@@ -17,7 +17,7 @@ from minipar.cluster import launch, worker
 from minipar.cluster.failures import as_deadlock, as_exception, lost_state
 from minipar.cluster.members import GRACE, GRACE_AFTER_FAILURE, Callback, Members, Round, unpack
 from minipar.cluster.parcel import Parcel, pack
-from minipar.cluster.watchdog import Watch
+from minipar.cluster.watchdog import Watchdog
 from minipar.costs.device import DeviceSpec
 from minipar.errors import PlanError, RankError
 from minipar.wording import several
@@ -215,7 +215,7 @@ class Cluster:
         situation = worker.Situation(members.generation, active, store, _free_port())
         message = (self._run, situation, tuple(sys.path), parcel)
         heard = Round(self._run, frozenset(active), callback, revivals=revivals, message=message)
-        watch = None if self._patience is None else Watch(self._patience)
+        watch = None if self._patience is None else Watchdog(self._patience)
         try:
             for rank in active:
                 heard.waiting.add(rank)

@@ -23,7 +23,7 @@ from minipar.cluster.notes import Page
 from minipar.cluster.output import Output, Printer
 from minipar.cluster.parcel import Parcel
 from minipar.cluster.parcel import unpack as _unpack
-from minipar.cluster.watchdog import Watch
+from minipar.cluster.watchdog import Watchdog
 from minipar.cluster.worker import Setup
 from minipar.errors import PlanError, RankDied, RankError
 
@@ -187,7 +187,7 @@ class Members:
         with contextlib.suppress(OSError):
             wire.send(self.ranks[rank].control, message)
 
-    def collect(self, heard: Round, watch: Watch | None = None, seconds: float | None = None) -> None:
+    def collect(self, heard: Round, watch: Watchdog | None = None, seconds: float | None = None) -> None:
         """Pump output and reports until nobody is left in `heard.waiting`, until failures have settled, until `watch`
         finds a deadlock, or for so many seconds."""
         deadline = None if seconds is None else time.monotonic() + seconds

@@ -26,7 +26,7 @@ _CURSOR = re.compile(r"\x1b\[[0-9;]*[A-HJKf]")  # moves that mean nothing where 
 
 
 @dataclass(frozen=True)
-class _Line:
+class _Printed:
     text: str
     when: float
     bar: str | None = None  # what a finished progress bar tells without its times
@@ -36,10 +36,10 @@ class Output:
     """What the ranks of one cluster have printed and is not shown yet."""
 
     def __init__(self) -> None:
-        self._held: dict[int, deque[_Line]] = {}
+        self._held: dict[int, deque[_Printed]] = {}
         self._active: tuple[int, ...] = ()
         self._finished: set[str] = set()  # bars of the first rank
-        self._aside: list[tuple[int, _Line]] = []  # bars of others, finished while the first rank's goes on
+        self._aside: list[tuple[int, _Printed]] = []  # bars of others, finished while the first rank's goes on
         self._bar = ""  # of the first rank, now
         self._drawn = ""  # what stands in the last line of the screen
         self._drawn_at = 0.0
@@ -52,7 +52,7 @@ class Output:
 
     def line(self, rank: int, text: str) -> None:
         """A line without its end, which `rank` has completed."""
-        self._held.setdefault(rank, deque()).append(_Line(text, time.monotonic()))
+        self._held.setdefault(rank, deque()).append(_Printed(text, time.monotonic()))
 
     def bar(self, rank: int, text: str) -> None:
         """The present state of a progress bar; empty where it has been wiped away."""
@@ -61,7 +61,7 @@ class Output:
 
     def bar_ended(self, rank: int, text: str) -> None:
         """The last state of a progress bar."""
-        line = _Line(text, time.monotonic(), _TIMES.sub("", text).strip())
+        line = _Printed(text, time.monotonic(), _TIMES.sub("", text).strip())
         assert line.bar is not None
         if rank in self._active[:1]:
             self._bar = ""
@@ -93,7 +93,7 @@ class Output:
             self._held.setdefault(rank, deque()).append(line)
         self._aside.clear()
         if self._bar:  # of a rank that ended in the middle
-            self._held.setdefault(self._active[0], deque()).append(_Line(self._bar, time.monotonic()))
+            self._held.setdefault(self._active[0], deque()).append(_Printed(self._bar, time.monotonic()))
             self._bar = ""
         self._write(self._fold(float("inf")))
 

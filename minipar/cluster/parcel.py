@@ -210,7 +210,7 @@ def _open_again(descriptor: int, how: int) -> int:
 
 
 @dataclass
-class _Kept:
+class _OwnFiles:
     """The files of this process that may be filled again, the oldest first. A forked process shares no file with its
     parent, for both would fill it: hence the pid."""
 
@@ -219,7 +219,7 @@ class _Kept:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-_kept = _Kept()
+_kept = _OwnFiles()
 
 
 def _fill(buffers: Sequence[memoryview]) -> Segment:
@@ -228,7 +228,7 @@ def _fill(buffers: Sequence[memoryview]) -> Segment:
     if _kept.pid != os.getpid():
         for inherited in _kept.files:
             inherited.close()
-        _kept = _Kept()
+        _kept = _OwnFiles()
     offsets, total = _layout([buffer.nbytes for buffer in buffers])
     with _kept.lock:
         for kept in _kept.files:

@@ -30,7 +30,7 @@ class Seen:
     stopped: bool
 
 
-class Watch:
+class Watchdog:
     """Looks at the ranks of one run from time to time. The driver's own pauses do not count: it may have been
     stopped, and the ranks with it."""
 

@@ -41,7 +41,7 @@ _FIRST_TAG = 1 << 30  # beyond those of pipelines (comm/links.py); gloo's tags h
 
 
 @dataclass(frozen=True)
-class Record:
+class Timed:
     """When each instruction of one rank began and ended, by `time.perf_counter`."""
 
     starts: list[float]
@@ -69,14 +69,14 @@ def play(
 
 def record(
     program: Program, comm: Communicator, tensor: Tensor, ranks: tuple[int, ...], op: str = "sum", *, number: int = 0
-) -> tuple[Tensor, Record]:
+) -> tuple[Tensor, Timed]:
     """As `play`, and when each instruction ran. `measured` makes a Trace of the records of all ranks."""
     size = len(program.ranks[ranks.index(comm.rank)])
-    times = Record([0.0] * size, [0.0] * size)
+    times = Timed([0.0] * size, [0.0] * size)
     return _Player(program, comm, tensor, ranks, op, number).run(times), times
 
 
-def measured(program: Program, records: Sequence[Record]) -> Trace:
+def measured(program: Program, records: Sequence[Timed]) -> Trace:
     """The measured trace of a program, of each rank's record. Their clocks must be one, as on one machine."""
     from minipar.trace import Trace  # which a rank does not need
 
@@ -168,7 +168,7 @@ class _Player:
             parts[c] = place
         return parts
 
-    def run(self, times: Record | None) -> Tensor:
+    def run(self, times: Timed | None) -> Tensor:
         clock = time.perf_counter
         for index, ins in enumerate(self.program.ranks[self.me]):
             if times is not None and ins.op is Op.RECV:
@@ -239,7 +239,7 @@ class _Player:
         ]
         self.arriving.update(dict.fromkeys(ins.writes, (index, handles)))
 
-    def _arrive(self, value: Value, times: Record | None) -> None:
+    def _arrive(self, value: Value, times: Timed | None) -> None:
         index, handles = self.arriving[value]
         for handle in handles:
             handle.wait()
@@ -248,7 +248,7 @@ class _Player:
         for other in self.program.ranks[self.me][index].writes:
             self.arriving.pop(other, None)
 
-    def _reduce(self, ins: Instruction, times: Record | None) -> float:
+    def _reduce(self, ins: Instruction, times: Timed | None) -> float:
         """Add what comes; when the first piece was there."""
         index, tags = self.expected.pop(ins.reads[0])
         peer = self.ranks[self.program.ranks[self.me][index].peer]

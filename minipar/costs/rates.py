@@ -17,7 +17,7 @@ from minipar.errors import PlanError
 from minipar.wording import several
 
 
-class Line(NamedTuple):
+class LinearCost(NamedTuple):
     """Seconds for moving bytes: `fixed + size * per_byte`, both at least 0."""
 
     fixed: float
@@ -36,7 +36,7 @@ class Line(NamedTuple):
         return f"{self.fixed * 1e6:8.1f} us  {self.bandwidth / 1e9:8.2f} GB/s"
 
 
-def fit(points: Sequence[tuple[float, float]]) -> Line:
+def fit(points: Sequence[tuple[float, float]]) -> LinearCost:
     """The line through (bytes, seconds) with the least squares of *relative* errors: short messages count as much as
     long ones. Errors: PlanError for seconds that are not positive."""
     if not points or any(not 0 < seconds < math.inf for _, seconds in points):
@@ -45,28 +45,28 @@ def fit(points: Sequence[tuple[float, float]]) -> Line:
     v = [size / seconds for size, seconds in points]
     uu, vv, uv = (math.fsum(a * b for a, b in zip(*pair, strict=True)) for pair in ((u, u), (v, v), (u, v)))
     if vv == 0:
-        return Line(math.fsum(u) / uu, 0.0)
+        return LinearCost(math.fsum(u) / uu, 0.0)
     determinant = uu * vv - uv * uv
     if determinant > 1e-12 * uu * vv:
         fixed = (math.fsum(u) * vv - math.fsum(v) * uv) / determinant
         per_byte = (math.fsum(v) * uu - math.fsum(u) * uv) / determinant
         if fixed >= 0 and per_byte >= 0:
-            return Line(fixed, per_byte)
+            return LinearCost(fixed, per_byte)
         if per_byte < 0:
-            return Line(math.fsum(u) / uu, 0.0)
-    return Line(0.0, math.fsum(v) / vv)
+            return LinearCost(math.fsum(u) / uu, 0.0)
+    return LinearCost(0.0, math.fsum(v) / vv)
 
 
-_FREE = Line(0.0, 0.0)
+_FREE = LinearCost(0.0, 0.0)
 
 
 class Copies(NamedTuple):
     """Seconds of copying one tensor away from the device and back, by tier. The defaults are an ordinary machine's."""
 
-    to_host: Line = Line(1e-4, 1 / 4e9)
-    from_host: Line = Line(1e-4, 1 / 4e9)
-    to_disk: Line = Line(2e-3, 1 / 4e8)
-    from_disk: Line = Line(2e-3, 1 / 4e8)
+    to_host: LinearCost = LinearCost(1e-4, 1 / 4e9)
+    from_host: LinearCost = LinearCost(1e-4, 1 / 4e9)
+    to_disk: LinearCost = LinearCost(2e-3, 1 / 4e8)
+    from_disk: LinearCost = LinearCost(2e-3, 1 / 4e8)
 
 
 ORDINARY = Copies()
@@ -98,20 +98,20 @@ class Calibration:
     flops_alone: float
     flops_together: float
     concurrency: float
-    links: tuple[tuple[int, int, Line], ...]
-    send: Line
-    receive: Line
-    allreduce: tuple[tuple[int, Line], ...]
-    exchange: tuple[tuple[int, Line, Line], ...] = ()
-    alone: Line = _FREE
-    add: Line = _FREE
+    links: tuple[tuple[int, int, LinearCost], ...]
+    send: LinearCost
+    receive: LinearCost
+    allreduce: tuple[tuple[int, LinearCost], ...]
+    exchange: tuple[tuple[int, LinearCost, LinearCost], ...] = ()
+    alone: LinearCost = _FREE
+    add: LinearCost = _FREE
 
-    def message(self, a: int, b: int) -> Line:
+    def message(self, a: int, b: int) -> LinearCost:
         """Seconds of a message between two ranks; the median of all links where that one was not measured."""
         found = [line for c, d, line in self.links if {a, b} == {c, d}] or [line for *_, line in self.links]
         if not found:
             raise PlanError(f"calibration of {self.ranks} rank: knows no links; calibrate a cluster of 2 or more ranks")
-        return Line(median(line.fixed for line in found), median(line.per_byte for line in found))
+        return LinearCost(median(line.fixed for line in found), median(line.per_byte for line in found))
 
     def transfer(self, a: int, b: int, size: float) -> tuple[float, float]:
         """(seconds that a message occupies its link, seconds until it arrives), besides the work of the two ranks."""
@@ -133,7 +133,7 @@ class Calibration:
         steps, share = (members - 1) / (near - 1), (members - 1) / members / ((near - 1) / near)
         return line.fixed * steps + line.per_byte * size * share
 
-    def exchanged(self, members: int) -> tuple[Line, Line]:
+    def exchanged(self, members: int) -> tuple[LinearCost, LinearCost]:
         """Of a collective's messages among so many ranks, all of them at it: the time of one, and of each further one.
         PlanError where none were measured."""
         known = {n: (one, further) for n, one, further in self.exchange}
@@ -150,11 +150,11 @@ class Calibration:
         """The calibration that `to_json` wrote. Errors: PlanError for text that is none."""
         try:
             given: dict[str, Any] = json.loads(text)
-            given["links"] = tuple((a, b, Line(*line)) for a, b, line in given["links"])
-            given["allreduce"] = tuple((n, Line(*line)) for n, line in given["allreduce"])
-            given["exchange"] = tuple((n, Line(*one), Line(*more)) for n, one, more in given["exchange"])
+            given["links"] = tuple((a, b, LinearCost(*line)) for a, b, line in given["links"])
+            given["allreduce"] = tuple((n, LinearCost(*line)) for n, line in given["allreduce"])
+            given["exchange"] = tuple((n, LinearCost(*one), LinearCost(*more)) for n, one, more in given["exchange"])
             for name in ("send", "receive", "alone", "add"):
-                given[name] = Line(*given[name])
+                given[name] = LinearCost(*given[name])
             return Calibration(**given)
         except (ValueError, TypeError, KeyError) as error:
             kind = type(error).__name__

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     Row = np.ndarray[tuple[int], np.dtype[np.float64]]
 
-Run = tuple[Op, int, bool]  # op, layer, saves
+LayerPass = tuple[Op, int, bool]  # op, layer, saves
 SLOTS = 500  # into so many parts a budget is divided, as rotor does; sizes are rounded up to whole slots
 
 
@@ -63,7 +63,7 @@ def revolve(layers: int, checkpoints: int) -> tuple[Move, ...]:
     O(N) work for each checkpoint placed; recursion as deep as the number of checkpoints.
     """
     advances(layers, checkpoints)  # (refuses what cannot be)
-    draft: list[Run] = []
+    draft: list[LayerPass] = []
     front = -1  # the last layer that has run
 
     def run(start: int, stop: int, saves: bool) -> None:
@@ -161,7 +161,7 @@ def _table(chain: Chain, budget: int, in_flight: int, slots: int) -> tuple[_Tabl
     return _Table(small, budget // unit, in_flight > 1), unit
 
 
-def _draft(table: _Table, room: int, in_flight: int, steps: int) -> list[Run] | None:
+def _draft(table: _Table, room: int, in_flight: int, steps: int) -> list[LayerPass] | None:
     """The moves in so many slots (every run of a layer as FORWARD), or None."""
     if in_flight == 1:
         return _unrolled(table, 0, table.last, room)
@@ -242,7 +242,7 @@ def _after(row: Row, taken: int) -> Row:
     return moved
 
 
-def _unrolled(table: _Table, s: int, t: int, room: int) -> list[Run] | None:
+def _unrolled(table: _Table, s: int, t: int, room: int) -> list[LayerPass] | None:
     """The moves of layers s to t in so many slots, or None."""
     chain = table.chain
     if room < 0 or not math.isfinite(table.time[s, t][room]):
@@ -256,13 +256,13 @@ def _unrolled(table: _Table, s: int, t: int, room: int) -> list[Run] | None:
     return [*((Op.FORWARD, layer, False) for layer in range(s, first)), *(right or []), *(left or [])]
 
 
-def _several(table: _Table, room: int, in_flight: int, steps: int) -> list[Run] | None:
+def _several(table: _Table, room: int, in_flight: int, steps: int) -> list[LayerPass] | None:
     """The moves of the whole chain when others like it wait between their forward and backward, or None.
 
     If each of these may hold H slots, one has room - (in_flight - 1) H for itself. Every H is tried, in so many steps.
     """
     most = room // (in_flight - 1)
-    best: tuple[float, list[Run]] | None = None
+    best: tuple[float, list[LayerPass]] | None = None
     for held in range(0, most + 1, max(1, -(-most // steps))):
         found = _first_pass(table, held, room - (in_flight - 1) * held)
         if found is not None and (best is None or found[0] < best[0]):
@@ -270,7 +270,7 @@ def _several(table: _Table, room: int, in_flight: int, steps: int) -> list[Run] 
     return best and best[1]
 
 
-def _first_pass(table: _Table, most: int, room: int) -> tuple[float, list[Run]] | None:
+def _first_pass(table: _Table, most: int, room: int) -> tuple[float, list[LayerPass]] | None:
     """The best way through the chain that leaves at most `most` slots behind and never takes more than `room`.
 
     best[s][h]: the least time of layers s to the end, both directions, when h slots have been left behind before s.
@@ -311,8 +311,8 @@ def _first_pass(table: _Table, most: int, room: int) -> tuple[float, list[Run]] 
     if not math.isfinite(best[0][0]):
         return None
 
-    forward: list[Run] = []
-    backward: list[list[Run]] = []
+    forward: list[LayerPass] = []
+    backward: list[list[LayerPass]] = []
     s = h = 0
     while s < n:
         k = int(choice[s][h])

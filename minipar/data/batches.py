@@ -21,7 +21,7 @@ from minipar.wording import several
 Batch = tuple[Any, Any]
 
 
-class Part(NamedTuple):
+class BatchPart(NamedTuple):
     """A rank's part of a batch.
 
     x, y     rows of the batch from row `start` on; None where the rank has no use for them
@@ -36,10 +36,10 @@ class Part(NamedTuple):
     weight: float
 
 
-def part_of_whole(batch: Batch, program: Program, rank: int, loss: Any) -> Part:
+def part_of_whole(batch: Batch, program: Program, rank: int, loss: Any) -> BatchPart:
     """A rank's part of a batch that is there as a whole."""
     rows = check_batch(batch)
-    return Part(*batch, 0, _rows(program, rank, rows), counted(batch[1], loss))
+    return BatchPart(*batch, 0, _rows(program, rank, rows), counted(batch[1], loss))
 
 
 def check_batch(batch: Batch) -> int:
@@ -63,7 +63,7 @@ def gives_rows(data: Any) -> bool:
 
 def read_part(
     data: Any, step: int, size: int, program: Program, rank: int, loss: Any, cast: Callable[[Tensor], Tensor]
-) -> Part:
+) -> BatchPart:
     """A rank's part of the batch of a step, reading no other rows (`data` gives rows; see `gives_rows`).
 
     The mean loss is over all targets that count. How many these are in the rows of others is known without reading
@@ -77,7 +77,7 @@ def read_part(
     held = program.placement[rank]
     first, last = 0 in held, program.layers - 1 in held
     if not mine or not (first or last):
-        return Part(None, None, mine.start, rows, total)
+        return BatchPart(None, None, mine.start, rows, total)
 
     def read(asked: range) -> Batch:
         x, y = data.batch(step, size, rows=asked)
@@ -105,4 +105,4 @@ def read_part(
                 )
         else:
             weight = counted(read(range(total))[1], loss)
-    return Part(x if first else None, y if last else None, mine.start, rows, weight)
+    return BatchPart(x if first else None, y if last else None, mine.start, rows, weight)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from minipar.data.batches import Batch, Part, part_of_whole
+from minipar.data.batches import Batch, BatchPart, part_of_whole
 from minipar.models.losses import counted
 from minipar.models.tensors import count_bytes, take_rows
 from minipar.program import Instruction, Local, Program, Synchronous, Value
@@ -22,20 +22,20 @@ class BatchRows:
         self.program, self.rank, self.loss = program, rank, loss
         self.begin(lambda step: ((), ()), 0)
 
-    def begin(self, batches: Callable[[int], Batch | Part], base: int) -> None:
+    def begin(self, batches: Callable[[int], Batch | BatchPart], base: int) -> None:
         """A new pass: its step s trains on `batches(base + s)`, the whole batch, or this rank's part of it."""
         self.batches, self.base = batches, base
-        self.parts: dict[int, Part] = {}
+        self.parts: dict[int, BatchPart] = {}
         self.counts: dict[int, list[int]] = {}
         self._weights: dict[int, tuple[float, float]] = {}  # what the loss is a mean of, and the whole batch
 
-    def part(self, step: int) -> Part:
+    def part(self, step: int) -> BatchPart:
         """What this rank has of the batch of a step."""
         if step not in self.parts:
             if isinstance(self.program.contract, (Synchronous, Local)):
                 self.parts.clear()  # the step before is over
             found = self.batches(self.base + step)
-            if not isinstance(found, Part):
+            if not isinstance(found, BatchPart):
                 found = part_of_whole(found, self.program, self.rank, self.loss)
             weight = found.weight
             if isinstance(self.program.contract, Local):  # the mean is over the replica's rows; all are there
@@ -74,6 +74,6 @@ class BatchRows:
         return sum(count_bytes(take_rows(values, rows)) for values, wanted, rows in used if wanted)
 
 
-def _mine(part: Part) -> range:
+def _mine(part: BatchPart) -> range:
     """The rows of all micro-batches of a part, counted from the part's first row."""
     return range(part.rows[0].start - part.start, part.rows[-1].stop - part.start)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from minipar.data.batches import Batch, Part
+from minipar.data.batches import Batch, BatchPart
 from minipar.errors import MiniparError
 from minipar.execution import autograd_entry, layer_calls, naming_layers
 from minipar.execution.batch_rows import BatchRows
@@ -28,7 +28,7 @@ from minipar.execution.fitting import row_major
 from minipar.execution.layer_calls import Call, Key, LayerCall, Made, Sizes
 from minipar.execution.mean_loss import Loss, MeanLoss, Target
 from minipar.execution.remembered import Remembered, will_run_again
-from minipar.execution.saved_tensors import Kept
+from minipar.execution.saved_tensors import SavedTensors
 from minipar.execution.sequence_state import Carrying, carried, on_slices
 from minipar.execution.split_backward import Arrived, input_half, left, noting_hooks, weight_half
 from minipar.execution.tails import Tails
@@ -89,7 +89,7 @@ class Compute:
         self.loss = MeanLoss(loss, program, rank)
         self.finite: Finite | None = None
         self.sizes: Sizes = {}
-        self.kept: dict[Key, Kept] = {}
+        self.kept: dict[Key, SavedTensors] = {}
         self.left: dict[Key, list[Arrived]] = {}  # between the halves of a backward
         self.trained: dict[tuple[int, ...], list[Tensor]] = {}
         self.graphs: dict[Key, tuple[Any, list[tuple[int, Any]]]] = {}
@@ -146,7 +146,7 @@ class Compute:
         """Where a layer is computed."""
         return torch.device("cpu") if layer in self.on_host else self.device
 
-    def begin(self, batches: Callable[[int], Batch | Part], base: int) -> None:
+    def begin(self, batches: Callable[[int], Batch | BatchPart], base: int) -> None:
         """A new pass: its step s trains on `batches(base + s)`, the whole batch, or this rank's part of it."""
         self.rows.begin(batches, base)
         self.losses: list[Tensor | float] = [0.0] * self.program.losses
@@ -205,7 +205,7 @@ class Compute:
 
         return map_tensors(self.carrying.cut(take_rows(x, rows), ins), placed)
 
-    def _target(self, ins: Instruction, part: Part, rows: range) -> Target:
+    def _target(self, ins: Instruction, part: BatchPart, rows: range) -> Target:
         """What the output of the last layer is compared with."""
         device = self.place_of(self.program.layers - 1)
         y = map_tensors(take_rows(part.y, rows), lambda t: t.to(device))

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from minipar.cluster import notes
 from minipar.comm.links import Links
 from minipar.program import Action, Forward, Instruction, Op, Program, Staleness, Value, grad_output, output
-from minipar.strategies.passes.versions import Place, place_of
+from minipar.strategies.passes.versions import BlockKey, place_of
 from minipar.strategies.schedules.ampnet import choose
 
 _LOOK = 0.05  # seconds of a wait, after which the rank looks again
@@ -33,7 +33,7 @@ class Deciding:
         self.program, self.rank, self.links = program, rank, links
         self.every = program.contract.every or program.microbatches
         self.total = program.steps * program.microbatches
-        self.blocks: dict[Place, list[int]] = {}
+        self.blocks: dict[BlockKey, list[int]] = {}
         self.steps = [k for k, ins in enumerate(program.ranks[rank]) if ins.op is Op.STEP]
         for k, ins in enumerate(program.ranks[rank]):
             if ins.op is not Op.STEP:

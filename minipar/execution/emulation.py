@@ -146,7 +146,7 @@ class Joined:
 
 
 @dataclass
-class Clock:
+class EmulatedDevice:
     """The emulated device of one rank: its time, its links, and which instructions took longer than they should."""
 
     delays: Delays

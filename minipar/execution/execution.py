@@ -23,16 +23,16 @@ from minipar.costs.device import DeviceSpec
 from minipar.costs.measured import Profile
 from minipar.costs.rates import Copies
 from minipar.data import loading
-from minipar.data.batches import Batch, Part, check_batch, gives_rows, read_part
+from minipar.data.batches import Batch, BatchPart, check_batch, gives_rows, read_part
 from minipar.errors import PlanError
 from minipar.execution.affinity import on_own_core
 from minipar.execution.dtypes import check_narrow, convert, matching, narrow
 from minipar.execution.elementwise import check_update
 from minipar.execution.emulation import Delays, delays
-from minipar.execution.executor import Executor, Record
+from minipar.execution.executor import Executor, PassRecord
 from minipar.execution.finite import Finite, check_choice
 from minipar.execution.fitting import check_parameters, row_major
-from minipar.execution.following import Callback, Following, Telling, Watch
+from minipar.execution.following import Callback, Following, Observer, Telling
 from minipar.execution.measuring.copying import measure_copies
 from minipar.execution.measuring.profiler import profile
 from minipar.execution.memory.tape import record
@@ -132,7 +132,7 @@ class Job:
         x, y = self.data if isinstance(self.data, tuple) else self.data.batch(step, self.batch)
         return map_tensors(x, self._cast), map_tensors(y, self._cast)
 
-    def part(self, step: int, program: Program, rank: int) -> Batch | Part:
+    def part(self, step: int, program: Program, rank: int) -> Batch | BatchPart:
         """What a rank needs of one step: its own rows, or the whole batch where the data set gives nothing less."""
         if not gives_rows(self.data) or isinstance(
             program.contract, Local
@@ -194,7 +194,7 @@ def execute(
     passes: int = 1,
     keep_gradients: bool = True,
     report: Callable[[int, float], None] = lambda done, loss: None,
-    watch: Watch | None = None,
+    watch: Observer | None = None,
     check: bool = True,
     costs: EmulatedCosts | None = None,
     memory: bool = False,
@@ -370,7 +370,7 @@ def _passes(
     with closing(executor.offloading), held:
         storing.begin(executor, outline)
         header = Header(storing.first, job.seed, job.batch, dtype_name(job.dtype), program.name, "", outline.rows)
-        records: list[Record] = []
+        records: list[PassRecord] = []
         sizes: list[dict[Value, int]] = []
         data: list[int] = []
         rows: dict[int, list[int]] = {}

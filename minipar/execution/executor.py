@@ -24,14 +24,14 @@ from torch import Tensor, nn
 from minipar.cluster import notes
 from minipar.comm.communicator import Communicator
 from minipar.comm.links import Links
-from minipar.data.batches import Batch, Part
+from minipar.data.batches import Batch, BatchPart
 from minipar.errors import RankError
 from minipar.execution import naming_layers
 from minipar.execution.compute import Compute
 from minipar.execution.dtypes import check_narrow, narrow
 from minipar.execution.dynamic_schedule import Deciding
 from minipar.execution.elementwise import check_update
-from minipar.execution.emulation import Clock, Delays, stamp_later
+from minipar.execution.emulation import Delays, EmulatedDevice, stamp_later
 from minipar.execution.fitting import check_fit
 from minipar.execution.following import Walked
 from minipar.execution.mean_loss import Loss
@@ -55,7 +55,7 @@ _ELSEWHERE = frozenset(("saved", "saved_weight", "grad", "param"))
 
 
 @dataclass
-class Record:
+class PassRecord:
     """What a rank brings back of one pass through its program. Times are clock readings in seconds."""
 
     losses: list[float]  # per step of the program: this rank's share of the mean (0 where it does not hold the end)
@@ -66,7 +66,7 @@ class Record:
     order: list[Action] = field(default_factory=list)  # of a rank that decides as it runs: what it decided
 
 
-class _Line(NamedTuple):
+class _Prepared(NamedTuple):
     """What the walk needs of an instruction, found out once."""
 
     label: bytes  # what this rank is doing, should it die
@@ -76,11 +76,11 @@ class _Line(NamedTuple):
     released: tuple[Value, ...]  # parameters that it lets go
 
 
-def _lines(instructions: Sequence[Instruction]) -> list[_Line]:
+def _lines(instructions: Sequence[Instruction]) -> list[_Prepared]:
     moving = (Op.RECV, *COLLECTIVES, *COPIES)
     moved = {value for ins in instructions if ins.op in moving for value in ins.writes}
     return [
-        _Line(
+        _Prepared(
             notes.label(str(ins)),
             tuple([value for value in ins.reads if value in moved]),
             tuple([value.index for value in ins.writes if value.kind == "grad"]),
@@ -91,7 +91,7 @@ def _lines(instructions: Sequence[Instruction]) -> list[_Line]:
     ]
 
 
-class Watch(Protocol):
+class MemoryWatch(Protocol):
     """What looks on while a rank runs, such as a memory tracker."""
 
     def at(self, index: int) -> None:
@@ -155,7 +155,7 @@ class Executor:
             narrow(nn.ModuleList(self.compute.layers.values()))
         self.offloading = Offloading(program, comm.rank, self.state, self.compute.kept, frozen)
         self.live: dict[Value, Any] = {}
-        self.watch: Watch | None = None
+        self.watch: MemoryWatch | None = None
         self.walked: Walked | None = None  # tells of a pass while it goes on
         self.follow(program, delays)
 
@@ -165,12 +165,14 @@ class Executor:
         self.program, self.instructions = program, program.ranks[comm.rank]
         self.compute.follow(program)
         comm.prepare({ins.group for ins in self.instructions if ins.group})
-        self.device = Clock(delays) if delays is not None else None
+        self.device = EmulatedDevice(delays) if delays is not None else None
         self.links = Links(program, comm, self.compute.rows.count, delays is not None and delays.links)
         self.deciding = Deciding(program, comm.rank, self.links) if program.in_flight is not None else None
         self.lines = _lines(self.instructions)
 
-    def run(self, batches: Callable[[int], Batch | Part], base: int = 0, keep_gradients: bool = False) -> Record:
+    def run(
+        self, batches: Callable[[int], Batch | BatchPart], base: int = 0, keep_gradients: bool = False
+    ) -> PassRecord:
         """One pass through the program; its step s trains on `batches(base + s)`: the whole batch, or this rank's part.
 
         keep_gradients   copy every gradient as its STEP uses it
@@ -278,11 +280,11 @@ class Executor:
         overruns = [] if device is None else device.overruns
         losses = [float(loss) for loss in compute.losses]
         if self.deciding is None:
-            return Record(losses, starts, ends, self.gradients, overruns)
+            return PassRecord(losses, starts, ends, self.gradients, overruns)
         walked = self.deciding.executed
         late = [k for k, index in enumerate(walked) if index in overruns]
         starts, ends = ([times[index] for index in walked] for times in (starts, ends))
-        return Record(losses, starts, ends, self.gradients, late, self.deciding.order)
+        return PassRecord(losses, starts, ends, self.gradients, late, self.deciding.order)
 
     def _order(self, index: int) -> Sequence[int]:
         """The instructions walked so far, the last of them `index`."""

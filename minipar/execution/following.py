@@ -51,7 +51,7 @@ class Moment:
         return f"step {self.step} of {self.steps}{loss}{pace}"
 
 
-Watch = Callable[[Moment], None]
+Observer = Callable[[Moment], None]
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ def _key(rank: int, ins: Instruction) -> tuple[object, ...]:
 class Paced:
     """Calls `watch` with a moment of the run at most every 0.1 s, and with the last one."""
 
-    def __init__(self, watch: Watch | None, steps: int) -> None:
+    def __init__(self, watch: Observer | None, steps: int) -> None:
         self._watch, self._steps = watch, steps
         self._begun = self._shown = time.monotonic()
 
@@ -269,7 +269,7 @@ class Following:
         self,
         programs: Sequence[Program],
         report: Callable[[int, float], None],
-        watch: Watch | None,
+        watch: Observer | None,
         callback: Callback | None = None,
         first: int = 0,
         stop: Callable[[], None] = lambda: None,

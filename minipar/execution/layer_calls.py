@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from minipar.execution.mean_loss import MeanLoss, Target
 from minipar.execution.measuring.weighing import weigh
 from minipar.execution.remembered import Remembered
-from minipar.execution.saved_tensors import Kept
+from minipar.execution.saved_tensors import SavedTensors
 from minipar.execution.tails import Tails
 from minipar.models import randomness
 from minipar.models.tensors import count_bytes, map_tensors, tensors
@@ -115,7 +115,7 @@ def keeping(
     module: nn.Module,
     sizes: Sizes,
     away: Container[Key],
-    kept: dict[Key, Kept],
+    kept: dict[Key, SavedTensors],
 ) -> LayerCall:
     """What autograd keeps of these micro-batches is copied away, and comes back: see `saved_tensors.py`.
 
@@ -127,7 +127,7 @@ def keeping(
         key = layer, call.ins.microbatch, call.ins.step
         if key not in away or not torch.is_grad_enabled():
             return otherwise(x, call)
-        found = Kept([*tensors(x), *tensors(_targets(call)), *module.parameters(), *module.buffers()])
+        found = SavedTensors([*tensors(x), *tensors(_targets(call)), *module.parameters(), *module.buffers()])
         with found.saving():
             output, loss = run(x, call)
         found.settle(tensors(output))

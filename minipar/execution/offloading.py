@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from minipar.errors import StoreError
 from minipar.execution.memory.disk import DiskStore
 from minipar.execution.memory.stores import HostStore, Tier, move
-from minipar.execution.saved_tensors import Kept
+from minipar.execution.saved_tensors import SavedTensors
 from minipar.execution.state import State
 from minipar.models.tensors import count_bytes, map_tensors, tensors
 from minipar.program import COPIES, Instruction, Op, Program, Value, home, host, tier
@@ -101,7 +101,12 @@ class Offloading:
     """
 
     def __init__(
-        self, program: Program, rank: int, state: State, kept: dict[Key, Kept], frozen: Sequence[Sequence[Tensor]]
+        self,
+        program: Program,
+        rank: int,
+        state: State,
+        kept: dict[Key, SavedTensors],
+        frozen: Sequence[Sequence[Tensor]],
     ) -> None:
         copies = [ins for ins in program.ranks[rank] if ins.op in COPIES]
         self.program, self.state, self.kept, self.frozen = program, state, kept, frozen

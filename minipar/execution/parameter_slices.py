@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from minipar.comm.communicator import Communicator
 from minipar.comm.handles import Handle
 from minipar.execution.owners import Owner, Slice
-from minipar.execution.updating import Piece, Run
+from minipar.execution.updating import Elements, Piece
 from minipar.models.tensors import count_bytes
 from minipar.program import Group, Instruction, Value
 
@@ -65,11 +65,11 @@ class Sliced(Owner):
         """The slice; or runs of it, where its parameters are in several groups of the user's optimizer."""
         (whole,) = self.trained
         own = tuple(names[id(p)] for p in self.params)
-        runs = [Run(names[id(p)], tuple(p.shape), begin, end, at) for p, begin, end, at in self.places()]
+        runs = [Elements(names[id(p)], tuple(p.shape), begin, end, at) for p, begin, end, at in self.places()]
         if len({group_of.get(name) for name in own}) == 1:
             self.pieces = [Piece(whole, own, tuple(runs), True)]
             return
-        together: list[list[Run]] = []
+        together: list[list[Elements]] = []
         for run in runs:
             if together and group_of.get(together[-1][0].name) == group_of.get(run.name):
                 together[-1].append(run)

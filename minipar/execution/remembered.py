@@ -22,7 +22,7 @@ from minipar.program import Op, Program
 Key = tuple[int, int]  # micro-batch, step
 
 
-class Place(NamedTuple):
+class _Buffer(NamedTuple):
     """Where a buffer stands."""
 
     module: nn.Module
@@ -37,13 +37,13 @@ class Remembered:
 
     def __init__(self, layer: nn.Module) -> None:
         modules = list(layer.modules())
-        self._places = [Place(m, name) for m in modules for name, b in m._buffers.items() if b is not None]
+        self._places = [_Buffer(m, name) for m in modules for name, b in m._buffers.items() if b is not None]
         self._generators = [g for m in modules for g in vars(m).values() if isinstance(g, torch.Generator)]
-        self._changing: set[Place] = {
+        self._changing: set[_Buffer] = {
             place for place in self._places if isinstance(place.module, nn.modules.batchnorm._NormBase)
         }
         self._first = True
-        self._kept: dict[Key, tuple[dict[Place, Tensor], list[Tensor]]] = {}
+        self._kept: dict[Key, tuple[dict[_Buffer, Tensor], list[Tensor]]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._places or self._generators)

@@ -62,7 +62,7 @@ class _Note(NamedTuple):
     dtype: torch.dtype
 
 
-class Kept:
+class SavedTensors:
     """What autograd keeps of one layer and micro-batch: run its forward inside of `saving()`, then `settle` it.
 
     known   tensors that are kept anyway

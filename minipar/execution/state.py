@@ -21,7 +21,7 @@ from minipar.execution.correction import ByStaleness
 from minipar.execution.owners import Owner, Slice, Wide
 from minipar.execution.parameter_slices import Sliced, pack_gradients
 from minipar.execution.parameter_versions import Leading, Versions
-from minipar.execution.updating import Count, Part, Update
+from minipar.execution.updating import Count, OptimizerPart, Update
 from minipar.models.tensors import count_bytes
 from minipar.program import (
     Instruction,
@@ -70,7 +70,7 @@ class State:
         for g in dict.fromkeys(g for layers in steps for g in layers):
             self.owners[g].make_pieces(names, update.group_of)
         late = delay(program, comm.rank) if isinstance(update.factory, ByStaleness) else None
-        self.updates: dict[tuple[int, ...], Part] = {
+        self.updates: dict[tuple[int, ...], OptimizerPart] = {
             layers: update.part([piece for g in layers for piece in self.owners[g].pieces], late) for layers in steps
         }
         self.optimizers = {layers: part.optimizer for layers, part in self.updates.items()}

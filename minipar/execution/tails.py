@@ -75,7 +75,7 @@ class Tails:
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], _Tail | None] = {}
-        self._watching: tuple[tuple[Any, ...], _Watch] | None = None
+        self._watching: tuple[tuple[Any, ...], _Reads] | None = None
 
     def run(self, layer: int, module: nn.Module, given: Any) -> Any:
         """The module's output, as the root of its graph; its numbers may be missing, and nobody may read them.
@@ -86,7 +86,7 @@ class Tails:
         if key not in self._known and not is_known(module):
             self._known[key] = None
         if key not in self._known:
-            watch = _Watch()
+            watch = _Reads()
             with watch:
                 output = module(given)
             self._watching = key, watch
@@ -119,7 +119,7 @@ class Tails:
         return self._known.get((layer, *_form(tree_leaves(given)))) is not None
 
 
-class _Watch(TorchDispatchMode):
+class _Reads(TorchDispatchMode):
     """Lists operations, and finds the last one whose result is needed."""
 
     def __init__(self) -> None:

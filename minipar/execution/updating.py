@@ -91,7 +91,7 @@ def forms_of(model: nn.Module) -> tuple[Form, ...]:
     return tuple(Form(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters() if p.requires_grad)
 
 
-class Run(NamedTuple):
+class Elements(NamedTuple):
     """Elements `begin` to `end` of a parameter of this name and shape, from `place` on in what an optimizer updates."""
 
     name: str
@@ -109,17 +109,17 @@ class Piece(NamedTuple):
 
     parameter: nn.Parameter
     names: tuple[str, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[Elements, ...]
     sliced: bool = False
 
 
 def whole_piece(name: str, parameter: nn.Parameter) -> Piece:
     shape = tuple(parameter.shape)
-    return Piece(parameter, (name,), (Run(name, shape, 0, parameter.numel(), 0),))
+    return Piece(parameter, (name,), (Elements(name, shape, 0, parameter.numel(), 0),))
 
 
 @dataclass
-class Part:
+class OptimizerPart:
     """An optimizer of a rank. `which[k]`: the group of the whole model's optimizer that its group k is a part of."""
 
     optimizer: torch.optim.Optimizer
@@ -187,7 +187,7 @@ class Update:
         found = settings_of(self.whole) if self.schedule is None else self.schedule.at(update)
         return tuple(float(group.get("lr", float("nan"))) for group in found)
 
-    def part(self, pieces: Sequence[Piece], late_by: int | None = None) -> Part:
+    def part(self, pieces: Sequence[Piece], late_by: int | None = None) -> OptimizerPart:
         """The optimizer of some pieces. late_by: their gradients are so many updates old (see `correction`)."""
         made, stands = self._make(self.factory)
         if isinstance(self.factory, ByStaleness) and late_by is not None:
@@ -206,7 +206,7 @@ class Update:
             if mine:
                 which.append(k)
         made.param_groups[:] = [group for group in made.param_groups if group["params"]]
-        return Part(made, which)
+        return OptimizerPart(made, which)
 
     def of_group(self, k: int) -> Plain:
         """Makes an optimizer of any parameters, with the settings of one group."""

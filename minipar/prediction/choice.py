@@ -13,7 +13,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from minipar.costs.alpha_beta import AlphaBeta
-from minipar.costs.rates import Calibration, Line
+from minipar.costs.rates import Calibration, LinearCost
 from minipar.prediction.simulator import simulate
 from minipar.program import Instruction, Op, Program, Value, collectives, order
 
@@ -29,14 +29,14 @@ class CalibratedCosts:
         alone, (all_, further) = rates.alone, rates.exchanged(ranks)
         rounds_of = _rounds(program)
         senders = _senders(rounds_of)
-        self.lines: list[dict[Instruction, tuple[float, Line]]] = []
+        self.lines: list[dict[Instruction, tuple[float, LinearCost]]] = []
         for rounds in rounds_of:
-            lines: dict[Instruction, tuple[float, Line]] = {}
+            lines: dict[Instruction, tuple[float, LinearCost]] = {}
             for ins, turn in rounds.items():
                 share = (len(senders[turn]) - 1) / max(1, ranks - 1)
                 one = _between(alone, all_, share)
                 overhead = min(one.fixed, _between(alone, further, share).fixed)
-                lines[ins] = one.fixed - overhead, Line(overhead, one.per_byte)
+                lines[ins] = one.fixed - overhead, LinearCost(overhead, one.per_byte)
             self.lines.append(lines)
 
     def compute(self, rank: int, ins: Instruction) -> float:
@@ -92,8 +92,8 @@ def choose(collective: str, ranks: int, nbytes: int, rates: Calibration, *, root
     return min(seconds, key=seconds.__getitem__)
 
 
-def _between(a: Line, b: Line, share: float) -> Line:
-    return Line(*(x + (y - x) * share for x, y in zip(a, b, strict=True)))
+def _between(a: LinearCost, b: LinearCost, share: float) -> LinearCost:
+    return LinearCost(*(x + (y - x) * share for x, y in zip(a, b, strict=True)))
 
 
 def _rounds(program: Program) -> list[dict[Instruction, int]]:

@@ -129,7 +129,7 @@ class Own(NamedTuple):
     buckets: int
 
 
-class Kept(NamedTuple):
+class ActivationSources(NamedTuple):
     """Where a rank's activations come from: by chunk what one micro-batch holds between forward and backward (`each`),
     and how many are `flying` when most is held; more bytes while one goes backward; messages; the largest layer."""
 
@@ -146,7 +146,7 @@ class Detail(NamedTuple):
 
     memory: RankMemory
     own: Own
-    kept: Kept
+    kept: ActivationSources
     rows: int
 
 
@@ -287,11 +287,11 @@ def _neighbours(sizes: Sequence[int]) -> int:
 # activations ---------------------------------------------------------------------------------------------------------
 
 
-def _activations(plan: Plan, model: str, layout: Layout, rows: int, given: dict[str, Any]) -> list[Kept]:
+def _activations(plan: Plan, model: str, layout: Layout, rows: int, given: dict[str, Any]) -> list[ActivationSources]:
     """Per rank: bytes that wait, bytes more at the peak, buffers for messages, and the most that one layer keeps."""
     element = PRECISIONS[plan.precision].activation
     if rows == 0:
-        return [Kept(0, 0, 0, 0)] * plan.pp
+        return [ActivationSources(0, 0, 0, 0)] * plan.pp
     selective, division = plan.checkpoint == "selective", given["division"]
     costs = analytic.layer_costs(model, rows, element, selective=selective, **given)
     everything = analytic.layer_costs(model, rows, element, **given).saved
@@ -326,11 +326,11 @@ def _activations(plan: Plan, model: str, layout: Layout, rows: int, given: dict[
         mine = [l for layers in layout.chunks(rank) for l in layers]
         largest = max(costs.saved[l] + costs.output[l] for l in mine)
         (most, flying), top = _most(actions[rank], waiting), in_flight(actions[rank], waiting, more)
-        found.append(Kept(int(most), int(top) - int(most), messages, largest, tuple(waiting), flying))
+        found.append(ActivationSources(int(most), int(top) - int(most), messages, largest, tuple(waiting), flying))
     return found
 
 
-def _on_device(plan: Plan, own: Own, kept: Kept) -> RankMemory:
+def _on_device(plan: Plan, own: Own, kept: ActivationSources) -> RankMemory:
     """What stays on the device, and what the host has instead."""
     moved, states = {name: name in plan.offload for name in keys.OFFLOADS}, own.states
     held = min(kept.held, 2 * kept.layer) if moved["activations"] else kept.held  # one layer in use, one on its way

@@ -56,7 +56,7 @@ def follow_rule(
     program: Program, costs: Costs, cores: float | None
 ) -> tuple[Program, list[list[float]], list[list[float]]]:
     """The program as it would happen, and when."""
-    run = _Run(program, costs, float("inf") if cores is None else cores)
+    run = _Simulated(program, costs, float("inf") if cores is None else cores)
     run.go()
     if program.serving is not None and program.serving.mode != "sync":
         program = served_order.as_it_happened(program, run.order, run.shares)
@@ -64,7 +64,7 @@ def follow_rule(
 
 
 @dataclass
-class _Run:
+class _Simulated:
     program: Program
     costs: Costs
     cores: float

@@ -17,7 +17,7 @@ from minipar.server.framing import HEADER, MOST_TEXT, NONCE, PROOF, Message, Sta
 _AHEAD = 1 << 12  # bytes of an answer that may come with its header
 
 
-class Line:
+class Connection:
     """A client's connection: sends and receives wait until they are done. ConnectionError when the server is gone."""
 
     def __init__(self, address: str, token: bytes, seconds: float) -> None:

@@ -26,7 +26,7 @@ from minipar.server.framing import (
     seconds,
 )
 from minipar.server.peer import Peer, Refused
-from minipar.server.rendezvous import Handle, Introduction, present, read_handle
+from minipar.server.rendezvous import Introduction, ServerHandle, present, read_handle
 from minipar.server.served import Arrivals, Event, Served, Settings, rows_of
 from minipar.server.shard import Shard, digest, pieces_of
 from minipar.server.switchboard import Done, Switchboard
@@ -47,7 +47,7 @@ class Server:
         reach: Callable[[str], None],
         report: Callable[[object], None],
     ) -> None:
-        handle: Handle = read_handle(folder)
+        handle: ServerHandle = read_handle(folder)
         self.folder, self.number, self.settings, self.handle = folder, number, settings, handle
         self.reach, self.report = reach, report
         self.count = len(handle.addresses)

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from minipar.errors import RankError, ServerClosed
-from minipar.server.connection import Line
+from minipar.server.connection import Connection
 from minipar.server.framing import Message, What, bytes_of, nanoseconds, seconds
-from minipar.server.rendezvous import RETRY, Handle, Introduction, read_handle
+from minipar.server.rendezvous import RETRY, Introduction, ServerHandle, read_handle
 from minipar.server.shard import digest, length, pieces_of
 from minipar.wording import several
 
@@ -51,7 +51,7 @@ def connect(
 class Servers:
     """All servers together, as one worker sees them."""
 
-    def __init__(self, handle: Handle, worker: int, patience: float, reach: Callable[[str], None]) -> None:
+    def __init__(self, handle: ServerHandle, worker: int, patience: float, reach: Callable[[str], None]) -> None:
         if worker < 0:
             raise RankError(f"worker {worker}: must be at least 0")
         self.handle, self.worker, self.patience, self.reach = handle, worker, patience, reach
@@ -71,7 +71,7 @@ class Servers:
         self._size = sum(len(one) for one in self._bytes)
         self._values = [self._home_of(k) for k in range(len(self.keys))]
         self._kinds = [(value.shape, value.dtype) for value in self._values]
-        self.lines: list[Line] = []
+        self.lines: list[Connection] = []
         self.incarnation = 0
         self.life = 0
         self.request = 0
@@ -119,9 +119,9 @@ class Servers:
         hello = Introduction(digest(self.keys, len(self._pieces)), self.worker, life).text()
         found = set()
         lead_last = range(len(self._pieces) - 1, -1, -1)  # so that all others know this worker when it joins
-        lines: dict[int, Line] = {}
+        lines: dict[int, Connection] = {}
         for server in lead_last:
-            line = lines[server] = Line(self.handle.addresses[server], self.handle.token, 2.0)
+            line = lines[server] = Connection(self.handle.addresses[server], self.handle.token, 2.0)
             self.lines = list(lines.values())  # (to be closed, should the next one fail)
             line.send(Message(What.HELLO), hello)
             line.wait(2.0)
@@ -148,7 +148,7 @@ class Servers:
             line.close()
         self.lines = []
 
-    def _take(self, line: Line, wanted: What, into: memoryview | None = None) -> Message:
+    def _take(self, line: Connection, wanted: What, into: memoryview | None = None) -> Message:
         """The next message of this kind, see `Line.receive`; acknowledgements are noted on the way."""
         while True:
             message = line.receive(into)

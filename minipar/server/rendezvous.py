@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 from minipar.errors import RankError
-from minipar.server.connection import Line
+from minipar.server.connection import Connection
 from minipar.server.framing import Message, What
 from minipar.server.shard import Key, pieces_of
 
@@ -25,7 +25,7 @@ RETRY = 0.01  # seconds between two looks for somebody who is not there
 
 
 @dataclass(frozen=True)
-class Handle:
+class ServerHandle:
     """What everybody must know to take part."""
 
     folder: str
@@ -44,7 +44,7 @@ class Handle:
 
 def open_folder(
     folder: str, keys: Sequence[Key], servers: int = 1, tcp: bool = False, host: str = "127.0.0.1"
-) -> Handle:
+) -> ServerHandle:
     """Write the handle of new servers to a folder, which is made if it is not there. Unix sockets, or TCP at `host`."""
     if servers < 1:
         raise RankError(f"servers={servers}: must be at least 1")
@@ -58,10 +58,10 @@ def open_folder(
     with open(os.open(f"{path}.tmp", os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "w") as file:
         file.write(text)
     os.rename(f"{path}.tmp", path)
-    return Handle(folder, addresses, token, tuple(keys))
+    return ServerHandle(folder, addresses, token, tuple(keys))
 
 
-def read_handle(folder: str) -> Handle:
+def read_handle(folder: str) -> ServerHandle:
     """The handle in a folder; RankError if there is none."""
     try:
         with open(os.path.join(folder, "handle.json")) as file:
@@ -69,7 +69,7 @@ def read_handle(folder: str) -> Handle:
     except OSError as error:
         raise RankError(f"{folder}: no parameter server has its handle there") from error
     keys = tuple(Key(name, tuple(shape), dtype) for name, shape, dtype in data["keys"])
-    return Handle(folder, tuple(data["addresses"]), bytes.fromhex(data["token"]), keys)
+    return ServerHandle(folder, tuple(data["addresses"]), bytes.fromhex(data["token"]), keys)
 
 
 def _free_port(host: str) -> int:
@@ -107,14 +107,14 @@ class Introduction:
             return None
 
 
-def present(handle: Handle, who: Introduction) -> tuple[Line, Message] | None:
+def present(handle: ServerHandle, who: Introduction) -> tuple[Connection, Message] | None:
     """A server presents itself to server 0, and waits for its word, which comes when all others are there, too.
 
     None when the servers have ended meanwhile.
     """
     while True:
         try:
-            line = Line(handle.addresses[0], handle.token, 2.0)
+            line = Connection(handle.addresses[0], handle.token, 2.0)
             line.send(Message(What.HELLO), who.text())
             return line, line.receive()
         except (OSError, ConnectionError):

@@ -27,11 +27,11 @@ from minipar.cluster.members import Revived
 from minipar.errors import PlanError, RankDied, RankError, ServerClosed
 from minipar.execution.compute import Compute
 from minipar.execution.elementwise import check_update
-from minipar.execution.emulation import Clock, Delays, Pacing
+from minipar.execution.emulation import Delays, EmulatedDevice, Pacing
 from minipar.execution.execution import Execution, Job
 from minipar.execution.finite import Finite
 from minipar.execution.fitting import check_fit
-from minipar.execution.following import Paced, Warned, Watch, warn_once
+from minipar.execution.following import Observer, Paced, Warned, warn_once
 from minipar.execution.updating import Form, Update, forms_of
 from minipar.models import randomness, selective_checkpoint
 from minipar.models.losses import counted
@@ -91,7 +91,7 @@ def execute_served(
     on_death: str = "abort",
     keep_gradients: bool = False,
     report: Callable[[int], None] = lambda done: None,
-    watch: Watch | None = None,
+    watch: Observer | None = None,
     slow: list[Delays] | None = None,
     pacing: Pacing | None = None,
     snapshot_every: int | None = None,
@@ -379,7 +379,7 @@ def _work(
     del spare
     compute = _computing(program, rank, layers, job)
     compute.finite = None if job.on_nan == "ignore" else Finite(rank, job.on_nan, worker.report)
-    device = Clock(delays) if delays is not None else None
+    device = EmulatedDevice(delays) if delays is not None else None
     begin = time.perf_counter()
     while (step := ps.next_step()) is not None:
         found: dict[str, Tensor] = {}
@@ -428,7 +428,7 @@ def _run(
     groups: list[list[nn.Parameter]],
     block: list[tuple[int, Instruction]],
     push: Callable[[nn.Parameter, Tensor, int], None] | None = None,
-    device: Clock | None = None,
+    device: EmulatedDevice | None = None,
     ps: pushing.Servers | None = None,
 ) -> list[tuple[float, float]]:
     """Walk a worker's instructions of one step; when each of them ran. `push` takes a gradient for a server."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from minipar.execution.updating import Form, Optimizer, Run, Scheduler, Update
+from minipar.execution.updating import Elements, Form, Optimizer, Scheduler, Update
 from minipar.execution.updating import Piece as Updated
 from minipar.server.framing import bytes_of
 from minipar.server.peer import Peer
@@ -264,4 +264,4 @@ class Shard:
 def _updated(key: Key, piece: Piece, own: nn.Parameter) -> Updated:
     """A piece as its optimizer knows it."""
     begin, size = piece.start // key.type.itemsize, own.numel()
-    return Updated(own, (str(key.name),), (Run(str(key.name), key.shape, begin, begin + size, 0),), True)
+    return Updated(own, (str(key.name),), (Elements(str(key.name), key.shape, begin, begin + size, 0),), True)

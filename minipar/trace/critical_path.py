@@ -13,11 +13,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from minipar.program import COLLECTIVES, Instruction, Op, Program, Value
+from minipar.program.rule import Place
 
 if TYPE_CHECKING:
     from minipar.trace import Event, Trace
-
-Place = tuple[int, int]  # rank, index of the instruction
 
 
 def critical_path(trace: Trace) -> list[Event]:

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minipar.errors import MiniparError
 from minipar.program import COLLECTIVES, COMPUTE, TRANSFERS, Op
+from minipar.program.rule import Place
 from minipar.trace import labels
-from minipar.trace.critical_path import Place, messages
+from minipar.trace.critical_path import messages
 from minipar.trace.kineto import OURS, Source, from_kineto
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ __all__ = ["Source", "from_kineto", "to_hta", "to_perfetto"]
 Entry = dict[str, Any]
 
 
-class Clock(NamedTuple):
+class Nanoseconds(NamedTuple):
     """From a trace's times to whole nanoseconds after `origin`. A unit of the forward counts as a millisecond."""
 
     origin: float
@@ -43,13 +44,13 @@ class Clock(NamedTuple):
         return round((time - self.origin) * self.scale)
 
 
-def clock(trace: Trace) -> Clock:
+def clock(trace: Trace) -> Nanoseconds:
     """The clock of a trace's export: 0 is the first start or end of any instruction."""
     origin = min(min(row) for rows in (trace.starts, trace.ends) for row in rows if len(row))
-    return Clock(origin, 1e9 if labels.in_seconds(trace) else 1e6)
+    return Nanoseconds(origin, 1e9 if labels.in_seconds(trace) else 1e6)
 
 
-def spans(trace: Trace, now: Clock) -> dict[Place, tuple[int, int]]:
+def spans(trace: Trace, now: Nanoseconds) -> dict[Place, tuple[int, int]]:
     """Start and end of every instruction in ns; a message that came before its receive was posted takes no time."""
     found = {}
     for rank, row in enumerate(trace.program.ranks):
@@ -172,7 +173,7 @@ def _flows(trace: Trace, where: dict[Place, tuple[int, int]], threads: dict[Plac
         yield {"ph": "f", "bp": "e", **common, "pid": rank, "tid": threads[target][0], "ts": arrival / 1e3}
 
 
-def _counters(trace: Trace, now: Clock) -> Iterable[Entry]:
+def _counters(trace: Trace, now: Nanoseconds) -> Iterable[Entry]:
     unit = "bytes" if trace.unit == "bytes" else trace.unit
     for rank in range(len(trace.program.ranks)):
         curve = trace.memory(rank)

@@ -42,7 +42,7 @@ def number_of(ins: Instruction) -> int:
     return ins.layers[0] if ins.op is Op.REDUCE else ins.microbatch
 
 
-class Clock(NamedTuple):
+class TimeAxis(NamedTuple):
     """A time axis: times are multiplied by `scale`; `label` names the axis, `unit` a table's column."""
 
     scale: float
@@ -58,9 +58,9 @@ def in_seconds(trace: Trace) -> bool:
     return trace.kind == "measured" or trace.unit == "bytes"
 
 
-def clock(traces: Sequence[Trace]) -> Clock:
+def clock(traces: Sequence[Trace]) -> TimeAxis:
     """Milliseconds where times are seconds; otherwise the unit of the costs, which is a forward's time."""
-    return Clock(1e3, "ms") if in_seconds(traces[0]) else Clock(1.0, "units of the forward")
+    return TimeAxis(1e3, "ms") if in_seconds(traces[0]) else TimeAxis(1.0, "units of the forward")
 
 
 def names(traces: Sequence[Trace]) -> list[str]:

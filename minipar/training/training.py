@@ -23,7 +23,7 @@ from minipar.errors import MiniparError, PlanError
 from minipar.execution.emulation import delays
 from minipar.execution.execution import Job, Loss, Model, emulated_costs, execute, profile_job
 from minipar.execution.finite import check_choice
-from minipar.execution.following import Callback, Watch
+from minipar.execution.following import Callback, Observer
 from minipar.execution.measuring.calibration import calibrate
 from minipar.execution.saving import keeping
 from minipar.execution.saving.folder import open_folder
@@ -180,7 +180,7 @@ def train(
     save: str | os.PathLike[str] | None = None,
     save_every: int | None = None,
     keep: bool | None = None,
-    watch: Watch | None = None,
+    watch: Observer | None = None,
     scheduler: Scheduler | None = None,
     keep_modes: bool = False,
     callback: Callback | None = None,
@@ -373,7 +373,7 @@ def _train_served(
     reference: bool,
     check: bool,
     bar: Callable[..., Any],
-    watch: Watch | None,
+    watch: Observer | None,
 ) -> Run:
     """The rest of `train` with parameter servers."""
     slow, pacing = None, None

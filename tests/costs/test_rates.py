@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from minipar import Plan, PlanError, simulate
 from minipar.costs.measured import Profile
-from minipar.costs.rates import Calibration, Line, fit
+from minipar.costs.rates import Calibration, LinearCost, fit
 from minipar.prediction.profiled import ProfiledCosts
 from minipar.program import Op
 
@@ -23,13 +23,13 @@ FOUND = Calibration(
     flops_alone=2e11,
     flops_together=1e11,
     concurrency=1.8,
-    links=((0, 1, Line(10e-6, 1e-9)), (1, 2, Line(30e-6, 3e-9)), (2, 3, Line(20e-6, 2e-9))),
-    send=Line(2e-6, 1e-10),
-    receive=Line(5e-6, 2e-10),
-    allreduce=((2, Line(1e-4, 1e-9)), (4, Line(3e-4, 2e-9))),
-    exchange=((2, Line(5e-5, 1e-9), Line(3e-5, 1e-9)), (4, Line(1e-4, 2e-9), Line(2e-4, 2e-9))),
-    alone=Line(4e-5, 8e-10),
-    add=Line(1e-6, 2e-10),
+    links=((0, 1, LinearCost(10e-6, 1e-9)), (1, 2, LinearCost(30e-6, 3e-9)), (2, 3, LinearCost(20e-6, 2e-9))),
+    send=LinearCost(2e-6, 1e-10),
+    receive=LinearCost(5e-6, 2e-10),
+    allreduce=((2, LinearCost(1e-4, 1e-9)), (4, LinearCost(3e-4, 2e-9))),
+    exchange=((2, LinearCost(5e-5, 1e-9), LinearCost(3e-5, 1e-9)), (4, LinearCost(1e-4, 2e-9), LinearCost(2e-4, 2e-9))),
+    alone=LinearCost(4e-5, 8e-10),
+    add=LinearCost(1e-6, 2e-10),
 )
 SECONDS = (1e-3,) * 4
 PROFILE = Profile(
@@ -42,9 +42,9 @@ PROFILE = Profile(
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.floats(1e-7, 1e-2), st.floats(0, 1e-7), st.lists(st.integers(1, 2**24), min_size=2, max_size=6, unique=True))
 def test_a_line_is_found_again(fixed, per_byte, sizes):
-    line = fit([(n, Line(fixed, per_byte).at(n)) for n in sizes])
+    line = fit([(n, LinearCost(fixed, per_byte).at(n)) for n in sizes])
     for n in sizes:
-        assert line.at(n) == pytest.approx(Line(fixed, per_byte).at(n), rel=1e-3)
+        assert line.at(n) == pytest.approx(LinearCost(fixed, per_byte).at(n), rel=1e-3)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -97,8 +97,8 @@ def test_text_names_every_rate():
 
 
 def test_links_that_were_not_measured_cost_the_median():
-    assert FOUND.message(1, 0) == Line(10e-6, 1e-9)
-    assert FOUND.message(0, 3) == Line(20e-6, 2e-9)
+    assert FOUND.message(1, 0) == LinearCost(10e-6, 1e-9)
+    assert FOUND.message(0, 3) == LinearCost(20e-6, 2e-9)
     alone = replace(FOUND, ranks=1, links=(), allreduce=())
     with pytest.raises(PlanError, match="knows no links"):
         alone.message(0, 1)
@@ -140,8 +140,8 @@ def test_slower_links_make_slower_steps():
     for factor in (1, 10, 100):
         slower = replace(
             FOUND,
-            links=tuple((a, b, Line(line.fixed, line.per_byte * factor)) for a, b, line in FOUND.links),
-            allreduce=tuple((n, Line(line.fixed, line.per_byte * factor)) for n, line in FOUND.allreduce),
+            links=tuple((a, b, LinearCost(line.fixed, line.per_byte * factor)) for a, b, line in FOUND.links),
+            allreduce=tuple((n, LinearCost(line.fixed, line.per_byte * factor)) for n, line in FOUND.allreduce),
         )
         times.append(simulate(program, ProfiledCosts(program, PROFILE, 4, calibration=slower)).time)
     assert times[0] < times[1] < times[2]

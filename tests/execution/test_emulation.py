@@ -16,7 +16,7 @@ from minipar import Cluster, Plan, models, simulate, train
 from minipar.costs.device import DeviceSpec
 from minipar.costs.measured import Profile
 from minipar.errors import PlanError
-from minipar.execution.emulation import Clock, Delays
+from minipar.execution.emulation import Delays, EmulatedDevice
 from minipar.execution.execution import Execution, Job, execute, profile_job
 from minipar.models.parameter_groups import shape_of
 from minipar.prediction.emulated import EmulatedCosts, as_emulated
@@ -121,7 +121,7 @@ def test_operations_need_a_rate_and_take_time_by_it(clusters: dict[str, Cluster]
 
 
 def test_a_clock_counts_delays_once() -> None:
-    clock = Clock(Delays({0: 0.01, 1: 0.01}, {}, {}, True, 1000.0, 0.5))
+    clock = EmulatedDevice(Delays({0: 0.01, 1: 0.01}, {}, {}, True, 1000.0, 0.5))
     clock.begin()
     start = clock.now
     clock.computed(0)

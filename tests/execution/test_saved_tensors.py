@@ -10,18 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from minipar.errors import RankError
-from minipar.execution.saved_tensors import Kept
+from minipar.execution.saved_tensors import SavedTensors
 
 
-def forward(layer, x: Tensor) -> tuple[Tensor, Kept]:
-    kept = Kept([x, *(layer.parameters() if isinstance(layer, nn.Module) else ())])
+def forward(layer, x: Tensor) -> tuple[Tensor, SavedTensors]:
+    kept = SavedTensors([x, *(layer.parameters() if isinstance(layer, nn.Module) else ())])
     with kept.saving():
         y = layer(x)
     kept.settle([y])
     return y, kept
 
 
-def go_and_come_back(kept: Kept) -> None:
+def go_and_come_back(kept: SavedTensors) -> None:
     copies = [slot.bytes().clone() for slot in kept.slots]
     kept.let_go()
     for slot, copy in zip(kept.slots, copies, strict=True):

@@ -12,7 +12,7 @@ import torch
 
 from minipar import PlanError, simulate
 from minipar.comm import communicator, operations
-from minipar.costs.rates import Line
+from minipar.costs.rates import LinearCost
 from minipar.prediction.choice import CalibratedCosts, choose, predicted
 from minipar.program.collectives import COLLECTIVES, names, program
 from tests.costs.test_rates import FOUND
@@ -31,8 +31,8 @@ def test_the_choice_is_the_cheapest(collective, ranks, size):
 
 
 def test_the_backend_is_chosen_where_it_is_faster():
-    def slower(line: Line) -> Line:
-        return Line(line.fixed + 1.0, line.per_byte)
+    def slower(line: LinearCost) -> LinearCost:
+        return LinearCost(line.fixed + 1.0, line.per_byte)
 
     exchange = tuple((n, slower(one), slower(more)) for n, one, more in FOUND.exchange)
     ours = replace(FOUND, exchange=exchange, alone=slower(FOUND.alone))
@@ -99,12 +99,15 @@ def by_auto(rates, size, call="allreduce"):
 
 def test_auto_goes_by_the_rates_that_the_ranks_know(clusters):
     """Three ranks, so that ring, tree and halving-doubling differ; every rank takes the same."""
-    everyone = ((3, Line(1e-4, 2e-9), Line(2e-4, 2e-9)),)
-    latency = replace(FOUND, ranks=3, exchange=everyone, allreduce=((3, Line(1.0, 0.0)),))
+    everyone = ((3, LinearCost(1e-4, 2e-9), LinearCost(2e-4, 2e-9)),)
+    latency = replace(FOUND, ranks=3, exchange=everyone, allreduce=((3, LinearCost(1.0, 0.0)),))
     bytes_ = replace(
-        latency, alone=Line(0.0, 1e-7), exchange=((3, Line(0.0, 1e-7), Line(0.0, 1e-7)),), add=Line(0.0, 0.0)
+        latency,
+        alone=LinearCost(0.0, 1e-7),
+        exchange=((3, LinearCost(0.0, 1e-7), LinearCost(0.0, 1e-7)),),
+        add=LinearCost(0.0, 0.0),
     )
-    backend = replace(latency, allreduce=((3, Line(0.0, 0.0)),))
+    backend = replace(latency, allreduce=((3, LinearCost(0.0, 0.0)),))
     seen = set()
     for rates, size in ((latency, 6), (latency, 60_000), (bytes_, 60_000), (backend, 60_000)):
         wanted = choose("allreduce", 3, 8 * size, rates)

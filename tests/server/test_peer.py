@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 from minipar.comm import looking
-from minipar.server.connection import Line
+from minipar.server.connection import Connection
 from minipar.server.framing import HEADER, Message, What, listen
 from minipar.server.peer import Peer, Refused
 from minipar.server.switchboard import Switchboard
@@ -40,7 +40,7 @@ def ends(tmp_path):
     heard, found = Heard(), []
     with closing(listen(f"unix:{tmp_path}/0")) as listener:
         listener.setblocking(True)
-        thread = threading.Thread(target=lambda: found.append(Line(f"unix:{tmp_path}/0", TOKEN, 10.0)))
+        thread = threading.Thread(target=lambda: found.append(Connection(f"unix:{tmp_path}/0", TOKEN, 10.0)))
         thread.start()
         peer = Peer(listener.accept()[0], TOKEN, heard.target, heard.done)
     while not peer.proved:

@@ -19,7 +19,7 @@ from minipar.cluster.members import Revived
 from minipar.errors import RankDied, RankError, ServerClosed
 from minipar.program.server_rule import Kind, Mode, Row
 from minipar.server import process, pushing, rendezvous, snapshot
-from minipar.server.connection import Line
+from minipar.server.connection import Connection
 from minipar.server.framing import HEADER, Message, What
 from minipar.server.served import Settings
 from minipar.server.shard import Shard, key_of, pieces_of
@@ -312,7 +312,7 @@ def test_strangers_and_nonsense_harm_nobody(one_server):
     folder, handle, _ = one_server
     pushing.connect(folder, 1).close()  # so that the server is there
     with pytest.raises((ConnectionError, RankError)):
-        Line(handle.addresses[0], b"x" * 32, 2.0).receive()
+        Connection(handle.addresses[0], b"x" * 32, 2.0).receive()
     with socket.socket(socket.AF_UNIX) as silent, socket.socket(socket.AF_UNIX) as loud:
         silent.connect(handle.addresses[0].removeprefix("unix:"))
         loud.connect(handle.addresses[0].removeprefix("unix:"))
@@ -323,7 +323,7 @@ def test_strangers_and_nonsense_harm_nobody(one_server):
             (Message(What.HELLO), b'{"keys": "other", "worker": 0, "life": 1, "server": -1, "snapshots": []}'),
             (Message(77), b""),
         ]:
-            line = Line(handle.addresses[0], handle.token, 2.0)
+            line = Connection(handle.addresses[0], handle.token, 2.0)
             line.send(message, data)
             assert line.receive().what == What.REFUSED
             line.close()

@@ -22,7 +22,7 @@ from minipar_widgets.base import Explorer, View
 from minipar_widgets.checkpoint_model import (
     MOST_LAYERS,
     Layers,
-    Run,
+    MeasuredStep,
     Tape,
     best_length,
     curve,
@@ -193,7 +193,7 @@ class CheckpointExplorer(Explorer):
         self.chart = chart.Chart(300)
         self.run_button = ipywidgets.Button(description="measure", icon="play", layout={"width": "9em", "flex": "none"})
         self.note = ipywidgets.HTML()
-        self.runs: list[Run] = []
+        self.runs: list[MeasuredStep] = []
         panel = ipywidgets.HBox(list(self.controls.values()), layout={"flex_flow": "row wrap"})
         foot = ipywidgets.HBox([self.run_button, self.note], layout={"align_items": "center"})
         super().__init__([panel, self.view, foot, self.chart])
@@ -337,7 +337,7 @@ def _read(checkpoint: str) -> tuple[str, int, int, str]:
     return "layers", 4, 50, checkpoint
 
 
-def _curves(layers: Layers, runs: Sequence[Run], dark: bool) -> bytes:
+def _curves(layers: Layers, runs: Sequence[MeasuredStep], dark: bool) -> bytes:
     """Peak memory over the length of segments."""
     points, best = curve(layers), best_length(layers)
     width, height, left, top = 900, 240, 90, 20

@@ -167,7 +167,7 @@ def best_length(layers: Layers) -> int:
     return square_root(layers.count, layers.chain)
 
 
-class Run(NamedTuple):
+class MeasuredStep(NamedTuple):
     """A real step of segments of `length`: highest bytes of activations on the rank, and seconds."""
 
     length: int
@@ -181,7 +181,7 @@ def lengths_to_measure(count: int, most: int = 6) -> list[int]:
     return sorted({0, *steps})
 
 
-def measure(layers: Layers, lengths: Sequence[int], steps: int = 4) -> list[Run]:
+def measure(layers: Layers, lengths: Sequence[int], steps: int = 4) -> list[MeasuredStep]:
     """Train the layers on one real rank of this machine, for each length: bytes as the tracker found them, and the
     fastest step's seconds (of a run without the tracker, which takes time). Imports torch."""
     if not layers.rows:
@@ -211,5 +211,5 @@ def measure(layers: Layers, lengths: Sequence[int], steps: int = 4) -> list[Run]
                 )
                 both.append(run)
             curve_of = both[0].trace.memory(0).kinds["activations"]
-            found.append(Run(length, int(max(curve_of)), min(both[1].step_times)))
+            found.append(MeasuredStep(length, int(max(curve_of)), min(both[1].step_times)))
     return found

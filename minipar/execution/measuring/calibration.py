@@ -25,7 +25,7 @@ from minipar.cluster import Cluster, worker
 from minipar.comm import communicator
 from minipar.comm.communicator import Communicator
 from minipar.comm.playing import play
-from minipar.costs.rates import Calibration, Line, fit
+from minipar.costs.rates import Calibration, LinearCost, fit
 from minipar.errors import PlanError
 from minipar.execution.affinity import on_own_core
 from minipar.prediction.oversubscription import available_cores
@@ -91,11 +91,11 @@ def _measure_all(comm: Communicator, cores: int | None, pairs: list[tuple[int, i
         points = [_ping_pong(comm, a, b, size, max(3, repeats // (1 + size // 2**17))) for size in _SIZES]
         own = [x for column in zip(*points, strict=True) for x in fit(list(zip(_SIZES, column, strict=True)))]
         found = _gather(comm, own if comm.rank == a else [], 6)[a]
-        links.append((a, b, Line(*found[:2])))
-        sends.append(Line(*found[2:4]))
-        receives.append(Line(*found[4:]))
+        links.append((a, b, LinearCost(*found[:2])))
+        sends.append(LinearCost(*found[2:4]))
+        receives.append(LinearCost(*found[4:]))
         done()
-    nothing = Line(0.0, 0.0)
+    nothing = LinearCost(0.0, 0.0)
     sums = []
     for members in sorted({2, comm.size} & set(range(2, comm.size + 1))):
         sums.append((members, _allreduce(comm, members, repeats)))
@@ -193,7 +193,7 @@ def _ping_pong(comm: Communicator, a: int, b: int, size: int, repeats: int) -> t
     return _typical(trips[1:]), max(tiny, _typical(sends[1:])), max(tiny, _typical(receives[1:]))
 
 
-def _allreduce(comm: Communicator, members: int, repeats: int) -> Line:
+def _allreduce(comm: Communicator, members: int, repeats: int) -> LinearCost:
     """A line for sums over groups of so many neighbours, all groups at once (ranks that are left over only wait)."""
     group, inside = _neighbours(comm, members)
     comm.prepare({group} if inside else set())
@@ -236,7 +236,7 @@ def _with_exchanges(comm: Communicator, found: Calibration, repeats: int) -> Cal
     return replace(found, exchange=tuple(exchanges), alone=alone, add=add)
 
 
-def _exchange(comm: Communicator, group: tuple[int, ...], inside: bool, repeats: int) -> tuple[Line, Line]:
+def _exchange(comm: Communicator, group: tuple[int, ...], inside: bool, repeats: int) -> tuple[LinearCost, LinearCost]:
     """Seconds of one message within a group, and of each further one; all groups of the cluster at once.
 
     inside   whether this rank's group is complete; the others only wait
@@ -247,10 +247,10 @@ def _exchange(comm: Communicator, group: tuple[int, ...], inside: bool, repeats:
     return one, fit(list(zip(_EXCHANGE_SIZES, further, strict=True)))
 
 
-def _message_alone(comm: Communicator, repeats: int) -> Line:
+def _message_alone(comm: Communicator, repeats: int) -> LinearCost:
     """Seconds of a message from rank 0 to rank 1, or back, while the others wait. Of fewer than 2 ranks: nothing."""
     if comm.size < 2:
-        return Line(0.0, 0.0)
+        return LinearCost(0.0, 0.0)
     pool = torch.zeros(_POOL // 4, device=comm.device)
     times = []
     for size in _EXCHANGE_SIZES:
@@ -274,7 +274,7 @@ def _there_and_back() -> Program:
     return lay_out("there and back", "allreduce", Setting(2), moves, (1,))
 
 
-def _adding(comm: Communicator, repeats: int) -> Line:
+def _adding(comm: Communicator, repeats: int) -> LinearCost:
     """Seconds for adding a received piece to its place in cold memory, on all ranks at once."""
     pool = torch.zeros(_POOL // 4, device=comm.device)
     piece = torch.zeros(max(_EXCHANGE_SIZES) // 4, device=comm.device)
@@ -357,5 +357,5 @@ def _ready(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _middle(lines: list[Line]) -> Line:
-    return Line(median(line.fixed for line in lines), median(line.per_byte for line in lines))
+def _middle(lines: list[LinearCost]) -> LinearCost:
+    return LinearCost(median(line.fixed for line in lines), median(line.per_byte for line in lines))

@@ -8,7 +8,7 @@ from statistics import median
 
 import torch
 
-from minipar.costs.rates import Copies, Line, fit
+from minipar.costs.rates import Copies, LinearCost, fit
 from minipar.execution.memory.disk import DiskStore
 from minipar.execution.memory.stores import HostStore, Tier
 
@@ -24,7 +24,7 @@ def measure_copies(device: torch.device, disk: bool, folder: str | None = None) 
     return Copies(away, back, *_lines(DiskStore(folder), torch.device("cpu")))
 
 
-def _lines(store: Tier, device: torch.device) -> tuple[Line, Line]:
+def _lines(store: Tier, device: torch.device) -> tuple[LinearCost, LinearCost]:
     away: list[tuple[float, float]] = []
     back: list[tuple[float, float]] = []
     try:

@@ -95,7 +95,7 @@ def profile(
     held, inputs = groups_of(layers), wiring(edges_of(model), len(layers)).inputs
     trainable_from = min((min(h.layers) for h in held if h.trainable), default=len(layers))
     device = next((p.device for h in held for p in (*h.trainable, *h.frozen)), torch.device("cpu"))
-    clock = _Clock(device, threads)
+    clock = _Stopwatch(device, threads)
     costs: dict[int, list[_LayerCost]] = {}
     with _undisturbed(device, threads):
         for n in sorted(set(rows if rows is not None else [count_rows(x)])):
@@ -218,7 +218,7 @@ class _Measured:
     left: list[int] = field(default_factory=list)  # bytes between the halves of its backward
     slice: sliced.Alone | None = None
 
-    def forward(self, clock: _Clock) -> tuple[Any, list[Tensor]]:
+    def forward(self, clock: _Stopwatch) -> tuple[Any, list[Tensor]]:
         """A timed forward: the input as a leaf, and the tensors that a backward starts from."""
         given = detach(self.value, self.input_gradient)
         start = clock()
@@ -228,7 +228,7 @@ class _Measured:
         self.seconds["forward"].append(clock() - start)
         return given, ends
 
-    def recompute(self, repeats: int, clock: _Clock) -> None:
+    def recompute(self, repeats: int, clock: _Stopwatch) -> None:
         """Time the forward as the executor runs it where nobody reads the output, if that is any shorter."""
         if self.loss or overwrites(self.layer):
             return
@@ -320,7 +320,7 @@ def _kept_anyway(target: Any, part: sliced.Alone | None) -> list[Tensor]:
     return [*tensors(target), *(tensors(part.beside) if part else ())]
 
 
-def _time_run(run: list[_Measured], repeats: int, clock: _Clock) -> list[_LayerCost]:
+def _time_run(run: list[_Measured], repeats: int, clock: _Stopwatch) -> list[_LayerCost]:
     """The layers of a run, forwards in order and backwards in reverse; then again with backwards in halves."""
     for _ in range(repeats):
         graphs = [each.forward(clock) for each in run]
@@ -376,7 +376,7 @@ def _ones(ends: Sequence[Tensor]) -> list[Tensor]:
 _KEPT = 64 * 2**20
 
 
-class _Clock:
+class _Stopwatch:
     """Seconds: of the thread's own work where one thread of the CPU does it all, of the clock elsewhere."""
 
     def __init__(self, device: torch.device, threads: int) -> None:
@@ -390,7 +390,7 @@ class _Clock:
 
 
 def _measure_step(
-    groups: list[list[nn.Parameter]], factory: OptimizerFactory, repeats: int, clock: _Clock
+    groups: list[list[nn.Parameter]], factory: OptimizerFactory, repeats: int, clock: _Stopwatch
 ) -> tuple[float, tuple[int, ...]]:
     """Seconds of an optimizer step over copies of all parameters, and the bytes it keeps for each group."""
     copies = [[nn.Parameter(p.detach().clone()) for p in group] for group in groups]

@@ -19,14 +19,14 @@ class Watching:
     series: bool = False
     capacity: int | None = None
 
-    def start(self, executor: Executor) -> Watch:
+    def start(self, executor: Executor) -> Followed:
         """Follow the executor from now on, if there is a reason to. DeviceOutOfMemory if its layers do not fit."""
         wanted = self.series or self.capacity is not None
-        return Watch(Tracker(executor, self.capacity) if wanted else None)
+        return Followed(Tracker(executor, self.capacity) if wanted else None)
 
 
 @dataclass
-class Watch:
+class Followed:
     """Entered for every pass of an executor through its program."""
 
     tracker: Tracker | None

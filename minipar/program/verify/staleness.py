@@ -20,7 +20,7 @@ from minipar.program.verify.contents import Contents
 from minipar.wording import several
 
 Versions = tuple[int | None, int | None]
-Place = tuple[int, int]  # step, micro-batch
+StepMicrobatch = tuple[int, int]  # step, micro-batch
 
 
 def versions_of(row: Iterable[Instruction]) -> Iterator[Versions]:
@@ -173,7 +173,7 @@ class StaleContents(Contents):
         """Whether another STEP comes."""
         return any(ins.op is Op.STEP for ins in self.program.ranks[rank][index + 1 :])
 
-    def _places(self, rank: int, mask: int) -> set[Place]:
+    def _places(self, rank: int, mask: int) -> set[StepMicrobatch]:
         """The micro-batches in the part of a mask that begins with one layer's."""
         program = self.program
         count = program.steps * program.microbatches

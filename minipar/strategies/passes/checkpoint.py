@@ -31,7 +31,7 @@ from minipar.costs.recomputation import Move, at_once, halves
 from minipar.program import Instruction, Op, output, saved
 from minipar.strategies.draft import Draft
 
-Place = tuple[int, int, int]  # layer, micro-batch, step
+LayerRun = tuple[int, int, int]  # layer, micro-batch, step
 NEEDS_SAVED = (Op.BACKWARD, Op.BACKWARD_INPUT)
 
 
@@ -91,7 +91,7 @@ def recompute(
 
 
 def _moved(
-    move: Move, place: Place, forwards: dict[Place, Instruction], backwards: dict[Place, Instruction]
+    move: Move, place: LayerRun, forwards: dict[LayerRun, Instruction], backwards: dict[LayerRun, Instruction]
 ) -> Instruction:
     """The instruction of a layer and micro-batch, as a move of the schedule."""
     if move.op is Op.BACKWARD:

@@ -37,8 +37,8 @@ from minipar.strategies.draft import Draft
 from minipar.strategies.layout import Layout
 from minipar.strategies.schedules.registry import Used, find, newest
 
-Place = tuple[bool, int, int]  # forward or not, micro-batch, step
-Blocks = dict[Place, list[Instruction]]
+BlockKey = tuple[bool, int, int]  # forward or not, micro-batch, step
+Blocks = dict[BlockKey, list[Instruction]]
 
 
 def keep_versions(draft: Draft) -> Draft:
@@ -181,7 +181,7 @@ def blocks_of(program: Program, rank: int) -> Blocks:
     return blocks
 
 
-def place_of(ins: Instruction) -> Place:
+def place_of(ins: Instruction) -> BlockKey:
     """Which forward or backward an instruction belongs to."""
     moved = (ins.reads or ins.writes)[0].kind if ins.op in TRANSFERS else ""
     return ins.op is Op.FORWARD or moved == "output", ins.microbatch, ins.step

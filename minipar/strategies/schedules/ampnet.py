@@ -29,7 +29,7 @@ from minipar.program import Action, Backward, Forward, Staleness
 from minipar.program.event_loop import EventLoop
 from minipar.strategies.schedules.registry import Asynchronous, newest, schedule
 
-Run = Callable[[int, Action, float], tuple[float, float]]
+Timing = Callable[[int, Action, float], tuple[float, float]]
 Rule = Callable[[int, int, int, int, int, int, int, int], Action | None]  # arguments and result of `choose`
 _FREE, _OUTPUT, _GRADIENT = -1, 0, 1
 
@@ -49,7 +49,7 @@ def choose(
     return None
 
 
-def decide(ranks: int, total: int, in_flight: int, run: Run, rule: Rule = choose) -> list[list[Action]]:
+def decide(ranks: int, total: int, in_flight: int, run: Timing, rule: Rule = choose) -> list[list[Action]]:
     """The order of every rank, if all follow the rule. Of one moment, a rank first gets free, then looks at what came.
 
     run    (rank, action, time) -> when the rank is free again, and when the next rank has what the action hands on
