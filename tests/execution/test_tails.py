@@ -243,12 +243,12 @@ def test_a_run_gives_plain_torchs_gradients_on_layers_large_enough(cluster: Clus
     """Large enough to be shortened in the ranks, which know nothing of this file's threshold; the layers are known."""
 
     def build() -> nn.Sequential:
-        model = models.build("gpt-tiny", layers=4, width=128, context=64, vocab=64).double()
+        model = models.build("gpt-tiny", layers=4, width=256, context=128, vocab=64).double()
         for parameter in model[2].parameters():
             parameter.requires_grad_(False)
         return model
 
-    tokens = torch.randint(64, (9, 65), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(64, (9, 129), generator=torch.Generator().manual_seed(0))
     batch = tokens[:, :-1], tokens[:, 1:]
     run = train(build, batch, plan, cluster=cluster, steps=3, check=True, progress=False, dtype=torch.float64)
     assert run.max_gradient_error() < 1e-12

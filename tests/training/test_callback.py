@@ -143,7 +143,8 @@ def test_a_nan_stops_the_run_and_says_where(clusters, text, rank, part):
 
 def test_on_nan_goes_on_if_it_is_told_to(clusters):
     go: Any = partial(train, model, Broken(), "dp=2", cluster=clusters(2), steps=4, batch=12, loss=mse, progress=False)
-    with pytest.warns(UserWarning, match="the loss is nan in step 2, rank 1, micro-batch 0") as seen:
+    # Rank 1 has it first. By its update rank 0 has it a step later, and the driver may hear of that one first.
+    with pytest.warns(UserWarning, match="the loss is nan in step (2, rank 1|3, rank 0), micro-batch 0") as seen:
         run = go(on_nan="warn")
     assert len([one for one in seen if "the loss is nan" in str(one.message)]) == 1
     assert [math.isnan(loss) for loss in run.losses] == [False, False, True, True]
