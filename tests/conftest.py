@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -77,7 +78,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """How many examples hypothesis tries where a test does not say it."""
+    """How many examples hypothesis tries where a test does not say it; and Ctrl-C works as in a terminal."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what runs in its background like this
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     settings.register_profile("short", deadline=None, derandomize=True, max_examples=30)
     settings.register_profile("thorough", settings.get_profile("short"), max_examples=300)
     settings.load_profile("thorough" if config.getoption("--thorough") else "short")
