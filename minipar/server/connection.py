@@ -10,9 +10,9 @@ import hmac
 import os
 import socket
 
-from minipar.comm.looking import Looking
 from minipar.errors import RankError
 from minipar.server.framing import HEADER, MOST_TEXT, NONCE, PROOF, Message, Stage, What, prepare, proof
+from minipar.server.looking import Looking
 
 _AHEAD = 1 << 12  # bytes of an answer that may come with its header
 

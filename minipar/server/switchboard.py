@@ -6,8 +6,8 @@ import selectors
 import socket
 from collections.abc import Callable
 
-from minipar.comm.looking import Looking
 from minipar.server.framing import MOST_TEXT, Message, What
+from minipar.server.looking import Looking
 from minipar.server.peer import Peer, Refused
 
 Target = Callable[[Peer, Message], memoryview]

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from minipar.comm import looking
-from minipar.comm.looking import Looking
+from minipar.server.looking import Looking
 
 
 def nothing() -> int:
