@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from minipar.comm import looking
+from minipar.server import looking
 from minipar.server.looking import Looking
 
 

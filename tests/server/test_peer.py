@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from minipar.comm import looking
+from minipar.server import looking
 from minipar.server.connection import Connection
 from minipar.server.framing import HEADER, Message, What, listen
 from minipar.server.peer import Peer, Refused
