@@ -181,7 +181,8 @@ class Compute:
             target = self._target(ins, part, here) if piece[-1] == self.program.layers - 1 else None
             unread = ins.op is Op.RECOMPUTE and piece[-1] == ins.layers[-1] and trains and handed_on not in ins.writes
             call = Call(piece, ins, step, rows, start, count, target, unread, live)
-            with self.noting() if trains else nullcontext(), torch.set_grad_enabled(trains):
+            noting = self.noting() if trains else nullcontext()
+            with noting, nullcontext() if trains is torch.is_grad_enabled() else torch.set_grad_enabled(trains):
                 given, (value, loss) = self.untouched(self._run_piece, given, call)
             if trains:
                 ends = differentiable(value) if loss is None else [loss]
@@ -281,7 +282,7 @@ class Compute:
 
     def _forget(self, ins: Instruction) -> None:
         """The backward of some layers has run: they will not run again, and what autograd kept of them is gone."""
-        for layer in ins.layers:
+        for layer in ins.layers if self.kept or self.again else ():
             self.kept.pop((layer, ins.microbatch, ins.step), None)
             self.remembered[layer].forget((ins.microbatch, ins.step))
 
