@@ -7,6 +7,10 @@ graph's edges are kept, not its output, so that the output is free as soon as it
 Where an operation cannot run twice (a shared parameter, a hook, a custom function), the input half of a split backward
 does all of it, and the weight half adds what was found (split_backward.py).
 
+How a rank calls a layer is composed when the rank is built: around the module stands only what this program needs of
+this layer, such as dropout by row, copies of what autograd keeps, or the loss (layer_calls.py). Each parameter group
+has one owner, which knows whether it is whole, a slice, a float32 copy, or of several versions (owners.py).
+
 Measured times are clock readings: of compute from its start to its end; of a SEND the hand-over to the transport; of a
 RECV from being posted to being read; of a collective from its start until its last message was reported done. A rank's
 own work on a message belongs to the compute instruction before the SEND, or to the first one that reads what came.
