@@ -6,7 +6,7 @@ Names load on first use. No widget imports torch.
     <view>_model.py     reads the engine, and knows no pixels
     columns.py          packs a trace into binary columns
     raster.py           draws the still picture by the same rule as js/lod.js
-    js/*.js             plain modules with their tests beside them; inline.py makes static/*.js of them
+    js/*.js             plain modules with their tests beside them; inline.py joins them for a page
 
 Python knows data, JavaScript pixels: zoom, hover and keys never ask the kernel.
 """

@@ -1,7 +1,7 @@
 """What every widget shares: a view that the browser draws, with its words, table and picture for where there is none.
 
     class Ring(View):
-        name = "ring"                         # static/ring.js (made of js/ring.js by inline.py), js/ring.css
+        name = "ring"                         # js/ring.js (joined with what it imports), js/ring.css
         data = traitlets.Bytes(b"").tag(sync=True)
 
         def summary(self): ...                # four methods that say the same in words, as a table, as a picture
@@ -26,9 +26,9 @@ import ipywidgets
 import traitlets
 
 from minipar_widgets import words
+from minipar_widgets.inline import SOURCES, inline
 from minipar_widgets.naming import EXPLORER, Names
 
-SOURCES, STATIC = (Path(__file__).parent / folder for folder in ("js", "static"))
 _VIEW = "application/vnd.jupyter.widget-view+json"
 
 
@@ -110,7 +110,7 @@ class View(Shown, anywidget.AnyWidget):
 
     def __init_subclass__(cls, **options: Any) -> None:
         if "name" in cls.__dict__:
-            cls._esm = (STATIC / f"{cls.name}.js").read_text(encoding="utf-8")
+            cls._esm = inline(SOURCES / f"{cls.name}.js")
             styles = (SOURCES / f"{name}.css" for name in ("shared", cls.name))
             cls._css = "".join(path.read_text(encoding="utf-8") for path in styles if path.exists())
         super().__init_subclass__(**options)

@@ -1,7 +1,4 @@
-"""Make static/<name>.js of js/<name>.js: a widget's module must be one file, since a page loads it from memory.
-
-    python -m minipar_widgets.inline            write static/
-    python -m minipar_widgets.inline --check    say what in static/ is not current (exit status 1)
+"""Join js/<name>.js with what it imports: a widget's module must be one text, since a page loads it from memory.
 
 Imports of `./other.js` are put in its place, without comments, indentation, and what nothing uses.
 So that plain text is enough to do this, every declaration of a module begins at the start of a line, imports name what
@@ -11,11 +8,9 @@ they take (no `as`, no default), and no two modules declare the same name.
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
-HERE = Path(__file__).parent
-SOURCES, STATIC = HERE / "js", HERE / "static"
+SOURCES = Path(__file__).parent / "js"
 _IMPORT = re.compile(r'^import \{([^}]*)\} from "\./([\w-]+)\.js";\n', re.MULTILINE)
 _DECLARED = re.compile(r"^(?:async )?(?:function\*?|const|let|class) (\w+|\{[^}]*\})")
 _WORD = re.compile(r"[A-Za-z_$][\w$]*")
@@ -23,15 +18,6 @@ _WORD = re.compile(r"[A-Za-z_$][\w$]*")
 
 class InlineError(Exception):
     """A module is not written as the inliner needs it."""
-
-
-def built(sources: Path = SOURCES) -> dict[str, str]:
-    """Every file that belongs in static/, by name: those of modules with a default export."""
-    found = {}
-    for path in sorted(sources.glob("*.js")):
-        if "\nexport default " in path.read_text(encoding="utf-8"):
-            found[path.name] = inline(path)
-    return found
 
 
 def inline(entry: Path) -> str:
@@ -94,21 +80,3 @@ def _pieces(text: str) -> list[str]:
             raise InlineError(f"a module begins with {line!r}")
         pieces[-1] += bare + "\n"
     return pieces
-
-
-def main(arguments: list[str]) -> int:
-    current = built()
-    if "--check" in arguments:
-        stale = [n for n, text in current.items() if not (STATIC / n).exists() or (STATIC / n).read_text() != text]
-        stale += [path.name for path in STATIC.glob("*") if path.name not in current]
-        print("\n".join(f"static/{name} is not current: run python -m minipar_widgets.inline" for name in stale))
-        return 1 if stale else 0
-    STATIC.mkdir(exist_ok=True)
-    for name, text in current.items():
-        (STATIC / name).write_text(text, encoding="utf-8")
-        print(f"static/{name}: {len(text.encode()) / 1000:.1f} kB")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
