@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ALONE = ("tests/cluster", "tests/comm", "tests/server")
-BESIDE = ("tests/widgets", "tests/course", "tests/data", "tests/planner", "tests/models")
+BESIDE = ("tests/widgets", "tests/course", "tests/planner")
 FAST = (
     ("tests/program", "tests/strategies"),
     ("tests/prediction", "tests/trace", "tests/costs", "tests/data", "tests/models"),
