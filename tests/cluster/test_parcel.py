@@ -38,7 +38,7 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture(autouse=True)
 def no_kept_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test begins without memory files of earlier ones."""
-    kept = parcel._Kept()
+    kept = parcel._OwnFiles()
     monkeypatch.setattr(parcel, "_kept", kept)
     yield
     for file in kept.files:
