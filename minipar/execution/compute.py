@@ -218,6 +218,8 @@ class Compute:
         try:
             for layer in call.piece:
                 value, loss = self.calls[layer](value, call)
+            if call.target is not None and loss is None:
+                loss = self.loss(value, call.target)
         except MiniparError:
             raise
         except Exception as error:

@@ -59,12 +59,15 @@ def plain(module: nn.Module) -> LayerCall:
 
 
 def with_loss(run: LayerCall, loss: MeanLoss) -> LayerCall:
-    """The last layer of a model: with the loss of its output."""
+    """The last layer of a model: with the loss of its output, in the same graph.
+
+    Without a graph the caller asks for the loss, when it has let go of the layer's input.
+    """
 
     def call_with_loss(x: Any, call: Call) -> Made:
         output, _ = run(x, call)
         assert call.target is not None
-        return output, loss(output, call.target)
+        return output, loss(output, call.target) if torch.is_grad_enabled() else None
 
     return call_with_loss
 

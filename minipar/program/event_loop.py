@@ -59,9 +59,10 @@ class EventLoop:
                 event()
                 continue
             speed = self.speeds(working)
-            ends = {rank: self.now + left / speed[rank] for rank, left in working.items()}
-            first = min(ends, key=ends.__getitem__)
-            until = min(ends[first], announced[0][0]) if announced else ends[first]
+            left = {rank: seconds / speed[rank] for rank, seconds in working.items()}
+            first = min(left, key=left.__getitem__)
+            end = self.now + left[first]
+            until = min(end, announced[0][0]) if announced else end
             for rank in working:
                 working[rank] = max(0.0, working[rank] - (until - self.now) * speed[rank])
             self.now = until

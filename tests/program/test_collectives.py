@@ -14,7 +14,7 @@ from minipar import PlanError, Program, ProgramError, simulate, verify
 from minipar.costs.alpha_beta import AlphaBeta
 from minipar.program import Op, chunk, incoming
 from minipar.program.collectives import COLLECTIVES, PIECE, cost, names, program
-from minipar.program.verify.contributions import contributions
+from minipar.program.verify.contributions import result
 from minipar.trace import Trace
 from minipar.trace.drawing import text
 
@@ -55,7 +55,7 @@ def test_every_rank_is_in_the_result_exactly_once(collective, algorithm, ranks):
     for size in (0, 1, ranks - 1, 3 * PIECE + 5) if ranks < 10 else (ranks - 1,):
         for one in made(collective, algorithm, ranks, size):
             verify(one)
-            for rank, sums in enumerate(contributions(one)):
+            for rank, sums in enumerate(result(one)):
                 assert set(sums) == {value.index for value in one.final[rank]}
                 for index, found in sums.items():
                     if collective in ("allreduce", "reduce_scatter", "reduce"):

@@ -260,7 +260,7 @@ def test_a_missing_gather_after_the_step_is_refused():
 def test_a_missing_or_early_sum_is_refused():
     program = compiled("dp=2 zero=2 microbatches=2", 1)
     kept = changed(program, Op.REDUCE_SCATTER, drop=True)
-    reason = r"STEP 0` comes before its gradients are complete: grad\(0\) lacks micro-batch 1"
+    reason = r"STEP 0` comes before its gradients are complete: grad_shard\(0\) lacks micro-batch 1"
     with pytest.raises(ProgramError, match=reason):
         verify(kept)
 

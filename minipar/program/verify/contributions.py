@@ -18,7 +18,7 @@ from minipar.program.rule import Place
 Sums = dict[int, Counter[int]]  # of one rank: chunk -> how often each rank's value is in it
 
 
-def contributions(program: Program, turns: Iterable[Turn] | None = None) -> list[Sums]:
+def result(program: Program, turns: Iterable[Turn] | None = None) -> list[Sums]:
     """Per rank, for each chunk that it holds at the end: how often each rank's value is summed in it.
 
     turns   `order(program)`, where the caller has it

@@ -48,7 +48,7 @@ from minipar.program.collector import paused
 from minipar.program.diagnostics import at, refuse
 from minipar.program.verify import fields, service, slices
 from minipar.program.verify.contents import Contents
-from minipar.program.verify.contributions import check_contributions, check_moves, contributions
+from minipar.program.verify.contributions import check_contributions, check_moves, result
 from minipar.program.verify.staleness import StaleContents, settled
 
 
@@ -86,7 +86,7 @@ def _verify(program: Program) -> None:
         service.check_service(program, turns)
     elif not program.chunks:
         (StaleContents if stale else Contents)(program).follow(turns)
-    found = contributions(program, turns) if program.chunks else []
+    found = result(program, turns) if program.chunks else []
     for rank, live in enumerate(left):
         _check_end(program, rank, settled(program, rank, live) if stale else live)
     if program.chunks:
