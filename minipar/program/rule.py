@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from minipar.errors import Deadlock, ProgramError
 from minipar.program.agreement import check_groups, check_links
 from minipar.program.diagnostics import at, refuse
-from minipar.program.instructions import COPIES, PARTNERS, Instruction, Op
+from minipar.program.instructions import COMPUTE, COPIES, PARTNERS, Instruction, Op
 from minipar.program.values import Value
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ Link = tuple[int, int, Op]  # who gives, who takes, and what gives: SEND, PUSH o
 Stream = Link | tuple[int, ...]  # messages of a link, or collectives of a group: each in order
 _GIVER = {taker: giver for giver, taker in PARTNERS.items()}
 _COPY: tuple[int, ...] = ()  # the stream of copies, which wait for nobody
+_ALONE = frozenset(COMPUTE)  # of no concern to other ranks
 
 
 class ProgramDeadlock(ProgramError, Deadlock):
@@ -49,32 +50,18 @@ class Wait(NamedTuple):
     source: Place
 
 
-class Turn(NamedTuple):
-    """What a rank does next.
-
-    position      in the rank's list
-    instruction   None at the end of the rank's list, where it waits for all that is still under way
-    waited        what had to be there first, and was under way
-    joined        of a collective, if this is the last of its ranks to join: where it stands on each of them
-    """
-
-    rank: int
-    position: int
-    instruction: Instruction | None
-    waited: tuple[Wait, ...] = ()
-    joined: tuple[Place, ...] = ()
-
-
-class _Coming(NamedTuple):
-    """What is under way: the position of the rank's instruction that brings it, and its number in its stream."""
-
-    writer: int
-    stream: Stream
-    number: int
+# What a rank does next: the rank, the position in its list, the instruction (None at the end of the list, where the
+# rank waits for all that is still under way); what had to be there first and was under way; and of a collective, if
+# this is the last of its ranks to join, where it stands on each of them. (Plain tuples, since there are many.)
+Turn = tuple[int, int, Instruction | None, tuple[Wait, ...], tuple[Place, ...]]
+# What is under way: the position of the rank's instruction that brings it, its stream, and its number in the stream.
+_Coming = tuple[int, Stream, int]
 
 
 def order(program: Program) -> Iterator[Turn]:
     """All instructions of all ranks, each after what it waits for. Each rank in turn is walked as far as it can go.
+
+    Gives `Turn`s: (rank, position, instruction or None, waited, joined).
 
     Errors: ProgramError if ranks do not agree on a message or a collective, or if an instruction changes what is under
     way; ProgramDeadlock (a ProgramError and a Deadlock) where ranks wait for each other in a circle.
@@ -104,30 +91,33 @@ def _walk(program: Program) -> Iterator[Turn]:
                 waited: tuple[Wait, ...] = nothing
                 joined: tuple[Place, ...] = nothing
                 if under_way:
-                    blocked, waited = _arrive(rank, reads, under_way, in_use, given)
-                    if blocked:
-                        break
-                    for v in writes + frees:
-                        if v in under_way or v in in_use:
-                            raise _changed_under_way(program, rank, index, v, in_use.get(v, v))
-                if op is SEND:
+                    if not under_way.keys().isdisjoint(reads):
+                        blocked, waited = _arrive(rank, reads, under_way, in_use, given)
+                        if blocked:
+                            break
+                    if in_use or not (under_way.keys().isdisjoint(writes) and under_way.keys().isdisjoint(frees)):
+                        for v in writes + frees:
+                            if v in under_way or v in in_use:
+                                raise _changed_under_way(program, rank, index, v, in_use.get(v, v))
+                if op in _ALONE:
+                    pass
+                elif op is SEND:
                     given.setdefault((rank, peer, op), []).append((rank, index))
                 elif op is RECV:
                     link = (peer, rank, SEND)
                     k = taken[link, rank] = taken.get((link, rank), 0) + 1
-                    message = _Coming(index, link, k - 1)
                     for v in writes:
-                        under_way[v] = message
+                        under_way[v] = index, link, k - 1
                 elif group:
                     k = taken[group, rank] = taken.get((group, rank), 0) + 1
                     members = joining.setdefault((group, k), [])
                     members.append((rank, index))
-                    under_way.update({v: _Coming(index, group, k - 1) for v in writes if v not in frees})
+                    under_way.update({v: (index, group, k - 1) for v in writes if v not in frees})
                     if len(members) == len(group):
                         joined = tuple(joining.pop((group, k)))
                         given.setdefault(group, []).append((rank, index))
                 elif op in COPIES:
-                    under_way[writes[0]] = _Coming(index, _COPY, -1)
+                    under_way[writes[0]] = index, _COPY, -1
                     in_use[reads[0]] = writes[0]
                 elif op in PARTNERS:  # a PUSH or a REPLY
                     given.setdefault((rank, peer, op), []).append((rank, index))
@@ -139,13 +129,13 @@ def _walk(program: Program) -> Iterator[Turn]:
                     taken[link, rank] = k + 1
                     waited = (Wait(writes[0], index, given[link][k]),)
                 place[rank] = index + 1
-                yield Turn(rank, index, ins, waited, joined)
+                yield rank, index, ins, waited, joined
                 moved = True
             if place[rank] == len(row):
                 blocked, waited = _arrive(rank, tuple(under_way), under_way, in_use, given)
                 if not blocked:
                     place[rank] += 1
-                    yield Turn(rank, len(row), None, waited)
+                    yield rank, len(row), None, waited, ()
     if any(place[rank] < len(program.ranks[rank]) for rank in ranks):
         raise _deadlock(program, place, coming, given, taken)
 

@@ -87,8 +87,8 @@ def _as_far_as_possible(program: Program, costs: UnitCosts) -> Trace:
     """The trace of what runs before the ranks wait for each other in a circle."""
     begun: list[list[Instruction]] = [[] for _ in program.ranks]
     with suppress(Deadlock):
-        for turn in order(program):
-            begun[turn.rank] += [turn.instruction] if turn.instruction is not None else []
+        for rank, _, ins, _, _ in order(program):
+            begun[rank] += [ins] if ins is not None else []
     sent = Counter((rank, ins.peer) for rank, row in enumerate(begun) for ins in row if ins.op is Op.SEND)
     joined = Counter((rank, ins.group) for rank, row in enumerate(begun) for ins in row if ins.group)
     ranks = []

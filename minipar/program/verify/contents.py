@@ -16,7 +16,6 @@ from operator import and_
 
 from minipar.errors import ProgramError
 from minipar.program import (
-    COLLECTIVES,
     COPIES,
     Instruction,
     Local,
@@ -49,6 +48,7 @@ class Contents:
     local     how many updates a replica does by itself before parameters are averaged; 0: none
     alone     per rank and group: how many of these updates were done since the last average
     bits      per group and layer: the position of the layer's first contribution bit
+    first_bit  per rank: how far behind it those of the rank's replica begin
     """
 
     def __init__(self, program: Program) -> None:
@@ -59,6 +59,7 @@ class Contents:
         local = program.contract.steps if isinstance(program.contract, Local) else 0
         self.local = local if program.replicas > 1 else 0
         self.alone: list[dict[int, int]] = [{} for _ in program.ranks]
+        self.first_bit = [program.replica(rank) * program.microbatches for rank in range(len(program.ranks))]
         self.bits = [self._slots(g) for g in range(len(program.groups))]
 
     def _slots(self, group: int) -> dict[int, int]:
@@ -68,19 +69,23 @@ class Contents:
 
     def follow(self, turns: Iterable[Turn]) -> None:
         """Every instruction in turn, then the end. Errors: ProgramError for the first that is wrong."""
-        STEP = Op.STEP
+        SEND, RECV, STEP = Op.SEND, Op.RECV, Op.STEP
         for rank, index, ins, _, joined in turns:
             if ins is None:
                 self._check_end(rank)
-            elif ins.op in COLLECTIVES:
+                continue
+            op = ins.op
+            if op is SEND or op is RECV:
+                continue
+            if op is STEP:
+                self._check_step(rank, index, ins)
+            elif op in COPIES:
+                self._copy(rank, index, ins)
+            elif ins.group:
                 self.brought[rank, index] = self._bring(rank, ins)
                 if joined:
                     self._collect(rank, index, ins, {r: self.brought.pop((r, k)) for r, k in joined})
-            elif ins.op is STEP:
-                self._check_step(rank, index, ins)
-            elif ins.op in COPIES:
-                self._copy(rank, index, ins)
-            elif ins.op is not Op.SEND and ins.op is not Op.RECV:
+            else:
                 self._compute(rank, index, ins)
 
     # the end
@@ -157,7 +162,8 @@ class Contents:
         """Forwards and backwards: they use the parameters of their step, and add to gradients."""
         known = self.known[rank]
         for value in ins.reads:
-            if value.kind != "param" and value.kind != "host param":
+            kind = value[0]
+            if kind != "param" and kind != "host param":
                 continue
             if known.get(value, 0) == ins.step:
                 if self.local and value.index in self.alone[rank]:
@@ -166,14 +172,15 @@ class Contents:
                 done = several(known.get(value, 0), "update")
                 reason = f"{at(self.program, rank, index)} of step {ins.step} uses {value} after {done}"
                 raise refuse(self.program, rank, index, f"{reason}; a synchronous program promises {ins.step}")
-        if ins.op is Op.BACKWARD or ins.op is Op.BACKWARD_WEIGHT:
-            bit = self.program.replica(rank) * self.program.microbatches + ins.microbatch
-            self._contribute(rank, ins, bit)
+        op = ins.op
+        if op is Op.BACKWARD or op is Op.BACKWARD_WEIGHT:
+            self._contribute(rank, ins, self.first_bit[rank] + ins.microbatch)
 
     def _contribute(self, rank: int, ins: Instruction, bit: int) -> None:
         known = self.known[rank]
         for value in ins.writes:
-            if value.kind == "grad" or value.kind == "host grad":
+            kind = value[0]
+            if kind == "grad" or kind == "host grad":
                 slots = self.bits[value.index]
                 for layer in ins.layers:
                     if layer in slots:
