@@ -38,7 +38,7 @@ from minipar.program.shape import uniform
 
 RANKS, LAYERS, WIDTH, MICROBATCHES, ROWS = 4, 16, 512, 8, 8
 LARGER = 128  # rows of a micro-batch
-MUST = {"gpipe": 0.7, "1f1b": 0.85, "interleaved": 0.85, "zb-v": 0.85}
+MUST = {"gpipe": 0.75, "1f1b": 0.85, "interleaved": 0.85, "zb-v": 0.85}
 TORCHS = {
     "gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B,
     "zb-v": ScheduleZBVZeroBubble,
