@@ -204,3 +204,30 @@ def test_slices_are_added_to_in_the_message_that_they_came_in():
     with pytest.raises(ProgramError, match="adds to the slices of group .*, which came with groups"):
         verify(given)
     assert judge(given)
+
+
+def test_a_gradient_goes_to_the_host_once():
+    """The first copy lets go of it on the device, although its bucket stays: the second one would bring nothing."""
+
+    mutant = program("dp=2 bucket=flat offload=optimizer")
+    for rank in (0, 1):
+        row = list(mutant.ranks[rank])
+        first = next(ins for ins in row if ins.op is Op.OFFLOAD)
+        update = next(k for k, ins in enumerate(row) if ins.op is Op.STEP and ins.layers == first.layers)
+        mutant = mutant.with_rank(rank, [*row[:update], first, *row[update:]])
+    with pytest.raises(ProgramError, match=r"comes before its gradients are complete: host grad\(0\) lacks"):
+        verify(mutant)
+    assert judge(mutant)
+
+
+def test_parameters_of_a_step_are_pulled_once():
+    given = program("dp=2 sync=ps servers=2")
+    answer = next(k for k, ins in enumerate(given.ranks[2]) if ins.op is Op.REPLY and ins.peer == 0)
+    pull = next(k for k, ins in enumerate(given.ranks[0]) if ins.op is Op.PULL and ins.peer == 2)
+    mutant = given
+    for rank, k in ((2, answer), (0, pull)):
+        row = given.ranks[rank]
+        mutant = mutant.with_rank(rank, [*row[:k], row[k], *row[k:]])
+    with pytest.raises(ProgramError, match=r"PULL .* pulls param\(0\) of step 0 again; possible is once"):
+        verify(mutant)
+    assert judge(mutant)

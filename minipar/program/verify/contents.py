@@ -153,7 +153,9 @@ class Contents:
                 f"{at(self.program, rank, index)} writes {source} after {several(found, 'update')} over {target} after"
             )
             raise refuse(self.program, rank, index, f"{reason} {newer}: an update is lost")
-        if "grad" in source.kind and source in ins.frees:
+        if (
+            "grad" in source.kind
+        ):  # a gradient that goes to the host is let go of on the device, its bucket stays or not
             known.pop(source, None)
         slice_of_it = home(source).kind == "param_shard" and target.kind == "param"
         known[param_shard(target.index) if slice_of_it else target] = found

@@ -127,6 +127,9 @@ def _check_names(program: Program) -> None:
             _check_values(program, rank, index, applied)
             applied += ins.op is Op.APPLY
             for g in ins.layers if ins.op is Op.PULL else ():
+                if pulled.get(g, {}).get(server) == ins.step:
+                    reason = f"{at(program, rank, index)} pulls param({g}) of step {ins.step} again; possible is once"
+                    raise refuse(program, rank, index, reason)
                 pulled.setdefault(g, {})[server] = ins.step
 
 
