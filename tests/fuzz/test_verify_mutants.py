@@ -231,3 +231,22 @@ def test_parameters_of_a_step_are_pulled_once():
     with pytest.raises(ProgramError, match=r"PULL .* pulls param\(0\) of step 0 again; possible is once"):
         verify(mutant)
     assert judge(mutant)
+
+
+def test_an_update_on_the_host_takes_no_gradient_of_other_replicas_that_train_alone():
+    mutant = replace(program("dp=2 bucket=flat offload=optimizer"), contract=Local(2))
+    with pytest.raises(ProgramError, match="the replica's own update of param.* uses micro-batch 0 of replica"):
+        verify(mutant)
+    assert judge(mutant)
+
+
+def test_the_last_backward_of_an_asynchronous_program_writes_its_gradient():
+    """The last update may be of fewer micro-batches than the others; one that is lost would not be missed there."""
+    given = program("pp=2 schedule=ampnet microbatches=2 update_every=2")
+    row = list(given.ranks[1])
+    k = max(k for k, ins in enumerate(row) if ins.op is Op.BACKWARD)
+    row[k] = row[k]._replace(writes=tuple(v for v in row[k].writes if v != grad(3)))
+    mutant = given.with_rank(1, row)
+    with pytest.raises(ProgramError, match=r"makes grad\(3\), but does not write it"):
+        verify(mutant)
+    assert judge(mutant)

@@ -361,6 +361,8 @@ class Contents:
             found = known.get(value, 0)
             if "grad" in value.kind:
                 self._check_complete(rank, index, value, found)
+                if self.local:
+                    self._step_alone(rank, index, value.index, found & ~self._all(value.index, rank))
                 known[value] = 0
                 for gradient in (grad(value.index), grad_shard(value.index)):  # (one in a bucket stays for later steps)
                     known.pop(gradient, None)

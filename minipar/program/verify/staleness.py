@@ -113,6 +113,9 @@ class StaleContents(Contents):
             if not self.contract.stashed and version != known.get(param(g), 0):
                 raise self._refuse(rank, index, f"uses {value}, which is not the newest, v{known.get(param(g), 0)}")
         if ins.op in BACKWARDS and ins.op is not Op.BACKWARD_INPUT:
+            made = {g for layer in ins.layers for g in self.program.groups_of_layer[layer] if self.trained[g]}
+            if lost := made - {value.index for value in ins.writes if value.kind == "grad"}:
+                raise self._refuse(rank, index, f"makes {grad(min(lost))}, but does not write it")
             self._contribute(rank, ins, self._bit(rank, ins))
         self._free(rank, ins.frees)
 
