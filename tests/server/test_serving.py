@@ -243,10 +243,8 @@ def test_emulated_links_reach_the_servers(servers):
             verify(found.program)
             assert found.max_gradient_error() <= 1e-5
             times[mode] = found.trace.time
-            # In the other modes servers decide as they run: a message that comes a little later changes what they do.
-            off = 0.05 if mode == "sync" else 0.15
-            assert found.trace.time == pytest.approx(found.predicted.time, rel=off), mode
-            if mode == "sync":
+            assert found.trace.time == pytest.approx(found.predicted.time, rel=0.05), mode
+            if mode == "sync":  # in the other modes servers decide as they run, and may do better than was predicted
                 assert found.trace.time >= 0.99 * found.predicted.time, "nothing ends before the device would end it"
     assert times["sync"] > 3 * (0.18 + 2 * 0.02 + 0.026)
 
