@@ -1,4 +1,4 @@
-"""What every value contains, followed through a program: the verifier's last question.
+"""What every value contains, followed through a program: the verifier's fifth question.
 
 Of a gradient its contributions are followed, a bit for each (layer, replica, micro-batch); of a parameter and of what
 its optimizer keeps, the number of their updates. One table, `known[rank][value]`, has both: a copy is an assignment,
@@ -312,13 +312,7 @@ class Contents:
                 reason = f"{at(self.program, rank, index)} counts grad({g}) on ranks {sorted(counted)}; it is on"
                 raise refuse(self.program, rank, index, f"{reason} {sorted(holders)}")
             for r in counted:
-                missing = self._all(g) & ~brought[r][g]
-                if missing:
-                    raise refuse(
-                        self.program, rank, index,
-                        f"{at(self.program, rank, index)} comes before the gradients are complete:"
-                        f" grad({g}) lacks {self.name(g, missing)}",
-                    )  # fmt: skip
+                self._check_complete(rank, index, grad(g), brought[r][g])
 
     # updates
 
