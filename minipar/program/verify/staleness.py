@@ -2,8 +2,8 @@
 
 F mb0 v0 | F mb1 v0 | B mb0 | STEP v1 | B mb1 | STEP v2      mb1 used v0, and went into the update of v1: 1 update old
 
-The first functions read a rank's instructions alone. `StaleContents` is the verifier's fifth question of an asynchronous
-program: per rank and parameter group it follows the versions that are alive, the version that the forward of each
+The first functions read a rank's instructions alone. `StaleContents` is the verifier's fifth question of asynchronous
+programs: per rank and parameter group it follows the versions that are alive, the version that the forward of each
 micro-batch used, and the contributions to the gradient (a bit for each layer, step and micro-batch). A STEP must make
 the next version of the newest one, of as many whole micro-batches as the contract `Staleness` says, none of which may
 be staler than it allows.
