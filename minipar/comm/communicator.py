@@ -22,7 +22,7 @@ import torch
 from minipar.cluster import worker
 from minipar.comm import operations, packing, values
 from minipar.comm.handles import Handle, Result, StagedHandle, to_host
-from minipar.comm.operations import ALL_GATHER, ALLREDUCE, REDUCE_SCATTER
+from minipar.comm.operations import ALL_GATHER, ALL_TO_ALL, ALLREDUCE, REDUCE_SCATTER
 from minipar.comm.transport.board import SMALL
 from minipar.comm.transport.interface import DONE, Transport
 from minipar.comm.transport.shared import add_up, combine
@@ -304,6 +304,37 @@ class Communicator:
         if given is not into:
             return [StagedHandle(work, given, into, self.pending)]
         return [Handle(work, into, self.pending)]
+
+    def iall_to_all(self, tensor: torch.Tensor, into: torch.Tensor, ranks: tuple[int, ...]) -> Handle:
+        """Start exchanging equal parts among `ranks` (sorted, this rank among them).
+
+        The contiguous tensor is len(ranks) parts, the k-th for the k-th of the ranks; `into`, of the same size, gets
+        what they have for this one, in their order.
+        """
+        if len(ranks) == 1:
+            into.copy_(tensor)
+            return Handle(None, None, self.pending)
+        count = len(ranks)
+        if not tensor.is_contiguous() or tensor.numel() % count or tensor.numel() != into.numel():
+            raise RankError(
+                f"{tensor.numel()} elements cannot be exchanged by {several(count, 'rank')} into {into.numel()}"
+            )
+        size, what = tensor.numel() // count, f"all_to_all of {values.form(tensor)}"
+        group, given = self._for(tensor, ranks)
+        target = into if given is tensor else torch.empty(into.shape, dtype=into.dtype, pin_memory=True)
+        flat, place, small = given.detach().view(-1), target.detach().view(-1), None
+        if _small(given):
+
+            def put(parts: list[torch.Tensor], _: list[bool]) -> None:
+                mine = slice(group.index * size, (group.index + 1) * size)
+                torch.cat([part.view(-1)[mine] for part in parts], out=place)
+
+            small = (flat, put)
+        shared = self.shares(group) and not tensor.is_cuda
+        work = group.submit(what, ALL_TO_ALL, shared, flat, place, [[size] * count] * count, small=small)
+        if given is not tensor:
+            return StagedHandle(work, target, into, self.pending)
+        return Handle(work, tensor, self.pending)
 
     def _for(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> tuple[Group, torch.Tensor]:
         """The group for a tensor, and the tensor itself or its copy on the host."""

@@ -175,7 +175,7 @@ class Compute:
         trained = {saved.index for saved in ins.writes if saved.kind == "saved"}
         step, count = self.rows.base + ins.step, self.rows.count(ins)
         for piece in self.pieces[ins.layers, ins.microbatch]:
-            trains, handed_on = piece[0] in trained, output(piece[-1], ins.microbatch, ins.step)
+            trains, handed_on = piece[0] in trained, self._output(piece[-1], ins, written=True)
             # (`data` has a version of its own: writing into it would not spoil what other graphs have saved.)
             given = detach(map_tensors(value, lambda t: t.data), requires_grad=piece[0] > self.program.first_trainable)
             target = self._target(ins, part, here) if piece[-1] == self.program.layers - 1 else None
@@ -197,7 +197,7 @@ class Compute:
     def _input(self, ins: Instruction, x: Any, rows: range, live: dict[Value, Any]) -> Any:
         """What an instruction's layers are given: rows of the batch, or what other layers have handed on."""
         if ins.layers[0] > 0:
-            found = [live[output(a, ins.microbatch, ins.step)] for a in self.program.wiring.inputs[ins.layers[0]]]
+            found = [live[self._output(a, ins)] for a in self.program.wiring.inputs[ins.layers[0]]]
             return found[0] if len(found) == 1 else tuple(found)
         narrow, device = self.program.precision == "bf16", self.place_of(0)
 
@@ -205,6 +205,18 @@ class Compute:
             return tensor.to(device, torch.bfloat16 if narrow and tensor.is_floating_point() else tensor.dtype)
 
         return map_tensors(self.carrying.cut(take_rows(x, rows), ins), placed)
+
+    def _output(self, layer: int, ins: Instruction, written: bool = False) -> Value:
+        """The output of a layer, in the form in which an instruction reads or writes it."""
+        value = output(layer, ins.microbatch, ins.step)
+        form = self.program.form_of(value, ins.layers, written=written)
+        return value._replace(form=form) if form else value
+
+    def _gradient(self, edge: int, ins: Instruction, written: bool = False) -> Value:
+        """The gradient that goes through an edge, in the form in which an instruction reads or writes it."""
+        value = grad_output(edge, ins.microbatch, ins.step)
+        form = self.program.form_of(value, ins.layers, written=written)
+        return value._replace(form=form) if form else value
 
     def _target(self, ins: Instruction, part: BatchPart, rows: range) -> Target:
         """What the output of the last layer is compared with."""
@@ -234,6 +246,8 @@ class Compute:
         k = ins.step if every is None else ins.step * self.program.microbatches + ins.microbatch
         if self.finite is not None:
             self.finite(loss, self.rows.base + ins.step, ins.microbatch, rows)
+        if self.program.shard(self.rank):
+            return  # every rank that shares the last layer has the same loss, which counts once
         part = every or self.rows.share(ins.step)
         self.losses[k] = self.losses[k] + (loss if part == 1 else loss * part)
 
@@ -314,7 +328,7 @@ class Compute:
         """The gradient of what an instruction hands on, the sum of all readers', each tensor's None where no reader has
         one; None of the last layer."""
         out = self.program.wiring.out[ins.layers[-1]]
-        found = [live[grad_output(e, ins.microbatch, ins.step)] for e in out]
+        found = [live[self._gradient(e, ins)] for e in out]
         if len(out) > 1:
             there = [[g for g in parts if g is not None] for parts in zip(*found, strict=True)]
             return [reduce(torch.add, parts) if parts else None for parts in there]
@@ -333,7 +347,7 @@ class Compute:
             if received is not None and len(into) > 1:
                 mine, start = received[start : start + len(places)], start + len(places)
             if source >= first:
-                value = grad_output(e, ins.microbatch, ins.step)
+                value = self._gradient(e, ins, written=True)
                 if mine is not None and value in self.moved:
                     mine = [torch.zeros_like(t) if g is None else g for t, g in zip(places, mine, strict=True)]
                 live[value] = mine

@@ -29,7 +29,7 @@ from minipar.execution.affinity import on_own_core
 from minipar.execution.dtypes import check_narrow, convert, matching, narrow
 from minipar.execution.elementwise import check_update
 from minipar.execution.emulation import Delays, delays
-from minipar.execution.executor import Executor, PassRecord
+from minipar.execution.executor import Executor, Gradient, PassRecord, Shard
 from minipar.execution.finite import Finite, check_choice
 from minipar.execution.fitting import check_parameters, row_major
 from minipar.execution.following import Callback, Following, Observer, Telling
@@ -57,6 +57,7 @@ from minipar.program import Action, Local, Op, Program, Synchronous, Value, coll
 from minipar.program.collectives.moves import Algorithm
 from minipar.program.shape import Shape
 from minipar.program.verify.verifier import verify
+from minipar.sharding.nodes import Cut, ShardedModel, local_model
 from minipar.strategies.keys import at_least_1
 from minipar.strategies.passes.versions import as_it_happened
 from minipar.strategies.plan import Plan
@@ -127,6 +128,15 @@ class Job:
         convert(model, self.dtype)
         return model.eval() if self.evaluate else model
 
+    def build_for(self, program: Program, rank: int) -> nn.Module:
+        """What a rank runs: the whole model, or with tensor parallelism the nodes of its shards."""
+        model = self.build()
+        return model if program.tp == 1 else self.share(model, program.shard(rank), program.tp)
+
+    def share(self, model: nn.Module, index: int, count: int) -> ShardedModel:
+        """The nodes that rank `index` of `count` sharing ranks has of a model."""
+        return local_model(model, index, count, self.sample(2)[0][0])
+
     def batches(self, step: int) -> tuple[Any, Any]:
         """x and y of one step: the whole batch, of all replicas."""
         x, y = self.data if isinstance(self.data, tuple) else self.data.batch(step, self.batch)
@@ -159,7 +169,7 @@ class Passed:
     losses: list[list[float]]
     starts: list[list[float]]
     ends: list[list[float]]
-    gradients: list[list[dict[str, Tensor | Slice]]]
+    gradients: list[list[dict[str, Gradient]]]
     sizes: list[dict[Value, int]]
     data: list[int]
     overruns: list[list[int]]
@@ -255,7 +265,26 @@ def execute(
     return Execution(program, losses, times, trace, gradients, [p.share for p in passed])
 
 
-def _whole(found: Sequence[dict[str, Tensor | Slice]], local: bool = False) -> dict[str, Tensor]:
+def _whole(found: Sequence[dict[str, Gradient]], local: bool = False) -> dict[str, Tensor]:
+    """Gradients by name, from what each rank has of them: all, a slice or a shard; of `local` replicas the sum."""
+    shards: dict[str, dict[int, list[dict[str, Gradient]]]] = {}
+    cuts: dict[str, Cut] = {}
+    plain: list[dict[str, Gradient]] = [{} for _ in found]
+    for own, of_rank in zip(plain, found, strict=True):
+        for name, gradient in of_rank.items():
+            if isinstance(gradient, Shard):
+                cuts[name] = gradient.cut
+                shards.setdefault(name, {}).setdefault(gradient.cut.index, []).append({name: gradient.part})
+            else:
+                own[name] = gradient
+    joined = {
+        name: cut.joined([_unsliced(shards[name][index], local)[name] for index in range(cut.count)])
+        for name, cut in cuts.items()
+    }
+    return _unsliced(plain, local) | joined
+
+
+def _unsliced(found: Sequence[dict[str, Gradient]], local: bool) -> dict[str, Tensor]:
     """Gradients by name, from what each rank has of them: all, or a slice; of `local` replicas the sum."""
     slices: dict[str, list[Slice]] = {}
     whole: dict[str, Tensor] = {}
@@ -263,7 +292,7 @@ def _whole(found: Sequence[dict[str, Tensor | Slice]], local: bool = False) -> d
         for name, gradient in of_rank.items():
             if isinstance(gradient, Slice):
                 slices.setdefault(name, []).append(gradient)
-            else:
+            elif isinstance(gradient, Tensor):
                 whole[name] = whole[name] + gradient if local and name in whole else gradient
     return whole | {name: assemble(parts) for name, parts in slices.items()}
 
@@ -354,7 +383,7 @@ def _passes(
         collectives.add(programs[0].algorithm, own)
     mine, last = slow[comm.rank] if slow is not None else (None, None)
     program = programs[0]
-    model = job.build()
+    model = job.build_for(program, comm.rank)
     trains = any(ins.op is Op.STEP for row in program.ranks for ins in row)
     if job.evaluate is None and not trains and any(p.requires_grad for p in model.parameters()):
         model.eval()  # inference

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +26,7 @@ from minipar.comm.communicator import Communicator
 from minipar.comm.links import Links
 from minipar.data.batches import Batch, BatchPart
 from minipar.errors import RankError
-from minipar.execution import naming_layers
+from minipar.execution import naming_layers, repartition
 from minipar.execution.compute import Compute
 from minipar.execution.dtypes import check_narrow, narrow
 from minipar.execution.dynamic_schedule import Deciding
@@ -43,7 +43,21 @@ from minipar.models import randomness, selective_checkpoint
 from minipar.models.network import edges_of
 from minipar.models.parameter_groups import parameters_of
 from minipar.models.tensors import count_bytes, layers_of
-from minipar.program import COLLECTIVES, COMPUTE, COPIES, Action, Instruction, Local, Op, Program, Value, home, tier
+from minipar.program import (
+    COLLECTIVES,
+    COMPUTE,
+    COPIES,
+    Action,
+    Instruction,
+    Local,
+    Op,
+    Program,
+    Value,
+    home,
+    repartitions,
+    tier,
+)
+from minipar.sharding.nodes import Cut
 
 _WALKED = (
     Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.SEND, Op.RECV, Op.STEP
@@ -54,6 +68,16 @@ _WALKED = (
 _ELSEWHERE = frozenset(("saved", "saved_weight", "grad", "param"))
 
 
+class Shard(NamedTuple):
+    """What a rank has of the gradient of a parameter that ranks share: which part, and all or a slice of that."""
+
+    cut: Cut
+    part: Tensor | Slice
+
+
+Gradient = Tensor | Slice | Shard
+
+
 @dataclass
 class PassRecord:
     """What a rank brings back of one pass through its program. Times are clock readings in seconds."""
@@ -61,7 +85,7 @@ class PassRecord:
     losses: list[float]  # per step of the program: this rank's share of the mean (0 where it does not hold the end)
     starts: list[float]
     ends: list[float]
-    gradients: list[dict[str, Tensor | Slice]] = field(default_factory=list)  # whole, or this rank's slices
+    gradients: list[dict[str, Gradient]] = field(default_factory=list)  # whole, or this rank's slices and shards
     overruns: list[int] = field(default_factory=list)  # instructions that took longer than the emulated device
     order: list[Action] = field(default_factory=list)  # of a rank that decides as it runs: what it decided
 
@@ -144,6 +168,7 @@ class Executor:
                 importlib.import_module("torch.fx.experimental.symbolic_shapes")
         own = {id(p) for layer in self.compute.layers.values() for p in layer.parameters()}
         groups = [[p for p in params if id(p) in own] for params in parameters_of(layers)]
+        self.cuts: Mapping[str, Cut] = getattr(container, "cuts", {})  # of parameters that sharing ranks have parts of
         self.names = {id(p): name for name, p in container.named_parameters() if id(p) in own}
         self.state = State(program, comm, groups, update, self.names)
         self.groups, self.buckets = groups, self.state.buckets
@@ -182,7 +207,7 @@ class Executor:
         compute.begin(batches, base)
         self.state.begin()
         versions = self.state.versions
-        self.gradients: list[dict[str, Tensor | Slice]] = [{} for _ in range(program.updates)]
+        self.gradients: list[dict[str, Gradient]] = [{} for _ in range(program.updates)]
         self.keep_gradients = keep_gradients
         size = len(instructions)
         starts, self.ends = [0.0] * size, [0.0] * size
@@ -334,7 +359,7 @@ class Executor:
         share = 1.0
         if isinstance(self.program.contract, Local):
             share = self.compute.rows.share(ins.step, ins.step % self.program.contract.steps + 1)
-        handles = self.state.start(ins, share)
+        handles = repartition.start(ins, self.live, self.comm) if repartitions(ins) else self.state.start(ins, share)
         ends, device, group = self.ends, self.device, ins.group
         joined = device.join(index, group, self.comm) if device is not None and device.delays.links else None
 
@@ -392,7 +417,9 @@ class Executor:
             with self._aside():
                 share = self.compute.rows.share(ins.step)  # (of replicas that train by themselves, the mean is kept)
                 for p, grad in self.state.gradients(ins.layers):
-                    kept[self.names[id(p)]] = grad * share if isinstance(grad, Tensor) and share != 1 else grad
+                    name = self.names[id(p)]
+                    own = grad * share if isinstance(grad, Tensor) and share != 1 else grad
+                    kept[name] = Shard(self.cuts[name], own) if name in self.cuts else own
         self.state.step(ins)
 
     def size(self, value: Value) -> int:

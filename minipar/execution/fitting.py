@@ -30,15 +30,15 @@ def check_fit(program: Program, layers: Sequence[nn.Module], edges: Edges = ()) 
             f"program {program.name!r} was compiled for another model, in whose slices of sequences layers "
             f"{program.carries} carry: {what}; compile it for minipar.models.shape_of(model)"
         )
-    planned = {group.layers: group.trainable for group in program.groups}
-    same = len(layers) == program.layers and planned.keys() == {group.layers for group in groups}
+    planned = {(group.layers, group.form): group.trainable for group in program.groups}
+    same = len(layers) == program.layers and planned.keys() == {(group.layers, group.form) for group in groups}
     if same and edges != program.edges:
         raise RankError(
             f"program {program.name!r} was compiled for another model: with edges {program.edges or 'of a chain'}, not "
             f"{edges or 'of a chain'}; compile it for minipar.models.shape_of(model)"
         )
     trains = any(planned.values())
-    if not same or any(trains and group.trainable and not planned[group.layers] for group in groups):
+    if not same or any(trains and group.trainable and not planned[group.layers, group.form] for group in groups):
         raise RankError(
             f"program {program.name!r} was compiled for another model: {several(program.layers, 'layer')} with ties "
             f"{[g.layers for g in program.groups if len(g.layers) > 1]}, not {len(layers)} with "

@@ -230,10 +230,12 @@ def choose_owners(
     on_host = {g for ins in instructions if ins.op is Op.STEP and ins.stream == "host" for g in ins.layers} - at_home
     found: list[Owner] = []
     for g, params in enumerate(groups):
-        group, holders = program.groups[g], max(1, program.holders[g])
+        group = program.groups[g]
+        holders = max(1, program.holders[g] // (program.tp if group.form == "S" else 1))
         if g in sliced:
             place = program.replica(comm.rank), program.replicas, comm.device
             found.append(Sliced(g, params, group, *place, narrow, g in program.scattered))
+            found[g].holders = 1 if group.form == "S" else program.tp
         elif g in versioned:
             kind = Leading if program.in_flight is not None else Versions
             found.append(kind(g, params, group, holders))

@@ -21,30 +21,35 @@ def shape_of(model: Iterable[nn.Module]) -> Shape:
     """
     layers = list(model)
     groups = tuple(
-        Group(holders, tuple(map(_bytes, trainable)), sum(map(_bytes, frozen)))
-        for holders, trainable, frozen in groups_of(layers)
+        Group(held.layers, tuple(map(_bytes, held.trainable)), sum(map(_bytes, held.frozen)), held.form)
+        for held in groups_of(layers)
     )
     name = getattr(model, "name", "")
-    trained = [trainable for _, trainable, _ in groups_of(layers)]
+    trained = [held.trainable for held in groups_of(layers)]
     itemsize = next((p.element_size() for found in trained for p in found), 4)
     dims = tuple(tuple(tuple(p.shape) for p in found) for found in trained)
     carries, whole = describe(layers)
     title = name if isinstance(name, str) else ""
     edges = edges_of(model)
-    return Shape(len(layers), groups, title, itemsize=itemsize, dims=dims, carries=carries, whole=whole, edges=edges)
+    forms, nodes, titles = getattr(model, "forms", ()), getattr(model, "nodes", ()), getattr(model, "titles", ())
+    return Shape(
+        len(layers), groups, title, names=titles, itemsize=itemsize, dims=dims, carries=carries, whole=whole,
+        edges=edges, forms=forms, nodes=nodes,
+    )  # fmt: skip
 
 
 def parameters_of(model: Iterable[nn.Module]) -> list[list[nn.Parameter]]:
     """For each group of `shape_of(model)`, in the same order, its trainable Parameter objects."""
-    return [trainable for _, trainable, _ in groups_of(list(model))]
+    return [held.trainable for held in groups_of(list(model))]
 
 
 class Held(NamedTuple):
-    """The parameters that exactly these layers hold."""
+    """The parameters that exactly these layers hold; with tensor parallelism those of one form (`program.Group`)."""
 
     layers: tuple[int, ...]
     trainable: list[nn.Parameter]
     frozen: list[nn.Parameter]
+    form: str = ""
 
 
 def groups_of(layers: Sequence[nn.Module]) -> list[Held]:
@@ -53,9 +58,14 @@ def groups_of(layers: Sequence[nn.Module]) -> list[Held]:
     for l, layer in enumerate(layers):
         for parameter in layer.parameters():
             holders.setdefault(parameter, []).append(l)
-    groups = {(l,): Held((l,), [], []) for l in range(len(layers))}
+    forms = {parameter: getattr(parameter, "minipar_form", "") for parameter in holders}
+    groups: dict[tuple[tuple[int, ...], str], Held] = {}
+    for l in range(len(layers)):
+        form = next((forms[p] for p, found in holders.items() if found == [l] and forms[p] != "P"), "")
+        groups[(l,), form] = Held((l,), [], [], form)
     for parameter, found in holders.items():
-        group = groups.setdefault(tuple(found), Held(tuple(found), [], []))  # type: ignore[arg-type]
+        key = tuple(found), forms[parameter]
+        group = groups.setdefault(key, Held(key[0], [], [], key[1]))
         (group.trainable if parameter.requires_grad else group.frozen).append(parameter)
     return list(groups.values())
 

@@ -12,7 +12,7 @@ Instructions, values, actions of schedules and contracts are modules of this roo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -20,11 +20,13 @@ from typing import Any, NamedTuple
 from minipar.program import edges as graphs
 from minipar.program.actions import Action, Backward, BackwardInput, BackwardWeight, Forward
 from minipar.program.consistency import Contract, Local, Serving, Staleness, Synchronous
+from minipar.program.forms import Forms
 from minipar.program.instructions import (
     BACKWARDS,
     COLLECTIVES,
     COMPUTE,
     COPIES,
+    MOVED,
     PARTNERS,
     PORT,
     SERVICE,
@@ -34,6 +36,7 @@ from minipar.program.instructions import (
     Part,
     message,
     piece_of,
+    repartitions,
     span,
 )  # fmt: skip
 from minipar.program.mesh import Mesh
@@ -74,6 +77,7 @@ __all__ = [
     "COLLECTIVES",
     "COMPUTE",
     "COPIES",
+    "MOVED",
     "PARTNERS",
     "PORT",
     "SERVICE",
@@ -84,10 +88,12 @@ __all__ = [
     "BackwardInput",
     "BackwardWeight",
     "Contract",
+    "Forms",
     "Forward",
     "Group",
     "Instruction",
-    "Local", "Mesh",
+    "Local",
+    "Mesh",
     "Op",
     "Part",
     "Program",
@@ -118,6 +124,7 @@ __all__ = [
     "param_shard",
     "piece_of",
     "pushed",
+    "repartitions",
     "residual",
     "saved",
     "saved_weight",
@@ -132,12 +139,18 @@ __all__ = [
 class Group(NamedTuple):
     """A parameter group: the parameters of one layer that no other layer shares, or one set tied between layers.
 
-    `tensors` are the sizes in bytes of its trainable parameters, `frozen` the bytes that never get a gradient.
+    `tensors` are the sizes in bytes of its trainable parameters, `frozen` the bytes that never get a gradient. With
+    tensor parallelism, `form` says how the ranks that share a layer have them:
+
+    ""    every rank has all of them, and its backward makes their whole gradient
+    "S"   every rank has a shard, and makes the gradient of that; sizes are those of the shards
+    "P"   every rank has all of them, and makes a part of the gradient, which is the sum of the parts
     """
 
     layers: tuple[int, ...]
     tensors: tuple[int, ...] = (0,)
     frozen: int = 0
+    form: str = ""
 
     @property
     def trainable(self) -> bool:
@@ -170,6 +183,9 @@ class Program:
     slices           a micro-batch is a slice of the tokens of a sequence: how many of equal lengths, or their lengths
     carries          the layers that keep something of a sequence for its later slices
     edges            of a model with branches (see `minipar.program.edges`); (): a chain. grad_output(e, i) is of edge e
+    forms            with tensor parallelism, of each layer the forms in which it takes and gives values: layers are
+                     then the nodes into which the model's own layers are cut; (): all is whole
+    names            of the layers, for messages, where they are known
     """
 
     ranks: tuple[tuple[Instruction, ...], ...]
@@ -196,6 +212,8 @@ class Program:
     slices: int | tuple[int, ...] = 1
     carries: tuple[int, ...] = ()
     edges: graphs.Edges = ()
+    forms: tuple[Forms, ...] = ()
+    names: tuple[str, ...] = field(default=(), compare=False)
 
     def __len__(self) -> int:
         return sum(len(instructions) for instructions in self.ranks)
@@ -229,6 +247,34 @@ class Program:
     @property
     def replicas(self) -> int:
         return Mesh(self.mesh).length("dp")
+
+    @cached_property
+    def tp(self) -> int:
+        """How many ranks share each layer: the size of the axis `tp`."""
+        return Mesh(self.mesh).length("tp")
+
+    def shard(self, rank: int) -> int:
+        """Which of them a rank is: its place on the axis `tp`. A parameter server is none of them: 0."""
+        return Mesh(self.mesh).coordinates(rank).get("tp", 0) if self.tp > 1 and rank < self.workers else 0
+
+    def sharers(self, rank: int) -> tuple[int, ...]:
+        """The ranks that share a rank's layers with it, itself included."""
+        return Mesh(self.mesh).group(rank, "tp") if self.tp > 1 else (rank,)
+
+    def form_of(self, value: Value, layers: Sequence[int], *, written: bool) -> str:
+        """The form in which an instruction on these layers reads or writes an output, or the gradient of one."""
+        if not self.forms:
+            return ""
+        if value.kind == "output":
+            inside = value.index in layers if written else value.index + 1 not in layers
+            return self.forms[value.index].writes if inside else self.forms[value.index + 1].reads
+        if written:
+            return self.forms[value.index + 1].grad_writes
+        return self.forms[value.index].grad_reads
+
+    def title(self, layer: int) -> str:
+        """What a message calls a layer: its number, and its name where that is known."""
+        return f"{layer} ({self.names[layer]})" if layer < len(self.names) else str(layer)
 
     @property
     def losses(self) -> int:

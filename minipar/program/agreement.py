@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from minipar.program.diagnostics import at, refuse
-from minipar.program.instructions import COLLECTIVES, PARTNERS, SERVICE, Instruction, Op, message
+from minipar.program.instructions import COLLECTIVES, PARTNERS, SERVICE, Instruction, Op, message, repartitions
 from minipar.program.values import home
 
 if TYPE_CHECKING:
@@ -93,6 +93,8 @@ def _call(ins: Instruction) -> tuple[object, ...]:
     """What all ranks of a collective must agree on."""
     # (a norm is taken over all ranks, each with its own groups)
     kind = home(ins.reads[0]).kind if ins.op is Op.ALL_REDUCE and ins.reads else ""
+    if repartitions(ins):
+        kind = f"{ins.reads[0]} -> {ins.writes[0] if ins.writes else ''}"
     # (and a sum is known by its text, by which ranks tell whether they mean the same one)
     name = ins.name if ins.op is Op.ALL_REDUCE else ""
     return ins.op, kind, () if ins.op is Op.NORM else ins.layers, ins.microbatch, ins.parts, ins.step, name

@@ -28,6 +28,7 @@ class Op(str, Enum):
     ALL_REDUCE = "ALL_REDUCE"
     REDUCE_SCATTER = "REDUCE_SCATTER"
     ALL_GATHER = "ALL_GATHER"
+    ALL_TO_ALL = "ALL_TO_ALL"  # every rank has a part for every other one: shards of another dimension
     NORM = "NORM"  # an all-reduce of one number: the length of all gradients together
     OFFLOAD = "OFFLOAD"  # a copy of a value to a slower tier
     FETCH = "FETCH"  # and back
@@ -42,7 +43,8 @@ class Op(str, Enum):
 COMPUTE = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.RECOMPUTE, Op.STEP, Op.REDUCE)
 BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)  # from the last layer to the first
 TRANSFERS = (Op.SEND, Op.RECV)
-COLLECTIVES = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.NORM)
+COLLECTIVES = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL, Op.NORM)
+MOVED = ("output", "grad_output")  # kinds of values that go from layer to layer, and from rank to rank
 COPIES = (Op.OFFLOAD, Op.FETCH)
 PORT = "port"  # stream of the SENDs that leave a rank one after another, whichever rank they are for
 PARTNERS = {Op.SEND: Op.RECV, Op.PUSH: Op.ACCEPT, Op.REPLY: Op.PULL}  # what gives a message, and what takes it
@@ -93,6 +95,9 @@ class Instruction(NamedTuple):
             return f"OFFLOAD {self.reads[0]} -> {tier(self.writes[0])}"
         if self.op is Op.FETCH and self.reads and self.writes:
             return f"FETCH {self.writes[0]} <- {tier(self.reads[0])}"
+        if repartitions(self):
+            into = "" if self.op is Op.ALL_REDUCE else f" -> {self.writes[0].form or 'R'}"
+            return f"{self.op.value} {self.reads[0]}{into} over {','.join(map(str, self.group))}"
         text = f"{self.op.value} {span(self.layers)}"
         text += f" mb{self.microbatch}" if self.microbatch >= 0 else ""
         if self.op not in TRANSFERS:  # of an asynchronous program: the version used, or made
@@ -105,6 +110,11 @@ class Instruction(NamedTuple):
         if self.op in SERVICE and self.peer >= 0:
             text += f" {'->' if self.op in (Op.PUSH, Op.REPLY) else '<-'} {self.peer}"
         return text
+
+
+def repartitions(ins: Instruction) -> bool:
+    """Whether this is a collective that gives an output, or the gradient of one, another form. It names no layers."""
+    return bool(ins.group) and len(ins.reads) == 1 and ins.reads[0][0] in MOVED
 
 
 def piece_of(ins: Instruction) -> tuple[int, int] | None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from minipar.errors import PlanError
 from minipar.program import Group
 from minipar.program.edges import Edges
+from minipar.program.forms import PARTIAL, Forms
 from minipar.wording import several
 
 
@@ -26,6 +28,9 @@ class Shape:
     dims     for each group the shapes of its trainable tensors, where they are known
     carries  the layers that keep something of a sequence for its later slices, such as keys and values
     whole    the first layer that cannot take a sequence slice by slice; "": all of them can
+    forms    with tensor parallelism, of each node the forms in which it takes and gives values: `layers` then counts
+             nodes. The sizes in `groups` and `dims` are those of one rank's shards
+    nodes    of each of the model's own layers, into how many nodes it is cut; (): into one
     edges    (from, to) between layers, as `minipar.program.edges.numbered` gives them; (): a chain
     """
 
@@ -38,10 +43,22 @@ class Shape:
     carries: tuple[int, ...] = field(default=(), compare=False)
     whole: str = field(default="", compare=False)
     edges: Edges = ()
+    forms: tuple[Forms, ...] = ()
+    nodes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.layers < 1:
             raise PlanError(f"layers={self.layers}: a model has at least 1 layer")
+
+    @property
+    def own_layers(self) -> int:
+        """How many layers the model itself has."""
+        return len(self.nodes) or self.layers
+
+    @property
+    def firsts(self) -> tuple[int, ...]:
+        """The first node of each of the model's own layers, and the number of all nodes."""
+        return tuple(accumulate(self.nodes or (1,) * self.layers, initial=0))
 
 
 def uniform(layers: int, bytes_per_layer: int = 4) -> Shape:
@@ -55,7 +72,30 @@ def uniform(layers: int, bytes_per_layer: int = 4) -> Shape:
     return Shape(layers, groups, several(layers, "layer"), carries=tuple(range(layers)))
 
 
+def divided(shape: Shape, ranks: int) -> Shape:
+    """A uniform shape whose layers are shared by `ranks` ranks each, as a transformer's block is by Megatron's.
+
+    A layer becomes five nodes: norm, attention, norm, perceptron, sum. The second and the fourth are sharded: they read
+    what is whole, and write partial sums.
+    """
+    sharded = Forms(writes=PARTIAL, grad_writes=PARTIAL)
+    kinds = (Forms(), sharded, Forms(), sharded, Forms())
+    nodes = range(5 * shape.layers)
+    groups = []
+    for node in nodes:
+        whole = shape.groups[node // 5].tensors
+        held = tuple(-(-size // (2 * ranks)) for size in whole) if node % 5 in (1, 3) else ()
+        groups.append(Group((node,), held, form="S" if held else ""))
+    names = tuple(f"{node // 5}.{('norm', 'attention', 'norm', 'perceptron', 'sum')[node % 5]}" for node in nodes)
+    forms = tuple(kinds[node % 5] for node in nodes)
+    title = f"{shape.name}, each on {several(ranks, 'rank')}"
+    return replace(
+        shape, layers=len(nodes), groups=tuple(groups), name=title, names=names, dims=(), carries=(), forms=forms,
+        nodes=(5,) * shape.layers,
+    )  # fmt: skip
+
+
 def frozen(shape: Shape) -> Shape:
     """The same model with nothing to train: its programs run forward only, and keep nothing."""
-    groups = tuple(Group(group.layers, (), sum(group.tensors) + group.frozen) for group in shape.groups)
+    groups = tuple(group._replace(tensors=(), frozen=sum(group.tensors) + group.frozen) for group in shape.groups)
     return replace(shape, groups=groups, dims=())

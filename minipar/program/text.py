@@ -7,7 +7,7 @@ from dataclasses import astuple
 from typing import Any, TypeVar
 
 from minipar.errors import ProgramError
-from minipar.program import Group, Instruction, Op, Part, Program
+from minipar.program import Forms, Group, Instruction, Op, Part, Program
 from minipar.program.consistency import Contract, Local, Serving, Staleness, Synchronous
 from minipar.program.values import Value
 from minipar.program.verify import fields
@@ -38,7 +38,7 @@ def to_json(program: Program) -> dict[str, Any]:
         "microbatches": program.microbatches,
         "steps": program.steps,
         "mesh": [list(axis) for axis in program.mesh],
-        "groups": [[list(g.layers), list(g.tensors), g.frozen] for g in program.groups],
+        "groups": [[list(g.layers), list(g.tensors), g.frozen, *([g.form] if g.form else [])] for g in program.groups],
         "receives_ahead": program.receives_ahead,
         **({} if program.clip is None else {"clip": program.clip}),
         **({} if program.precision == "float32" else {"precision": program.precision}),
@@ -55,9 +55,11 @@ def to_json(program: Program) -> dict[str, Any]:
         **({"selective": True} if program.selective else {}),
         **({} if program.slices == 1 else {"slices": program.slices, "carries": list(program.carries)}),
         **({"edges": [list(edge) for edge in program.edges]} if program.edges else {}),
+        **({"forms": [list(forms) for forms in program.forms]} if program.forms else {}),
+        **({"names": list(program.names)} if program.names else {}),
         "state": [refs(sorted(values)) for values in program.state],
         "ranks": ranks,
-        "values": [list(value) for value in names],
+        "values": [list(value if value.form else value[:4]) for value in names],
     }
 
 
@@ -92,7 +94,7 @@ def from_json(data: dict[str, Any]) -> Program:
         data["microbatches"],
         _read(
             data, "groups",
-            lambda found: tuple(Group(tuple(layers), tuple(tensors), frozen) for layers, tensors, frozen in found),
+            lambda found: tuple(Group(tuple(layers), tuple(tensors), frozen, *form) for layers, tensors, frozen, *form in found),
         ),
         _read(data, "mesh", lambda found: tuple((name, size) for name, size in found)),
         _read(data, "state", sets),
@@ -114,6 +116,8 @@ def from_json(data: dict[str, Any]) -> Program:
         slices=_read(data, "slices", _slices, 1),
         carries=_read(data, "carries", tuple),
         edges=_read(data, "edges", lambda found: tuple((a, b) for a, b in found)),
+        forms=_read(data, "forms", lambda found: tuple(Forms(*each) for each in found)),
+        names=_read(data, "names", tuple),
     )  # fmt: skip
     fields.check_types(program)
     return program

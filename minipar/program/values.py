@@ -45,17 +45,19 @@ class Value(NamedTuple):
     Model state (`param`, `grad`, `optimizer_state`) belongs to no micro-batch and outlives a step: both are -1.
     Of a version of parameters, `step` is the number of updates before.
     Of what a collective receives (`incoming`), `microbatch` is the rank that it comes from.
+    `form` is how the ranks of a tensor-parallel group have it between them (see `forms.py`); "": each has all of it.
     """
 
     kind: str
     index: int  # type: ignore[assignment]
     microbatch: int = -1
     step: int = -1
+    form: str = ""
 
     def __str__(self) -> str:
         if self.kind == "incoming":
             return f"incoming({self.index} of {self.microbatch})"
-        text = f"{self.kind}({self.index})"
+        text = f"{self.kind}({self.index})" + (f"[{self.form}]" if self.form else "")
         if self.microbatch >= 0:
             return f"{text} mb{self.microbatch}"
         return f"{text} v{self.step}" if self.kind == "param" and self.step >= 0 else text

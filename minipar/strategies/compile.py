@@ -8,7 +8,7 @@ A step is made for one replica of the pipeline by all passes, one after another;
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,6 @@ from minipar.program import (
     Forward,
     Instruction,
     Local,
-    Mesh,
     Op,
     Program,
     Serving,
@@ -39,6 +38,7 @@ from minipar.strategies.passes import (
     clip,
     compress,
     data_parallel,
+    forms,
     fuse,
     host_layers,
     layers,
@@ -72,6 +72,8 @@ def passes_of(plan: Plan) -> tuple[Pass, ...]:
         ("priority", priority.sum_by_priority, flushed and several and late),
         ("data_parallel", data_parallel.sum_gradients, flushed and several and not late and not plan.local_steps),
         ("compress", compress.compress, trains and plan.compress != "none"),
+        ("forms", forms.change_forms, plan.tp > 1),
+        ("parts", forms.sum_parts, flushed and plan.tp > 1),
         ("host_layers", host_layers.place, bool(plan.host_layers)),
         ("offload", offload.offload, bool(plan.offload)),
         ("local_steps", local_sgd.average, flushed and plan.local_steps > 0),
@@ -112,18 +114,19 @@ def program_of(
         draft = draft.following()
         for each in passes:
             draft = each(draft)
-        for replica in range(plan.dp):
-            for rank in range(plan.pp):
-                ranks[layout.rank(replica, rank)] += _moved(draft.ranks[rank], replica * plan.pp, plan.pp)
-        for server, row in enumerate(draft.ranks[plan.pp :], plan.dp * plan.pp):
+        for rank in range(layout.mesh.size):
+            place = layout.mesh.coordinates(rank)
+            ranks[rank] += _moved(draft.ranks[place["pp"]], place, layout)
+        for server, row in enumerate(draft.ranks[plan.pp :], layout.mesh.size):
             ranks[server] += row
     return Program(
         tuple(map(tuple, ranks)),
         shape.layers,
         layout.microbatches,
         shape.groups,
-        Mesh(dp=plan.dp, pp=plan.pp),
-        draft.state[: plan.pp] * plan.dp + draft.state[plan.pp :],
+        layout.mesh,
+        tuple(draft.state[layout.mesh.coordinates(rank)["pp"]] for rank in range(layout.mesh.size))
+        + draft.state[plan.pp :],
         steps,
         _contract(plan),
         name=str(plan),
@@ -139,6 +142,8 @@ def program_of(
         slices=plan.cut,
         carries=shape.carries if plan.slice_count > 1 else (),
         edges=shape.edges,
+        forms=shape.forms,
+        names=shape.names if shape.forms else (),
     )
 
 
@@ -200,16 +205,32 @@ def _check(plan: Plan, layout: Layout, actions: Sequence[Sequence[Action]]) -> N
                     )
 
 
-def _moved(instructions: Sequence[Instruction], offset: int, pp: int) -> Sequence[Instruction]:
-    """The same instructions for another replica: peers in the pipeline are its own ranks.
+def _moved(instructions: Sequence[Instruction], place: Mapping[str, int], layout: Layout) -> Sequence[Instruction]:
+    """The same instructions on another place of the mesh: peers in the pipeline are those of its own replica and shard.
 
-    Collectives already name all replicas, and parameter servers are the same ones for all.
+    Sums of gradients already name all replicas, and parameter servers are the same ones for all.
     """
-    if offset == 0:
-        return instructions
-    return [
-        ins._replace(peer=ins.peer + offset, stream=f"{ins.stream.split()[0]} {ins.peer + offset}")
-        if 0 <= ins.peer < pp
-        else ins
-        for ins in instructions
-    ]
+    replica, shard, width = place["dp"], place.get("tp", 0), layout.tp
+    first = layout.rank(replica, 0)
+    if width == 1:
+        if replica == 0:
+            return instructions
+        return [
+            ins._replace(peer=ins.peer + first, stream=f"{ins.stream.split()[0]} {ins.peer + first}")
+            if 0 <= ins.peer < layout.pp
+            else ins
+            for ins in instructions
+        ]
+
+    def moved(ins: Instruction) -> Instruction:
+        word = ins.stream.split()[0]
+        if 0 <= ins.peer < layout.pp:
+            peer = first + ins.peer * width + shard
+            return ins._replace(peer=peer, stream=f"{word} {peer}")
+        if not ins.group or ins.op is Op.NORM:  # (which all ranks join)
+            return ins
+        # Sums over replicas are of equal shards; what sharing ranks do together stays inside of a replica.
+        group = tuple(rank + (first if word == "tp" else shard) for rank in ins.group)
+        return ins._replace(group=group, stream=f"{word} {','.join(map(str, group))}")
+
+    return [moved(ins) for ins in instructions]

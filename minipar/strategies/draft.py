@@ -36,7 +36,8 @@ Seconds = Callable[[Instruction], float]
 # The built-in passes in their order (`compile.passes_of`); one of your own stands behind one of them. Up to "offload"
 # the instructions are layer by layer, and nothing is sent; before "update" there is no STEP among them.
 PLACES = (
-    "layers", "bucket", "checkpoint", "slices", "zero", "priority", "data_parallel", "compress", "host_layers",
+    "layers", "bucket", "checkpoint", "slices", "zero", "priority", "data_parallel", "compress", "forms",
+    "parts", "host_layers",
     "offload", "local_steps", "clip", "parameter_server", "transfers", "update", "fuse", "versions",
 )  # fmt: skip
 

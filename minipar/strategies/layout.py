@@ -66,6 +66,8 @@ def place(placement: Placement, ranks: int, chunks: int, name: str = "") -> tupl
 class Layout:
     """Which rank holds which layers: `dp` replicas of a pipeline of `pp` ranks; `split[s]` layers in stage s.
 
+    tp          how many ranks share each layer; layers are then nodes (`Shape.forms`). Ranks below, and those that the
+                methods give, are the first of those that share
     placement   per rank of a pipeline its stages, by chunk; default: stage r on rank r
     host        the layers that their rank computes on the host, and not on its device
 
@@ -79,6 +81,7 @@ class Layout:
     microbatches: int
     placement: tuple[tuple[int, ...], ...] = field(default=())
     host: frozenset[int] = frozenset()
+    tp: int = 1
 
     def __post_init__(self) -> None:
         if not self.placement:
@@ -86,7 +89,16 @@ class Layout:
 
     def rank(self, replica: int, rank: int) -> int:
         """The rank of the program for a rank of one replica's pipeline."""
-        return Mesh(dp=self.dp, pp=self.pp).rank(dp=replica, pp=rank)
+        return self.mesh.rank(dp=replica, pp=rank)
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """The grid of all ranks that hold layers."""
+        return Mesh(dp=self.dp, pp=self.pp, tp=self.tp) if self.tp > 1 else Mesh(dp=self.dp, pp=self.pp)
+
+    def sharers(self, rank: int) -> tuple[int, ...]:
+        """The ranks of the program that share the layers of a rank of the first replica's pipeline."""
+        return self.mesh.group(self.rank(0, rank), "tp")
 
     def layers(self, stage: int) -> range:
         """The layers of a stage."""

@@ -10,7 +10,7 @@ import operator
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from itertools import islice
+from itertools import accumulate, islice, pairwise
 from typing import Any
 
 from minipar import strategies
@@ -21,7 +21,7 @@ from minipar.errors import PlanError, ProgramError
 from minipar.program import Action, BackwardWeight, Program
 from minipar.program.collector import paused
 from minipar.program.server_rule import Mode
-from minipar.program.shape import Shape, frozen, uniform
+from minipar.program.shape import Shape, divided, frozen, uniform
 from minipar.program.verify.verifier import verify
 from minipar.strategies import as_written, branches, compile, exclusions, keys, segments
 from minipar.strategies.draft import Pass
@@ -41,6 +41,7 @@ class Plan:
 
     dp: int = key(1, whole(1), "replicas of the pipeline; each computes other rows of a batch")
     pp: int = key(1, whole(1), "ranks of the pipeline")
+    tp: int = key(1, whole(1), "ranks that share each layer: they divide its operators (tensor parallelism)")
     schedule: str = key("1f1b", keys.SCHEDULE, "the order of forwards and backwards on each rank")
     microbatches: int = key(1, whole(1), "micro-batches of each replica and round")
     accumulate: int = key(1, whole(1), "rounds of `microbatches` before the optimizer steps")
@@ -209,7 +210,7 @@ class Plan:
     @property
     def ranks(self) -> int:
         """Number of ranks the plan needs."""
-        return self.dp * self.pp + (self.servers if self.sync == "ps" else 0)
+        return self.dp * self.pp * self.tp + (self.servers if self.sync == "ps" else 0)
 
     @property
     def asynchronous(self) -> bool:
@@ -324,16 +325,16 @@ class Plan:
             split, placement = branches.stages(branches.ranks_of(self.place, shape, self.pp), self.pp)
             return Layout(shape, self.dp, self.pp, split, self.total_microbatches, placement, host)
         placement = self.placement()
-        stages = 1 + max(map(max, placement))
-        if self.pp > shape.layers:
-            raise PlanError(f"pp={self.pp}: more stages than layers ({shape.layers}); possible are 1 to {shape.layers}")
-        if stages > shape.layers:
+        stages, layers = 1 + max(map(max, placement)), shape.own_layers
+        if self.pp > layers:
+            raise PlanError(f"pp={self.pp}: more stages than layers ({layers}); possible are 1 to {layers}")
+        if stages > layers:
             raise PlanError(
-                f"pp={self.pp} chunks={len(placement[0])}: {stages} stages, more than layers ({shape.layers}); "
-                f"possible are chunks=1 to {shape.layers // self.pp} where the schedule takes them, or fewer ranks"
+                f"pp={self.pp} chunks={len(placement[0])}: {stages} stages, more than layers ({layers}); "
+                f"possible are chunks=1 to {layers // self.pp} where the schedule takes them, or fewer ranks"
             )
         if self.split is None:
-            even, more = divmod(shape.layers, stages)
+            even, more = divmod(layers, stages)
             split = tuple(even + (s < more) for s in range(stages))
         elif self.split == "auto":
             from minipar.costs.partition import split_by_cost  # (it needs NumPy)
@@ -341,11 +342,15 @@ class Plan:
             split = split_by_cost(costs, shape.layers, stages, self.total_microbatches, shape.edges)
         else:
             split = tuple(int(n) for n in self.split)
-            if sum(split) != shape.layers:
+            if sum(split) != layers:
                 raise PlanError(
-                    f"split={','.join(map(str, split))}: sums to {sum(split)}, but the model has {shape.layers} layers"
+                    f"split={','.join(map(str, split))}: sums to {sum(split)}, but the model has {layers} layers"
                 )
-        return Layout(shape, self.dp, self.pp, split, self.total_microbatches * self.slice_count, placement, host)
+        if shape.nodes and self.split != "auto":
+            ends = [shape.firsts[end] for end in accumulate(split, initial=0)]
+            split = tuple(end - start for start, end in pairwise(ends))
+        microbatches = self.total_microbatches * self.slice_count
+        return Layout(shape, self.dp, self.pp, split, microbatches, placement, host, self.tp)
 
     def compile(
         self,
@@ -375,6 +380,13 @@ class Plan:
             if not hasattr(shape, "__index__"):
                 raise PlanError(f"compile({shape!r}): give a shape (models.shape(name)) or layers=N")
             shape = uniform(operator.index(shape))  # type: ignore[arg-type]
+        if self.tp > 1 and not shape.forms:
+            if shape.dims or any(len(group.layers) > 1 for group in shape.groups):
+                raise PlanError(
+                    f"tp={self.tp}: this shape does not say how its layers are divided; possible is that of "
+                    "minipar.sharding.shard(model, ...), or compile(layers=N)"
+                )
+            shape = divided(shape, self.tp)
         if self.inference:
             shape = frozen(shape)
         layout = self.layout(shape, costs)

@@ -12,9 +12,6 @@ from minipar.strategies.buckets import Bucket, shared
 from minipar.strategies.draft import Draft
 from minipar.strategies.layout import Layout
 
-MOVES = frozenset(("output", "grad_output"))  # kinds of values that go from layer to layer
-
-
 # where ----------------------------------------------------------------------------------------------------------------
 
 

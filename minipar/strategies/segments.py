@@ -90,6 +90,8 @@ def schedules(
         costs = LayerCosts.of(costs)
     _check(choice, layout, costs)
     count = len(layout.split)
+    if isinstance(choice, tuple) and layout.shape.nodes:
+        choice = tuple(layout.shape.firsts[layer] for layer in choice)
     if choice in ("none", "selective"):
         return [()] * count
     parts = [layout.trained(stage) for stage in range(count)]
@@ -108,6 +110,10 @@ def schedules(
         if isinstance(choice, tuple):
             cuts = [part.start, *(layer for layer in choice if part.start < layer < part.stop), part.stop]
             segments = [range(a - part.start, b - part.start) for a, b in pairwise(cuts) if a < b]
+        elif isinstance(choice, int) and layout.shape.nodes:
+            begins = [first for first in layout.shape.firsts if part.start < first < part.stop]
+            cuts = [part.start, *begins[choice - 1 :: choice], part.stop]
+            segments = [range(a - part.start, b - part.start) for a, b in pairwise(cuts)]
         elif isinstance(choice, int):
             segments = every(len(part), choice)
         elif choice == "sqrt" and part:
@@ -131,9 +137,9 @@ def in_flight(actions: Iterable[Action]) -> int:
 
 
 def _check(choice: Checkpoint, layout: Layout, costs: LayerCosts | None) -> None:
-    layers = layout.shape.layers
-    if costs is not None and len(costs.forward) != layers:
-        raise PlanError(f"costs: of {several(len(costs.forward), 'layer')}, but the model has {layers}")
+    layers = layout.shape.own_layers
+    if costs is not None and len(costs.forward) != layout.shape.layers:
+        raise PlanError(f"costs: of {several(len(costs.forward), 'layer')}, but the model has {layout.shape.layers}")
     if isinstance(choice, int) and choice > layers:
         raise PlanError(f"checkpoint={choice}: the model has {several(layers, 'layer')}; possible are 1 to {layers}")
     if isinstance(choice, tuple) and not 0 < choice[0] <= choice[-1] < layers:

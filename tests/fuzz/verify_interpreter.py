@@ -1263,7 +1263,7 @@ class _Collective:
     def run(self) -> None:
         program = self.program
         for value in (v for held in (*program.state, *program.final) for v in held):
-            if value[2:] != (-1, -1) or value.kind != "chunk" or not 0 <= value.index < len(program.chunks):
+            if value[2:] != (-1, -1, "") or value.kind != "chunk" or not 0 <= value.index < len(program.chunks):
                 raise Wrong(f"{value} is no chunk")
         sent: dict[tuple[int, int], list[tuple[tuple[int, ...], list[Counter[int]]]]] = defaultdict(list)
         received: Counter[tuple[int, int]] = Counter()

@@ -1,6 +1,7 @@
 """What every value contains, followed through a program: the verifier's fifth question.
 
-Of a gradient its contributions are followed, a bit for each (layer, replica, micro-batch); of a parameter and of what
+Of a gradient its contributions are followed, a bit for each (layer, replica, micro-batch), and, where every rank that
+shares a layer makes a part of it, one for each part; of a parameter and of what
 its optimizer keeps, the number of their updates. One table, `known[rank][value]`, has both: a copy is an assignment,
 a sum over ranks is a union, and slices are values like wholes, of which a collective makes the other. So a STEP finds
 out whether its gradients are complete, and a forward whether its parameters are those that the contract promises.
@@ -30,6 +31,7 @@ from minipar.program import (
     param,
     param_shard,
     piece_of,
+    repartitions,
     tier,
 )  # fmt: skip
 from minipar.program.diagnostics import at, refuse
@@ -49,6 +51,7 @@ class Contents:
     alone     per rank and group: how many of these updates were done since the last average
     bits      per group and layer: the position of the layer's first contribution bit
     first_bit  per rank: how far behind it those of the rank's replica begin
+    parts     per group: the parts that a gradient is the sum of, of one micro-batch
     """
 
     def __init__(self, program: Program) -> None:
@@ -60,11 +63,12 @@ class Contents:
         self.local = local if program.replicas > 1 else 0
         self.alone: list[dict[int, int]] = [{} for _ in program.ranks]
         self.first_bit = [program.replica(rank) * program.microbatches for rank in range(len(program.ranks))]
+        self.parts = [program.tp if group.form == "P" else 1 for group in program.groups]
         self.bits = [self._slots(g) for g in range(len(program.groups))]
 
     def _slots(self, group: int) -> dict[int, int]:
         """For each layer of a group, the position of its first contribution bit."""
-        size = self.program.replicas * self.program.microbatches
+        size = self.program.replicas * self.program.microbatches * self.parts[group]
         return {layer: k * size for k, layer in enumerate(self.program.groups[group].layers)}
 
     def follow(self, turns: Iterable[Turn]) -> None:
@@ -81,6 +85,8 @@ class Contents:
                 self._check_step(rank, index, ins)
             elif op in COPIES:
                 self._copy(rank, index, ins)
+            elif repartitions(ins):
+                continue  # (its forms are looked at in forms.py, and in step with all ranks by `order`)
             elif ins.group:
                 self.brought[rank, index] = self._bring(rank, ins)
                 if joined:
@@ -183,10 +189,11 @@ class Contents:
         for value in ins.writes:
             kind = value[0]
             if kind == "grad" or kind == "host grad":
-                slots = self.bits[value.index]
+                slots, parts = self.bits[value.index], self.parts[value.index]
                 for layer in ins.layers:
                     if layer in slots:
-                        known[value] = known.get(value, 0) | 1 << (slots[layer] + bit)
+                        own = bit if parts == 1 else bit * parts + self.program.shard(rank)
+                        known[value] = known.get(value, 0) | 1 << (slots[layer] + own)
 
     # collectives
 
@@ -319,7 +326,7 @@ class Contents:
     def _all(self, group: int, rank: int = 0) -> int:
         """Every contribution that the gradient of a group must have before a STEP; where replicas train by themselves,
         of the rank's own."""
-        count = self.program.microbatches
+        count = self.program.microbatches * self.parts[group]
         size = self.program.replicas * count
         if not self.local:
             return (1 << size * len(self.program.groups[group].layers)) - 1
@@ -385,8 +392,10 @@ class Contents:
     def name(self, group: int, mask: int) -> str:
         """The first contribution in a mask, in words."""
         bit = (mask & -mask).bit_length() - 1
+        bit, part = divmod(bit, self.parts[group])
         slot, rest = divmod(bit, self.program.replicas * self.program.microbatches)
         replica, i = divmod(rest, self.program.microbatches)
-        layer = self.program.groups[group].layers[slot]
+        layer = self.program.title(self.program.groups[group].layers[slot])
         whose = f" of replica {replica}" if self.program.replicas > 1 else ""
-        return f"micro-batch {i}{whose} (layer {layer})"
+        which = f"part {part} of " if self.parts[group] > 1 else ""
+        return f"{which}micro-batch {i}{whose} (layer {layer})"

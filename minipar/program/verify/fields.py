@@ -15,6 +15,7 @@ from minipar.errors import PlanError, ProgramError
 from minipar.program import Group, Instruction, Op, Part, Program, Value, home
 from minipar.program import edges as graphs
 from minipar.program.consistency import Local, Serving, Staleness, Synchronous
+from minipar.program.forms import Forms, is_form
 from minipar.wording import several
 
 STATE = (
@@ -52,7 +53,13 @@ def _values(value: object) -> bool:
 
 
 def _is_value(value: object) -> bool:
-    return type(value) is Value and type(value.kind) is str and all(map(_whole, value[1:]))
+    return (
+        type(value) is Value
+        and type(value.kind) is str
+        and all(map(_whole, value[1:4]))
+        and type(value.form) is str
+        and is_form(value.form)
+    )
 
 
 # the program's own fields --------------------------------------------------------------------------------------------
@@ -86,11 +93,18 @@ _OWN: dict[str, Rule] = {
     "slices": (lambda value: _whole(value, 1) or (value != () and _wholes(value, 1)), "how many, or each one's length"),
     "carries": (lambda value: _wholes(value, 0), "a tuple of layers"),
     "edges": (lambda value: type(value) is tuple, "a tuple of pairs of layers"),
+    "forms": (lambda value: _tuple_of(_is_forms, value), "a tuple of Forms for each layer"),
+    "names": (lambda value: _tuple_of(lambda name: type(name) is str, value), "a tuple of texts"),
 }  # fmt: skip
 
 
 def _is_group(value: object) -> bool:
-    return type(value) is Group and _wholes(value.layers, 0) and _wholes(value.tensors, 0) and _whole(value.frozen, 0)
+    wholes = type(value) is Group and _wholes(value.layers, 0) and _wholes(value.tensors, 0)
+    return wholes and _whole(value.frozen, 0) and value.form in ("", "S", "P")  # type: ignore[attr-defined]
+
+
+def _is_forms(value: object) -> bool:
+    return type(value) is Forms and all(type(form) is str and is_form(form) for form in value)
 
 
 def _is_mesh(value: Any) -> bool:
@@ -163,7 +177,7 @@ def check_fields(program: Program) -> None:
 def _check_chunks(program: Program) -> None:
     for rank, held in enumerate((*program.state, *program.final)):
         for value in sorted(held):
-            if value.kind != "chunk" or not 0 <= value.index < len(program.chunks) or value[2:] != (-1, -1):
+            if value.kind != "chunk" or not 0 <= value.index < len(program.chunks) or value[2:] != (-1, -1, ""):
                 which = f"rank {rank % len(program.ranks)} holds {value}"
                 raise ProgramError(f"{which}; possible are chunk(0) to chunk({len(program.chunks) - 1})")
     if not program.state:
@@ -204,6 +218,10 @@ def _check_model(program: Program) -> None:
             raise ProgramError(error.reason) from None
         if right != program.edges:
             raise ProgramError(f"edges={shown(program.edges)}: are numbered in another order; possible is {right}")
+    if program.forms and len(program.forms) != layers:
+        raise ProgramError(f"forms: of {several(len(program.forms), 'layer')}, but the program has {layers}")
+    if program.forms and program.edges:
+        raise ProgramError("forms: of layers in a row only; possible is edges=(), or forms=()")
     count = program.slice_count
     if count > 1 and program.microbatches % count:
         raise ProgramError(

@@ -26,6 +26,7 @@ from minipar.program import (
     BACKWARDS,
     COLLECTIVES,
     COPIES,
+    MOVED,
     SERVICE,
     TIERS,
     Instruction,
@@ -46,7 +47,7 @@ from minipar.program import (
 )
 from minipar.program.collector import paused
 from minipar.program.diagnostics import at, refuse
-from minipar.program.verify import fields, service, slices
+from minipar.program.verify import fields, forms, service, slices
 from minipar.program.verify.contents import Contents
 from minipar.program.verify.contributions import check_contributions, check_moves, result
 from minipar.program.verify.staleness import StaleContents, settled
@@ -97,8 +98,7 @@ def _verify(program: Program) -> None:
 
 
 _ON_LAYERS = (Op.FORWARD, Op.RECOMPUTE, *BACKWARDS)
-_MOVED = ("output", "grad_output")  # what travels between the ranks of a pipeline
-_COPIED = ("saved", "param", "grad", "optimizer_state", "param_shard", "grad_shard", "optimizer_shard", *_MOVED)
+_COPIED = ("saved", "param", "grad", "optimizer_state", "param_shard", "grad_shard", "optimizer_shard", *MOVED)
 
 
 class _State:
@@ -147,7 +147,7 @@ def _check_instructions(program: Program) -> None:
                 if moved[0][2] != i or moved[0][3] != step:
                     raise _mislabelled(program, rank, index, moved[0])
                 for value in moved:
-                    if value[0] not in _MOVED:
+                    if value[0] not in MOVED:
                         reason = f"{at(program, rank, index)} moves {value}; outputs and their gradients travel"
                         raise refuse(program, rank, index, reason)
                     if value[0] == "output" and op is Op.SEND:
@@ -162,6 +162,10 @@ def _check_instructions(program: Program) -> None:
                 continue
             if op in SERVICE and program.serving is not None:
                 continue  # (service.py asks)
+            if group and reads and reads[0][0] in MOVED:
+                forms.check_repartition(program, rank, index)
+                sent.add(reads[0].index)
+                continue
             if (op, layers) not in known:
                 _check_layers(program, rank, index)
                 known[op, layers] = _needs(program, op, layers)
@@ -180,6 +184,8 @@ def _check_instructions(program: Program) -> None:
             for value in writes:
                 if value[:2] not in made and value[0] not in carried:
                     raise refuse(program, rank, index, f"{at(program, rank, index)} cannot make {value}")
+            if program.forms and layers:
+                forms.check_forms(program, rank, index)
             for value in reads + writes:
                 if value[2] >= 0 and (value[2] != i or value[3] != step) and value[0] not in carried:
                     if stream == "compute" and " " in value[0] and value in reads:
@@ -358,7 +364,8 @@ def _check_state_work(
 def _check_slices(program: Program, rank: int, index: int, own: _State) -> None:
     """Slices are of one rank of each replica, in order."""
     ins, where = program.ranks[rank][index], at(program, rank, index)
-    if [program.replica(r) for r in ins.group] != list(range(program.replicas)):
+    shards = {program.shard(r) for r in ins.group}
+    if [program.replica(r) for r in ins.group] != list(range(program.replicas)) or len(shards) > 1:
         reason = f"{where}: slice k is that of replica k; possible is a group of one rank of each replica, ascending"
         raise refuse(program, rank, index, reason)
     for g in ins.layers:
@@ -584,6 +591,8 @@ def _no_producer(program: Program, rank: int, index: int, value: Value) -> Progr
         reason = f"weight half before input half: {where} needs {value}, but rank {rank} does not run that input half"
     elif value.kind == "saved":
         reason = f"backward before forward: {where} needs {value}, but rank {rank} does not run that forward"
+    elif other := forms.in_another_form(program, rank, index, value):
+        reason = f"{where} reads {value}, {other}"
     else:
         own = program.replica(rank)
         others = [r for r in range(len(program.ranks)) if program.replica(r) == own and _producers(program, r, value)]

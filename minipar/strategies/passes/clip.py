@@ -26,7 +26,7 @@ def clip(draft: Draft) -> Draft:
 def _with_norm(update: Sequence[Instruction], layout: Layout) -> list[Instruction]:
     """A rank's STEP, and what follows it, with the norm before it."""
     trained = [rank for rank in range(layout.pp) if layout.trainable(rank)]
-    ranks = tuple(layout.rank(replica, rank) for replica in range(layout.dp) for rank in trained)
+    ranks = tuple(rank for rank in range(layout.mesh.size) if layout.mesh.coordinates(rank)["pp"] in trained)
     steps = [ins for ins in update if ins.op is Op.STEP]
     if not steps:
         return list(update)

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from minipar.errors import PlanError
-from minipar.program import COMPUTE, Instruction, Op, Value, home, host, tier
+from minipar.program import COMPUTE, MOVED, Instruction, Op, Value, home, host, tier
 from minipar.program.shape import Shape
 from minipar.strategies.draft import Draft
 from minipar.strategies.layout import Layout
-from minipar.strategies.rewriting import MOVES, copy_of, of_groups, renamed
+from minipar.strategies.rewriting import copy_of, of_groups, renamed
 
 
 def place(draft: Draft) -> Draft:
@@ -51,7 +51,7 @@ def find(chosen: Sequence[str], shape: Shape) -> frozenset[int]:
 
 def _with_copies(instructions: Sequence[Instruction], layout: Layout) -> list[Instruction]:
     """One rank's instructions, layer by layer, with some of them on the host, and the sums of their gradients."""
-    needed = [{v for v in ins.reads if v.kind in MOVES} for ins in instructions]
+    needed = [{v for v in ins.reads if v.kind in MOVED} for ins in instructions]
     later: set[Value] = set()  # what this rank reads after the instruction, seen from the end
     read_later: list[set[Value]] = []
     for ins, values in zip(reversed(instructions), reversed(needed), strict=True):
@@ -77,7 +77,7 @@ def _with_copies(instructions: Sequence[Instruction], layout: Layout) -> list[In
             there.difference_update(ins.frees)
             continue
         result.append(renamed(ins, host)._replace(stream="host"))
-        for value in (v for v in ins.writes if v.kind in MOVES and v not in ins.frees):
+        for value in (v for v in ins.writes if v.kind in MOVED and v not in ins.frees):
             if value in wanted:
                 there.add(value)
             else:  # for another rank

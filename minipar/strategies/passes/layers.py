@@ -76,7 +76,7 @@ def expand(
     new = tuple.__new__  # (takes half the time of Value or Instruction itself)
 
     def values(kind: str, count: int) -> list[list[Value]]:
-        return [[new(Value, (kind, index, *place)) for place in of] for index in range(count)]
+        return [[new(Value, (kind, index, *place, "")) for place in of] for index in range(count)]
 
     out, kept, left = (values(kind, shape.layers) for kind in ("output", "saved", "saved_weight"))
     gout = values("grad_output", max(shape.layers, len(shape.edges)))

@@ -17,10 +17,9 @@ from operator import itemgetter
 from types import MappingProxyType
 
 from minipar.errors import PlanError
-from minipar.program import Action, Backward, BackwardInput, Forward, Instruction, Op, Value, output, saved
+from minipar.program import MOVED, Action, Backward, BackwardInput, Forward, Instruction, Op, Value, output, saved
 from minipar.strategies.draft import Draft
 from minipar.strategies.layout import Layout
-from minipar.strategies.rewriting import MOVES
 
 
 def send_and_receive(draft: Draft) -> Draft:
@@ -73,11 +72,11 @@ def insert_transfers(
         first = reading[rank] = {}
         for k, ins in enumerate(instructions):
             for value in ins.reads:
-                if value[0] in MOVES and value not in first:
+                if value[0] in MOVED and value not in first:
                     first[value] = k
             for value in ins.writes:
                 # (what comes back from another tier was made before, unless by a layer on the host)
-                if value[0] in MOVES and (ins.op is not FETCH or value not in producer):
+                if value[0] in MOVED and (ins.op is not FETCH or value not in producer):
                     producer[value] = rank, k
     if together:
         last_read = {(r, value): k for r, row in ranks.items() for k, ins in enumerate(row) for value in ins.reads}
@@ -121,7 +120,7 @@ def insert_transfers(
                 messages.append((position, reader, (value,)))
         to, origin = f"send {target}", f"recv {source}"
         for position, reader, values in reversed(messages):
-            _, index, i, step = values[0]
+            _, index, i, step, _ = values[0]
             layers = (index,)
             recv = new(Instruction, (RECV, layers, i, step, (), values, (), origin, source, *REST))
             added[target].append(recv)

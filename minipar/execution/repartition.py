@@ -1,0 +1,82 @@
+"""Collectives on outputs and their gradients, with tensor parallelism: a value gets another form.
+
+    ALL_REDUCE       P -> R      [a] + [b]        ->  a + b on every rank
+    ALL_GATHER       S1 -> R     [a] and [b]      ->  a b, end to end in dimension 1
+    REDUCE_SCATTER   P -> S1     [a c] + [b d]    ->  a + b on one rank, c + d on the other
+    ALL_TO_ALL       S1 -> S2    every rank cuts its shard in dimension 2, and joins what it gets in dimension 1
+
+A value is a tensor, or several of them (`models/tensors.py`); those whose letter stays are not touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minipar.comm.communicator import Communicator
+from minipar.comm.handles import Handle, Then
+from minipar.models.tensors import map_tensors, tensors
+from minipar.program import Instruction, Op, Value
+from minipar.program.forms import letters
+
+Finish = Callable[[], Tensor]  # the tensor in its new form, once the messages are through
+
+
+def start(ins: Instruction, live: dict[Value, Any], comm: Communicator) -> list[Handle]:
+    """Start a collective; the value is there in its new form when all handles were waited for."""
+    (source,), (target,) = ins.reads, ins.writes
+    content = live[source]
+    several = content if isinstance(content, list) else tensors(content)  # (gradients are a list, None among them)
+    handles: list[Handle] = []
+    changed: list[Finish | None] = []
+    before, after = letters(source.form, len(several)), letters(target.form, len(several))
+    for tensor, old, new in zip(several, before, after, strict=True):
+        if old == new or tensor is None:
+            changed.append(None)
+            continue
+        handle, finish = _change(tensor.detach(), old, new, ins, comm)
+        handles.append(handle)
+        changed.append(finish)
+
+    def put() -> None:
+        made = iter([old if finish is None else finish() for old, finish in zip(several, changed, strict=True)])
+        live[target] = list(made) if isinstance(content, list) else _rebuilt(content, made)
+
+    if not handles:
+        put()
+        return []
+    return [*handles[:-1], Then(handles[-1], put)]
+
+
+def _rebuilt(content: Any, made: Iterator[Tensor]) -> Any:
+    return map_tensors(content, lambda _: next(made))
+
+
+def _change(tensor: Tensor, old: str, new: str, ins: Instruction, comm: Communicator) -> tuple[Handle, Finish]:
+    """Start to change one tensor: the message, and what makes the tensor in its new form of it."""
+    count, group = len(ins.group), ins.group
+    if ins.op is Op.ALL_REDUCE:
+        # A copy: autograd may have saved the tensor itself, or what it is a view of.
+        whole = tensor.clone(memory_format=torch.contiguous_format)
+        return comm.iallreduce(whole, group, str(ins)), lambda: whole
+    if ins.op is Op.REDUCE_SCATTER:
+        packed = torch.stack(tensor.chunk(count, int(new[1:])))
+        part = torch.empty_like(packed[0])
+        return comm.ireduce_scatter(packed, part, group), lambda: part
+    if ins.op is Op.ALL_GATHER:
+        parts = torch.empty((count, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+        found = comm.iall_gather(tensor.contiguous().view(-1), parts.view(-1), group)
+        handle = found[0] if found else Handle(None, None, set())
+        return handle, partial(_joined, parts, int(old[1:]))
+    exchanged = torch.stack(tensor.chunk(count, int(new[1:])))
+    got = torch.empty_like(exchanged)
+    return comm.iall_to_all(exchanged, got, group), partial(_joined, got, int(old[1:]))
+
+
+def _joined(parts: Tensor, dim: int) -> Tensor:
+    """Equal parts end to end in one dimension."""
+    return torch.cat(parts.unbind(0), dim)

@@ -1,0 +1,106 @@
+"""Forms: how the ranks of a tensor-parallel group have a value between them.
+
+    R    whole: every rank has all of it
+    P    a partial sum: the value is the sum of what the ranks have
+    M    a partial maximum: the value is the largest of what the ranks have, element by element
+    S0   a shard: rank k has the k-th of equal parts of dimension 0; S1, S2, ... of another dimension
+
+A value of several tensors has a letter for each, such as "R,P". The text is empty where all of them are whole, as are
+the values of every program without tensor parallelism.
+
+A layer that is sharded is cut into nodes where forms change. `Forms` says of a node in which forms it takes and gives
+values. A value that is read in another form than it was written in gets a collective, as one that is read on another
+rank gets a SEND and a RECV:
+
+    written P, read R    ALL_REDUCE               written S1, read R    ALL_GATHER
+    written M, read R    ALL_REDUCE               written S1, read S2   ALL_TO_ALL
+    written P, read S1   REDUCE_SCATTER
+
+Source: the letters are those of GSPMD (Xu et al., 2021) and of torch's DTensor: replicate, partial, shard.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from minipar.program.instructions import Op
+
+WHOLE, PARTIAL, MOST = "R", "P", "M"
+
+
+class Forms(NamedTuple):
+    """The forms in which a node takes and gives values; all of them texts, such as "" or "R,P".
+
+    reads        its input: what the node before it gives
+    writes       its output
+    grad_reads   the gradient of its output, where its backward takes it: a letter for each tensor of numbers with
+                 fractions, since others have no gradient
+    grad_writes  the gradient of its input, as its backward gives it
+    """
+
+    reads: str = ""
+    writes: str = ""
+    grad_reads: str = ""
+    grad_writes: str = ""
+
+
+def letters(form: str, count: int = 0) -> tuple[str, ...]:
+    """The letter of each tensor; of a value that is whole, `count` times "R"."""
+    return tuple(form.split(",")) if form else (WHOLE,) * count
+
+
+def text_of(found: tuple[str, ...]) -> str:
+    """The text of some letters: "" where all tensors are whole."""
+    return "" if all(letter == WHOLE for letter in found) else ",".join(found)
+
+
+def pairs(before: str, after: str) -> list[tuple[str, str]]:
+    """For each tensor of a value its letter before and after."""
+    count = max(len(letters(before)), len(letters(after)))
+    return list(zip(letters(before, count), letters(after, count), strict=True))
+
+
+def is_form(form: str) -> bool:
+    """Whether this text is a form."""
+    return all(
+        letter in (WHOLE, PARTIAL, MOST) or (letter[:1] == "S" and letter[1:].isdigit()) for letter in letters(form)
+    )
+
+
+def collective_of(before: str, after: str) -> Op | None:
+    """The collective that makes a tensor of the one letter into one of the other; None: there is no single one."""
+    if after == WHOLE and before in (PARTIAL, MOST):
+        return Op.ALL_REDUCE
+    if after == WHOLE and before[0] == "S":
+        return Op.ALL_GATHER
+    if before == PARTIAL and after[0] == "S":
+        return Op.REDUCE_SCATTER
+    return Op.ALL_TO_ALL if before[0] == after[0] == "S" else None
+
+
+def steps(written: str, read: str) -> list[tuple[Op | None, str]]:
+    """The collectives that make the value of the one form into one of the other, each with the form behind it.
+
+    Tensors that need the same collective go together. (None, form): no collective makes that of it.
+    """
+    now = [before for before, _ in pairs(written, read)]
+    wanted = [after for _, after in pairs(written, read)]
+    found: list[tuple[Op | None, str]] = []
+    while now != wanted:
+        first = next(k for k, (before, after) in enumerate(zip(now, wanted, strict=True)) if before != after)
+        op = collective_of(now[first], wanted[first])
+        now = [
+            after if before != after and collective_of(before, after) is op else before
+            for before, after in zip(now, wanted, strict=True)
+        ]
+        found.append((op, text_of(tuple(now))))
+    return found
+
+
+_WORDS = {WHOLE: "whole", PARTIAL: "a partial sum", MOST: "a partial maximum"}
+
+
+def in_words(form: str) -> str:
+    """A form as a reader says it: "whole", "a partial sum", "a shard of dimension 1"."""
+    told = [_WORDS.get(letter) or f"a shard of dimension {letter[1:]}" for letter in letters(form, 1)]
+    return told[0] if len(told) == 1 else "(" + ", ".join(told) + ")"

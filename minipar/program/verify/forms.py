@@ -1,0 +1,77 @@
+"""Forms of values, a part of the verifier's first question: with tensor parallelism every instruction reads and writes
+values in the forms that its layers take and give, and collectives change them as they can.
+
+A form is part of a value's name. So a missing collective is a read without a producer, and a doubled one reads what was
+freed: the walks of the other questions find both.
+"""
+
+from __future__ import annotations
+
+from minipar.program import MOVED, Program, Value
+from minipar.program.diagnostics import at, refuse
+from minipar.program.forms import collective_of, in_words, pairs, steps
+
+
+def check_forms(program: Program, rank: int, index: int) -> None:
+    """A compute instruction reads and writes outputs and their gradients in the forms of its layers."""
+    ins = program.ranks[rank][index]
+    for values, written in ((ins.reads, False), (ins.writes, True)):
+        for value in values:
+            if value.kind not in MOVED:
+                continue
+            wanted = program.form_of(value, ins.layers, written=written)
+            if value.form != wanted:
+                verb, layer = ("writes", ins.layers[-1]) if written else ("reads", ins.layers[0])
+                reason = f"{at(program, rank, index)} {verb} {value} as {in_words(value.form)}; layer"
+                who = f"{reason} {program.title(layer)} {verb[:-1]}s it as {in_words(wanted)}"
+                raise refuse(program, rank, index, f"{who}{_lacking(value.form, wanted)}")
+
+
+def check_repartition(program: Program, rank: int, index: int) -> None:
+    """A collective that gives a value another form: of one value, over the ranks that share its layer."""
+    ins = program.ranks[rank][index]
+    where = at(program, rank, index)
+    if len(ins.writes) != 1 or ins.frees != ins.reads or ins.layers:
+        raise refuse(
+            program, rank, index, f"{where}: {ins.op.value} of {ins.reads[0]} reads and frees it, and writes one value"
+        )
+    source, target = ins.reads[0], ins.writes[0]
+    if source._replace(form="") != target._replace(form=""):
+        raise refuse(program, rank, index, f"{where} cannot make {target} of {source}")
+    if (source.microbatch, source.step) != (ins.microbatch, ins.step):
+        raise refuse(program, rank, index, f"{where} is of micro-batch {ins.microbatch}, but names {source}")
+    if ins.group != program.sharers(rank) or len(ins.group) < 2:
+        ranks = ",".join(map(str, program.sharers(rank)))
+        told = f"the ranks that share layer {program.title(program.source(source))}; possible are {ranks}"
+        raise refuse(program, rank, index, f"{where}: its group is not that of {told}")
+    changed = [(before, after) for before, after in pairs(source.form, target.form) if before != after]
+    if not changed:
+        raise refuse(
+            program, rank, index,
+            f"{where} is superfluous: {source} is {in_words(source.form)} before, and after it",
+        )  # fmt: skip
+    for before, after in changed:
+        needed = collective_of(before, after)
+        if needed is not ins.op:
+            reason = f"{where} cannot make {source} of {in_words(before)} into {in_words(after)}"
+            possible = f"; possible is {needed.value}" if needed is not None else ""
+            raise refuse(program, rank, index, reason + possible)
+
+
+def in_another_form(program: Program, rank: int, index: int, value: Value) -> str:
+    """Of a value that nobody makes: what is missing or too much, if it is there in another form; else ""."""
+    plain, made = value._replace(form=""), ""
+    for ins in program.ranks[rank][:index]:
+        for other in ins.writes:
+            if other._replace(form="") == plain and other.form != value.form:
+                made = f"which is there as {in_words(other.form)} only{_lacking(other.form, value.form)}"
+    return made
+
+
+def _lacking(before: str, after: str) -> str:
+    """Which collectives make the one form of the other."""
+    ops = [op for op, _ in steps(before, after)]
+    if not ops or None in ops:
+        return "; no collective makes one of the other"
+    told = " and ".join(op.value for op in ops if op is not None)
+    return f"; {told} is missing between them"

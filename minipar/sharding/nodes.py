@@ -1,0 +1,127 @@
+"""A model whose layers are cut into nodes: one rank's shards of it, as the engine runs them.
+
+    layer 0                     layer 1                         the model's own layers
+    0.0 | 0.1 | 0.2             1.0 | 1.1 | 1.2                 nodes: cut where forms change, forward or backward
+        R   P   R                   R   P   R                   what goes from node to node (`program/forms.py`)
+
+To the engine a node is a layer. It takes what the node before it gave, in the form that its `Forms` say, and computes on
+this rank's shards of parameters. Autograd makes its backward; collectives between nodes are instructions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from minipar.errors import PlanError
+from minipar.program.forms import Forms
+
+
+class Cut(NamedTuple):
+    """Which part of a parameter a rank has: part `index` of `count` equal parts of a dimension.
+
+    pieces   the dimension is made of so many pieces, such as queries, keys and values: the part is of each of them
+    """
+
+    dim: int
+    index: int
+    count: int
+    pieces: int = 1
+
+    def of(self, whole: Tensor) -> Tensor:
+        """This rank's part of a tensor, a copy."""
+        parts = [piece.chunk(self.count, self.dim)[self.index] for piece in whole.chunk(self.pieces, self.dim)]
+        return torch.cat(parts, self.dim)
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """The whole tensor of the parts of all ranks, in their order."""
+        cut = [part.chunk(self.pieces, self.dim) for part in parts]
+        return torch.cat([own[piece] for piece in range(self.pieces) for own in cut], self.dim)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter of a node: its name in the whole model, and which part of it this rank has (None: all of it).
+
+    partial   the rank has all of it, but its backward makes only a part of the gradient
+    """
+
+    name: str
+    cut: Cut | None = None
+    partial: bool = False
+
+    @property
+    def form(self) -> str:
+        """The form of its parameter group (`program.Group`)."""
+        return "P" if self.partial else "S" if self.cut is not None else ""
+
+
+class Node(nn.Module):
+    """One node: what it computes, in which forms, and what its parameters are parts of.
+
+    Subclasses define `forward(value)`, and register their parameters with `hold`.
+    """
+
+    def __init__(self, forms: Forms = Forms(), title: str = "") -> None:
+        super().__init__()
+        self.forms, self.title = forms, title
+        self.held: dict[str, Held] = {}
+
+    def hold(self, own: str, whole: nn.Parameter, held: Held, known: dict[str, nn.Parameter]) -> nn.Parameter:
+        """Register this rank's part of a parameter as `own`. `known`: parts by name, which nodes share if it is tied."""
+        if held.name not in known:
+            part = whole.detach().clone() if held.cut is None else held.cut.of(whole.detach())
+            known[held.name] = nn.Parameter(part, requires_grad=whole.requires_grad)
+            known[held.name].minipar_form = held.form  # type: ignore[attr-defined]  # (parameter_groups asks for it)
+        self.register_parameter(own, known[held.name])
+        self.held[own] = held
+        return known[held.name]
+
+
+class ShardedModel(nn.Sequential):
+    """One rank's nodes of a model, in order. Parameters have the names that they have in the whole model.
+
+    forms   of each node
+    nodes   of each of the model's own layers, into how many nodes it is cut
+    cuts    which part of each parameter, by its name, this rank has; of those that it has whole nothing
+    """
+
+    def __init__(self, layers: Sequence[Sequence[Node]]) -> None:
+        super().__init__(*(node for nodes in layers for node in nodes))
+        self.nodes = tuple(map(len, layers))
+        found: list[Node] = [node for nodes in layers for node in nodes]
+        self.forms = tuple(node.forms for node in found)
+        self.titles = tuple(
+            node.title or f"{layer}.{k}" for layer, nodes in enumerate(layers) for k, node in enumerate(nodes)
+        )
+        self.cuts = {held.name: held.cut for node in found for held in node.held.values() if held.cut is not None}
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As `nn.Module.named_parameters`, with the names of the whole model."""
+        seen: set[int] = set()
+        for node in self:
+            assert isinstance(node, Node)
+            for own, parameter in node.named_parameters():
+                if id(parameter) not in seen or not remove_duplicate:
+                    seen.add(id(parameter))
+                    yield (f"{prefix}." if prefix else "") + node.held[own].name, parameter
+
+
+def local_model(model: nn.Module, index: int, count: int, sample: Any = None) -> ShardedModel:
+    """The nodes that rank `index` of `count` sharing ranks has of a model, an nn.Sequential of layers.
+
+    A layer may say itself how it is cut: `layer.shard(index, count, hold)` gives its nodes.
+    """
+    layers: list[list[Node]] = []
+    known: dict[str, nn.Parameter] = {}
+    for number, (name, layer) in enumerate(model._modules.items()):
+        if not hasattr(layer, "shard"):
+            raise PlanError(f"tp={count}: layer {number} ({name}) does not say how it is cut")
+        layers.append(layer.shard(index, count, name, known))
+    return ShardedModel(layers)

@@ -1,0 +1,113 @@
+"""Forms: a value that is read in another form than it was written in gets a collective.
+
+    F 3 mb0 -> output(3)[P]                      F 3 mb0 | ALL_REDUCE output(3)[P] mb0 over 0,1 | F 4 mb0
+    F 4 mb0 <- output(3)            becomes
+    B 4 mb0 -> grad_output(3)[S1]                B 4 mb0 | ALL_GATHER grad_output(3)[S1] mb0 over 0,1 | B 3 mb0
+    B 3 mb0 <- grad_output(3)
+
+Source: Xu et al., "GSPMD: General and Scalable Parallelization for ML Computation Graphs", 2021. It is to ranks that
+share a layer what `transfers.py` is to those of a pipeline: nobody writes a collective down. Megatron's block (Shoeybi
+et al., 2019) has one behind its attention and one behind its perceptron, forward, and one in front of each, backward.
+
+The gradient of a parameter that every rank has whole, and of which each makes a part, is summed over these ranks, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from minipar.errors import PlanError
+from minipar.program import MOVED, Instruction, Op, Value, grad
+from minipar.program.forms import Forms, in_words, steps
+from minipar.strategies.draft import Draft
+from minipar.strategies.layout import Layout
+from minipar.strategies.rewriting import all_reduce, insert
+
+
+def change_forms(draft: Draft) -> Draft:
+    """A value that is read in another form than it was written in gets a collective."""
+    forms = draft.layout.shape.forms
+    return draft.each(lambda rank, row: _with_collectives(row, forms, draft.layout.sharers(rank)))
+
+
+def _with_collectives(row: Sequence[Instruction], forms: Sequence[Forms], ranks: tuple[int, ...]) -> list[Instruction]:
+    last = len(forms) - 1
+
+    def named(value: Value, layers: Sequence[int], written: bool) -> Value:
+        """The value in the form in which an instruction on these layers has it."""
+        if value.kind == "output":
+            own = value.index in layers
+            form = forms[value.index].writes if own else forms[value.index + 1].reads
+        elif value.kind == "grad_output":
+            form = forms[value.index + 1].grad_writes if written else forms[value.index].grad_reads
+        else:
+            return value
+        return value._replace(form=form) if form else value
+
+    result: list[Instruction] = []
+    for ins in row:
+        reads, writes, frees = (
+            tuple([named(value, ins.layers, written) for value in values])
+            for values, written in ((ins.reads, False), (ins.writes, True), (ins.frees, False))
+        )
+        result.append(ins._replace(reads=reads, writes=writes, frees=frees))
+        for plain, value in zip(ins.writes, writes, strict=True):
+            if value.kind not in MOVED or plain in ins.frees:
+                continue
+            if value.kind == "output":
+                if value.index == last:
+                    continue  # only the layer's own backward reads it
+                wanted = forms[value.index + 1].reads
+            else:
+                wanted = forms[value.index].grad_reads
+            result += repartition(value, wanted, ranks)
+    return result
+
+
+def repartition(value: Value, form: str, ranks: tuple[int, ...]) -> list[Instruction]:
+    """The collectives that give a value another form, one after another. PlanError if there are none that can."""
+    found = []
+    for op, after in steps(value.form, form):
+        if op is None:
+            raise PlanError(f"{value}: is {in_words(value.form)}, and no collective makes it {in_words(form)}")
+        target = value._replace(form=after)
+        moved = (value,), (target,), (value,)
+        found.append(Instruction(op, (), value.microbatch, value.step, *moved, _stream(ranks), -1, ranks))
+        value = target
+    return found
+
+
+def sum_parts(draft: Draft) -> Draft:
+    """Gradients of which every sharing rank makes a part are summed over these ranks, before others use them."""
+    layout = draft.layout
+    partial = frozenset(g for g, group in enumerate(layout.shape.groups) if group.form == "P")
+    return draft.each(lambda rank, row: _with_sums(row, partial, layout, layout.sharers(rank), draft.step))
+
+
+def _with_sums(
+    row: Sequence[Instruction], partial: frozenset[int], layout: Layout, ranks: tuple[int, ...], step: int
+) -> list[Instruction]:
+    wanted = {grad(g) for g in partial}
+    open_: dict[Value, int] = {}  # where each of them was last added to
+    places: dict[int, list[int]] = {}
+
+    def close(values: Iterable[Value]) -> None:
+        for value in values:
+            places.setdefault(open_.pop(value), []).append(value.index)
+
+    for k, ins in enumerate(row):
+        if ins.group or ins.op is Op.OFFLOAD:  # it uses the gradient as it is
+            close([value for value in ins.reads if value in open_])
+        else:
+            open_.update({value: k for value in ins.writes if value in wanted})
+    close(list(open_))
+    return insert(row, after={k: [_sum(sorted(found), layout, ranks, step)] for k, found in places.items()})
+
+
+def _sum(groups: Sequence[int], layout: Layout, ranks: tuple[int, ...], step: int) -> Instruction:
+    # One message for each tensor: a buffer that gradients lie in is that of the sum over replicas.
+    return all_reduce(groups, layout, ranks, step, "none")._replace(stream=_stream(ranks))
+
+
+def _stream(ranks: tuple[int, ...]) -> str:
+    return "tp " + ",".join(map(str, ranks))
