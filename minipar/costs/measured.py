@@ -50,6 +50,14 @@ class Profile:
     saved_weight_bytes what the input half leaves for the weight half, the layer's input and gradients included
     recompute          median seconds of the layer's forward in a recomputation that ends with it: operations whose
                        numbers no backward needs are left out. Measured when asked for
+
+    With tensor parallelism layers are nodes, on one rank's shards. `output_bytes` is then of the form that a node
+    writes, `grad_output_bytes` of the one that its backward reads, and of each node there are:
+
+    read_bytes         its output in the form that the next node reads
+    grad_written_bytes the gradient of its output in the form that the next node's backward writes
+    changing_bytes     those tensors of its output that change their form, as they are before
+    grad_changing_bytes the same of the gradient of its output
     """
 
     forward: dict[int, tuple[float, ...]]
@@ -70,6 +78,10 @@ class Profile:
     carry_bytes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     grad_carry_bytes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     recompute: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    read_bytes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    grad_written_bytes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    changing_bytes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    grad_changing_bytes: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """One JSON object; `from_json` reads it."""

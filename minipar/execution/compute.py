@@ -89,6 +89,9 @@ class Compute:
         self.loss = MeanLoss(loss, program, rank)
         self.finite: Finite | None = None
         self.sizes: Sizes = {}
+        self.form_sizes: dict[
+            tuple[str, int, int, str], int
+        ] = {}  # the same of values in another form, and what changes
         self.kept: dict[Key, SavedTensors] = {}
         self.left: dict[Key, list[Arrived]] = {}  # between the halves of a backward
         self.trained: dict[tuple[int, ...], list[Tensor]] = {}
@@ -358,6 +361,12 @@ class Compute:
         key = (value.kind, self.program.source(value), self.rows.count(value))
         if key not in self.sizes:
             self.sizes[key] = count_bytes(content)
+
+    def weigh_form(self, value: Value, content: Any) -> None:
+        """Note the size of an output or a gradient in a form that a collective has given it."""
+        key = value.kind, value.index, self.rows.count(value), value.form
+        if key not in self.form_sizes:
+            self.form_sizes[key] = count_bytes(content)
 
     def data_bytes(self) -> int:
         """Bytes of input rows and targets that this rank keeps for its part of the batch."""

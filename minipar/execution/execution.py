@@ -53,8 +53,9 @@ from minipar.prediction.emulated import EmulatedCosts
 from minipar.prediction.oversubscription import available_cores, best_way
 from minipar.prediction.profiled import ProfiledCosts, microbatch_rows
 from minipar.prediction.recorded import Tapes
-from minipar.program import Action, Local, Op, Program, Synchronous, Value, collectives
+from minipar.program import Action, Local, Op, Program, Synchronous, Value, collectives, repartitions
 from minipar.program.collectives.moves import Algorithm
+from minipar.program.comm_volume import changing
 from minipar.program.shape import Shape
 from minipar.program.verify.verifier import verify
 from minipar.sharding.nodes import Cut, ShardedModel, local_model
@@ -460,6 +461,7 @@ def _way(program: Program, ranks: int) -> int:
 def _sizes(executor: Executor) -> dict[Value, int]:
     """Bytes of every value of a rank's program, as they were in the pass before."""
     named = {value for ins in executor.instructions for value in (*ins.reads, *ins.writes)}
+    named |= {changing(ins) for ins in executor.instructions if repartitions(ins)}
     return {value: executor.size(value) for value in named | executor.program.state[executor.comm.rank]}
 
 
@@ -500,6 +502,9 @@ def profile_job(
         check_update(update, sliced)
     optimizer = update.of_group(update.largest)
     model = built.to(worker.context().device)
+    whole = model
+    if plan.tp > 1:
+        model = job.share(whole, 0, plan.tp)
     (x, y), of = job.sample(max(rows))
     if plan.precision == "bf16":
         check_narrow(model)
@@ -509,11 +514,14 @@ def profile_job(
     loss = mean if plan.precision == "float32" else partial(_single, mean)
     layers = [row_major(layer) for layer in layers_of(model)]
     check_parameters(layers)
-    tried = _try_loss(job, model, x, plan.precision, parts)
+    tried = _try_loss(job, whole, x, plan.precision, parts)
     if plan.checkpoint == "selective":
         selective_checkpoint.check(layers)
     selective_checkpoint.choose(layers, plan.checkpoint == "selective")
-    shape = replace(shape_of(layers), names=tuple(model._modules), edges=edges_of(model))
+    if isinstance(model, ShardedModel):
+        shape = shape_of(model)
+    else:
+        shape = replace(shape_of(layers), names=tuple(model._modules), edges=edges_of(model))
     slices, threads = ranges_of(plan, shape, [x, y]), torch.get_num_threads()
     again = plan.checkpoint not in ("none", "selective")
     measured = profile(cast(nn.Sequential, model), (x, y), loss, rows, 3, threads, optimizer, slices, again)
@@ -524,7 +532,7 @@ def profile_job(
             torch.device(worker.context().device), plan.offload_to == "disk", plan.offload_folder or None
         )
     sizes = tuple(count_bytes(part) * of // max(1, count_rows(part)) for part in (x, y))
-    sensitive = split_sensitive(model, x)
+    sensitive = split_sensitive(whole, x)
     return Facts(shape, measured, (sizes[0], sizes[1]), sensitive, tapes, copies, update.scheduler, *tried)
 
 

@@ -359,7 +359,11 @@ class Executor:
         share = 1.0
         if isinstance(self.program.contract, Local):
             share = self.compute.rows.share(ins.step, ins.step % self.program.contract.steps + 1)
-        handles = repartition.start(ins, self.live, self.comm) if repartitions(ins) else self.state.start(ins, share)
+        handles = (
+            repartition.start(ins, self.live, self.comm, self.compute.weigh_form)
+            if repartitions(ins)
+            else self.state.start(ins, share)
+        )
         ends, device, group = self.ends, self.device, ins.group
         joined = device.join(index, group, self.comm) if device is not None and device.delays.links else None
 
@@ -426,5 +430,8 @@ class Executor:
         """Bytes of a value on this rank, as measured when it was there."""
         value = home(value)
         if value.microbatch >= 0:
+            found = self.compute.form_sizes.get((value.kind, value.index, self.compute.rows.count(value), value.form))
+            if found is not None:
+                return found
             return self.compute.sizes.get((value.kind, self.program.source(value), self.compute.rows.count(value)), 0)
         return self.state.size(value)

@@ -21,13 +21,19 @@ from minipar.comm.communicator import Communicator
 from minipar.comm.handles import Handle, Then
 from minipar.models.tensors import map_tensors, tensors
 from minipar.program import Instruction, Op, Value
+from minipar.program.comm_volume import changing
 from minipar.program.forms import letters
 
 Finish = Callable[[], Tensor]  # the tensor in its new form, once the messages are through
 
 
-def start(ins: Instruction, live: dict[Value, Any], comm: Communicator) -> list[Handle]:
-    """Start a collective; the value is there in its new form when all handles were waited for."""
+def start(
+    ins: Instruction, live: dict[Value, Any], comm: Communicator, weigh: Callable[[Value, Any], None]
+) -> list[Handle]:
+    """Start a collective; the value is there in its new form when all handles were waited for.
+
+    weigh   notes how large the value is in its new form, and what of it changes
+    """
     (source,), (target,) = ins.reads, ins.writes
     content = live[source]
     several = content if isinstance(content, list) else tensors(content)  # (gradients are a list, None among them)
@@ -45,7 +51,9 @@ def start(ins: Instruction, live: dict[Value, Any], comm: Communicator) -> list[
     def put() -> None:
         made = iter([old if finish is None else finish() for old, finish in zip(several, changed, strict=True)])
         live[target] = list(made) if isinstance(content, list) else _rebuilt(content, made)
+        weigh(target, live[target])
 
+    weigh(changing(ins), [t for t, old, new in zip(several, before, after, strict=True) if old != new])
     if not handles:
         put()
         return []
@@ -75,6 +83,25 @@ def _change(tensor: Tensor, old: str, new: str, ins: Instruction, comm: Communic
     exchanged = torch.stack(tensor.chunk(count, int(new[1:])))
     got = torch.empty_like(exchanged)
     return comm.iall_to_all(exchanged, got, group), partial(_joined, got, int(old[1:]))
+
+
+def alone(content: Any, before: str, after: str, count: int) -> Any:
+    """A value of the shapes that it would have in another form, made by one rank alone: for measuring, since its
+    numbers are not those of the other ranks."""
+    found = tensors(content)
+    changed = iter(
+        [
+            _shaped(tensor, old, new, count)
+            for tensor, old, new in zip(found, letters(before, len(found)), letters(after, len(found)), strict=True)
+        ]
+    )
+    return _rebuilt(content, changed)
+
+
+def _shaped(tensor: Tensor, old: str, new: str, count: int) -> Tensor:
+    if old != new and old[0] == "S":
+        tensor = torch.cat([tensor] * count, int(old[1:]))
+    return tensor.chunk(count, int(new[1:]))[0].contiguous() if old != new and new[0] == "S" else tensor
 
 
 def _joined(parts: Tensor, dim: int) -> Tensor:

@@ -19,8 +19,8 @@ from minipar.costs.protocol import Costs
 from minipar.costs.unit import UnitCosts
 from minipar.errors import PlanError
 from minipar.prediction.profiled import ProfiledCosts
-from minipar.program import COPIES, SERVICE, Instruction, Op, Program, Value
-from minipar.program.comm_volume import carried, hops
+from minipar.program import COPIES, SERVICE, Instruction, Op, Program, Value, repartitions
+from minipar.program.comm_volume import carried, changing, hops, whole_of
 
 
 def as_emulated(profile: Profile, spec: DeviceSpec | None) -> Profile:
@@ -111,6 +111,10 @@ class EmulatedCosts:
         # A ring: each rank sends n - 1 messages for each hop, (n - 1) / n of the bytes together.
         n = len(ins.group)
         size: float = sum(part.bytes for part in ins.parts)
+        if repartitions(ins):
+            size = whole_of(ins, self._own("the size of a message").size(ins.group[0], changing(ins)))
+            occupied = hops(ins) * (n - 1) / n * size / self.spec.bandwidth if self.spec.bandwidth else 0.0
+            return hops(ins) * (n - 1) * (self.spec.latency or 0.0) + occupied
         if ins.op is Op.ALL_REDUCE:
             size = sum(sum(self.program.groups[g].tensors) for g in ins.layers) * carried(ins, self.program)
             if self.program.algorithm:

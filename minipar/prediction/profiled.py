@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from minipar.costs.measured import Profile
 from minipar.costs.rates import ORDINARY, Calibration, Copies
-from minipar.program import COMPUTE, COPIES, SERVICE, Instruction, Op, Program, Value, home, output, tier
-from minipar.program.comm_volume import carried, hops, summed
+from minipar.program import COMPUTE, COPIES, SERVICE, Instruction, Op, Program, Value, home, output, repartitions, tier
+from minipar.program.comm_volume import carried, changes, changing, hops, summed, whole_of
 from minipar.program.rows import split_rows
 from minipar.strategies.shares import shares_of
 
@@ -132,8 +132,13 @@ class ProfiledCosts:
     def collective(self, ins: Instruction) -> float:
         n = len(ins.group)
         size: float = sum(part.bytes for part in ins.parts)
-        if ins.op is Op.ALL_REDUCE:
+        if ins.op is Op.ALL_REDUCE and not repartitions(ins):
             size = sum(self.size(ins.group[0], value) for value in summed(ins)) * carried(ins, self.program)
+        if repartitions(ins):
+            size = whole_of(ins, self.size(ins.group[0], changing(ins)))
+            if self.calibration is not None:
+                return hops(ins) / 2 * self.calibration.sum_over(n, size)
+            return hops(ins) * ((n - 1) * self.latency + (n - 1) / n * size / self.bandwidth)
         if self.program.algorithm and ins.op is Op.ALL_REDUCE:
             return len(ins.parts) * self._by_algorithm(n, round(size / max(1, len(ins.parts))))
         if self.calibration is not None:  # of sums, in which the bytes travel twice
@@ -154,6 +159,8 @@ class ProfiledCosts:
             return self._size_on_server(rank, value)
         if value.microbatch >= 0:
             rows = self.rows(rank, value.microbatch)
+            if self.program.forms and (table := self._table_of(value)):
+                return table[rows][value.index] if rows else 0
             tables = {
                 "output": self.profile.output_bytes,
                 "grad_output": self.profile.grad_output_bytes,
@@ -173,6 +180,17 @@ class ProfiledCosts:
                 return 2 * (sizes[value.kind][value.index] + self.profile.gradient_bytes[value.index])
             return sizes[value.kind][value.index]
         return self._size_of_slice(value)
+
+    def _table_of(self, value: Value) -> dict[int, tuple[int, ...]]:
+        """With tensor parallelism, the sizes of an output or a gradient that is not in its own node's form."""
+        forms, profile = self.program.forms, self.profile
+        if changes(value):
+            return profile.changing_bytes if changes(value) == "output" else profile.grad_changing_bytes
+        if value.kind == "output" and value.form != forms[value.index].writes:
+            return profile.read_bytes
+        if value.kind == "grad_output" and value.form != forms[value.index].grad_reads:
+            return profile.grad_written_bytes
+        return {}
 
     def _size_on_server(self, rank: int, value: Value) -> int:
         """Bytes of a parameter server's part of a group: parameters, a gradient, or what its optimizer keeps."""

@@ -4,11 +4,29 @@ from __future__ import annotations
 
 from minipar.program import Instruction, Op, Program, Value, grad, piece_of
 
+_CHANGING = "changing_"
+
 
 def summed(ins: Instruction) -> tuple[Value, ...]:
     """The gradients that an ALL_REDUCE sums; where it averages parameters, the gradients of the same size."""
     read = (value for value in ins.reads if value.kind != "residual")
     return tuple(grad(value.index) if value.kind == "param" else value for value in read)
+
+
+def changing(ins: Instruction) -> Value:
+    """What a collective that gives a value another form works on: those tensors of the value whose form changes, as
+    this rank has them before. Nothing reads it; costs and traces know its size."""
+    return ins.reads[0]._replace(kind=_CHANGING + ins.reads[0].kind)
+
+
+def changes(value: Value) -> str:
+    """The kind of value of which this is the part that changes its form; "" of any other value."""
+    return value.kind.removeprefix(_CHANGING) if value.kind.startswith(_CHANGING) else ""
+
+
+def whole_of(ins: Instruction, part: float) -> float:
+    """Bytes of the tensor that such a collective works on, when a rank has `part` bytes of it before."""
+    return part * (len(ins.group) if ins.op is Op.ALL_GATHER else 1)
 
 
 def carried(ins: Instruction, program: Program) -> float:

@@ -94,7 +94,9 @@ def from_json(data: dict[str, Any]) -> Program:
         data["microbatches"],
         _read(
             data, "groups",
-            lambda found: tuple(Group(tuple(layers), tuple(tensors), frozen, *form) for layers, tensors, frozen, *form in found),
+            lambda found: tuple(
+                Group(tuple(layers), tuple(tensors), frozen, *form) for layers, tensors, frozen, *form in found
+            ),
         ),
         _read(data, "mesh", lambda found: tuple((name, size) for name, size in found)),
         _read(data, "state", sets),

@@ -4,8 +4,8 @@
     0.0 | 0.1 | 0.2             1.0 | 1.1 | 1.2                 nodes: cut where forms change, forward or backward
         R   P   R                   R   P   R                   what goes from node to node (`program/forms.py`)
 
-To the engine a node is a layer. It takes what the node before it gave, in the form that its `Forms` say, and computes on
-this rank's shards of parameters. Autograd makes its backward; collectives between nodes are instructions.
+To the engine a node is a layer. It takes what the node before it gave, in the form that its `Forms` say, and computes
+on this rank's shards of parameters. Autograd makes its backward; collectives between nodes are instructions.
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ class Cut(NamedTuple):
         return torch.cat([own[piece] for piece in range(self.pieces) for own in cut], self.dim)
 
 
+_ALL_WHOLE = Forms()
+
+
 @dataclass(frozen=True)
 class Held:
     """A parameter of a node: its name in the whole model, and which part of it this rank has (None: all of it).
@@ -66,13 +69,13 @@ class Node(nn.Module):
     Subclasses define `forward(value)`, and register their parameters with `hold`.
     """
 
-    def __init__(self, forms: Forms = Forms(), title: str = "") -> None:
+    def __init__(self, forms: Forms = _ALL_WHOLE, title: str = "") -> None:
         super().__init__()
         self.forms, self.title = forms, title
         self.held: dict[str, Held] = {}
 
     def hold(self, own: str, whole: nn.Parameter, held: Held, known: dict[str, nn.Parameter]) -> nn.Parameter:
-        """Register this rank's part of a parameter as `own`. `known`: parts by name, which nodes share if it is tied."""
+        """Register this rank's part of a parameter as `own`. `known`: parts by name, which tied nodes share."""
         if held.name not in known:
             part = whole.detach().clone() if held.cut is None else held.cut.of(whole.detach())
             known[held.name] = nn.Parameter(part, requires_grad=whole.requires_grad)
@@ -88,11 +91,12 @@ class ShardedModel(nn.Sequential):
     forms   of each node
     nodes   of each of the model's own layers, into how many nodes it is cut
     cuts    which part of each parameter, by its name, this rank has; of those that it has whole nothing
+    count   how many ranks share them
     """
 
-    def __init__(self, layers: Sequence[Sequence[Node]]) -> None:
+    def __init__(self, layers: Sequence[Sequence[Node]], count: int) -> None:
         super().__init__(*(node for nodes in layers for node in nodes))
-        self.nodes = tuple(map(len, layers))
+        self.nodes, self.count = tuple(map(len, layers)), count
         found: list[Node] = [node for nodes in layers for node in nodes]
         self.forms = tuple(node.forms for node in found)
         self.titles = tuple(
@@ -124,4 +128,4 @@ def local_model(model: nn.Module, index: int, count: int, sample: Any = None) ->
         if not hasattr(layer, "shard"):
             raise PlanError(f"tp={count}: layer {number} ({name}) does not say how it is cut")
         layers.append(layer.shard(index, count, name, known))
-    return ShardedModel(layers)
+    return ShardedModel(layers, count)

@@ -15,8 +15,8 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minipar.errors import MiniparError
-from minipar.program import COLLECTIVES, COMPUTE, Instruction, Op, Program, Value, version_of
-from minipar.program.comm_volume import carried, hops, summed
+from minipar.program import COLLECTIVES, COMPUTE, Instruction, Op, Program, Value, repartitions, version_of
+from minipar.program.comm_volume import carried, changing, hops, summed, whole_of
 from minipar.program.verify import service
 from minipar.program.verify.staleness import alive
 from minipar.trace.lifetimes import lifetimes
@@ -250,6 +250,8 @@ class Trace:
 
     def whole(self, rank: int, ins: Instruction) -> int:
         """Bytes of the tensor that a collective works on."""
+        if repartitions(ins):
+            return round(whole_of(ins, self.size(rank, changing(ins))))
         if ins.op is Op.ALL_REDUCE:
             return round(sum(self.size(rank, value) for value in summed(ins)) * carried(ins, self.program))
         return sum(part.bytes for part in ins.parts)

@@ -187,6 +187,7 @@ def _counters(trace: Trace, now: Nanoseconds) -> Iterable[Entry]:
 
 COSTUMES = {
     Op.ALL_REDUCE: "ncclDevKernel_AllReduce",
+    Op.ALL_TO_ALL: "ncclDevKernel_SendRecv",
     Op.SEND: "ncclDevKernel_SendRecv",
     Op.RECV: "ncclDevKernel_SendRecv",
     Op.OFFLOAD: "Memcpy DtoH",

@@ -15,6 +15,7 @@ _NAMES = {
     Op.ALL_REDUCE: "allreduce",
     Op.REDUCE_SCATTER: "reduce_scatter",
     Op.ALL_GATHER: "all_gather",
+    Op.ALL_TO_ALL: "all_to_all",
     Op.NORM: "allreduce",
 }
 

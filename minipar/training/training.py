@@ -443,7 +443,7 @@ def _of_layers(plan: Plan) -> Plan:
         return plan
     selective = "selective" if plan.checkpoint == "selective" else "none"
     away = {"offload": plan.offload, "offload_to": plan.offload_to, "offload_folder": plan.offload_folder}
-    return Plan(precision=plan.precision, checkpoint=selective, **away)  # type: ignore[arg-type]
+    return Plan(precision=plan.precision, checkpoint=selective, tp=plan.tp, **away)  # type: ignore[arg-type]
 
 
 def predict(

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from minipar.costs.measured import Profile
 from minipar.errors import MiniparError, PlanError
-from minipar.execution import naming_layers, sliced
+from minipar.execution import naming_layers, repartition, sliced
 from minipar.execution.measuring.weighing import Weights, weigh
 from minipar.execution.split_backward import input_half, left, weight_half
 from minipar.execution.tails import Tails
@@ -43,6 +43,7 @@ from minipar.models.tensors import (
     tensors,
 )
 from minipar.program.edges import wiring
+from minipar.program.forms import Forms, pairs
 
 Loss = Callable[[Any], Tensor]
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -86,6 +87,7 @@ def profile(
 
     Errors: `PlanError` for rows that the batch cannot give, or less than 1 repeat.
     """
+    between = Between(getattr(model, "forms", ()), getattr(model, "count", 1))
     layers, names = list(model), naming_layers.names_of(model)
     if repeats < 1:
         raise PlanError(f"repeats={repeats}: must be at least 1")
@@ -106,7 +108,8 @@ def profile(
                 given, wanted = (value, target) if tokens is None else sliced.pick((value, target), tokens)
                 here = None if tokens is None else (tokens.start, j < len(slices) - 1, carried)
                 costs[key] = []
-                for run in _runs(layers, inputs, given, (loss, wanted), trainable_from, here, names):
+                found = between.anew(key)
+                for run in _runs(layers, inputs, given, (loss, wanted), trainable_from, found, here, names):
                     if recompute and tokens is None:
                         for each in run:
                             each.recompute(repeats, clock)
@@ -135,6 +138,7 @@ def profile(
         carry_bytes=table(lambda c: c.weights.carry),
         grad_carry_bytes=table(lambda c: c.weights.grad_carry),
         recompute=table(lambda c: c.recompute) if recompute and not slices else {},
+        **between.tables(),
     )
 
 
@@ -171,6 +175,56 @@ def slice_times(
             key = rows * len(slices) + len(slices) - 1
             found[length, context] = sum(measured.forward[key]) + sum(measured.backward[key])
     return found
+
+
+# forms ----------------------------------------------------------------------------------------------------------------
+
+
+class Between:
+    """What lies between the nodes of a sharded model: collectives, of which one rank alone knows only the sizes."""
+
+    def __init__(self, forms: Sequence[Forms], count: int) -> None:
+        self.forms, self.count = forms, count
+        self.found: dict[int, list[tuple[int, int, int, int]]] = {}
+
+    def anew(self, key: int) -> Callable[[int, Any], Any]:
+        """A new pass through all nodes, with other rows. Gives a function of a node and what was written for it."""
+        sizes = self.found[key] = []
+
+        def change(node: int, written: Any) -> Any:
+            if not self.forms:
+                return written
+            before, after = self.forms[node - 1], self.forms[node]
+            read = repartition.alone(written, before.writes, after.reads, self.count)
+            gradients = differentiable(read)
+            sizes.append(
+                (
+                    count_bytes(read),
+                    count_bytes(gradients),
+                    _changed(tensors(written), before.writes, after.reads),
+                    _changed(gradients, after.grad_writes, before.grad_reads),
+                )
+            )
+            return read
+
+        return change
+
+    def tables(self) -> dict[str, dict[int, tuple[int, ...]]]:
+        """Those of `Profile`, by their names; the last node's output is read by nobody."""
+        if not self.forms:
+            return {}
+        names = ("read_bytes", "grad_written_bytes", "changing_bytes", "grad_changing_bytes")
+        return {
+            name: {key: (*(size[k] for size in sizes), 0) for key, sizes in self.found.items()}
+            for k, name in enumerate(names)
+        }
+
+
+def _changed(found: Sequence[Tensor], before: str, after: str) -> int:
+    """Bytes of the tensors that change their form."""
+    if before == after:
+        return 0
+    return count_bytes([t for t, (old, new) in zip(found, pairs(before, after), strict=True) if old != new])
 
 
 # one layer ------------------------------------------------------------------------------------------------------------
@@ -253,12 +307,14 @@ def _runs(
     value: Any,
     final: tuple[Callable[[Any, Any], Tensor], Any],
     trainable_from: int,
+    between: Callable[[int, Any], Any],
     here: tuple[int, bool, dict[int, Any]] | None = None,
     names: Sequence[str] = (),
 ) -> Iterator[list[_Measured]]:
     """Neighbouring layers that are timed together, each weighed and warmed up: as many as keep `_KEPT` bytes.
 
     inputs   for each layer those whose outputs it reads
+    between  of a layer and its input, as others have written it: as this layer reads it
     here     of a slice of sequences its first token, whether there is a next one, and by layer what was carried on
     """
     made: dict[int, Any] = {}
@@ -269,6 +325,7 @@ def _runs(
         layer, last = copy.deepcopy(layer), l == len(layers) - 1
         if l:
             value = made[inputs[l][0]] if len(inputs[l]) == 1 else tuple(made[a] for a in inputs[l])
+            value = between(l, value)
             made = {a: output for a, output in made.items() if until[a] > l}
         loss = partial(_of_output, *final) if last else None
         given = detach(value, l > trainable_from)
