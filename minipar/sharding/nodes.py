@@ -10,6 +10,7 @@ on this rank's shards of parameters. Autograd makes its backward; collectives be
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -36,6 +37,27 @@ class Cut(NamedTuple):
         """This rank's part of a tensor, a copy."""
         parts = [piece.chunk(self.count, self.dim)[self.index] for piece in whole.chunk(self.pieces, self.dim)]
         return torch.cat(parts, self.dim)
+
+    def whole_shape(self, local: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        return (*local[: self.dim], local[self.dim] * self.count, *local[self.dim + 1 :])
+
+    def local_shape(self, whole: Sequence[int]) -> tuple[int, ...]:
+        """The shape of one rank's part."""
+        return (*whole[: self.dim], whole[self.dim] // self.count, *whole[self.dim + 1 :])
+
+    def runs(self, whole: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Where elements `begin` to `end` of this rank's part are in the whole tensor, in memory order: for each run of
+        neighbours its place in the whole, its place in the part, and its length."""
+        inner = math.prod(whole[self.dim + 1 :])
+        piece = whole[self.dim] // self.pieces * inner  # elements of a piece, for one index of the dimensions before
+        mine = piece // self.count
+        at = begin
+        while at < end:
+            number, offset = divmod(at, mine)
+            length = min(end - at, mine - offset)
+            yield number * piece + self.index * mine + offset, at, length
+            at += length
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         """The whole tensor of the parts of all ranks, in their order."""
@@ -73,6 +95,7 @@ class Node(nn.Module):
         super().__init__()
         self.forms, self.title = forms, title
         self.held: dict[str, Held] = {}
+        self.state: dict[str, Tensor] = {}  # buffers of the layer that belong to the model's state, by their names
 
     def hold(self, own: str, whole: nn.Parameter, held: Held, known: dict[str, nn.Parameter]) -> nn.Parameter:
         """Register this rank's part of a parameter as `own`. `known`: parts by name, which tied nodes share."""

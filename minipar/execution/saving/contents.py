@@ -11,7 +11,7 @@ takes from these lines what its own plan gives it: whole tensors, or the slices 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -24,6 +24,7 @@ from minipar.execution.saving.folder import Row
 from minipar.execution.updating import Piece as Updated
 from minipar.models.tensors import layers_of
 from minipar.program import Local
+from minipar.sharding.nodes import Cut, Node
 from minipar.strategies.passes.compress import keeps_residual
 
 SMALL = 1 << 20  # bytes; what is larger, and held by several ranks, is written by all of them, a part each
@@ -74,8 +75,10 @@ def outline_of(model: nn.Module) -> Outline:
         for p in layer.parameters():
             layers.setdefault(id(p), []).append(l)
     found = dict(model.named_parameters())
+    cuts: Mapping[str, Cut] = getattr(model, "cuts", {})
+    shapes = {name: cuts[name].whole_shape(p.shape) if name in cuts else tuple(p.shape) for name, p in found.items()}
     return Outline(
-        tuple(Row(name, tuple(p.shape), dtype_name(p.dtype), p.requires_grad) for name, p in found.items()),
+        tuple(Row(name, shapes[name], dtype_name(p.dtype), p.requires_grad) for name, p in found.items()),
         {name: tuple(layers[id(p)]) for name, p in found.items()},
         tuple(name for name, layer in model._modules.items() if layer is not None),
     )
@@ -101,6 +104,57 @@ def schedule_of(executor: Executor, updates: int) -> dict[str, Any] | None:
 
 def collect(executor: Executor, outline: Outline) -> Iterator[Piece]:
     """This rank's share of what must be saved: all ranks together bring each element once. No copies are made."""
+    for piece in _collect(executor, outline):
+        name = _parameter_of(piece.key)
+        local = tuple(piece.shape)
+        cut = executor.cuts.get(name)
+        if cut is None or len(local) <= cut.dim:
+            if cut is None or cut.index == 0:  # (a state that is one number is the same for all parts)
+                yield piece
+            continue
+        whole = cut.whole_shape(local)
+        for place, start, count in cut.runs(whole, piece.start, piece.start + piece.values.numel()):
+            values = piece.values[start - piece.start :][:count]
+            yield Piece(piece.key, whole, place, values, piece.number)
+
+
+def _parameter_of(key: str) -> str:
+    """The parameter that a key is about: of parameters/NAME, or optimizer/STATE/NAME."""
+    kind, _, name = key.partition("/")
+    return name.partition("/")[2] if kind == "optimizer" else name
+
+
+class _Local:
+    """What was saved, as a rank has it that has parts of some parameters."""
+
+    def __init__(self, source: Source, cuts: Mapping[str, Cut]) -> None:
+        self.source, self.cuts = source, cuts
+        self.everything, self.states, self.scalars = source.everything, source.states, source.scalars
+
+    def _cut(self, key: str) -> Cut | None:
+        cut = None if key.startswith("buffers/") else self.cuts.get(_parameter_of(key))
+        return cut if cut is not None and len(self.source.form(key)[0]) > cut.dim else None
+
+    def form(self, key: str) -> tuple[tuple[int, ...], torch.dtype, bool]:
+        shape, dtype, number = self.source.form(key)
+        cut = self._cut(key)
+        return (shape if cut is None else cut.local_shape(shape)), dtype, number
+
+    def fill(self, wanted: dict[tuple[str, int], Tensor]) -> None:
+        found: dict[tuple[str, int], Tensor] = {}
+        for (key, begin), target in wanted.items():
+            cut = self._cut(key)
+            if cut is None:
+                found[key, begin] = target
+                continue
+            whole = self.source.form(key)[0]
+            for place, start, count in cut.runs(whole, begin, begin + target.numel()):
+                found[key, place] = target[start - begin :][:count]
+        self.source.fill(found)
+
+
+def _collect(executor: Executor, outline: Outline) -> Iterator[Piece]:
+    """The same, in the shapes of this rank's parts."""
     state, rank = executor.state, executor.comm.rank
     kept = {id(p): values for o in state.optimizers.values() for p, values in o.state.items()}
     if isinstance(executor.program.contract, Local) and any(
@@ -123,11 +177,13 @@ def collect(executor: Executor, outline: Outline) -> Iterator[Piece]:
                 continue
             seen.add(id(p))
             name, own = executor.names[id(p)], trained.get(id(p), p)
-            holders = _holders(executor, outline.layers_of[name])
+            holders = _holders(executor, outline.layers_of[name], alike=name in executor.cuts)
             yield from _share(f"parameters/{name}", _here(own, name), rank, holders)
             for key, values, number in _states(name, kept.get(id(own), {})):
                 yield from _share(key, values, rank, holders, number)
     for each in state.slices.values():
+        if executor.program.shard(rank) and each.group.form != "S":
+            continue  # ranks that share layers have the same slices of what they have whole
         (part,) = each.trained
         for p in each.params:
             if p.numel() == 0:  # no slice has any of it
@@ -143,7 +199,9 @@ def collect(executor: Executor, outline: Outline) -> Iterator[Piece]:
                     elif begin == 0:
                         yield Piece(key, tuple(values.shape), 0, values.reshape(-1), number)
     for l, layer in executor.compute.layers.items():
-        if rank == _holders(executor, (l,))[0]:  # replicas may differ in their buffers: the first one's are kept
+        if (
+            rank == _holders(executor, (l,), alike=False)[0]
+        ):  # replicas may differ in their buffers: the first one's are kept
             for name, values in _buffers(layer, outline.prefixes[l]):
                 yield Piece(f"buffers/{name}", tuple(values.shape), 0, values.reshape(-1).clone())
 
@@ -183,9 +241,12 @@ def _away(values: Tensor) -> bool:
     return values.numel() > 0 and values.untyped_storage().nbytes() == 0
 
 
-def _holders(executor: Executor, layers: Sequence[int]) -> list[int]:
-    """The ranks that hold any of these layers."""
-    return [rank for rank, held in enumerate(executor.program.placement) if not set(layers).isdisjoint(held)]
+def _holders(executor: Executor, layers: Sequence[int], alike: bool) -> list[int]:
+    """The ranks that hold any of these layers; `alike`: those that have the same part of them as this one."""
+    program = executor.program
+    found = [rank for rank, held in enumerate(program.placement) if not set(layers).isdisjoint(held)]
+    own = program.shard(executor.comm.rank)
+    return [rank for rank in found if program.shard(rank) == own] if alike else found
 
 
 def _share(key: str, values: Tensor, rank: int, holders: list[int], number: bool = False) -> Iterator[Piece]:
@@ -202,6 +263,9 @@ def _share(key: str, values: Tensor, rank: int, holders: list[int], number: bool
 
 def _buffers(layer: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
     """The buffers that belong to a layer's state, with their names in the model."""
+    if isinstance(layer, Node):
+        yield from layer.state.items()
+        return
     parameters = {name for name, _ in layer.named_parameters(remove_duplicate=False)}
     for name, values in layer.state_dict().items():
         if name not in parameters and isinstance(values, Tensor):
@@ -217,7 +281,7 @@ def _class_name(optimizer: torch.optim.Optimizer) -> str:
 
 def restore(executor: Executor, outline: Outline, source: Source) -> None:
     """Give a rank that has not begun what was saved, whatever plan it was saved under."""
-    state = executor.state
+    state, source = executor.state, _Local(source, executor.cuts) if executor.cuts else source
     seen = {id(p) for each in state.slices.values() if each.scattered for p in each.params}
     trained = _trained(executor)
     for l, layer in executor.compute.layers.items():
@@ -242,7 +306,10 @@ def restore(executor: Executor, outline: Outline, source: Source) -> None:
             part.data.copy_(wanted)
     names = {id(own): executor.names[p] for p, own in trained.items()}
     parts = {id(piece.parameter): piece for each in state.slices.values() for piece in each.pieces}
-    shapes = {row.name: row.shape for row in outline.rows}
+    cuts = executor.cuts
+    shapes = {
+        row.name: cuts[row.name].local_shape(row.shape) if row.name in cuts else row.shape for row in outline.rows
+    }
     for optimizer in state.optimizers.values():
         for own, settings in _parameters(optimizer):
             if id(own) in parts:
