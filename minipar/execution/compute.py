@@ -21,7 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from minipar.data.batches import Batch, BatchPart
 from minipar.errors import MiniparError
-from minipar.execution import autograd_entry, layer_calls, naming_layers
+from minipar.execution import autograd_entry, layer_calls, naming_layers, repartition
 from minipar.execution.batch_rows import BatchRows
 from minipar.execution.finite import Finite
 from minipar.execution.fitting import row_major
@@ -81,6 +81,7 @@ class Compute:
         self.posts = posts  # whether gradients that are sent must have the form of the output
         self.seed, self.generators = seed, randomness.generators(device)
         self.rank, self.device = rank, device
+        self.place = program.shard(rank), program.tp
         self.on_host, _ = host_layers.computed(program.ranks[rank])
         self.layers = {layer: row_major(layers[layer]).to(self.place_of(layer)) for layer in held}
         self.remembered = {layer: Remembered(layers[layer]) for layer in held}
@@ -178,6 +179,8 @@ class Compute:
         trained = {saved.index for saved in ins.writes if saved.kind == "saved"}
         step, count = self.rows.base + ins.step, self.rows.count(ins)
         for piece in self.pieces[ins.layers, ins.microbatch]:
+            if self.program.forms:
+                value = repartition.own_shard(value, self.program.forms[piece[0]].reads, *self.place)
             trains, handed_on = piece[0] in trained, self._output(piece[-1], ins, written=True)
             # (`data` has a version of its own: writing into it would not spoil what other graphs have saved.)
             given = detach(map_tensors(value, lambda t: t.data), requires_grad=piece[0] > self.program.first_trainable)
@@ -264,7 +267,7 @@ class Compute:
         received, given = self._arrived(ins, live), None
         for piece in reversed(self.pieces[ins.layers, i]):
             given, edges = self.graphs.pop((piece[-1], i, step))
-            ends, grads = _reached(edges, received)
+            ends, grads = _reached(edges, self._taken(piece, received))
             self.carrying.arriving(piece, ins, live, ends, grads)
             if ends:
                 autograd_entry.backward(ends, grads, alone=autograd_entry.hooked(self._parameters(piece)))
@@ -283,7 +286,7 @@ class Compute:
         for piece in reversed(self.pieces[ins.layers, i]):
             given, edges = self.graphs.pop((piece[-1], i, step))
             inputs = differentiable(given) if piece[0] > self.program.first_trainable else []
-            ends, grads = _reached(edges, received)
+            ends, grads = _reached(edges, self._taken(piece, received))
             found, arrived = input_half(ends, grads, inputs, self._parameters(piece))
             self.left[piece[-1], i, step] = arrived
             if ("saved_weight", piece[-1], self.rows.count(ins)) not in self.sizes:
@@ -336,6 +339,15 @@ class Compute:
             there = [[g for g in parts if g is not None] for parts in zip(*found, strict=True)]
             return [reduce(torch.add, parts) if parts else None for parts in there]
         return found[0] if found else None
+
+    def _taken(self, piece: tuple[int, ...], received: list[Tensor | None] | None) -> list[Tensor | None] | None:
+        """The gradients of a piece's output as its backward reads them: of some that are whole this rank's shard."""
+        if received is None or not self.program.forms:
+            return received
+        taken: list[Tensor | None] = repartition.own_shard(
+            received, self.program.forms[piece[-1]].grad_reads, *self.place
+        )
+        return taken
 
     def _hand_back(
         self, ins: Instruction, given: Any, received: list[Tensor | None] | None, live: dict[Value, Any]

@@ -58,7 +58,8 @@ from minipar.program.collectives.moves import Algorithm
 from minipar.program.comm_volume import changing
 from minipar.program.shape import Shape
 from minipar.program.verify.verifier import verify
-from minipar.sharding.nodes import Cut, ShardedModel, local_model
+from minipar.sharding.nodes import Cut, ShardedModel
+from minipar.sharding.sharded import local_model
 from minipar.strategies.keys import at_least_1
 from minipar.strategies.passes.versions import as_it_happened
 from minipar.strategies.plan import Plan
@@ -136,7 +137,7 @@ class Job:
 
     def share(self, model: nn.Module, index: int, count: int) -> ShardedModel:
         """The nodes that rank `index` of `count` sharing ranks has of a model."""
-        return local_model(model, index, count, self.sample(2)[0][0])
+        return local_model(model, index, count, self.sample(3)[0][0])
 
     def batches(self, step: int) -> tuple[Any, Any]:
         """x and y of one step: the whole batch, of all replicas."""

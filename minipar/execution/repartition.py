@@ -60,7 +60,7 @@ def start(
     return [*handles[:-1], Then(handles[-1], put)]
 
 
-def _rebuilt(content: Any, made: Iterator[Tensor]) -> Any:
+def _rebuilt(content: Any, made: Iterator[Any]) -> Any:
     return map_tensors(content, lambda _: next(made))
 
 
@@ -85,6 +85,18 @@ def _change(tensor: Tensor, old: str, new: str, ins: Instruction, comm: Communic
     return comm.iall_to_all(exchanged, got, group), partial(_joined, got, int(old[1:]))
 
 
+def own_shard(content: Any, form: str, index: int, count: int) -> Any:
+    """What rank `index` of `count` reads of a value: of tensors with the letter C its shard, the others as they are."""
+    if "C" not in form:
+        return content
+    several = content if isinstance(content, list) else tensors(content)
+    made = [
+        tensor.chunk(count, int(letter[1:]))[index].contiguous() if letter[0] == "C" and tensor is not None else tensor
+        for tensor, letter in zip(several, letters(form), strict=True)
+    ]
+    return made if isinstance(content, list) else _rebuilt(content, iter(made))
+
+
 def alone(content: Any, before: str, after: str, count: int) -> Any:
     """A value of the shapes that it would have in another form, made by one rank alone: for measuring, since its
     numbers are not those of the other ranks."""
@@ -99,6 +111,8 @@ def alone(content: Any, before: str, after: str, count: int) -> Any:
 
 
 def _shaped(tensor: Tensor, old: str, new: str, count: int) -> Tensor:
+    if new[0] == "C":
+        return tensor.chunk(count, int(new[1:]))[0].contiguous()
     if old != new and old[0] == "S":
         tensor = torch.cat([tensor] * count, int(old[1:]))
     return tensor.chunk(count, int(new[1:]))[0].contiguous() if old != new and new[0] == "S" else tensor

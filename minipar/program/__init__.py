@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from minipar.program import edges as graphs
 from minipar.program.actions import Action, Backward, BackwardInput, BackwardWeight, Forward
 from minipar.program.consistency import Contract, Local, Serving, Staleness, Synchronous
-from minipar.program.forms import Forms
+from minipar.program.forms import Forms, needed
 from minipar.program.instructions import (
     BACKWARDS,
     COLLECTIVES,
@@ -267,10 +267,10 @@ class Program:
             return ""
         if value.kind == "output":
             inside = value.index in layers if written else value.index + 1 not in layers
-            return self.forms[value.index].writes if inside else self.forms[value.index + 1].reads
+            return self.forms[value.index].writes if inside else needed(self.forms[value.index + 1].reads)
         if written:
             return self.forms[value.index + 1].grad_writes
-        return self.forms[value.index].grad_reads
+        return needed(self.forms[value.index].grad_reads)
 
     def title(self, layer: int) -> str:
         """What a message calls a layer: its number, and its name where that is known."""

@@ -8,6 +8,10 @@
 A value of several tensors has a letter for each, such as "R,P". The text is empty where all of them are whole, as are
 the values of every program without tensor parallelism.
 
+Of what a node reads a letter may also be
+
+    C1   the value is whole, and the rank takes its shard of dimension 1: nothing is sent
+
 A layer that is sharded is cut into nodes where forms change. `Forms` says of a node in which forms it takes and gives
 values. A value that is read in another form than it was written in gets a collective, as one that is read on another
 rank gets a SEND and a RECV:
@@ -60,11 +64,21 @@ def pairs(before: str, after: str) -> list[tuple[str, str]]:
     return list(zip(letters(before, count), letters(after, count), strict=True))
 
 
-def is_form(form: str) -> bool:
-    """Whether this text is a form."""
-    return all(
-        letter in (WHOLE, PARTIAL, MOST) or (letter[:1] == "S" and letter[1:].isdigit()) for letter in letters(form)
-    )
+def is_form(form: str, read: bool = False) -> bool:
+    """Whether this text is a form of a value; or one that a node may read."""
+    return all(letter in (WHOLE, PARTIAL, MOST) or _is_shard(letter, "SC" if read else "S") for letter in letters(form))
+
+
+def _is_shard(letter: str, first: str) -> bool:
+    dim, colon, pieces = letter[1:].partition(":")
+    return letter[:1] in first and dim.isdigit() and (pieces.isdigit() if colon else True)
+
+
+def needed(form: str) -> str:
+    """The form that a value must have where a node reads it so."""
+    if "C" not in form:
+        return form
+    return text_of(tuple(WHOLE if letter[0] == "C" else letter for letter in letters(form)))
 
 
 def collective_of(before: str, after: str) -> Op | None:

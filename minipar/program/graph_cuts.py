@@ -11,12 +11,15 @@ def pieces_of(program: Program, rank: int) -> dict[tuple[tuple[int, ...], int], 
     """For each compute instruction the runs of layers between which the graph must be cut.
 
     A cut is where some forward, recomputation or backward of the same micro-batch begins, and before the first
-    trainable layer; after it, too, where backwards are split: it has no input half.
+    trainable layer; after it, too, where backwards are split: it has no input half. With tensor parallelism there is
+    one where a rank takes its shard of what is whole.
     """
     cuts: dict[int, set[int]] = {}
     first = {program.first_trainable}
     if any(ins.op is Op.BACKWARD_INPUT for ins in program.ranks[rank]):
         first.add(program.first_trainable + 1)
+    first |= {l for l, forms in enumerate(program.forms) if "C" in forms.reads}
+    first |= {l + 1 for l, forms in enumerate(program.forms) if "C" in forms.grad_reads}
     for ins in program.ranks[rank]:
         if ins.op in _GRAPH:
             cuts.setdefault(ins.microbatch, set(first)).add(ins.layers[0])

@@ -13,16 +13,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from minipar.errors import PlanError
 from minipar.program.forms import Forms
 
 
-class Cut(NamedTuple):
+@dataclass(frozen=True)
+class Cut:
     """Which part of a parameter a rank has: part `index` of `count` equal parts of a dimension.
 
     pieces   the dimension is made of so many pieces, such as queries, keys and values: the part is of each of them
@@ -103,6 +102,7 @@ class Node(nn.Module):
             part = whole.detach().clone() if held.cut is None else held.cut.of(whole.detach())
             known[held.name] = nn.Parameter(part, requires_grad=whole.requires_grad)
             known[held.name].minipar_form = held.form  # type: ignore[attr-defined]  # (parameter_groups asks for it)
+            known[held.name].minipar_held = held  # type: ignore[attr-defined]
         self.register_parameter(own, known[held.name])
         self.held[own] = held
         return known[held.name]
@@ -138,17 +138,3 @@ class ShardedModel(nn.Sequential):
                 if id(parameter) not in seen or not remove_duplicate:
                     seen.add(id(parameter))
                     yield (f"{prefix}." if prefix else "") + node.held[own].name, parameter
-
-
-def local_model(model: nn.Module, index: int, count: int, sample: Any = None) -> ShardedModel:
-    """The nodes that rank `index` of `count` sharing ranks has of a model, an nn.Sequential of layers.
-
-    A layer may say itself how it is cut: `layer.shard(index, count, hold)` gives its nodes.
-    """
-    layers: list[list[Node]] = []
-    known: dict[str, nn.Parameter] = {}
-    for number, (name, layer) in enumerate(model._modules.items()):
-        if not hasattr(layer, "shard"):
-            raise PlanError(f"tp={count}: layer {number} ({name}) does not say how it is cut")
-        layers.append(layer.shard(index, count, name, known))
-    return ShardedModel(layers, count)

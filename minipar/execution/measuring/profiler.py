@@ -43,7 +43,7 @@ from minipar.models.tensors import (
     tensors,
 )
 from minipar.program.edges import wiring
-from minipar.program.forms import Forms, pairs
+from minipar.program.forms import Forms, needed, pairs
 
 Loss = Callable[[Any], Tensor]
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -222,9 +222,10 @@ class Between:
 
 def _changed(found: Sequence[Tensor], before: str, after: str) -> int:
     """Bytes of the tensors that change their form."""
-    if before == after:
+    if before == needed(after):
         return 0
-    return count_bytes([t for t, (old, new) in zip(found, pairs(before, after), strict=True) if old != new])
+    changes = zip(found, pairs(before, needed(after)), strict=True)
+    return count_bytes([t for t, (old, new) in changes if old != new])
 
 
 # one layer ------------------------------------------------------------------------------------------------------------

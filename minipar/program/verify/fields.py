@@ -104,7 +104,7 @@ def _is_group(value: object) -> bool:
 
 
 def _is_forms(value: object) -> bool:
-    return type(value) is Forms and all(type(form) is str and is_form(form) for form in value)
+    return type(value) is Forms and all(type(form) is str and is_form(form, read=True) for form in value)
 
 
 def _is_mesh(value: Any) -> bool:

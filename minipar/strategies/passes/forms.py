@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 
 from minipar.errors import PlanError
 from minipar.program import MOVED, Instruction, Op, Value, grad
-from minipar.program.forms import Forms, in_words, steps
+from minipar.program.forms import Forms, in_words, needed, steps
 from minipar.strategies.draft import Draft
 from minipar.strategies.layout import Layout
 from minipar.strategies.rewriting import all_reduce, insert
@@ -37,9 +37,9 @@ def _with_collectives(row: Sequence[Instruction], forms: Sequence[Forms], ranks:
         """The value in the form in which an instruction on these layers has it."""
         if value.kind == "output":
             own = value.index in layers
-            form = forms[value.index].writes if own else forms[value.index + 1].reads
+            form = forms[value.index].writes if own else needed(forms[value.index + 1].reads)
         elif value.kind == "grad_output":
-            form = forms[value.index + 1].grad_writes if written else forms[value.index].grad_reads
+            form = forms[value.index + 1].grad_writes if written else needed(forms[value.index].grad_reads)
         else:
             return value
         return value._replace(form=form) if form else value
@@ -57,9 +57,9 @@ def _with_collectives(row: Sequence[Instruction], forms: Sequence[Forms], ranks:
             if value.kind == "output":
                 if value.index == last:
                     continue  # only the layer's own backward reads it
-                wanted = forms[value.index + 1].reads
+                wanted = needed(forms[value.index + 1].reads)
             else:
-                wanted = forms[value.index].grad_reads
+                wanted = needed(forms[value.index].grad_reads)
             result += repartition(value, wanted, ranks)
     return result
 

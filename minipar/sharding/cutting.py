@@ -1,0 +1,409 @@
+"""From the forms of a layer's operators to nodes: a layer is cut where a value, or its gradient, changes its form.
+
+    norm | column, gelu, row | sum         Megatron's perceptron: what follows P is another node, and so is what is in
+      I  R          P        I             front of a column, whose input's gradient is a partial sum
+
+A node is a piece of the layer's own torch code. It runs the captured operators on this rank's parts (`local.py`). What
+goes from node to node is a value, or a tuple of several: the residual goes along with what is made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minipar.errors import PlanError
+from minipar.models.tensors import tensors
+from minipar.program.forms import PARTIAL, WHOLE, Forms, text_of
+from minipar.sharding import local
+from minipar.sharding.forms import Placement, cut
+from minipar.sharding.graph import Graph, Layer, Operator, Slot
+from minipar.sharding.nodes import Cut, Held, Node
+from minipar.sharding.propagation import Divided, Sharding
+
+AXIS = "tp"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor that goes from node to node: as it was written, and as it is read behind the first border."""
+
+    name: str
+    written: Placement
+    read: Placement
+    differentiable: bool
+
+
+def _forward(placement: Placement) -> str:
+    """The letter of a value."""
+    return str(placement) if placement.kind == "S" else PARTIAL if placement.kind == "P" else WHOLE
+
+
+def _backward(placement: Placement) -> str:
+    """The letter of its gradient."""
+    return str(placement) if placement.kind == "S" else PARTIAL if placement.kind == "R" else WHOLE
+
+
+def _letters(part: Part) -> tuple[str, str, str, str]:
+    """The letters of a border: what the writer gives, what the reader takes, and backward what the reader gives, and
+    what the writer takes."""
+    writes, reads = _forward(part.written), _forward(part.read)
+    grad_writes, grad_reads = _backward(part.read), _backward(part.written)
+    if writes == WHOLE and reads[0] == "S":
+        reads = f"C{reads[1:]}"
+    if grad_writes == WHOLE and grad_reads[0] == "S":
+        grad_reads = f"C{grad_reads[1:]}"
+    if (writes, reads) == (WHOLE, PARTIAL) or (part.differentiable and (grad_writes, grad_reads) == (WHOLE, PARTIAL)):
+        raise PlanError(
+            f"{part.name}: is written as {part.written} and read as {part.read}; nothing makes a partial sum of it"
+        )
+    return writes, reads, grad_writes, grad_reads
+
+
+def _changes(part: Part) -> bool:
+    """Whether there is a border between writer and reader."""
+    writes, reads, grad_writes, grad_reads = _letters(part)
+    return writes != reads or (part.differentiable and grad_writes != grad_reads)
+
+
+@dataclass
+class Piece:
+    """The operators of one node, what it takes and what it gives."""
+
+    operators: list[Divided]
+    takes: list[Part]
+    gives: list[Part]
+
+
+def pieces_of(sharding: Sharding) -> list[Piece]:
+    """The nodes of a layer: operators by how many borders lie in front of them."""
+    graph = sharding.graph
+    written = {name: form.on(AXIS) for name, form in sharding.forms.items()}
+    level: dict[str, int] = dict.fromkeys(graph.inputs, 0)  # of each value, that of its writer
+    stored = {name for name, tensor in graph.tensors.items() if tensor.kind in ("parameter", "buffer")}
+    parts: dict[tuple[str, str], Part] = {}
+    uses: dict[tuple[str, str], int] = {}  # of each part, the last level that reads it
+    levels: list[tuple[int, Divided]] = []
+
+    def part_of(name: str, read: Placement) -> Part:
+        found = Part(name, written[name], read, graph.tensors[name].differentiable)
+        if (read.kind == "P" and written[name].whole) or not _changes(found):
+            found = replace(found, read=found.written)
+        return parts.setdefault((name, str(found.read)), found)
+
+    for one in sharding.operators:
+        reads = [
+            part_of(name, form.on(AXIS))
+            for name, form in zip(one.operator.inputs, one.ins, strict=True)
+            if name not in stored
+        ]
+        own = max((level[part.name] + _changes(part) for part in reads), default=0)
+        for part in reads:
+            key = part.name, str(part.read)
+            uses[key] = max(uses.get(key, 0), own)
+        for name in one.operator.outputs:
+            level[name] = own
+        levels.append((own, one))
+    last = max((own for own, _ in levels), default=0)
+    ends = [Part(name, written[name], written[name], graph.tensors[name].differentiable) for name in graph.outputs]
+    for part in ends:
+        key = part.name, str(part.read)
+        parts.setdefault(key, part)
+        uses[key] = last + 1
+    found = [Piece([one for own, one in levels if own == k], [], []) for k in range(last + 1)]
+    found[0].takes = [
+        Part(name, written[name], written[name], graph.tensors[name].differentiable) for name in graph.inputs
+    ]
+    for k in range(last):
+        across = [part for key, part in parts.items() if level[part.name] <= k < uses.get(key, -1)]
+        found[k].gives = found[k + 1].takes = across
+    found[last].gives = ends
+    # What is already in its new form when it comes to a border has changed at the border before.
+    return found
+
+
+def forms_of(pieces: Sequence[Piece], graph: Graph, sharding: Sharding) -> list[Forms]:
+    """The forms in which each node takes and gives values."""
+    level: dict[str, int] = dict.fromkeys(graph.inputs, 0)
+    for k, piece in enumerate(pieces):
+        for one in piece.operators:
+            level.update(dict.fromkeys(one.operator.outputs, k))
+    found: list[Forms] = []
+    for k, piece in enumerate(pieces):
+        takes = [_at_border(part, level[part.name] == k - 1) for part in piece.takes]
+        gives = [_at_border(part, level[part.name] == k and k < len(pieces) - 1) for part in piece.gives]
+        smooth_in = [letters for part, letters in zip(piece.takes, takes, strict=True) if part.differentiable]
+        smooth_out = [letters for part, letters in zip(piece.gives, gives, strict=True) if part.differentiable]
+        found.append(
+            Forms(
+                reads=text_of(tuple(letters[1] for letters in takes)),
+                writes=text_of(tuple(letters[0] for letters in gives)),
+                grad_reads=text_of(tuple(letters[3] for letters in smooth_out)),
+                grad_writes=text_of(tuple(letters[2] for letters in smooth_in)),
+            )
+        )
+    return found
+
+
+def _at_border(part: Part, first: bool) -> tuple[str, str, str, str]:
+    """The letters of a part at a border: the first one behind its writer, or another, where it is as it is read."""
+    return _letters(part if first else replace(part, written=part.read))
+
+
+# Rows of a batch ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Size:
+    """A number that depends on the rows of the micro-batch: `each` for every row."""
+
+    each: int
+
+    def of(self, rows: int) -> int:
+        """The number for so many rows."""
+        return self.each * rows
+
+
+def by_rows(small: Any, large: Any, rows: tuple[int, int], what: str) -> Any:
+    """What is the same in two captures stays; a whole number in proportion to their rows becomes a `Size`.
+
+    Errors: PlanError for what depends on the rows in another way.
+    """
+    if isinstance(small, (list, tuple)) and isinstance(large, (list, tuple)) and len(small) == len(large):
+        return type(small)(by_rows(a, b, rows, what) for a, b in zip(small, large, strict=True))
+    if isinstance(small, bool) or not isinstance(small, int) or small == large:
+        if isinstance(small, float) and small != large:
+            raise PlanError(f"{what}: computes with the number of rows of the batch; it cannot be divided by rows")
+        return small
+    if not isinstance(large, int) or small * rows[1] != large * rows[0] or small % rows[0]:
+        raise PlanError(f"{what}: has the sizes {small} and {large} for {rows[0]} and {rows[1]} rows")
+    return Size(small // rows[0])
+
+
+def with_rows(given: Any, rows: int) -> Any:
+    """The numbers for so many rows."""
+    if isinstance(given, Size):
+        return given.of(rows)
+    if isinstance(given, (list, tuple)) and not isinstance(given, Slot):
+        return type(given)(with_rows(one, rows) for one in given)
+    return given
+
+
+# Nodes ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A parameter or buffer of a layer: its value, and of a parameter its name in the whole model."""
+
+    value: Tensor
+    name: str = ""
+
+
+class Captured(Node):
+    """A node of captured operators. Its input is a tensor, or a tuple of them; so is what it gives."""
+
+    def __init__(
+        self,
+        piece: Piece,
+        forms: Forms,
+        title: str,
+        shapes: Mapping[str, tuple[Any, ...]],
+        options: Mapping[str, Any],
+        place: local.Place,
+    ) -> None:
+        super().__init__(forms, title)
+        self.piece, self.place, self.shapes, self.options = piece, place, shapes, options
+        self.written = {part.name: part.written for part in piece.takes} | {
+            name: form.on(AXIS)
+            for one in piece.operators
+            for name, form in zip(one.operator.outputs, one.outs, strict=True)
+        }
+        self.own: dict[str, str] = {}  # names of parameters and buffers in the graph -> those in this module
+        self.prepared: dict[int, list[tuple[Divided, Operator, tuple[tuple[int, ...], ...]]]] = {}
+
+    def forward(self, given: Any) -> Any:
+        values = tensors(given)
+        there = {part.name: value for part, value in zip(self.piece.takes, values, strict=True)}
+        keyed = {(part.name, str(part.read)): v for part, v in zip(self.piece.takes, values, strict=True)}
+        made: dict[str, Tensor] = {}
+        for one, operator, outputs in self._prepared(self._rows(values)):
+            inputs = [
+                self._input(name, form.on(AXIS), made, keyed, there)
+                for name, form in zip(operator.inputs, one.ins, strict=True)
+            ]
+            running = local.run(operator, one.choices, {AXIS: self.place}, inputs, outputs)
+            made.update(zip(operator.outputs, _finished(running, operator), strict=True))
+        found = tuple(
+            made[part.name] if part.name in made else keyed.get((part.name, str(part.read)), there.get(part.name))
+            for part in self.piece.gives
+        )
+        return found[0] if len(found) == 1 else found
+
+    def _input(
+        self,
+        name: str,
+        read: Placement,
+        made: Mapping[str, Tensor],
+        keyed: Mapping[tuple[str, str], Tensor],
+        there: Mapping[str, Tensor],
+    ) -> Tensor:
+        if name in self.own:
+            found: Tensor = getattr(self, self.own[name])
+            held = self.held.get(self.own[name])
+            if read.kind == "S" and (held is None or held.cut is None):  # it is whole here, and read as a shard
+                return Cut(read.dim, self.place.index, self.place.ranks, read.pieces).of(found)
+        elif name in made:
+            found = made[name]
+        else:
+            found = keyed[name, str(read)] if (name, str(read)) in keyed else there[name]
+        if read.kind == "P" and (name in self.own or self.written[name].whole):
+            return _AsPart.apply(found, self.place.index)  # type: ignore[no-any-return]
+        return found
+
+    def _prepared(self, rows: int) -> list[tuple[Divided, Operator, tuple[tuple[int, ...], ...]]]:
+        if rows not in self.prepared:
+            found = []
+            for one in self.piece.operators:
+                operator = one.operator
+                options = {name: with_rows(value, rows) for name, value in self.options[operator.name].items()}
+                outputs = tuple(
+                    cut(with_rows(self.shapes[name], rows), form.on(AXIS), self.place.ranks, AXIS, name)
+                    for name, form in zip(operator.outputs, one.outs, strict=True)
+                )
+                found.append((one, replace(operator, options=options), outputs))
+            self.prepared[rows] = found
+        return self.prepared[rows]
+
+    def _rows(self, values: Sequence[Tensor]) -> int:
+        """How many rows the micro-batch has: from the first dimension that depends on it."""
+        for part, value in zip(self.piece.takes, values, strict=True):
+            for dim, size in enumerate(self.shapes[part.name]):
+                if isinstance(size, Size):
+                    shards = self.place.ranks if part.read.kind == "S" and part.read.dim == dim else 1
+                    return value.shape[dim] * shards // size.each
+        return 0
+
+    def check(self, values: Sequence[Tensor]) -> None:
+        """PlanError for inputs of other sizes than those that the layer was captured with."""
+
+
+class _AsPart(torch.autograd.Function):
+    """What is whole as a part of a sum: the first rank has all of it, the others zeros. Every rank gets the whole
+    gradient, as that of a sum is."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, index: int) -> Tensor:  # type: ignore[override]
+        return whole.clone() if index == 0 else torch.zeros_like(whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
+def _finished(running: Any, operator: Operator) -> tuple[Tensor, ...]:
+    """The outputs of an operator that needs no collective on the way."""
+    try:
+        axis, request = next(running)
+    except StopIteration as end:
+        found: tuple[Tensor, ...] = end.value
+        return found
+    raise PlanError(f"{operator.name} ({operator.op}): needs {request.op} on {axis} inside; nodes cannot do that yet")
+
+
+def nodes_of(
+    layer: Layer,
+    sharding: Sharding,
+    templates: tuple[Mapping[str, tuple[Any, ...]], Mapping[str, Any]],
+    stored: Mapping[str, Stored],
+    title: str,
+    place: local.Place,
+    known: dict[str, nn.Parameter],
+) -> list[Node]:
+    """The nodes of one layer on one rank.
+
+    templates   shapes of all tensors and arguments of all operators, in which `Size` stands for rows
+    stored      the layer's parameters and buffers by their names in the graph
+    known       parameters that other layers hold already, by name
+    """
+    graph = sharding.graph
+    pieces = pieces_of(sharding)
+    forms = forms_of(pieces, graph, sharding)
+    held = _held(sharding, stored, place, known)
+    nodes: list[Node] = []
+    for k, (piece, own) in enumerate(zip(pieces, forms, strict=True)):
+        node = Captured(piece, own, f"{title}.{k}", *templates, place)
+        for one in piece.operators:
+            for name in one.operator.inputs:
+                if name not in stored or name in node.own:
+                    continue
+                node.own[name] = f"stored_{len(node.own)}"
+                value = stored[name].value
+                if isinstance(value, nn.Parameter):
+                    node.hold(node.own[name], value, held[name], known)
+                else:
+                    node.register_buffer(node.own[name], value, persistent=False)
+        nodes.append(node)
+    unused = [name for name in stored if isinstance(stored[name].value, nn.Parameter) and name not in _read(sharding)]
+    for name in unused:  # which no operator reads: it is part of the model all the same
+        nodes[0].hold(f"unused_{len(nodes[0].held)}", stored[name].value, Held(stored[name].name), known)  # type: ignore[arg-type]
+    return nodes
+
+
+def _read(sharding: Sharding) -> set[str]:
+    return {name for one in sharding.operators for name in one.operator.inputs}
+
+
+def _held(
+    sharding: Sharding, stored: Mapping[str, Stored], place: local.Place, known: Mapping[str, nn.Parameter]
+) -> dict[str, Held]:
+    """Which part of each parameter this rank has. Where operators disagree, it has all, and each takes its own part."""
+    reads: dict[str, list[Placement]] = {}
+    for one in sharding.operators:
+        for name, form in zip(one.operator.inputs, one.ins, strict=True):
+            if name in stored and isinstance(stored[name].value, nn.Parameter):
+                reads.setdefault(name, []).append(form.on(AXIS))
+    found: dict[str, Held] = {}
+    for name, placements in reads.items():
+        whole = stored[name].name
+        kinds = set(map(str, placements))
+        first = placements[0]
+        if len(kinds) == 1 and first.kind == "S":
+            found[name] = Held(whole, Cut(first.dim, place.index, place.ranks, first.pieces))
+        else:
+            alike, differing = kinds & {"I", "P"}, kinds - {"I", "P"}
+            if alike and differing:
+                raise PlanError(
+                    f"{whole}: is read as {' and as '.join(sorted(kinds))}; one gradient would be whole, the other a "
+                    "part of a sum; possible is one of the two"
+                )
+            found[name] = Held(whole, None, partial=bool(differing))
+        before = getattr(known.get(whole), "minipar_held", None)
+        if before is not None and before != found[name]:
+            forms = f"{before.form or 'whole'} and as {found[name].form or 'whole'}"
+            raise PlanError(f"{whole}: layers that share it read it as {forms}; possible is one form for all")
+    return found
+
+
+Templates = tuple[dict[str, tuple[Any, ...]], dict[str, Any]]
+
+
+def templates_of(small: Graph, large: Graph, rows: tuple[int, int]) -> Templates:
+    """Shapes and arguments in which `Size` stands for rows, of a layer that was captured with two numbers of rows.
+
+    Errors: PlanError for code that does other things for other numbers of rows.
+    """
+    if [one.op for one in small.operators] != [one.op for one in large.operators]:
+        raise PlanError("the layer computes otherwise for another number of rows; it cannot be divided by rows")
+    shapes = {
+        name: by_rows(tensor.shape, large.tensors[name].shape, rows, name) for name, tensor in small.tensors.items()
+    }
+    options = {
+        a.name: {key: by_rows(value, b.options[key], rows, f"{a.name} ({a.op})") for key, value in a.options.items()}
+        for a, b in zip(small.operators, large.operators, strict=True)
+    }
+    return shapes, options

@@ -1,0 +1,111 @@
+"""A whole model shared by ranks: captured, its forms propagated, and cut into the nodes of one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from minipar.errors import PlanError
+from minipar.models.tensors import count_rows, layers_of, take_rows
+from minipar.program.forms import Forms
+from minipar.program.mesh import Mesh
+from minipar.sharding import local
+from minipar.sharding.capture import Captured, capture_model
+from minipar.sharding.cutting import Stored, Templates, nodes_of, templates_of
+from minipar.sharding.nodes import Node, ShardedModel
+from minipar.sharding.propagation import megatron, propagate_model
+
+ROWS = (2, 3)  # of the two captures, which tell what depends on the rows of a batch
+
+
+def local_model(
+    model: nn.Module, index: int, count: int, example: Any, annotations: Mapping[str, str] | None = None
+) -> ShardedModel:
+    """The nodes that rank `index` of `count` sharing ranks has of a model, an nn.Sequential of layers.
+
+    example       rows that the model is given, at least 3
+    annotations   forms by name (`propagation.py`); default: Megatron's
+
+    A layer may say itself how it is cut: a method `shard(index, count, name, known)` gives its nodes. Then all layers
+    of the model have one.
+
+    Errors: PlanError for a layer that cannot be captured or divided, with its operator and tensor.
+    """
+    if any(hasattr(layer, "shard") for layer in layers_of(model)):
+        return _by_hand(model, index, count)
+    if count_rows(example) < max(ROWS):
+        raise PlanError(f"tp={count}: needs an example of at least {max(ROWS)} rows, not {count_rows(example)}")
+    small, large = (capture_model(model, take_rows(example, range(rows))) for rows in ROWS)
+    found = propagate_model(small.layers, megatron() if annotations is None else annotations, Mesh(tp=count))
+    known: dict[str, nn.Parameter] = {}
+    templates: dict[int, Templates] = {}
+    firsts: dict[int, nn.Module] = {}
+    names = _names(model)
+    place = local.Place(index, count)
+    layers: list[list[Node]] = []
+    for number, (key, layer) in enumerate(model._modules.items()):
+        assert layer is not None
+        graph = small.layers[number].graph
+        first = firsts.setdefault(id(graph), layer)
+        if id(graph) not in templates:
+            templates[id(graph)] = templates_of(graph, large.layers[number].graph, ROWS)
+        stored = _stored(small, number, first, layer, names)
+        nodes = nodes_of(small.layers[number], found.shardings[number], templates[id(graph)], stored, key, place, known)
+        nodes[0].state = {
+            f"{key}.{name}": value
+            for name, value in layer.state_dict().items()
+            if name in dict(layer.named_buffers()) and isinstance(value, Tensor)
+        }
+        layers.append(nodes)
+    _add_end(layers[-1])
+    return ShardedModel(layers, count)
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    """The name of each parameter in the model, by its id."""
+    return {id(p): name for name, p in model.named_parameters()}
+
+
+def _stored(
+    captured: Captured, number: int, first: nn.Module, layer: nn.Module, names: Mapping[int, str]
+) -> dict[str, Stored]:
+    """A layer's parameters and buffers by their names in its graph, which is that of the first layer equal to it."""
+    graph, program = captured.layers[number].graph, captured.programs[number]
+    parameters = zip(
+        first.named_parameters(remove_duplicate=False), layer.named_parameters(remove_duplicate=False), strict=True
+    )
+    found = {name: Stored(own, names[id(own)]) for (name, _), (_, own) in parameters if name in graph.tensors}
+    buffers = zip(first.named_buffers(remove_duplicate=False), layer.named_buffers(remove_duplicate=False), strict=True)
+    found |= {name: Stored(own) for (name, _), (_, own) in buffers if name in graph.tensors}
+    for name, tensor in graph.tensors.items():
+        if tensor.kind == "buffer" and name not in found:
+            found[name] = Stored(program.constants[name])
+    return found
+
+
+def _by_hand(model: nn.Module, index: int, count: int) -> ShardedModel:
+    layers: list[list[Node]] = []
+    known: dict[str, nn.Parameter] = {}
+    for number, (name, layer) in enumerate(model._modules.items()):
+        if not hasattr(layer, "shard"):
+            raise PlanError(f"tp={count}: layer {number} ({name}) has no method `shard`, as others have")
+        layers.append(layer.shard(index, count, name, known))  # type: ignore[operator, union-attr]
+    return ShardedModel(layers, count)
+
+
+class _Whole(Node):
+    """The model's output, whole, for the loss."""
+
+    def forward(self, given: Any) -> Any:
+        return given.view_as(given)
+
+
+def _add_end(nodes: list[Node]) -> None:
+    """Where the model's output is no whole tensor, a last node that takes it whole."""
+    last = nodes[-1]
+    if last.forms.writes:
+        # The loss is computed by every rank alike; of its gradient, which is whole, each takes the shard that it wrote.
+        last.forms = last.forms._replace(grad_reads=last.forms.grad_reads.replace("S", "C"))
+        nodes.append(_Whole(Forms(), "output"))
