@@ -156,7 +156,8 @@ def _gradients(
         got = torch.autograd.grad([o for o, _ in outputs], flat, [g for _, g in outputs], allow_unused=True)
     each = len(flat) // len(parts)
     numbers = [k for k, t in enumerate(whole) if t.requires_grad]
-    for position, (k, want) in enumerate(zip(numbers, reference, strict=True)):
+    for position, k in enumerate(numbers):
+        want: Tensor | None = reference[position]
         if want is None:
             continue
         p = forms.conjugate(choice.ins[k])

@@ -123,23 +123,26 @@ class Form:
         `rank`: of the tensor; `what`: names it in errors. Errors: PlanError for what cannot be read, an unknown axis
         or one that is named twice, or a dimension that the tensor does not have.
         """
-        axes = axes_of(mesh)
-        found = whole(mesh)
-        named: set[str] = set()
-        for word in text.split(","):
-            letter, on, axis = (part.strip() for part in word.partition(" on "))
-            if not on:
-                if "," in text:
-                    raise PlanError(f"{_named(what)}form {text!r}: of several placements each needs ` on ` and an axis")
-                return Form(axes, tuple(placement(letter, rank, what) for _ in axes))
-            if axis not in axes:
-                known = f"possible are {', '.join(axes)}" if axes else "the mesh has none that tensors lie on"
-                raise PlanError(f"{_named(what)}form {text!r}: {axis!r} is no axis of the mesh; {known}")
-            if axis in named:
-                raise PlanError(f"{_named(what)}form {text!r}: {axis} is named twice; a tensor lies one way on an axis")
-            named.add(axis)
-            found = found.put(axis, placement(letter, rank, what))
-        return found
+        return Form(axes_of(mesh), tuple({**dict(whole(mesh).items()), **parsed(text, mesh, rank, what)}.values()))
+
+
+def parsed(text: str, mesh: Mesh, rank: int | None = None, what: str = "") -> dict[str, Placement]:
+    """What a text says of each axis that it names. Errors: as `Form.parse`."""
+    axes = axes_of(mesh)
+    found: dict[str, Placement] = {}
+    for word in text.split(","):
+        letter, on, axis = (part.strip() for part in word.partition(" on "))
+        if not on:
+            if "," in text:
+                raise PlanError(f"{_named(what)}form {text!r}: of several placements each needs ` on ` and an axis")
+            return dict.fromkeys(axes, placement(letter, rank, what))
+        if axis not in axes:
+            known = f"possible are {', '.join(axes)}" if axes else "the mesh has none that tensors lie on"
+            raise PlanError(f"{_named(what)}form {text!r}: {axis!r} is no axis of the mesh; {known}")
+        if axis in found:
+            raise PlanError(f"{_named(what)}form {text!r}: {axis} is named twice; a tensor lies one way on an axis")
+        found[axis] = placement(letter, rank, what)
+    return found
 
 
 def axes_of(mesh: Mesh) -> tuple[str, ...]:

@@ -89,3 +89,18 @@ class Graph:
     def readers(self, name: str) -> tuple[Operator, ...]:
         """The operators that read a tensor."""
         return tuple(op for op in self.operators if name in op.inputs)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer of a model: a graph, which equal layers share, and what its tensors and operators are called here.
+
+    names   of each name in the graph the own one; names that are not in it are the same
+    """
+
+    graph: Graph
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def own(self, name: str) -> str:
+        """The name in this layer."""
+        return self.names.get(name, name)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +42,8 @@ class Request:
 Running = Generator[Request, Tensor, tuple[Tensor, ...]]
 
 
-class Place(NamedTuple):
+@dataclass(frozen=True)
+class Place:
     """Which rank of an axis this is, of how many."""
 
     index: int
@@ -77,6 +78,8 @@ def run(
         return _plain(operator, inputs, outputs)
     ((axis, function),) = special
     running = function(operator, choices[axis], places[axis], list(inputs), outputs)
+    if isinstance(running, tuple):
+        return running
     try:
         request = next(running)
         while True:
@@ -87,7 +90,7 @@ def run(
         return found
 
 
-Function = Callable[[Operator, Choice, Place, list[Tensor], Sequence[Shape]], Running]
+Function = Callable[[Operator, Choice, Place, list[Tensor], Sequence[Shape]], Running | tuple[Tensor, ...]]
 
 
 def _special(operator: Operator, choice: Choice, inputs: Sequence[Tensor]) -> Function | None:
@@ -109,9 +112,11 @@ def _special(operator: Operator, choice: Choice, inputs: Sequence[Tensor]) -> Fu
         causal_part = operator.option("is_causal", False) and divided.get(0) == queries
         return _some_queries if causal_part else None
     if op == "cross_entropy_loss":
-        return {"rows": _rows, "vocabulary": _vocabulary}.get(choice.name)
+        losses: dict[str, Function] = {"rows": _rows, "vocabulary": _vocabulary}
+        return losses.get(choice.name)
     if operator.op == "minipar::mixture":
-        return {"experts": _experts, "x": _some_experts}.get(choice.name)
+        ways: dict[str, Function] = {"experts": _experts, "x": _some_experts}
+        return ways.get(choice.name)
     return None
 
 
@@ -168,7 +173,7 @@ def _plain(operator: Operator, inputs: Sequence[Tensor], outputs: Sequence[Shape
 
 def _lookup(
     operator: Operator, choice: Choice, place: Place, inputs: list[Tensor], outputs: Sequence[Shape]
-) -> Running:
+) -> tuple[Tensor, ...]:
     """Rows of the table that other ranks have are zeros here."""
     table, ids = inputs
     here = ids - place.index * table.shape[0]
@@ -178,14 +183,14 @@ def _lookup(
     if operator.option("padding_idx", -1) >= 0:  # its row gets no gradient
         found = torch.where((here == padding)[..., None], found.detach(), found)
     return (torch.where(own[..., None], found, torch.zeros((), dtype=found.dtype)),)
-    yield
 
 
-def _mean(operator: Operator, choice: Choice, place: Place, inputs: list[Tensor], outputs: Sequence[Shape]) -> Running:
+def _mean(
+    operator: Operator, choice: Choice, place: Place, inputs: list[Tensor], outputs: Sequence[Shape]
+) -> tuple[Tensor, ...]:
     """The mean of the part is one of several that are summed."""
     (found,) = _plain(operator, inputs, outputs)
     return (found / place.ranks,)
-    yield
 
 
 def _online_softmax(
@@ -245,11 +250,10 @@ def _vocabulary(
 
 def _some_queries(
     operator: Operator, choice: Choice, place: Place, inputs: list[Tensor], outputs: Sequence[Shape]
-) -> Running:
+) -> tuple[Tensor, ...]:
     """Causal attention of the queries of one part of the sequence to all keys."""
     query, key = inputs[:2]
     return (call(operator, inputs, is_causal=False, attn_mask=_causal(query, key, place.index * query.shape[-2])),)
-    yield
 
 
 def _causal(query: Tensor, key: Tensor, start: int, key_start: int = 0) -> Tensor:
@@ -338,12 +342,11 @@ def _weighted(made: Tensor, weights: Tensor, chosen: Tensor, first: int) -> Tens
 
 def _some_experts(
     operator: Operator, choice: Choice, place: Place, inputs: list[Tensor], outputs: Sequence[Shape]
-) -> Running:
+) -> tuple[Tensor, ...]:
     """All tokens, and a part of the experts: their part of each token's sum."""
     tokens, gate, up, down = inputs
     weights, chosen = _routed(tokens, gate, operator.option("top", 2))
     return (_weighted(_feed(tokens, up, down), weights, chosen, place.index * up.shape[0]),)
-    yield
 
 
 def _experts(
