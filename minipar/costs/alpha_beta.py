@@ -51,3 +51,19 @@ class AlphaBeta:
 
     def _node(self, rank: int) -> int:
         return rank * self.nodes // len(self.program.ranks)
+
+
+def collective_seconds(op: str, ranks: int, nbytes: float, alpha: float, beta: float) -> float:
+    """Seconds of a collective on a ring (all-to-all: of direct messages) of `ranks` ranks.
+
+    op       "all_reduce", "reduce_scatter", "all_gather" or "all_to_all"
+    nbytes   that each rank has before it
+    alpha    seconds of a message; beta: seconds for each byte
+
+    All-gather (n - 1)(alpha + b beta); reduce-scatter and all-to-all (n - 1) alpha + (n - 1)/n b beta; all-reduce is a
+    reduce-scatter and an all-gather of what it leaves.
+    """
+    if op not in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all"):
+        raise PlanError(f"{op}: must be all_reduce, reduce_scatter, all_gather or all_to_all")
+    share = nbytes if op == "all_gather" else nbytes / ranks
+    return (2 if op == "all_reduce" else 1) * (ranks - 1) * (alpha + share * beta)

@@ -1,0 +1,386 @@
+"""Capture: plain torch code to operators, a layer of the model at a time, by `torch.export`.
+
+    captured = capture_model(model, example)    # an nn.Sequential of layers, as models.gpt or from_torch gives
+    print(captured.coverage)                    # which operators have a rule
+    sharding = propagate_model(captured.layers, megatron(), Mesh(tp=2))
+
+Parameters keep their names. An operator is called after its module: the last operator of a module without children has
+the module's name ("mlp.0"), every other one the module's and its own ("attention.view"). Layers that are equal but for
+their parameters' values are captured once.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+
+from minipar.errors import PlanError
+from minipar.sharding.graph import Graph, Layer, Operator, Slot
+from minipar.sharding.graph import Tensor as GraphTensor
+from minipar.sharding.rules import RULES
+
+# Nodes that compute nothing.
+_NOTHING = ("aten::_assert_tensor_metadata", "aten::_assert_async", "aten::sym_constrain_range_for_size")
+
+
+@dataclass(frozen=True)
+class Covered:
+    """How often an operator occurs, and whether it has a rule: "rule", "no input" (every rank makes it), or "whole"."""
+
+    op: str
+    count: int
+    state: str
+    example: str
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The operators of a model. Those without a rule are computed whole, on gathered inputs."""
+
+    rows: tuple[Covered, ...]
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Operators without a rule."""
+        return tuple(row.op for row in self.rows if row.state == "whole")
+
+    def __str__(self) -> str:
+        words = {"rule": "rule", "no input": "made by every rank", "whole": "no rule: falls back to whole"}
+        width = max((len(row.op) for row in self.rows), default=0)
+        return "\n".join(
+            f"{row.op:<{width}}  {row.count:>4}  {words[row.state]:<29} {row.example}" for row in self.rows
+        )
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A model as graphs.
+
+    layers     in order; equal ones share a graph
+    programs   for each layer the exported program, whose nodes `Operator.node` names
+    coverage   the operators of all layers
+    """
+
+    layers: tuple[Layer, ...]
+    programs: tuple[torch.export.ExportedProgram, ...]
+
+    @property
+    def coverage(self) -> Coverage:
+        """Which operators have a rule."""
+        return coverage(self.layers)
+
+
+def coverage(layers: Sequence[Layer]) -> Coverage:
+    """Which operators of some layers have a rule; those without come first."""
+    count: Counter[str] = Counter()
+    first: dict[str, str] = {}
+    inputs: dict[str, bool] = {}
+    for k, layer in enumerate(layers):
+        for op in layer.graph.operators:
+            count[op.op] += 1
+            first.setdefault(op.op, f"layer {k}, {layer.own(op.name)}")
+            inputs[op.op] = inputs.get(op.op, False) or bool(op.inputs)
+    states = {op: "rule" if op in RULES else "whole" if inputs[op] else "no input" for op in count}
+    order = ["whole", "no input", "rule"]
+    rows = [Covered(op, count[op], states[op], first[op]) for op in count]
+    return Coverage(tuple(sorted(rows, key=lambda row: (order.index(row.state), -row.count, row.op))))
+
+
+# A model --------------------------------------------------------------------------------------------------------------
+
+
+def capture_model(model: nn.Module, example: Any) -> Captured:
+    """The layers of an nn.Sequential as graphs. Its inputs are taken to need no gradient.
+
+    example   an input of the first layer; sizes are those that the graphs are for
+
+    Parameters go by the model's own names, also where it was cut from another model. Layers of equal structure, with
+    equal parameters' shapes and equal inputs, are captured once. Errors: PlanError for a layer that torch.export cannot
+    capture, with its reason.
+    """
+    if not isinstance(model, nn.Sequential):
+        raise PlanError(
+            f"{type(model).__name__}: capture takes an nn.Sequential of layers; models.from_torch(model, example) cuts "
+            "other models into one"
+        )
+    made: dict[object, tuple[Layer, torch.export.ExportedProgram, Any, nn.Module, str]] = {}
+    layers, programs = [], []
+    owners: dict[int, str] = {}
+    original: Mapping[str, str] = getattr(model, "original", {})
+    given: Any = example
+    for number, (key, module) in enumerate(model.named_children()):
+        own = {
+            name: owners.setdefault(id(p), original.get(f"{key}.{name}", f"{key}.{name}"))
+            for name, p in module.named_parameters(remove_duplicate=False)
+        }
+        same = (_fingerprint(module), _input_shapes(given), number == 0)
+        if same not in made:
+            layer, program = capture_layer(module, given, differentiable=number > 0)
+            handed = _handed_on(program, given)
+            made[same] = (layer, program, handed, module, key)
+        layer, program, handed, first, _ = made[same]
+        layers.append(replace(layer, names=_own_names(layer.graph, first, module, own, key, bool(original))))
+        programs.append(program)
+        given = handed
+    return Captured(tuple(layers), tuple(programs))
+
+
+def _own_names(
+    graph: Graph, first: nn.Module, module: nn.Module, parameters: Mapping[str, str], key: str, cut: bool
+) -> dict[str, str]:
+    """Names in the model of what a graph, captured from an equal layer, has.
+
+    Modules of layers that were cut from another model go by their paths there.
+    """
+    paths = {a: b for (a, _), (b, _) in zip(_modules(first), _modules(module), strict=True)}
+    stored = {
+        a: parameters.get(b, b)
+        for (a, _), (b, _) in zip(
+            first.named_parameters(remove_duplicate=False), module.named_parameters(remove_duplicate=False), strict=True
+        )
+    }
+    prefix = "" if cut else f"{key}."
+    names = {name: own for name, own in stored.items() if name in graph.tensors}
+    for op in graph.operators:
+        path = max((p for p in paths if _within(op.name, p)), key=len)
+        rest = op.name[len(path) :].lstrip(".")
+        own_path = paths[path]
+        title = ".".join(part for part in (own_path, rest) if part)
+        # The layer itself has no path in the model that it was cut from.
+        names[op.name] = (prefix or ("" if own_path else f"{key}.")) + title
+    return names
+
+
+def _modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    return module.named_modules(remove_duplicate=False)
+
+
+def _within(name: str, path: str) -> bool:
+    return not path or name == path or name.startswith(path + ".")
+
+
+def _input_shapes(given: Any) -> object:
+    leaves, spec = pytree.tree_flatten(given)
+    return tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves), str(
+        spec
+    )
+
+
+def _handed_on(program: torch.export.ExportedProgram, given: Any) -> Any:
+    """What the layer hands on: zeros of the right shapes, and whatever is no tensor as it is."""
+    (out,) = [node for node in program.graph.nodes if node.op == "output"]
+    taken = {spec.arg.name: None for spec in program.graph_signature.input_specs if spec.kind == InputKind.USER_INPUT}
+    leaves = pytree.tree_leaves(given)
+    passed = dict(zip(taken, leaves, strict=False))
+
+    def value(node: Any) -> Any:
+        if not isinstance(node, fx.Node):
+            return node
+        if node.name in passed:
+            return passed[node.name]
+        fake = node.meta["val"]
+        return torch.zeros(fake.shape, dtype=fake.dtype)
+
+    specs = list(program.graph_signature.output_specs)
+    found = [value(node) for node in out.args[0]]
+    users = [one for one, spec in zip(found, specs, strict=True) if spec.kind.name == "USER_OUTPUT"]
+    spec = program.call_spec.out_spec
+    return pytree.tree_unflatten(users, spec) if spec is not None else users[0]
+
+
+# What makes two layers equal
+
+
+def _fingerprint(module: nn.Module) -> object:
+    """Equal for layers that differ in names and values of parameters only.
+
+    The modules' types and plain attributes, and the shapes of what they hold. A layer's number in its model does not
+    count, unless its configuration says that something depends on it.
+    """
+    return tuple((type(one).__qualname__, one.training, _attributes(one), _stored(one)) for _, one in _modules(module))
+
+
+def _stored(module: nn.Module) -> object:
+    held = [*module._parameters.items(), *module._buffers.items()]
+    return tuple((name, None if t is None else (tuple(t.shape), t.dtype)) for name, t in held)
+
+
+def _attributes(module: nn.Module) -> object:
+    config = getattr(module, "config", None)
+    numbered = any("layer_idx" in name and bool(value) for name, value in vars(config).items()) if config else False
+    skipped = {"_parameters", "_buffers", "_modules", "training"}
+    found = []
+    for name, value in vars(module).items():
+        if name in skipped or (name == "layer_idx" and not numbered):
+            continue
+        found.append((name, _plain(name, value)))
+    return tuple(sorted(found, key=lambda item: item[0]))
+
+
+def _plain(name: str, value: Any) -> object:
+    if isinstance(value, str):
+        return "path" if name in ("path", "paths") else value
+    if value is None or isinstance(value, (bool, int, float, torch.dtype, torch.Size, torch.device)):
+        return repr(value)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return tuple(_plain(name, one) for one in value)
+    if isinstance(value, dict):
+        return tuple((str(key), _plain(name, one)) for key, one in value.items())
+    if isinstance(value, partial):
+        return ("partial", _plain(name, value.func), _plain(name, value.args), _plain(name, value.keywords))
+    if isinstance(value, Callable):  # type: ignore[arg-type]
+        return getattr(value, "__qualname__", type(value).__qualname__)
+    return id(value)
+
+
+# A layer --------------------------------------------------------------------------------------------------------------
+
+
+def capture_layer(
+    module: nn.Module, example: Any, differentiable: bool = True
+) -> tuple[Layer, torch.export.ExportedProgram]:
+    """One layer as a graph, and the exported program it comes from.
+
+    example          what the layer is called with: one value of any structure
+    differentiable   whether gradients of its inputs are needed
+
+    Errors: PlanError for code that torch.export cannot capture.
+    """
+    try:
+        program = torch.export.export(module, (example,), strict=False)
+    except Exception as error:  # whatever the user's code or torch raises
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise PlanError(
+            f"{type(module).__name__}: torch.export cannot capture this layer: {reason[0]}",
+            "It stays possible to train it without tensor parallelism. Code may not branch on the values of tensors; "
+            "a part that does can be an operator of its own (torch.library.custom_op) with a rule.",
+        ) from error
+    return Layer(_graph(program, module, differentiable)), program
+
+
+def _graph(program: torch.export.ExportedProgram, module: nn.Module, differentiable: bool) -> Graph:
+    tensors: dict[str, GraphTensor] = {}
+    called: dict[str, str] = {}  # node -> tensor
+    inputs: list[str] = []
+    for spec in program.graph_signature.input_specs:
+        node_name = spec.arg.name
+        stored = spec.kind == InputKind.PARAMETER
+        called[node_name] = str(spec.target) if spec.target is not None else node_name
+        if spec.kind == InputKind.USER_INPUT:
+            inputs.append(node_name)
+        kinds = {InputKind.PARAMETER: "parameter", InputKind.USER_INPUT: "input"}
+        value = next(n.meta.get("val") for n in program.graph.nodes if n.op == "placeholder" and n.name == node_name)
+        if isinstance(value, Tensor):
+            flows = value.is_floating_point() and (stored or (spec.kind == InputKind.USER_INPUT and differentiable))
+            tensors[called[node_name]] = _tensor(called[node_name], value, kinds.get(spec.kind, "buffer"), flows)
+    inputs = [name for name in inputs if name in tensors]
+    nodes = [node for node in program.graph.nodes if node.op == "call_function"]
+    titles = _titles(nodes, module)
+    operators = []
+    for node in nodes:
+        if node.target is operator.getitem or _op_name(node) in _NOTHING:
+            continue
+        outputs = _outputs(node)
+        options, given = _arguments(node, called)
+        flows = any(tensors[name].differentiable for name in given) and _has_gradient(node)
+        for name, value in outputs:
+            called[name] = name
+            tensors[name] = _tensor(name, value, "value", flows and value.is_floating_point())
+        operators.append(
+            Operator(
+                titles[node], _op_name(node), given, tuple(name for name, _ in outputs), options, node.target, node.name
+            )
+        )
+    (out,) = [node for node in program.graph.nodes if node.op == "output"]
+    ends = [called[node.name] for node in out.args[0] if isinstance(node, fx.Node) and called.get(node.name) in tensors]
+    return Graph(tuple(operators), tensors, tuple(inputs), tuple(ends))
+
+
+def _tensor(name: str, value: Tensor, kind: str, differentiable: bool) -> GraphTensor:
+    return GraphTensor(name, tuple(int(size) for size in value.shape), value.dtype.itemsize, kind, differentiable)
+
+
+def _op_name(node: fx.Node) -> str:
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name
+    return f"torch::{getattr(target, '__name__', str(target))}"
+
+
+def _has_gradient(node: fx.Node) -> bool:
+    names = ("detach", "set_grad_enabled", "zeros_like", "ones_like", "full_like")
+    return not any(name in _op_name(node) for name in names)
+
+
+def _outputs(node: fx.Node) -> list[tuple[str, Tensor]]:
+    """The tensors that a node gives; of several each under the name of the node that takes it."""
+    value = node.meta.get("val")
+    if isinstance(value, Tensor):
+        return [(node.name, value)]
+    if not isinstance(value, (tuple, list)):
+        return []
+    taken = {user.args[1]: user.name for user in node.users if user.target is operator.getitem}
+    return [(taken.get(k, f"{node.name}.{k}"), one) for k, one in enumerate(value) if isinstance(one, Tensor)]
+
+
+def _arguments(node: fx.Node, called: Mapping[str, str]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """All arguments by name, a Slot for each tensor; and the tensors."""
+    given: list[str] = []
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            if value.name not in called:
+                return value  # no tensor: a submodule, a number that only torch knows
+            given.append(called[value.name])
+            return Slot(len(given) - 1)
+        if isinstance(value, (list, tuple)):
+            return [replaced(one) for one in value]
+        return value
+
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        arguments = target._schema.arguments
+        named = {a.name: a.default_value for a in arguments if a.has_default_value()}
+        named |= dict(zip((a.name for a in arguments), node.args, strict=False))
+        named |= node.kwargs
+        ordered = {a.name: named[a.name] for a in arguments if a.name in named}
+    else:
+        ordered = {**{str(k): value for k, value in enumerate(node.args)}, **node.kwargs}
+    options = {name: replaced(value) for name, value in ordered.items()}
+    return options, tuple(given)
+
+
+def _titles(nodes: Sequence[fx.Node], module: nn.Module) -> dict[fx.Node, str]:
+    """Operators' names: the module's path, and the node's name but of the last one of a module without children."""
+    where = {node: _path(node) for node in nodes}
+    last = {path: node for node, path in where.items()}
+    titles: dict[fx.Node, str] = {}
+    for node, path in where.items():
+        leaf = bool(path) and _has_no_children(module, path)
+        own = re.sub(r"_default$", "", node.name)
+        titles[node] = path if leaf and last[path] is node else f"{path}.{own}" if path else own
+    return titles
+
+
+def _path(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [str(entry[0]) for entry in stack.values()]
+    return paths[-1].split("@")[0] if paths else ""
+
+
+def _has_no_children(module: nn.Module, path: str) -> bool:
+    try:
+        found = module.get_submodule(path)
+    except AttributeError:
+        return False
+    return next(found.children(), None) is None

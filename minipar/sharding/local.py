@@ -1,0 +1,428 @@
+"""Running an operator on one rank's part of its tensors.
+
+Most operators run as they are; sizes among their arguments become those of the part. A few do something else on a part:
+a lookup in some rows of a table, a mean, attention of some queries, and the variants with collectives inside. These are
+generators: they yield a `Request` and are sent what the collective gave, so that the same code runs in one process, all
+ranks side by side (`together`), and on real ranks, where each request becomes a collective of the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from minipar.errors import PlanError
+from minipar.sharding.forms import Placement
+from minipar.sharding.graph import Operator, Shape, Slot
+from minipar.sharding.rules import Choice
+
+
+@dataclass(frozen=True)
+class Request:
+    """A collective that an operator needs: every rank of the axis makes the same one with its own tensor.
+
+    op      all_reduce; all_to_all (cuts dimension `split`, joins along `join`); shift (to the next rank of the ring)
+    reduce  "sum" or "max", which has no gradient
+    whole   of a sum: what is computed of it, is computed alike on all ranks (I): backward nothing is summed
+    """
+
+    op: str
+    tensor: Tensor
+    reduce: str = "sum"
+    whole: bool = False
+    split: int = 0
+    join: int = 0
+
+
+Running = Generator[Request, Tensor, tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which rank of an axis this is, of how many."""
+
+    index: int
+    ranks: int
+
+
+def run(
+    operator: Operator,
+    choices: Mapping[str, Choice],
+    places: Mapping[str, Place],
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Shape],
+) -> Generator[tuple[str, Request], Tensor, tuple[Tensor, ...]]:
+    """An operator on this rank's parts of its inputs.
+
+    choices, places   for each axis how it is divided, and which rank this is
+    outputs           local shapes of its outputs
+
+    Yields (axis, request) for each collective, is sent the result, and returns the outputs. Errors: PlanError, if two
+    axes both divide it in a way that is not simply a part.
+    """
+    special = [
+        (axis, made) for axis, choice in choices.items() if (made := _special(operator, choice, inputs)) is not None
+    ]
+    if len(special) > 1:
+        axes = " and ".join(axis for axis, _ in special)
+        raise PlanError(
+            f"{operator.name} ({operator.op}): {axes} both divide it in ways that need more than a part of the inputs; "
+            f"let one of them read it whole"
+        )
+    if not special:
+        return _plain(operator, inputs, outputs)
+    ((axis, function),) = special
+    running = function(operator, choices[axis], places[axis], list(inputs), outputs)
+    if isinstance(running, tuple):
+        return running
+    try:
+        request = next(running)
+        while True:
+            answer = yield axis, request
+            request = running.send(answer)
+    except StopIteration as end:
+        found: tuple[Tensor, ...] = end.value
+        return found
+
+
+Function = Callable[[Operator, Choice, Place, list[Tensor], Sequence[Shape]], Running | tuple[Tensor, ...]]
+
+
+def _special(operator: Operator, choice: Choice, inputs: Sequence[Tensor]) -> Function | None:
+    """What an operator does on a part, if that is not what it does on the whole."""
+    op = operator.op.removeprefix("aten::")
+    divided = {k: p.dim for k, p in enumerate(choice.ins) if p.kind == "S"}
+    if op == "embedding" and divided.get(0) == 0:
+        return _lookup
+    if op == "mean" and 0 in divided and choice.outs[0].kind == "P":
+        return _mean
+    if choice.name == "online":
+        return _online_maximum if op in ("amax", "amin") else _online_softmax
+    if op == "scaled_dot_product_attention":
+        if choice.name == "ring":
+            return _ring
+        if choice.name == "all_to_all":
+            return _heads_for_sequence
+        queries = inputs[0].dim() - 2
+        causal_part = operator.option("is_causal", False) and divided.get(0) == queries
+        return _some_queries if causal_part else None
+    if op == "cross_entropy_loss":
+        losses: dict[str, Function] = {"rows": _rows, "vocabulary": _vocabulary}
+        return losses.get(choice.name)
+    if operator.op == "minipar::mixture":
+        ways: dict[str, Function] = {"experts": _experts, "x": _some_experts}
+        return ways.get(choice.name)
+    return None
+
+
+# Arguments ------------------------------------------------------------------------------------------------------------
+
+_SIZES = {
+    "aten::view": "size", "aten::_unsafe_view": "size", "aten::reshape": "shape", "aten::expand": "size",
+    "aten::broadcast_to": "size",
+}  # fmt: skip
+
+
+def call(operator: Operator, inputs: Sequence[Any], **changed: Any) -> Any:
+    """Call the operator on tensors, some of its arguments changed."""
+
+    def filled(given: Any) -> Any:
+        if isinstance(given, Slot):
+            return inputs[given.index]
+        if isinstance(given, (list, tuple)):
+            return type(given)(filled(one) for one in given)
+        return given
+
+    options = {name: filled(given) for name, given in {**operator.options, **changed}.items()}
+    if isinstance(operator.call, torch._ops.OpOverload):
+        positional = []
+        for argument in operator.call._schema.arguments:
+            if argument.kwarg_only or argument.name not in options:
+                break
+            positional.append(options.pop(argument.name))
+        return operator.call(*positional, **options)
+    return operator.call(**options)
+
+
+def _plain(operator: Operator, inputs: Sequence[Tensor], outputs: Sequence[Shape]) -> tuple[Tensor, ...]:
+    """The operator itself, with the sizes of the part."""
+    changed: dict[str, Any] = {}
+    shape = list(outputs[0]) if outputs else []
+    if operator.op in _SIZES:
+        changed[_SIZES[operator.op]] = shape
+    elif operator.op in ("aten::split", "aten::split_with_sizes"):
+        dim = int(operator.option("dim", 0))
+        sizes = [part[dim] for part in outputs]
+        changed = {"split_sizes": sizes} if "sizes" in operator.op else {"split_size": sizes[0]}
+        if isinstance(operator.options.get("split_size"), (list, tuple)):
+            changed = {"split_size": sizes}
+    elif operator.op == "aten::unflatten":
+        dim = int(operator.option("dim")) % inputs[0].dim()
+        changed["sizes"] = shape[dim : dim + len(operator.option("sizes"))]
+    found = call(operator, inputs, **changed)
+    return tuple(found) if isinstance(found, (list, tuple)) else (found,)
+
+
+# What is done on a part -----------------------------------------------------------------------------------------------
+
+
+def _lookup(
+    operator: Operator, choice: Choice, place: Place, inputs: list[Tensor], outputs: Sequence[Shape]
+) -> tuple[Tensor, ...]:
+    """Rows of the table that other ranks have are zeros here."""
+    table, ids = inputs
+    here = ids - place.index * table.shape[0]
+    own = (here >= 0) & (here < table.shape[0])
+    padding = int(operator.option("padding_idx", -1)) - place.index * table.shape[0]
+    found = functional.embedding(here.clamp(0, table.shape[0] - 1), table)
+    if operator.option("padding_idx", -1) >= 0:  # its row gets no gradient
+        found = torch.where((here == padding)[..., None], found.detach(), found)
+    return (torch.where(own[..., None], found, torch.zeros((), dtype=found.dtype)),)
+
+
+def _mean(
+    operator: Operator, choice: Choice, place: Place, inputs: list[Tensor], outputs: Sequence[Shape]
+) -> tuple[Tensor, ...]:
+    """The mean of the part is one of several that are summed."""
+    (found,) = _plain(operator, inputs, outputs)
+    return (found / place.ranks,)
+
+
+def _online_softmax(
+    operator: Operator, choice: Choice, place: Place, inputs: list[Tensor], outputs: Sequence[Shape]
+) -> Running:
+    (x,) = inputs
+    dtype = operator.option("dtype")
+    x = x if dtype is None else x.to(dtype)
+    dim = choice.ins[0].dim
+    largest = yield Request("all_reduce", x.detach().amax(dim, True), reduce="max")
+    shifted = x - largest
+    total = yield Request("all_reduce", shifted.exp().sum(dim, True))
+    return (shifted - total.log() if "log" in operator.op else shifted.exp() / total,)
+
+
+def _online_maximum(
+    operator: Operator, choice: Choice, place: Place, inputs: list[Tensor], outputs: Sequence[Shape]
+) -> Running:
+    (found,) = _plain(operator, inputs, outputs)
+    sign = -1 if operator.op == "aten::amin" else 1
+    largest = sign * (yield Request("all_reduce", sign * found.detach(), reduce="max"))
+    return (torch.where(found == largest, found, largest),)
+
+
+def _rows(operator: Operator, choice: Choice, place: Place, inputs: list[Tensor], outputs: Sequence[Shape]) -> Running:
+    """A part of the rows: its sum, over the number of all rows that count."""
+    total = call(operator, inputs, reduction=2)
+    if operator.option("reduction", 1) == 2:
+        return (total,)
+    weight = (inputs[1] != operator.option("ignore_index", -100)).sum().to(total.dtype)
+    count = yield Request("all_reduce", weight, whole=True)
+    return (total / count,)
+
+
+def _vocabulary(
+    operator: Operator, choice: Choice, place: Place, inputs: list[Tensor], outputs: Sequence[Shape]
+) -> Running:
+    """Each rank has some classes of every row: three numbers a row are agreed on. Source: Megatron-LM."""
+    logits, targets = inputs
+    ignored = targets == operator.option("ignore_index", -100)
+    largest = yield Request("all_reduce", logits.detach().amax(1), reduce="max")
+    shifted = logits - largest.unsqueeze(1)
+    total = yield Request("all_reduce", shifted.exp().sum(1), whole=True)
+    here = targets - place.index * logits.shape[1]
+    own = (here >= 0) & (here < logits.shape[1])
+    picked = shifted.gather(1, here.clamp(0, logits.shape[1] - 1).unsqueeze(1)).squeeze(1)
+    wanted = yield Request("all_reduce", torch.where(own, picked, torch.zeros_like(picked)), whole=True)
+    losses = torch.where(ignored, torch.zeros_like(wanted), total.log() - wanted)
+    reduction = operator.option("reduction", 1)
+    if reduction == 0:
+        return (losses,)
+    return (losses.sum() / ((~ignored).sum() if reduction == 1 else 1),)
+
+
+# Attention ------------------------------------------------------------------------------------------------------------
+
+
+def _some_queries(
+    operator: Operator, choice: Choice, place: Place, inputs: list[Tensor], outputs: Sequence[Shape]
+) -> tuple[Tensor, ...]:
+    """Causal attention of the queries of one part of the sequence to all keys."""
+    query, key = inputs[:2]
+    return (call(operator, inputs, is_causal=False, attn_mask=_causal(query, key, place.index * query.shape[-2])),)
+
+
+def _causal(query: Tensor, key: Tensor, start: int, key_start: int = 0) -> Tensor:
+    """Which keys each query sees: those up to its own position. (queries, keys)"""
+    rows = torch.arange(query.shape[-2], device=query.device) + start
+    columns = torch.arange(key.shape[-2], device=query.device) + key_start
+    return columns[None] <= rows[:, None]
+
+
+def _heads_for_sequence(
+    operator: Operator, choice: Choice, place: Place, inputs: list[Tensor], outputs: Sequence[Shape]
+) -> Running:
+    """Each rank gives its part of the sequence of other heads for all of its own heads. Source: DeepSpeed-Ulysses."""
+    heads = []
+    for tensor in inputs[:3]:
+        heads.append((yield Request("all_to_all", tensor, split=1, join=2)))
+    seen = call(operator, heads)
+    return ((yield Request("all_to_all", seen, split=2, join=1)),)
+
+
+def _ring(operator: Operator, choice: Choice, place: Place, inputs: list[Tensor], outputs: Sequence[Shape]) -> Running:
+    """Keys and values go round; each turn adds to a softmax that is kept as (maximum, sum, weighted values). Source:
+    Liu et al., "Ring Attention with Blockwise Transformers", 2023."""
+    query, key, value = inputs[:3]
+    group = query.shape[1] // key.shape[1]
+    scale = operator.option("scale") or query.shape[-1] ** -0.5
+    start = place.index * query.shape[-2]
+    largest = total = seen = None
+    moving = torch.cat([key, value], -1)
+    for turn in range(place.ranks):
+        source = (place.index - turn) % place.ranks
+        key, value = moving.split([inputs[1].shape[-1], inputs[2].shape[-1]], -1)
+        scores = query @ key.repeat_interleave(group, 1).transpose(-2, -1) * scale
+        if operator.option("is_causal", False):
+            visible = _causal(query, key, start, source * key.shape[-2])
+            scores = scores.masked_fill(~visible, float("-inf"))
+        # The first turn is the rank's own part, of which each query sees at least itself.
+        new = (
+            scores.detach().amax(-1, True)
+            if largest is None
+            else torch.maximum(largest, scores.detach().amax(-1, True))
+        )
+        weights = (scores - new).exp()
+        part, sums = weights @ value.repeat_interleave(group, 1), weights.sum(-1, True)
+        if largest is None:
+            total, seen = sums, part
+        else:
+            total, seen = total * (largest - new).exp() + sums, seen * (largest - new).exp() + part
+        largest = new
+        if turn < place.ranks - 1:
+            moving = yield Request("shift", moving)
+    assert seen is not None
+    return (seen / total,)
+
+
+# The mixture of experts -----------------------------------------------------------------------------------------------
+
+
+def mixture(tokens: Tensor, gate: Tensor, up: Tensor, down: Tensor, top: int = 2) -> Tensor:
+    """A mixture of experts in which no token is dropped.
+
+    tokens (T, d), gate (d, X), up (X, d, f), down (X, f, d); each token goes to its `top` experts, and gets the sum of
+    what they give, weighted by a softmax of their gates. Returns (T, d).
+    """
+    weights, chosen = _routed(tokens, gate, top)
+    return _weighted(_feed(tokens, up, down), weights, chosen, 0)
+
+
+def _routed(tokens: Tensor, gate: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """Weights (T, top) of the experts that each token goes to, and their numbers."""
+    best, chosen = (tokens @ gate).topk(top, -1)
+    return best.softmax(-1), chosen
+
+
+def _feed(tokens: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """What every expert makes of every token: (X, T, d)."""
+    return functional.gelu(tokens @ up) @ down
+
+
+def _weighted(made: Tensor, weights: Tensor, chosen: Tensor, first: int) -> Tensor:
+    """Of what experts `first`, `first` + 1, ... made of all tokens (X, T, d), what each token gets: (T, d)."""
+    experts = torch.arange(first, first + made.shape[0], device=chosen.device)
+    share = (weights[None] * (chosen[None] == experts[:, None, None])).sum(-1)
+    return (share[..., None] * made).sum(0)
+
+
+def _some_experts(
+    operator: Operator, choice: Choice, place: Place, inputs: list[Tensor], outputs: Sequence[Shape]
+) -> tuple[Tensor, ...]:
+    """All tokens, and a part of the experts: their part of each token's sum."""
+    tokens, gate, up, down = inputs
+    weights, chosen = _routed(tokens, gate, operator.option("top", 2))
+    return (_weighted(_feed(tokens, up, down), weights, chosen, place.index * up.shape[0]),)
+
+
+def _experts(
+    operator: Operator, choice: Choice, place: Place, inputs: list[Tensor], outputs: Sequence[Shape]
+) -> Running:
+    """Tokens go to the ranks of their experts and back. Each expert has room for all tokens of a rank: T / n."""
+    tokens, gate, up, down = inputs
+    weights, chosen = _routed(tokens, gate, operator.option("top", 2))
+    experts = place.ranks * up.shape[0]
+    sent = torch.stack([tokens * (chosen == x).any(-1, keepdim=True) for x in range(experts)])
+    come = yield Request("all_to_all", sent, split=0, join=1)
+    back = yield Request("all_to_all", _feed(come, up, down), split=1, join=0)
+    return (_weighted(back, weights, chosen, 0),)
+
+
+# All ranks in one process ---------------------------------------------------------------------------------------------
+
+
+def together(running: Sequence[Generator[tuple[str, Request], Tensor, tuple[Tensor, ...]]]) -> list[tuple[Tensor, ...]]:
+    """Run the ranks of one axis side by side, in one process; what each of them returns.
+
+    Gradients flow between the ranks as the collectives' own backwards would bring them.
+    """
+    results: list[tuple[Tensor, ...] | None] = [None] * len(running)
+    answers: list[Tensor | None] = [None] * len(running)
+    while True:
+        requests: list[Request] = []
+        for k, one in enumerate(running):
+            try:
+                requests.append((next(one) if answers[k] is None else one.send(answers[k]))[1])  # type: ignore[arg-type]
+            except StopIteration as end:
+                results[k] = end.value
+        if not requests:
+            return [found for found in results if found is not None]
+        if len(requests) != len(running) or len({request.op for request in requests}) != 1:
+            raise PlanError("ranks of one axis made different collectives in the same operator")
+        answers = list(collective(requests))
+
+
+def collective(requests: Sequence[Request]) -> list[Tensor]:
+    """What each rank gets of a collective."""
+    tensors, first = [request.tensor for request in requests], requests[0]
+    ranks = len(tensors)
+    if first.op == "all_reduce":
+        if first.reduce == "max":
+            return [torch.stack(tensors).amax(0)] * ranks
+        total = torch.stack(tensors).sum(0)
+        # Whole: the same numbers, but each rank's gradient is that of its own part.
+        return [total.detach() + (one - one.detach()) if first.whole else total for one in tensors]
+    if first.op == "shift":
+        return [tensors[k - 1] for k in range(ranks)]
+    parts = [tensor.chunk(ranks, first.split) for tensor in tensors]
+    return [torch.cat([parts[j][k] for j in range(ranks)], first.join) for k in range(ranks)]
+
+
+# Cutting and joining --------------------------------------------------------------------------------------------------
+
+
+def cut(tensor: Tensor, placement: Placement, ranks: int) -> list[Tensor]:
+    """A tensor's part on each rank. Of P they are parts of a sum, drawn so that no part is zero."""
+    if placement.kind == "S":
+        pieces = tensor.chunk(placement.pieces, placement.dim)
+        blocks = [piece.chunk(ranks, placement.dim) for piece in pieces]
+        return [torch.cat([piece[k] for piece in blocks], placement.dim).clone() for k in range(ranks)]
+    if placement.kind == "P":
+        parts = [torch.randn_like(tensor) for _ in range(ranks - 1)]
+        return [*parts, tensor - sum(parts)]
+    return [tensor.clone() for _ in range(ranks)]
+
+
+def join(parts: Sequence[Tensor], placement: Placement) -> Tensor | None:
+    """The whole of what the ranks have; None where they should have the same, and do not."""
+    if placement.kind == "S":
+        split = [part.chunk(placement.pieces, placement.dim) for part in parts]
+        return torch.cat([one for piece in zip(*split, strict=True) for one in piece], placement.dim)
+    if placement.kind == "P":
+        return torch.stack(list(parts)).sum(0)
+    same = all(torch.allclose(part, parts[0], rtol=1e-8, atol=1e-10, equal_nan=True) for part in parts)
+    return parts[0] if same else None

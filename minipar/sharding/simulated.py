@@ -1,0 +1,210 @@
+"""A sharded layer in one process: all ranks of the mesh side by side, forward and backward, without messages.
+
+It runs what propagation found, operator by operator and repartition by repartition, and so shows whether a sharding is
+right: outputs and gradients must be those of the whole layer. It is also the plainest description of what real ranks
+do. Each step of a repartition is written so that autograd brings the gradient's step by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from minipar.program.mesh import Mesh
+from minipar.sharding import local
+from minipar.sharding.forms import Form, axes_of, conjugate
+from minipar.sharding.propagation import Divided, Sharding
+from minipar.sharding.repartition import Step
+
+Place = tuple[int, ...]  # coordinates on the axes that tensors lie on
+Parts = dict[Place, Tensor]
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What the ranks have after a layer: of each tensor of the graph the parts, in its form."""
+
+    sharding: Sharding
+    parts: Mapping[str, Parts]
+
+    def whole(self, name: str) -> Tensor:
+        """A tensor of the graph, joined."""
+        return join(self.parts[name], self.sharding.forms[name], self.sharding.mesh)
+
+
+def simulate_layer(sharding: Sharding, given: Mapping[str, Tensor]) -> Simulated:
+    """Run a layer on all ranks of its mesh.
+
+    given   whole tensors of all parameters, buffers and inputs, by their names in the graph
+
+    Errors: PlanError, if an operator is divided in two ways that its parts cannot run.
+    """
+    mesh, graph = sharding.mesh, sharding.graph
+    parts = {name: cut(tensor, sharding.forms[name], mesh) for name, tensor in given.items()}
+    for moment in parts.values():
+        for place, part in moment.items():
+            moment[place] = part.detach().requires_grad_(part.is_floating_point())
+    moved: dict[tuple[str, Form], Parts] = {(name, sharding.forms[name]): one for name, one in parts.items()}
+    for one in sharding.operators:
+        read = []
+        for name, form in zip(one.operator.inputs, one.ins, strict=True):
+            read.append(_in_form(sharding, moved, name, form))
+        for name, form, made in zip(one.operator.outputs, one.outs, _run(one, read, mesh), strict=True):
+            parts[name] = moved[name, form] = made
+    for name in graph.outputs:
+        parts.setdefault(name, parts[name])
+    return Simulated(sharding, parts)
+
+
+def _in_form(sharding: Sharding, moved: dict[tuple[str, Form], Parts], name: str, form: Form) -> Parts:
+    """A tensor as an operator reads it: as it lies, or moved, once for all that read it so."""
+    if (name, form) not in moved:
+        found = next((m for m in sharding.repartitions if m.value == name and m.forward.end == form), None)
+        if found is None:  # R and I of a value without a gradient
+            return moved[name, sharding.forms[name]]
+        parts = moved[name, found.forward.start]
+        for step in found.forward.steps:
+            parts = move(parts, step, sharding.mesh)
+        moved[name, form] = parts
+    return moved[name, form]
+
+
+def _run(one: Divided, read: Sequence[Parts], mesh: Mesh) -> list[Parts]:
+    """An operator on every rank; ranks that need each other run side by side."""
+    axes = axes_of(mesh)
+    places = list(product(*(range(mesh.length(axis)) for axis in axes)))
+    inside = next((axis for axis, choice in one.choices.items() if choice.inside), axes[0] if axes else "")
+    made: list[Parts] = [{} for _ in one.operator.outputs]
+    for group in _groups(places, axes.index(inside)) if axes else [places]:
+        running = [
+            local.run(
+                one.operator,
+                one.choices,
+                {axis: local.Place(place[k], mesh.length(axis)) for k, axis in enumerate(axes)},
+                [parts[place] for parts in read],
+                one.out_shapes,
+            )
+            for place in group
+        ]
+        for place, outputs in zip(group, local.together(running), strict=True):
+            for parts, output in zip(made, outputs, strict=True):
+                parts[place] = output
+    return made
+
+
+def _groups(places: Sequence[Place], k: int) -> list[list[Place]]:
+    """The ranks that differ on one axis alone."""
+    found: dict[Place, list[Place]] = {}
+    for place in places:
+        found.setdefault((*place[:k], *place[k + 1 :]), []).append(place)
+    return list(found.values())
+
+
+def move(parts: Parts, step: Step, mesh: Mesh) -> Parts:
+    """One step of a repartition on all ranks."""
+    k = axes_of(mesh).index(step.axis)
+    made: Parts = {}
+    for group in _groups(list(parts), k):
+        for place, tensor in zip(group, _moved([parts[place] for place in group], step), strict=True):
+            made[place] = tensor
+    return made
+
+
+def _moved(parts: Sequence[Tensor], step: Step) -> list[Tensor]:
+    """A step within one group. What is added as x - x.detach() is zero, and brings the gradient to x."""
+    before, after, ranks = step.before, step.after, len(parts)
+
+    def flows(tensor: Tensor) -> Tensor:
+        return tensor - tensor.detach() if tensor.is_floating_point() else torch.zeros_like(tensor)
+
+    def block(tensor: Tensor, index: int) -> Tensor:
+        return local.cut(tensor, after, ranks)[index]
+
+    def gathered(index: int | None = None) -> Tensor:
+        own = [part if index in (None, j) else part.detach() for j, part in enumerate(parts)]
+        found = local.join(own, before)
+        assert found is not None
+        return found
+
+    if before.kind == "P" and after.whole:
+        total = torch.stack(list(parts)).sum(0)
+        return [total if after.kind == "R" else total.detach() + flows(part) for part in parts]
+    if before.kind == "P":
+        return local.cut(torch.stack(list(parts)).sum(0), after, ranks)
+    if before.kind == "S" and after.whole:
+        return [gathered(None if after.kind == "R" else k) for k in range(ranks)]
+    if before.kind == "S" and after.kind == "S":
+        return local.cut(gathered(), after, ranks)
+    if before.kind == "S":  # a sum of which each rank has its block
+        zeros = [torch.zeros_like(part) for part in parts]
+        padded = [
+            local.join([part if j == k else zeros[j] for j in range(ranks)], before) for k, part in enumerate(parts)
+        ]
+        return [one for one in padded if one is not None]
+    if after.kind == "S" and before.kind == "R":
+        return [block(part, k) for k, part in enumerate(parts)]
+    if after.kind == "S":
+        others = [[part for j, part in enumerate(parts) if j != k] for k in range(ranks)]
+        return [block(part, k) + sum(flows(block(one, k)) for one in others[k]) for k, part in enumerate(parts)]
+    if (before.kind, after.kind) == ("I", "R"):
+        return [part + sum(flows(one) for j, one in enumerate(parts) if j != k) for k, part in enumerate(parts)]
+    if (before.kind, after.kind) == ("R", "I"):
+        return [part if k == 0 else part.detach() for k, part in enumerate(parts)]
+    if before.kind == "I":  # to a sum, to which the first rank alone adds
+        return [part if k == 0 else flows(part) for k, part in enumerate(parts)]
+    return [part if k == 0 else torch.zeros_like(part) for k, part in enumerate(parts)]
+
+
+def cut(tensor: Tensor, form: Form, mesh: Mesh) -> Parts:
+    """The part of a tensor that each rank has. Of P they are drawn at random."""
+    parts: Parts = {(): tensor}
+    for axis, p in form.items():
+        ranks = mesh.length(axis)
+        parts = {(*place, k): one for place, part in parts.items() for k, one in enumerate(local.cut(part, p, ranks))}
+    return parts
+
+
+def join(parts: Parts, form: Form, mesh: Mesh) -> Tensor:
+    """The whole of what all ranks have. Errors: ValueError where ranks should have the same, and do not."""
+    for axis, p in reversed(list(form.items())):
+        ranks = mesh.length(axis)
+        found: Parts = {}
+        for place in {place[:-1] for place in parts}:
+            one = local.join([parts[(*place, k)] for k in range(ranks)], p)
+            if one is None:
+                raise ValueError(f"the ranks of {axis} do not have the same")
+            found[place] = one
+        parts = found
+    return parts[()]
+
+
+def gradients(simulated: Simulated, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The gradients of all parameters and inputs, joined from what the ranks have.
+
+    outputs   the gradients of the outputs, whole
+    """
+    sharding = simulated.sharding
+    mesh, graph = sharding.mesh, sharding.graph
+    ends, seeds = [], []
+    for name, gradient in outputs.items():
+        form = Form(sharding.forms[name].axes, tuple(map(conjugate, sharding.forms[name].placements)))
+        laid = cut(gradient, form, mesh)
+        for place, part in simulated.parts[name].items():
+            if part.requires_grad:
+                ends.append(part)
+                seeds.append(laid[place])
+    names = [name for name, t in graph.tensors.items() if t.kind in ("parameter", "input") and t.differentiable]
+    flat = [simulated.parts[name][place] for name in names for place in simulated.parts[name]]
+    found = iter(torch.autograd.grad(ends, flat, seeds, allow_unused=True))
+    made = {}
+    for name in names:
+        parts = {}
+        for place, part in simulated.parts[name].items():
+            one = next(found)
+            parts[place] = torch.zeros_like(part) if one is None else one
+        made[name] = join(parts, sharding.forms[name].conjugate(), mesh)
+    return made
