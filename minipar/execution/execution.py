@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -87,6 +87,7 @@ class Job:
     evaluate    put the model in evaluation mode; else every module has the mode that the model function gave it. None:
                 where a program trains nothing of a model that could be trained
     on_nan      where the loss of a micro-batch is not finite: "stop", "warn" or "ignore"
+    annotations with tensor parallelism, the forms of some tensors by name (`sharding/propagation.py`); None: Megatron's
     """
 
     model: Model
@@ -99,6 +100,7 @@ class Job:
     scheduler: Scheduler | None = None
     evaluate: bool | None = None
     on_nan: str = "ignore"
+    annotations: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         check_loss(self.loss)
@@ -137,7 +139,7 @@ class Job:
 
     def share(self, model: nn.Module, index: int, count: int) -> ShardedModel:
         """The nodes that rank `index` of `count` sharing ranks has of a model."""
-        return local_model(model, index, count, self.sample(3)[0][0])
+        return local_model(model, index, count, self.sample(3)[0][0], self.annotations)
 
     def batches(self, step: int) -> tuple[Any, Any]:
         """x and y of one step: the whole batch, of all replicas."""

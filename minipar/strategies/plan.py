@@ -42,6 +42,12 @@ class Plan:
     dp: int = key(1, whole(1), "replicas of the pipeline; each computes other rows of a batch")
     pp: int = key(1, whole(1), "ranks of the pipeline")
     tp: int = key(1, whole(1), "ranks that share each layer: they divide its operators (tensor parallelism)")
+    sequence_parallel: bool = key(
+        False,
+        keys.TRUTH,
+        "between the divided operators each of these ranks has a part of the sequence, where tp has all of it",
+        exclusions.SHARED,
+    )
     schedule: str = key("1f1b", keys.SCHEDULE, "the order of forwards and backwards on each rank")
     microbatches: int = key(1, whole(1), "micro-batches of each replica and round")
     accumulate: int = key(1, whole(1), "rounds of `microbatches` before the optimizer steps")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,6 +38,7 @@ from minipar.prediction.simulator import simulate
 from minipar.program import Program, Staleness
 from minipar.program.shape import Shape
 from minipar.server.serving import Service, execute_served, pacing_of
+from minipar.sharding.propagation import megatron, sequence_parallel
 from minipar.strategies.keys import at_least_1
 from minipar.strategies.plan import Plan
 from minipar.trace import Trace
@@ -185,6 +186,7 @@ def train(
     keep_modes: bool = False,
     callback: Callback | None = None,
     on_nan: str = "stop",
+    annotations: Mapping[str, str] | None = None,
 ) -> Run:
     """Train a model by a plan, on real processes.
 
@@ -222,6 +224,10 @@ def train(
     on_nan      where the loss of a micro-batch is not a number or infinite: "stop" raises NotFinite with step, rank and
                 micro-batch before anything is updated by it; "warn" goes on and says so once; "ignore"
 
+    annotations with tp of 2 or more, the forms of some operators' outputs or parameters by patterns of their names, such
+                as {"*.mlp.0": "S-1 on tp", "*.mlp.2": "P on tp"}; those of all others follow. Default: what
+                `minipar.sharding.megatron()` gives, or `sequence_parallel()` with that key of the plan
+
     Raises PlanError where plan, model, batch and cluster do not fit together; DeviceOutOfMemory, with plans that would
     fit, on emulated devices of limited memory; SaveError where `resume` has no saved run of this model, or where
     nothing can be written to `save`; what a rank raises; RankDied.
@@ -252,7 +258,10 @@ def train(
     feeding = loading.read_ahead(data, steps, storing.first, seed, batch)
     with feeding as (data, batch), nullcontext(cluster) if cluster is not None else Cluster(plan.ranks) as ranks:
         quiet = plan.inference and not keep_modes
-        job = Job(model, data, batch, loss, optimizer, seed, dtype, scheduler, quiet, on_nan)
+        forms = annotations
+        if forms is None and plan.tp > 1:
+            forms = sequence_parallel() if plan.sequence_parallel else megatron()
+        job = Job(model, data, batch, loss, optimizer, seed, dtype, scheduler, quiet, on_nan, forms)
         if reference or check:
             plainly.prepare()
         bar = partial(tqdm, disable=not progress, leave=False)
