@@ -20,7 +20,7 @@ FUSIBLE = frozenset((Op.FORWARD, Op.RECOMPUTE, *BACKWARDS))
 
 
 def fuse_layers(draft: Draft) -> Draft:
-    """Consecutive layers with no other instruction between them become one instruction, which lists its parts."""
+    """Consecutive layers with nothing between them become one instruction, which lists its parts."""
     shape = draft.layout.shape
     alone = wiring(shape.edges, shape.layers).alone if shape.edges else None
     return draft.each(lambda rank, row: fuse(row, alone))
