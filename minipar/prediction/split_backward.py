@@ -1,9 +1,10 @@
-"""Predicted memory of backwards in halves: the tapes of each half, laid along a walk (see `prediction/memory.py`).
+"""Predicted memory of backwards in halves: the tapes of each half, played along a walk (see `prediction/memory.py`).
 
-I 2:4      what autograd saved for this half is free when a piece of the graph is done; gradients that arrived
-           at the operations with parameters stay, and so does what these saved, and the piece's input: operations hold
-           those before them, up to the leaves of the graph
-W 2:4      all of that goes, and gradients of the parameters appear
+I 2:4      When a piece of the graph is done, what autograd saved for this half is freed. What stays: gradients that
+have
+           reached operations with parameters, what these operations saved, and the piece's input, because operations
+           hold the operations before them, up to the leaves of the graph.
+W 2:4      All of this is freed, and gradients of the parameters appear.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ def input_half(walk: Walk, ins: Instruction) -> None:
     """A BACKWARD_INPUT."""
     i, step = ins.microbatch, ins.step
     above = walk.sum_of_gradients(ins)
-    held = above is not None  # by the walk: such a sum, or a gradient between two pieces
+    held = above is not None  # whether the walk holds it: it is such a sum, or a gradient between two pieces
     if above is None and (out := walk.program.wiring.out[ins.layers[-1]]):
-        above = walk.live.get(grad_output(out[0], i, step))  # the instruction's frees let it go
+        above = walk.live.get(grad_output(out[0], i, step))  # the instruction's frees free it
     for piece in reversed(walk.pieces[ins.layers, i]):
         given, received, inner = above, above, False
         freed: list[tuple[int, int]] = []
@@ -46,7 +47,8 @@ def input_half(walk: Walk, ins: Instruction) -> None:
 
 
 def _play(walk: Walk, key: Key, received: Storage | None, freed: list[tuple[int, int]]) -> Storage | None:
-    """One layer: the gradient of its input. What is free when the piece is done goes to `freed`."""
+    """Play the input half of one layer. Returns the gradient of its input. `freed` gets what is freed when the piece is
+    done."""
     layer, i, _ = key
     made, stays = 0, True
     for delta, what in walk.tape(layer, i).input_half:
@@ -70,12 +72,12 @@ def _play(walk: Walk, key: Key, received: Storage | None, freed: list[tuple[int,
         return walk.storage(made, layer - 1)
     if received is not None and layer > walk.program.first_trainable:
         walk.hold(received, "walk")
-        return received  # what comes in goes out
+        return received  # the layer returns the gradient that it received
     return None
 
 
 def _let_go(walk: Walk, key: Key, *, inputs: bool) -> None:
-    """Outputs and, if asked, inputs that the weight half does not need."""
+    """Release the layer's output, and with `inputs` its inputs, if the weight half does not need them."""
     later = walk.tape(key[0], key[1]).weight_half
     if inputs and not frees(later, "input"):
         walk.let_go_of_inputs(key)

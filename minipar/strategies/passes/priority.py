@@ -112,7 +112,7 @@ def first_uses(instructions: Sequence[Instruction]) -> dict[int, int]:
 
 
 def update_late(draft: Draft) -> Draft:
-    """A STEP for each parameter group runs in the next step, before the first forward that needs its parameters."""
+    """Each group's STEP runs in the next step, before the first forward that needs its parameters."""
     draft = draft.each_update(lambda rank, update: _most_urgent_first(update, draft.ranks[rank]))
     last = draft.step == draft.steps - 1
 
