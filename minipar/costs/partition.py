@@ -1,7 +1,6 @@
 """Cut a chain of layers into stages of neighbouring layers, so that a pipeline of them is as fast as possible.
 
-    costs      5 3 3 | 8 3 | 9        a stage takes the time of its layers on its rank, and of the message that it
-               sends:
+    costs      5 3 3 | 8 3 | 9        a stage takes the time of its layers, and of the message that it sends:
     cut            2     1            t_s = work_s / speed_s + cut_s / bandwidth
                t = 13   12   9        a step of m micro-batches takes   sum(t) + (m - 1) max(t)
 

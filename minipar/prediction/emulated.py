@@ -1,8 +1,7 @@
 """Costs of a program on emulated devices: numbers of the device's spec, and measured numbers for the rest.
 
     compute     spec.costs, else operations / spec.flops, else as measured on this machine
-    messages    bytes / spec.bandwidth after spec.latency; links are infinitely fast if the spec gives times but no
-                rates
+    messages    bytes / spec.bandwidth after spec.latency; infinitely fast links if the spec has times but no rates
     memory      as profiled
 
 The executor delays real instructions and messages by the same table (`emulation.py`). So a measured timeline has the

@@ -117,8 +117,7 @@ class Own(NamedTuple):
 
     states     bytes of model states
     whole      number of parameters of groups that are not shared out
-    shared     (number of parameters, number of ranks) of groups that ZeRO shares out; experts have an entry of their
-               own
+    shared     (number of parameters, number of ranks) of groups that ZeRO shares out; experts have their own entry
     versions   versions of the weights that are alive at the same time
     gathered   bytes for parameters of two neighbouring layers, if they are gathered or fetched
     buckets    bytes of two neighbouring gradient buckets

@@ -1,9 +1,8 @@
 """Predicted memory of backwards in halves: the tapes of each half, played along a walk (see `prediction/memory.py`).
 
-I 2:4      When a piece of the graph is done, what autograd saved for this half is freed. What stays: gradients that
-have
-           reached operations with parameters, what these operations saved, and the piece's input, because operations
-           hold the operations before them, up to the leaves of the graph.
+I 2:4      When a piece of the graph is done, what autograd saved for this half is freed. Three things stay: gradients
+           that have reached operations with parameters, what these operations saved, and the piece's input. It stays
+           because operations hold the operations before them, up to the leaves of the graph.
 W 2:4      All of this is freed, and gradients of the parameters appear.
 """
 

@@ -150,8 +150,7 @@ class Program:
     """A tuple of instructions for each rank, and the facts that are needed to verify, simulate and run them.
 
     ranks            instructions of each rank, in the order in which its loop walks them
-    layers           number of layers of the model; layer l reads the output of layer l-1, or the outputs that `edges`
-                     give
+    layers           number of layers of the model; layer l reads the output of layer l-1, or as `edges` say
     microbatches     number per replica and step, over all rounds of accumulation
     groups           parameter groups, by index
     mesh             axis sizes, slowest first: a `Mesh`, or the same as a tuple

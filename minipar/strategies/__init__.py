@@ -2,8 +2,7 @@
 
     schedules/   the order of forwards and backwards on each rank: one file a schedule, a generator
     passes/      rewrites of a step: one file a pass
-    plan.py      `Plan`, what the user chooses; keys.py the domain of each key; exclusions.py which choices exclude
-                 others
+    plan.py      `Plan`, what the user chooses; keys.py the domain of each key; exclusions.py what excludes what
     layout.py    which rank holds which layers
     draft.py     what passes work on; rewriting.py and buckets.py: functions that passes share
     compile.py   the passes of a plan, in their order, and the program that they make

@@ -4,10 +4,9 @@ F mb0 v0 | F mb1 v0 | B mb0 | STEP v1 | B mb1 | STEP v2      mb1 used v0, and we
 
 The first functions read only the instructions of one rank. `StaleContents` is the verifier's fifth check of
 asynchronous programs. For each rank and parameter group it follows the versions that are alive, the version that the
-forward of each
-micro-batch used, and the contributions to the gradient (a bit for each layer, step and micro-batch). A STEP must make
-the next version from the newest one. It must use as many whole micro-batches as the contract `Staleness` says, and no
-gradient may be staler than the contract allows.
+forward of each micro-batch used, and the contributions to the gradient (a bit for each layer, step and micro-batch). A
+STEP must make the next version from the newest one. It must use as many whole micro-batches as the contract `Staleness`
+says, and no gradient may be staler than the contract allows.
 """
 
 from __future__ import annotations

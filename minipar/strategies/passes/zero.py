@@ -15,10 +15,10 @@ RS (REDUCE_SCATTER) sums gradients and leaves each rank its slice. AG (ALL_GATHE
 The peak memory of gradients: in zero=1 all whole gradients; in zero=2 and 3 the buckets that are under way, and the
 slices.
 
-With A micro-batches, `reduce="microbatch"` sums gradients after each of them. Then (A + 1) P is sent in zero=2 and 3 A
-P in zero=3, and no rank holds all whole gradients. `reduce="step"` first adds up gradients on each rank. Then 2 P is
-sent in zero=2 and (2 A + 1) P in zero=3, but each rank needs the memory of whole gradients. zero=1 needs this memory
-always, and always sums after the last micro-batch.
+With A micro-batches, `reduce="microbatch"` sums gradients after each of them. Then zero=2 sends (A + 1) P and zero=3
+sends 3 A P, and no rank holds all whole gradients. `reduce="step"` first adds up gradients on each rank. Then zero=2
+sends 2 P and zero=3 sends (2 A + 1) P, but each rank needs the memory of whole gradients. zero=1 always needs this
+memory, and always sums after the last micro-batch.
 
 In zero=3 the parameters of a layer are gathered before each of its forwards, backwards and recomputations, `prefetch`
 layers ahead, and freed after it. They are not freed if no more than `prefetch` other layers work before their next use,
