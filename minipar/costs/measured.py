@@ -77,7 +77,7 @@ class Profile:
 
     @staticmethod
     def from_json(text: str) -> Profile:
-        """The profile that `to_json` wrote. Errors: PlanError for text that is none."""
+        """The profile that `to_json` wrote. Errors: PlanError for any other text."""
         try:
             given = json.loads(text)
             return Profile(**{f.name: _restore(given[f.name]) for f in fields(Profile)})

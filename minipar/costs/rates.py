@@ -151,7 +151,7 @@ class Calibration:
 
     @staticmethod
     def from_json(text: str) -> Calibration:
-        """The calibration that `to_json` wrote. Errors: PlanError for text that is none."""
+        """The calibration that `to_json` wrote. Errors: PlanError for any other text."""
         try:
             given: dict[str, Any] = json.loads(text)
             given["links"] = tuple((a, b, LinearCost(*line)) for a, b, line in given["links"])

@@ -65,7 +65,7 @@ def from_torch(model: nn.Module, example: Any) -> nn.Sequential:
 
 
 def _call(model: nn.Module, example: Any) -> Any:
-    """The model on an example, whose parts are the arguments of its forward."""
+    """Runs the model on an example, whose parts are the arguments of its forward."""
     if type(model).forward is nn.Sequential.forward:
         return model(example)
     if isinstance(example, dict):
@@ -77,7 +77,7 @@ def _call(model: nn.Module, example: Any) -> Any:
 
 
 class _Only(Holder):
-    """One module, at its path."""
+    """A layer that holds one module, at its path."""
 
     def __init__(self, path: str, module: nn.Module) -> None:
         super().__init__({path: module})

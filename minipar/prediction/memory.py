@@ -345,7 +345,7 @@ class Walk:
         """Any other instruction: what it writes is allocated."""
         for value in ins.writes:
             if value.kind == "grad":
-                if value.index not in self.filled and ins.op in COLLECTIVES:  # no backward had rows: zeros
+                if value.index not in self.filled and ins.op in COLLECTIVES:  # no backward had rows: it is zeros
                     self.filled.add(value.index)
                     if value.index not in self.kept:
                         self.change(self.sizes.size(self.rank, value), "gradients", self.layer_of(value.index))
@@ -509,7 +509,7 @@ class Walk:
         if len(out) < 2:
             return None
         size = self.sizes.size(self.rank, grad_output(out[0], ins.microbatch, ins.step))
-        if len(out) > 2:  # each sum is made beside the one before
+        if len(out) > 2:  # a new sum and the sum before it exist together
             self.change(2 * size, "temporary", layer)
             self.change(-2 * size, "temporary", layer)
         return self.make(size, layer, "walk")

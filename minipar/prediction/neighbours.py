@@ -1,4 +1,4 @@
-"""Plans near one that does not fit into memory. No torch."""
+"""Finds plans near a plan that does not fit into memory. No torch."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ Key = tuple[int, int, int]  # layer, micro-batch, step
 
 
 def input_half(walk: Walk, ins: Instruction) -> None:
-    """A BACKWARD_INPUT."""
+    """Play the tapes of a BACKWARD_INPUT."""
     i, step = ins.microbatch, ins.step
     above = walk.sum_of_gradients(ins)
     held = above is not None  # whether the walk holds it: it is such a sum, or a gradient between two pieces
@@ -85,7 +85,7 @@ def _let_go(walk: Walk, key: Key, *, inputs: bool) -> None:
 
 
 def weight_half(walk: Walk, ins: Instruction) -> None:
-    """A BACKWARD_WEIGHT."""
+    """Play the tapes of a BACKWARD_WEIGHT."""
     copied: list[int] = []
     for layer in reversed(ins.layers):
         key = layer, ins.microbatch, ins.step
@@ -111,5 +111,5 @@ def weight_half(walk: Walk, ins: Instruction) -> None:
         walk.release(walk.made.pop(key, None), f"made by {key}")
         walk.release(walk.left.pop(key, None), f"left of {key}")
         copied += walk.fill(layer, groups, fresh)
-    for g in copied:  # into their buckets
+    for g in copied:  # they have been copied into their buckets
         walk.change(-walk.sizes.size(walk.rank, grad(g)), "temporary", walk.layer_of(g))

@@ -25,8 +25,8 @@ Edges = tuple[tuple[int, int], ...]
 def numbered(edges: Iterable[tuple[int, int]], layers: int) -> Edges:
     """The edges (from, to) of a model of so many layers, each once, in the order of their numbers; () for a chain.
 
-    Errors: PlanError for layers that are not there, edges that go backward or in a circle, one that is given twice,
-    layers that read nothing (but the first one), and outputs that nobody reads (but the last one's).
+    Errors: PlanError for layers that do not exist, edges that go backward or in a circle, an edge that is given twice,
+    a layer (other than the first one) that reads nothing, and a layer (other than the last one) that no layer reads.
     """
     found = [_pair(edge, layers) for edge in edges]
     if len(set(found)) < len(found):

@@ -18,7 +18,7 @@ Speeds = Callable[[Collection[int]], Mapping[int, float]]
 
 
 def full_speed(working: Collection[int]) -> Mapping[int, float]:
-    """Every rank has a core of its own."""
+    """The speeds if every rank has a core of its own."""
     return dict.fromkeys(working, 1.0)
 
 

@@ -20,7 +20,7 @@ from minipar.errors import PlanError
 class Mesh(tuple[tuple[str, int], ...]):
     """Named axes and their sizes, the slowest first: Mesh(dp=2, pp=3), or Mesh([("dp", 2), ("pp", 3)]).
 
-    It is a tuple of (name, size), and equal to one.
+    It is a tuple of pairs (name, size), and equals such a tuple.
     """
 
     __slots__ = ()

@@ -106,7 +106,7 @@ class Consistency:
     steps: int
     version: int = 0
     members: set[int] = field(default_factory=set)
-    clocks: dict[int, int] = field(default_factory=dict)  # of all who were ever members
+    clocks: dict[int, int] = field(default_factory=dict)  # worker -> its clock, also if it is no member now
     pushed: dict[int, int] = field(default_factory=dict)  # worker -> step of its waiting gradient, in order of arrival
     absent: set[int] = field(
         default_factory=set
@@ -118,7 +118,7 @@ class Consistency:
         self.members.update(range(self.workers))
         self.clocks.update(dict.fromkeys(range(self.workers), 0))
 
-    # what comes from outside
+    # what workers did
 
     def join(self, worker: int) -> Row:
         """A worker connects, for the first time or again. In ssp a worker that was removed gets at least the slowest
@@ -152,7 +152,7 @@ class Consistency:
         self.asking.pop(worker, None)
         return Row(REMOVE if removed else LEAVE, worker, self.clocks.get(worker, 0), self.version)
 
-    # what is to be done
+    # what to do next
 
     def decide(self) -> list[Row]:
         """The next action that is ready: an update (its TAKEs and APPLY), a DROP or an ANSWER. An empty list means:

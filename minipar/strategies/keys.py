@@ -158,7 +158,7 @@ def slices(value: object) -> int | tuple[int, ...] | None:
 
 
 def check_causal(plan: Plan, shape: Shape) -> None:
-    """Refuse to cut the sequences of a model that takes them whole."""
+    """Refuse slices for a model that takes only whole sequences."""
     if plan.slice_count > 1 and shape.whole:
         raise PlanError(
             f"schedule={plan.schedule}: layer {shape.whole} of this model takes whole sequences; possible are causal "
@@ -213,7 +213,7 @@ def check_one_group(plan: Plan, program: Program) -> None:
 
 
 def at_least_1(name: str, value: int) -> int:
-    """`value`, or a PlanError that names it."""
+    """`value` as an int. Errors: PlanError if it is no whole number of at least 1."""
     try:
         number = 0 if isinstance(value, bool) else operator.index(value)
     except TypeError:

@@ -161,7 +161,7 @@ class Plan:
     extra_passes: tuple[str, ...] | str = key((), keys.PASSES, "passes of your own, by the names of @minipar.pass_")
 
     def __new__(cls, *_: object, **given: object) -> Plan:
-        # (so that a wrong keyword gets the same answer as a wrong word)
+        # (so that a wrong keyword gets the same error as a wrong word)
         keys.check_keys(given, [field.name for field in fields(cls)])
         return super().__new__(cls)
 

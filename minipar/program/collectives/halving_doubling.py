@@ -30,7 +30,7 @@ from minipar.program.collectives.moves import Algorithm, Copy, Move, Rates, Redu
 
 
 def _power(ranks: int) -> int:
-    """The largest power of two that is not larger."""
+    """The largest power of two that is not larger than `ranks`."""
     return 1 << ranks.bit_length() - 1
 
 

@@ -281,7 +281,7 @@ class Contents:
             reason = f"{at(self.program, rank, index)} averages param({group}) after different numbers of updates, or"
             raise refuse(self.program, rank, index, f"{reason} not of all replicas: {told}")
         step, done = self.program.ranks[rank][index].step, self.known[rank].get(param(group), 0)
-        due = done % self.local == 0 or done == self.program.steps  # (if it is not, the next forward says so)
+        due = done % self.local == 0 or done == self.program.steps  # (if it is not due, the next forward is refused)
         if due and done != step + 1:
             reason = f"{at(self.program, rank, index)} averages param({group}) after {several(done, 'update')}, but"
             raise refuse(

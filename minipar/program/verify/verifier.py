@@ -54,9 +54,9 @@ from minipar.program.verify.staleness import StaleContents, settled
 
 
 def verify(program: Program) -> None:
-    """Silent if the program can run; otherwise ProgramError (or its sub-class for deadlocks) says why not.
+    """Check that the program can run. Errors: ProgramError (or its subclass for deadlocks), which says why it cannot.
 
-    Takes about 6 microseconds an instruction.
+    It takes about 6 microseconds for each instruction.
     """
     with paused():
         try:
