@@ -1,4 +1,4 @@
-"""Plans near one that does not fit into memory. No torch."""
+"""Finds plans near a plan that does not fit into memory. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from minipar.strategies.plan import Plan
 
 
 def nearby(plan: Plan, batch: int) -> list[list[Plan]]:
-    """Families of plans for as many ranks, in each the smaller changes first."""
+    """Families of changed plans for the same number of ranks. In each family the smaller changes come first."""
     known = {field.name for field in fields(Plan)}
     more = "microbatches" if plan.pp == 1 else "accumulate"  # a pipeline holds several micro-batches at once
     count = getattr(plan, more)

@@ -1,4 +1,4 @@
-"""What the simulated ranks share: links, which carry messages in order, and groups, which run collectives in order."""
+"""What simulated ranks share: links carry messages in order, and groups run collectives in order."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from minipar.program import Instruction
 
 
 class Link(list[float]):
-    """A link's arrival times, in order of its sends; and who waits for the next one."""
+    """The arrival times of a link's messages, in order.
+
+    free      when the link is free again
+    reached   when the receiver's walk reached each RECV
+    waiters   ranks that wait for the next arrival
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -19,21 +24,23 @@ class Link(list[float]):
         return True
 
     def send(self, now: float, occupied: float, delay: float) -> tuple[float, float]:
-        """A message enters the link as soon as the link is free: when it begins and ends to occupy it."""
+        """Send a message as soon as the link is free. Returns when it begins and when it ends to occupy the link."""
         start = now if now > self.free else self.free
         self.free = end = start + occupied
         self.append(end + delay)
         return start, end
 
     def reach(self, now: float, ahead: int) -> tuple[int, float]:
-        """The receiver's walk reaches its next RECV: its position, and when it was posted, `ahead` receives before."""
+        """The receiver's walk reaches its next RECV. Returns the RECV's number, and when it was posted: when the walk
+        reached the RECV `ahead` places before it."""
         k = len(self.reached)
         self.reached.append(now)
         return k, self.reached[k - ahead] if k >= ahead else 0.0
 
 
 class GroupStream(list[float]):
-    """End times of a group's collectives, in order; the k-th is known when all its ranks have joined it."""
+    """The end times of a group's collectives, in order. The k-th is known when all ranks have joined that
+    collective."""
 
     def __init__(self, group: tuple[int, ...]) -> None:
         super().__init__()
@@ -54,7 +61,8 @@ class GroupStream(list[float]):
         starts: list[list[float]],
         ends: list[list[float]],
     ) -> int:
-        """A rank starts its next collective: its position. The last rank to join fixes its start and end."""
+        """A rank joins its next collective. Returns the collective's number. When the last rank joins, start and end of
+        the collective become known."""
         k = self.joined[rank]
         self.joined[rank] = k + 1
         members = self.open.setdefault(k, [])
@@ -68,5 +76,5 @@ class GroupStream(list[float]):
         return k
 
 
-# Where a value on its way comes from: its link or group, the position there, the index of the instruction.
+# Where a value that is under way comes from: its link or group, its number there, the index of the instruction.
 Slot = tuple[Link | GroupStream, int, int]

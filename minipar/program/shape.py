@@ -1,7 +1,7 @@
-"""The shape of a model: what a plan must know of it, without any tensor.
+"""The shape of a model: what a plan must know about the model, without any tensor.
 
 `plan.compile(layers=12)` makes a uniform shape; `models.shape("gpt-tiny")` computes one from a preset, and
-`minipar.models.shape_of(model)` reads one off real layers.
+`minipar.models.shape_of(model)` computes one from real layers.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Shape:
     """Layers and parameter groups of a model.
 
     groups   first one `Group` per layer (its own, untied parameters), then one per tied set
-    name     for messages and pictures
-    names    of the layers, where they are known
-    itemsize bytes of a number
+    name     the model's name in messages and pictures
+    names    the names of the layers, where they are known
+    itemsize bytes of one number
     dims     for each group the shapes of its trainable tensors, where they are known
     carries  the layers that keep something of a sequence for its later slices, such as keys and values
     whole    the first layer that cannot take a sequence slice by slice; "": all of them can

@@ -1,4 +1,4 @@
-"""Where a program's bytes go, and what they are: by link, and by kind of value."""
+"""Counts the bytes that a program sends: for each link, and for each kind of value."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from minipar.trace.lifetimes import KINDS
 if TYPE_CHECKING:
     from minipar.trace import Trace
 
-Target = int | tuple[int, ...]  # a rank, or the group that a collective of the backend's own is among
+Target = int | tuple[int, ...]  # a rank, or the group of a collective whose way the backend chooses
 _NAMES = {
     Op.ALL_REDUCE: "allreduce",
     Op.REDUCE_SCATTER: "reduce_scatter",
@@ -40,7 +40,7 @@ def by_link(trace: Trace, algorithm: str = "backend") -> dict[tuple[int, Target]
 
 
 def _by_algorithm(trace: Trace, rank: int, ins: Instruction, algorithm: str) -> dict[Target, int]:
-    """What a rank sends to each other one in a collective by an algorithm."""
+    """Bytes that a rank sends to each other rank in a collective by an algorithm."""
     program = collectives.program(_NAMES[ins.op], algorithm, len(ins.group), trace.whole(rank, ins))
     sent: dict[Target, int] = {}
     for move in program.ranks[ins.group.index(rank)]:
@@ -64,7 +64,7 @@ def by_kind(trace: Trace) -> dict[str, int]:
 
 
 def in_words(links: dict[tuple[int, Target], int]) -> dict[str, int]:
-    """The same by text: `0 -> 1`, or `0 -> 0,1,2,3` for what rank 0 sends within that group."""
+    """The result of `by_link` with text as keys: `0 -> 1`, or `0 -> 0,1,2,3` for what rank 0 sends in that group."""
 
     def text(target: Target) -> str:
         return str(target) if isinstance(target, int) else ",".join(map(str, target))

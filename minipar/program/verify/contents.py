@@ -1,4 +1,4 @@
-"""What every value contains, followed through a program: the verifier's fifth question.
+"""What every value contains while a program is walked: the verifier's fifth check.
 
 Of a gradient its contributions are followed, a bit for each (layer, replica, micro-batch), and, where every rank that
 shares a layer makes a part of it, one for each part; of a parameter and of what
@@ -6,7 +6,7 @@ its optimizer keeps, the number of their updates. One table, `known[rank][value]
 a sum over ranks is a union, and slices are values like wholes, of which a collective makes the other. So a STEP finds
 out whether its gradients are complete, and a forward whether its parameters are those that the contract promises.
 
-`order` (rule.py) gives the instructions, each after what it waits for.
+`order` (rule.py) gives the instructions, each after everything that it waits for.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class Contents:
         return {layer: k * size for k, layer in enumerate(self.program.groups[group].layers)}
 
     def follow(self, turns: Iterable[Turn]) -> None:
-        """Every instruction in turn, then the end. Errors: ProgramError for the first that is wrong."""
+        """Check every instruction in the order of `turns`, then the end. Errors: ProgramError for the first that is
+        wrong."""
         SEND, RECV, STEP = Op.SEND, Op.RECV, Op.STEP
         for rank, index, ins, _, joined in turns:
             if ins is None:
@@ -97,7 +98,8 @@ class Contents:
     # the end
 
     def _check_end(self, rank: int) -> None:
-        """Nothing that was summed is left over, and all copies of what is trained have seen the same updates."""
+        """At the end of a rank no gradient is left without a STEP, and all copies of a parameter have had the same
+        updates."""
         program, known = self.program, self.known[rank]
         for value, found in known.items():
             if "grad" in value.kind and found and program.groups[value.index].trainable:
@@ -121,7 +123,7 @@ class Contents:
                 )
 
     def _check_updated(self, rank: int) -> None:
-        """Every copy of what is trained is updated on its rank."""
+        """A rank has a STEP for every trainable parameter and optimizer state that it holds."""
         program, STEP = self.program, Op.STEP
         row = program.ranks[rank]
         updated = {g for op, ins in zip(program.ops[rank], row, strict=True) if op is STEP for g in ins.layers}
@@ -131,9 +133,9 @@ class Contents:
                 raise ProgramError(f"rank {rank} holds {value}, but has no STEP for it")
 
     def _check_tiers(self, rank: int) -> None:
-        """At the end all copies of a parameter or an optimizer state have seen the same updates."""
+        """At the end all copies of a parameter or an optimizer state have had the same updates, in all tiers."""
         known = self.known[rank]
-        newest: dict[int, int] = {}  # of the groups of which something is in a slower tier
+        newest: dict[int, int] = {}  # group -> the most updates of its copies in slower tiers
         for value, updates in known.items():
             if tier(value) != "device" and "grad" not in value.kind:
                 newest[value.index] = max(newest.get(value.index, 0), updates)
@@ -161,13 +163,13 @@ class Contents:
             raise refuse(self.program, rank, index, f"{reason} {newer}: an update is lost")
         if (
             "grad" in source.kind
-        ):  # a gradient that goes to the host is let go of on the device, its bucket stays or not
+        ):  # the device's gradient is empty after it was copied to the host, even if its bucket stays
             known.pop(source, None)
         slice_of_it = home(source).kind == "param_shard" and target.kind == "param"
         known[param_shard(target.index) if slice_of_it else target] = found
 
     def _compute(self, rank: int, index: int, ins: Instruction) -> None:
-        """Forwards and backwards: they use the parameters of their step, and add to gradients."""
+        """A forward or backward uses the parameters of its step. A backward adds to gradients."""
         known = self.known[rank]
         for value in ins.reads:
             kind = value[0]
@@ -198,7 +200,8 @@ class Contents:
     # collectives
 
     def _bring(self, rank: int, ins: Instruction) -> dict[int, int]:
-        """What a rank adds to a collective, by group, as it is when the rank joins: later it may have changed."""
+        """What a rank adds to a collective, by group. It is recorded when the rank joins, because it can change
+        later."""
         known = self.known[rank]
         if ins.op is Op.ALL_GATHER:
             return {g: known.get(param_shard(g), 0) for g in ins.layers}
@@ -210,7 +213,7 @@ class Contents:
         return {v.index: known.get(v, 0) for v in ins.reads if "grad" in v.kind and v.index in ins.layers}
 
     def _collect(self, rank: int, index: int, ins: Instruction, brought: dict[int, dict[int, int]]) -> None:
-        """All ranks have joined a collective: what they have then. `brought`: by rank and group."""
+        """All ranks have joined a collective: set what they know now. `brought` has what each rank added, by group."""
         if ins.op is Op.NORM:
             return self._check_norm(rank, index, brought)
         for g in ins.layers:
@@ -242,7 +245,7 @@ class Contents:
             self.known[r][grad_shard(g)] = before | total
 
     def _add_piece(self, rank: int, index: int, ins: Instruction, total: int) -> int:
-        """A piece of a gradient is summed; the one that writes the gradient is the last: what all pieces have."""
+        """Add a summed piece of a gradient. The last piece writes the gradient: then return what all pieces contain."""
         g, where = ins.layers[0], at(self.program, rank, index)
         begin, end = piece_of(ins) or (0, 0)
         pieces = self.pieces.setdefault((ins.group, g), [])
@@ -267,7 +270,7 @@ class Contents:
         )  # fmt: skip
 
     def _gather(self, rank: int, index: int, group: int, updates: dict[int, int]) -> None:
-        """All slices of a group come together: they must be of one version, on all ranks."""
+        """All slices of a group are gathered: they must have the same version on all ranks."""
         if len(set(updates.values())) > 1:
             told = ", ".join(f"{n} on rank {r}" for r, n in updates.items())
             reason = f"{at(self.program, rank, index)} gathers slices after different numbers of updates: {told}"
@@ -276,14 +279,15 @@ class Contents:
             self.known[r][param(group)] = done
 
     def _average(self, rank: int, index: int, group: int, updates: dict[int, int]) -> None:
-        """The replicas' own parameters of a group are averaged: after as many updates each, and by all of them."""
+        """The parameters of a group are averaged: all replicas must take part, each after the same number of
+        updates."""
         found = {self.program.replica(r) for r in updates}
         if len(set(updates.values())) > 1 or len(found) < self.program.replicas:
             told = ", ".join(f"{n} on rank {r}" for r, n in updates.items())
             reason = f"{at(self.program, rank, index)} averages param({group}) after different numbers of updates, or"
             raise refuse(self.program, rank, index, f"{reason} not of all replicas: {told}")
         step, done = self.program.ranks[rank][index].step, self.known[rank].get(param(group), 0)
-        due = done % self.local == 0 or done == self.program.steps  # (if it is not, the next forward says so)
+        due = done % self.local == 0 or done == self.program.steps  # (if it is not due, the next forward is refused)
         if due and done != step + 1:
             reason = f"{at(self.program, rank, index)} averages param({group}) after {several(done, 'update')}, but"
             raise refuse(
@@ -294,7 +298,7 @@ class Contents:
             self.alone[r][group] = 0
 
     def _check_round(self, rank: int, index: int, group: int) -> None:
-        """What a forward or backward uses was averaged when it was due, and not at another time."""
+        """The parameters that a forward or backward uses were averaged when it was due, and at no other time."""
         ins, found = self.program.ranks[rank][index], self.alone[rank][group]
         due = ins.step % self.local
         if found != due:
@@ -305,7 +309,7 @@ class Contents:
             raise refuse(self.program, rank, index, f"{reason}, with an average after every {self.local}")
 
     def _check_norm(self, rank: int, index: int, brought: dict[int, dict[int, int]]) -> None:
-        """The norm is that of all gradients, each complete."""
+        """A NORM counts all gradients, and each of them is complete."""
         for g, group in enumerate(self.program.groups):
             if not group.trainable:
                 continue
@@ -365,7 +369,7 @@ class Contents:
                 if self.local:
                     self._step_alone(rank, index, value.index, found & ~self._all(value.index, rank))
                 known[value] = 0
-                for gradient in (grad(value.index), grad_shard(value.index)):  # (one in a bucket stays for later steps)
+                for gradient in (grad(value.index), grad_shard(value.index)):  # (those in a bucket stay allocated)
                     known.pop(gradient, None)
             elif value.kind.startswith("host ") and found != ins.step:
                 reason = f"{at(self.program, rank, index)} is update {found} of {value}, but belongs to step {ins.step}"
@@ -383,7 +387,7 @@ class Contents:
             )  # fmt: skip
 
     def _step_alone(self, rank: int, index: int, group: int, foreign: int) -> None:
-        """A STEP of a replica by itself, which `foreign` contributions of other replicas must not reach."""
+        """A STEP of a replica alone. There may be no `foreign` contributions, which are those of other replicas."""
         self.alone[rank][group] = self.alone[rank].get(group, 0) + 1
         if foreign:
             where, whose = at(self.program, rank, index), self.name(group, foreign)
