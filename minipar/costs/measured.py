@@ -44,20 +44,20 @@ class Profile:
     backward_weight    median seconds of the weight half: the gradients of the layer's parameters, from the gradients
                        that the input half has computed inside the layer
     forward_flops      floating-point operations of the forward: products of matrices, convolutions, attention
-    backward_flops     and of the whole backward
-    carry_bytes        of a slice of sequences, what the layer keeps for the next slice, such as keys and values
-    grad_carry_bytes   the gradient of that
-    saved_weight_bytes what the input half leaves for the weight half, the layer's input and gradients included
-    recompute          median seconds of the layer's forward in a recomputation that ends with it: operations whose
-                       numbers no backward needs are left out. Measured when asked for
+    backward_flops     floating-point operations of the whole backward
+    carry_bytes        what the layer keeps of a slice of sequences for the next slice, such as keys and values
+    grad_carry_bytes   the gradient of the carry
+    saved_weight_bytes what the input half leaves for the weight half, including the layer's input and gradients
+    recompute          median seconds of the layer's forward in a recomputation that ends with it: it leaves out
+                       operations whose results no backward needs. Measured only on request
 
-    With tensor parallelism layers are nodes, on one rank's shards. `output_bytes` is then of the form that a node
-    writes, `grad_output_bytes` of the one that its backward reads, and of each node there are:
+    With tensor parallelism the layers are nodes, and a rank has its shards of them. Then `output_bytes` counts the form
+    that a node writes, `grad_output_bytes` counts the form that its backward reads, and each node also has:
 
     read_bytes         its output in the form that the next node reads
     grad_written_bytes the gradient of its output in the form that the next node's backward writes
-    changing_bytes     those tensors of its output that change their form, as they are before
-    grad_changing_bytes the same of the gradient of its output
+    changing_bytes     the tensors of its output that change their form, as they are before the change
+    grad_changing_bytes the same for the gradient of its output
     """
 
     forward: dict[int, tuple[float, ...]]

@@ -184,10 +184,11 @@ class Program:
     slices           how many slices of equal length a sequence is cut into, or their lengths in tokens. Each
                      micro-batch is one slice
     carries          the layers that keep something of a sequence for its later slices
-    edges            of a model with branches (see `minipar.program.edges`); (): a chain. grad_output(e, i) is of edge e
-    forms            with tensor parallelism, of each layer the forms in which it takes and gives values: layers are
-                     then the nodes into which the model's own layers are cut; (): all is whole
-    names            of the layers, for messages, where they are known
+    edges            the edges of a model with branches (see `minipar.program.edges`); (): a chain. With edges,
+                     grad_output(e, i) belongs to edge e
+    forms            with tensor parallelism, for each layer the forms in which it reads and writes values. The layers
+                     are then the nodes into which the model's own layers are cut; (): every value is whole
+    names            the names of the layers, for messages; (): they are not known
     """
 
     ranks: tuple[tuple[Instruction, ...], ...]

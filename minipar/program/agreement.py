@@ -96,6 +96,6 @@ def _call(ins: Instruction) -> tuple[object, ...]:
     kind = home(ins.reads[0]).kind if ins.op is Op.ALL_REDUCE and ins.reads else ""
     if repartitions(ins):
         kind = f"{ins.reads[0]} -> {ins.writes[0] if ins.writes else ''}"
-    # (and a sum is known by its text, by which ranks tell whether they mean the same one)
+    # (ranks recognise a sum by its name)
     name = ins.name if ins.op is Op.ALL_REDUCE else ""
     return ins.op, kind, () if ins.op is Op.NORM else ins.layers, ins.microbatch, ins.parts, ins.step, name

@@ -10,9 +10,10 @@ _GRAPH = (Op.FORWARD, Op.RECOMPUTE, *BACKWARDS)
 def pieces_of(program: Program, rank: int) -> dict[tuple[tuple[int, ...], int], list[tuple[int, ...]]]:
     """For each compute instruction, its layers in runs; the graph must be cut between two runs.
 
-    A cut is where some forward, recomputation or backward of the same micro-batch begins, and before the first
-    trainable layer; after it, too, where backwards are split: it has no input half. With tensor parallelism there is
-    one where a rank takes its shard of what is whole.
+    There is a cut before each layer at which some forward, recomputation or backward of the same micro-batch begins,
+    and before the first trainable layer. Where backwards are split, there is also a cut after the first trainable
+    layer, because that layer has no input half. With tensor parallelism there is a cut where a rank takes its shard of
+    a whole value.
     """
     cuts: dict[int, set[int]] = {}
     first = {program.first_trainable}

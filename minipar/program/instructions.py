@@ -30,7 +30,7 @@ class Op(str, Enum):
     REDUCE_SCATTER = "REDUCE_SCATTER"
     ALL_GATHER = "ALL_GATHER"
     ALL_TO_ALL = "ALL_TO_ALL"  # every rank has a part for every other one: shards of another dimension
-    NORM = "NORM"  # an all-reduce of one number: the length of all gradients together
+    NORM = "NORM"  # an all-reduce of one number: the norm of all gradients together
     OFFLOAD = "OFFLOAD"  # a copy of a value to a slower tier
     FETCH = "FETCH"  # a copy back to a faster tier
     REDUCE = "REDUCE"  # adds a received chunk to the rank's own chunk

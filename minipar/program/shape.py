@@ -96,6 +96,6 @@ def divided(shape: Shape, ranks: int) -> Shape:
 
 
 def frozen(shape: Shape) -> Shape:
-    """The same model with nothing to train: its programs run forward only, and keep nothing."""
+    """The same model without trainable parameters: its programs only run forward, and save nothing."""
     groups = tuple(group._replace(tensors=(), frozen=sum(group.tensors) + group.frozen) for group in shape.groups)
     return replace(shape, groups=groups, dims=())

@@ -44,9 +44,9 @@ class Value(NamedTuple):
 
     `kind` says what it is, `index` is its layer or parameter group; `microbatch` and `step` say what it is made for.
     Model state (`param`, `grad`, `optimizer_state`) belongs to no micro-batch and outlives a step: both are -1.
-    Of a version of parameters, `step` is the number of updates before.
-    Of what a collective receives (`incoming`), `microbatch` is the rank that it comes from.
-    `form` is how the ranks of a tensor-parallel group have it between them (see `forms.py`); "": each has all of it.
+    For a version of parameters, `step` is the number of updates before it.
+    For what a collective receives (`incoming`), `microbatch` is the rank that sent it.
+    `form` says how the ranks of a tensor-parallel group share it (see `forms.py`); "": each of them has all of it.
     """
 
     kind: str

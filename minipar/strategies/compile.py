@@ -206,9 +206,9 @@ def _check(plan: Plan, layout: Layout, actions: Sequence[Sequence[Action]]) -> N
 
 
 def _moved(instructions: Sequence[Instruction], place: Mapping[str, int], layout: Layout) -> Sequence[Instruction]:
-    """The same instructions on another place of the mesh: peers in the pipeline are those of its own replica and shard.
+    """The same instructions at another place of the mesh: peers are ranks of its own replica and shard.
 
-    Sums of gradients already name all replicas, and parameter servers are the same ones for all.
+    Sums of gradients name the ranks of all replicas already, and all replicas have the same parameter servers.
     """
     replica, shard, width = place["dp"], place.get("tp", 0), layout.tp
     first = layout.rank(replica, 0)

@@ -68,12 +68,13 @@ def place(placement: Placement, ranks: int, chunks: int, name: str = "") -> tupl
 class Layout:
     """Which rank holds which layers: `dp` replicas of a pipeline of `pp` ranks; `split[s]` layers in stage s.
 
-    tp          how many ranks share each layer; layers are then nodes (`Shape.forms`). Ranks below, and those that the
-                methods give, are the first of those that share
-    placement   per rank of a pipeline its stages, by chunk; default: stage r on rank r
+    placement   for each rank of a pipeline, its stages, by chunk; default: stage r on rank r
     host        the layers that their rank computes on the host, and not on its device
 
-    The ranks of one pipeline are neighbours (`Mesh`). In the methods, `rank` counts within one pipeline.
+    tp          how many ranks share each layer; the layers are then nodes (`Shape.forms`)
+
+    In the methods, `rank` counts within one pipeline. The ranks that they give are ranks of the program (`Mesh`); of
+    ranks that share layers they give the first one.
     """
 
     shape: Shape

@@ -1,10 +1,11 @@
 """What every value contains while a program is walked: the verifier's fifth check.
 
-Of a gradient its contributions are followed, a bit for each (layer, replica, micro-batch), and, where every rank that
-shares a layer makes a part of it, one for each part; of a parameter and of what
-its optimizer keeps, the number of their updates. One table, `known[rank][value]`, has both: a copy is an assignment,
-a sum over ranks is a union, and slices are values like wholes, of which a collective makes the other. So a STEP finds
-out whether its gradients are complete, and a forward whether its parameters are those that the contract promises.
+For a gradient the verifier follows its contributions, with one bit for each (layer, replica, micro-batch). If every
+rank that shares a layer makes a part of the gradient, each part has its own bit. For a parameter and its optimizer's
+state the verifier follows the number of updates. One table, `known[rank][value]`, has both. A copy is an assignment,
+and a sum over ranks is a union. Slices are values like whole ones, and collectives make one from the other. So a STEP
+can check whether its gradients are complete, and a forward whether its parameters have the version that the contract
+promises.
 
 `order` (rule.py) gives the instructions, each after everything that it waits for.
 """
@@ -44,14 +45,14 @@ _STATES = ("optimizer_state", "optimizer_shard")
 class Contents:
     """What the values of all ranks contain, while the program is walked.
 
-    known     per rank: of a gradient its contributions, of any other value the number of its updates
-    brought   what each rank adds to a collective that others have yet to join
-    pieces    of a gradient that is summed piece by piece: begin, end and contributions of each piece that is summed
-    local     how many updates a replica does by itself before parameters are averaged; 0: none
-    alone     per rank and group: how many of these updates were done since the last average
-    bits      per group and layer: the position of the layer's first contribution bit
-    first_bit  per rank: how far behind it those of the rank's replica begin
-    parts     per group: the parts that a gradient is the sum of, of one micro-batch
+    known     for each rank: a gradient -> its contributions, any other value -> the number of its updates
+    brought   what each rank adds to a collective that other ranks have not joined yet
+    pieces    for a gradient that is summed in pieces: begin, end and contributions of each piece so far
+    local     how many updates a replica does alone before parameters are averaged; 0: it does none alone
+    alone     for each rank: group -> how many of these updates it did since the last average
+    bits      for each group: layer -> the position of the layer's first contribution bit
+    first_bit  for each rank: how far after that position the bits of its replica begin
+    parts     for each group: how many ranks make a part of its gradient for one micro-batch
     """
 
     def __init__(self, program: Program) -> None:
@@ -328,8 +329,8 @@ class Contents:
     # updates
 
     def _all(self, group: int, rank: int = 0) -> int:
-        """Every contribution that the gradient of a group must have before a STEP; where replicas train by themselves,
-        of the rank's own."""
+        """All contributions that the gradient of a group must have before a STEP. Where replicas train alone, these are
+        only the contributions of the rank's own replica."""
         count = self.program.microbatches * self.parts[group]
         size = self.program.replicas * count
         if not self.local:

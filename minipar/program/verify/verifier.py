@@ -163,7 +163,7 @@ def _check_instructions(program: Program) -> None:
                     sent.add(reads[0].index)
                 continue
             if op in SERVICE and program.serving is not None:
-                continue  # (service.py asks)
+                continue  # (service.py checks these)
             if group and reads and reads[0][0] in MOVED:
                 forms.check_repartition(program, rank, index)
                 sent.add(reads[0].index)

@@ -52,7 +52,7 @@ def find(chosen: Sequence[str], shape: Shape) -> frozenset[int]:
 def _with_copies(instructions: Sequence[Instruction], layout: Layout) -> list[Instruction]:
     """One rank's instructions, layer by layer, with some of them on the host, and the sums of their gradients."""
     needed = [{v for v in ins.reads if v.kind in MOVED} for ins in instructions]
-    later: set[Value] = set()  # what this rank reads after the instruction, seen from the end
+    later: set[Value] = set()  # values that this rank reads after an instruction; the loop goes from the end
     read_later: list[set[Value]] = []
     for ins, values in zip(reversed(instructions), reversed(needed), strict=True):
         read_later.append({v for v in ins.writes if v in later})

@@ -77,7 +77,7 @@ def insert_transfers(
                 if value[0] in MOVED and value not in first:
                     first[value] = k
             for value in ins.writes:
-                # (what comes back from another tier was made before, unless by a layer on the host)
+                # (a FETCH brings back a value that was made before, unless a layer on the host made it)
                 if value[0] in MOVED and (ins.op is not FETCH or value not in producer):
                     producer[value] = rank, k
     if together:
