@@ -196,7 +196,7 @@ def resolve(layer: Layer, annotations: Annotations, mesh: Mesh, used: set[str] |
     graph = layer.graph
     fixed: Fixed = {}
     targets = [(layer.own(op.name), op.name, output) for op in graph.operators for output in op.outputs]
-    targets += [(layer.own(t.name), "", t.name) for t in graph.tensors.values() if t.kind != "value"]
+    targets += [(layer.own(t.name), "", t.name) for t in graph.tensors.values() if t.kind in ("parameter", "buffer")]
     for pattern, text in annotations.items():
         for own, operator, name in targets:
             if not _matches(pattern, own):

@@ -118,7 +118,7 @@ def test_the_loss_of_cut_logits():
     model = nn.Sequential(*models.gpt(**NUMBERS), Loss())
     found = check(model, TOKENS, megatron(), Mesh(dp=2, tp=2), "I")
     inside = [c for c in found.shardings[-1].collectives() if c.axis == "tp"]
-    assert [(c.op, c.phase, c.bytes) for c in inside] == [("all_reduce", "forward", 4 * 32)] * 3
+    assert [(c.op, c.phase, c.bytes) for c in inside] == [("all_reduce", "forward", 8 * 32)] * 3  # float64, 32 tokens
 
 
 @pytest.mark.parametrize(
