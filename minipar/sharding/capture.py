@@ -150,6 +150,8 @@ def _own_names(
         )
     }
     prefix = "" if cut else f"{key}."
+    held = zip(first.named_buffers(remove_duplicate=False), module.named_buffers(remove_duplicate=False), strict=True)
+    stored |= {a: f"{key}.{b}" for (a, _), (b, _) in held}
     names = {name: own for name, own in stored.items() if name in graph.tensors}
     for op in graph.operators:
         path = max((p for p in paths if _within(op.name, p)), key=len)
@@ -158,6 +160,8 @@ def _own_names(
         title = ".".join(part for part in (own_path, rest) if part)
         # The layer itself has no path in the model that it was cut from.
         names[op.name] = (prefix or ("" if own_path else f"{key}.")) + title
+    if graph.operators and next(module.children(), None) is None:
+        names[graph.operators[-1].name] = key
     return names
 
 
@@ -212,7 +216,7 @@ def _fingerprint(module: nn.Module) -> object:
 
 def _stored(module: nn.Module) -> object:
     held = [*module._parameters.items(), *module._buffers.items()]
-    return tuple((name, None if t is None else (tuple(t.shape), t.dtype)) for name, t in held)
+    return tuple((name, None if t is None else (tuple(t.shape), t.dtype, t.requires_grad)) for name, t in held)
 
 
 def _attributes(module: nn.Module) -> object:
@@ -268,42 +272,97 @@ def capture_layer(
     return Layer(_graph(program, module, differentiable)), program
 
 
+@dataclass
+class _Making:
+    """A graph in the making: its tensors, its operators, and which tensor each node of torch's graph is."""
+
+    module: nn.Module
+    tensors: dict[str, GraphTensor]
+    operators: list[Operator]
+    called: dict[fx.Node, str]
+
+    def fresh(self, name: str) -> str:
+        """A name that no tensor has yet: a parameter of the layer may be called as a node is."""
+        while name in self.tensors:
+            name += "_"
+        return name
+
+    def add(self, graph: fx.Graph, detached: bool = False) -> None:
+        """The operators of a graph; `detached`: no gradient flows through them."""
+        nodes = [node for node in graph.nodes if node.op == "call_function"]
+        titles = _titles(nodes, self.module)
+        for node in nodes:
+            if node.target is operator.getitem or _op_name(node) in _NOTHING:
+                continue
+            within = _body(node)
+            if within is not None:
+                self._inline(node, within, detached or "set_grad" in _op_name(node))
+                continue
+            options, given = _arguments(node, self.called)
+            flows = not detached and any(self.tensors[name].differentiable for name in given) and _has_gradient(node)
+            outputs = []
+            for taker, name, value in _outputs(node):
+                own = self.fresh(name)
+                if taker is not None:
+                    self.called[taker] = own
+                self.tensors[own] = _tensor(own, value, "value", flows and value.is_floating_point())
+                outputs.append(own)
+            self.operators.append(
+                Operator(titles[node], _op_name(node), given, tuple(outputs), options, node.target, node.name, detached)
+            )
+
+    def _inline(self, node: fx.Node, within: fx.GraphModule, detached: bool) -> None:
+        """The operators of a region without gradients, in place of the one node that stands for it."""
+        placeholders = [one for one in within.graph.nodes if one.op == "placeholder"]
+        given = [one for one in node.args if isinstance(one, fx.Node) and one.op != "get_attr"]
+        for inner, outer in zip(placeholders, given, strict=True):
+            if outer in self.called:
+                self.called[inner] = self.called[outer]
+        self.add(within.graph, detached)
+        (out,) = [one for one in within.graph.nodes if one.op == "output"]
+        for user in node.users:
+            made = out.args[0][user.args[1]]
+            if made in self.called:
+                self.called[user] = self.called[made]
+
+
+def _body(node: fx.Node) -> fx.GraphModule | None:
+    """What a node that stands for a region of code has inside. Errors: PlanError for a region of another precision."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return None
+    root = node.graph.owning_module
+    for one in node.args:
+        if isinstance(one, fx.Node) and one.op == "get_attr" and root is not None:
+            found = getattr(root, str(one.target), None)
+            if isinstance(found, fx.GraphModule):
+                if "autocast" in _op_name(node) and True in node.args:
+                    raise PlanError("torch.autocast within a layer cannot be captured; use precision=bf16 of the plan")
+                return found
+    return None
+
+
 def _graph(program: torch.export.ExportedProgram, module: nn.Module, differentiable: bool) -> Graph:
-    tensors: dict[str, GraphTensor] = {}
-    called: dict[str, str] = {}  # node -> tensor
+    made = _Making(module, {}, [], {})
+    placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    stored = dict(module.named_parameters(remove_duplicate=False))
+    kinds = {InputKind.PARAMETER: "parameter", InputKind.USER_INPUT: "input"}
     inputs: list[str] = []
     for spec in program.graph_signature.input_specs:
-        node_name = spec.arg.name
-        stored = spec.kind == InputKind.PARAMETER
-        called[node_name] = str(spec.target) if spec.target is not None else node_name
-        if spec.kind == InputKind.USER_INPUT:
-            inputs.append(node_name)
-        kinds = {InputKind.PARAMETER: "parameter", InputKind.USER_INPUT: "input"}
-        value = next(n.meta.get("val") for n in program.graph.nodes if n.op == "placeholder" and n.name == node_name)
-        if isinstance(value, Tensor):
-            flows = value.is_floating_point() and (stored or (spec.kind == InputKind.USER_INPUT and differentiable))
-            tensors[called[node_name]] = _tensor(called[node_name], value, kinds.get(spec.kind, "buffer"), flows)
-    inputs = [name for name in inputs if name in tensors]
-    nodes = [node for node in program.graph.nodes if node.op == "call_function"]
-    titles = _titles(nodes, module)
-    operators = []
-    for node in nodes:
-        if node.target is operator.getitem or _op_name(node) in _NOTHING:
+        node = placeholders[spec.arg.name]
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor):
             continue
-        outputs = _outputs(node)
-        options, given = _arguments(node, called)
-        flows = any(tensors[name].differentiable for name in given) and _has_gradient(node)
-        for name, value in outputs:
-            called[name] = name
-            tensors[name] = _tensor(name, value, "value", flows and value.is_floating_point())
-        operators.append(
-            Operator(
-                titles[node], _op_name(node), given, tuple(name for name, _ in outputs), options, node.target, node.name
-            )
-        )
+        name = made.fresh(node.name if spec.target is None else str(spec.target))
+        kind = kinds.get(spec.kind, "buffer")
+        flows = stored[name].requires_grad if kind == "parameter" else kind == "input" and differentiable
+        made.called[node] = name
+        made.tensors[name] = _tensor(name, value, kind, flows and value.is_floating_point())
+        if kind == "input":
+            inputs.append(name)
+    made.add(program.graph)
     (out,) = [node for node in program.graph.nodes if node.op == "output"]
-    ends = [called[node.name] for node in out.args[0] if isinstance(node, fx.Node) and called.get(node.name) in tensors]
-    return Graph(tuple(operators), tensors, tuple(inputs), tuple(ends))
+    ends = [made.called[node] for node in out.args[0] if isinstance(node, fx.Node) and node in made.called]
+    return Graph(tuple(made.operators), made.tensors, tuple(inputs), tuple(ends))
 
 
 def _tensor(name: str, value: Tensor, kind: str, differentiable: bool) -> GraphTensor:
@@ -318,30 +377,33 @@ def _op_name(node: fx.Node) -> str:
 
 
 def _has_gradient(node: fx.Node) -> bool:
-    names = ("detach", "set_grad_enabled", "zeros_like", "ones_like", "full_like")
-    return not any(name in _op_name(node) for name in names)
+    return not any(name in _op_name(node) for name in ("detach", "zeros_like", "ones_like", "full_like"))
 
 
-def _outputs(node: fx.Node) -> list[tuple[str, Tensor]]:
-    """The tensors that a node gives; of several each under the name of the node that takes it."""
+def _outputs(node: fx.Node) -> list[tuple[fx.Node | None, str, Tensor]]:
+    """The tensors that a node gives, with names; of several each with the node that takes it, if there is one."""
     value = node.meta.get("val")
     if isinstance(value, Tensor):
-        return [(node.name, value)]
+        return [(node, node.name, value)]
     if not isinstance(value, (tuple, list)):
         return []
-    taken = {user.args[1]: user.name for user in node.users if user.target is operator.getitem}
-    return [(taken.get(k, f"{node.name}.{k}"), one) for k, one in enumerate(value) if isinstance(one, Tensor)]
+    takers = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+    return [
+        (takers.get(k), takers[k].name if k in takers else f"{node.name}.{k}", one)
+        for k, one in enumerate(value)
+        if isinstance(one, Tensor)
+    ]
 
 
-def _arguments(node: fx.Node, called: Mapping[str, str]) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _arguments(node: fx.Node, called: Mapping[fx.Node, str]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """All arguments by name, a Slot for each tensor; and the tensors."""
     given: list[str] = []
 
     def replaced(value: Any) -> Any:
         if isinstance(value, fx.Node):
-            if value.name not in called:
+            if value not in called:
                 return value  # no tensor: a submodule, a number that only torch knows
-            given.append(called[value.name])
+            given.append(called[value])
             return Slot(len(given) - 1)
         if isinstance(value, (list, tuple)):
             return [replaced(one) for one in value]

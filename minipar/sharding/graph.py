@@ -49,6 +49,7 @@ class Operator:
     options   all its arguments by name; a Slot in place of each tensor, also in lists
     call      what runs it: torch's operator
     node      the name of its node in the captured graph
+    detached  whether it stands in code without gradients (torch.no_grad)
     """
 
     name: str
@@ -58,6 +59,7 @@ class Operator:
     options: Mapping[str, Any] = field(default_factory=dict)
     call: Any = None
     node: str = ""
+    detached: bool = False
 
     def option(self, name: str, default: Any = None) -> Any:
         """An argument that is no tensor; `default` where the operator has none of that name."""

@@ -164,6 +164,8 @@ def _plain(operator: Operator, inputs: Sequence[Tensor], outputs: Sequence[Shape
     elif operator.op == "aten::unflatten":
         dim = int(operator.option("dim")) % inputs[0].dim()
         changed["sizes"] = shape[dim : dim + len(operator.option("sizes"))]
+    if operator.detached:
+        inputs = [tensor.detach() for tensor in inputs]
     found = call(operator, inputs, **changed)
     return tuple(found) if isinstance(found, (list, tuple)) else (found,)
 

@@ -196,7 +196,7 @@ def resolve(layer: Layer, annotations: Annotations, mesh: Mesh, used: set[str] |
     graph = layer.graph
     fixed: Fixed = {}
     targets = [(layer.own(op.name), op.name, output) for op in graph.operators for output in op.outputs]
-    targets += [(layer.own(t.name), "", t.name) for t in graph.tensors.values() if t.kind != "value"]
+    targets += [(layer.own(t.name), "", t.name) for t in graph.tensors.values() if t.kind in ("parameter", "buffer")]
     for pattern, text in annotations.items():
         for own, operator, name in targets:
             if not _matches(pattern, own):
@@ -311,7 +311,8 @@ class _Axis:
         fitting = [c for c in possible if all(_fits(_all(c)[j], p) for j, p in written)]
         if not fitting:
             raise PlanError(self._cannot_write(k, written[0], possible))
-        agreeing = [c for c in fitting if not any(_contradicts(_all(c)[j], p) for j, p in fixed if j < len(op.inputs))]
+        stored = [(j, p) for j, p in fixed if self.graph.tensors[tensors[j]].kind == "parameter"]
+        agreeing = [c for c in fitting if not any(_contradicts(c.ins[j], p) for j, p in stored)]
         if not agreeing:
             raise PlanError(self._contradiction(k, fixed, possible))
         speaking = [
@@ -399,8 +400,9 @@ class _Axis:
         tensors = (*op.inputs, *op.outputs)
         said = ", ".join(f"{self.layer.own(tensors[j])} as {p} ({self.fixed[tensors[j]][1]!r})" for j, p in fixed)
 
-        def distance(choice: Choice) -> int:
-            return sum(_all(choice)[j] != p for j, p in fixed)
+        def distance(choice: Choice) -> tuple[int, int]:
+            other = [j for j, p in fixed if _all(choice)[j] != p]
+            return sum(j >= len(op.inputs) for j in other), len(other)
 
         best = min((c for c in possible if c.divided), key=distance, default=possible[-1])
         return f"{self._title(k)}: annotations do not fit together on {self.axis}: {said}; the nearest choice is {best}"
@@ -416,7 +418,7 @@ def _fits(chosen: Placement, fixed: Placement) -> bool:
 
 
 def _contradicts(read: Placement, fixed: Placement) -> bool:
-    """Whether an operator would read a fixed tensor cut in another way. Gathering it is possible, as ZeRO does."""
+    """Whether a parameter would be read cut in another way than it is fixed. Gathering it is possible, as ZeRO does."""
     return fixed.kind == "S" and read.kind == "S" and read != fixed
 
 
@@ -628,7 +630,8 @@ def propagate_model(
             done[key] = _propagate(layer, fixed, mesh, given, chosen, tuple(variants))
         sharding = done[key]
         found.append(sharding)
-        for name in graph.parameters:
+        read = {name for op in graph.operators for name in op.inputs}
+        for name in read.intersection(graph.parameters):
             parameters.setdefault(layer.own(name), sharding.forms[name])
         handed = [sharding.forms[name] for name in graph.outputs]
     check_used(annotations, used, layers)

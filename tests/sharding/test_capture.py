@@ -1,0 +1,292 @@
+"""Plain torch code as graphs; sharded, simulated in one process, and compared with the layer itself."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+import tests.vision  # noqa: F401  (transformers imports torchvision)
+from minipar import PlanError, models
+from minipar.program.mesh import Mesh
+from minipar.sharding import (
+    capture_layer,
+    capture_model,
+    megatron,
+    propagate_model,
+    rule,
+    sequence_parallel,
+    two_dimensional,
+)
+from minipar.sharding.rules import RULES
+from tests.sharding.running import check
+
+TOKENS = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(1))
+NUMBERS = {"layers": 2, "width": 32, "heads": 4, "context": 16, "vocab": 64}
+MESHES = [Mesh(tp=2), Mesh(tp=4), Mesh(dp=2, tp=2)]
+
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="pip install minipar[models]"
+)
+
+
+def rows(mesh):
+    return "S0 on dp" if "dp" in dict(mesh) else "I"
+
+
+def counted(sharding, parameters=False):
+    return Counter((c.op, c.phase) for c in sharding.collectives() if c.parameter == parameters)
+
+
+MEGATRON = {("all_reduce", "forward"): 2, ("all_reduce", "backward"): 2}
+SEQUENCE = {
+    ("all_gather", "forward"): 2, ("reduce_scatter", "forward"): 2,
+    ("reduce_scatter", "backward"): 2, ("all_gather", "backward"): 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["sdpa", "explicit"])
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("preset", [megatron, sequence_parallel])
+def test_gpt(fused, mesh, preset):
+    found = check(models.gpt(fused=fused, **NUMBERS), TOKENS, preset(), mesh, rows(mesh))
+    block = found.shardings[1]
+    assert str(block.forms["attention.qkv.weight"].on("tp")) == "S0:3"
+    assert str(block.forms["mlp.2.weight"].on("tp")) == "S1"
+    if "dp" not in dict(mesh):
+        assert counted(block) == (MEGATRON if preset is megatron else SEQUENCE)
+        norms = {} if preset is megatron else {("all_reduce", "backward"): 4}  # two weights, two biases
+        assert counted(block, parameters=True) == norms
+
+
+def test_bytes_of_a_block_are_the_formula():
+    rows, tokens, width, ranks = 4, 8, 32, 2
+    captured = capture_model(models.gpt(**NUMBERS), TOKENS)
+    whole = rows * tokens * width * 4
+    for preset in (megatron(), sequence_parallel()):
+        found = propagate_model(captured.layers, preset, Mesh(tp=ranks))
+        for one in found.shardings[1].collectives():
+            if not one.parameter:
+                assert one.bytes == (whole // ranks if one.op == "all_gather" else whole)
+
+
+def test_places_of_megatrons_all_reduces():
+    captured = capture_model(models.gpt(**NUMBERS), TOKENS)
+    found = propagate_model(captured.layers, megatron(), Mesh(tp=2))
+    places = [(c.phase, c.why) for c in found.shardings[1].collectives()]
+    assert places == [
+        ("forward", "attention.out -> add"), ("forward", "mlp.2 -> add_1"),
+        ("backward", "norm1 -> attention.qkv"), ("backward", "norm2 -> mlp.0"),
+    ]  # fmt: skip
+
+
+def test_two_dimensions():
+    found = check(models.gpt(**NUMBERS), TOKENS, two_dimensional(), Mesh(dp=2, tp=2), "S0 on dp")
+    assert str(found.forms()["1.mlp.0.weight"]) == "S1 on dp, S0 on tp"
+    weight = [(c.op, c.phase) for c in found.collectives() if c.value == "1.mlp.0.weight"]
+    assert weight == [("all_gather", "forward"), ("reduce_scatter", "backward")]
+
+
+@pytest.mark.parametrize("variants", [(), ("ring",), ("all_to_all",)], ids=str)
+def test_context_parallel(variants):
+    """Each rank has a part of every text, from the tokens to the logits."""
+    found = check(models.gpt(**NUMBERS), TOKENS, {}, Mesh(cp=2), "S1 on cp", variants=variants)
+    assert str(found.shardings[1].forms["linear_3"]) == "S1 on cp"
+    forward = Counter(c.op for c in found.shardings[1].collectives() if c.phase == "forward")
+    assert forward == {(): {"all_gather": 2}, ("ring",): {"shift": 1}, ("all_to_all",): {"all_to_all": 4}}[variants]
+
+
+def test_tied_embeddings():
+    found = check(models.gpt(tied=True, **NUMBERS), TOKENS, megatron(), Mesh(tp=2))
+    assert str(found.forms()["0.token.weight"]) == "S0 on tp"
+    assert "3.logits.weight" not in found.forms()
+
+
+def test_the_loss_of_cut_logits():
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("targets", TOKENS)
+
+        def forward(self, logits):
+            return nn.functional.cross_entropy(logits, self.targets)
+
+    model = nn.Sequential(*models.gpt(**NUMBERS), Loss())
+    found = check(model, TOKENS, megatron(), Mesh(dp=2, tp=2), "I")
+    inside = [c for c in found.shardings[-1].collectives() if c.axis == "tp"]
+    assert [(c.op, c.phase, c.bytes) for c in inside] == [("all_reduce", "forward", 8 * 32)] * 3  # float64, 32 tokens
+
+
+@pytest.mark.parametrize(
+    ("annotations", "mesh", "inputs"),
+    [
+        ({"0.0": "S1 on tp"}, Mesh(tp=2), "I"),
+        ({"*.weight": "S0 on dp"}, Mesh(dp=2), "S0 on dp"),
+        ({"1.0": "P on tp"}, Mesh(dp=2, tp=2), "S0 on dp"),
+    ],
+)
+def test_perceptron(annotations, mesh, inputs):
+    check(models.mlp(widths=(16, 32, 32, 8)), torch.randn(4, 16, dtype=torch.float64), annotations, mesh, inputs)
+
+
+@pytest.mark.parametrize(
+    ("annotations", "mesh", "inputs"),
+    [({"0.0": "S1 on tp"}, Mesh(tp=2), "I"), ({"2": "P on tp"}, Mesh(tp=2), "I"), ({}, Mesh(dp=2), "S0 on dp")],
+)
+def test_convolutions(annotations, mesh, inputs):
+    model = nn.Sequential(
+        nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), nn.ReLU()),
+        nn.Sequential(nn.AvgPool2d(3, 1, 1)),
+        nn.Conv2d(8, 4, 1),
+        nn.Flatten(),
+        nn.Linear(4 * 36, 10),
+    )
+    check(model, torch.randn(4, 2, 6, 6, dtype=torch.float64), annotations, mesh, inputs)
+
+
+def test_layers_of_the_network_with_branches():
+    network = models.branchy(blocks=1)
+    stem = network[0](torch.randn(4, 64))
+    assert [op.name for op in capture_layer(network[0], torch.randn(4, 64))[0].graph.operators] == [
+        "view", "convolution", "relu",
+    ]  # fmt: skip
+    join, _ = capture_layer(network[7], (stem, stem))
+    assert [op.op for op in join.graph.operators] == ["aten::cat"]
+    pool, _ = capture_layer(network[6], stem)
+    assert [op.name for op in pool.graph.operators] == ["0", "1", "2"]
+
+
+@needs_transformers
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_transformers(kind, attention):
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    if kind == "gpt2":
+        config = GPT2Config(
+            n_layer=2, n_embd=32, n_head=4, n_positions=16, vocab_size=64, resid_pdrop=0.0, embd_pdrop=0.0,
+            attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, attn_implementation=attention,
+        )  # fmt: skip
+        model = GPT2LMHeadModel(config)
+    else:
+        config = LlamaConfig(
+            num_hidden_layers=2, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
+            vocab_size=64, max_position_embeddings=16, attn_implementation=attention,
+        )  # fmt: skip
+        model = LlamaForCausalLM(config)
+    layers = models.from_transformers(model)
+    # Llama's norms and rotary tables compute in float32, whatever the model is in.
+    tolerance = 1e-10 if kind == "gpt2" else 1e-5
+    for preset, mesh in (
+        (megatron(), Mesh(tp=2)),
+        (sequence_parallel(), Mesh(tp=2)),
+        (two_dimensional(), Mesh(dp=2, tp=2)),
+    ):
+        found = check(layers, TOKENS, preset, mesh, rows(mesh), tolerance)
+        if "dp" not in dict(mesh):
+            assert counted(found.shardings[2]) == (SEQUENCE if "0.add" in str(preset) else MEGATRON)
+        weight = "transformer.h.1.attn.c_attn.weight" if kind == "gpt2" else "model.layers.1.self_attn.q_proj.weight"
+        assert found.forms()[weight].on("tp").kind == "S"
+    assert len({id(layer.graph) for layer in found.layers}) == 3
+    assert set(capture_model(layers, TOKENS).coverage.missing) == {"aten::index", "aten::diff", "aten::new_ones"}
+
+
+# Coverage, names, and what is captured once ---------------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.flip(self.linear(x), [1])
+
+
+def test_coverage():
+    captured = capture_model(nn.Sequential(nn.Linear(8, 8), Odd()), torch.randn(4, 8))
+    assert captured.coverage.missing == ("aten::flip",)
+    assert str(captured.coverage).splitlines() == [
+        "aten::flip       1  no rule: falls back to whole  layer 1, 1.flip",
+        "aten::linear     2  rule                          layer 0, 0",
+    ]
+    rule("aten::flip", lambda operator, ins, outs: "bn!->bn!")
+    try:
+        assert captured.coverage.missing == ()
+        check(nn.Sequential(Odd()), torch.randn(4, 8, dtype=torch.float64), {"linear|*.linear": "S0 on dp"}, Mesh(dp=2))
+    finally:
+        del RULES["aten::flip"]
+
+
+def test_what_has_no_rule_is_gathered_and_right():
+    model = nn.Sequential(Odd(), nn.Linear(8, 8))
+    found = check(model, torch.randn(4, 8, dtype=torch.float64), {"0.linear": "S1 on tp"}, Mesh(tp=2))
+    assert [c.op for c in found.collectives() if c.phase == "forward"] == ["all_gather"]
+
+
+def test_names():
+    captured = capture_model(models.gpt(**NUMBERS), TOKENS)
+    second = captured.layers[2]
+    assert second.own("mlp.0.weight") == "2.mlp.0.weight"
+    assert second.own("mlp.0") == "2.mlp.0"
+    assert second.own("attention.view") == "2.attention.view"
+    assert [second.own(op.name) for op in second.graph.operators][-1] == "2.add_1"
+
+
+def test_code_without_gradients():
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.scale = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
+
+        def forward(self, x):
+            with torch.no_grad():
+                size = (x * self.scale).abs().mean(-1, keepdim=True)
+            return x * self.weight / size
+
+    layer, _ = capture_layer(Scaled(), torch.randn(4, 8))
+    assert {op.op: op.detached for op in layer.graph.operators} == {
+        "aten::mul": False, "aten::abs": True, "aten::mean": True, "aten::div": False,
+    }  # fmt: skip
+    assert not layer.graph.tensors["mean"].differentiable
+    given = torch.randn(4, 8, dtype=torch.float64)
+    check(nn.Sequential(nn.Linear(8, 8), Scaled()), given, {"0": "S1 on tp"}, Mesh(tp=2))
+
+
+def test_what_cannot_be_captured():
+    class Branches(nn.Module):
+        def forward(self, x):
+            return x if x.sum() > 0 else -x
+
+    with pytest.raises(PlanError, match=r"Branches: torch.export cannot capture this layer"):
+        capture_layer(Branches(), torch.randn(4))
+    with pytest.raises(PlanError, match="nn.Sequential of layers"):
+        capture_model(Branches(), torch.randn(4))
+
+
+def test_equal_layers_are_captured_once():
+    captured = capture_model(models.gpt(**{**NUMBERS, "layers": 6}), TOKENS)
+    assert len({id(layer.graph) for layer in captured.layers}) == 3
+    other = models.gpt(**NUMBERS)
+    other[2].dropout1 = nn.Dropout(0.5)
+    assert len({id(layer.graph) for layer in capture_model(other, TOKENS).layers}) == 4
+    frozen = models.gpt(**NUMBERS)
+    frozen[2].requires_grad_(False)
+    assert len({id(layer.graph) for layer in capture_model(frozen, TOKENS).layers}) == 4
+
+
+def test_many_equal_layers_take_no_longer_than_two():
+    def seconds(layers):
+        model = models.gpt(**{**NUMBERS, "layers": layers})
+        begin = time.perf_counter()
+        captured = capture_model(model, TOKENS)
+        propagate_model(captured.layers, megatron(), Mesh(tp=2))
+        return time.perf_counter() - begin
+
+    seconds(1)
+    one, many = (min(seconds(count) for _ in range(3)) for count in (1, 48))
+    assert many < 2 * one
