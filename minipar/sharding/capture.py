@@ -366,7 +366,8 @@ def _graph(program: torch.export.ExportedProgram, module: nn.Module, differentia
 
 
 def _tensor(name: str, value: Tensor, kind: str, differentiable: bool) -> GraphTensor:
-    return GraphTensor(name, tuple(int(size) for size in value.shape), value.dtype.itemsize, kind, differentiable)
+    shape, floating = tuple(int(size) for size in value.shape), value.is_floating_point() or value.is_complex()
+    return GraphTensor(name, shape, value.dtype.itemsize, kind, differentiable, floating)
 
 
 def _op_name(node: fx.Node) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ class Part:
     written: Placement
     read: Placement
     differentiable: bool
+    floating: bool
 
 
 def _forward(placement: Placement) -> str:
@@ -57,6 +59,8 @@ def _letters(part: Part) -> tuple[str, str, str, str]:
         reads = f"C{reads[1:]}"
     if grad_writes == WHOLE and grad_reads[0] == "S":
         grad_reads = f"C{grad_reads[1:]}"
+    if not part.differentiable:
+        grad_writes = grad_reads = WHOLE  # there is none
     if (writes, reads) == (WHOLE, PARTIAL) or (part.differentiable and (grad_writes, grad_reads) == (WHOLE, PARTIAL)):
         raise PlanError(
             f"{part.name}: is written as {part.written} and read as {part.read}; nothing makes a partial sum of it"
@@ -90,7 +94,8 @@ def pieces_of(sharding: Sharding) -> list[Piece]:
     levels: list[tuple[int, Divided]] = []
 
     def part_of(name: str, read: Placement) -> Part:
-        found = Part(name, written[name], read, graph.tensors[name].differentiable)
+        tensor = graph.tensors[name]
+        found = Part(name, written[name], read, tensor.differentiable, tensor.floating)
         if (read.kind == "P" and written[name].whole) or not _changes(found):
             found = replace(found, read=found.written)
         return parts.setdefault((name, str(found.read)), found)
@@ -109,15 +114,18 @@ def pieces_of(sharding: Sharding) -> list[Piece]:
             level[name] = own
         levels.append((own, one))
     last = max((own for own, _ in levels), default=0)
-    ends = [Part(name, written[name], written[name], graph.tensors[name].differentiable) for name in graph.outputs]
+
+    def as_written(name: str) -> Part:
+        tensor = graph.tensors[name]
+        return Part(name, written[name], written[name], tensor.differentiable, tensor.floating)
+
+    ends = [as_written(name) for name in graph.outputs]
     for part in ends:
         key = part.name, str(part.read)
         parts.setdefault(key, part)
         uses[key] = last + 1
     found = [Piece([one for own, one in levels if own == k], [], []) for k in range(last + 1)]
-    found[0].takes = [
-        Part(name, written[name], written[name], graph.tensors[name].differentiable) for name in graph.inputs
-    ]
+    found[0].takes = [as_written(name) for name in graph.inputs]
     for k in range(last):
         across = [part for key, part in parts.items() if level[part.name] <= k < uses.get(key, -1)]
         found[k].gives = found[k + 1].takes = across
@@ -136,8 +144,8 @@ def forms_of(pieces: Sequence[Piece], graph: Graph, sharding: Sharding) -> list[
     for k, piece in enumerate(pieces):
         takes = [_at_border(part, level[part.name] == k - 1) for part in piece.takes]
         gives = [_at_border(part, level[part.name] == k and k < len(pieces) - 1) for part in piece.gives]
-        smooth_in = [letters for part, letters in zip(piece.takes, takes, strict=True) if part.differentiable]
-        smooth_out = [letters for part, letters in zip(piece.gives, gives, strict=True) if part.differentiable]
+        smooth_in = [letters for part, letters in zip(piece.takes, takes, strict=True) if part.floating]
+        smooth_out = [letters for part, letters in zip(piece.gives, gives, strict=True) if part.floating]
         found.append(
             Forms(
                 reads=text_of(tuple(letters[1] for letters in takes)),
@@ -204,43 +212,86 @@ class Stored:
     name: str = ""
 
 
-class Captured(Node):
+@dataclass(frozen=True)
+class Recipe:
+    """What a node computes, without parameters; equal for all ranks but for `place`.
+
+    shapes, options   of all tensors and operators of the layer; `Size` stands for rows
+    """
+
+    piece: Piece
+    shapes: Mapping[str, tuple[Any, ...]]
+    options: Mapping[str, Any]
+    place: local.Place
+
+    def __deepcopy__(self, memo: object) -> Recipe:
+        return self  # nothing of it changes, and torch's operators cannot be copied
+
+    @cached_property
+    def written(self) -> dict[str, Placement]:
+        """How each value lies on the ranks that the node takes or makes."""
+        found = {part.name: part.written for part in self.piece.takes}
+        for one in self.piece.operators:
+            found |= {n: form.on(AXIS) for n, form in zip(one.operator.outputs, one.outs, strict=True)}
+        return found
+
+    def prepared(self, rows: int) -> list[tuple[Divided, Operator, tuple[tuple[int, ...], ...]]]:
+        """The operators for a micro-batch of so many rows, with the local shapes of their outputs."""
+        if rows not in self._known:
+            found = []
+            for one in self.piece.operators:
+                operator = one.operator
+                options = {name: with_rows(value, rows) for name, value in self.options[operator.name].items()}
+                outputs = tuple(
+                    cut(with_rows(self.shapes[name], rows), form.on(AXIS), self.place.ranks, AXIS, name)
+                    for name, form in zip(operator.outputs, one.outs, strict=True)
+                )
+                found.append((one, replace(operator, options=options), outputs))
+            self._known[rows] = found
+        return self._known[rows]
+
+    @cached_property
+    def _known(self) -> dict[int, list[tuple[Divided, Operator, tuple[tuple[int, ...], ...]]]]:
+        return {}
+
+    def rows(self, values: Sequence[Tensor]) -> int:
+        """How many rows the micro-batch has: from the first dimension that depends on it."""
+        for part, value in zip(self.piece.takes, values, strict=True):
+            for dim, size in enumerate(self.shapes[part.name]):
+                if isinstance(size, Size):
+                    shards = self.place.ranks if part.read.kind == "S" and part.read.dim == dim else 1
+                    return value.shape[dim] * shards // size.each
+        return 0
+
+
+class CapturedNode(Node):
     """A node of captured operators. Its input is a tensor, or a tuple of them; so is what it gives."""
 
-    def __init__(
-        self,
-        piece: Piece,
-        forms: Forms,
-        title: str,
-        shapes: Mapping[str, tuple[Any, ...]],
-        options: Mapping[str, Any],
-        place: local.Place,
-    ) -> None:
+    def __init__(self, recipe: Recipe, forms: Forms, title: str) -> None:
         super().__init__(forms, title)
-        self.piece, self.place, self.shapes, self.options = piece, place, shapes, options
-        self.written = {part.name: part.written for part in piece.takes} | {
-            name: form.on(AXIS)
-            for one in piece.operators
-            for name, form in zip(one.operator.outputs, one.outs, strict=True)
-        }
+        self.recipe = recipe
         self.own: dict[str, str] = {}  # names of parameters and buffers in the graph -> those in this module
-        self.prepared: dict[int, list[tuple[Divided, Operator, tuple[tuple[int, ...], ...]]]] = {}
 
     def forward(self, given: Any) -> Any:
-        values = tensors(given)
-        there = {part.name: value for part, value in zip(self.piece.takes, values, strict=True)}
-        keyed = {(part.name, str(part.read)): v for part, v in zip(self.piece.takes, values, strict=True)}
+        # What has no gradient in the whole layer gets none here either, although it comes from another node.
+        values = [
+            value if part.differentiable else value.detach()
+            for part, value in zip(self.recipe.piece.takes, tensors(given), strict=True)
+        ]
+        there = {part.name: value for part, value in zip(self.recipe.piece.takes, values, strict=True)}
+        keyed = {(part.name, str(part.read)): v for part, v in zip(self.recipe.piece.takes, values, strict=True)}
         made: dict[str, Tensor] = {}
-        for one, operator, outputs in self._prepared(self._rows(values)):
+        place = self.recipe.place
+        for one, operator, outputs in self.recipe.prepared(self.recipe.rows(values)):
             inputs = [
                 self._input(name, form.on(AXIS), made, keyed, there)
                 for name, form in zip(operator.inputs, one.ins, strict=True)
             ]
-            running = local.run(operator, one.choices, {AXIS: self.place}, inputs, outputs)
+            running = local.run(operator, one.choices, {AXIS: place}, inputs, outputs)
             made.update(zip(operator.outputs, _finished(running, operator), strict=True))
         found = tuple(
             made[part.name] if part.name in made else keyed.get((part.name, str(part.read)), there.get(part.name))
-            for part in self.piece.gives
+            for part in self.recipe.piece.gives
         )
         return found[0] if len(found) == 1 else found
 
@@ -256,40 +307,14 @@ class Captured(Node):
             found: Tensor = getattr(self, self.own[name])
             held = self.held.get(self.own[name])
             if read.kind == "S" and (held is None or held.cut is None):  # it is whole here, and read as a shard
-                return Cut(read.dim, self.place.index, self.place.ranks, read.pieces).of(found)
+                return Cut(read.dim, self.recipe.place.index, self.recipe.place.ranks, read.pieces).of(found)
         elif name in made:
             found = made[name]
         else:
             found = keyed[name, str(read)] if (name, str(read)) in keyed else there[name]
-        if read.kind == "P" and (name in self.own or self.written[name].whole):
-            return _AsPart.apply(found, self.place.index)  # type: ignore[no-any-return]
+        if read.kind == "P" and (name in self.own or self.recipe.written[name].whole):
+            return _AsPart.apply(found, self.recipe.place.index)  # type: ignore[no-any-return]
         return found
-
-    def _prepared(self, rows: int) -> list[tuple[Divided, Operator, tuple[tuple[int, ...], ...]]]:
-        if rows not in self.prepared:
-            found = []
-            for one in self.piece.operators:
-                operator = one.operator
-                options = {name: with_rows(value, rows) for name, value in self.options[operator.name].items()}
-                outputs = tuple(
-                    cut(with_rows(self.shapes[name], rows), form.on(AXIS), self.place.ranks, AXIS, name)
-                    for name, form in zip(operator.outputs, one.outs, strict=True)
-                )
-                found.append((one, replace(operator, options=options), outputs))
-            self.prepared[rows] = found
-        return self.prepared[rows]
-
-    def _rows(self, values: Sequence[Tensor]) -> int:
-        """How many rows the micro-batch has: from the first dimension that depends on it."""
-        for part, value in zip(self.piece.takes, values, strict=True):
-            for dim, size in enumerate(self.shapes[part.name]):
-                if isinstance(size, Size):
-                    shards = self.place.ranks if part.read.kind == "S" and part.read.dim == dim else 1
-                    return value.shape[dim] * shards // size.each
-        return 0
-
-    def check(self, values: Sequence[Tensor]) -> None:
-        """PlanError for inputs of other sizes than those that the layer was captured with."""
 
 
 class _AsPart(torch.autograd.Function):
@@ -336,7 +361,7 @@ def nodes_of(
     held = _held(sharding, stored, place, known)
     nodes: list[Node] = []
     for k, (piece, own) in enumerate(zip(pieces, forms, strict=True)):
-        node = Captured(piece, own, f"{title}.{k}", *templates, place)
+        node = CapturedNode(Recipe(piece, *templates, place), own, f"{title}.{k}")
         for one in piece.operators:
             for name in one.operator.inputs:
                 if name not in stored or name in node.own:

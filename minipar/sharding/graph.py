@@ -17,6 +17,7 @@ class Tensor:
     kind             "parameter", "buffer", "input", or "value": what an operator writes
     itemsize         bytes of an element
     differentiable   whether a gradient flows through it; what has none costs nothing backward
+    floating         whether its numbers have fractions, so that it could have a gradient
     """
 
     name: str
@@ -24,6 +25,7 @@ class Tensor:
     itemsize: int = 4
     kind: str = "value"
     differentiable: bool = True
+    floating: bool = True
 
     @property
     def bytes(self) -> int:
