@@ -180,7 +180,8 @@ class Compute:
         step, count = self.rows.base + ins.step, self.rows.count(ins)
         for piece in self.pieces[ins.layers, ins.microbatch]:
             if self.program.forms:
-                value = repartition.own_shard(value, self.program.forms[piece[0]].reads, *self.place)
+                reads = self.program.forms[piece[0]].reads
+                value = repartition.own_shard(value, reads, *self.place, self.rows.count(ins))
             trains, handed_on = piece[0] in trained, self._output(piece[-1], ins, written=True)
             # (`data` has a version of its own: writing into it would not spoil what other graphs have saved.)
             given = detach(map_tensors(value, lambda t: t.data), requires_grad=piece[0] > self.program.first_trainable)
@@ -267,7 +268,7 @@ class Compute:
         received, given = self._arrived(ins, live), None
         for piece in reversed(self.pieces[ins.layers, i]):
             given, edges = self.graphs.pop((piece[-1], i, step))
-            ends, grads = _reached(edges, self._taken(piece, received))
+            ends, grads = _reached(edges, self._taken(piece, ins, received))
             self.carrying.arriving(piece, ins, live, ends, grads)
             if ends:
                 autograd_entry.backward(ends, grads, alone=autograd_entry.hooked(self._parameters(piece)))
@@ -286,7 +287,7 @@ class Compute:
         for piece in reversed(self.pieces[ins.layers, i]):
             given, edges = self.graphs.pop((piece[-1], i, step))
             inputs = differentiable(given) if piece[0] > self.program.first_trainable else []
-            ends, grads = _reached(edges, self._taken(piece, received))
+            ends, grads = _reached(edges, self._taken(piece, ins, received))
             found, arrived = input_half(ends, grads, inputs, self._parameters(piece))
             self.left[piece[-1], i, step] = arrived
             if ("saved_weight", piece[-1], self.rows.count(ins)) not in self.sizes:
@@ -340,12 +341,14 @@ class Compute:
             return [reduce(torch.add, parts) if parts else None for parts in there]
         return found[0] if found else None
 
-    def _taken(self, piece: tuple[int, ...], received: list[Tensor | None] | None) -> list[Tensor | None] | None:
+    def _taken(
+        self, piece: tuple[int, ...], ins: Instruction, received: list[Tensor | None] | None
+    ) -> list[Tensor | None] | None:
         """The gradients of a piece's output as its backward reads them: of some that are whole this rank's shard."""
         if received is None or not self.program.forms:
             return received
         taken: list[Tensor | None] = repartition.own_shard(
-            received, self.program.forms[piece[-1]].grad_reads, *self.place
+            received, self.program.forms[piece[-1]].grad_reads, *self.place, self.rows.count(ins)
         )
         return taken
 

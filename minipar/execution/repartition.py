@@ -10,7 +10,7 @@ A value is a tensor, or several of them (`models/tensors.py`); those whose lette
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,16 +22,18 @@ from minipar.comm.handles import Handle, Then
 from minipar.models.tensors import map_tensors, tensors
 from minipar.program import Instruction, Op, Value
 from minipar.program.comm_volume import changing
-from minipar.program.forms import letters
+from minipar.program.forms import letters, shard_of
+from minipar.sharding.nodes import Cut
 
 Finish = Callable[[], Tensor]  # the tensor in its new form, once the messages are through
 
 
 def start(
-    ins: Instruction, live: dict[Value, Any], comm: Communicator, weigh: Callable[[Value, Any], None]
+    ins: Instruction, live: dict[Value, Any], comm: Communicator, rows: int, weigh: Callable[[Value, Any], None]
 ) -> list[Handle]:
     """Start a collective; the value is there in its new form when all handles were waited for.
 
+    rows    of the micro-batch
     weigh   notes how large the value is in its new form, and what of it changes
     """
     (source,), (target,) = ins.reads, ins.writes
@@ -44,7 +46,7 @@ def start(
         if old == new or tensor is None:
             changed.append(None)
             continue
-        handle, finish = _change(tensor.detach(), old, new, ins, comm)
+        handle, finish = _change(tensor.detach(), old, new, ins, comm, rows)
         handles.append(handle)
         changed.append(finish)
 
@@ -64,7 +66,9 @@ def _rebuilt(content: Any, made: Iterator[Any]) -> Any:
     return map_tensors(content, lambda _: next(made))
 
 
-def _change(tensor: Tensor, old: str, new: str, ins: Instruction, comm: Communicator) -> tuple[Handle, Finish]:
+def _change(
+    tensor: Tensor, old: str, new: str, ins: Instruction, comm: Communicator, rows: int
+) -> tuple[Handle, Finish]:
     """Start to change one tensor: the message, and what makes the tensor in its new form of it."""
     count, group = len(ins.group), ins.group
     if ins.op is Op.ALL_REDUCE:
@@ -72,52 +76,61 @@ def _change(tensor: Tensor, old: str, new: str, ins: Instruction, comm: Communic
         whole = tensor.clone(memory_format=torch.contiguous_format)
         return comm.iallreduce(whole, group, str(ins)), lambda: whole
     if ins.op is Op.REDUCE_SCATTER:
-        packed = torch.stack(tensor.chunk(count, int(new[1:])))
+        packed = torch.stack(_parts(tensor, new, count, rows))
         part = torch.empty_like(packed[0])
         return comm.ireduce_scatter(packed, part, group), lambda: part
     if ins.op is Op.ALL_GATHER:
         parts = torch.empty((count, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
         found = comm.iall_gather(tensor.contiguous().view(-1), parts.view(-1), group)
         handle = found[0] if found else Handle(None, None, set())
-        return handle, partial(_joined, parts, int(old[1:]))
-    exchanged = torch.stack(tensor.chunk(count, int(new[1:])))
+        return handle, partial(_joined, parts, old, rows)
+    exchanged = torch.stack(_parts(tensor, new, count, rows))
     got = torch.empty_like(exchanged)
-    return comm.iall_to_all(exchanged, got, group), partial(_joined, got, int(old[1:]))
+    return comm.iall_to_all(exchanged, got, group), partial(_joined, got, old, rows)
 
 
-def own_shard(content: Any, form: str, index: int, count: int) -> Any:
+def own_shard(content: Any, form: str, index: int, count: int, rows: int) -> Any:
     """What rank `index` of `count` reads of a value: of tensors with the letter C its shard, the others as they are."""
     if "C" not in form:
         return content
     several = content if isinstance(content, list) else tensors(content)
     made = [
-        tensor.chunk(count, int(letter[1:]))[index].contiguous() if letter[0] == "C" and tensor is not None else tensor
+        _parts(tensor, letter, count, rows)[index].contiguous() if letter[0] == "C" and tensor is not None else tensor
         for tensor, letter in zip(several, letters(form), strict=True)
     ]
     return made if isinstance(content, list) else _rebuilt(content, iter(made))
 
 
-def alone(content: Any, before: str, after: str, count: int) -> Any:
+def alone(content: Any, before: str, after: str, count: int, rows: int) -> Any:
     """A value of the shapes that it would have in another form, made by one rank alone: for measuring, since its
     numbers are not those of the other ranks."""
     found = tensors(content)
     changed = iter(
         [
-            _shaped(tensor, old, new, count)
+            _shaped(tensor, old, new, count, rows)
             for tensor, old, new in zip(found, letters(before, len(found)), letters(after, len(found)), strict=True)
         ]
     )
     return _rebuilt(content, changed)
 
 
-def _shaped(tensor: Tensor, old: str, new: str, count: int) -> Tensor:
+def _shaped(tensor: Tensor, old: str, new: str, count: int, rows: int) -> Tensor:
     if new[0] == "C":
-        return tensor.chunk(count, int(new[1:]))[0].contiguous()
+        return _parts(tensor, new, count, rows)[0].contiguous()
     if old != new and old[0] == "S":
-        tensor = torch.cat([tensor] * count, int(old[1:]))
-    return tensor.chunk(count, int(new[1:]))[0].contiguous() if old != new and new[0] == "S" else tensor
+        tensor = _joined([tensor] * count, old, rows)
+    return _parts(tensor, new, count, rows)[0].contiguous() if old != new and new[0] == "S" else tensor
 
 
-def _joined(parts: Tensor, dim: int) -> Tensor:
-    """Equal parts end to end in one dimension."""
-    return torch.cat(parts.unbind(0), dim)
+def _parts(tensor: Tensor, letter: str, count: int, rows: int) -> list[Tensor]:
+    """The shards of a tensor that is whole."""
+    dim, pieces = shard_of(letter, rows)
+    if pieces == 1:
+        return list(tensor.chunk(count, dim))
+    return [Cut(dim, index, count, pieces).of(tensor) for index in range(count)]
+
+
+def _joined(parts: Tensor | Sequence[Tensor], letter: str, rows: int) -> Tensor:
+    """The whole tensor of its shards."""
+    dim, pieces = shard_of(letter, rows)
+    return Cut(dim, 0, len(parts), pieces).joined(list(parts))

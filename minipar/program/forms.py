@@ -3,7 +3,8 @@
     R    whole: every rank has all of it
     P    a partial sum: the value is the sum of what the ranks have
     M    a partial maximum: the value is the largest of what the ranks have, element by element
-    S0   a shard: rank k has the k-th of equal parts of dimension 0; S1, S2, ... of another dimension
+    S0   a shard: rank k has the k-th of equal parts of dimension 0; S1, S2, ... of another dimension.
+         S0:3 cuts dimension 0 in 3 pieces first, such as queries, keys and values, and each rank has a part of each
 
 A value of several tensors has a letter for each, such as "R,P". The text is empty where all of them are whole, as are
 the values of every program without tensor parallelism.
@@ -71,7 +72,15 @@ def is_form(form: str, read: bool = False) -> bool:
 
 def _is_shard(letter: str, first: str) -> bool:
     dim, colon, pieces = letter[1:].partition(":")
-    return letter[:1] in first and dim.isdigit() and (pieces.isdigit() if colon else True)
+    return letter[:1] in first and dim.isdigit() and (pieces.removesuffix("r").isdigit() if colon else True)
+
+
+def shard_of(letter: str, rows: int) -> tuple[int, int]:
+    """Of a shard the dimension that is cut, and the pieces of it that are each cut, for a micro-batch of so many rows:
+    `S0:3` has 3 of them, `S0:2r` two for each row."""
+    dim, _, pieces = letter[1:].partition(":")
+    count = int(pieces.removesuffix("r") or 1)
+    return int(dim), count * rows if pieces.endswith("r") else count
 
 
 def needed(form: str) -> str:

@@ -27,6 +27,10 @@ from minipar.sharding.nodes import Cut, Held, Node
 from minipar.sharding.propagation import Divided, Sharding
 
 AXIS = "tp"
+ROWS = (
+    17,
+    19,
+)  # of the two captures that tell what depends on the rows of a batch; a prime, so that it is seen in sizes
 
 
 @dataclass(frozen=True)
@@ -40,14 +44,29 @@ class Part:
     floating: bool
 
 
+def _shard(placement: Placement) -> str:
+    """The letter of a shard. Pieces that depend on the rows of the batch, as in a view of rows and tokens together, are
+    counted in rows."""
+    if placement.pieces % ROWS[0]:
+        return str(placement)
+    return f"S{placement.dim}:{placement.pieces // ROWS[0]}r"
+
+
+def _at_rows(placement: Placement, rows: int) -> Placement:
+    """A placement in a micro-batch of so many rows."""
+    if placement.pieces % ROWS[0]:
+        return placement
+    return replace(placement, pieces=placement.pieces // ROWS[0] * rows)
+
+
 def _forward(placement: Placement) -> str:
     """The letter of a value."""
-    return str(placement) if placement.kind == "S" else PARTIAL if placement.kind == "P" else WHOLE
+    return _shard(placement) if placement.kind == "S" else PARTIAL if placement.kind == "P" else WHOLE
 
 
 def _backward(placement: Placement) -> str:
     """The letter of its gradient."""
-    return str(placement) if placement.kind == "S" else PARTIAL if placement.kind == "R" else WHOLE
+    return _shard(placement) if placement.kind == "S" else PARTIAL if placement.kind == "R" else WHOLE
 
 
 def _letters(part: Part) -> tuple[str, str, str, str]:
@@ -243,7 +262,7 @@ class Recipe:
                 operator = one.operator
                 options = {name: with_rows(value, rows) for name, value in self.options[operator.name].items()}
                 outputs = tuple(
-                    cut(with_rows(self.shapes[name], rows), form.on(AXIS), self.place.ranks, AXIS, name)
+                    cut(with_rows(self.shapes[name], rows), _at_rows(form.on(AXIS), rows), self.place.ranks, AXIS, name)
                     for name, form in zip(operator.outputs, one.outs, strict=True)
                 )
                 found.append((one, replace(operator, options=options), outputs))

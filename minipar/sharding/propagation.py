@@ -351,7 +351,8 @@ class _Axis:
         """Of an operator that no form reached: on parts of a sum, if it is given nothing else, or whole."""
         op = self.graph.operators[k]
         written = [p for name in op.outputs if name in self.fixed for p in [self.fixed[name][0]]]
-        if op.inputs and all(self._written(name) == P for name in op.inputs) and not written:
+        parts = bool(op.inputs) and all(self._written(name) == P and not self._read_whole(name) for name in op.inputs)
+        if parts and not written:
             for choice in choices(op, self.ins[k], self.outs[k], self.ranks):
                 if choice.name == "sum" and all(p == P for p in choice.ins):
                     return choice
@@ -359,6 +360,13 @@ class _Axis:
             possible = choices(op, self.ins[k], self.outs[k], self.ranks, variants=self.variants)
             raise PlanError(self._cannot_write(k, (len(op.inputs), written[0]), possible))
         return computed_whole(op)
+
+    def _read_whole(self, name: str) -> bool:
+        """Whether an operator reads the sum of a tensor's parts, so that others may read it, too."""
+        return any(
+            name in op.inputs and k in self.chosen and self.chosen[k].ins[op.inputs.index(name)] != P
+            for k, op in enumerate(self.graph.operators)
+        )
 
     def _written(self, name: str) -> Placement:
         writer = self.writers.get(name)

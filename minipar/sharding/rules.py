@@ -451,10 +451,8 @@ def _quotient(operator: Operator, ins: Shapes, outs: Shapes) -> Line:
 
 
 def _cast(operator: Operator, ins: Shapes, outs: Shapes) -> Line:
-    """To another precision; to whole numbers is no linear operation."""
-    dtype = operator.option("dtype")
-    linear = (0,) if dtype is None or "float" in str(dtype) else ()
-    return parse("...->...", ins[:1], outs, linear, op=operator.op)
+    """To another type. A change of precision is not linear: a sum that is rounded is not the sum of rounded parts."""
+    return parse("...->...", ins[:1], outs, (), op=operator.op)
 
 
 def _all_fixed(operator: Operator, ins: Shapes, outs: Shapes) -> Line:

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from minipar.errors import PlanError
-from minipar.models.tensors import count_rows, layers_of, take_rows
+from minipar.models.tensors import count_rows, layers_of, map_tensors
 from minipar.program.forms import Forms
 from minipar.program.mesh import Mesh
 from minipar.sharding import local
 from minipar.sharding.capture import Captured, capture_model
-from minipar.sharding.cutting import Stored, Templates, nodes_of, templates_of
+from minipar.sharding.cutting import ROWS, Stored, Templates, nodes_of, templates_of
 from minipar.sharding.nodes import Node, ShardedModel
 from minipar.sharding.propagation import megatron, propagate_model
-
-ROWS = (2, 3)  # of the two captures, which tell what depends on the rows of a batch
 
 
 def local_model(
@@ -25,7 +24,7 @@ def local_model(
 ) -> ShardedModel:
     """The nodes that rank `index` of `count` sharing ranks has of a model, an nn.Sequential of layers.
 
-    example       rows that the model is given, at least 3
+    example       rows that the model is given
     annotations   forms by name (`propagation.py`); default: Megatron's
 
     A layer may say itself how it is cut: a method `shard(index, count, name, known)` gives its nodes. Then all layers
@@ -35,9 +34,9 @@ def local_model(
     """
     if any(hasattr(layer, "shard") for layer in layers_of(model)):
         return _by_hand(model, index, count)
-    if count_rows(example) < max(ROWS):
-        raise PlanError(f"tp={count}: needs an example of at least {max(ROWS)} rows, not {count_rows(example)}")
-    small, large = (capture_model(model, take_rows(example, range(rows))) for rows in ROWS)
+    if not count_rows(example):
+        raise PlanError(f"tp={count}: needs an example of at least one row to capture the model with")
+    small, large = (capture_model(model, _with_rows(example, rows)) for rows in ROWS)
     found = propagate_model(small.layers, megatron() if annotations is None else annotations, Mesh(tp=count))
     known: dict[str, nn.Parameter] = {}
     templates: dict[int, Templates] = {}
@@ -61,6 +60,11 @@ def local_model(
         layers.append(nodes)
     _add_end(layers[-1])
     return ShardedModel(layers, count)
+
+
+def _with_rows(example: Any, rows: int) -> Any:
+    """The example with so many rows: its own ones, again and again."""
+    return map_tensors(example, lambda t: t[torch.arange(rows) % len(t)])
 
 
 def _names(model: nn.Module) -> dict[int, str]:

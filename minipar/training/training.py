@@ -224,9 +224,9 @@ def train(
     on_nan      where the loss of a micro-batch is not a number or infinite: "stop" raises NotFinite with step, rank and
                 micro-batch before anything is updated by it; "warn" goes on and says so once; "ignore"
 
-    annotations with tp of 2 or more, the forms of some operators' outputs or parameters by patterns of their names, such
-                as {"*.mlp.0": "S-1 on tp", "*.mlp.2": "P on tp"}; those of all others follow. Default: what
-                `minipar.sharding.megatron()` gives, or `sequence_parallel()` with that key of the plan
+    annotations with tp of 2 or more, the forms of some operators' outputs or of parameters, by patterns of their names,
+                such as {"*.mlp.0": "S-1 on tp", "*.mlp.2": "P on tp"}; the forms of all others follow. Default: what
+                `minipar.sharding.megatron()` gives, or `sequence_parallel()` if the plan has that key
 
     Raises PlanError where plan, model, batch and cluster do not fit together; DeviceOutOfMemory, with plans that would
     fit, on emulated devices of limited memory; SaveError where `resume` has no saved run of this model, or where

@@ -108,7 +108,7 @@ def profile(
                 given, wanted = (value, target) if tokens is None else sliced.pick((value, target), tokens)
                 here = None if tokens is None else (tokens.start, j < len(slices) - 1, carried)
                 costs[key] = []
-                found = between.anew(key)
+                found = between.anew(key, n)
                 for run in _runs(layers, inputs, given, (loss, wanted), trainable_from, found, here, names):
                     if recompute and tokens is None:
                         for each in run:
@@ -187,7 +187,7 @@ class Between:
         self.forms, self.count = forms, count
         self.found: dict[int, list[tuple[int, int, int, int]]] = {}
 
-    def anew(self, key: int) -> Callable[[int, Any], Any]:
+    def anew(self, key: int, rows: int) -> Callable[[int, Any], Any]:
         """A new pass through all nodes, with other rows. Gives a function of a node and what was written for it."""
         sizes = self.found[key] = []
 
@@ -195,7 +195,7 @@ class Between:
             if not self.forms:
                 return written
             before, after = self.forms[node - 1], self.forms[node]
-            read = repartition.alone(written, before.writes, after.reads, self.count)
+            read = repartition.alone(written, before.writes, after.reads, self.count, rows)
             gradients = differentiable(read)
             sizes.append(
                 (
