@@ -19,7 +19,7 @@ ALONE = ("tests/cluster", "tests/comm", "tests/server")
 BESIDE = ("tests/widgets", "tests/course", "tests/planner")
 FAST = (
     ("tests/program", "tests/strategies"),
-    ("tests/prediction", "tests/trace", "tests/costs", "tests/data", "tests/models"),
+    ("tests/prediction", "tests/trace", "tests/costs", "tests/data", "tests/models", "tests/sharding"),
 )
 NOTHING = 5  # pytest's status when the arguments select no test
 

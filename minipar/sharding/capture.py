@@ -281,6 +281,13 @@ class _Making:
     operators: list[Operator]
     called: dict[fx.Node, str]
 
+    def title(self, title: str, node: fx.Node) -> str:
+        """An operator's name that no other one has: a module may be used twice."""
+        taken = {one.name for one in self.operators}
+        while title in taken:
+            title = f"{title}.{node.name}"
+        return title
+
     def fresh(self, name: str) -> str:
         """A name that no tensor has yet: a parameter of the layer may be called as a node is."""
         while name in self.tensors:
@@ -308,7 +315,16 @@ class _Making:
                 self.tensors[own] = _tensor(own, value, "value", flows and value.is_floating_point())
                 outputs.append(own)
             self.operators.append(
-                Operator(titles[node], _op_name(node), given, tuple(outputs), options, node.target, node.name, detached)
+                Operator(
+                    self.title(titles[node], node),
+                    _op_name(node),
+                    given,
+                    tuple(outputs),
+                    options,
+                    node.target,
+                    node.name,
+                    detached,
+                )
             )
 
     def _inline(self, node: fx.Node, within: fx.GraphModule, detached: bool) -> None:

@@ -121,11 +121,15 @@ def _verify(operator: Operator, inputs: Sequence[Tensor], choice: Choice, ranks:
     parts = [[one[k].requires_grad_(one[k].is_floating_point()) for one in laid] for k in range(ranks)]
     shapes = [forms.cut(tuple(t.shape), p, ranks) for t, p in zip(expected, choice.outs, strict=True)]
     try:
-        made = local.together(
-            [local.run(operator, {"x": choice}, {"x": local.Place(k, ranks)}, parts[k], shapes) for k in range(ranks)]
+        done = local.together(
+            {
+                (k,): local.run(operator, {"x": choice}, {"x": local.Place(k, ranks)}, parts[k], shapes)
+                for k in range(ranks)
+            }
         )
     except (RuntimeError, ValueError, IndexError) as error:
         raise PlanError(f"{title}: it does not run on a part", str(error)) from error
+    made = [done[k,] for k in range(ranks)]
     for j, (want, p) in enumerate(zip(expected, choice.outs, strict=True)):
         _compare(f"{title}: output {j} joined as {p}", want, [rank[j] for rank in made], p)
     _gradients(title, operator, choice, whole, expected, gradients, parts, made, cuts)

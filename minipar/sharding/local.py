@@ -8,8 +8,8 @@ ranks side by side (`together`), and on real ranks, where each request becomes a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from minipar.errors import PlanError
+from minipar.models.experts import feed, routed, weighted
 from minipar.sharding.forms import Placement
 from minipar.sharding.graph import Operator, Shape, Slot
 from minipar.sharding.rules import Choice
@@ -65,21 +66,35 @@ def run(
     Yields (axis, request) for each collective, is sent the result, and returns the outputs. Errors: PlanError, if two
     axes both divide it in a way that is not simply a part.
     """
-    special = [
-        (axis, made) for axis, choice in choices.items() if (made := _special(operator, choice, inputs)) is not None
-    ]
-    if len(special) > 1:
-        axes = " and ".join(axis for axis, _ in special)
+    special = {axis: made for axis, choice in choices.items() if (made := _special(operator, choice, inputs))}
+    rows = [axis for axis, made in special.items() if made is _rows]
+    means = [axis for axis, made in special.items() if made is _mean]
+    others = [axis for axis in special if axis not in rows + means]
+    if len(others) > 1 or (others and means) or (rows and any(special[axis] is not _vocabulary for axis in others)):
         raise PlanError(
-            f"{operator.name} ({operator.op}): {axes} both divide it in ways that need more than a part of the inputs; "
-            f"let one of them read it whole"
+            f"{operator.name} ({operator.op}): {' and '.join(special)} both divide it in ways that need more than a "
+            "part of the inputs; let one of them read it whole"
         )
-    if not special:
-        return _plain(operator, inputs, outputs)
-    ((axis, function),) = special
-    running = function(operator, choices[axis], places[axis], list(inputs), outputs)
-    if isinstance(running, tuple):
-        return running
+    inner = replace(operator, options={**operator.options, "reduction": 2}) if rows else operator
+    found: tuple[Tensor, ...]
+    if others:
+        (axis,) = others
+        running = special[axis](inner, choices[axis], places[axis], list(inputs), outputs)
+        found = (yield from _on(axis, running)) if isinstance(running, Generator) else running
+    else:
+        found = _plain(inner, inputs, outputs)
+    for axis in means:  # the mean of a part is one of several that are summed
+        found = (found[0] / places[axis].ranks,)
+    if rows and operator.option("reduction", 1) == 1:
+        count = (inputs[1] != operator.option("ignore_index", -100)).sum().to(found[0].dtype)
+        for axis in rows:
+            count = yield axis, Request("all_reduce", count, whole=True)
+        found = (found[0] / count,)
+    return found
+
+
+def _on(axis: str, running: Running) -> Generator[tuple[str, Request], Tensor, tuple[Tensor, ...]]:
+    """The same, with the axis beside each request."""
     try:
         request = next(running)
         while True:
@@ -190,9 +205,15 @@ def _lookup(
 def _mean(
     operator: Operator, choice: Choice, place: Place, inputs: list[Tensor], outputs: Sequence[Shape]
 ) -> tuple[Tensor, ...]:
-    """The mean of the part is one of several that are summed."""
-    (found,) = _plain(operator, inputs, outputs)
-    return (found / place.ranks,)
+    """The mean of a part; `run` divides it by the number of parts."""
+    return _plain(operator, inputs, outputs)
+
+
+def _rows(
+    operator: Operator, choice: Choice, place: Place, inputs: list[Tensor], outputs: Sequence[Shape]
+) -> tuple[Tensor, ...]:
+    """The summed losses of a part of the rows; `run` divides them by the number of all rows that count."""
+    return _plain(operator, inputs, outputs)
 
 
 def _online_softmax(
@@ -215,16 +236,6 @@ def _online_maximum(
     sign = -1 if operator.op == "aten::amin" else 1
     largest = sign * (yield Request("all_reduce", sign * found.detach(), reduce="max"))
     return (torch.where(found == largest, found, largest),)
-
-
-def _rows(operator: Operator, choice: Choice, place: Place, inputs: list[Tensor], outputs: Sequence[Shape]) -> Running:
-    """A part of the rows: its sum, over the number of all rows that count."""
-    total = call(operator, inputs, reduction=2)
-    if operator.option("reduction", 1) == 2:
-        return (total,)
-    weight = (inputs[1] != operator.option("ignore_index", -100)).sum().to(total.dtype)
-    count = yield Request("all_reduce", weight, whole=True)
-    return (total / count,)
 
 
 def _vocabulary(
@@ -314,41 +325,13 @@ def _ring(operator: Operator, choice: Choice, place: Place, inputs: list[Tensor]
 # The mixture of experts -----------------------------------------------------------------------------------------------
 
 
-def mixture(tokens: Tensor, gate: Tensor, up: Tensor, down: Tensor, top: int = 2) -> Tensor:
-    """A mixture of experts in which no token is dropped.
-
-    tokens (T, d), gate (d, X), up (X, d, f), down (X, f, d); each token goes to its `top` experts, and gets the sum of
-    what they give, weighted by a softmax of their gates. Returns (T, d).
-    """
-    weights, chosen = _routed(tokens, gate, top)
-    return _weighted(_feed(tokens, up, down), weights, chosen, 0)
-
-
-def _routed(tokens: Tensor, gate: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Weights (T, top) of the experts that each token goes to, and their numbers."""
-    best, chosen = (tokens @ gate).topk(top, -1)
-    return best.softmax(-1), chosen
-
-
-def _feed(tokens: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """What every expert makes of every token: (X, T, d)."""
-    return functional.gelu(tokens @ up) @ down
-
-
-def _weighted(made: Tensor, weights: Tensor, chosen: Tensor, first: int) -> Tensor:
-    """Of what experts `first`, `first` + 1, ... made of all tokens (X, T, d), what each token gets: (T, d)."""
-    experts = torch.arange(first, first + made.shape[0], device=chosen.device)
-    share = (weights[None] * (chosen[None] == experts[:, None, None])).sum(-1)
-    return (share[..., None] * made).sum(0)
-
-
 def _some_experts(
     operator: Operator, choice: Choice, place: Place, inputs: list[Tensor], outputs: Sequence[Shape]
 ) -> tuple[Tensor, ...]:
     """All tokens, and a part of the experts: their part of each token's sum."""
     tokens, gate, up, down = inputs
-    weights, chosen = _routed(tokens, gate, operator.option("top", 2))
-    return (_weighted(_feed(tokens, up, down), weights, chosen, place.index * up.shape[0]),)
+    weights, chosen = routed(tokens, gate, operator.option("top", 2))
+    return (weighted(feed(tokens, up, down), weights, chosen, place.index * up.shape[0]),)
 
 
 def _experts(
@@ -356,36 +339,53 @@ def _experts(
 ) -> Running:
     """Tokens go to the ranks of their experts and back. Each expert has room for all tokens of a rank: T / n."""
     tokens, gate, up, down = inputs
-    weights, chosen = _routed(tokens, gate, operator.option("top", 2))
+    weights, chosen = routed(tokens, gate, operator.option("top", 2))
     experts = place.ranks * up.shape[0]
     sent = torch.stack([tokens * (chosen == x).any(-1, keepdim=True) for x in range(experts)])
     come = yield Request("all_to_all", sent, split=0, join=1)
-    back = yield Request("all_to_all", _feed(come, up, down), split=1, join=0)
-    return (_weighted(back, weights, chosen, 0),)
+    back = yield Request("all_to_all", feed(come, up, down), split=1, join=0)
+    return (weighted(back, weights, chosen, 0),)
 
 
 # All ranks in one process ---------------------------------------------------------------------------------------------
 
 
-def together(running: Sequence[Generator[tuple[str, Request], Tensor, tuple[Tensor, ...]]]) -> list[tuple[Tensor, ...]]:
-    """Run the ranks of one axis side by side, in one process; what each of them returns.
+def together(
+    running: Mapping[tuple[int, ...], Generator[tuple[str, Request], Tensor, tuple[Tensor, ...]]],
+    axes: Sequence[str] = ("x",),
+) -> dict[tuple[int, ...], tuple[Tensor, ...]]:
+    """Run all ranks of a mesh side by side, in one process; what each of them returns.
 
-    Gradients flow between the ranks as the collectives' own backwards would bring them.
+    running   of each rank, by its coordinates on the axes
+
+    Gradients flow between the ranks as the collectives' own backwards would bring them. Errors: PlanError, if ranks of
+    one group make different collectives.
     """
-    results: list[tuple[Tensor, ...] | None] = [None] * len(running)
-    answers: list[Tensor | None] = [None] * len(running)
+    results: dict[tuple[int, ...], tuple[Tensor, ...]] = {}
+    answers: dict[tuple[int, ...], Tensor] = {}
     while True:
-        requests: list[Request] = []
-        for k, one in enumerate(running):
+        requests: dict[tuple[int, ...], tuple[str, Request]] = {}
+        for place, one in running.items():
             try:
-                requests.append((next(one) if answers[k] is None else one.send(answers[k]))[1])  # type: ignore[arg-type]
+                requests[place] = one.send(answers[place]) if answers else next(one)
             except StopIteration as end:
-                results[k] = end.value
+                results[place] = end.value
         if not requests:
-            return [found for found in results if found is not None]
-        if len(requests) != len(running) or len({request.op for request in requests}) != 1:
+            return results
+        kinds = {(axis, request.op) for axis, request in requests.values()}
+        if len(requests) != len(running) or len(kinds) != 1:
             raise PlanError("ranks of one axis made different collectives in the same operator")
-        answers = list(collective(requests))
+        ((axis, _),) = kinds
+        for group in groups(requests, list(axes).index(axis)):
+            answers.update(zip(group, collective([requests[place][1] for place in group]), strict=True))
+
+
+def groups(places: Iterable[tuple[int, ...]], k: int) -> list[list[tuple[int, ...]]]:
+    """Coordinates of the ranks that differ on one axis alone."""
+    found: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    for place in places:
+        found.setdefault((*place[:k], *place[k + 1 :]), []).append(place)
+    return list(found.values())
 
 
 def collective(requests: Sequence[Request]) -> list[Tensor]:

@@ -325,7 +325,7 @@ class _Axis:
         return min(speaking, key=lambda c: self._price(k, c, cuts))
 
     def _price(self, k: int, choice: Choice, cuts: Sequence[tuple[int, Placement]]) -> tuple[float, ...]:
-        """Bytes of values that would move, then those of parameters, then those that stay undivided."""
+        """Bytes of values that would move, then of parameters, then what moves inside; then what stays undivided."""
         tensors = [
             self.graph.tensors[name] for name in (*self.graph.operators[k].inputs, *self.graph.operators[k].outputs)
         ]
@@ -333,7 +333,9 @@ class _Axis:
         moved = [tensors[j] for j, p in cuts if every[j] != p]
         stored = [tensor.bytes for tensor in moved if tensor.kind == "parameter"]
         stays = sum(tensor.bytes for tensor, p in zip(tensors, every, strict=True) if p.kind != "S")
-        return sum(tensor.bytes for tensor in moved) - sum(stored), sum(stored), choice.name == "sum", stays
+        inside = sum(one.elements for one in choice.inside)
+        values = sum(tensor.bytes for tensor in moved) - sum(stored)
+        return values, sum(stored), inside, choice.name == "sum", stays
 
     def _take(self, k: int, choice: Choice) -> None:
         self.chosen[k] = choice

@@ -773,7 +773,7 @@ def _cross_entropy_variants(operator: Operator, ins: Shapes, outs: Shapes, ranks
 
 
 # The mixture of experts is one operator: how many tokens go to an expert depends on the data, which no letter can say.
-# tokens (T, d), gate (d, X), up (X, d, f), down (X, f, d); see local.mixture.
+# tokens (T, d), gate (d, X), up (X, d, f), down (X, f, d); see models/experts.py.
 
 
 def _mixture_line(operator: Operator, ins: Shapes, outs: Shapes) -> Line:

@@ -43,7 +43,7 @@ def simulate_layer(sharding: Sharding, given: Mapping[str, Tensor]) -> Simulated
 
     Errors: PlanError, if an operator is divided in two ways that its parts cannot run.
     """
-    mesh, graph = sharding.mesh, sharding.graph
+    mesh = sharding.mesh
     parts = {name: cut(tensor, sharding.forms[name], mesh) for name, tensor in given.items()}
     for moment in parts.values():
         for place, part in moment.items():
@@ -55,8 +55,6 @@ def simulate_layer(sharding: Sharding, given: Mapping[str, Tensor]) -> Simulated
             read.append(_in_form(sharding, moved, name, form))
         for name, form, made in zip(one.operator.outputs, one.outs, _run(one, read, mesh), strict=True):
             parts[name] = moved[name, form] = made
-    for name in graph.outputs:
-        parts.setdefault(name, parts[name])
     return Simulated(sharding, parts)
 
 
@@ -74,41 +72,27 @@ def _in_form(sharding: Sharding, moved: dict[tuple[str, Form], Parts], name: str
 
 
 def _run(one: Divided, read: Sequence[Parts], mesh: Mesh) -> list[Parts]:
-    """An operator on every rank; ranks that need each other run side by side."""
+    """An operator on every rank, side by side: some need each other."""
     axes = axes_of(mesh)
-    places = list(product(*(range(mesh.length(axis)) for axis in axes)))
-    inside = next((axis for axis, choice in one.choices.items() if choice.inside), axes[0] if axes else "")
-    made: list[Parts] = [{} for _ in one.operator.outputs]
-    for group in _groups(places, axes.index(inside)) if axes else [places]:
-        running = [
-            local.run(
-                one.operator,
-                one.choices,
-                {axis: local.Place(place[k], mesh.length(axis)) for k, axis in enumerate(axes)},
-                [parts[place] for parts in read],
-                one.out_shapes,
-            )
-            for place in group
-        ]
-        for place, outputs in zip(group, local.together(running), strict=True):
-            for parts, output in zip(made, outputs, strict=True):
-                parts[place] = output
-    return made
-
-
-def _groups(places: Sequence[Place], k: int) -> list[list[Place]]:
-    """The ranks that differ on one axis alone."""
-    found: dict[Place, list[Place]] = {}
-    for place in places:
-        found.setdefault((*place[:k], *place[k + 1 :]), []).append(place)
-    return list(found.values())
+    running = {
+        place: local.run(
+            one.operator,
+            one.choices,
+            {axis: local.Place(place[k], mesh.length(axis)) for k, axis in enumerate(axes)},
+            [parts[place] for parts in read],
+            one.out_shapes,
+        )
+        for place in product(*(range(mesh.length(axis)) for axis in axes))
+    }
+    made = local.together(running, axes)
+    return [{place: outputs[k] for place, outputs in made.items()} for k in range(len(one.operator.outputs))]
 
 
 def move(parts: Parts, step: Step, mesh: Mesh) -> Parts:
     """One step of a repartition on all ranks."""
     k = axes_of(mesh).index(step.axis)
     made: Parts = {}
-    for group in _groups(list(parts), k):
+    for group in local.groups(parts, k):
         for place, tensor in zip(group, _moved([parts[place] for place in group], step), strict=True):
             made[place] = tensor
     return made

@@ -49,6 +49,7 @@ SEQUENCE = {
 }  # fmt: skip
 
 
+@pytest.mark.many(2)
 @pytest.mark.parametrize("fused", [True, False], ids=["sdpa", "explicit"])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("preset", [megatron, sequence_parallel])
@@ -116,6 +117,9 @@ def test_the_loss_of_cut_logits():
             return nn.functional.cross_entropy(logits, self.targets)
 
     model = nn.Sequential(*models.gpt(**NUMBERS), Loss())
+    found = check(model, TOKENS, megatron(), Mesh(cp=2, tp=2), "S1 on cp")  # a part of the rows, and of the classes
+    losses = found.shardings[-1].operators[-1]
+    assert {axis: choice.name for axis, choice in losses.choices.items()} == {"cp": "rows", "tp": "vocabulary"}
     found = check(model, TOKENS, megatron(), Mesh(dp=2, tp=2), "I")
     inside = [c for c in found.shardings[-1].collectives() if c.axis == "tp"]
     assert [(c.op, c.phase, c.bytes) for c in inside] == [("all_reduce", "forward", 8 * 32)] * 3  # float64, 32 tokens
@@ -160,7 +164,39 @@ def test_layers_of_the_network_with_branches():
     assert [op.name for op in pool.graph.operators] == ["0", "1", "2"]
 
 
+class Experts(nn.Module):
+    """A mixture of experts behind a norm, added on."""
+
+    def __init__(self, width: int = 8, inner: int = 12, experts: int = 4) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.gate = nn.Parameter(torch.randn(width, experts))
+        self.up = nn.Parameter(torch.randn(experts, width, inner))
+        self.down = nn.Parameter(torch.randn(experts, inner, width))
+
+    def forward(self, x):
+        tokens = self.norm(x).flatten(0, 1)
+        return x + torch.ops.minipar.mixture(tokens, self.gate, self.up, self.down).view(x.shape)
+
+
+@pytest.mark.parametrize(
+    ("annotations", "mesh", "inputs", "forward"),
+    [
+        ({"*.up|*.down": "S0 on ep"}, Mesh(ep=2), "S0 on ep", {"all_to_all": 2}),  # tokens go to their experts
+        ({"*.up|*.down": "S0 on ep"}, Mesh(ep=2), "I", {"all_reduce": 1}),  # every rank has all tokens
+        ({"*.up": "S2 on tp"}, Mesh(tp=2), "I", {"all_reduce": 1}),  # a part of each expert
+        ({"*.up|*.down": "S0 on ep", "*.mixture": "S0 on dp"}, Mesh(dp=2, ep=2), "S0 on dp", {"all_reduce": 1}),
+    ],
+)
+def test_mixture_of_experts(annotations, mesh, inputs, forward):
+    x = torch.randn(4, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    found = check(nn.Sequential(Experts()), x, annotations, mesh, inputs)
+    sent = [*found.shardings[0].collectives(), *(step for end in found.ends for step in end.forward.collectives)]
+    assert Counter(c.op for c in sent if getattr(c, "phase", "forward") == "forward") == forward
+
+
 @needs_transformers
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_transformers(kind, attention):
@@ -279,6 +315,7 @@ def test_equal_layers_are_captured_once():
     assert len({id(layer.graph) for layer in capture_model(frozen, TOKENS).layers}) == 4
 
 
+@pytest.mark.slow
 def test_many_equal_layers_take_no_longer_than_two():
     def seconds(layers):
         model = models.gpt(**{**NUMBERS, "layers": layers})

@@ -125,7 +125,7 @@ CASES = [
     ("max pooling", aten.max_pool2d.default, (t(4, 6, 8, 8), [2, 2]), {}, 2),
     ("batch norm", BATCH_NORM, (t(4, 6, 2), t(6), t(6), None, None, True, 0.1, 1e-5, False), {}, 1),
     ("group norm", aten.group_norm.default, (t(4, 6, 2), 2, t(6), t(6)), {}, 1),
-    ("mixture", local.mixture, (t(8, 6), t(6, 4), t(4, 6, 10), t(4, 10, 6)), {"name": "minipar::mixture"}, 4),
+    ("mixture", torch.ops.minipar.mixture.default, (t(8, 6), t(6, 4), t(4, 6, 10), t(4, 10, 6)), {}, 4),
 ]  # fmt: skip
 
 
