@@ -222,6 +222,7 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
 
     from minipar.cluster import Cluster
     from minipar.execution.following import Screen
+    from minipar.models.tensors import dtype_named
     from minipar.trace.traffic import in_words
     from minipar.training.training import train
 
@@ -235,7 +236,7 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
             batch=options.batch,
             optimizer=partial(torch.optim.SGD, lr=options.lr),
             seed=options.seed,
-            dtype=getattr(torch, options.dtype),
+            dtype=dtype_named(options.dtype),
             reference=True,
             check=options.check,
             memory=options.memory,

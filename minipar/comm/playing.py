@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from minipar.comm.handles import Handle
-from minipar.comm.values import dtype_name
 from minipar.errors import RankError
+from minipar.models.tensors import dtype_name
 from minipar.program import Instruction, Op, Program, Value
 from minipar.program.collectives import OPERATIONS
 from minipar.program.collectives.moves import bounds

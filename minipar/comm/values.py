@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from minipar.errors import RankError
+from minipar.models.tensors import dtype_name
 
 OPERATIONS = ("sum", "max", "min", "avg")
 KINDS = ("number", "list", "array", "tensor")
@@ -105,7 +106,7 @@ def _form(shape: torch.Size, dtype: torch.dtype) -> str:
 def encode_form(kind: str, tensor: torch.Tensor) -> list[int]:
     """Kind, dtype and shape as FORM numbers."""
     shape = [*tensor.shape, *([0] * (_DIMENSIONS - tensor.dim()))]
-    return [KINDS.index(kind), _code(tensor.dtype), tensor.dim(), *shape]
+    return [KINDS.index(kind), dtype_code(tensor.dtype), tensor.dim(), *shape]
 
 
 def decode_form(numbers: list[int]) -> tuple[str, torch.dtype, tuple[int, ...]]:
@@ -120,13 +121,15 @@ def form_in_words(numbers: list[int]) -> str:
     return f"{_article(kind)} of {'x'.join(map(str, shape)) or '1'} {dtype_name(dtype)}"
 
 
-def _code(dtype: torch.dtype) -> int:
+@functools.cache
+def dtype_code(dtype: torch.dtype) -> int:
+    """A number for a dtype, the same in every process."""
     return zlib.crc32(str(dtype).encode())
 
 
 @functools.cache
 def _by_code() -> dict[int, torch.dtype]:
-    return {_code(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+    return {dtype_code(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
 
 
 def divide(tensor: torch.Tensor, size: int) -> torch.Tensor:
@@ -141,11 +144,6 @@ def from_tensor(kind: str, tensor: torch.Tensor) -> Any:
     if kind == "array":
         return tensor.numpy()
     return tensor.tolist()  # of no dimension: a number
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Such as "float32"."""
-    return str(dtype).removeprefix("torch.")
 
 
 def _article(noun: str) -> str:

@@ -38,7 +38,7 @@ from minipar.execution.measuring.profiler import profile
 from minipar.execution.memory.tape import record
 from minipar.execution.memory.watching import SERIES, Watching
 from minipar.execution.owners import Slice, assemble
-from minipar.execution.saving.contents import dtype_name, outline_of
+from minipar.execution.saving.contents import outline_of
 from minipar.execution.saving.folder import Header
 from minipar.execution.saving.keeping import NOTHING, Share, Storing
 from minipar.execution.sliced import ranges_of
@@ -48,7 +48,7 @@ from minipar.models.losses import check_loss, scalar, try_loss
 from minipar.models.network import Network, edges_of
 from minipar.models.parameter_groups import shape_of
 from minipar.models.randomness import split_sensitive
-from minipar.models.tensors import count_bytes, count_rows, layers_of, map_tensors, single, take_rows
+from minipar.models.tensors import count_bytes, count_rows, dtype_name, layers_of, map_tensors, single, take_rows
 from minipar.prediction.emulated import EmulatedCosts
 from minipar.prediction.oversubscription import available_cores, best_way
 from minipar.prediction.profiled import ProfiledCosts, microbatch_rows

@@ -29,6 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from minipar.errors import MiniparError, PlanError, SaveError
 from minipar.execution.correction import ByStaleness
+from minipar.models.tensors import dtype_name, dtype_named
 
 Plain = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 ByName = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
@@ -386,7 +387,7 @@ def _plain(value: Any, where: str) -> Any:
         kind = "counter" if isinstance(value, Counter) else "table"
         return {kind: [[_plain(k, where), _plain(v, f"{where}.{k}")] for k, v in value.items()]}
     if isinstance(value, Tensor) and value.numel() == 1:
-        return {"tensor": value.item(), "dtype": str(value.dtype).removeprefix("torch."), "dim": value.dim()}
+        return {"tensor": value.item(), "dtype": dtype_name(value.dtype), "dim": value.dim()}
     raise SaveError(
         f"{where} is a {type(value).__name__}, which cannot be saved; possible are numbers, texts, and lists of them"
     )
@@ -399,7 +400,7 @@ def _found(data: Any) -> Any:
     if not isinstance(data, dict):
         return data
     if "tensor" in data:
-        return torch.full((1,) * data["dim"], data["tensor"], dtype=getattr(torch, data["dtype"]))
+        return torch.full((1,) * data["dim"], data["tensor"], dtype=dtype_named(data["dtype"]))
     if "tuple" in data:
         return tuple(_found(v) for v in data["tuple"])
     pairs = next(iter(data.values()))

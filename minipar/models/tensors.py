@@ -26,6 +26,21 @@ _CONSTANTS = (
 )  # fmt: skip
 
 
+@cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """Such as "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+@cache
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype of a `dtype_name`. ValueError for a name that this version of torch does not know."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"dtype {name!r}: unknown to this version of torch")
+    return found
+
+
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """The layers of a sequential model, in order; one that is used twice stands here twice (`children` drops it)."""
     return [layer for layer in model._modules.values() if layer is not None]
@@ -193,7 +208,7 @@ def spec(value: Any) -> Any:
     Errors: TypeError for what cannot be made again on another rank.
     """
     if isinstance(value, Tensor):
-        return {"dtype": _name(value.dtype), "shape": list(value.shape)}
+        return {"dtype": dtype_name(value.dtype), "shape": list(value.shape)}
     if isinstance(value, (tuple, list)):
         return [_path(type(value)), [spec(part) for part in value]]
     if isinstance(value, Mapping):
@@ -212,18 +227,6 @@ def spec(value: Any) -> Any:
 def has_tensors(form: Any) -> bool:
     """Whether there are tensors in a value of which `spec` wrote this down."""
     return "dtype" in form if isinstance(form, dict) else any(map(has_tensors, form[1]))
-
-
-@cache
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-@cache
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    assert isinstance(found, torch.dtype)
-    return found
 
 
 _PLAIN: dict[str, type] = {
@@ -260,6 +263,6 @@ def allocate(form: Any, device: torch.device) -> Any:
     if isinstance(form, dict):
         if "is" in form:
             return form["is"]
-        return torch.empty(form["shape"], dtype=_dtype(form["dtype"]), device=device)
+        return torch.empty(form["shape"], dtype=dtype_named(form["dtype"]), device=device)
     kind, parts, *keys = form
     return _rebuilt(_type(kind), [allocate(part, device) for part in parts], *keys)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from minipar.errors import RankError, ServerClosed
+from minipar.models.tensors import dtype_name
 from minipar.server.connection import Connection
 from minipar.server.framing import Message, What, bytes_of, nanoseconds, seconds
 from minipar.server.rendezvous import RETRY, Introduction, ServerHandle, read_handle
@@ -236,7 +237,7 @@ class Servers:
         """
         k = self._find(index, "push")
         if (gradient.shape, gradient.dtype) != self._kinds[k]:
-            kind = f"{str(gradient.dtype).removeprefix('torch.')} {tuple(gradient.shape)}"
+            kind = f"{dtype_name(gradient.dtype)} {tuple(gradient.shape)}"
             raise RankError(
                 f"worker {self.worker}: push of key {index!r} as {kind}; the servers have it as {self.keys[k]}"
             )

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from minipar.execution.updating import Elements, Form, Optimizer, Scheduler, Update
 from minipar.execution.updating import Piece as Updated
+from minipar.models.tensors import dtype_name, dtype_named
 from minipar.server.framing import bytes_of
 from minipar.server.peer import Peer
 from minipar.strategies.shares import Piece, cut
@@ -31,8 +32,7 @@ class Key(NamedTuple):
 
     @property
     def type(self) -> torch.dtype:
-        found: torch.dtype = getattr(torch, self.dtype)
-        return found
+        return dtype_named(self.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -43,7 +43,7 @@ class Key(NamedTuple):
 
 
 def key_of(name: str | int, tensor: Tensor) -> Key:
-    return Key(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+    return Key(name, tuple(tensor.shape), dtype_name(tensor.dtype))
 
 
 def pieces_of(keys: Sequence[Key], servers: int) -> list[list[Piece]]:

@@ -29,6 +29,7 @@ from minipar.execution.saving import keeping
 from minipar.execution.saving.folder import open_folder
 from minipar.execution.updating import Optimizer, Scheduler, other_scheduler
 from minipar.models.losses import Counting, Weighted, check_loss
+from minipar.models.tensors import dtype_named
 from minipar.prediction.advice import Measured, advising
 from minipar.prediction.emulated import EmulatedCosts, as_emulated
 from minipar.prediction.memory import with_memory
@@ -419,8 +420,8 @@ def resume(
     Raises SaveError if there is no saved run, if it is damaged, or of another model or optimizer; what `train` raises.
     """
     header = open_folder(folder).header
-    dtype = getattr(torch, header.dtype)
-    known = {"batch": header.batch, "seed": header.seed, "dtype": dtype, "resume": folder}
+    dtype = dtype_named(header.dtype)
+    known: dict[str, Any] = {"batch": header.batch, "seed": header.seed, "dtype": dtype, "resume": folder}
     return train(model, data, header.plan if plan is None else plan, steps=steps, **(known | options))
 
 

@@ -23,18 +23,17 @@ import select
 import socket
 import struct
 import threading
-import zlib
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from minipar.comm.helper import Helper
 from minipar.comm.transport import shared_memory, stream
 from minipar.comm.transport.interface import DONE, Work
 from minipar.comm.transport.stream import Stream
+from minipar.comm.values import dtype_code
 from minipar.errors import RankError
 
 _HEADER = struct.Struct("<qqI")  # tag, bytes, dtype
@@ -68,7 +67,7 @@ class Sockets:
         if link is None:
             link = self.outgoing[peer] = Outgoing(*self._connect(peer), peer, self.flusher)
         data = _bytes_of(tensor)
-        return link.send(_HEADER.pack(tag, len(data), _code(tensor.dtype)), data, tensor)
+        return link.send(_HEADER.pack(tag, len(data), dtype_code(tensor.dtype)), data, tensor)
 
     def _connect(self, peer: int) -> tuple[socket.socket, Stream | None]:
         connection = socket.socket(socket.AF_UNIX)
@@ -399,8 +398,8 @@ class Received:
 def _place(tensor: Tensor, size: int, code: int, tag: int, peer: int) -> memoryview:
     """Where a message that has come goes. RankError if it is another one than expected."""
     place = _bytes_of(tensor)
-    if size != len(place) or code != _code(tensor.dtype):
-        kind = "the same dtype" if code == _code(tensor.dtype) else "another dtype"
+    if size != len(place) or code != dtype_code(tensor.dtype):
+        kind = "the same dtype" if code == dtype_code(tensor.dtype) else "another dtype"
         raise RankError(
             f"message {tag} of rank {peer} has {size} bytes of {kind}, but {len(place)} bytes of "
             f"{tensor.dtype} are expected"
@@ -421,14 +420,3 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     if size == 0:
         return memoryview(b"")
     return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
-
-
-_codes: dict[torch.dtype, int] = {}
-
-
-def _code(dtype: torch.dtype) -> int:
-    """A number for a dtype, the same in every process."""
-    found = _codes.get(dtype)
-    if found is None:
-        found = _codes[dtype] = zlib.crc32(str(dtype).encode())
-    return found

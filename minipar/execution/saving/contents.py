@@ -22,7 +22,7 @@ from minipar.errors import SaveError
 from minipar.execution.executor import Executor
 from minipar.execution.saving.folder import Row
 from minipar.execution.updating import Piece as Updated
-from minipar.models.tensors import layers_of
+from minipar.models.tensors import dtype_name, layers_of
 from minipar.program import Local
 from minipar.strategies.passes.compress import keeps_residual
 
@@ -79,10 +79,6 @@ def outline_of(model: nn.Module) -> Outline:
         {name: tuple(layers[id(p)]) for name, p in found.items()},
         tuple(name for name, layer in model._modules.items() if layer is not None),
     )
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # out ------------------------------------------------------------------------------------------------------------------

@@ -45,8 +45,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from minipar.errors import SaveError
-from minipar.execution.saving.contents import Piece, dtype_name
+from minipar.execution.saving.contents import Piece
 from minipar.execution.saving.folder import Chunk, Entry, Saved, flush, write_fragment
+from minipar.models.tensors import dtype_name, dtype_named
 
 PIECE = 16 << 20  # bytes; what is longer is cut, so that whoever wants a part of it reads little more
 
@@ -296,10 +297,11 @@ class FolderReader(StorageReader):
 
 
 def dtype_of(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise SaveError(f"dtype {name!r}: unknown to this version of torch")
-    return found
+    """A dtype by its name. SaveError for one that this version of torch does not know."""
+    try:
+        return dtype_named(name)
+    except ValueError as error:
+        raise SaveError(str(error)) from error
 
 
 def checksum(values: Tensor) -> int:
