@@ -112,6 +112,12 @@ class Cluster:
         return self._members.transport
 
     @property
+    def carrier(self) -> str:
+        """What carries the tensors of programs: "nccl" where every rank has a GPU of its own, or `transport`."""
+        devices = {rank.device for rank in self._members.ranks.values()}
+        return "nccl" if self.device == "cuda" and len(devices) == self.size else self.transport
+
+    @property
     def patience(self) -> float | None:
         """Seconds without any progress, while all ranks wait for each other, until `Deadlock`; None: for ever."""
         return self._patience

@@ -10,14 +10,28 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from minipar.cluster import notes
+from minipar.cluster import Cluster, notes
 from minipar.comm.links import Links
+from minipar.errors import PlanError
 from minipar.program import Action, Forward, Instruction, Op, Program, Staleness, Value, grad_output, output
 from minipar.strategies.passes.versions import BlockKey, place_of
 from minipar.strategies.schedules.ampnet import choose
 
 _LOOK = 0.05  # seconds of a wait, after which the rank looks again
 _SOON = 2e-4  # the same while the message of an emulated device is under way
+
+
+def check_carrier(cluster: Cluster, what: str) -> None:
+    """PlanError, naming `what` is to run, where ranks cannot see whether a message is here: over gloo and NCCL a
+    receive is posted, and then waited for."""
+    carrier = cluster.carrier
+    if carrier == "local" or cluster.size == 1:
+        return
+    over, way = ("NCCL", "device='cpu'") if carrier == "nccl" else ("transport='gloo'", "transport='local'")
+    raise PlanError(
+        f"{what}: its ranks decide as they run by the messages that are here, which nobody sees over {over}; "
+        f"possible are Cluster({cluster.size}, {way}) and the other schedules"
+    )
 
 
 class Deciding:

@@ -27,6 +27,7 @@ from minipar.data.batches import Batch, BatchPart, check_batch, gives_rows, read
 from minipar.errors import PlanError
 from minipar.execution.affinity import on_own_core
 from minipar.execution.dtypes import check_narrow, convert, matching, narrow
+from minipar.execution.dynamic_schedule import check_carrier
 from minipar.execution.elementwise import check_update
 from minipar.execution.emulation import Delays, delays
 from minipar.execution.executor import Executor, PassRecord
@@ -213,7 +214,8 @@ def execute(
     memory      follow every storage of every rank: the trace then has `series` (it takes time: not for timing)
     rest        run once after these: the same program for fewer steps
     storing     go on from a saved run; save this one; bring its state back in `Execution.shares`
-    Raises ProgramError if verify refuses it; PlanError if the cluster has another number of ranks; what a rank
+    Raises ProgramError if verify refuses it; PlanError if the cluster has another number of ranks, or if its ranks
+    cannot see which messages are here, where the program needs that; what a rank
     raises, such as DeviceOutOfMemory on emulated devices of limited memory; RankDied.
     """
     count = len(program.ranks)
@@ -225,6 +227,8 @@ def execute(
     ending = Ending(callback is not None)
     tell = Following(programs, report, watch, callback, storing.first, ending.ask)
     with nullcontext(cluster) if cluster is not None else Cluster(count) as ranks:
+        if program.in_flight is not None:
+            check_carrier(ranks, f"program {program.name!r}")
         if costs is None and ranks.emulates is not None and ranks.emulates.emulates:
             costs = emulated_costs(program, ranks.emulates, job, ranks)
         slow = [_delays(costs, rank, rest) for rank in range(count)] if costs is not None else None

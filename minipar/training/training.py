@@ -20,6 +20,7 @@ from minipar.costs.measured import Profile
 from minipar.costs.rates import Calibration, Copies
 from minipar.data import loading
 from minipar.errors import MiniparError, PlanError
+from minipar.execution.dynamic_schedule import check_carrier
 from minipar.execution.emulation import delays
 from minipar.execution.execution import Job, Loss, Model, emulated_costs, execute, profile_job
 from minipar.execution.finite import check_choice
@@ -252,6 +253,8 @@ def train(
     storing = keeping.storing(resume, save, every, keep)
     feeding = loading.read_ahead(data, steps, storing.first, seed, batch)
     with feeding as (data, batch), nullcontext(cluster) if cluster is not None else Cluster(plan.ranks) as ranks:
+        if plan.deciding:
+            check_carrier(ranks, f"schedule={plan.schedule}")
         quiet = plan.inference and not keep_modes
         job = Job(model, data, batch, loss, optimizer, seed, dtype, scheduler, quiet, on_nan)
         if reference or check:
