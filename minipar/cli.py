@@ -223,7 +223,7 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     from minipar.cluster import Cluster
     from minipar.execution.following import Screen
     from minipar.models.tensors import dtype_named
-    from minipar.trace.traffic import in_words
+    from minipar.program.comm_volume import in_words
     from minipar.training.training import train
 
     with Cluster(plan.ranks, device=options.emulate or "auto") as cluster:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from minipar.costs.measured import Profile
 from minipar.costs.rates import ORDINARY, Calibration, Copies
 from minipar.program import COMPUTE, COPIES, SERVICE, Instruction, Op, Program, Value, home, output, tier
-from minipar.program.comm_volume import carried, hops, summed
+from minipar.program.comm_volume import hops, of_collective, of_message
 from minipar.program.rows import split_rows
 from minipar.strategies.shares import shares_of
 
@@ -120,8 +120,7 @@ class ProfiledCosts:
                 line = copies.to_host if away else copies.from_host
             count = max(1, len(self.program.groups[value.index].tensors)) if value.microbatch < 0 else 1
             return self.size(rank, value) * line.per_byte + count * line.fixed, 0.0
-        served = ins.op in SERVICE
-        size = sum(part.bytes for part in ins.parts) if served else sum(self.size(rank, value) for value in ins.reads)
+        size = of_message(self.size, rank, ins)
         if size and self.calibration is not None:
             if ins.op in SERVICE:  # (both ranks' own work is the server's time)
                 line = self.calibration.message(rank, ins.peer)
@@ -131,9 +130,7 @@ class ProfiledCosts:
 
     def collective(self, ins: Instruction) -> float:
         n = len(ins.group)
-        size: float = sum(part.bytes for part in ins.parts)
-        if ins.op is Op.ALL_REDUCE:
-            size = sum(self.size(ins.group[0], value) for value in summed(ins)) * carried(ins, self.program)
+        size = of_collective(self.program, self.size, ins.group[0], ins)
         if self.program.algorithm and ins.op is Op.ALL_REDUCE:
             return len(ins.parts) * self._by_algorithm(n, round(size / max(1, len(ins.parts))))
         if self.calibration is not None:  # of sums, in which the bytes travel twice
