@@ -1,4 +1,7 @@
-"""Which plans near one that did not fit would fit: each compiled, and its memory predicted from tapes of the layers."""
+"""Which plans near one that did not fit would fit: each compiled, and its memory predicted from tapes of the layers.
+
+Which plans are near is the idea of neighbours.py.
+"""
 
 from __future__ import annotations
 
