@@ -218,7 +218,7 @@ class Compute:
         try:
             for layer in call.piece:
                 value, loss = self.calls[layer](value, call)
-            if call.target is not None and loss is None:
+            if call.target is not None and loss is None:  # (without a graph: see `layer_calls.with_loss`)
                 loss = self.loss(value, call.target)
         except MiniparError:
             raise

@@ -61,7 +61,10 @@ def plain(module: nn.Module) -> LayerCall:
 def with_loss(run: LayerCall, loss: MeanLoss) -> LayerCall:
     """The last layer of a model: with the loss of its output, in the same graph.
 
-    Without a graph the caller asks for the loss, when it has let go of the layer's input.
+    There are two places for the loss, since each can do what the other cannot. Here what autograd keeps of the loss is
+    weighed and copied away with what it keeps of the layer. But every call around this one holds the layer's input
+    until it returns. Without a graph nobody needs that input any more: then `Compute` asks for the loss after these
+    calls, so that the input and what the loss makes are never there together.
     """
 
     def call_with_loss(x: Any, call: Call) -> Made:
