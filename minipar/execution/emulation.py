@@ -136,13 +136,16 @@ class Pace:
 
 @dataclass
 class Joined:
-    """A collective that this rank has joined: when each rank did, once that is known, and so when it ends."""
+    """A collective that this rank has joined, and when each rank did."""
 
     index: int
     times: Tensor  # emulated time of joining, per rank of the group; complete when `handle` is
     handle: Handle
-    arrived: bool = False
-    end: float = 0.0
+    last: float | None = None  # when the last rank did, once that is known
+
+    def arrived(self) -> None:
+        """The times of all ranks are there."""
+        self.last = float(self.times.max())
 
 
 @dataclass
@@ -194,15 +197,15 @@ class EmulatedDevice:
         return joined
 
     def end_of(self, joined: Joined, group: tuple[int, ...]) -> float | None:
-        """When a collective ends; None while that is not known. Those of a group go in order."""
-        free = 0.0
+        """When a collective ends; None while that is not known. Those of a group go in order. Two threads ask: each
+        lines them up anew."""
+        line = Link()
         for each in self.collectives.get(group, ()):
-            if not each.arrived:
+            if each.last is None:
                 return None
-            each.end = max(free, float(each.times.max())) + self.delays.collective[each.index]
+            _, end = line.send(each.last, self.delays.collective[each.index], 0.0)
             if each is joined:
-                return each.end
-            free = each.end
+                return end
         return None
 
     def wait(self, until: float, index: int) -> None:
@@ -231,7 +234,7 @@ class EmulatedDevice:
             return
         for each in self.collectives[group]:
             each.handle.wait()
-            each.arrived = True
+            each.arrived()
             if each is joined:
                 break
         end = self.end_of(joined, group)

@@ -344,7 +344,7 @@ class Executor:
         def done() -> None:
             if device is None or joined is None:
                 return stamp()
-            joined.arrived = True
+            joined.arrived()
             end = device.end_of(joined, group)
             return None if end is None else stamp_later(end, stamp)
 
