@@ -24,7 +24,7 @@ from minipar.costs.unit import UnitCosts
 from minipar.program import Op, Program
 from minipar.program.server_rule import Mode
 from minipar.server import process, pushing, rendezvous
-from minipar.server.served import Settings
+from minipar.server.process import Settings
 from minipar.server.shard import key_of
 from minipar.training.training import Run
 

@@ -1,7 +1,10 @@
-"""A client's end of a connection to a parameter server: it waits until what it sends or wants is through.
+"""The two ends of a connection to a parameter server: a client's end waits, a server's end never does.
 
-receive   header | bytes ...        a header, and the bytes of an answer in the same call, where they belong
-read              | bytes ...       the others, straight to where they belong
+client   send      header | bytes      until the system has all of them
+         receive   header | bytes      a header, and the bytes of an answer in the same call, where they belong
+         read               bytes      the others, straight to where they belong
+server   read      stage -> header -> target(message): memory -> bytes -> done(message)     as far as they are there
+         send      header | bytes -> the system, and what that does not take -> out         for when there is room again
 """
 
 from __future__ import annotations
@@ -9,12 +12,28 @@ from __future__ import annotations
 import hmac
 import os
 import socket
+from collections import deque
+from collections.abc import Callable
+from itertools import islice
 
 from minipar.errors import RankError
-from minipar.server.framing import HEADER, MOST_TEXT, NONCE, PROOF, Message, Stage, What, prepare, proof
+from minipar.server.framing import (
+    HEADER,
+    MOST_TEXT,
+    NONCE,
+    PROOF,
+    Message,
+    Stage,
+    What,
+    prepare,
+    process_behind,
+    proof,
+)
 from minipar.server.looking import Looking
 
 _AHEAD = 1 << 12  # bytes of an answer that may come with its header
+_PIECES = 16  # of what waits to be written, in one call
+_AT_ONCE = 64  # messages read from one connection before the others have their turn
 
 
 class Connection:
@@ -120,4 +139,171 @@ class Connection:
         return got
 
     def close(self) -> None:
+        self.socket.close()
+
+
+class Refused(Exception):
+    """What a peer sent cannot be; it is told why, and its connection ends."""
+
+
+class Peer:
+    """A server's end of a connection: reads and writes what can be at the moment, and remembers the rest.
+
+    target(peer, message)   memory for a message's bytes, called when its header is there; Refused for what cannot be
+    done(peer, message)     called when all its bytes are there
+    ahead                   what was read of the connection before
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        token: bytes,
+        target: Callable[[Peer, Message], memoryview],
+        done: Callable[[Peer, Message], None],
+        ahead: bytes = b"",
+    ) -> None:
+        connection.setblocking(False)
+        prepare(connection)
+        self.socket, self.target, self.done = connection, target, done
+        self.token, self.nonce = token, os.urandom(NONCE)
+        self.proved = not token  # no token: this end has proved itself already, as a client
+        self.worker = self.server = -1  # who it is, once it has said so
+        self.life = 0
+        self.process = process_behind(connection)  # 0: unknown
+        self.text = memoryview(b"")  # with which it introduced itself
+        self.since = 0.0  # when the message that comes began to come
+        self.coming: list[Message] = []  # pieces of a gradient that travel together on an emulated link
+        self.ended = False
+        self.unread = False  # something was taken in and not looked at: no selector tells of that
+        self._stage = Stage(ahead)
+        self._first = HEADER.size if self.proved else NONCE + PROOF  # bytes that come first
+        self._message: Message | None = None  # that comes
+        self._into, self._have = memoryview(b""), 0  # where its bytes go, and how many are there
+        self._idle = False  # the last look found less than there was room for
+        self._out: deque[tuple[memoryview, Callable[[], None] | None]] = deque()
+        if token:
+            self._write([self.nonce], NONCE)
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is still to be written."""
+        return bool(self._out)
+
+    def send(self, message: Message, data: memoryview | bytes = b"", written: Callable[[], None] | None = None) -> None:
+        """Write a message, or remember it; `written` is called when the kernel has all of it."""
+        size = len(data)
+        header = HEADER.pack(*message[:6], size, *message[7:])
+        self._write([header, data] if size else [header], HEADER.size + size, written)
+
+    def _write(self, parts: list[memoryview | bytes], size: int, written: Callable[[], None] | None = None) -> None:
+        done = 0
+        if not self._out and not self.ended:
+            try:  # (a header and its bytes at once: the other side is woken once)
+                done = self.socket.sendmsg(parts)
+            except BlockingIOError:
+                pass
+            except OSError:
+                self.ended = True
+        if done == size:
+            if written is not None:
+                written()
+        elif not self.ended:
+            for part in parts:
+                if done < len(part):
+                    self._out.append((memoryview(part)[done:], written if part is parts[-1] else None))
+                done = max(done - len(part), 0)
+
+    def flush(self) -> None:
+        """Write what the kernel takes. A connection that has ended only forgets."""
+        while self._out and not self.ended:
+            try:
+                done = self.socket.sendmsg([data for data, _ in islice(self._out, _PIECES)])
+            except BlockingIOError:
+                return
+            except OSError:
+                self.ended = True
+                break
+            while self._out and done >= len(self._out[0][0]):
+                data, written = self._out.popleft()
+                done -= len(data)
+                if written is not None:
+                    written()
+            if done:
+                data, written = self._out[0]
+                self._out[0] = data[done:], written
+        if self.ended:
+            self._out.clear()
+
+    def read(self) -> None:
+        """Take in what is there. `ended` is set when nothing more can come; Refused for what cannot be."""
+        stage, self.unread = self._stage, False
+        for _ in range(_AT_ONCE):
+            if self._message is None and not self._begin():
+                return
+            if self._have < len(self._into) and not self._gather():
+                return
+            message, self._message = self._message, None
+            assert message is not None
+            self.done(self, message)
+            if self._idle and stage.start == stage.stop:
+                return  # (the selector says when more comes)
+        self.unread = stage.start < stage.stop
+
+    def _begin(self) -> bool:
+        """The next header, and where its message goes. Nothing is read before the proof of who this is."""
+        stage = self._stage
+        while stage.stop - stage.start < self._first:
+            got = self._receive([stage.room()])
+            if not got:
+                return False
+            stage.stop += got
+        if not self.proved:
+            self._prove()
+            return self._begin()
+        message = stage.header()
+        self._into, self._have = self.target(self, message), 0
+        self._message = message
+        return True
+
+    def _gather(self) -> bool:
+        """The bytes of the message that comes, and what follows them. Whether they are all there."""
+        into, stage = self._into, self._stage
+        self._have += stage.take(into[self._have :])
+        while self._have < len(into):
+            rest = into[self._have :]
+            got = self._receive([rest, stage.room()])
+            if not got:
+                return False
+            self._have += min(got, len(rest))
+            stage.stop += max(got - len(rest), 0)
+        return True
+
+    def _receive(self, places: list[memoryview]) -> int:
+        try:
+            got = self.socket.recvmsg_into(places)[0]
+        except BlockingIOError:
+            return 0
+        except OSError:
+            got = 0
+        if got == 0:
+            self.ended = True
+        self._idle = got < sum(map(len, places))
+        return got
+
+    def _prove(self) -> None:
+        both = memoryview(bytearray(NONCE + PROOF))
+        self._stage.take(both)
+        theirs, theirs_proof = bytes(both[:NONCE]), both[NONCE:]
+        if not hmac.compare_digest(theirs_proof, proof(self.token, b"client", self.nonce, theirs)):
+            self.ended = True  # (and no word to somebody who does not know the token)
+            raise Refused("")
+        self.proved, self._first = True, HEADER.size
+        self._write([proof(self.token, b"server", theirs, self.nonce)], PROOF)
+
+    def close(self) -> None:
+        self.ended = True
+        self._out.clear()
         self.socket.close()

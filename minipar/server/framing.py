@@ -42,7 +42,7 @@ class What(IntEnum):
     REFUSED = 8  # server: why (text), before it closes the connection
     CLOSED = 9  # server: it has ended
     HAVE = 10  # other server to server 0: a step's gradient is whole here
-    ROW = 11  # server 0 to the others: the next line of the order
+    ROW = 11  # server 0 to the others: the next row of the order
     SAVE = 12  # the same: write a snapshot
     SAVED = 13  # other server to server 0: it is on the disk
     RESTORE = 14  # server 0 to the others: go back to a snapshot

@@ -72,7 +72,7 @@ class Servers:
         self._size = sum(len(one) for one in self._bytes)
         self._values = [self._home_of(k) for k in range(len(self.keys))]
         self._kinds = [(value.shape, value.dtype) for value in self._values]
-        self.lines: list[Connection] = []
+        self.connections: list[Connection] = []
         self.incarnation = 0
         self.life = 0
         self.request = 0
@@ -120,15 +120,15 @@ class Servers:
         hello = Introduction(digest(self.keys, len(self._pieces)), self.worker, life).text()
         found = set()
         lead_last = range(len(self._pieces) - 1, -1, -1)  # so that all others know this worker when it joins
-        lines: dict[int, Connection] = {}
+        connections: dict[int, Connection] = {}
         for server in lead_last:
-            line = lines[server] = Connection(self.handle.addresses[server], self.handle.token, 2.0)
-            self.lines = list(lines.values())  # (to be closed, should the next one fail)
-            line.send(Message(What.HELLO), hello)
-            line.wait(2.0)
-            found.add(self._take(line, What.WELCOME).number)
-            line.wait(None)
-        self.lines = [lines[server] for server in range(len(self._pieces))]
+            connection = connections[server] = Connection(self.handle.addresses[server], self.handle.token, 2.0)
+            self.connections = list(connections.values())  # (to be closed, should the next one fail)
+            connection.send(Message(What.HELLO), hello)
+            connection.wait(2.0)
+            found.add(self._take(connection, What.WELCOME).number)
+            connection.wait(None)
+        self.connections = [connections[server] for server in range(len(self._pieces))]
         self.life = life
         return found.pop() if len(found) == 1 else 0
 
@@ -145,25 +145,25 @@ class Servers:
         return False
 
     def _let_go(self) -> None:
-        for line in self.lines:
-            line.close()
-        self.lines = []
+        for connection in self.connections:
+            connection.close()
+        self.connections = []
 
-    def _take(self, line: Connection, wanted: What, into: memoryview | None = None) -> Message:
-        """The next message of this kind, see `Line.receive`; acknowledgements are noted on the way."""
+    def _take(self, connection: Connection, wanted: What, into: memoryview | None = None) -> Message:
+        """The next message of this kind, see `Connection.receive`; acknowledgements are noted on the way."""
         while True:
-            message = line.receive(into)
+            message = connection.receive(into)
             if message.what == What.ACK and message.step == self.unacknowledged:
                 self.unacknowledged = -1
                 self.pushed.clear()
             if message.what == wanted:
                 return message
             if message.what == What.REFUSED:
-                raise RankError(f"worker {self.worker}: {line.text(message.size)}")
+                raise RankError(f"worker {self.worker}: {connection.text(message.size)}")
             if message.what == What.CLOSED:
                 raise ServerClosed(f"worker {self.worker}: the servers of {self.handle.folder} have ended")
             if message.what == What.ANSWER:  # to an earlier request
-                line.read(memoryview(bytearray(message.size)))
+                connection.read(memoryview(bytearray(message.size)))
 
     # steps -----------------------------------------------------------------------------------------------------------
 
@@ -174,8 +174,8 @@ class Servers:
                 self._pull()
                 if self.step < self._steps:
                     return self.step
-                self.lines[0].send(Message(What.LEAVE))
-                self._take(self.lines[0], What.CLOSED)
+                self.connections[0].send(Message(What.LEAVE))
+                self._take(self.connections[0], What.CLOSED)
                 self._let_go()
                 return None
             except ServerClosed:
@@ -191,14 +191,14 @@ class Servers:
         while True:
             try:
                 self.request += 1
-                self.lines[0].send(Message(What.PULL, number=self.request, moment=self._timing[0]))
+                self.connections[0].send(Message(What.PULL, number=self.request, moment=self._timing[0]))
                 self._timing, self.arrived = (0, 0), 0.0
                 self.reach("pull")
-                for server, line in enumerate(self.lines):
+                for server, connection in enumerate(self.connections):
                     into = self._bytes[server]
                     while True:
-                        answer = self._take(line, What.ANSWER, into)
-                        line.read(into[: answer.size])
+                        answer = self._take(connection, What.ANSWER, into)
+                        connection.read(into[: answer.size])
                         self.arrived = max(self.arrived, seconds(answer.moment))
                         if answer.number == self.request:
                             break
@@ -262,7 +262,7 @@ class Servers:
             if server is None or server == home:
                 message = Message(What.PUSH, k, self.worker, self.step, self.rows, self.of, 0, *self._timing)
                 self._timing = 0, 0
-                self.lines[home].send(message, data[piece.start : piece.stop])
+                self.connections[home].send(message, data[piece.start : piece.stop])
                 self.sent += piece.size
         self.reach("push")
 
@@ -275,8 +275,8 @@ class Servers:
         """Wait until all servers have the gradient of this step."""
         while self.unacknowledged >= 0:
             try:
-                self.lines[0].send(Message(What.ACK, worker=self.worker, step=self.unacknowledged))
-                self._take(self.lines[0], What.ACK)
+                self.connections[0].send(Message(What.ACK, worker=self.worker, step=self.unacknowledged))
+                self._take(self.connections[0], What.ACK)
             except ConnectionError:
                 if self._again():
                     self._resend()
@@ -299,13 +299,13 @@ class Servers:
             raise RankError(
                 f"worker {self.worker}: {verb} of key {index!r}, which is unknown; the servers have {known}"
             )
-        if not self.lines:
+        if not self.connections:
             raise ServerClosed(f"worker {self.worker}: {verb} of key {index!r} at servers that have ended")
         return self._number[index]
 
     def close(self) -> None:
         """Go: the servers no longer wait for this worker."""
-        if self.lines:
+        if self.connections:
             with contextlib.suppress(ConnectionError):
-                self.lines[0].send(Message(What.LEAVE))
+                self.connections[0].send(Message(What.LEAVE))
         self._let_go()

@@ -114,9 +114,9 @@ def present(handle: ServerHandle, who: Introduction) -> tuple[Connection, Messag
     """
     while True:
         try:
-            line = Connection(handle.addresses[0], handle.token, 2.0)
-            line.send(Message(What.HELLO), who.text())
-            return line, line.receive()
+            connection = Connection(handle.addresses[0], handle.token, 2.0)
+            connection.send(Message(What.HELLO), who.text())
+            return connection, connection.receive()
         except (OSError, ConnectionError):
             if handle.closed:
                 return None

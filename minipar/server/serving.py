@@ -44,11 +44,9 @@ from minipar.program import COMPUTE, Instruction, Op, Program, Value
 from minipar.program.rows import split_rows
 from minipar.program.server_rule import Kind, Mode, Row
 from minipar.server import pushing, rendezvous
-from minipar.server.at_work import AtWork
-from minipar.server.process import serve
-from minipar.server.replaying import Step, losses_of
-from minipar.server.served import Served, Settings
+from minipar.server.process import Served, Settings, serve
 from minipar.server.shard import Key, key_of, pieces_of, view
+from minipar.server.steps import Progress, Step, losses_of
 from minipar.strategies import served_order
 from minipar.strategies.served_order import completed
 from minipar.strategies.shares import shares_of
@@ -118,12 +116,12 @@ def execute_served(
     deaths: list[str] = []
     tries: Counter[int] = Counter()  # deaths of each rank since something was done
     warned: set[str] = set()
-    at_work, tell = AtWork(program), Paced(watch, program.steps)
+    progress, tell = Progress(program), Paced(watch, program.steps)
 
     def hear(rank: int, fact: Any) -> None:
         if isinstance(fact, Revived):
             deaths.append(fact.line)
-            at_work.gone(rank)
+            progress.gone(rank)
             tries[rank] += 1
             if tries[rank] >= _TRIES:
                 what = "a step" if rank < workers else "a new step of any worker"
@@ -136,15 +134,15 @@ def execute_served(
             steps[fact.worker, fact.step] = fact
             report(len(steps))
             if watch is not None:
-                at_work.heard(fact)
-                if at_work.done < program.steps:  # (or the run is over soon, and its losses are told then)
-                    tell(at_work.done, lambda: at_work.losses, lambda: at_work.trace)
+                progress.heard(fact)
+                if progress.done < program.steps:  # (or the run is over soon, and its losses are told then)
+                    tell(progress.done, lambda: progress.losses, lambda: progress.trace)
         elif isinstance(fact, Warned):
             warn_once(fact, warned)
         elif isinstance(fact, int):
             report(fact)
         elif fact[0] == "silent":
-            at_work.gone(fact[1])
+            progress.gone(fact[1])
             cluster.end_rank(fact[1])
 
     try:
@@ -162,7 +160,7 @@ def execute_served(
     steps |= {(one.worker, one.step): one for told in found[:workers] for one in told}
     served: list[Served] = found[workers:]
     result = _result(program, keys, steps, served, deaths, keep_gradients, job.batch)
-    tell(program.steps, lambda: result[0].losses, lambda: at_work.trace)
+    tell(program.steps, lambda: result[0].losses, lambda: progress.trace)
     return result
 
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from minipar.execution.updating import Elements, Form, Optimizer, Scheduler, Update
 from minipar.execution.updating import Piece as Updated
 from minipar.models.tensors import dtype_name, dtype_named
+from minipar.server.connection import Peer
 from minipar.server.framing import bytes_of
-from minipar.server.peer import Peer
 from minipar.strategies.shares import Piece, cut
 
 

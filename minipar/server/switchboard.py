@@ -6,9 +6,9 @@ import selectors
 import socket
 from collections.abc import Callable
 
+from minipar.server.connection import Peer, Refused
 from minipar.server.framing import MOST_TEXT, Message, What
 from minipar.server.looking import Looking
-from minipar.server.peer import Peer, Refused
 
 Target = Callable[[Peer, Message], memoryview]
 Done = Callable[[Peer, Message], None]

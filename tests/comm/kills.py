@@ -25,7 +25,7 @@ from minipar.cluster import Cluster, worker
 from minipar.errors import ServerClosed
 from minipar.program.server_rule import Kind, Mode, Row
 from minipar.server import process, pushing, rendezvous
-from minipar.server.served import Settings
+from minipar.server.process import Settings
 from minipar.server.shard import key_of
 
 WORKERS = 3

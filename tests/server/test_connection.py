@@ -11,9 +11,8 @@ from functools import partial
 import pytest
 
 from minipar.server import looking
-from minipar.server.connection import Connection
+from minipar.server.connection import Connection, Peer, Refused
 from minipar.server.framing import HEADER, Message, What, listen
-from minipar.server.peer import Peer, Refused
 from minipar.server.switchboard import Switchboard
 
 TOKEN = b"t" * 32

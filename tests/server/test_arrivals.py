@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minipar.server.served import Arrivals
+from minipar.server.process import Arrivals
 
 
 def test_who_pushed_nothing_does_not_wait():

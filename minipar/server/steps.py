@@ -1,4 +1,4 @@
-"""What the workers of parameter servers do, told while the run goes on: progress, losses, a picture of the last steps.
+"""The steps that workers of parameter servers have done: their losses, and while the run goes on a picture of the last.
 
 worker 0   |pull F B push|pull F B push|          each worker tells of every step that it has done;
 worker 1   |pull ... F B push|pull F B ..         shown is the time of the last step of the one furthest behind
@@ -6,14 +6,48 @@ worker 1   |pull ... F B push|pull F B ..         shown is the time of the last 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+from torch import Tensor
+
 from minipar.execution.following import Span, window
 from minipar.program import Instruction, Program
-from minipar.server.replaying import Step, mean_loss
 from minipar.trace import Trace
 
 
-class AtWork:
-    """In the driver: what the workers of parameter servers have told of their steps.
+class Step(NamedTuple):
+    """A step that a worker has done: its share of the mean loss, of how many rows, and gradients by parameter name (if
+    kept); and of a step on real ranks when each instruction ran, sizes as in `Compute`, and bytes of input rows."""
+
+    worker: int
+    step: int
+    loss: float
+    rows: int
+    of: int
+    gradients: dict[str, Tensor]
+    times: Sequence[tuple[float, float]] = ()
+    sizes: Mapping[tuple[str, int, int], int] = MappingProxyType({})
+    data: int = 0
+
+
+def losses_of(taken: Sequence[Step], count: int) -> list[float]:
+    """The mean loss of each step, over the rows of the workers that did it."""
+    of_step: dict[int, list[Step]] = {}
+    for one in taken:
+        of_step.setdefault(one.step, []).append(one)
+    return [mean_loss(of_step.get(s, ())) for s in range(count)]
+
+
+def mean_loss(here: Sequence[Step]) -> float:
+    """The mean loss of a step, over the rows of these workers."""
+    rows, whole = sum(t.rows for t in here), sum(t.loss for t in here)
+    return whole * (here[0].of / rows) if rows and rows != here[0].of else whole
+
+
+class Progress:
+    """In the driver: what the workers have told of their steps.
 
     done    as many steps as the workers have done together, shared out equally
     losses  of them, each over the rows of the workers that did it
