@@ -1,15 +1,15 @@
-"""The parameter server: it takes gradients, updates its part of the parameters, and hands them out.
+"""The parameter server: it takes gradients, updates its part of the parameters, and sends them to workers.
 
     worker  PUSH ...........> every server     each keeps its part of the gradient, and tells server 0 when it is whole
             PULL ...........> server 0         ANSWER <.......... every server
     server 0  decides what happens next (program/server_rule.py), and the others do the same, row by row
 
-So there is one order of updates and answers for all servers: they always take the same gradients, whoever was late at
-which of them. Server 0 keeps that order, from which a run can be replayed exactly.
+So there is one order of updates and answers for all servers: they always take the same gradients, in whatever order
+these arrive at each server. Server 0 keeps that order, from which a run can be replayed exactly.
 
-A server that dies takes the others back with it, to the newest snapshot that all of them have; workers connect again
-and go on there. What was pushed and acknowledged before that snapshot is in it. A gradient has a name (worker, step,
-key), and counts once, however often it is sent.
+When a server dies, all servers go back to the newest snapshot that all of them have; workers connect again and go on
+there. What was pushed and acknowledged before that snapshot is in it. A gradient has a name (worker, step, key), and
+counts once, however often it is sent.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from minipar.server.shard import Shard, digest, pieces_of
 from minipar.server.switchboard import Done, Switchboard
 
 _NOTHING = memoryview(b"")
-_LOOK = 0.2  # seconds between two looks at who is silent
+_LOOK = 0.2  # seconds between two searches for silent workers
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,14 @@ class Settings:
     optimizer       makes the optimizer of the whole model, of which each server has a part; it must work element by
                     element
     scheduler       makes a scheduler of it, which steps once for each update
-    forms           what the optimizer is made of, in the model's order; (): the keys
-    snapshot_every  updates between two snapshots; None: no snapshots, and a server's death is the end
-    patience        seconds after which a worker that is gone or hangs is no longer waited for; None: never. Over a
-                    Unix socket a worker hangs when its process was stopped, and not while that computes; over TCP,
-                    where the server cannot see the process, when it says nothing for so long
+    forms           the parameters that the optimizer is made of, in the model's order; (): the keys
+    snapshot_every  updates between two snapshots; None: no snapshots, and the run ends when a server dies
+    patience        seconds after which a worker that is gone or hangs is removed; None: never. Over a Unix socket a
+                    worker hangs if its process was stopped, and not while that computes; over TCP, where the server
+                    cannot see the process, it hangs if it sends nothing for so long
     on_death        "continue" without it, or "abort"
-    together        nobody begins before all that are expected have asked for parameters
-    pacing          of emulated devices; None: everything takes as long as it takes
+    together        whether no worker begins before all that are expected have asked for parameters
+    pacing          of emulated devices; None: nothing is delayed
     """
 
     workers: int
@@ -102,7 +102,7 @@ class Served:
     values: Tensor
     order: list[Row] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    silent: list[tuple[int, int, float]] = field(default_factory=list)  # (worker, step, seconds) of who was removed
+    silent: list[tuple[int, int, float]] = field(default_factory=list)  # (worker, step, seconds) of removed workers
     restored: list[int] = field(default_factory=list)  # versions that this process went back to
     received: int = 0  # bytes of gradients
     sent: int = 0  # bytes of parameters
@@ -110,12 +110,12 @@ class Served:
 
 
 def rows_of(table: Tensor) -> list[Row]:
-    """An order, from the numbers that stand for it in a snapshot."""
+    """An order, from the table of numbers by which a snapshot stores it."""
     return [Row(Kind(row[0]), *row[1:]) for row in table.tolist()]
 
 
 class Arrivals:
-    """At server 0: which servers have which gradient whole, and who pulls before all of them have what it pushed."""
+    """At server 0: which servers have a gradient whole, and which workers pull before all servers have theirs."""
 
     def __init__(self, servers: int) -> None:
         self.servers = servers
@@ -123,11 +123,11 @@ class Arrivals:
         self.early: set[int] = set()
 
     def coming(self, worker: int, step: int, life: int) -> None:
-        """A gradient is on an emulated link: what its worker pulls waits for it."""
+        """A gradient is on an emulated link: a pull of its worker waits for it."""
         self.at.setdefault((worker, step, life), set())
 
     def whole(self, worker: int, step: int, life: int, server: int) -> bool:
-        """A gradient is whole at a server. Whether it is at all of them now."""
+        """A gradient is whole at a server. Returns whether it is whole at all of them now."""
         if self.servers == 1:
             self.at.pop((worker, step, life), None)
             return True
@@ -139,25 +139,25 @@ class Arrivals:
         return True
 
     def wait(self, worker: int) -> bool:
-        """A worker pulls. Whether something that it pushed before is not everywhere yet."""
+        """A worker pulls. Returns whether it must wait, since a gradient that it pushed is not at all servers yet."""
         if self.at and any(key[0] == worker for key in self.at):
             self.early.add(worker)
         return worker in self.early
 
     def awaited(self, worker: int) -> bool:
-        """Whether a worker had pulled before its gradient was everywhere."""
+        """Whether a worker had pulled before its gradient was at all servers; forgets it."""
         there = worker in self.early
         self.early.discard(worker)
         return there
 
     def forget(self, worker: int, life: int) -> None:
-        """A worker began anew, in this life."""
+        """A worker began anew, in this life: forget its earlier ones."""
         self.early.discard(worker)
         self.at = {key: found for key, found in self.at.items() if key[0] != worker or key[2] == life}
 
 
 class Server:
-    """One server: a loop over its connections. Server 0 leads: it decides and tells the others."""
+    """One server: a loop over its connections. Server 0 leads: it decides, and the others follow."""
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ class Server:
         return Shard(keys, mine, self.values, settings.optimizer, settings.scheduler, settings.forms)
 
     def _fresh(self) -> None:
-        """Nobody is connected, and nothing is known of anybody."""
+        """Begin without connections, and without any knowledge of workers and servers."""
         self.board.drop_all()
         if self.pace is not None:
             self.pace.forget()
@@ -214,14 +214,14 @@ class Server:
         self.requests: dict[int, int] = {}
         self.saved: set[int] = set()  # servers that have the newest snapshot
         self.ending: set[int] | None = None  # servers that have come to the end
-        self.questions: dict[int, int] = {}  # workers that want to know when this step of theirs is at all servers
+        self.questions: dict[int, int] = {}  # worker -> step: it waits until that gradient is at all servers
         self.taking: list[Row] = []
         self.ready = self.broken = False
 
     # the loop --------------------------------------------------------------------------------------------------------
 
     def run(self) -> Served:
-        if self.over:  # it was started again for nothing
+        if self.over:  # it was started again after the end
             self._restore(max(snapshot.numbers(self.folder, self.number), default=0), 0)
         else:
             self._meet()
@@ -245,7 +245,7 @@ class Server:
         return self.served
 
     def _gone(self, peer: Peer) -> None:
-        """A connection has ended. Without a server nothing can go on; without a worker the others do."""
+        """A connection has ended. Without another server nothing can go on; without a worker, all the others can."""
         if peer.server >= 0 and self.others.get(peer.server) is peer:
             del self.others[peer.server]
             self.lists.pop(peer.server, None)
@@ -256,7 +256,7 @@ class Server:
     # servers among themselves ----------------------------------------------------------------------------------------
 
     def _meet(self) -> None:
-        """All servers go to the newest snapshot that all of them have. At the first time that is the beginning."""
+        """Let all servers go back to the newest snapshot that all of them have; the first time, to the beginning."""
         self._fresh()
         mine = snapshot.numbers(self.folder, self.number)
         if self.number:
@@ -309,11 +309,11 @@ class Server:
         tensors, facts = self.shard.state()
         rows = self.served.order if self.number == 0 else []
         tensors["order"] = torch.tensor(rows, dtype=torch.int64).reshape(-1, 4)
-        facts["reported"] = list(self.rule.pushed.items())  # whole at all servers, and in no update yet
+        facts["reported"] = list(self.rule.pushed.items())  # gradients that are whole, and in no update yet
         snapshot.write(self.folder, self.number, number, tensors, facts, self.reach)
 
     def _save_all(self) -> None:
-        """Server 0: a snapshot on all servers, at the same place of the order."""
+        """Server 0: write a snapshot on all servers, at the same place of the order."""
         self.saved = set()
         for peer in self.others.values():
             self.board.tell(peer, Message(What.SAVE, number=self.next_snapshot))
@@ -324,7 +324,7 @@ class Server:
     # messages --------------------------------------------------------------------------------------------------------
 
     def _target(self, peer: Peer, message: Message) -> memoryview:
-        """Where the bytes of a message go. What nobody would send is refused before any of it is read."""
+        """Memory for the bytes of a message. A message that no correct peer sends is refused before it is read."""
         what, size = message.what, message.size
         if what == PUSH and peer.worker >= 0:
             return self._room(peer, message)
@@ -337,7 +337,7 @@ class Server:
         return _NOTHING
 
     def _room(self, peer: Peer, message: Message) -> memoryview:
-        """Where a piece of a gradient goes."""
+        """Memory for a piece of a gradient."""
         key, size, step = message.key, message.size, message.step
         piece = self.shard.by_tensor.get(key)
         if piece is None or piece.size != size or not 0 <= message.version <= message.number:
@@ -348,7 +348,7 @@ class Server:
             pushed = self.shard.pushing(peer.worker, peer.life, step, message.version, message.number)
             if key in pushed.missing:
                 return pushed.room.bytes[key]
-        return memoryview(bytearray(size))  # it was here before: not twice
+        return memoryview(bytearray(size))  # (this piece was received before, and does not count twice)
 
     def _done(self, peer: Peer, message: Message) -> None:
         if peer.worker >= 0:
@@ -361,7 +361,7 @@ class Server:
         self._decide_first()
 
     def _decide_first(self) -> None:
-        """Server 0, emulated: what follows from one thing follows at its time, before the next thing counts."""
+        """Server 0, emulated: decide at the emulated time of one event, before the next event counts."""
         if self.number == 0 and self.ready and not self.broken and not self.over:
             self._decide()
 
@@ -409,7 +409,7 @@ class Server:
             self.lists[who.server] = who.snapshots
             return
         if worker < 0 or not self.ready:
-            peer.ended = True  # not yet: come again
+            peer.ended = True  # (not yet: the client will try again)
             return
         old = self.workers.get(worker)
         if old is not None and old is not peer:
@@ -428,14 +428,14 @@ class Server:
                 self._tell_row(self.rule.join(worker))
 
     def _forget(self, worker: int, life: int) -> None:
-        """A worker began anew: parts of a gradient that it computed before may not be mixed with those to come."""
+        """A worker began anew: drop the parts of its earlier gradient, which may not be mixed with the new ones."""
         for pushed in list(self.shard.pushed.values()):
             if pushed.worker == worker and pushed.life != life:
                 self.shard.let_go(pushed)
         self.arrivals.forget(worker, life)
 
     def _pushed(self, peer: Peer, message: Message) -> None:
-        """A piece of a gradient is here. On an emulated link it arrives later, with those that are sent with it."""
+        """A piece of a gradient was received. On an emulated link it arrives later, with those that travel with it."""
         if self.pace is None or not (message.moment or peer.coming):
             self._keep(peer, message, peer.since, time.perf_counter())
         elif message.moment:
@@ -458,7 +458,7 @@ class Server:
             peer.coming.append(message)
 
     def _keep(self, peer: Peer, message: Message, start: float, end: float) -> None:
-        """A piece of a gradient has arrived. That of the last key makes the gradient whole."""
+        """Keep a piece of a gradient that has arrived. The last piece makes the gradient whole."""
         worker, step, key = peer.worker, message.step, message.key
         pushed = self.shard.pushed.get((worker, peer.life))
         if pushed is None or key not in pushed.missing or self.rule.known(worker, step):
@@ -476,11 +476,11 @@ class Server:
             )
 
     def _moment(self) -> int:
-        """The emulated time of what is being dealt with, for a message about it."""
+        """The emulated time of the present event, for a message about it."""
         return 0 if self.pace is None else nanoseconds(self.pace.now)
 
     def _whole(self, worker: int, step: int, life: int, server: int) -> None:
-        """Server 0: a gradient is whole at a server. Once it is at all of them, it counts."""
+        """Server 0: a gradient is whole at a server. If it is now whole at all of them, it counts."""
         if self.arrivals.whole(worker, step, life, server):
             self.rule.push(worker, step)
             self._acknowledge(worker, step)
@@ -488,7 +488,7 @@ class Server:
                 self.rule.ask(worker)
 
     def _acknowledge(self, worker: int, step: int) -> None:
-        """A step's gradient is at all servers: say so, if that is what the worker waits for."""
+        """A step's gradient is at all servers: say so to the worker, if it waits for that."""
         if self.questions.get(worker) == step:
             del self.questions[worker]
             self.board.tell(self.workers.get(worker), Message(What.ACK, worker=worker, step=step))
@@ -496,13 +496,13 @@ class Server:
     # what happens ----------------------------------------------------------------------------------------------------
 
     def _decide(self) -> None:
-        """Server 0: do all that is ready, and let the others do it."""
+        """Server 0: do everything that is ready, and let the other servers do it, too."""
         every = self.settings.snapshot_every
         while rows := self.rule.decide():
             for row in rows:
                 self._tell_row(row)
             due = every and rows[-1].kind is APPLY and self.rule.version % every == 0
-            if due and len(self.saved) in (0, self.count):  # (not before all have the one before)
+            if due and len(self.saved) in (0, self.count):  # (not before all servers have the last snapshot)
                 self._save_all()
         if not self.rule.members:
             self._end()
@@ -515,7 +515,7 @@ class Server:
         self._do(row, number)
 
     def _do(self, row: Row, number: int) -> None:
-        """What a row of the order means for this server's part."""
+        """Do what a row of the order says, on this server's part."""
         kind = row.kind
         if kind is TAKE:
             self.taking.append(row)
@@ -550,12 +550,12 @@ class Server:
         if peer is None:
             return
         self.heard[worker] = time.monotonic()
-        data = self.shard.bytes if step < self.settings.steps else _NOTHING  # (at the end there is nothing to work on)
+        data = self.shard.bytes if step < self.settings.steps else _NOTHING  # (after the last step nothing is needed)
 
         def note(start: float, end: float) -> None:
             self.served.events.append(Event(ANSWER, worker, step, version, start, end, len(data)))
 
-        def written(flat: Tensor = flat) -> None:  # (which keeps it until then)
+        def written(flat: Tensor = flat) -> None:  # (the default keeps the tensor alive until then)
             self.served.sent += len(data)
             if self.pace is None or not len(data):
                 note(start, time.perf_counter())
@@ -570,7 +570,7 @@ class Server:
         self.board.tell(peer, message, data, written)
 
     def _look_for_silent(self) -> None:
-        """Workers that are gone or hang are waited for no longer. One that only computes for long does not hang."""
+        """Remove workers that are gone or hang. A worker that computes for a long time does not hang."""
         patience = float("inf") if self.settings.patience is None else self.settings.patience
         for worker in list(self.rule.members):
             seconds = time.monotonic() - self.heard.setdefault(worker, time.monotonic())
@@ -578,7 +578,7 @@ class Server:
                 continue
             peer = self.workers.get(worker)
             if worker in self.rule.absent if peer is None else peer.process and at_work(peer.process):
-                continue  # (who is to begin with the others, and is not here yet, is watched by who started it)
+                continue  # (before a worker has connected for the first time, its cluster watches it)
             step = self.rule.clocks[worker] if self.rule.mode.each else self.rule.version
             if self.settings.on_death == "abort":
                 raise RankError(f"worker {worker} has said nothing for {seconds:.1f} s, in step {step}")
@@ -587,10 +587,10 @@ class Server:
             self.lives.pop(worker, None)
             if peer is not None:
                 self.board.drop(self.workers.pop(worker))
-                self.report(("silent", worker))  # (one without a connection has ended, or is just starting again)
+                self.report(("silent", worker))  # (a worker without a connection has ended, or is starting again)
 
     def _end(self) -> None:
-        """Server 0: all workers are done. The last state goes to the disk, and then everybody may go."""
+        """Server 0: all workers are done. Save the last state, and end when all servers have."""
         if self.ending is None:
             self.ending = {0}
             if self.settings.snapshot_every:
@@ -616,7 +616,7 @@ def serve(
 
     values   the initial parameters, in the order of the keys
     reach    called at the points where a fault campaign ends processes: "apply" and "snapshot"
-    report   told ("silent", worker) when a worker is waited for no longer, ("restored", number of the snapshot)
+    report   called with ("silent", worker) when a worker is removed, and with ("restored", number of the snapshot)
 
     A server that is started again in the same folder goes on from a snapshot.
     """
