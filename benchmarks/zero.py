@@ -28,7 +28,7 @@ from benchmarks.harness import Row, as_torch_starts_them, contestants, in_turn
 from minipar import Cluster, Plan, models
 from minipar.comm import communicator
 from minipar.execution.executor import Executor
-from minipar.execution.memory.storages import Held, Storages
+from minipar.execution.memory.storages import FollowedStorage, Storages
 from minipar.models.parameter_groups import shape_of
 from minipar.trace import Trace
 
@@ -110,7 +110,7 @@ class _Peak(Storages):
 
     peak = 0
 
-    def changed(self, held: Held, delta: int) -> None:
+    def changed(self, held: FollowedStorage, delta: int) -> None:
         self.peak = max(self.peak, self.live)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

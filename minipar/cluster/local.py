@@ -226,7 +226,7 @@ class Cluster:
             for rank in active:
                 heard.waiting.add(rank)
                 members.send(rank, message)
-            with members.button:
+            with members.interrupts:
                 members.collect(heard, watch)
             if heard.waiting:
                 members.call_back(heard, GRACE_AFTER_FAILURE if heard.failures else GRACE)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from minipar.cluster import launch, stacks, wire
 from minipar.cluster.failures import Failure
-from minipar.cluster.interrupt import Button
+from minipar.cluster.interrupt import Interrupts
 from minipar.cluster.notes import Page
 from minipar.cluster.output import Output, Printer
 from minipar.cluster.parcel import Parcel
@@ -97,7 +97,7 @@ class Members:
     generation: int = 0
     ranks: dict[int, Member] = field(default_factory=dict)
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
-    button: Button = field(default_factory=Button)
+    interrupts: Interrupts = field(default_factory=Interrupts)
     output: Output = field(default_factory=Output)
 
     # Starting
@@ -212,7 +212,7 @@ class Members:
                 if printer is None:
                     self._listen(member, heard)
                 else:
-                    with self.button.held():
+                    with self.interrupts.held():
                         printer.pump()
                     if not printer.open:
                         self.selector.unregister(printer.descriptor)
@@ -240,7 +240,7 @@ class Members:
         for rank in heard.waiting:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self.ranks[rank].process.pid, signal.SIGINT)
-        with self.button:
+        with self.interrupts:
             self.collect(heard, seconds=seconds)
         heard.lost |= heard.waiting
         self.stop(heard.waiting)
@@ -267,7 +267,7 @@ class Members:
         rank = member.rank
         while True:
             try:
-                with self.button.held():
+                with self.interrupts.held():
                     message = member.inbox.read()
             except EOFError:
                 self._lost(member)

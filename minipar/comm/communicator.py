@@ -26,7 +26,7 @@ from minipar.comm.operations import ALL_GATHER, ALLREDUCE, REDUCE_SCATTER
 from minipar.comm.transport.board import SMALL
 from minipar.comm.transport.interface import DONE, Transport
 from minipar.comm.transport.shared import add_up, combine
-from minipar.comm.world import CLOSED, Group, World, of_rank, under_torchrun
+from minipar.comm.world import CLOSED, RankGroup, World, of_rank, under_torchrun
 from minipar.costs.rates import Calibration
 from minipar.errors import RankError
 from minipar.program import collectives
@@ -305,7 +305,7 @@ class Communicator:
             return [StagedHandle(work, given, into, self.pending)]
         return [Handle(work, into, self.pending)]
 
-    def _for(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> tuple[Group, torch.Tensor]:
+    def _for(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> tuple[RankGroup, torch.Tensor]:
         """The group for a tensor, and the tensor itself or its copy on the host."""
         if not tensor.is_cuda:
             return self.group(ranks), tensor
@@ -315,7 +315,7 @@ class Communicator:
 
     # Groups
 
-    def group(self, ranks: tuple[int, ...] | None = None, transport: Transport | None = None) -> Group:
+    def group(self, ranks: tuple[int, ...] | None = None, transport: Transport | None = None) -> RankGroup:
         """All ranks of this communicator, or some, over that of tensors on the CPU, or another transport. RankError
         when closed."""
         world = self._world
@@ -330,7 +330,7 @@ class Communicator:
             ranks = tuple(self.members[rank] for rank in ranks)
         return world.group(ranks, carrier)
 
-    def shares(self, group: Group, algorithm: str | None = None, call: str = "") -> bool:
+    def shares(self, group: RankGroup, algorithm: str | None = None, call: str = "") -> bool:
         """Whether an algorithm uses the shared memory of a group. RankError where it cannot, or is not known."""
         if algorithm not in (None, "shared", "backend"):
             possible = ", ".join(("shared", "backend", *(("auto", *collectives.names(call)) if call else ())))

@@ -23,7 +23,7 @@ from minipar.comm.transport import backend, shared
 from minipar.comm.transport.board import SMALL
 from minipar.comm.transport.interface import Transport
 from minipar.comm.transport.shared import combine, share
-from minipar.comm.world import Group, Way
+from minipar.comm.world import RankGroup, Way
 from minipar.errors import CollectiveMismatch, RankError
 from minipar.program import collectives
 from minipar.wording import several
@@ -173,7 +173,7 @@ def broadcast(comm: Communicator, x: Any, root: int, algorithm: str | None, alon
         return Result(None, finish)
     text = f"broadcast from rank {root}" + (f" by {algorithm}" if algorithm is not None else "")
 
-    def begin(group: Group, how: str, rows: list[list[int]]) -> Any:
+    def begin(group: RankGroup, how: str, rows: list[list[int]]) -> Any:
         nonlocal agreed, result
         agreed = rows[root]
         for rank, row in enumerate(rows):
@@ -202,7 +202,7 @@ def all_gather(comm: Communicator, x: Any, algorithm: str | None, alone: bool) -
     if comm.size == 1:
         return Result(None, finish)
 
-    def begin(group: Group, how: str, rows: list[list[int]]) -> Any:
+    def begin(group: RankGroup, how: str, rows: list[list[int]]) -> Any:
         nonlocal result
         forms = [values.decode_form(row) for row in rows]
         tails = [torch.Size(shape[1:]) for _, _, shape in forms]
@@ -256,7 +256,7 @@ def all_to_all(comm: Communicator, x: Any, algorithm: str | None, alone: bool) -
     if comm.size == 1:
         return Result(None, finish)
 
-    def begin(group: Group, how: str, rows: list[list[int]]) -> Any:
+    def begin(group: RankGroup, how: str, rows: list[list[int]]) -> Any:
         nonlocal got, lengths
         lengths = [row[comm.rank] for row in rows]
         got = torch.empty(sum(lengths), dtype=torch.uint8)
@@ -290,7 +290,7 @@ def _choose(
     nbytes: int | None,
     carrier: Transport | None = None,
     root: int = 0,
-) -> tuple[Group, str]:
+) -> tuple[RankGroup, str]:
     """The group, over the transport of tensors on the CPU or another `carrier`; and how: "shared", "backend" (which is
     made while all are here), or an algorithm's name. `nbytes` of the whole tensor, where all ranks know it already."""
     group = comm.group(transport=carrier)
@@ -309,7 +309,7 @@ def _choose(
     return group, how
 
 
-def _start(comm: Communicator, group: Group, way: Way, how: str, *args: Any) -> Any:
+def _start(comm: Communicator, group: RankGroup, way: Way, how: str, *args: Any) -> Any:
     if how in ("shared", "backend"):
         return group.start(way, how == "shared", *args)
     number = comm.count_played(range(comm.size))
@@ -335,7 +335,7 @@ def _move(
     text: str,
     key: str,
     row: list[int],
-    begin: Callable[[Group, str, list[list[int]]], Any],
+    begin: Callable[[RankGroup, str, list[list[int]]], Any],
     algorithm: str | None,
     alone: bool,
 ) -> Handle:
@@ -354,7 +354,7 @@ def _move(
     return Handle(work, None, comm.pending)
 
 
-def _agree(group: Group, text: str, key: str, row: list[int], flag: bool) -> tuple[list[list[int]], list[bool]]:
+def _agree(group: RankGroup, text: str, key: str, row: list[int], flag: bool) -> tuple[list[list[int]], list[bool]]:
     """Across machines, where there is no board: the numbers and flags of all ranks, once their keys are the same.
 
     Backends do not check it: they abort the process, hang, or hand back garbage.

@@ -21,7 +21,7 @@ from minipar.comm.matching import Collective, Matcher, Starter
 from minipar.comm.transport.arena import Arena, Exchange, Steps
 from minipar.comm.transport.gloo import TIMEOUT, Gloo
 from minipar.comm.transport.interface import Messages, Reader, Transport
-from minipar.comm.transport.local import Local
+from minipar.comm.transport.local import LocalTransport
 from minipar.comm.transport.nccl import Nccl
 from minipar.comm.transport.sockets import Sockets
 from minipar.errors import RankError
@@ -49,7 +49,7 @@ class World:
         self.closed = False
         self.pending: set[Handle] = set()
         self.starter = Starter("starts collectives")
-        self.groups: dict[tuple[Transport, tuple[int, ...]], Group] = {}
+        self.groups: dict[tuple[Transport, tuple[int, ...]], RankGroup] = {}
         self.host = host
         self.group(self.everyone, host)
         self.messages: Messages = host.messages
@@ -58,7 +58,7 @@ class World:
         if backend == "nccl" and size > 1:
             self.gpus = Nccl(store, rank, size, device, host)
 
-    def group(self, members: tuple[int, ...], transport: Transport) -> Group:
+    def group(self, members: tuple[int, ...], transport: Transport) -> RankGroup:
         """Those ranks, made at the first use, which waits for all of them."""
         found = self.groups.get((transport, members))
         if found is None:
@@ -68,7 +68,7 @@ class World:
                 raise RankError(
                     f"group {members}: must be sorted ranks of 0 to {self.size - 1}, this rank {self.rank} among them"
                 )
-            found = self.groups[transport, members] = Group(self, transport, members)
+            found = self.groups[transport, members] = RankGroup(self, transport, members)
         return found
 
     def close(self) -> None:
@@ -87,7 +87,7 @@ class World:
         self.host = self.gpus = self.messages = self.reader = closed
 
 
-class Group:
+class RankGroup:
     """Some ranks of a world, this one among them: made by all of them together."""
 
     def __init__(self, world: World, transport: Transport, members: tuple[int, ...]) -> None:
@@ -171,7 +171,7 @@ def of_rank(context: Context, count: int) -> World:
     store = dist.PrefixStore(str(count), dist.FileStore(context.store, size))
     gloo = Gloo(store, rank, size, loopback=True, without="transport='gloo'")
     path = f"{context.store}-{count}"
-    host = gloo if context.transport == "gloo" else Local(path, gloo, Sockets(rank, path))
+    host = gloo if context.transport == "gloo" else LocalTransport(path, gloo, Sockets(rank, path))
     return World(store, rank, size, torch.device(context.device), context.backend, host)
 
 
@@ -194,7 +194,7 @@ def under_torchrun(count: int) -> World:
     one_machine = local_size == size
     gloo = Gloo(store, rank, size, loopback=one_machine, without="ranks may be on several machines")
     # Boards have names only while groups are made; sockets need a folder for as long as ranks live, which nobody has.
-    host = Local(_agree_on_boards(store, rank), gloo, None) if one_machine else gloo
+    host = LocalTransport(_agree_on_boards(store, rank), gloo, None) if one_machine else gloo
     return World(store, rank, size, device, "nccl" if cuda else "gloo", host)
 
 

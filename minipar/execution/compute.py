@@ -25,17 +25,17 @@ from minipar.execution import autograd_entry, layer_calls, naming_layers
 from minipar.execution.batch_rows import BatchRows
 from minipar.execution.finite import Finite
 from minipar.execution.fitting import row_major
-from minipar.execution.layer_calls import Call, Key, LayerCall, Made, Sizes
+from minipar.execution.layer_calls import Call, LayerCall, Made, Sizes
 from minipar.execution.mean_loss import Loss, MeanLoss, Target
 from minipar.execution.remembered import Remembered, will_run_again
 from minipar.execution.saved_tensors import SavedTensors
-from minipar.execution.sequence_state import Carrying, carried, on_slices
+from minipar.execution.sequence_state import SequenceState, carried, on_slices
 from minipar.execution.split_backward import Arrived, input_half, left, noting_hooks, weight_half
 from minipar.execution.tails import Tails
 from minipar.execution.untouched_inputs import UntouchedInputs
 from minipar.models import randomness
 from minipar.models.tensors import count_bytes, detach, differentiable, map_tensors, take_rows
-from minipar.program import COPIES, Instruction, Op, Program, Value, grad_output, home, output
+from minipar.program import COPIES, Instruction, LayerRun, Op, Program, Value, grad_output, home, output
 from minipar.program.graph_cuts import pieces_of
 from minipar.strategies.passes import host_layers, offload
 
@@ -89,10 +89,10 @@ class Compute:
         self.loss = MeanLoss(loss, program, rank)
         self.finite: Finite | None = None
         self.sizes: Sizes = {}
-        self.kept: dict[Key, SavedTensors] = {}
-        self.left: dict[Key, list[Arrived]] = {}  # between the halves of a backward
+        self.kept: dict[LayerRun, SavedTensors] = {}
+        self.left: dict[LayerRun, list[Arrived]] = {}  # between the halves of a backward
         self.trained: dict[tuple[int, ...], list[Tensor]] = {}
-        self.graphs: dict[Key, tuple[Any, list[tuple[int, Any]]]] = {}
+        self.graphs: dict[LayerRun, tuple[Any, list[tuple[int, Any]]]] = {}
         self.tails = Tails()
         self.untouched = UntouchedInputs(self.layers, self.sizes)
         self.follow(program)
@@ -101,7 +101,7 @@ class Compute:
         """Compute for this program from now on, on the same layers."""
         row = program.ranks[self.rank]
         self.program, self.pieces = program, pieces_of(program, self.rank)
-        self.carrying = Carrying(program)
+        self.carrying = SequenceState(program)
         self.again = will_run_again(program, self.rank)
         # A forward whose backward is split must know of the hooks on tensors.
         self.noting = noting_hooks if any(ins.op is Op.BACKWARD_INPUT for ins in row) else nullcontext
@@ -117,7 +117,7 @@ class Compute:
         ends = {ins.layers[-1] for ins in row if ins.op is Op.RECOMPUTE} - {self.program.layers - 1}
         return {layer: self._call_of(layer, passing, away, layer in ends) for layer in self.layers}
 
-    def _call_of(self, layer: int, passing: bool, away: set[Key], ends: bool) -> LayerCall:
+    def _call_of(self, layer: int, passing: bool, away: set[LayerRun], ends: bool) -> LayerCall:
         """How this rank calls a layer, from the module outwards.
 
         passing   parameters are let go of while the program runs

@@ -34,7 +34,7 @@ def check_carrier(cluster: Cluster, what: str) -> None:
     )
 
 
-class Deciding:
+class DynamicSchedule:
     """The walk of one rank through its program, in the order that it decides; kept from pass to pass.
 
     order      forwards and backwards as they were decided

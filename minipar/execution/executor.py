@@ -29,13 +29,13 @@ from minipar.errors import RankError
 from minipar.execution import naming_layers
 from minipar.execution.compute import Compute
 from minipar.execution.dtypes import check_narrow, narrow
-from minipar.execution.dynamic_schedule import Deciding
+from minipar.execution.dynamic_schedule import DynamicSchedule
 from minipar.execution.elementwise import check_update
 from minipar.execution.emulation import Delays, EmulatedDevice, stamp_later
 from minipar.execution.fitting import check_fit
 from minipar.execution.following import Walked
 from minipar.execution.mean_loss import Loss
-from minipar.execution.offloading import Copy, Offloading, frozen_parameters
+from minipar.execution.offloading import Offloading, TierCopy, frozen_parameters
 from minipar.execution.owners import Slice
 from minipar.execution.state import State
 from minipar.execution.updating import Optimizer, Scheduler, Update, forms_of
@@ -167,7 +167,7 @@ class Executor:
         comm.prepare({ins.group for ins in self.instructions if ins.group})
         self.device = EmulatedDevice(delays) if delays is not None else None
         self.links = Links(program, comm, self.compute.rows.count, delays is not None and delays.links)
-        self.deciding = Deciding(program, comm.rank, self.links) if program.in_flight is not None else None
+        self.deciding = DynamicSchedule(program, comm.rank, self.links) if program.in_flight is not None else None
         self.lines = _lines(self.instructions)
 
     def run(
@@ -311,7 +311,7 @@ class Executor:
                     self.device.arrived(arrival, index)
             self.ends[index] = time.perf_counter()
             return
-        if isinstance(what, Copy):
+        if isinstance(what, TierCopy):
             what.wait()
             self.offloading.settle()
             if what.end is not None and self.device is not None:

@@ -21,11 +21,10 @@ from minipar.execution.saved_tensors import SavedTensors
 from minipar.execution.tails import Tails
 from minipar.models import randomness
 from minipar.models.tensors import count_bytes, map_tensors, tensors
-from minipar.program import Instruction, Op, Value
+from minipar.program import Instruction, LayerRun, Op, Value
 
 Made = tuple[Any, Tensor | None]  # a layer's output; and of the last layer of a model, the loss
 Sizes = dict[tuple[str, int, int], int]  # bytes of values as they were first met: (kind, layer, rows) -> bytes
-Key = tuple[int, int, int]  # layer, micro-batch, step
 
 
 class Call(NamedTuple):
@@ -120,8 +119,8 @@ def keeping(
     layer: int,
     module: nn.Module,
     sizes: Sizes,
-    away: Container[Key],
-    kept: dict[Key, SavedTensors],
+    away: Container[LayerRun],
+    kept: dict[LayerRun, SavedTensors],
 ) -> LayerCall:
     """What autograd keeps of these micro-batches is copied away, and comes back: see `saved_tensors.py`.
 
@@ -157,7 +156,7 @@ def shortened(run: LayerCall, layer: int, module: nn.Module, sizes: Sizes, tails
     return call_shortened
 
 
-def remembering(run: LayerCall, layer: int, remembered: Remembered, again: Container[Key]) -> LayerCall:
+def remembering(run: LayerCall, layer: int, remembered: Remembered, again: Container[LayerRun]) -> LayerCall:
     """A layer with buffers or generators of its own runs again as it ran the first time.
 
     again   layers and micro-batches that run forward more than once

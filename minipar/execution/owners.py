@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from minipar.execution.updating import Piece, whole_piece
+from minipar.execution.updating import Updated, whole_piece
 from minipar.models.tensors import count_bytes
 from minipar.program import Group, Instruction, Value
 
@@ -59,7 +59,7 @@ class Owner:
         self.trained: Sequence[nn.Parameter] = params
         self.summed: Sequence[nn.Parameter] = params
         self.masters: Sequence[nn.Parameter] = ()
-        self.pieces: Sequence[Piece] = ()
+        self.pieces: Sequence[Updated] = ()
 
     def work_on_host(self) -> None:
         """Let the optimizer work on copies on the host, where gradients are brought."""

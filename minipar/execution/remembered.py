@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from minipar.program import Op, Program
 
-Key = tuple[int, int]  # micro-batch, step
+MicrobatchRun = tuple[int, int]  # micro-batch, step
 
 
 class _Buffer(NamedTuple):
@@ -43,13 +43,13 @@ class Remembered:
             place for place in self._places if isinstance(place.module, nn.modules.batchnorm._NormBase)
         }
         self._first = True
-        self._kept: dict[Key, tuple[dict[_Buffer, Tensor], list[Tensor]]] = {}
+        self._kept: dict[MicrobatchRun, tuple[dict[_Buffer, Tensor], list[Tensor]]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._places or self._generators)
 
     @contextmanager
-    def first(self, key: Key) -> Iterator[None]:
+    def first(self, key: MicrobatchRun) -> Iterator[None]:
         """While entered, the layer runs forward, and will run again."""
         found = {place: place.now() for place in self._places}
         versions = {place: t._version for place, t in found.items() if t is not None}
@@ -66,7 +66,7 @@ class Remembered:
         self._kept[key] = {place: t for place, t in before.items() if place in self._changing}, generators
 
     @contextmanager
-    def again(self, key: Key) -> Iterator[None]:
+    def again(self, key: MicrobatchRun) -> Iterator[None]:
         """While entered, the layer runs again as it ran then; afterwards it has what it had before."""
         kept, generators = self._kept.get(key, ({}, []))
         now = {place: place.now() for place in self._places if place in self._changing}
@@ -85,7 +85,7 @@ class Remembered:
             for g, state in zip(self._generators, states, strict=True):
                 g.set_state(state)
 
-    def forget(self, key: Key) -> None:
+    def forget(self, key: MicrobatchRun) -> None:
         """The backward has run."""
         self._kept.pop(key, None)
 

@@ -25,7 +25,7 @@ class _Flow(NamedTuple):
     edges: list[tuple[int, Any]]
 
 
-class Carrying:
+class SequenceState:
     """The slices of sequences on a rank, and what its layers carry from each one to the next.
 
     count   slices of a sequence; of a program that cuts none it is 1, and a micro-batch is its own only slice
@@ -73,7 +73,7 @@ class Carrying:
                 live[grad_carry(layer, ins.microbatch - 1, ins.step)] = found
 
 
-def on_slices(carrying: Carrying, layer: int, module: nn.Module, sizes: Sizes) -> LayerCall:
+def on_slices(carrying: SequenceState, layer: int, module: nn.Module, sizes: Sizes) -> LayerCall:
     """The call of a layer on a slice: it takes what the slice before carried on, and carries on to the next one."""
     carries = layer in carrying.carries
 

@@ -19,7 +19,7 @@ from minipar.comm.communicator import Communicator
 from minipar.comm.handles import Handle, Then
 from minipar.execution.correction import ByStaleness
 from minipar.execution.owners import Owner, Slice, Wide
-from minipar.execution.parameter_slices import Sliced, pack_gradients
+from minipar.execution.parameter_slices import SlicedGroup, pack_gradients
 from minipar.execution.parameter_versions import Leading, Versions
 from minipar.execution.updating import Count, OptimizerPart, Update
 from minipar.models.tensors import count_bytes
@@ -60,7 +60,7 @@ class State:
         self.program, self.comm, self.groups, self.update = program, comm, groups, update
         _, self.at_home = host_layers.computed(instructions)  # groups of layers that are computed on the host
         self.owners = choose_owners(program, comm, groups, self.at_home)
-        self.slices = {owner.number: owner for owner in self.owners if isinstance(owner, Sliced)}
+        self.slices = {owner.number: owner for owner in self.owners if isinstance(owner, SlicedGroup)}
         self.versions = any(isinstance(owner, Versions) for owner in self.owners)
         self.sums: dict[tuple[int, ...], Tensor] = {}  # of the gradients of a bucket, this rank's slices
         self.squares = torch.zeros(1, dtype=torch.float64, device=comm.device)
@@ -233,7 +233,7 @@ def choose_owners(
         group, holders = program.groups[g], max(1, program.holders[g])
         if g in sliced:
             place = program.replica(comm.rank), program.replicas, comm.device
-            found.append(Sliced(g, params, group, *place, narrow, g in program.scattered))
+            found.append(SlicedGroup(g, params, group, *place, narrow, g in program.scattered))
         elif g in versioned:
             kind = Leading if program.in_flight is not None else Versions
             found.append(kind(g, params, group, holders))

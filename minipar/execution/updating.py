@@ -35,7 +35,7 @@ Plain = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 ByName = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 Optimizer = Plain | ByName
 Scheduler = Callable[[torch.optim.Optimizer], LRScheduler]
-Settings = list[dict[str, Any]]  # of every group of the whole model's optimizer, without its parameters
+GroupSettings = list[dict[str, Any]]  # of every group of the whole model's optimizer, without its parameters
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Elements(NamedTuple):
     place: int
 
 
-class Piece(NamedTuple):
+class Updated(NamedTuple):
     """What an optimizer of a rank updates: a parameter, or a slice that has runs of several.
 
     names   of the parameters that it stands for; a rank may have nothing of some of them
@@ -114,9 +114,9 @@ class Piece(NamedTuple):
     sliced: bool = False
 
 
-def whole_piece(name: str, parameter: nn.Parameter) -> Piece:
+def whole_piece(name: str, parameter: nn.Parameter) -> Updated:
     shape = tuple(parameter.shape)
-    return Piece(parameter, (name,), (Elements(name, shape, 0, parameter.numel(), 0),))
+    return Updated(parameter, (name,), (Elements(name, shape, 0, parameter.numel(), 0),))
 
 
 @dataclass
@@ -126,7 +126,7 @@ class OptimizerPart:
     optimizer: torch.optim.Optimizer
     which: list[int]
 
-    def follow(self, settings: Settings) -> None:
+    def follow(self, settings: GroupSettings) -> None:
         """Take the settings of the whole model's groups."""
         for group, k in zip(self.optimizer.param_groups, self.which, strict=True):
             group.update(settings[k])
@@ -144,7 +144,7 @@ class Update:
         self.whole, stands = self._make(factory)
         names = {id(p): name for name, p in stands.items()}
         self.group_of: dict[str, int] = {}
-        self.schedule: Schedule | None = None
+        self.schedule: OptimizerSchedule | None = None
         if not stands:
             return
         for k, group in enumerate(self.whole.param_groups):
@@ -156,7 +156,7 @@ class Update:
                     )
                 self.group_of[names[id(p)]] = k
         if scheduler is not None:
-            self.schedule = Schedule(self.whole, scheduler)
+            self.schedule = OptimizerSchedule(self.whole, scheduler)
 
     @property
     def name(self) -> str:
@@ -188,7 +188,7 @@ class Update:
         found = settings_of(self.whole) if self.schedule is None else self.schedule.at(update)
         return tuple(float(group.get("lr", float("nan"))) for group in found)
 
-    def part(self, pieces: Sequence[Piece], late_by: int | None = None) -> OptimizerPart:
+    def part(self, pieces: Sequence[Updated], late_by: int | None = None) -> OptimizerPart:
         """The optimizer of some pieces. late_by: their gradients are so many updates old (see `correction`)."""
         made, stands = self._make(self.factory)
         if isinstance(self.factory, ByStaleness) and late_by is not None:
@@ -239,7 +239,7 @@ class Update:
         return max(range(len(counts)), key=counts.__getitem__, default=0)
 
 
-def _elements(piece: Piece, key: str, stands: dict[str, nn.Parameter], before: dict[Any, Any]) -> Any:
+def _elements(piece: Updated, key: str, stands: dict[str, nn.Parameter], before: dict[Any, Any]) -> Any:
     """What a state begins with, of the elements of a piece."""
     first = stands[piece.names[0]]
     value = before[first][key]
@@ -261,7 +261,7 @@ def _copy(value: Any) -> Any:
 # settings and their scheduler -----------------------------------------------------------------------------------------
 
 
-def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
+def settings_of(optimizer: torch.optim.Optimizer) -> GroupSettings:
     """What the groups of an optimizer say, without their parameters."""
     return [
         {key: _copy(value) for key, value in group.items() if key not in ("params", "param_names")}
@@ -269,7 +269,7 @@ def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
     ]
 
 
-class Schedule:
+class OptimizerSchedule:
     """What a scheduler makes of the settings, update by update, counted from 0 in this run.
 
     Raises PlanError where it is no scheduler that steps by itself.
@@ -280,7 +280,7 @@ class Schedule:
         self._settings = {0: settings_of(optimizer)}
         self._last = 0
 
-    def at(self, update: int) -> Settings:
+    def at(self, update: int) -> GroupSettings:
         """The settings of an update. Those that were forgotten cannot be had again."""
         while self._last < update:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # (or the scheduler warns)

@@ -75,7 +75,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class SearchComparison:
     """Searches on one graph, the best first.
 
     ideal   step time if all work were divided evenly and messages were free: nothing is faster
@@ -156,7 +156,7 @@ def _digit(rank: int) -> str:
     return str(rank) if rank < 10 else f"[{rank}]"
 
 
-def compare(graph: Graph, ranks: int, microbatches: int = 4, budget: int = 640, seed: int = 0) -> Comparison:
+def compare(graph: Graph, ranks: int, microbatches: int = 4, budget: int = 640, seed: int = 0) -> SearchComparison:
     """Place a graph by a learned policy, random search and hill climbing, each with `budget` calls of the simulator,
     and by the dynamic program, which needs none; the same result for the same seed on the same machine.
 
@@ -178,7 +178,7 @@ def compare(graph: Graph, ranks: int, microbatches: int = 4, budget: int = 640, 
     for method, search in searches.items():
         found.append(_run(method, search, Simulator(graph, ranks, microbatches, budget)))
     ideal = microbatches * sum(graph.costs) / ranks
-    return Comparison(graph, ranks, microbatches, budget, ideal, tuple(sorted(found, key=lambda one: one.time)))
+    return SearchComparison(graph, ranks, microbatches, budget, ideal, tuple(sorted(found, key=lambda one: one.time)))
 
 
 def _run(method: str, search: Search, simulator: Simulator) -> Found:

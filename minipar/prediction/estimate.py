@@ -29,7 +29,7 @@ from minipar.wording import several
 
 
 @dataclass(frozen=True)
-class OnPaper:
+class Estimate:
     """A plan's predicted step (or several, where one's messages travel during the next), and what each rank holds."""
 
     plan: Plan
@@ -47,7 +47,7 @@ class OnPaper:
         return [rank.total for rank in self.ranks]
 
 
-def predict(plan: Plan | str, model: str, device: DeviceSpec | str, batch: int) -> OnPaper:
+def predict(plan: Plan | str, model: str, device: DeviceSpec | str, batch: int) -> Estimate:
     """A step of `batch` rows of a model by name (`models.table`) on devices that all are like this one.
 
     Errors: PlanError for what cannot be, and for a device without flops.
@@ -67,7 +67,7 @@ def predict(plan: Plan | str, model: str, device: DeviceSpec | str, batch: int) 
     element = PRECISIONS[plan.precision].activation
     program = plan.compile(shapes.shape(model, element_size=element), costs=measured)
     trace = simulate(program, EmulatedCosts(program, spec, ProfiledCosts(program, measured, batch)))
-    return OnPaper(plan, trace, memory_formula.per_rank(plan, model, batch))
+    return Estimate(plan, trace, memory_formula.per_rank(plan, model, batch))
 
 
 def profile(model: str, rows: Iterable[int], precision: str = "float32", selective: bool = False) -> Profile:

@@ -13,7 +13,7 @@ from minipar.program import Value
 # "grad_input", "gradient" of a parameter, "temporary". Of a slice of sequences also what it carries on, "carry", the
 # gradient of that, "grad_carried" (its free), and the one that it makes itself, "grad_carry"; "carried": what it got.
 Tape = tuple[tuple[int, str], ...]
-Piece = tuple[int, ...]
+GraphPiece = tuple[int, ...]
 
 
 class LayerTape(NamedTuple):

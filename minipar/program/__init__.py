@@ -40,6 +40,7 @@ from minipar.program.mesh import Mesh
 from minipar.program.rule import Turn, Wait, order
 from minipar.program.values import (
     TIERS,
+    LayerRun,
     Value,
     buffer,
     carry,
@@ -87,7 +88,7 @@ __all__ = [
     "Forward",
     "Group",
     "Instruction",
-    "Local", "Mesh",
+    "LayerRun", "Local", "Mesh",
     "Op",
     "Part",
     "Program",

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from minipar.program import COLLECTIVES, SERVICE, Instruction, Op, Program, Value, collectives, grad, home, piece_of
 
 Size = Callable[[int, Value], float]
-Target = int | tuple[int, ...]  # a rank, or the group that a collective of the backend's own is among
+Receiver = int | tuple[int, ...]  # a rank, or the group that a collective of the backend's own is among
 _NAMES = {
     Op.ALL_REDUCE: "allreduce",
     Op.REDUCE_SCATTER: "reduce_scatter",
@@ -65,14 +65,14 @@ def sent(program: Program, size: Size, rank: int, ins: Instruction) -> int:
     return 0
 
 
-def by_link(program: Program, size: Size, algorithm: str = "backend") -> dict[tuple[int, Target], int]:
+def by_link(program: Program, size: Size, algorithm: str = "backend") -> dict[tuple[int, Receiver], int]:
     """Bytes sent for each (source, target). Of collectives the target is the group where the backend chooses the way;
     or the ranks that an algorithm of `program.collectives` sends to, such as "ring". PlanError for others."""
-    links: dict[tuple[int, Target], int] = {}
+    links: dict[tuple[int, Receiver], int] = {}
     for rank, row in enumerate(program.ranks):
         for ins in row:
             if ins.op is Op.SEND:
-                found: dict[Target, int] = {ins.peer: sent(program, size, rank, ins)}
+                found: dict[Receiver, int] = {ins.peer: sent(program, size, rank, ins)}
             elif ins.op not in COLLECTIVES:
                 continue
             elif algorithm == "backend":
@@ -85,11 +85,11 @@ def by_link(program: Program, size: Size, algorithm: str = "backend") -> dict[tu
     return links
 
 
-def _by_algorithm(program: Program, size: Size, rank: int, ins: Instruction, algorithm: str) -> dict[Target, int]:
+def _by_algorithm(program: Program, size: Size, rank: int, ins: Instruction, algorithm: str) -> dict[Receiver, int]:
     """What a rank sends to each other one in a collective by an algorithm."""
     whole = round(of_collective(program, size, rank, ins))
     moves = collectives.program(_NAMES[ins.op], algorithm, len(ins.group), whole)
-    found: dict[Target, int] = {}
+    found: dict[Receiver, int] = {}
     for move in moves.ranks[ins.group.index(rank)]:
         if move.op is Op.SEND:
             target = ins.group[move.peer]
@@ -108,10 +108,10 @@ def by_kind(program: Program, size: Size) -> dict[str, int]:
     return kinds
 
 
-def in_words(links: dict[tuple[int, Target], int]) -> dict[str, int]:
+def in_words(links: dict[tuple[int, Receiver], int]) -> dict[str, int]:
     """The same by text: `0 -> 1`, or `0 -> 0,1,2,3` for what rank 0 sends within that group."""
 
-    def text(target: Target) -> str:
+    def text(target: Receiver) -> str:
         return str(target) if isinstance(target, int) else ",".join(map(str, target))
 
     return {f"{source} -> {text(target)}": size for (source, target), size in links.items()}

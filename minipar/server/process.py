@@ -82,7 +82,7 @@ class Settings:
     forms: tuple[Form, ...] = ()
 
 
-class Event(NamedTuple):
+class ServerEvent(NamedTuple):
     """What a server did, and when (time.perf_counter). `kind` 0: it received a piece of tensor `which`; otherwise as
     in Row, and `which` is the version."""
 
@@ -101,7 +101,7 @@ class Served:
 
     values: Tensor
     order: list[Row] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
+    events: list[ServerEvent] = field(default_factory=list)
     silent: list[tuple[int, int, float]] = field(default_factory=list)  # (worker, step, seconds) of removed workers
     restored: list[int] = field(default_factory=list)  # versions that this process went back to
     received: int = 0  # bytes of gradients
@@ -465,7 +465,7 @@ class Server:
             return
         pushed.missing.discard(key)
         self.served.received += message.size
-        self.served.events.append(Event(0, worker, step, key, start, end, message.size))
+        self.served.events.append(ServerEvent(0, worker, step, key, start, end, message.size))
         if pushed.missing:
             return
         if self.number == 0:
@@ -535,13 +535,13 @@ class Server:
                     self.shard.let_go(late)
             end = time.perf_counter()
             if self.pace is None or kind is not APPLY:
-                self.served.events.append(Event(kind, row.worker, row.step, row.version, start, end))
+                self.served.events.append(ServerEvent(kind, row.worker, row.step, row.version, start, end))
                 return
             assert self.settings.pacing is not None
             known = self.settings.pacing.updates
             self.pace.work(
                 end - start if known is None else known[self.number],
-                lambda a, b: self.served.events.append(Event(kind, row.worker, row.step, row.version, a, b)),
+                lambda a, b: self.served.events.append(ServerEvent(kind, row.worker, row.step, row.version, a, b)),
             )
 
     def _answer(self, row: Row, number: int) -> None:
@@ -553,7 +553,7 @@ class Server:
         data = self.shard.bytes if step < self.settings.steps else _NOTHING  # (after the last step nothing is needed)
 
         def note(start: float, end: float) -> None:
-            self.served.events.append(Event(ANSWER, worker, step, version, start, end, len(data)))
+            self.served.events.append(ServerEvent(ANSWER, worker, step, version, start, end, len(data)))
 
         def written(flat: Tensor = flat) -> None:  # (the default keeps the tensor alive until then)
             self.served.sent += len(data)

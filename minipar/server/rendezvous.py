@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from minipar.errors import RankError
 from minipar.server.connection import Connection
 from minipar.server.framing import Message, What
-from minipar.server.shard import Key, pieces_of
+from minipar.server.shard import ParameterKey, pieces_of
 
 RETRY = 0.01  # seconds between two tries to connect
 
@@ -31,7 +31,7 @@ class ServerHandle:
     folder: str
     addresses: tuple[str, ...]
     token: bytes
-    keys: tuple[Key, ...]
+    keys: tuple[ParameterKey, ...]
 
     @property
     def closed(self) -> bool:
@@ -43,7 +43,7 @@ class ServerHandle:
 
 
 def open_folder(
-    folder: str, keys: Sequence[Key], servers: int = 1, tcp: bool = False, host: str = "127.0.0.1"
+    folder: str, keys: Sequence[ParameterKey], servers: int = 1, tcp: bool = False, host: str = "127.0.0.1"
 ) -> ServerHandle:
     """Write the handle of new servers to a folder, which is made if needed. They use Unix sockets, or TCP at `host`."""
     if servers < 1:
@@ -68,7 +68,7 @@ def read_handle(folder: str) -> ServerHandle:
             data = json.load(file)
     except OSError as error:
         raise RankError(f"{folder}: no parameter server has its handle there") from error
-    keys = tuple(Key(name, tuple(shape), dtype) for name, shape, dtype in data["keys"])
+    keys = tuple(ParameterKey(name, tuple(shape), dtype) for name, shape, dtype in data["keys"])
     return ServerHandle(folder, tuple(data["addresses"]), bytes.fromhex(data["token"]), keys)
 
 

@@ -45,7 +45,7 @@ from minipar.program.rows import split_rows
 from minipar.program.server_rule import Kind, Mode, Row
 from minipar.server import pushing, rendezvous
 from minipar.server.process import Served, Settings, serve
-from minipar.server.shard import Key, key_of, pieces_of, view
+from minipar.server.shard import ParameterKey, key_of, pieces_of, view
 from minipar.server.steps import Progress, Step, losses_of
 from minipar.strategies import served_order
 from minipar.strategies.served_order import completed
@@ -191,7 +191,7 @@ def pacing_of(costs: EmulatedCosts) -> Pacing:
 
 def _result(
     program: Program,
-    keys: tuple[Key, ...],
+    keys: tuple[ParameterKey, ...],
     steps: dict[tuple[int, int], Step],
     served: list[Served],
     deaths: list[str],
@@ -262,7 +262,7 @@ def _summed(steps: list[Step]) -> dict[str, Tensor]:
     return found
 
 
-def _times(program: Program, taken: list[Step], served: list[Served], keys: tuple[Key, ...]) -> Times:
+def _times(program: Program, taken: list[Step], served: list[Served], keys: tuple[ParameterKey, ...]) -> Times:
     """When instructions ran, as the ranks report it."""
     times: Times = {}
     blocks: list[dict[int, list[Any]]] = [{} for _ in range(program.workers)]
@@ -291,7 +291,7 @@ def _times(program: Program, taken: list[Step], served: list[Served], keys: tupl
     return times
 
 
-def _assembled(keys: tuple[Key, ...], served: list[Served]) -> dict[str, Tensor]:
+def _assembled(keys: tuple[ParameterKey, ...], served: list[Served]) -> dict[str, Tensor]:
     """The parameters at the end, from the servers' pieces."""
     found = {key: torch.empty(torch.Size(key.shape).numel(), dtype=key.type) for key in keys}
     for pieces, one in zip(pieces_of(keys, len(served)), served, strict=True):
@@ -312,7 +312,7 @@ def _trained(job: Job) -> tuple[nn.Module, list[nn.Module], list[list[nn.Paramet
     return model, layers, parameters_of(layers), {id(p): name for name, p in model.named_parameters()}
 
 
-def _keys(job: Job, name: str) -> tuple[tuple[Key, ...], tuple[Form, ...]]:
+def _keys(job: Job, name: str) -> tuple[tuple[ParameterKey, ...], tuple[Form, ...]]:
     """The keys of the parameters, for servers and workers; and the parameters that the optimizer is made of."""
     model, _, groups, names = _trained(job)
     forms = forms_of(model)

@@ -15,15 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from minipar.execution.updating import Elements, Form, Optimizer, Scheduler, Update
-from minipar.execution.updating import Piece as Updated
+from minipar.execution.updating import Elements, Form, Optimizer, Scheduler, Update, Updated
 from minipar.models.tensors import dtype_name, dtype_named
 from minipar.server.connection import Peer
 from minipar.server.framing import bytes_of
 from minipar.strategies.shares import Piece, cut
 
 
-class Key(NamedTuple):
+class ParameterKey(NamedTuple):
     """A parameter as servers and workers name it: any text or number, shape, dtype ("float32")."""
 
     name: str | int
@@ -42,21 +41,21 @@ class Key(NamedTuple):
         return f"{self.dtype} {tuple(self.shape)}"
 
 
-def key_of(name: str | int, tensor: Tensor) -> Key:
-    return Key(name, tuple(tensor.shape), dtype_name(tensor.dtype))
+def key_of(name: str | int, tensor: Tensor) -> ParameterKey:
+    return ParameterKey(name, tuple(tensor.shape), dtype_name(tensor.dtype))
 
 
-def pieces_of(keys: Sequence[Key], servers: int) -> list[list[Piece]]:
+def pieces_of(keys: Sequence[ParameterKey], servers: int) -> list[list[Piece]]:
     """What each server keeps."""
     return cut([key.nbytes for key in keys], servers, [key.type.itemsize for key in keys])
 
 
-def digest(keys: Sequence[Key], servers: int) -> str:
+def digest(keys: Sequence[ParameterKey], servers: int) -> str:
     """A hash of the keys: a worker and a server compare it first, to be sure that they have the same ones."""
     return hashlib.sha256(json.dumps([servers, [list(key) for key in keys]]).encode()).hexdigest()
 
 
-def view(flat: Tensor, key: Key, piece: Piece) -> Tensor:
+def view(flat: Tensor, key: ParameterKey, piece: Piece) -> Tensor:
     """A piece's elements in the memory of a server, in memory order."""
     return flat[piece.place : piece.place + piece.size].view(key.type)
 
@@ -68,7 +67,7 @@ def length(pieces: Sequence[Piece]) -> int:
 class Room:
     """Memory for one gradient, and the pieces in it: made once and used again for the next gradients."""
 
-    def __init__(self, keys: Sequence[Key], pieces: Sequence[Piece], flat: Tensor) -> None:
+    def __init__(self, keys: Sequence[ParameterKey], pieces: Sequence[Piece], flat: Tensor) -> None:
         self.flat = flat
         whole = bytes_of(flat)
         self.bytes = {p.tensor: whole[p.place : p.place + p.size] for p in pieces}
@@ -94,7 +93,7 @@ class Shard:
 
     def __init__(
         self,
-        keys: Sequence[Key],
+        keys: Sequence[ParameterKey],
         pieces: Sequence[Piece],
         values: Sequence[Tensor],
         optimizer: Optimizer,
@@ -261,7 +260,7 @@ class Shard:
         self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
 
 
-def _updated(key: Key, piece: Piece, own: nn.Parameter) -> Updated:
+def _updated(key: ParameterKey, piece: Piece, own: nn.Parameter) -> Updated:
     """A piece as its optimizer knows it."""
     begin, size = piece.start // key.type.itemsize, own.numel()
     return Updated(own, (str(key.name),), (Elements(str(key.name), key.shape, begin, begin + size, 0),), True)

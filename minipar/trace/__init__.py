@@ -243,7 +243,7 @@ class Trace:
         """Per rank the bytes sent in the whole program."""
         return [sum(self.sent(rank, ins) for ins in row) for rank, row in enumerate(self.program.ranks)]
 
-    def bytes_by_link(self, algorithm: str = "backend") -> dict[tuple[int, comm_volume.Target], int]:
+    def bytes_by_link(self, algorithm: str = "backend") -> dict[tuple[int, comm_volume.Receiver], int]:
         """Bytes sent for each (source, target). Of collectives the target is the group where the backend chooses the
         way; or the ranks that an algorithm of `program.collectives` sends to, such as "ring". PlanError for others."""
         return comm_volume.by_link(self.program, self.size, algorithm) if self.unit == "bytes" else {}

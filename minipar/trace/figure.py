@@ -1,4 +1,4 @@
-"""The sheet a picture is drawn on: colours, the figure's measures in inches, and its words (title, facts, legend).
+"""The layout of a picture: colours, the figure's measures in inches, and its words (title, facts, legend).
 
 title                                     measured from the top in inches, so that no text meets another and
 facts, one line a trace                   none is cut, however many ranks there are
@@ -57,7 +57,7 @@ LINES = 8  # memory curves; beyond this one curve shows the highest rank
 Bars = dict[str, "np.ndarray"]  # kind -> rows of (rank, start, end, micro-batch), on the time axis
 
 
-class Sheet:
+class FigureLayout:
     """An empty picture of one trace or two, with its words; `axes` adds a panel.
 
     `bars[t]` are the bars of trace t, without the kinds for which there is no room.

@@ -27,7 +27,7 @@ class Entry(NamedTuple):
     version: int
 
 
-class Order(NamedTuple):
+class RecordedOrder(NamedTuple):
     """What every rank did, in the order in which it did.
 
     layers         of each rank
@@ -49,7 +49,7 @@ class Order(NamedTuple):
         )
 
 
-def order_of(program: Program) -> Order:
+def order_of(program: Program) -> RecordedOrder:
     """The order that a program states; of an execution, `Execution.program` or `Trace.program` as it happened."""
     if not isinstance(program.contract, Staleness) or program.in_flight is not None:
         raise PlanError(
@@ -70,4 +70,4 @@ def order_of(program: Program) -> Order:
                 entries[what, i] = Entry(what, i, max(before, *map(version_of, ins.reads)))
         ranks.append(tuple(entries.values()))
     delays = tuple(delay(program, rank) for rank in range(len(program.ranks)))
-    return Order(tuple(ranks), program.placement, program.microbatches, program.contract.every, delays)
+    return RecordedOrder(tuple(ranks), program.placement, program.microbatches, program.contract.every, delays)

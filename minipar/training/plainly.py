@@ -35,7 +35,7 @@ from minipar.execution.updating import plain_schedule, takes_names
 from minipar.models.losses import Weighted
 from minipar.program.server_rule import Kind, Row
 from minipar.strategies.served_order import completed
-from minipar.trace.recorded_order import Order
+from minipar.trace.recorded_order import RecordedOrder
 from minipar.training import reference
 from minipar.training.reference import Reference
 
@@ -72,7 +72,7 @@ def train_reference(
 
 def replay_order(
     job: Job,
-    order: Order,
+    order: RecordedOrder,
     *,
     keep_gradients: bool = True,
     storing: Storing = NOTHING,

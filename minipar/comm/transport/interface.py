@@ -49,7 +49,7 @@ class Messages(Protocol):
         """Start receiving into a tensor of the sent size and dtype: it is filled when `wait` has returned."""
 
 
-class Reading(Work, Protocol):
+class Receive(Work, Protocol):
     """A receive that reads what comes. `done`: whether its own message has come."""
 
     done: bool
@@ -58,7 +58,7 @@ class Reading(Work, Protocol):
 class Reader(Messages, Protocol):
     """Messages that whoever waits for one reads. So it can look whether one is here, and find another in its place."""
 
-    def receive(self, tensor: Tensor, peer: int, tag: int, unless: int | None = None) -> Reading:
+    def receive(self, tensor: Tensor, peer: int, tag: int, unless: int | None = None) -> Receive:
         """`unless`: the tag of a message that may come in its place: then `wait` returns, and `done` stays False."""
 
     def take(self, tensor: Tensor, peer: int, tag: int) -> bool:

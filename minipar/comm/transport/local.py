@@ -18,7 +18,7 @@ from minipar.comm.transport.interface import Meet, Messages, Reader, Transport
 from minipar.comm.transport.sockets import Sockets
 
 
-class Local(Transport):
+class LocalTransport(Transport):
     """`path`: how the files of its boards begin. `sockets`: for its messages; without them gloo carries these."""
 
     name = "local"

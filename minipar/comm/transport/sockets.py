@@ -85,7 +85,7 @@ class Sockets:
             os.close(memory)
         return connection, ring
 
-    def receive(self, tensor: Tensor, peer: int, tag: int, unless: int | None = None) -> Received:
+    def receive(self, tensor: Tensor, peer: int, tag: int, unless: int | None = None) -> SocketReceive:
         """Receive into a contiguous CPU tensor: filled when `wait` of the result has returned.
 
         unless   the tag of a message that may come in its place: then `wait` returns too, and `done` stays False
@@ -93,7 +93,7 @@ class Sockets:
         link = self.incoming.get(peer)
         if link is None:
             link = self.incoming[peer] = _Incoming(peer)
-        return Received(self, link, tensor, tag, unless)
+        return SocketReceive(self, link, tensor, tag, unless)
 
     def take(self, tensor: Tensor, peer: int, tag: int) -> bool:
         """`receive` and wait, if that message is the next one and here. Never waits for one to come."""
@@ -320,7 +320,7 @@ class _Incoming:
         self.peer = peer
         self.connection: socket.socket | None = None
         self.ring: Stream | None = None
-        self.expected: dict[int, list[Received]] = {}
+        self.expected: dict[int, list[SocketReceive]] = {}
         self.early: dict[int, list[tuple[bytearray, int]]] = {}
         self.header = memoryview(bytearray(_HEADER.size))
 
@@ -353,7 +353,7 @@ class _Incoming:
         self.early.setdefault(tag, []).append((content, code))
 
 
-class Received:
+class SocketReceive:
     """A receive that was posted. Waiting for it reads the connection until it is there."""
 
     def __init__(self, sockets: Sockets, link: _Incoming, tensor: Tensor, tag: int, unless: int | None) -> None:

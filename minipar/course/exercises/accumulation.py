@@ -106,12 +106,12 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def _tracked(work: Callable[[], Any]) -> tuple[Any, int]:
     """What a function gives, and the most bytes that live at once of what it made."""
-    from minipar.execution.memory.storages import Held, Storages
+    from minipar.execution.memory.storages import FollowedStorage, Storages
 
     class Peak(Storages):
         top = 0
 
-        def changed(self, held: Held, delta: int) -> None:
+        def changed(self, held: FollowedStorage, delta: int) -> None:
             self.top = max(self.top, self.live)
 
     with Peak() as followed:

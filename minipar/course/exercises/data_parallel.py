@@ -15,7 +15,7 @@ from minipar.course.exercises.kinds.function import Function
 from minipar.course.exercises.kinds.verdict import Verdict, raised
 from minipar.errors import PlanError
 from minipar.prediction.emulated import EmulatedCosts
-from minipar.prediction.estimate import OnPaper
+from minipar.prediction.estimate import Estimate
 from minipar.prediction.memory_formula import per_rank
 from minipar.prediction.simulator import simulate
 from minipar.program import Group, Instruction, Op, Program, Value
@@ -208,7 +208,7 @@ ROW, LAUNCH = 0.01, 0.01
 STEPS = 8  # in a program of which one step's messages travel during the next
 
 
-def with_launches(plan: Plan | str, model: str, device: DeviceSpec | str, batch: int) -> OnPaper:
+def with_launches(plan: Plan | str, model: str, device: DeviceSpec | str, batch: int) -> Estimate:
     """What a plan without stages would take, as `estimate.predict` tells it, where each micro-batch has a price."""
     plan = Plan.parse(plan)
     if plan.pp > 1:
@@ -220,7 +220,7 @@ def with_launches(plan: Plan | str, model: str, device: DeviceSpec | str, batch:
         return EmulatedCosts(program, spec)
 
     program = plan.compile(models.shape(model), steps=plan.block(STEPS), costs_of=costs_of)
-    return OnPaper(plan, simulate(program, costs_of(program)), per_rank(plan, model, batch))
+    return Estimate(plan, simulate(program, costs_of(program)), per_rank(plan, model, batch))
 
 
 FOUR_DEVICES = Choice(

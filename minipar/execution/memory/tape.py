@@ -19,7 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from minipar.execution import sliced
 from minipar.execution.measuring.profiler import OptimizerFactory
-from minipar.execution.memory.storages import Held, Storages
+from minipar.execution.memory.storages import FollowedStorage, Storages
 from minipar.execution.split_backward import input_half, weight_half
 from minipar.models import randomness
 from minipar.models.parameter_groups import parameters_of
@@ -35,9 +35,9 @@ class _Recorder(Storages):
 
     def __init__(self, device: str) -> None:
         super().__init__(device)
-        self.log: list[tuple[int, Held]] = []
+        self.log: list[tuple[int, FollowedStorage]] = []
 
-    def changed(self, held: Held, delta: int) -> None:
+    def changed(self, held: FollowedStorage, delta: int) -> None:
         self.log.append((delta, held))
 
     def role(self, value: Any, kind: str) -> None:

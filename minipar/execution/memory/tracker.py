@@ -31,7 +31,7 @@ from torch import nn
 
 from minipar.execution.executor import Executor
 from minipar.execution.memory.capacity import out_of_memory
-from minipar.execution.memory.storages import Held, Storages
+from minipar.execution.memory.storages import FollowedStorage, Storages
 from minipar.models.tensors import differentiable, tensors
 from minipar.program import BACKWARDS, Op
 from minipar.trace.memory_series import Series
@@ -56,8 +56,9 @@ class Tracker(Storages):
         self.highest = 0
         self.index, self.layer = -1, -1
         self.series = Series()
-        self._fresh: list[Held] = []  # made by the instruction that runs now
-        self._open: list[tuple[float, int, Held | None, str]] = []  # its changes, whose kinds are not all known yet
+        self._fresh: list[FollowedStorage] = []  # made by the instruction that runs now
+        # Its changes, whose kinds are not all known yet.
+        self._open: list[tuple[float, int, FollowedStorage | None, str]] = []
         self._data = self._batches = 0
         self._hooks: list[Any] = []
         self._layer_of = {id(p): layer for layer, module in self._layers() for p in module.parameters()}
@@ -161,7 +162,7 @@ class Tracker(Storages):
 
     # what the storages tell ------------------------------------------------------------------------------------------
 
-    def changed(self, held: Held, delta: int) -> None:
+    def changed(self, held: FollowedStorage, delta: int) -> None:
         """A storage was allocated, freed, or has another size now."""
         self._open.append((time.perf_counter(), delta, held, held.kind))
         if not held.kind and delta == held.nbytes:

@@ -33,7 +33,7 @@ _ASIDE = re.compile(r"\.minipar-[0-9a-f]{8}")
 _FILE = re.compile(r"part-\d+\.safetensors")
 
 
-class Row(NamedTuple):
+class SavedParameter(NamedTuple):
     """One parameter of a model, as the model itself has it."""
 
     name: str
@@ -51,7 +51,7 @@ class Chunk(NamedTuple):
     checksum: int
 
 
-class Entry(NamedTuple):
+class SavedEntry(NamedTuple):
     """A saved tensor. `number`: it was a plain number."""
 
     shape: tuple[int, ...]
@@ -71,7 +71,7 @@ class Header:
     dtype: str
     plan: str
     optimizer: str
-    model: tuple[Row, ...]
+    model: tuple[SavedParameter, ...]
     schedule: dict[str, Any] | None = None
 
 
@@ -82,9 +82,9 @@ class Saved:
     folder: str
     files: str
     header: Header
-    entries: dict[str, Entry]
+    entries: dict[str, SavedEntry]
 
-    def check_fits(self, model: tuple[Row, ...], optimizer: str) -> None:
+    def check_fits(self, model: tuple[SavedParameter, ...], optimizer: str) -> None:
         """SaveError, naming the first parameter that differs, if this was saved of another model or optimizer."""
         for k in range(max(len(model), len(self.header.model))):
             saved = self.header.model[k] if k < len(self.header.model) else None
@@ -101,7 +101,7 @@ class Saved:
             )
 
 
-def _text(row: Row | None) -> str:
+def _text(row: SavedParameter | None) -> str:
     if row is None:
         return "none"
     shape = "×".join(map(str, row.shape)) or "one number"
@@ -148,7 +148,7 @@ def writing(folder: str) -> Iterator[None]:
         ) from error
 
 
-def write_fragment(path: str, part: int, optimizer: str, entries: dict[str, Entry]) -> None:
+def write_fragment(path: str, part: int, optimizer: str, entries: dict[str, SavedEntry]) -> None:
     """Note what one writer has written to a step folder, and see that it is on the disk."""
     text = json.dumps({"optimizer": optimizer, "entries": entries})
     _write(os.path.join(path, f"part-{part}.json"), text.encode())
@@ -253,11 +253,13 @@ def open_folder(folder: str | os.PathLike[str]) -> Saved:
         raise SaveError(f"{index}: damaged: its checksum is another one; go on from another folder")
     if body["format"] != FORMAT:
         raise SaveError(f"{index}: of format {body['format']}, but this version of minipar reads format {FORMAT}")
-    model = tuple(Row(name, tuple(shape), dtype, trainable) for name, shape, dtype, trainable in body["model"])
+    model = tuple(
+        SavedParameter(name, tuple(shape), dtype, trainable) for name, shape, dtype, trainable in body["model"]
+    )
     entries = {}
     for key, entry in body["tensors"].items():
         chunks = tuple(Chunk(*chunk) for chunk in entry["chunks"])
-        entries[key] = Entry(tuple(entry["shape"]), entry["dtype"], entry["number"], chunks)
+        entries[key] = SavedEntry(tuple(entry["shape"]), entry["dtype"], entry["number"], chunks)
         if not all(_FILE.fullmatch(chunk.file) for chunk in chunks):
             raise SaveError(f"{index}: damaged: {key} lies in a file outside of the folder")
     if not _STEP.fullmatch(body["files"]):

@@ -22,7 +22,7 @@ from minipar.errors import SaveError
 from minipar.execution.executor import Executor
 from minipar.execution.saving.contents import (
     Outline,
-    Piece,
+    SavedSlice,
     collect,
     optimizer_name,
     read_whole,
@@ -53,7 +53,7 @@ class Share:
     """What a rank brought back of its state: pieces, or the reason why not."""
 
     header: Header
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[SavedSlice, ...] = ()
     reason: str = ""
 
 
@@ -126,7 +126,7 @@ class Storing:
         header = replace(header, optimizer=optimizer_name(executor))
         if self.keep == 0:
             return Share(header, reason=f"its state was not kept; {_WAYS}")
-        pieces: list[Piece] = []
+        pieces: list[SavedSlice] = []
         reason = ""
         try:
             header = replace(header, schedule=schedule_of(executor, updates))
@@ -249,7 +249,7 @@ def _export(tensors: Mapping[str, Tensor], path: str | os.PathLike[str]) -> None
         raise
 
 
-def _together(shares: Sequence[Share], what: str) -> tuple[Header, list[Piece]]:
+def _together(shares: Sequence[Share], what: str) -> tuple[Header, list[SavedSlice]]:
     reason = next((share.reason for share in shares if share.reason), "" if shares else f"no state was kept; {_WAYS}")
     if reason:
         raise SaveError(f"{what}: {reason}")

@@ -45,8 +45,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from minipar.errors import SaveError
-from minipar.execution.saving.contents import Piece
-from minipar.execution.saving.folder import Chunk, Entry, Saved, flush, write_fragment
+from minipar.execution.saving.contents import SavedSlice
+from minipar.execution.saving.folder import Chunk, Saved, SavedEntry, flush, write_fragment
 from minipar.models.tensors import dtype_name, dtype_named
 
 PIECE = 16 << 20  # bytes; what is longer is cut, so that whoever wants a part of it reads little more
@@ -57,9 +57,9 @@ Pieces = dict[str, dict[int, Tensor]]  # key -> first element -> elements
 # writing --------------------------------------------------------------------------------------------------------------
 
 
-def write(path: str, part: int, optimizer: str, pieces: Iterable[Piece]) -> None:
+def write(path: str, part: int, optimizer: str, pieces: Iterable[SavedSlice]) -> None:
     """Write some pieces to a step folder, as its part number `part`. OSError and SafetensorError as they come."""
-    forms: dict[str, Piece] = {}
+    forms: dict[str, SavedSlice] = {}
     lines: Pieces = {}
     for piece in pieces:
         forms[piece.key] = piece
@@ -78,7 +78,7 @@ def write(path: str, part: int, optimizer: str, pieces: Iterable[Piece]) -> None
 class SlicesSavePlanner(DefaultSavePlanner):
     """Plans the saving of `Pieces`; `forms` has a piece of each key, for its shape."""
 
-    def __init__(self, forms: dict[str, Piece]) -> None:
+    def __init__(self, forms: dict[str, SavedSlice]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.forms = forms
 
@@ -102,7 +102,7 @@ class SlicesSavePlanner(DefaultSavePlanner):
 class FolderWriter(StorageWriter):
     """Writes one safetensors file, and beside it in JSON what it holds."""
 
-    def __init__(self, path: str, part: int, optimizer: str, forms: dict[str, Piece]) -> None:
+    def __init__(self, path: str, part: int, optimizer: str, forms: dict[str, SavedSlice]) -> None:
         super().__init__()
         self.path, self.part, self.optimizer, self.forms = path, part, optimizer, forms
 
@@ -149,7 +149,7 @@ class FolderWriter(StorageWriter):
         for result in (result for of_one in results for result in of_one):
             chunks[result.index.fqn].append(result.storage_data)
         entries = {
-            key: Entry(form.shape, dtype_name(form.values.dtype), form.number, tuple(chunks[key]))
+            key: SavedEntry(form.shape, dtype_name(form.values.dtype), form.number, tuple(chunks[key]))
             for key, form in self.forms.items()
         }
         write_fragment(self.path, self.part, self.optimizer, entries)

@@ -39,9 +39,9 @@ class Choice:
     time: float | None = None
     memory: int | None = None
     precision: str = "float32"
-    by: Callable[[Plan | str, str, DeviceSpec | str, int], estimate.OnPaper] = estimate.predict
+    by: Callable[[Plan | str, str, DeviceSpec | str, int], estimate.Estimate] = estimate.predict
 
-    def predict(self, plan: Plan | str) -> estimate.OnPaper:
+    def predict(self, plan: Plan | str) -> estimate.Estimate:
         return self.by(plan, self.model, self.device, self.batch)
 
     def judge(self, answer: Any) -> Verdict:
@@ -69,7 +69,7 @@ class Choice:
             return Verdict(False, f"`{answer}` cannot be", error.reason)
         return self._judge(found)
 
-    def _judge(self, found: estimate.OnPaper) -> Verdict:
+    def _judge(self, found: estimate.Estimate) -> Verdict:
         most = self.memory if self.memory is not None else DeviceSpec.parse(self.device).memory
         rank = max(range(len(found.ranks)), key=found.memory.__getitem__)
         held, seconds, name = found.memory[rank], found.time, f"`{found.plan}`"
@@ -110,7 +110,7 @@ def _smaller(plan: Plan, rank: RankMemory, excess: int) -> str:
     return f"{_size(excess)} too much of: {parts}. {sizes[0]}: {words[sizes[0]]}"
 
 
-def _faster(found: estimate.OnPaper) -> str:
+def _faster(found: estimate.Estimate) -> str:
     """What the time of a step is lost to: uneven ranks, waiting, or work that is done twice."""
     trace, steps = found.trace, found.trace.program.steps
     busy = [seconds / steps for seconds in trace.busy]
