@@ -27,7 +27,7 @@ _LOST_PEER = re.compile(r"gloo|nccl|by peer|connectfullmesh|socket|store->|timed
 
 
 @dataclass(frozen=True)
-class Segment:
+class ChainedException:
     """One exception of a chain: how it is linked to the one before, its frames, and its own last lines."""
 
     link: str
@@ -41,7 +41,7 @@ class Remote:
 
     name: str
     message: str
-    segments: tuple[Segment, ...]
+    segments: tuple[ChainedException, ...]
     pickled: bytes | None
     lost_peer: bool
 
@@ -88,9 +88,9 @@ def _lost_peer(error: BaseException) -> bool:
     return isinstance(error, ConnectionError)
 
 
-def _segments(error: BaseException, hide: str) -> list[Segment]:
+def _segments(error: BaseException, hide: str) -> list[ChainedException]:
     """The chain of an exception, the oldest first."""
-    segments: list[Segment] = []
+    segments: list[ChainedException] = []
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -99,7 +99,7 @@ def _segments(error: BaseException, hide: str) -> list[Segment]:
         if older is None and not current.__suppress_context__:
             older, link = current.__context__, _CONTEXT
         text = "".join(traceback.format_exception_only(type(current), current))
-        segments.append(Segment("" if older is None else link, _frames(current.__traceback__, hide), text))
+        segments.append(ChainedException("" if older is None else link, _frames(current.__traceback__, hide), text))
         current = older
     return segments[::-1]
 

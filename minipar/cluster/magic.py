@@ -117,7 +117,7 @@ class Ranks:
             cluster.run(_make_comm, self._communicator)  # which takes all ranks
         with tempfile.TemporaryDirectory(prefix="cell-", dir=launch.scratch_folder()) as folder:
             communicator = self._communicator if self._communicates else None
-            task = Task(cell, line, name, folder, communicator, bool(request.out))
+            task = CellTask(cell, line, name, folder, communicator, bool(request.out))
             try:
                 answers = cluster.run_on(request.ranks, run_cell, task)
             finally:
@@ -245,7 +245,7 @@ def _remember_source(name: str, text: str) -> None:
 
 
 @dataclass(frozen=True)
-class Task:
+class CellTask:
     """What a rank gets to run. It prints into `folder`; its last value is sent back if `wanted`."""
 
     cell: str
@@ -256,7 +256,7 @@ class Task:
     wanted: bool
 
 
-def run_cell(task: Task) -> tuple[str, bytes]:
+def run_cell(task: CellTask) -> tuple[str, bytes]:
     """Run the cell in this rank's `__main__`. The text of its last value ("" for None); the value, pickled, if wanted.
 
     RankError when it is wanted and cannot be pickled.

@@ -101,7 +101,7 @@ class Compute:
         """Compute for this program from now on, on the same layers."""
         row = program.ranks[self.rank]
         self.program, self.pieces = program, pieces_of(program, self.rank)
-        self.carrying = SequenceState(program)
+        self.sequence = SequenceState(program)
         self.again = will_run_again(program, self.rank)
         # A forward whose backward is split must know of the hooks on tensors.
         self.noting = noting_hooks if any(ins.op is Op.BACKWARD_INPUT for ins in row) else nullcontext
@@ -124,8 +124,8 @@ class Compute:
         away      layers and micro-batches of which what autograd keeps is copied away
         ends      some recomputation ends with this layer
         """
-        module, sizes, sliced = self.layers[layer], self.sizes, self.carrying.count > 1
-        run = on_slices(self.carrying, layer, module, sizes) if sliced else layer_calls.plain(module)
+        module, sizes, sliced = self.layers[layer], self.sizes, self.sequence.count > 1
+        run = on_slices(self.sequence, layer, module, sizes) if sliced else layer_calls.plain(module)
         if passing:
             run = layer_calls.apart_from_parameters(run, module)
         if layer == self.program.layers - 1:
@@ -171,7 +171,7 @@ class Compute:
         rows = part.rows[ins.microbatch]
         here = range(rows.start - part.start, rows.stop - part.start)
         value = self._input(ins, part.x, here, live)
-        start = self.carrying.start(ins, value)
+        start = self.sequence.start(ins, value)
         trained = {saved.index for saved in ins.writes if saved.kind == "saved"}
         step, count = self.rows.base + ins.step, self.rows.count(ins)
         for piece in self.pieces[ins.layers, ins.microbatch]:
@@ -204,13 +204,13 @@ class Compute:
         def placed(tensor: Tensor) -> Tensor:
             return tensor.to(device, torch.bfloat16 if narrow and tensor.is_floating_point() else tensor.dtype)
 
-        return map_tensors(self.carrying.cut(take_rows(x, rows), ins), placed)
+        return map_tensors(self.sequence.cut(take_rows(x, rows), ins), placed)
 
     def _target(self, ins: Instruction, part: BatchPart, rows: range) -> Target:
         """What the output of the last layer is compared with."""
         device = self.place_of(self.program.layers - 1)
         y = map_tensors(take_rows(part.y, rows), lambda t: t.to(device))
-        return self.loss.target(y, self.carrying.cut(y, ins), self.carrying.share(y, ins), part.weight)
+        return self.loss.target(y, self.sequence.cut(y, ins), self.sequence.share(y, ins), part.weight)
 
     def _run_piece(self, given: Any, call: Call) -> Made:
         """Layers of one piece of the graph, one after the other."""
@@ -248,11 +248,11 @@ class Compute:
         for piece in reversed(self.pieces[ins.layers, i]):
             given, edges = self.graphs.pop((piece[-1], i, step))
             ends, grads = _reached(edges, received)
-            self.carrying.arriving(piece, ins, live, ends, grads)
+            self.sequence.arriving(piece, ins, live, ends, grads)
             if ends:
                 autograd_entry.backward(ends, grads, alone=autograd_entry.hooked(self._parameters(piece)))
             received = [t.grad for t in differentiable(given)]
-            self.carrying.hand_back(piece, ins, live)
+            self.sequence.hand_back(piece, ins, live)
         self._forget(ins)
         self._hand_back(ins, given, received, live)
 

@@ -167,7 +167,7 @@ class Executor:
         comm.prepare({ins.group for ins in self.instructions if ins.group})
         self.device = EmulatedDevice(delays) if delays is not None else None
         self.links = Links(program, comm, self.compute.rows.count, delays is not None and delays.links)
-        self.deciding = DynamicSchedule(program, comm.rank, self.links) if program.in_flight is not None else None
+        self.dynamic = DynamicSchedule(program, comm.rank, self.links) if program.in_flight is not None else None
         self.lines = _lines(self.instructions)
 
     def run(
@@ -205,7 +205,7 @@ class Executor:
         note, lines = notes.note, self.lines
         # Local names: a member of an Enum is slow to look up, many times for each instruction.
         FORWARD, RECOMPUTE, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, SEND, RECV, STEP = _WALKED
-        for index, ins in enumerate(instructions) if self.deciding is None else self.deciding.walk():
+        for index, ins in enumerate(instructions) if self.dynamic is None else self.dynamic.walk():
             op = ins.op
             line = lines[index]
             note(line.label)
@@ -279,16 +279,16 @@ class Executor:
             tell(self._order(size - 1), last=True)
         overruns = [] if device is None else device.overruns
         losses = [float(loss) for loss in compute.losses]
-        if self.deciding is None:
+        if self.dynamic is None:
             return PassRecord(losses, starts, ends, self.gradients, overruns)
-        walked = self.deciding.executed
+        walked = self.dynamic.executed
         late = [k for k, index in enumerate(walked) if index in overruns]
         starts, ends = ([times[index] for index in walked] for times in (starts, ends))
-        return PassRecord(losses, starts, ends, self.gradients, late, self.deciding.order)
+        return PassRecord(losses, starts, ends, self.gradients, late, self.dynamic.order)
 
     def _order(self, index: int) -> Sequence[int]:
         """The instructions walked so far, the last of them `index`."""
-        return range(index + 1) if self.deciding is None else self.deciding.executed
+        return range(index + 1) if self.dynamic is None else self.dynamic.executed
 
     # waiting ---------------------------------------------------------------------------------------------------------
 

@@ -73,22 +73,22 @@ class SequenceState:
                 live[grad_carry(layer, ins.microbatch - 1, ins.step)] = found
 
 
-def on_slices(carrying: SequenceState, layer: int, module: nn.Module, sizes: Sizes) -> LayerCall:
+def on_slices(state: SequenceState, layer: int, module: nn.Module, sizes: Sizes) -> LayerCall:
     """The call of a layer on a slice: it takes what the slice before carried on, and carries on to the next one."""
-    carries = layer in carrying.carries
+    carries = layer in state.carries
 
     def run(x: Any, call: Call) -> Made:
         ins, live = call.ins, call.live
         i, step, given = ins.microbatch, ins.step, None
-        if carries and i % carrying.count:
+        if carries and i % state.count:
             before = live[carry(layer, i - 1, step)]
-            given = detach(before, requires_grad=torch.is_grad_enabled() and layer >= carrying.first)
+            given = detach(before, requires_grad=torch.is_grad_enabled() and layer >= state.first)
         output, after = module(x, call.start, given)
-        more = carries and (i + 1) % carrying.count > 0
+        more = carries and (i + 1) % state.count > 0
         if carries and torch.is_grad_enabled():
             ends = differentiable(after) if more else []
             edges = [(k, get_gradient_edge(t)) for k, t in enumerate(ends) if t.requires_grad]
-            carrying.flows[layer, i, step] = _Flow(given, edges)
+            state.flows[layer, i, step] = _Flow(given, edges)
         handed_on = after if more and ins.op is Op.FORWARD else None
         if more and ins.op is Op.FORWARD:
             live[carry(layer, i, step)] = detach(handed_on)
