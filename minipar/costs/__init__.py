@@ -1,15 +1,15 @@
 """Numbers: what a model, a device and a link cost. No torch here; `execution/measuring` measures with it.
 
-    protocol.py       what a simulation asks of costs; unit.py answers with times given by hand
+    protocol.py       the costs that a simulation needs; unit.py has costs from times given by hand
     device.py         what one device can do, and devices by name
     measured.py       what a profile measured of a model's layers; rates.py what a calibration measured of a cluster
     alpha_beta.py     messages by latency and bandwidth
     analytic.py       operations and bytes of a model by name or numbers, also divided by tp and ep
-    partition.py      chains of layers cut into stages, exactly
+    partition.py      the best way to cut a chain of layers into stages, exactly
     slicing.py        lengths of a sequence's slices
     recomputation.py, reversal.py   which layers to recompute: every K, sqrt, a budget
 
-A profile times layers in the order of a step, in runs that keep at most 64 MiB, so that caches are as in a step.
-Each layer runs alone, on a copy, with its real inputs. With one CPU thread, times are that thread's own work, so that
-other programs disturb them little. Published models are numbers only.
+A profile times layers in the order of a step, in runs that keep at most 64 MiB, so that caches are as in a step. Each
+layer runs alone, on a copy, with its real inputs. With one CPU thread, times are the CPU time of that thread, so other
+programs disturb them little. Of published models only numbers are known.
 """

@@ -1,7 +1,8 @@
 """Costs of a collective's program by the alpha-beta model: `simulate(program, AlphaBeta(program, alpha, beta, gamma))`.
 
-alpha is the latency of a message in seconds, beta seconds for each of its bytes, gamma seconds for adding a byte. The
-overhead of a message keeps its rank from sending the next one, as its bytes do; latencies of several messages overlap.
+alpha is the latency of a message in seconds, beta the seconds for each of its bytes, gamma the seconds for adding a
+byte. During a message's overhead, and while its bytes are sent, its rank cannot send the next message. Latencies of
+several messages overlap.
 """
 
 from __future__ import annotations
@@ -14,8 +15,12 @@ from minipar.program import Instruction, Program, Value
 
 @dataclass(frozen=True)
 class AlphaBeta:
-    """`far`: alpha and beta of messages between ranks of different nodes, where there are several `nodes` (groups of
-    neighbours); default the same as inside. PlanError for negative numbers."""
+    """alpha, beta, gamma and overhead in seconds, as the module says.
+
+    nodes   number of nodes; neighbouring ranks are on the same node
+    far     alpha and beta of messages between different nodes; default the same as inside a node
+    Errors: PlanError for negative numbers.
+    """
 
     program: Program
     alpha: float
@@ -42,7 +47,7 @@ class AlphaBeta:
         return self.overhead + beta * sum(self.size(rank, value) for value in ins.reads), alpha
 
     def collective(self, ins: Instruction) -> float:
-        """A collective's program has none inside."""
+        """0: a collective's program contains no collectives."""
         return 0.0
 
     def size(self, rank: int, value: Value) -> int:

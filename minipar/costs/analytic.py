@@ -1,32 +1,32 @@
-"""Bytes and operations of a model's layers from formulas: nothing is built, nothing is run. No torch here.
+"""Bytes and operations of a model's layers from formulas, without building or running the model. No torch here.
 
     layer_costs("gpt3-175b", rows=1)                            a model by name, of `minipar.models.table`
     layer_costs(GPT(layers=48, width=12288), rows=1)            a model by its numbers
 
 A transformer block of width h, a heads, s tokens a row, b rows keeps for its backward, in 16-bit numbers,
 
-    s b h (34 + 5 a s / h)    everything, its input included
+    s b h (34 + 5 a s / h)    everything, including its input
     s b h  34                 without the attention core, which is computed again ("selective")
     s b h   2                 only its input ("full" recomputation)
 
-With e bytes a number this is s b h (16 e + 2) for all but the core, where 2 are the masks of dropout, one byte each,
-and s b h (2 e + 1) a s / h for the core: softmax, its mask, and what that leaves.
+With e bytes a number these are s b h (16 e + 2) for all but the core, where 2 is for the masks of dropout, one byte
+each; and s b h (2 e + 1) a s / h for the core: softmax, its mask, and the masked result.
 
 Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, section 4.
-These count a block as the paper's authors ran it. minipar's own layers differ, which `fused=True` takes into account:
-attention is one kernel that keeps no s x s matrix but a number per row of it, masks are as wide as the numbers they
-mask, norms keep two numbers a token, and the loss keeps probabilities beside the logits. Then every byte is counted.
+These formulas count a block as the paper's authors ran it. minipar's own layers differ, and `fused=True` counts every
+byte of them. Attention is one kernel that keeps no s x s matrix, but one number for each row of it. Masks are as wide
+as the numbers that they mask. Norms keep two numbers a token. The loss keeps probabilities in addition to the logits.
 
-A model may also be divided: `tp`, `ep` and `experts` of a `Division` say what one of the ranks that share a
-transformer's blocks holds and keeps.
+Several ranks may also share a transformer's blocks. `tp`, `ep` and `experts` of a `Division` say what one of these
+ranks holds and saves.
 
-    tp = 2     every matrix is cut in two: heads, hidden numbers, words of the vocabulary. Norms and the biases behind
-               the second matrices are whole on both ranks; so is what norms keep, unless `sequence` divides that, too
+    tp = 2     every matrix is cut in two: by heads, hidden numbers, or words of the vocabulary. Norms, and the biases
+               after second matrices, are whole on both ranks. So is what norms save, unless `sequence` divides it, too
     ep = 4     each block has `experts` MLPs instead of one, shared out over 4 data-parallel ranks; every token goes to
-               `top` of them. What they are trained by is summed over dp / ep ranks only
+               `top` of them. Gradients of experts are summed over only dp / ep ranks
 
 Sources: Shoeybi et al., "Megatron-LM", 2019; Korthikanti et al. 2022, section 4 (`sequence`); Lepikhin et al.,
-"GShard", 2020, and Fedus et al., "Switch Transformers", 2021 (experts). Experts are taken to be equally busy.
+"GShard", 2020, and Fedus et al., "Switch Transformers", 2021 (experts). All experts are assumed to be equally busy.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from minipar.models import table
 from minipar.models.table import GPT, MLP, Branchy, Preset, check_gpt, convolutions
 from minipar.program import Group
 
-FLOAT, INTEGER = 4, 8  # bytes: of statistics, and of logits in the paper; of positions
+FLOAT, INTEGER = 4, 8  # bytes: FLOAT of statistics, and of logits in the paper; INTEGER of positions
 
 
 # division -------------------------------------------------------------------------------------------------------------
@@ -49,13 +49,13 @@ FLOAT, INTEGER = 4, 8  # bytes: of statistics, and of logits in the paper; of po
 
 @dataclass(frozen=True)
 class Division:
-    """How the blocks of a transformer are shared out. The default: they are not.
+    """How ranks share the blocks of a transformer. By default they do not.
 
-    tp        tensor-parallel ranks
-    sequence  whether these divide norms, dropout and the inputs of blocks by tokens
-    experts   MLPs of each block; 0: one, for all tokens
-    top       experts that a token goes to
-    ep        data-parallel ranks that share out the experts
+    tp        number of tensor-parallel ranks
+    sequence  whether these ranks divide norms, dropout and the inputs of blocks by tokens
+    experts   number of expert MLPs of each block; 0: one MLP for all tokens
+    top       number of experts that a token goes to
+    ep        number of data-parallel ranks that share out the experts
     """
 
     tp: int = 1
@@ -65,7 +65,7 @@ class Division:
     ep: int = 1
 
     def check(self, model: Preset, dp: int) -> None:
-        """Refuse what cannot be, for a model on `dp` data-parallel ranks."""
+        """Refuse a division that is impossible for a model on `dp` data-parallel ranks. Errors: PlanError."""
         for key in ("tp", "top", "ep"):
             if getattr(self, key) < 1:
                 raise PlanError(f"{key}={getattr(self, key)}: must be a whole number of at least 1")
@@ -97,12 +97,12 @@ WHOLE = Division()
 
 
 def block_parameters(gpt: GPT) -> int:
-    """Numbers in one transformer block: 12 h^2 of matrices, 13 h of biases and norms."""
+    """Number of parameters in one transformer block: 12 h^2 in matrices, 13 h in biases and norms."""
     return 12 * gpt.width**2 + 13 * gpt.width
 
 
 def parameters(model: Preset) -> int:
-    """Numbers in the whole model."""
+    """Number of parameters in the whole model."""
     if isinstance(model, MLP):
         return sum(a * b + b for a, b in pairwise(model.widths))
     if isinstance(model, Branchy):
@@ -112,14 +112,14 @@ def parameters(model: Preset) -> int:
 
 
 def groups(gpt: GPT, division: Division) -> tuple[tuple[Group, ...], int]:
-    """Parameter groups of one rank's part, in numbers, and how many of them (the last ones) are experts."""
+    """Parameter groups of one rank's part, with sizes in numbers, and how many of them (the last ones) are experts."""
     check_gpt(gpt)
     h, t, last = gpt.width, division.tp, gpt.layers + 1
 
-    def first(inputs: int, outputs: int) -> tuple[int, int]:  # cut by outputs, with its bias
+    def first(inputs: int, outputs: int) -> tuple[int, int]:  # cut by outputs, as is its bias
         return inputs * _part(outputs, t), _part(outputs, t)
 
-    def second(inputs: int, outputs: int) -> tuple[int, int]:  # cut by inputs; its bias is added once, to the sum
+    def second(inputs: int, outputs: int) -> tuple[int, int]:  # cut by inputs; its whole bias is added once
         return _part(inputs, t) * outputs, outputs
 
     norm, mlp = (h, h), (*first(h, 4 * h), *second(4 * h, h))
@@ -145,18 +145,19 @@ def block_bytes(
 ) -> float:
     """Bytes that one block keeps for one micro-batch on each of `tp` tensor-parallel ranks (the paper's table 2).
 
-    element             bytes a number
-    selective           the attention core is computed again
-    sequence_parallel   norms, dropout and inputs are divided too: everything is
+    element             bytes of a number
+    selective           whether the attention core is computed again
+    sequence_parallel   whether norms, dropout and inputs are divided, too, so that everything is divided
     """
     size = gpt.context * rows * gpt.width
-    alone = 4 * element + 2  # inputs of the norms and of the first matrix behind each; the masks behind both halves
+    alone = 4 * element + 2  # inputs of the norms and of the first matrix after each; masks after both halves
     core = 0 if selective else core_bytes(gpt, rows, element)
     return size * (alone / (tp if sequence_parallel else 1) + 12 * element / tp) + core / tp
 
 
 def core_bytes(gpt: GPT, rows: int, element: int = 2) -> int:
-    """Bytes that the attention core keeps besides queries, keys and values: matrices of a x s x s for every row."""
+    """Bytes that the attention core keeps in addition to queries, keys and values: matrices of a x s x s for every
+    row."""
     return (2 * element + 1) * gpt.heads * gpt.context**2 * rows
 
 
@@ -166,7 +167,7 @@ def input_bytes(gpt: GPT, rows: int, element: int = 2) -> int:
 
 
 def interleaved(stages: int, chunks: int) -> float:
-    """How many times the activations of an ordinary 1F1B the first stage of an interleaved one holds."""
+    """The activations of the first stage in interleaved 1F1B, divided by those in ordinary 1F1B."""
     return 1 + (stages - 1) / (stages * chunks) if chunks > 1 else 1.0
 
 
@@ -183,10 +184,10 @@ def layer_costs(
     """Every layer of a model for a micro-batch of `rows` rows; times are operations (divide them by FLOP/s).
 
     model        numbers, or a name
-    fused        as minipar's own layers keep what they keep; otherwise as in the papers, the default for the name of a
-                 published model
-    selective    blocks without what their attention core keeps
-    division     of what one tensor-parallel rank keeps; with experts, of the tokens that its own ones get
+    fused        True: bytes that minipar's own layers save; False: bytes of the papers. Default: False for the name of
+                 a published model, otherwise True
+    selective    blocks without what their attention core saves
+    division     the costs are those of one rank of this division; its own experts get their share of the tokens
     overrides    numbers that replace the model's
 
     Errors: `PlanError` for an unknown name or number.
@@ -202,7 +203,7 @@ def layer_costs(
     if isinstance(model, Branchy):
         return _branchy(model, rows, element)
     size, tokens = model.context * rows * model.width, model.context * rows
-    masks = bool(model.dropout) * (element if fused else 1) * size  # of one dropout
+    masks = bool(model.dropout) * (element if fused else 1) * size  # mask of one dropout
     statistics = 4 * FLOAT * tokens * fused
     if fused:
         core = 0 if selective else FLOAT * model.heads * tokens
@@ -216,14 +217,14 @@ def layer_costs(
     def cut(number: int) -> int:
         return -(-number // division.tp)
 
-    def alone(number: int) -> int:  # what all tensor-parallel ranks have, unless they divide the tokens
+    def alone(number: int) -> int:  # tensor-parallel ranks all have this, unless they divide the tokens
         return cut(number) if division.sequence else number
 
-    # inputs of the first matrices and of the second norm; queries, keys, values and what attention gives; the MLP
+    # inputs of the first matrices and of the second norm; queries, keys, values and the output of attention; the MLP
     block = alone(3 * element * size + 2 * masks + statistics) + cut(4 * element * size + core)
     mlps = division.top if division.experts else 1
     block += cut(8 * element * size * mlps)
-    if division.experts:  # what was sent to the experts is a copy; and the router's probabilities
+    if division.experts:  # copies of what was sent to the experts, and the router's probabilities
         block += alone(element * size * mlps + FLOAT * tokens * division.experts)
     output = (*(alone(element * size),) * (model.layers + 1), cut(logits))
     saved = (alone(embed), *(block,) * model.layers, alone(element * size + loss) + cut(logits) * fused)
@@ -233,7 +234,7 @@ def layer_costs(
 
 
 def _mlp(mlp: MLP, rows: int, element: int) -> LayerCosts:
-    # Linear and GELU keep what is between them; the last layer has no GELU, and the loss keeps probabilities.
+    # A layer saves what is between its Linear and its GELU. The last layer has no GELU; the loss saves probabilities.
     output = tuple(element * rows * width for width in mlp.widths[1:])
     forward = tuple(2.0 * rows * a * b for a, b in pairwise(mlp.widths))
     saved = (*output[:-1], output[-1] + FLOAT)
@@ -241,8 +242,8 @@ def _mlp(mlp: MLP, rows: int, element: int) -> LayerCosts:
 
 
 def _branchy(model: Branchy, rows: int, element: int) -> LayerCosts:
-    # A ReLU keeps its output alone. The pooling layer keeps the mean that its convolution is given, the head that of
-    # the image.
+    # A ReLU saves only its output. The pooling layer saves the mean that is its convolution's input; the head saves the
+    # mean over the image.
     image = model.inputs
     table = convolutions(model)
     pools = range(6, 7 * model.blocks, 7)
@@ -264,7 +265,7 @@ def block_flops(gpt: GPT, rows: int) -> int:
 
 
 def core_flops(gpt: GPT, rows: int) -> int:
-    """Operations of the attention core's forward, which selective recomputation adds to each block."""
+    """Operations of the attention core's forward. Selective recomputation adds these to each block."""
     return 4 * rows * gpt.context**2 * gpt.width
 
 
@@ -276,6 +277,6 @@ def head_flops(gpt: GPT, rows: int) -> int:
 def step_flops(gpt: GPT, batch: int, again: float = 0.0) -> float:
     """Operations of a training step over `batch` rows; a backward costs two forwards.
 
-    again   forwards of the blocks that recomputation adds: 1 for full, core_flops / block_flops for selective
+    again   how many forwards of the blocks recomputation adds: 1 for full, core_flops / block_flops for selective
     """
     return (3 + again) * gpt.layers * block_flops(gpt, batch) + 3 * head_flops(gpt, batch)

@@ -1,10 +1,11 @@
-"""What a device and the links between devices can do: to emulate one, to bound its memory, to cost a plan on paper.
+"""What a device and the links between devices can do: to emulate one, to limit its memory, or to estimate a plan's
+cost.
 
     DeviceSpec(flops="1TFLOP/s", bandwidth="1GB/s", latency="50us", memory="64MiB")     by rates
     DeviceSpec(costs={"forward": 0.020, "backward": 0.040})                             by times, as in UnitCosts
     DeviceSpec.parse("pcie"), DeviceSpec.parse("forward=20ms backward=40ms latency=1ms")
 
-Rates that are not given are those of the machine itself.
+Rates that are not given are those of this machine.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ class DeviceSpec:
     flops           floating-point operations a second
     memory          bytes it can hold
     bandwidth       bytes a second of every link between two devices, and of the collectives over them
-    latency         seconds that a message needs, however short
+    latency         seconds that every message takes in addition to its bytes
     host_bandwidth  bytes a second between the device and its host
     disk_bandwidth  bytes a second between the host and its disk
     costs           times instead of rates: keywords of `UnitCosts` (seconds of one micro-batch on one rank's whole
                     share), or a function from a program to its `Costs`
-    name            what pictures call it
+    name            its name in pictures
 
-    Numbers may be written with units: "64MiB", "1GB/s", "20ms". Errors: PlanError for what cannot be read, is
-    negative or zero.
+    Numbers may be written with units: "64MiB", "1GB/s", "20ms". Errors: PlanError for a number that cannot be read, or
+    is negative or zero.
     """
 
     flops: float | None = None
@@ -68,7 +69,7 @@ class DeviceSpec:
                 raise PlanError("costs: times per instruction and flops exclude each other; give one of them")
 
     def __str__(self) -> str:
-        """Its name, or what it was given."""
+        """Its name, or the numbers that it was made from."""
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("costs", "name")}
         times = dict(self.costs) if isinstance(self.costs, Mapping) else {"costs": self.costs}
         words = [f"{k}={_written(k, v)}" for k, v in {**times, **given}.items() if v]
@@ -76,18 +77,20 @@ class DeviceSpec:
 
     @property
     def emulates(self) -> bool:
-        """Whether it has a speed of its own: times, or rates of computing or of links."""
+        """Whether it gives times, or rates of computing or of links, that differ from this machine's."""
         rates = (self.flops, self.bandwidth, self.latency, self.host_bandwidth, self.disk_bandwidth, self.costs)
         return any(x is not None for x in rates)
 
     def copy_bandwidth(self, ins: Instruction) -> float | None:
-        """Bytes a second of an OFFLOAD or FETCH; None: what the machine itself gives."""
+        """Bytes a second of an OFFLOAD or FETCH; None: as fast as on this machine."""
         to_disk = any(tier(value) == "disk" for value in (ins.reads[0], ins.writes[0]))
         return self.disk_bandwidth if to_disk else self.host_bandwidth
 
     @staticmethod
     def parse(text: str | DeviceSpec) -> DeviceSpec:
-        """A preset's name (of PRESETS or HARDWARE), and `key=value` words with units, which change it."""
+        """The spec that `text` names: a preset's name (from PRESETS or HARDWARE), and `key=value` words that change it.
+
+        Errors: PlanError for an unknown word."""
         if isinstance(text, DeviceSpec):
             return text
         presets = {**PRESETS, **HARDWARE}
@@ -112,7 +115,7 @@ class DeviceSpec:
 
 
 def _written(key: str, number: Any) -> str:
-    """A number with its unit, as one would give it: "20ms", "1GB/s", "64MiB"."""
+    """A number as text with its unit: "20ms", "1GB/s", "64MiB"."""
     if not isinstance(number, (int, float)):
         return str(number)
     if key == "latency" or key in _TIMES:
@@ -127,7 +130,8 @@ def _written(key: str, number: Any) -> str:
 
 
 def quantity(key: str, given: Any, zero: bool = False) -> float:
-    """A number of seconds, bytes or operations a second, which may be text with a unit: "20ms", "64MiB", "1GB/s"."""
+    """A number of seconds, bytes or operations a second, from a number or text with a unit: "20ms", "64MiB",
+    "1GB/s"."""
     number = None
     if isinstance(given, str):
         found = re.fullmatch(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)(?:/s)?\s*", given)
@@ -143,30 +147,29 @@ def quantity(key: str, given: Any, zero: bool = False) -> float:
     return number
 
 
-# Rounded, of the order of what such links give in practice; edit them with dataclasses.replace.
+# Rounded numbers, of the order that such links reach in practice. Change them with dataclasses.replace.
 PRESETS: dict[str, DeviceSpec] = {
     "laptop-link": DeviceSpec(bandwidth=100e6, latency=1e-3, name="laptop-link"),  # gigabit network between laptops
     "pcie": DeviceSpec(bandwidth=12e9, latency=20e-6, host_bandwidth=12e9, name="pcie"),
     "nvlink-like": DeviceSpec(bandwidth=200e9, latency=5e-6, host_bandwidth=25e9, name="nvlink-like"),
 }
 
-# Accelerators as their vendors' data sheets describe them: what a plan fits on, and what it could cost there.
+# Accelerators, from their vendors' data sheets: on which ones a plan fits, and how long it would take there.
 #
 #     spec = hardware("h100")
 #     mine = dataclasses.replace(spec, memory="60GB", name="mine")
-#
 # flops            peak of dense matrix products in bfloat16 with float32 sums (V100: float16; the laptop: float32).
 #                  Real training reaches a third to a half of it
-# memory           as sold, in units of 10^9 bytes; devices report a little more, the driver needs a little
-# bandwidth        one direction of all links of one device inside a machine (data sheets print the sum of both)
-# latency          an estimate, as are the disk's speed and everything about the laptop: no data sheet states them
+# memory           as sold, in units of 10^9 bytes; devices report a little more, and the driver needs a little
+# bandwidth        one direction of all links of one device inside a machine (data sheets give the sum of both)
+# latency          an estimate; so are the disk's speed and all numbers of the laptop, which no data sheet gives
 # host_bandwidth   one direction of PCIe, x16
 _T, _G = 1e12, 1e9
 
 HARDWARE: dict[str, DeviceSpec] = {
     spec.name: spec
     for spec in (
-        # 8 cores; its "links" are a gigabit network to other laptops, its device is its own memory
+        # 8 cores; its links are a gigabit network to other laptops, and its CPU is the device
         DeviceSpec(0.5 * _T, 16 * 10**9, 0.1 * _G, 1e-3, 20 * _G, 2 * _G, name="laptop"),
         # SXM2; NVLink 2, 300 GB/s; PCIe 3
         DeviceSpec(125 * _T, 32 * 10**9, 150 * _G, 5e-6, 16 * _G, 3 * _G, name="v100"),
@@ -181,12 +184,12 @@ HARDWARE: dict[str, DeviceSpec] = {
 
 
 def hardware(name: str) -> DeviceSpec:
-    """The spec of HARDWARE called `name`. Errors: `PlanError` that lists what there is."""
+    """The spec of HARDWARE called `name`. Errors: `PlanError`, which lists all names."""
     if name not in HARDWARE:
         raise PlanError(f"hardware {name!r}: no such preset; there are {', '.join(HARDWARE)}")
     return HARDWARE[name]
 
 
 def holding(size: int) -> tuple[str, ...]:
-    """Names in HARDWARE with at least `size` bytes of memory."""
+    """The names in HARDWARE of devices with at least `size` bytes of memory."""
     return tuple(name for name, spec in HARDWARE.items() if spec.memory is not None and spec.memory >= size)

@@ -1,6 +1,6 @@
-"""What a profile found, as plain numbers: picklable, JSON-able, readable without torch.
+"""The result of a profile as plain numbers. It can be pickled, written as JSON, and read without torch.
 
-`minipar.profile` (in `execution/measuring/profiler.py`) fills it.
+`minipar.profile` (in `execution/measuring/profiler.py`) measures them.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ _HEADER = (
 class Profile:
     """Seconds, operations and bytes of a model, one layer at a time, on one device.
 
-    The dicts are keyed by rows (the micro-batch sizes that were tried); each entry is in layer order. The last layer
-    includes the loss, in its times and in what it saves; its output is what it hands to the loss.
+    The keys of the dicts are numbers of rows (the micro-batch sizes that were measured); each entry is in layer order.
+    The last layer includes the loss, in its times and in what it saves; its output is the loss's input.
 
     forward            median seconds of the layer's forward
-    backward           median seconds of its whole backward: input gradient, and weight gradient added to an existing
-                       one. 0.0 where there is nothing to differentiate (layers before the first trainable one)
-    output_bytes       the tensors that the layer hands on, as a message would carry them
-    grad_output_bytes  of these, the ones that get a gradient
+    backward           median seconds of its whole backward: the input gradient, and the weight gradient added to an
+                       existing one. 0.0 if there is nothing to differentiate (layers before the first trainable one)
+    output_bytes       the layer's output tensors, as a message would carry them
+    grad_output_bytes  those of its output tensors that get a gradient
     saved_bytes        distinct storages that autograd keeps of the layer from forward to backward, without the
                        parameters, the layer's input, the loss's targets, and the layer's own output
-    saves_output       per layer, whether autograd keeps (part of) the layer's own output as well
-    parameter_bytes    per parameter group (as in `shape_of`), trainable and frozen
-    gradient_bytes     per parameter group, trainable only: the size of its gradient
-    optimizer_bytes    per parameter group, what the optimizer keeps after a step
+    saves_output       for each layer, whether autograd also keeps (part of) the layer's own output
+    parameter_bytes    for each parameter group (as in `shape_of`), its trainable and frozen parameters
+    gradient_bytes     for each parameter group, the gradient of its trainable parameters
+    optimizer_bytes    for each parameter group, the optimizer's state after a step
     step_seconds       one optimizer step over all trainable parameters
-    backward_input     median seconds of the input half: the gradient of the layer's input alone, by the whole chain
-                       of operations inside the layer. 0.0 where no input gradient is wanted
-    backward_weight    median seconds of the weight half: the gradients of the layer's parameters, from what the input
-                       half found inside the layer, which it does not compute again
+    backward_input     median seconds of the input half: only the gradient of the layer's input, through all operations
+                       inside the layer. 0.0 if no input gradient is needed
+    backward_weight    median seconds of the weight half: the gradients of the layer's parameters, from the gradients
+                       that the input half has computed inside the layer
     forward_flops      floating-point operations of the forward: products of matrices, convolutions, attention
-    backward_flops     and of the whole backward
-    carry_bytes        of a slice of sequences, what the layer keeps for the next slice, such as keys and values
-    grad_carry_bytes   the gradient of that
-    saved_weight_bytes what the input half leaves for the weight half, the layer's input and gradients included
-    recompute          median seconds of the layer's forward in a recomputation that ends with it: operations whose
-                       numbers no backward needs are left out. Measured when asked for
+    backward_flops     floating-point operations of the whole backward
+    carry_bytes        what the layer keeps of a slice of sequences for the next slice, such as keys and values
+    grad_carry_bytes   the gradient of the carry
+    saved_weight_bytes what the input half leaves for the weight half, including the layer's input and gradients
+    recompute          median seconds of the layer's forward in a recomputation that ends with it: it leaves out
+                       operations whose results no backward needs. Measured only on request
     """
 
     forward: dict[int, tuple[float, ...]]
@@ -77,7 +77,7 @@ class Profile:
 
     @staticmethod
     def from_json(text: str) -> Profile:
-        """The profile that `to_json` wrote. Errors: PlanError for text that is none."""
+        """The profile that `to_json` wrote. Errors: PlanError for any other text."""
         try:
             given = json.loads(text)
             return Profile(**{f.name: _restore(given[f.name]) for f in fields(Profile)})
@@ -86,7 +86,7 @@ class Profile:
             raise PlanError(f"profile: not what Profile.to_json wrote ({kind}: {error}); measure it anew") from None
 
     def table(self, rows: int) -> list[tuple[str, ...]]:
-        """Per layer, as text: times, operations and bytes for this many rows, and last their sums."""
+        """For each layer, as text: times, operations and bytes for so many rows; the last line has the sums."""
         layers = range(len(self.forward[rows]))
         nothing = {rows: (0.0,) * len(layers)}
         columns: list[Sequence[float]] = [
@@ -112,7 +112,7 @@ class Profile:
         return "\n".join([*text, self._rest()])
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """The tables that a notebook shows."""
         parts = []
         for rows in self.forward:
             head = "".join(f"<th>{escape(name)}</th>" for name in _HEADER)
@@ -130,7 +130,7 @@ class Profile:
 
 
 def _restore(value: Any) -> Any:
-    """Tuples for JSON's lists, and numbers of rows for its keys."""
+    """The value with tuples instead of JSON's lists, and with numbers of rows as keys."""
     if isinstance(value, dict):
         return {int(key): tuple(entry) for key, entry in value.items()}
     return tuple(value) if isinstance(value, list) else value

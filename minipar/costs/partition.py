@@ -1,19 +1,21 @@
-"""Cut a chain of layers into stages: contiguous, each layer on one stage, as fast as a pipeline of them can be.
+"""Cut a chain of layers into stages of neighbouring layers, so that a pipeline of them is as fast as possible.
 
-    costs      5 3 3 | 8 3 | 9        a stage takes what its layers cost over its rank's speed, and what it hands on:
+    costs      5 3 3 | 8 3 | 9        a stage takes the time of its layers, and of the message that it sends:
     cut            2     1            t_s = work_s / speed_s + cut_s / bandwidth
                t = 13   12   9        a step of m micro-batches takes   sum(t) + (m - 1) max(t)
 
-The sum is the way of the first micro-batch; after it, one leaves every max(t), the slowest stage. With equal speeds and
-free cuts the sum is always the same, and the best partition is that of the smallest maximum.
+The sum is the time of the first micro-batch. After it, one micro-batch leaves the pipeline every max(t), the time of
+the slowest stage. With equal speeds and free cuts the sum is always the same, and the best partition is the one with
+the smallest maximum.
 
 `partition` is exact. Given a bound T on the slowest stage, the least sum is a dynamic program over (stages, layers):
 
     least(s, j) = min over i of  least(s - 1, i) + t(i..j on rank s),   where t <= T           O(stages layers^2)
 
-least(T) falls as T grows. So no partition whose slowest stage takes a < T <= b is faster than least(b) + (m - 1) a.
-Where that beats nothing found, an interval of bounds is done; otherwise it is halved, the most promising one first.
-1,000 layers on 64 ranks take 0.05 to 0.3 s. 10,000 layers take seconds, and more are refused.
+least(T) falls as T grows. So no partition whose slowest stage takes a < T <= b is faster than least(b) + (m - 1) a. If
+this is not faster than the best partition found so far, the interval (a, b] needs no more search. Otherwise it is
+halved; the most promising interval comes first. 1,000 layers on 64 ranks take 0.05 to 0.3 s. 10,000 layers take
+seconds, and more are refused.
 
 Sources: Zheng et al., "Alpa", 2022, section 5.2 (the objective; it tries all bounds in turn); Narayanan et al.,
 "PipeDream: Generalized Pipeline Parallelism for DNN Training", 2019, section 3.1 (`partition_replicated`).
@@ -35,7 +37,7 @@ from minipar.errors import PlanError
 from minipar.program.edges import Edges
 from minipar.wording import several
 
-EXACT = 1e-13  # relative; rounding errors of sums are as large
+EXACT = 1e-13  # relative error; rounding errors of sums are of this size
 MOST_LAYERS = 10_000
 MOST_ORDERS = 50_000
 LINK = 1.5e9  # bytes a second, as ProfiledCosts assumes
@@ -45,9 +47,9 @@ LINK = 1.5e9  # bytes a second, as ProfiledCosts assumes
 class Partition:
     """A chain of layers in stages.
 
-    split    layers of each stage
-    times    time of each stage for one micro-batch, with what it hands on
-    time     of a step: sum(times) + (microbatches - 1) * max(times)
+    split    number of layers of each stage
+    times    time of each stage for one micro-batch, with the message that it sends
+    time     time of a step: sum(times) + (microbatches - 1) * max(times)
     order    which of the given ranks each stage runs on
     """
 
@@ -70,15 +72,15 @@ def partition(
     """The contiguous partition of least sum(t) + (microbatches - 1) max(t); every stage has at least one layer.
 
     costs        time of each layer for one micro-batch, forward and backward together
-    speeds       of the ranks, in the order of the stages: a rank of speed 2 takes half the time; default 1 each
-    activations  what is handed on after each layer (bytes), both ways together; the last one's counts for nothing.
-                 The stage that hands on pays activations / bandwidth, as if it waited for the message
-    reorder      try every order of the ranks (those of equal speed are not told apart) and take the best; otherwise
+    speeds       speeds of the ranks, in the order of the stages: a rank of speed 2 takes half the time; default 1 each
+    activations  bytes sent after each layer if a cut is there, in both directions together; the last entry does not
+                 count. The stage before the cut takes activations / bandwidth longer, as if it waited for the message
+    reorder      try every order of the ranks and take the best (ranks of equal speed count as the same); otherwise
                  stage s runs on rank s
 
-    At most O(stages * layers^2) for a bound, and some 10 to 200 bounds. Of equally good ones, any.
-    Errors: `PlanError` for tables that do not fit, costs below 0, speeds not above 0, more stages than layers, more
-    than 10,000 layers, or more than 50,000 orders.
+    It takes O(stages * layers^2) at most for a bound, and tries about 10 to 200 bounds. If several partitions are
+    equally good, it returns any of them. Errors: `PlanError` for tables that do not fit, costs below 0, speeds not
+    above 0, more stages than layers, more than 10,000 layers, or more than 50,000 orders.
     """
     work, cuts, rates = checked(costs, stages, microbatches, speeds, activations, bandwidth)
     if len(work) > MOST_LAYERS:
@@ -123,7 +125,8 @@ def checked(
     activations: Sequence[float] | None,
     bandwidth: float,
 ) -> tuple[list[float], list[float], list[float]]:
-    """Costs, times of the cuts after each layer, speeds: as floats."""
+    """Costs, times of the cuts after each layer, and speeds, as floats. Errors: PlanError for tables that do not
+    fit."""
     work = [float(x) for x in costs]
     cuts = [0.0] * len(work) if activations is None else [float(x) / bandwidth for x in activations]
     rates = [1.0] * stages if speeds is None else [float(x) for x in speeds]
@@ -147,7 +150,7 @@ def checked(
 
 
 def _orders(rates: Sequence[float]) -> list[tuple[int, ...]]:
-    """Every order of the ranks, of those that differ in speed."""
+    """Every order of the ranks; orders that differ only in ranks of equal speed count once."""
     count = math.factorial(len(rates))
     for speed in set(rates):
         count //= math.factorial(rates.count(speed))
@@ -160,7 +163,7 @@ def _orders(rates: Sequence[float]) -> list[tuple[int, ...]]:
 
 
 def _distinct(left: list[int], rates: Sequence[float]) -> Iterable[tuple[int, ...]]:
-    """Orders of the ranks in which those of equal speed keep theirs."""
+    """Orders of the ranks in which ranks of equal speed keep their own order."""
     if not left:
         yield ()
     tried = set()
@@ -178,7 +181,7 @@ def _best(
     shortest = max(math.fsum(work) / math.fsum(rates), max(work) / max(rates)) * (1 - EXACT)
     best: Partition | None = None
     # An interval (time, a, b, sum): a partition whose slowest stage takes a < T <= b takes at least `time` for a step,
-    # and at least `sum` for the way of one micro-batch.
+    # and one micro-batch takes at least `sum` through it.
     intervals = [(0.0, shortest, math.inf, 0.0)]
     while intervals:
         fastest, a, b, least = heappop(intervals)
@@ -186,7 +189,7 @@ def _best(
             worth = best.time * (1 - EXACT)
             if fastest >= worth:
                 break
-            b = min(b, (worth - least) / after)  # with a slower stage nothing is faster
+            b = min(b, (worth - least) / after)  # no partition with a slower stage is faster
             if b - a <= b * EXACT:
                 continue
         split = _least_sum(work, cuts, rates, b)
@@ -212,7 +215,7 @@ def _least_sum(work: list[float], cuts: list[float], rates: list[float], bound: 
     least = np.where(ends == 0, 0.0, np.inf)  # least(s - 1, i) for all i
     tables = []
     for rate in rates:
-        # Layers i..j-1 take done[j] - given[i]: allowed from the first i on that is late enough, up to j - 1.
+        # Layers i..j-1 take done[j] - given[i]. So i can be any layer from the first one within the bound to j - 1.
         given = before / rate
         done = given + cut
         offered = least - given
@@ -234,11 +237,11 @@ def _least_sum(work: list[float], cuts: list[float], rates: list[float], bound: 
 def split_by_cost(
     costs: LayerCosts | Profile | None, layers: int, stages: int, microbatches: int, edges: Edges = ()
 ) -> tuple[int, ...]:
-    """Layers of each stage for a plan's split="auto": the exact partition of what the layers cost.
+    """The number of layers of each stage for a plan's split="auto": the exact partition by the costs of the layers.
 
-    A profile is in seconds, so its messages count too, outputs and their gradients at `LINK` bytes a second. The times
-    of LayerCosts may be in any unit, operations for instance; messages are free then. With branches (`edges`) a cut
-    costs all outputs that cross it; that stages may then work side by side is not taken into account.
+    A profile is in seconds, so its messages count, too: outputs and their gradients at `LINK` bytes a second. The times
+    of LayerCosts may have any unit, for example operations; then messages are free. With branches (`edges`) a cut costs
+    all outputs that cross it. It does not consider that such stages may work at the same time.
     Errors: `PlanError` without costs, or with costs of another number of layers.
     """
     if costs is None:
@@ -266,7 +269,7 @@ class ReplicatedPartition:
 
     split    layers of each stage
     ranks    ranks of each stage
-    slowest  time between two micro-batches in the steady state: that of the slowest stage or link
+    slowest  time between two micro-batches in the steady state, which is the time of the slowest stage or link
     """
 
     split: tuple[int, ...]
@@ -288,9 +291,9 @@ def partition_replicated(
 
         stage(i..j, r) = max(sum of costs, 2 (r - 1) w / bandwidth) / r        link(j) = 2 activations[j] / bandwidth
 
-    The slowest of them is made as fast as possible: right for a pipeline without flushes, in which the way of the first
-    micro-batch does not count. Replicas take turns and sum up gradients while they compute (the paper's formula; the
-    code published with it adds the two times). All ranks are alike.
+    It makes the slowest of them as fast as possible. This is right for a pipeline without flushes, where the time of
+    the first micro-batch does not count. Replicas take turns, and sum gradients while they compute (this is the paper's
+    formula; the code published with it adds the two times). All ranks are equal.
 
         slowest(j, r) = min over i, r' of  max(slowest(i, r - r'), link(i), stage(i..j, r'))         O(n^2 ranks^2)
 

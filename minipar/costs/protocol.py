@@ -1,4 +1,4 @@
-"""What a simulation asks of costs: how long an instruction takes, and how large a value is."""
+"""The costs that a simulation needs: how long an instruction takes, and how large a value is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from minipar.program import Instruction, Value
 
 
 class Costs(Protocol):
-    """What a simulation must know of devices and model: seconds (or any one unit of time) and bytes."""
+    """What a simulation must know about devices and model: seconds (or another unit of time) and bytes."""
 
     def compute(self, rank: int, ins: Instruction) -> float:
         """How long a compute instruction takes."""

@@ -1,6 +1,6 @@
-"""What a calibration found of a cluster, as plain numbers: rates of computing, of messages, of collectives.
+"""What a calibration measured of a cluster, as plain numbers: rates of computing, of messages, of collectives.
 
-`minipar.calibrate` (in `execution/measuring/calibration.py`) fills it. No torch here.
+`minipar.calibrate` (in `execution/measuring/calibration.py`) measures them. No torch here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class LinearCost(NamedTuple):
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second of what is very long; infinite where bytes cost nothing."""
+        """Bytes a second of a very long message; infinite if bytes cost nothing."""
         return 1 / self.per_byte if self.per_byte else math.inf
 
     def __str__(self) -> str:
@@ -37,8 +37,8 @@ class LinearCost(NamedTuple):
 
 
 def fit(points: Sequence[tuple[float, float]]) -> LinearCost:
-    """The line through (bytes, seconds) with the least squares of *relative* errors: short messages count as much as
-    long ones. Errors: PlanError for seconds that are not positive."""
+    """The line through points (bytes, seconds) with the least squares of *relative* errors, so that short messages
+    count as much as long ones. Errors: PlanError for seconds that are not positive."""
     if not points or any(not 0 < seconds < math.inf for _, seconds in points):
         raise PlanError(f"fit: needs positive finite seconds, not {[seconds for _, seconds in points]}")
     u = [1 / seconds for _, seconds in points]
@@ -61,7 +61,9 @@ _FREE = LinearCost(0.0, 0.0)
 
 
 class Copies(NamedTuple):
-    """Seconds of copying one tensor away from the device and back, by tier. The defaults are an ordinary machine's."""
+    """Seconds for copying one tensor from the device to a slower tier, and back. The defaults are for an ordinary
+    machine.
+    """
 
     to_host: LinearCost = LinearCost(1e-4, 1 / 4e9)
     from_host: LinearCost = LinearCost(1e-4, 1 / 4e9)
@@ -78,18 +80,18 @@ class Calibration:
 
     device          "cpu" or "cuda"
     ranks           how many ranks were measured
-    cores           CPU cores that the ranks share; None where each has a device of its own
+    cores           CPU cores that the ranks share; None if each rank has a device of its own
     flops_alone     floating-point operations a second of one rank's matrix product while the others wait
     flops_together  the same on each rank while all compute
-    concurrency     how many ranks' worth of work all ranks together get done: at least 1, at most `ranks` and `cores`;
-                    less than both where ranks that compute at once are in each other's way (caches, memory, switches)
-    links           (a, b, line) for each pair of ranks that was measured: a message from hand-over to arrival
-    send, receive   the part of that in which the sending or receiving rank itself works, and can do nothing else
-    allreduce       by size of the group: the time of a sum over it, while all groups of that size are at it
-    exchange        the same of a message to the next rank of the group, and one from the rank before; and what each
-                    further message takes that follows at once
-    alone           the same of one message while no one else sends
-    add             adding what was received, while all ranks do it
+    concurrency     how many times the work of one rank alone all ranks do together: at least 1, at most `ranks` and
+                    `cores`. It is less than both if ranks slow each other down (caches, memory, switches)
+    links           (a, b, line) for each measured pair of ranks: the time of a message from its start to its arrival
+    send, receive   the part of that time in which the sending or receiving rank works, and can do nothing else
+    allreduce       (size of the group, time of a sum over it), while all groups of that size do the same
+    exchange        (size of the group, time of a message to the next rank of the group together with one from the rank
+                    before, time of each further message that follows at once), while all groups do the same
+    alone           time of such a message while no other rank sends
+    add             time of adding what was received, while all ranks add
     """
 
     device: str
@@ -107,20 +109,21 @@ class Calibration:
     add: LinearCost = _FREE
 
     def message(self, a: int, b: int) -> LinearCost:
-        """Seconds of a message between two ranks; the median of all links where that one was not measured."""
+        """The cost of a message between two ranks; the median of all links if this link was not measured."""
         found = [line for c, d, line in self.links if {a, b} == {c, d}] or [line for *_, line in self.links]
         if not found:
             raise PlanError(f"calibration of {self.ranks} rank: knows no links; calibrate a cluster of 2 or more ranks")
         return LinearCost(median(line.fixed for line in found), median(line.per_byte for line in found))
 
     def transfer(self, a: int, b: int, size: float) -> tuple[float, float]:
-        """(seconds that a message occupies its link, seconds until it arrives), besides the work of the two ranks."""
+        """(seconds that a message occupies its link, seconds until it arrives), without the work of the two ranks."""
         line = self.message(a, b)
         occupied = size * (line.per_byte - self.send.per_byte - self.receive.per_byte)
         return max(0.0, occupied), max(0.0, line.fixed - self.send.fixed - self.receive.fixed)
 
     def sum_over(self, members: int, size: float) -> float:
-        """Seconds of an allreduce of `size` bytes over so many ranks; a ring is assumed between measured numbers."""
+        """Seconds of an allreduce of `size` bytes over so many ranks. For a number of ranks that was not measured, the
+        nearest one is scaled as for a ring."""
         if members < 2:
             return 0.0
         known = dict(self.allreduce)
@@ -134,8 +137,9 @@ class Calibration:
         return line.fixed * steps + line.per_byte * size * share
 
     def exchanged(self, members: int) -> tuple[LinearCost, LinearCost]:
-        """Of a collective's messages among so many ranks, all of them at it: the time of one, and of each further one.
-        PlanError where none were measured."""
+        """The cost of a message in a collective of so many ranks, while all of them send; and of each further message.
+
+        Errors: PlanError if none were measured."""
         known = {n: (one, further) for n, one, further in self.exchange}
         if not known:
             raise PlanError(f"calibration of {self.ranks} rank: knows no exchanges; calibrate a cluster of 2 or more")
@@ -147,7 +151,7 @@ class Calibration:
 
     @staticmethod
     def from_json(text: str) -> Calibration:
-        """The calibration that `to_json` wrote. Errors: PlanError for text that is none."""
+        """The calibration that `to_json` wrote. Errors: PlanError for any other text."""
         try:
             given: dict[str, Any] = json.loads(text)
             given["links"] = tuple((a, b, LinearCost(*line)) for a, b, line in given["links"])
@@ -181,12 +185,12 @@ class Calibration:
         return rows + [(f"allreduce over {n}", str(line)) for n, line in self.allreduce]
 
     def __str__(self) -> str:
-        """One line for each rate: seconds for the shortest, bytes a second for the longest."""
+        """One line for each rate: the fixed time of a message, and its bytes a second."""
         rows = self._rows()
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name.ljust(width)}  {text}" for name, text in rows)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """The table that a notebook shows."""
         rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in self._rows())
         return f"<table>{rows}</table>"

@@ -1,15 +1,16 @@
-"""Recomputation on one chain of layers: what a schedule of it costs in time and memory, and simple ways to choose one.
+"""Recomputation on one chain of layers: time and memory of a schedule, and simple ways to choose one.
 
-A schedule is a list of `Move`s for one micro-batch. Layers in segments of 2, of which the last keeps what it saves:
+A schedule is a list of `Move`s for one micro-batch. Here layers are in segments of 2; the last segment is not
+recomputed:
 
     F0 F1      F2 F3      F4* F5*   B5 B4     R2* R3*   B3 B2     R0* R1*   B1 B0           * saves for backward
        output(1)  output(3)   stay: the checkpoints         (each segment runs forward again, from its checkpoint)
 
 With segments of s layers out of N, N/s checkpoints of a_in bytes stay, and one segment at a time holds s a_saved:
 
-    peak(s) = N/s a_in + s a_saved,   least at   s = sqrt(N a_in / a_saved),   which is 2 sqrt(N a_in a_saved)
+    peak(s) = N/s a_in + s a_saved,   least at   s = sqrt(N a_in / a_saved),   where it is 2 sqrt(N a_in a_saved)
 
-which is sqrt(N) only for layers that save as much as they hand on. One forward more is the price.
+This s is sqrt(N) only for layers that save as much as their output. The price is one more forward.
 
 Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016. Optimal schedules are in `reversal.py`.
 """
@@ -29,11 +30,11 @@ from minipar.program import Op
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """One micro-batch on every layer of a model: seconds, and bytes.
+    """Times, and sizes in bytes, of one micro-batch on every layer of a model.
 
-    forward, backward   time of each layer
-    output              what it hands on
-    saved               what autograd keeps of it besides its input and its output
+    forward, backward   times of each layer
+    output              its output
+    saved               what autograd keeps of it in addition to its input and its output
     gradient            the gradient of its output
     """
 
@@ -52,7 +53,8 @@ class LayerCosts:
 
     @staticmethod
     def of(profile: Profile, rows: int | None = None) -> LayerCosts:
-        """From a profile, for micro-batches of `rows` rows; default the largest measured, which needs most memory."""
+        """The costs in a profile, for micro-batches of `rows` rows. Default: the largest measured, which needs most
+        memory."""
         measured = sorted(profile.forward)
         rows = measured[-1] if rows is None else rows
         if rows not in measured:
@@ -67,12 +69,12 @@ class LayerCosts:
 
     @staticmethod
     def equal(layers: int, output: int = 1, saved: int = 0, forward: float = 1.0, backward: float = 2.0) -> LayerCosts:
-        """Equal layers. The defaults are those of a layer that saves its own output, such as tanh(Wx)."""
+        """Costs of equal layers. The defaults are those of a layer that saves only its own output, such as tanh(Wx)."""
         times, sizes = ((forward,) * layers, (backward,) * layers), ((output,) * layers, (saved,) * layers)
         return LayerCosts(*times, *sizes, sizes[0])
 
     def chain(self, start: int, stop: int, first: int = 0) -> Chain:
-        """Layers `start` to `stop` of the model as a chain; the gradient goes back to layer `first` at most."""
+        """Layers `start` to `stop` of the model as a chain. Layer `first` is the last one that a gradient reaches."""
         part = slice(start, stop)
         sizes = self.output[part], self.saved[part], self.gradient[part]
         given = self.gradient[start - 1] if start > first else 0
@@ -81,10 +83,11 @@ class LayerCosts:
 
 @dataclass(frozen=True)
 class Chain:
-    """Neighbouring layers that go forward and backward on one device; counted from 0. As `LayerCosts`, and:
+    """Neighbouring layers that go forward and backward on one device, counted from 0. Its fields are those of
+    `LayerCosts`, and:
 
-    given   bytes of the gradient of the chain's input, which its last backward hands on
-    ends    whether the model ends here: the loss stays until backward, and no gradient comes from outside
+    given   bytes of the gradient of the chain's input
+    ends    whether the model ends here: then the loss stays until backward, and no gradient comes from outside
     """
 
     forward: tuple[float, ...]
@@ -100,11 +103,11 @@ class Chain:
 
 
 class Move(NamedTuple):
-    """One layer's part of a schedule.
+    """One run of one layer in a schedule.
 
-    saves   it keeps what backward needs
-    hands   (recompute) it keeps its output; the last layer of a segment is recomputed only for what it saves
-    drops   its input is needed no more, or will be recomputed
+    saves   whether it saves what backward needs
+    hands   whether it keeps its output; the last layer of a recomputed segment runs again only for what it saves
+    drops   whether its input is freed, because it is not needed any more or will be recomputed
     """
 
     op: Op
@@ -118,13 +121,13 @@ Draft = Sequence[tuple[Op, int, bool]]  # op, layer, saves
 
 
 def moves(draft: Draft) -> tuple[Move, ...]:
-    """A schedule, given which layers run in which order and which of these runs save.
+    """A schedule, from the order in which layers run and from which of these runs save.
 
-    The rest follows: an output stays until it is last read before it is computed anew, and is kept at all only if
-    somebody reads it.
+    The rest follows from these: an output is kept only if a later move reads it, and stays until the last read before
+    it is computed again.
     """
     last = max((layer for _, layer, _ in draft), default=-1)
-    read_next: set[int] = set()  # outputs whose next use, seen from here, is a read
+    read_next: set[int] = set()  # outputs whose next use after this move is a read
     backwards = []
     for op, layer, saves in reversed(draft):
         if op is Op.BACKWARD:
@@ -143,7 +146,8 @@ def keep_everything(layers: int) -> tuple[Move, ...]:
 
 
 def in_segments(layers: int, segments: Iterable[range]) -> tuple[Move, ...]:
-    """Each segment is recomputed before its backward; layers in none of them keep what they save."""
+    """The schedule in which each segment is recomputed before its backward. Layers in no segment keep what they
+    save."""
     segments = list(segments)
     again = {layer for segment in segments for layer in segment}
     draft = [(Op.FORWARD, layer, layer not in again) for layer in range(layers)]
@@ -155,9 +159,9 @@ def in_segments(layers: int, segments: Iterable[range]) -> tuple[Move, ...]:
 
 
 def at_once(schedule: Sequence[Move]) -> tuple[Move, ...]:
-    """The schedule when backward follows forward immediately: what it would recompute first, forward keeps instead.
+    """The schedule if backward follows forward immediately: forward then saves what would be recomputed first.
 
-    The peak is the same, since forward ends with what this recomputation would end with.
+    The peak is the same, because at its end forward holds what this recomputation would hold at its end.
     """
     forward, backward = halves(schedule)
     count = next((k for k, move in enumerate(backward) if move.op is Op.BACKWARD), len(backward))
@@ -167,22 +171,22 @@ def at_once(schedule: Sequence[Move]) -> tuple[Move, ...]:
 
 
 def halves(schedule: Sequence[Move]) -> tuple[Sequence[Move], Sequence[Move]]:
-    """The forwards, and all that comes after them."""
+    """The schedule in two parts: the forwards, and all moves after them."""
     count = next((k for k, move in enumerate(schedule) if move.op is not Op.FORWARD), len(schedule))
     return schedule[:count], schedule[count:]
 
 
 class Level(NamedTuple):
-    """Bytes at a move of a schedule: the most while it runs, and what is left after it."""
+    """Bytes at a move of a schedule: the most while it runs, and those that stay after it."""
 
     during: int
     after: int
 
 
 def course(chain: Chain, schedule: Sequence[Move]) -> list[Level]:
-    """Memory move by move, counted layer by layer.
+    """The memory at each move, counted layer by layer.
 
-    Counted are outputs, gradients of outputs and what is saved; not the chain's input, which stays throughout.
+    It counts outputs, gradients of outputs and what is saved, but not the chain's input, which stays all the time.
     """
     last, turn = len(chain) - 1, len(halves(schedule)[0]) - 1
     now = 0
@@ -198,7 +202,7 @@ def course(chain: Chain, schedule: Sequence[Move]) -> list[Level]:
             now += chain.output[layer] * hands + chain.saved[layer] * saves
             most = now
             now -= before * drops
-            if k == turn < len(schedule) - 1 and not chain.ends:  # its output is sent, its gradient comes
+            if k == turn < len(schedule) - 1 and not chain.ends:  # its output is sent, and its gradient arrives
                 now += chain.gradient[last] - chain.output[last]
                 most = max(most, now)
         levels.append(Level(most, now))
@@ -206,7 +210,7 @@ def course(chain: Chain, schedule: Sequence[Move]) -> list[Level]:
 
 
 def memory(chain: Chain, schedule: Sequence[Move]) -> tuple[int, int]:
-    """(bytes held between forward and backward, highest bytes of all), counted as in `course`."""
+    """(bytes held between forward and backward, peak bytes), counted as in `course`."""
     levels, turn = course(chain, schedule), len(halves(schedule)[0]) - 1
     peak = max((level.during for level in levels), default=0)
     if not 0 <= turn < len(schedule) - 1:
@@ -228,15 +232,15 @@ def recomputed(schedule: Iterable[Move]) -> int:
 
 
 def every(layers: int, length: int) -> tuple[range, ...]:
-    """Segments of `length` layers; the last one takes what is left."""
+    """Segments of `length` layers; the last segment has the remaining layers."""
     return tuple(range(a, min(a + length, layers)) for a in range(0, layers, length))
 
 
 def square_root(layers: int, chain: Chain | None = None, in_flight: int = 1) -> int:
-    """The segment length of least memory, sqrt(N f a_in / a_saved), with f micro-batches waiting for their backward.
+    """The segment length of least memory, sqrt(N f a_in / a_saved), with f micro-batches that wait for their backward.
 
-    Every one of these holds its checkpoints, but only one at a time a whole segment. Without sizes (no chain) a layer
-    is taken to save as much as it hands on, which gives the sqrt(N) of folklore.
+    Each of these holds its checkpoints, but only one at a time holds a whole segment. Without sizes (no chain) a layer
+    is assumed to save as much as its output, which gives the well-known sqrt(N).
     """
     ratio = 1.0
     if chain is not None:
@@ -245,7 +249,7 @@ def square_root(layers: int, chain: Chain | None = None, in_flight: int = 1) -> 
 
 
 def greedy(chain: Chain, limit: int) -> tuple[range, ...]:
-    """Chen's algorithm 3: a segment ends as soon as what its layers save comes to more than `limit` bytes."""
+    """Chen's algorithm 3: a segment ends as soon as its layers save more than `limit` bytes."""
     segments, start, total = [], 0, 0
     for layer in range(len(chain)):
         total += chain.saved[layer] + chain.output[layer]
@@ -256,9 +260,9 @@ def greedy(chain: Chain, limit: int) -> tuple[range, ...]:
 
 
 def chen(chain: Chain, budget: int) -> tuple[Move, ...]:
-    """The fastest of Chen's greedy segmentations that fit into `budget` bytes; PlanError if none does.
+    """The fastest of Chen's greedy segmentations that fit into `budget` bytes. Errors: PlanError if none fits.
 
-    Every limit that makes a difference is tried, O(N^2) of them, each in O(N). Not optimal: see `reversal.rotor`.
+    It tries every limit that makes a difference: O(N^2) of them, each in O(N). It is not optimal: see `reversal.rotor`.
     """
     ends = [0, *accumulate(map(sum, zip(chain.saved, chain.output, strict=True)))]
     limits = {ends[b] - ends[a] for b in range(len(ends)) for a in range(b)} | {0}

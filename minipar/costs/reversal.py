@@ -1,14 +1,14 @@
 """Optimal recomputation of a chain: revolve for equal layers, rotor for unequal ones.
 
-Both answer: where do I leave a checkpoint on the way forward, so that going back costs the least? Both recurse on
-the first checkpoint, at layer k: advance to it, solve what lies behind it with one checkpoint less, then what lies
-before it with all of them (and going there again).
+Both answer the question: where must forward leave checkpoints, so that the backward costs least? Both recurse on the
+first checkpoint, at layer k: run forward to it, solve the layers after it with one checkpoint less, then solve the
+layers before it with all checkpoints (they run forward again).
 
     s ......... k ......... t         cost(s, t, c) = min over k of  (k - s)  +  cost(k, t, c - 1)  +  cost(s, k, c)
       advance     c - 1 left          then again from s: all c
 
-revolve counts checkpoints, and saves for one layer at a time. rotor counts bytes, and may also keep what a layer
-saves, so that it never needs to run again: with enough memory it recomputes nothing.
+revolve counts checkpoints, and saves only one layer at a time. rotor counts bytes, and may also keep what a layer
+saves, so that this layer never runs again: with enough memory it recomputes nothing.
 
 Sources: Griewank and Walther, "Algorithm 799: revolve", ACM TOMS 2000; Beaumont et al., "Optimal checkpointing for
 heterogeneous chains", 2019 (rotor; "persistent": a checkpoint stays until the backward that ends its use).
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     Row = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 LayerPass = tuple[Op, int, bool]  # op, layer, saves
-SLOTS = 500  # into so many parts a budget is divided, as rotor does; sizes are rounded up to whole slots
+SLOTS = 500  # rotor divides a budget into so many slots; sizes are rounded up to whole slots
 
 
 # equal layers --------------------------------------------------------------------------------------------------------
@@ -45,9 +45,9 @@ def repetitions(layers: int, checkpoints: int) -> int:
 
 
 def advances(layers: int, checkpoints: int) -> int:
-    """The least number of forwards without saving that reverse N equal layers: r N - C(c + r, c + 1).
+    """The least number of forwards without saving with which N equal layers can be reversed: r N - C(c + r, c + 1).
 
-    The chain's input is one of the c checkpoints. Each layer's one forward with saving comes on top.
+    The chain's input is one of the c checkpoints. In addition each layer has one forward with saving.
     """
     if layers < 1 or checkpoints < 1:
         raise PlanError(
@@ -58,11 +58,11 @@ def advances(layers: int, checkpoints: int) -> int:
 
 
 def revolve(layers: int, checkpoints: int) -> tuple[Move, ...]:
-    """The schedule of `advances(layers, checkpoints)` forwards without saving: saves for one layer at a time.
+    """The schedule with `advances(layers, checkpoints)` forwards without saving. It saves only one layer at a time.
 
-    O(N) work for each checkpoint placed; recursion as deep as the number of checkpoints.
+    It takes O(N) work for each checkpoint; the recursion is as deep as the number of checkpoints.
     """
-    advances(layers, checkpoints)  # (refuses what cannot be)
+    advances(layers, checkpoints)  # (it refuses impossible numbers)
     draft: list[LayerPass] = []
     front = -1  # the last layer that has run
 
@@ -86,7 +86,7 @@ def revolve(layers: int, checkpoints: int) -> tuple[Move, ...]:
 
 
 def _first_checkpoint(layers: int, checkpoints: int) -> int:
-    """How far to advance before the first checkpoint: any k with both parts within their binomial bounds."""
+    """How many layers to run before the first checkpoint, so that the number of forwards is least."""
     return min(range(1, layers), key=lambda k: k + advances(layers - k, checkpoints - 1) + advances(k, checkpoints))
 
 
@@ -94,14 +94,17 @@ def _first_checkpoint(layers: int, checkpoints: int) -> int:
 
 
 def rotor(chain: Chain, budget: int, in_flight: int = 1, slots: int = SLOTS) -> tuple[Move, ...]:
-    """The fastest persistent schedule of a chain in `budget` bytes; PlanError names a budget that will do.
+    """The fastest persistent schedule of a chain in `budget` bytes. Errors: PlanError, which names a budget that is
+    enough.
 
-    in_flight   micro-batches that hold what they keep between forward and backward while one of them goes backward;
-                with 1, backward follows immediately
-    slots       resolution: sizes are rounded up to budget / slots, unless a common divisor makes them exact
+    in_flight   number of micro-batches in memory: one goes backward while the others keep what they hold between
+                forward and backward. With 1, backward follows forward immediately
+    slots       resolution: sizes are rounded up to multiples of budget / slots, unless a common divisor makes them
+                exact
 
-    Memory is counted as in `recomputation.memory`. Optimal up to rounding; for several micro-batches in flight, the
-    total of what each holds is tried in at most 64 steps. O(N^3 slots) for the table, O(N^2 slots) for each such step.
+    Memory is counted as in `recomputation.memory`. The schedule is optimal up to rounding. For several micro-batches in
+    flight, it tries what each may hold in at most 64 steps. It takes O(N^3 slots) for the table, and O(N^2 slots) for
+    each such step.
     """
     plain = keep_everything(len(chain))
     if needed(chain, plain, in_flight) <= budget:
@@ -115,9 +118,10 @@ def rotor(chain: Chain, budget: int, in_flight: int = 1, slots: int = SLOTS) -> 
 
 
 def minimum(chain: Chain, in_flight: int = 1, slots: int = SLOTS) -> int:
-    """The least budget with which `rotor` finds a schedule, up to rounding; for several in flight to about a tenth."""
+    """The least budget with which `rotor` finds a schedule, up to rounding; with several in flight, up to about a
+    tenth."""
     found, before = needed(chain, keep_everything(len(chain)), in_flight), math.inf
-    while found < 0.9 * before:  # a table of a smaller budget has finer slots
+    while found < 0.9 * before:  # the table of a smaller budget has finer slots
         table, unit = _table(chain, found, in_flight, slots)
         low, high = -1, table.room
         while high - low > 1:
@@ -149,7 +153,7 @@ def _solve(chain: Chain, budget: int, in_flight: int, slots: int) -> tuple[Move,
 
 
 def _table(chain: Chain, budget: int, in_flight: int, slots: int) -> tuple[_Table, int]:
-    """The table up to a budget, and the bytes of a slot."""
+    """The table for all sizes up to a budget, and the bytes of a slot."""
     divisor = math.gcd(*chain.output, *chain.saved, *chain.gradient, chain.given) or 1
     unit = divisor if budget // divisor <= slots else -(-budget // slots)
 
@@ -162,19 +166,21 @@ def _table(chain: Chain, budget: int, in_flight: int, slots: int) -> tuple[_Tabl
 
 
 def _draft(table: _Table, room: int, in_flight: int, steps: int) -> list[LayerPass] | None:
-    """The moves in so many slots (every run of a layer as FORWARD), or None."""
+    """The moves that fit into so many slots (every run of a layer is a FORWARD), or None."""
     if in_flight == 1:
         return _unrolled(table, 0, table.last, room)
     return _several(table, room, in_flight, steps)
 
 
 class _Table:
-    """time[s, t][m]: least time of layers s to t, both directions, in m slots; first[s, t][m]: what to begin with.
+    """The tables of rotor's dynamic program.
 
-    first = s: keep what layer s saves. first = k > s: advance to a checkpoint before layer k. The input of layer s is
-    not counted (who asks has it), the gradient that layer t gets is: from the start when t is inside the chain, from
-    the end of its forward when t is the chain's last. t = N stands for the last layer when it is not the first time
-    that it runs, so that its gradient (or the loss) is there from the start, too.
+    time[s, t][m]    least time of layers s to t, forward and backward, in m slots
+    first[s, t][m]   how to begin: s means to keep what layer s saves; k > s means to run to a checkpoint before layer k
+
+    The input of layer s is not counted, because the caller has counted it. The gradient that layer t gets is counted:
+    from the start if t is inside the chain, from the end of its forward if t is the last layer. t = N means the last
+    layer if it has run before, so that its gradient (or the loss) is counted from the start, too.
     """
 
     def __init__(self, chain: Chain, room: int, again: bool) -> None:
@@ -186,7 +192,7 @@ class _Table:
                 self.time[s, t], self.first[s, t] = self._fill(s, t)
 
     def incoming(self, t: int) -> int:
-        """Slots of what layer t's backward begins with."""
+        """Slots of what layer t's backward needs at its start: the gradient of its output, or the loss."""
         chain, last = self.chain, self.last
         return chain.output[last] if t >= last and chain.ends else chain.gradient[min(t, last)]
 
@@ -194,17 +200,19 @@ class _Table:
         return self.chain.gradient[s - 1] if s else self.chain.given
 
     def alone(self, s: int, t: int) -> int:
-        """Slots that it takes to keep what layer s saves and to go back through it at once, where s ends the part."""
+        """Slots needed to run layer s forward, keep what it saves, and run it backward at once, if s is the last of its
+        part.
+        """
         forward = self.chain.output[s] if t == self.last else 0
         return self.chain.saved[s] + max(forward, self.incoming(t) + self.outgoing(s))
 
     def kept(self, s: int, waits: int = 0) -> int:
-        """Slots that the two moves of layer s take, of which saved and output stay in between."""
+        """Slots that forward and backward of layer s need, if what it saves and its output stay between them."""
         output, saved, gradient = self.chain.output[s], self.chain.saved[s], self.chain.gradient[s]
         return saved + max(output + waits, gradient + self.outgoing(s))
 
     def advance(self, s: int, k: int) -> int:
-        """Slots that it takes to run from layer s to the checkpoint before layer k."""
+        """Slots needed to run forward from layer s to the checkpoint before layer k."""
         output = self.chain.output
         return max(output[layer] + (output[layer - 1] if layer > s else 0) for layer in range(s, k))
 
@@ -233,7 +241,7 @@ class _Table:
 
 
 def _after(row: Row, taken: int) -> Row:
-    """The times when so many slots are taken: row[m - taken]."""
+    """The times if so many slots are taken already: row[m - taken]."""
     import numpy as np
 
     moved = np.full(len(row), math.inf)
@@ -243,7 +251,7 @@ def _after(row: Row, taken: int) -> Row:
 
 
 def _unrolled(table: _Table, s: int, t: int, room: int) -> list[LayerPass] | None:
-    """The moves of layers s to t in so many slots, or None."""
+    """The moves of layers s to t that fit into so many slots, or None."""
     chain = table.chain
     if room < 0 or not math.isfinite(table.time[s, t][room]):
         return None
@@ -257,9 +265,9 @@ def _unrolled(table: _Table, s: int, t: int, room: int) -> list[LayerPass] | Non
 
 
 def _several(table: _Table, room: int, in_flight: int, steps: int) -> list[LayerPass] | None:
-    """The moves of the whole chain when others like it wait between their forward and backward, or None.
+    """The moves of the whole chain if other micro-batches wait between their forward and backward, or None.
 
-    If each of these may hold H slots, one has room - (in_flight - 1) H for itself. Every H is tried, in so many steps.
+    If each of these may hold H slots, the running one has room - (in_flight - 1) H. It tries H in so many steps.
     """
     most = room // (in_flight - 1)
     best: tuple[float, list[LayerPass]] | None = None
@@ -271,9 +279,9 @@ def _several(table: _Table, room: int, in_flight: int, steps: int) -> list[Layer
 
 
 def _first_pass(table: _Table, most: int, room: int) -> tuple[float, list[LayerPass]] | None:
-    """The best way through the chain that leaves at most `most` slots behind and never takes more than `room`.
+    """The fastest moves through the chain that hold at most `most` slots after forward and never need more than `room`.
 
-    best[s][h]: the least time of layers s to the end, both directions, when h slots have been left behind before s.
+    best[s][h]: the least time of layers s to the end, forward and backward, if the layers before s hold h slots.
     """
     import numpy as np
 
@@ -284,20 +292,20 @@ def _first_pass(table: _Table, most: int, room: int) -> tuple[float, list[LayerP
     left_behind = np.arange(most + 1)
 
     def inside(row: Row) -> Row:
-        """A row of the table by what was left behind: row[room - h]."""
+        """A row of the table as a function of the slots h that are held: row[room - h]."""
         found = np.full(most + 1, math.inf)
         fits = left_behind <= room
         found[fits] = row[room - left_behind[fits]]
         return found
 
     def offer(s: int, name: int, times: Row, stays: int, takes: int) -> None:
-        """Times of a way to begin at s, if there is room for it and for what stays."""
+        """Take these times for beginning at s in the way `name`, where there is room for it and for what stays."""
         times = np.where(left_behind <= min(room - takes, most - stays), times, math.inf)
         better = times < best[s]
         best[s][better], choice[s][better] = times[better], name
 
     def before(row: Row, stays: int) -> Row:
-        """row[h + stays]"""
+        """row[h + stays], as a function of h."""
         return np.concatenate([row[stays:], np.full(min(stays, most + 1), math.inf)])
 
     for s in reversed(range(n)):

@@ -1,12 +1,13 @@
 """How to cut sequences into slices of tokens for TeraPipe: the lengths that make a step shortest, and their times.
 
-A slice of `length` tokens behind `context` earlier ones takes t(length, context) on each of p stages. Slices follow one
-another without waiting, so the last one is through all stages after
+A slice of `length` tokens after `context` earlier ones takes t(length, context) on each of p stages. Slices follow each
+other without waiting, so the last one has passed all stages after
 
-    T = t_1 + t_2 + ... + t_n + (p - 1) max t_j           fill the pipeline, and then what the slowest slice adds
+    T = t_1 + t_2 + ... + t_n + (p - 1) max t_j           all slices on one stage, and p - 1 times the slowest slice
 
-Long slices first, short ones later: a later slice looks back at more. Source: Li et al., "TeraPipe: Token-Level
-Pipeline Parallelism for Training Large-Scale Language Models", 2021 (its dynamic program; NumPy does the inner loop).
+Long slices come first and short ones later, because a later slice attends to more tokens. Source: Li et al., "TeraPipe:
+Token-Level Pipeline Parallelism for Training Large-Scale Language Models", 2021 (its dynamic program; NumPy does the
+inner loop).
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from minipar.errors import PlanError
 from minipar.program import BACKWARDS, COMPUTE, Instruction, Op, Program, Value
 from minipar.wording import several
 
-SliceTime = Callable[[int, int], float]  # of (length, context), in tokens
+SliceTime = Callable[[int, int], float]  # (length, context), both in tokens -> time
 
 
 def token_ranges(slices: int | Sequence[int], tokens: int) -> list[range]:
-    """The tokens of each slice: `slices` of equal lengths (the first ones longer), or of these lengths.
+    """The tokens of each slice. `slices` is a number of equal slices (the first ones may be longer), or their lengths.
 
     Errors: PlanError if there are fewer tokens than slices, or if the lengths do not sum to `tokens`.
     """
@@ -44,13 +45,13 @@ def token_ranges(slices: int | Sequence[int], tokens: int) -> list[range]:
 
 
 def step_time(lengths: Sequence[int], stages: int, time: SliceTime) -> float:
-    """T of the module's docstring: the time until all slices are through all stages, in one direction."""
+    """The time until all slices have passed all stages in one direction: T of the module's docstring."""
     times = [time(len(tokens), tokens.start) for tokens in token_ranges(lengths, sum(lengths))]
     return sum(times) + (stages - 1) * max(times)
 
 
 def best_uniform(tokens: int, stages: int, time: SliceTime) -> tuple[int, ...]:
-    """The lengths of slices of one length (of the last one: the rest), of that which is fastest."""
+    """The lengths of equal slices that are fastest; the last slice has the rest."""
     cuts = [(n,) * (tokens // n) + (tokens % n,) * (tokens % n > 0) for n in range(1, tokens + 1)]
     return min(cuts, key=lambda lengths: step_time(lengths, stages, time))
 
@@ -58,15 +59,16 @@ def best_uniform(tokens: int, stages: int, time: SliceTime) -> tuple[int, ...]:
 def best_slices(tokens: int, stages: int, time: SliceTime, multiple: int = 1, gap: float = 0.0) -> tuple[int, ...]:
     """The lengths that make `step_time` shortest.
 
-    tokens     of a sequence
-    stages     of the pipeline
-    time       t(length, context), more for a longer slice
-    multiple   lengths are multiples of so many tokens (of the last one: the rest), for long sequences
-    gap        limits of the slowest slice that are closer to the one before are not tried; 0: the exact optimum
+    tokens     number of tokens of a sequence
+    stages     number of stages of the pipeline
+    time       t(length, context), larger for a longer slice
+    multiple   for long sequences: lengths are multiples of so many tokens (the last slice has the rest)
+    gap        the smallest difference between two limits of the slowest slice that are tried; 0: the exact optimum
 
-    For each limit of the slowest slice, from the smallest on, the fastest way to the end:
-    S(i) = min over l of S(i - l) + t(l, i - l) with t within the limit. It ends where stages x limit exceeds the best.
-    Time: (tokens / multiple)^2 for each limit, of which there are as many. Errors: PlanError for sizes below 1.
+    For each limit of the slowest slice, beginning with the smallest, it finds the smallest sum of times:
+    S(i) = min over l of S(i - l) + t(l, i - l) with t within the limit. It ends when stages x limit exceeds the best.
+    With n = tokens / multiple, a limit takes n^2 operations, and there are at most n^2 limits. Errors: PlanError for
+    sizes below 1.
     """
     for name, number in (("tokens", tokens), ("stages", stages), ("multiple", multiple)):
         if number < 1:
@@ -92,7 +94,7 @@ def best_slices(tokens: int, stages: int, time: SliceTime, multiple: int = 1, ga
 
 
 def _within(table: np.ndarray, limit: float, edges: Sequence[int]) -> tuple[float, tuple[int, ...]]:
-    """The smallest sum of times, none of them above the limit, and its lengths."""
+    """The smallest sum of times that are all within the limit, and the lengths of its slices."""
     allowed = np.where(table <= limit, table, np.inf)
     n = len(edges) - 1
     sums, before = np.full(n + 1, np.inf), [0] * (n + 1)
@@ -121,9 +123,10 @@ class FittedTime:
 
 
 def fit(measured: dict[tuple[int, int], float]) -> FittedTime:
-    """The times of slices that were not measured, from those that were: {(length, context): seconds}, 5 or more.
+    """A formula for the times of all slices, from 5 or more measured ones: {(length, context): seconds}.
 
-    By least squares of the relative errors, so that short slices count as much as long ones.
+    It has the least squares of relative errors, so short slices count as much as long ones. Errors: PlanError for
+    fewer.
     """
     if len(measured) < 5:
         raise PlanError(
@@ -141,9 +144,10 @@ def _terms(length: int, context: int) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class SliceCosts:
-    """Costs for `simulate`: a slice takes time(length, context) forward on each rank, and `backward` times that back.
+    """Costs for `simulate`: on each rank a slice's forward takes time(length, context), its backward `backward` times
+    that.
 
-    tokens   of a sequence; the program's slices say how it is cut
+    tokens   number of tokens of a sequence; the program's slices say how it is cut
     """
 
     program: Program

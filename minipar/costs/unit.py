@@ -10,19 +10,20 @@ from minipar.program import COPIES, Instruction, Op, Program, Value
 from minipar.program.mesh import Mesh
 from minipar.wording import several
 
-KEPT = frozenset(("saved", "saved_weight"))  # what counts as an activation
+KEPT = frozenset(("saved", "saved_weight"))  # the kinds of values that count as activations
 
 
 @dataclass(frozen=True)
 class UnitCosts:
     """Times of one micro-batch on one rank's whole share of the layers, in any unit of time.
 
-    forward, backward          of a whole share; a part of the layers costs its part of the time
+    forward, backward          times for the whole share; some of its layers cost their part of the time
     input_gradient,
-    weight_gradient            the halves of a split backward; default: half of `backward` each
+    weight_gradient            times of the halves of a split backward; default: half of `backward` each
     latency                    delay of every message
-                               a slice of a sequence is a micro-batch; its length counts
-    stage_factors              multiply the compute times, per rank of the pipeline or per rank of the program
+    stage_factors              factors of the compute times, one per rank of the pipeline or per rank of the program
+
+    A slice of a sequence is a micro-batch; its time is proportional to its length.
     """
 
     program: Program
@@ -70,7 +71,7 @@ class UnitCosts:
     def compute(self, rank: int, ins: Instruction) -> float:
         """Duration of a compute instruction."""
         alone = self._unit[ins.op] * len(ins.layers) * self._scale[rank]
-        lengths = self._lengths  # (of slices; none where they are equal)
+        lengths = self._lengths  # (of slices; empty if they are equal)
         if not lengths or ins.microbatch < 0:
             return alone
         return alone * lengths[ins.microbatch % len(lengths)] * len(lengths) / sum(lengths)

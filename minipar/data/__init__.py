@@ -1,4 +1,4 @@
-"""Data that is already on your disk: the standard library's own source text, scikit-learn's digits, files of yours.
+"""Data that is already on your disk: the standard library's source text, scikit-learn's digits, and your own files.
 
     text = data.stdlib_text(context=64)
     x, y = text.batch(step=0, size=32)                      # tensors (32, 64), (32, 64)
@@ -6,14 +6,14 @@
     for x, y in text.shard(rank=1, size=4): ...             # one epoch, a quarter of it
 
     epochs = data.Epochs(data.Tokens("corpus.bin", context=64), seed=1)     # each row once an epoch, in another order
-    x, y = epochs.batch(step=1000, size=32, rows=range(8))                  # of a file that may be larger than memory
-    for step, (x, y) in data.stream(epochs, 32, rank, {"dp": 4}): ...       # a rank's rows, for a loop of one's own
+    x, y = epochs.batch(step=1000, size=32, rows=range(8))                  # the file may be larger than memory
+    for step, (x, y) in data.stream(epochs, 32, rank, {"dp": 4}): ...       # a rank's rows, for your own loop
 
     rows = data.Rows(dataset, seed=1)           # a torch Dataset; train(data=dataset) does the same
     batches = data.Batches(loader)              # a torch DataLoader, or any iterable of batches; so does data=loader
 
-A data set is a handful of settings: it pickles small, and reads its data in the process that first needs it.
-This package imports torch only when a batch is made.
+A data set object has only a few settings, so it is small when pickled. It reads its data in the process that needs
+them. This package imports torch only when a batch is made.
 """
 
 from minipar.data.epochs import Epochs

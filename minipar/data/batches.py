@@ -1,6 +1,6 @@
-"""What a rank has of the batch of a step: the rows of its replica, and only if it holds a layer that wants them.
+"""A rank's part of a step's batch: the rows of its replica, if the rank holds a layer that needs them.
 
-A data set whose `batch` has a parameter `rows` is asked for these rows alone. Every other gives the whole batch.
+If the data set's `batch` has a parameter `rows`, a rank reads only these rows. Otherwise it reads the whole batch.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Batch = tuple[Any, Any]
 class BatchPart(NamedTuple):
     """A rank's part of a batch.
 
-    x, y     rows of the batch from row `start` on; None where the rank has no use for them
-    rows     of each of its micro-batches, counted in the batch
-    weight   how much the whole batch counts in the mean loss
+    x, y     rows of the batch from row `start` on; None if the rank does not need them
+    rows     the rows of each of its micro-batches, counted in the batch
+    weight   the weight of the whole batch in the mean loss
     """
 
     x: Any
@@ -37,13 +37,13 @@ class BatchPart(NamedTuple):
 
 
 def part_of_whole(batch: Batch, program: Program, rank: int, loss: Any) -> BatchPart:
-    """A rank's part of a batch that is there as a whole."""
+    """A rank's part of a batch, from the whole batch."""
     rows = check_batch(batch)
     return BatchPart(*batch, 0, _rows(program, rank, rows), counted(batch[1], loss))
 
 
 def check_batch(batch: Batch) -> int:
-    """The rows of a batch. Errors: RankError where x and y, or tensors inside them, have not as many."""
+    """The number of rows in a batch. Errors: RankError if x and y, or tensors inside them, have different numbers."""
     x, y = (check_rows(part, name) for part, name in zip(batch, "xy", strict=True))
     if x != y:
         raise RankError(f"x has {several(x, 'row')}, but y has {y}; each row needs its target")
@@ -51,25 +51,27 @@ def check_batch(batch: Batch) -> int:
 
 
 def _rows(program: Program, rank: int, total: int) -> list[range]:
-    """Of each of a rank's micro-batches the rows; all slices of a sequence have the same."""
+    """The rows of each of a rank's micro-batches; all slices of a sequence have the same rows."""
     rows = rows_of(rank, program.mesh, total, program.row_microbatches)
     return [found for found in rows for _ in range(program.slice_count)]
 
 
 def gives_rows(data: Any) -> bool:
-    """Whether a data set can be asked for some rows of a batch."""
+    """Whether a data set can give some rows of a batch."""
     return not isinstance(data, tuple) and "rows" in inspect.signature(data.batch).parameters
 
 
 def read_part(
     data: Any, step: int, size: int, program: Program, rank: int, loss: Any, cast: Callable[[Tensor], Tensor]
 ) -> BatchPart:
-    """A rank's part of the batch of a step, reading no other rows (`data` gives rows; see `gives_rows`).
+    """A rank's part of the batch of a step. It reads only these rows if it can (`data` must give rows, see
+    `gives_rows`).
 
-    The mean loss is over all targets that count. How many these are in the rows of others is known without reading
-    them if targets are floating-point numbers, or integers in `data.targets` of which the loss leaves none out;
-    otherwise a rank with the last layer reads the whole batch. Raises RankError where the data set gives another number
-    of rows than asked, or targets that it says it does not have.
+    The mean loss is over all targets that count, so a rank with the last layer must know how many of them are in the
+    rows of other ranks. It knows this without reading those rows if targets are floating-point numbers, or integers in
+    `data.targets` of which the loss ignores none. Otherwise it reads the whole batch.
+    Errors: RankError if the data set gives another number of rows than requested, or targets that it says it does not
+    have.
     """
     total = data.length(step, size) if hasattr(data, "length") else size
     rows = _rows(program, rank, total)

@@ -1,4 +1,4 @@
-"""A data set epoch by epoch: every row exactly once in each, whatever the number of ranks."""
+"""A data set epoch by epoch: every row comes exactly once in each epoch, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Epochs:
-    """A `Source` without repetitions, for `train(data=...)` or a loop of one's own.
+    """A `Source` without repetitions, for `train(data=...)` or your own loop.
 
         rows = data.Epochs(data.Tokens("corpus.bin", context=256), seed=1)
         run = train(model, rows, plan, batch=32, steps=3 * rows.steps(32))          # three epochs
-        resume("folder", model, rows, steps=100)                                    # goes on in the fourth
+        resume("folder", model, rows, steps=100)                                    # continues in the fourth
 
-    source    its rows, one every `stride` places, are those of an epoch
-    seed      of the orders: the order of an epoch is a function of (seed, epoch)
-    last      "smaller": the rows that do not fill a batch are one of their own; "dropped": they wait for another epoch
-    shuffle   False: every epoch in the order of the data
+    source    the data set; an epoch has its rows, one every `stride` places
+    seed      seed of the orders: the order of an epoch is a function of (seed, epoch)
+    last      "smaller": rows that do not fill a batch are a smaller batch; "dropped": they are left out of this epoch
+    shuffle   False: every epoch has the order of the data
     split     "train" or "validation"
 
-    A step is the whole state. Batches must have the same size throughout: it says where a step stands.
+    The number of the step is the whole state. All batches must have the same size, because size and step give the place
+    in the epoch.
     """
 
     source: Source
@@ -42,7 +43,7 @@ class Epochs:
 
     @cached_property
     def order(self) -> Order:
-        """Which rows stand where; it looks at the data to see how many there are."""
+        """The order of the rows. It reads the data to know how many rows there are."""
         return Order(self.source.windows(self.split), self.seed, self.last, self.shuffle)
 
     @property
@@ -50,15 +51,15 @@ class Epochs:
         return self.source.targets
 
     def steps(self, size: int) -> int:
-        """Steps of an epoch. Errors: `PlanError` for a batch with more rows than an epoch."""
+        """The number of steps in an epoch. Errors: `PlanError` for a batch with more rows than an epoch."""
         return self.order.steps(size)
 
     def length(self, step: int, size: int) -> int:
-        """Rows of the batch of one step: `size`, or fewer at the end of an epoch."""
+        """The number of rows in the batch of one step: `size`, or fewer at the end of an epoch."""
         return self.order.place(step, size)[2]
 
     def batch(self, step: int, size: int, rows: slice | range | None = None) -> tuple[Tensor, Tensor]:
-        """The batch of one step, or only its `rows`, which are all that is read.
+        """The batch of one step, or only its `rows`. It reads no other rows.
 
         Errors: `PlanError` for a size above the rows of an epoch, or rows outside of the batch.
         """

@@ -1,11 +1,11 @@
-r"""Data sets in files, larger than memory: they are mapped, and of each batch a rank reads its own rows only.
+r"""Data sets in files that may be larger than memory: files are mapped, and a rank reads only its own rows of a batch.
 
     corpus.bin   [ 12 7 7 91 3 ... ]                token numbers, raw or .npy
-                   \___row 0___/\___row 1___/       rows of an epoch; a random row begins anywhere
-    x.npy, y.npy                                    one row each per example
+                   \___row 0___/\___row 1___/       rows of an epoch; a random row may begin anywhere
+    x.npy, y.npy                                    one row in each file per example
 
-A mapped file takes no memory of its own: pages that are read are the system's cache of the file, shared by all ranks of
-a machine. A process also lets go of its view of them every `RESIDENT` bytes, so that it does not seem to grow.
+A mapped file needs no memory of its own: the pages that are read are in the system's cache of the file, which all ranks
+of a machine share. A process also unmaps them after every `RESIDENT` bytes, so that its memory does not seem to grow.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 RESIDENT = 64 << 20
-AROUND = 2 << 20  # so much around a page that is touched can be mapped with it, if the system has it in its cache
+AROUND = 2 << 20  # so many bytes around a page that is read can be mapped with it, if they are in the system's cache
 
 
 @dataclass(frozen=True)
 class Tokens(Source):
-    """Token numbers for a language model. x: (rows, context) int64; y: the same, one token further on.
+    """Token numbers for a language model. x: (rows, context) int64; y: the same, one token later.
 
-    path       a file of numbers, one after the other; or a .npy file with one dimension, whose dtype counts
+    path       a raw file of numbers; or a .npy file with one dimension, which has its own dtype
     context    tokens in a row
-    dtype      of a raw file, such as "uint16"
-    held_out   tokens at the end of the file that are the validation split, and no part of train
+    dtype      type of the numbers in a raw file, such as "uint16"
+    held_out   number of tokens at the end of the file that are the validation split and not part of train
     """
 
     path: str = ""
@@ -85,12 +85,13 @@ class Tokens(Source):
 
 @dataclass(frozen=True)
 class Records(Source):
-    """Examples of one row each. x: (rows, ...) and y: (rows, ...), as they are in the files; integers y as int64.
+    """Examples of one row each. x: (rows, ...) and y: (rows, ...), as they are in the files; an integer y becomes
+    int64.
 
-    x, y       .npy files with as many rows
-    held_out   rows at the end of the files that are the validation split, and no part of train
-    ignored    whether y has targets that the loss leaves out (`ignore_index`): then ranks with the last layer read
-               whole batches, to count them
+    x, y       .npy files with the same number of rows
+    held_out   number of rows at the end of the files that are the validation split and not part of train
+    ignored    whether y has targets that the loss ignores (`ignore_index`): then ranks with the last layer read whole
+               batches, to count them
     """
 
     x: str = ""
@@ -124,7 +125,7 @@ class Records(Source):
 
 
 class Opened:
-    """A file as an array that is read from the disk where it is touched."""
+    """A file as an array. Only the parts that are used are read from the disk."""
 
     def __init__(self, array: np.memmap) -> None:
         self.array = np.asarray(array)
@@ -132,10 +133,11 @@ class Opened:
         self.map: mmap.mmap | None = base if isinstance(base, mmap.mmap) else None
         self.touched = 0
         if self.map is not None and hasattr(mmap, "MADV_RANDOM"):
-            self.map.madvise(mmap.MADV_RANDOM)  # rows are all over the file: what is around them is read for nothing
+            self.map.madvise(mmap.MADV_RANDOM)  # rows are spread over the file, so reading ahead is useless
 
     def read(self, places: np.ndarray | slice) -> np.ndarray:
-        """A copy of these rows, in this machine's byte order. Errors: IndexError for rows that are not there."""
+        """A copy of these rows, in this machine's byte order. Errors: IndexError for rows that the file does not
+        have."""
         if isinstance(places, slice) and not 0 <= places.start <= places.stop <= len(self.array):
             raise IndexError(f"rows {places.start} to {places.stop} of {len(self.array)}")
         if isinstance(places, slice):
@@ -149,7 +151,7 @@ class Opened:
         return found.astype(found.dtype.newbyteorder("="), copy=False)
 
     def _note(self, size: int) -> None:
-        """So many bytes were touched."""
+        """Count bytes that were read, and unmap them when there are more than `RESIDENT`."""
         self.touched += size
         if self.touched > RESIDENT and self.map is not None and hasattr(mmap, "MADV_DONTNEED"):
             self.map.madvise(mmap.MADV_DONTNEED)
@@ -157,7 +159,7 @@ class Opened:
 
 
 def _opened(path: str, dtype: str = "") -> Opened:
-    """The file, mapped once per process; anew if it was changed."""
+    """The file, mapped once per process, and again if it has changed. Errors: PlanError."""
     try:
         status = os.stat(path)
     except OSError as error:

@@ -49,7 +49,7 @@ class Digits(Source):
 def digits(seed: int = 0) -> Digits:
     """The digits; every tenth image is validation, the others are train. Nothing is read yet.
 
-    Errors: `PlanError` where scikit-learn is not installed.
+    Errors: `PlanError` if scikit-learn is not installed.
     """
     return Digits(seed=seed)
 

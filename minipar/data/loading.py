@@ -1,9 +1,9 @@
-"""Data of torch's kind for `train`: a Dataset by its rows, and a DataLoader or any iterable by its batches.
+"""torch's data sets for `train`: a Dataset is read row by row, and a DataLoader or any iterable batch by batch.
 
-Rows        a Dataset: which rows a step has is a function of (seed, step), so each rank reads its own
-Batches     an iterable knows no step numbers, and a shuffling one gives other batches each time that it is read.
-            So the driver reads it, once, before the run, into files of a temporary folder; ranks and the
-            reference take their rows of each batch from there
+Rows        For a Dataset, the rows of a step are a function of (seed, step), so each rank reads its own rows.
+Batches     An iterable knows no step numbers, and one that shuffles gives other batches each time that it is read. So
+            the driver reads it once before the run, and writes the batches into files of a temporary folder. Ranks and
+            the reference read their rows of each batch from there.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Pair = Callable[[Any], tuple[Any, Any]]
 
 
 def pair(batch: Any) -> tuple[Any, Any]:
-    """x and y of a batch: of a pair (x, y) as it is; of a dict with "labels", x is the rest of it and y the labels.
+    """x and y of a batch. The batch is a pair (x, y), or a dict with "labels", where y is the labels and x is the rest.
 
-    Errors: PlanError for any other batch; say what is what with `Rows(..., pair=...)` or `Batches(..., pair=...)`.
+    Errors: PlanError for any other batch. For such a batch give `Rows(..., pair=...)` or `Batches(..., pair=...)`.
     """
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
@@ -49,15 +49,16 @@ class Rows:
     """The rows of a torch Dataset (with a length and numbered rows), epoch by epoch: `train(data=Rows(dataset))`.
 
     dataset   `dataset[k]` is row k: a pair (x, y), or a dict with "labels"
-    seed      of the orders: the order of an epoch is a function of (seed, epoch)
-    shuffle   False: every epoch in the order of the data
-    last      "smaller": the rows that do not fill a batch are one of their own; "dropped": they wait for another epoch
-    collate   makes a batch of a list of rows; default: torch's, which stacks them, and each rank reads its own rows
-              only. With another one (that pads to the longest row) each rank reads the whole batch
-    pair      (x, y) of a collated batch; default: `pair`
+    seed      seed of the orders: the order of an epoch is a function of (seed, epoch)
+    shuffle   False: every epoch has the order of the data
+    last      "smaller": rows that do not fill a batch are a smaller batch; "dropped": they are left out of this epoch
+    collate   makes a batch from a list of rows. The default is torch's function, which stacks rows; then each rank
+              reads only its own rows. With another function (such as one that pads to the longest row) each rank reads
+              the whole batch
+    pair      gives (x, y) of a collated batch; default: `pair`
 
-    Rows that draw random numbers (augmentation) must draw them as a function of k: otherwise the reference, and with a
-    `collate` of your own each rank, sees others.
+    Rows that draw random numbers (augmentation) must draw them as a function of k. Otherwise the reference gets other
+    numbers; and with your own `collate`, so does each rank.
     """
 
     dataset: Any
@@ -78,15 +79,15 @@ class Rows:
 
     @cached_property
     def order(self) -> Order:
-        """Which rows stand where."""
+        """The order of the rows."""
         return Order(len(self.dataset), self.seed, self.last, self.shuffle)
 
     def steps(self, size: int) -> int:
-        """Steps of an epoch. Errors: `PlanError` for a batch with more rows than an epoch."""
+        """The number of steps in an epoch. Errors: `PlanError` for a batch with more rows than an epoch."""
         return self.order.steps(size)
 
     def length(self, step: int, size: int) -> int:
-        """Rows of the batch of one step: `size`, or fewer at the end of an epoch."""
+        """The number of rows in the batch of one step: `size`, or fewer at the end of an epoch."""
         return self.order.place(step, size)[2]
 
     def batch(self, step: int, size: int, rows: range | None = None) -> tuple[Any, Any]:
@@ -105,12 +106,12 @@ class Rows:
 class Batches:
     """The batches of a torch DataLoader, or of any iterable: `train(data=Batches(loader))`.
 
-    The driver reads as many as there are steps, before the run. One that can be read again (a DataLoader, a list)
-    begins again when it ends; a generator must have a batch for every step. `batch=` of `train` is what the first one
-    has; the others may have more or fewer rows. torch's random numbers are drawn from (seed of `train`, first step), so
-    the same call gives the same batches, and a resumed run other ones.
+    Before the run the driver reads one batch for each step. An iterable that can be read again (a DataLoader, a list)
+    begins again when it ends; a generator must have a batch for every step. The first batch sets `batch=` of `train`;
+    the others may have more or fewer rows. torch's generator is seeded with (seed of `train`, first step), so the same
+    call gives the same batches, and a resumed run gives other ones.
 
-    pair   (x, y) of a batch; default: `pair`
+    pair   gives (x, y) of a batch; default: `pair`
     """
 
     batches: Iterable[Any]
@@ -119,7 +120,7 @@ class Batches:
 
 @dataclass(frozen=True)
 class _Files:
-    """Batches in a folder, one file a step."""
+    """Batches in a folder, with one file for each step."""
 
     folder: str
     first: int
@@ -127,7 +128,7 @@ class _Files:
     def batch(self, step: int, size: int) -> tuple[Any, Any]:
         import torch
 
-        # (the profile asks for step 0, whichever comes first)
+        # (the profile reads step 0, even if the run begins with a later step)
         found = torch.load(self._path(max(step, self.first)), mmap=True, weights_only=False)
         return found[0], found[1]
 
@@ -136,7 +137,7 @@ class _Files:
 
 
 def indexed(data: Any, seed: int) -> Any:
-    """A torch Dataset as `Rows`; anything else as it is."""
+    """A torch Dataset as `Rows`; any other data unchanged."""
     if isinstance(data, tuple) or hasattr(data, "batch"):
         return data
     from torch.utils.data import Dataset, IterableDataset
@@ -148,9 +149,9 @@ def indexed(data: Any, seed: int) -> Any:
 
 @contextmanager
 def read_ahead(data: Any, steps: int, first: int, seed: int, size: int) -> Iterator[tuple[Any, int]]:
-    """Data that knows its batches by step number, and the rows of a step, for `steps` steps from step `first` on.
+    """Gives (data whose batches can be read by step number, rows of a step), for `steps` steps from step `first` on.
 
-    Errors: PlanError where an iterable has no batch for some step, or one that is no x and y.
+    Errors: PlanError if an iterable has no batch for some step, or a batch that is not x and y.
     """
     data = indexed(data, seed)
     if isinstance(data, tuple) or not isinstance(data, (Batches, Iterable)) or hasattr(data, "batch"):
@@ -175,7 +176,7 @@ def read_ahead(data: Any, steps: int, first: int, seed: int, size: int) -> Itera
 
 
 def _again(batches: Iterable[Any], steps: int) -> Iterator[Any]:
-    """So many batches, from the beginning again where that is possible."""
+    """So many batches. It begins the iterable again when it ends. Errors: PlanError if that is impossible."""
     found = 0
     while found < steps:
         before, running = found, iter(batches)
@@ -194,7 +195,7 @@ def _again(batches: Iterable[Any], steps: int) -> Iterator[Any]:
 
 
 def _compact(value: Any) -> Any:
-    """Tensors without the rest of the storages that they are views of, which would be saved too."""
+    """The value with copies of tensors that are views: otherwise their whole storages would be saved."""
     from minipar.models.tensors import map_tensors
 
     def own(tensor: Tensor) -> Tensor:

@@ -1,16 +1,17 @@
-"""Which row stands where in an epoch: a permutation that is computed for each place, and the batches cut from it.
+"""The order of rows in an epoch: a permutation that can be computed for each place alone, cut into batches.
 
     epoch 0    7 2 9 | 0 4 1 | 8 5 3 | 6            10 rows in batches of 3: the last one is smaller, or dropped
     epoch 1    3 8 0 | 5 6 9 | 2 7 1 | 4            another order, a function of (seed, epoch)
     step       0       1       2       3
-               4       5       6       7            so the number of a step is all that a loop has to remember
+               4       5       6       7            so a loop has to remember only the number of a step
 
 The order of an epoch is a Feistel network over pairs (a, b), which are the rows 0, 1, 2 ... written with two digits:
 
-    a <- a + f(b) mod A        b <- b + g(a) mod B        ... with A B barely more than the number of rows
+    a <- a + f(b) mod A        b <- b + g(a) mod B        ... with A B a little more than the number of rows
 
-Every round can be undone, so all of them are a permutation of A B numbers. One that is no row is permuted again, until
-it is one ("cycle walking"). So any place of any epoch is found on its own, in O(1) memory, for 10 rows or for 10^15.
+Every round can be undone, so together they are a permutation of A B numbers. A number that is no row is permuted again,
+until it is a row ("cycle walking"). So the row at any place of any epoch can be found alone, in O(1) memory, for 10
+rows or for 10^15.
 
 Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002.
 """
@@ -25,12 +26,12 @@ import numpy as np
 
 from minipar.errors import PlanError
 
-ROUNDS = 8  # with fewer, orders of a few rows are not evenly likely
+ROUNDS = 8  # with fewer rounds, the orders of a few rows are not equally likely
 LASTS = ("smaller", "dropped")
 
 
 def mix(z: np.ndarray) -> np.ndarray:
-    """The finishing steps of the splitmix64 generator: uint64 to uint64, evenly random; meant to wrap around."""
+    """The last steps of the splitmix64 generator: uint64 to uint64, uniformly random. Overflow is intended."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
@@ -42,7 +43,7 @@ def start_of(key: str) -> np.ndarray:
 
 
 def permuted(places: np.ndarray, count: int, key: str) -> np.ndarray:
-    """What stands at these places of the permutation of 0 to count - 1 that `key` names: int64 of the same shape."""
+    """The numbers at these places of a permutation of 0 to count - 1, which `key` chooses: int64 of the same shape."""
     numbers = np.asarray(places, dtype=np.uint64).copy()
     if count <= 1:
         return numbers.astype(np.int64)
@@ -63,12 +64,12 @@ def permuted(places: np.ndarray, count: int, key: str) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Order:
-    """The rows 0 to count - 1, all of them once an epoch, in batches.
+    """The rows 0 to count - 1, each of them once an epoch, in batches.
 
-    seed      of the orders; with the epoch it determines each of them
-    last      what happens to the rows that do not fill a batch: they are a "smaller" batch of their own at the end of
-              the epoch, or are "dropped", which are others in each epoch
-    shuffle   False: every epoch is in the order of the rows
+    seed      seed of the orders: seed and epoch determine the order of an epoch
+    last      what happens to rows that do not fill a batch: they are a "smaller" batch at the end of the epoch, or they
+              are "dropped"; other rows are dropped in each epoch
+    shuffle   False: every epoch has the order of the rows
     """
 
     count: int
@@ -83,20 +84,20 @@ class Order:
             raise PlanError(f"count={self.count}: an epoch has at least 1 row")
 
     def steps(self, batch: int) -> int:
-        """Batches of an epoch. Errors: `PlanError` for a batch that an epoch cannot fill."""
+        """The number of batches in an epoch. Errors: `PlanError` for a batch with more rows than an epoch."""
         if not 1 <= batch <= self.count:
             raise PlanError(f"batch={batch}: must be from 1 to {self.count}, the rows of an epoch")
         return self.count // batch if self.last == "dropped" else -(-self.count // batch)
 
     def place(self, step: int, batch: int) -> tuple[int, int, int]:
-        """Where a step stands: its epoch, the first of its places there, and its number of rows."""
+        """The epoch of a step, the step's first place in the epoch, and its number of rows. Errors: PlanError."""
         if step < 0:
             raise PlanError(f"step={step}: steps count from 0")
         epoch, k = divmod(step, self.steps(batch))
         return epoch, k * batch, min(batch, self.count - k * batch)
 
     def rows(self, step: int, batch: int, part: range | None = None) -> np.ndarray:
-        """The rows of a step, or of `part` of it (positions in the batch): int64, computed one by one.
+        """The rows of a step, or of `part` of it (positions in the batch): int64. It computes only these rows.
 
         Errors: `PlanError` for positions outside of the batch.
         """

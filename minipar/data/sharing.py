@@ -1,10 +1,10 @@
-"""Which rows of a batch belong to which rank, and a rank's rows for a loop of its own.
+"""Which rows of a batch belong to which rank, and the rows of a rank for the user's own training loop.
 
     batch of 8 rows, mesh dp=2 x pp=2, 2 micro-batches:       rank 0, 1 (one pipeline)     0 1 | 2 3
                                                               rank 2, 3 (the other)        4 5 | 6 7
 
-Ranks of one pipeline or tensor group work on the same rows, replicas on different ones. This is how `train` shares
-batches out; here it is for everybody, without talking to anyone.
+Ranks of one pipeline or tensor group work on the same rows, and replicas on different rows. `train` shares out batches
+in this way. Any rank can compute its rows without communication.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from minipar.program.mesh import Mesh
 from minipar.program.rows import split_rows
 from minipar.wording import several
 
-Axes = Mapping[str, int] | Sequence[tuple[str, int]]  # axis sizes, slowest first, such as Program.mesh
+Axes = Mapping[str, int] | Sequence[tuple[str, int]]  # axis sizes, the slowest axis first, such as Program.mesh
 ALONE = Mesh(dp=1)
 
 
 def replica_of(rank: int, mesh: Axes = ALONE) -> tuple[int, int]:
-    """(which replica a rank works for, of how many): its place on the mesh's axis "dp".
+    """(the replica that a rank belongs to, the number of replicas): its coordinate on the mesh's axis "dp", and its
+    length.
 
     Errors: `PlanError` for a rank that the mesh does not have.
     """
@@ -36,8 +37,8 @@ def replica_of(rank: int, mesh: Axes = ALONE) -> tuple[int, int]:
 def rows_of(rank: int, mesh: Axes, size: int, microbatches: int = 1) -> list[range]:
     """The rows of each micro-batch of a rank, out of a batch of `size` rows.
 
-    All micro-batches of all replicas have as many rows as possible alike, the first ones one more; where there are
-    fewer rows than micro-batches, the last ones have none.
+    The rows are split as evenly as possible over all micro-batches of all replicas; the first ones may have one row
+    more. If there are fewer rows than micro-batches, the last ones have none.
     """
     replica, replicas = replica_of(rank, mesh)
     return split_rows(size, replicas * microbatches)[replica * microbatches : (replica + 1) * microbatches]
@@ -52,11 +53,11 @@ def part_of(rank: int, mesh: Axes, size: int, microbatches: int = 1) -> range:
 def stream(
     source: Any, batch: int, rank: int = 0, mesh: Axes = ALONE, step: int = 0, microbatches: int = 1
 ) -> Iterator[tuple[int, tuple[Any, Any]]]:
-    """(step, (x, y)) without end from `step` on: of each batch the rows of a rank, which are all that is read.
+    """Yields (step, (x, y)) without end, from `step` on, with the rank's rows of each batch. It reads only these rows.
 
-    The rows are those that `train(data=source, batch=batch)` gives to the rank. A loop can go on at any step: it needs
-    no other state. All ranks get as many steps; a rank without rows in a small last batch gets
-    tensors of 0 rows.
+    The rows are those that `train(data=source, batch=batch)` gives to the rank. A loop can continue at any step,
+    because the step is all its state. All ranks get the same number of steps; a rank without rows in a small last batch
+    gets tensors of 0 rows.
 
     source   has batch(step, size, rows=...), such as `Epochs` or any other data set of this package
     """
@@ -68,21 +69,21 @@ def stream(
 
 @dataclass
 class Sampler:
-    """The rows of a rank as numbers, batch by batch, for torch's DataLoader and a data set of your own:
+    """The numbers of a rank's rows, batch by batch, for torch's DataLoader and your own data set:
 
         sampler = data.Sampler(len(dataset), batch=32, rank=rank, mesh={"dp": 4}, seed=1)
         for epoch in range(3):
             sampler.set_epoch(epoch)
             for x, y in DataLoader(dataset, batch_sampler=sampler): ...
 
-    `batch` is that of all replicas together. In an epoch every row is met exactly once, by one replica.
-    torch.utils.data.DistributedSampler gives every rank as many rows, and repeats rows where they do not come out even:
-    of 10 rows on 4 ranks it gives 3 to each, 2 rows twice. Here the shares of one batch differ by a row at most, and
-    nothing is repeated; so weigh a rank's mean loss by its rows, as `train` does.
+    `batch` is the batch of all replicas together. In an epoch every row comes exactly once, on one replica.
+    torch.utils.data.DistributedSampler gives every rank the same number of rows, and repeats rows for this: with 10
+    rows on 4 ranks it gives 3 rows to each, and 2 rows come twice. Here the shares of a batch differ by at most one
+    row, and no row is repeated. So weigh a rank's mean loss by its number of rows, as `train` does.
 
-    `step` is where iteration begins: to go on in the middle of an epoch, set it to the number of steps that were done.
+    Iteration begins at `step`. To continue in the middle of an epoch, set it to the number of finished steps.
 
-    Errors: `PlanError` where the last batch would leave a replica without rows, which a DataLoader cannot collate.
+    Errors: `PlanError` if the last batch would leave a replica without rows, which a DataLoader cannot collate.
     """
 
     count: int

@@ -1,4 +1,4 @@
-"""What all data sets share: batches by (seed, step, row), and shards of one epoch."""
+"""What all data sets have in common: batches by (seed, step, row), and shards of one epoch."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ SPLITS = ("train", "validation")
 
 @dataclass(frozen=True)
 class Source(ABC):
-    """A data set. Every row starts at a place; `examples` reads the rows at given places.
+    """A data set. Every row begins at a place; `examples` reads the rows at given places.
 
-    seed   which rows a step draws; the data and its split into train and validation do not depend on it
+    seed   decides which rows a step draws; the data, and its split into train and validation, do not depend on it
     """
 
     seed: int = field(default=0, kw_only=True)
@@ -33,12 +33,13 @@ class Source(ABC):
 
     @property
     def stride(self) -> int:
-        """Places from one row of an epoch to the next, so that no number stands in two rows."""
+        """Number of places from one row of an epoch to the next, so that no data are in two rows."""
         return 1
 
     @property
     def targets(self) -> range | None:
-        """Values that integer targets can have, so that a rank knows if a loss leaves some out; None: not known."""
+        """The values that integer targets can have, so that a rank knows whether a loss ignores some; None: not
+        known."""
         return None
 
     @abstractmethod
@@ -50,8 +51,8 @@ class Source(ABC):
     ) -> tuple[Tensor, Tensor]:
         """The batch of one step, of `size` rows (x, y), or only its `rows`.
 
-        Row r is a function of (seed, step, r) alone, not of the batch's size and not of who reads it, so the ranks
-        can share a batch out without a word. Rows are drawn with replacement.
+        Row r depends only on (seed, step, r), not on the size of the batch or on the rank that reads it. So ranks can
+        share out a batch without communication. Rows are drawn with replacement.
         Errors: `PlanError` for an unknown split, a size below 1, or rows outside of the batch.
         """
         check_split(split)
@@ -65,16 +66,17 @@ class Source(ABC):
         return self.examples(draw(f"{self.seed}/{split}/{step}", chosen, self.places(split)), split)
 
     def length(self, step: int, size: int) -> int:
-        """Rows of the batch of one step: always `size`."""
+        """The number of rows in the batch of one step: always `size`."""
         return size
 
     def windows(self, split: str = "train") -> int:
-        """Rows of one epoch."""
+        """The number of rows in one epoch."""
         check_split(split)
         return -(-self.places(split) // self.stride)
 
     def shard(self, rank: int, size: int, split: str = "train", batch: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
-        """One epoch's rows of `rank` of `size` ranks, `batch` at a time (the last time perhaps fewer).
+        """The rows of one epoch that belong to `rank` of `size` ranks, `batch` rows at a time (at the end perhaps
+        fewer).
 
         Row w of the epoch belongs to rank w % size: the shards do not overlap, together they are the whole split, and
         their lengths differ by at most one row. Errors: `PlanError` for a rank outside of 0 to size - 1.
@@ -88,13 +90,13 @@ class Source(ABC):
 
 
 def check_split(split: str) -> None:
-    """Refuse a split that there is not."""
+    """Errors: PlanError for an unknown split."""
     if split not in SPLITS:
         raise PlanError(f"split={split!r}: must be {' or '.join(SPLITS)}")
 
 
 def draw(key: str, rows: range, places: int) -> np.ndarray:
-    """A place for each row, evenly random, as a function of (key, row): int64 of shape (len(rows),)."""
-    # The splitmix64 generator can be entered at any row; the arithmetic is meant to wrap around at 64 bits.
+    """A place for each row, uniformly random, as a function of (key, row): int64 of shape (len(rows),)."""
+    # The splitmix64 generator can begin at any row. Its arithmetic is modulo 2^64, so overflow is intended.
     z = start_of(key) + (np.array(rows, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     return (mix(z) % np.uint64(places)).astype(np.int64)

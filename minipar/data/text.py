@@ -1,4 +1,4 @@
-"""The Python standard library's own source text, as bytes: a real corpus that every Python brings along."""
+"""The source text of the Python standard library, as bytes: a real corpus that every Python has."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ VALIDATION_EVERY = 10
 
 @dataclass(frozen=True)
 class Text(Source):
-    """Source text for a language model. x: (rows, context) bytes as int64; y: the same, one byte further on.
+    """Source text for a language model. x: (rows, context) bytes as int64; y: the same, one byte later.
 
     seed      see `Source`
     context   bytes in a row
-    limit     bytes of text to read at most; both splits together
+    limit     largest number of bytes of text to read, for both splits together
     """
 
     context: int = 64
@@ -63,7 +63,7 @@ class Windows(Source):
 
     seed     see `Source`
     window   bytes in a row
-    limit    bytes of text to read at most; both splits together
+    limit    largest number of bytes of text to read, for both splits together
     """
 
     window: int = 32
@@ -96,15 +96,15 @@ def stdlib_text(context: int = 64, seed: int = 0, limit: int = LIMIT) -> Text:
     """The standard library's source text for a language model: rows of `context` bytes, `vocab` 256.
 
     Every tenth file is validation, the others are train. Nothing is read yet.
-    Errors: `PlanError` for a context below 1 or above what the text can fill.
+    Errors: `PlanError` for a context below 1, or longer than the text.
     """
     return Text(context, limit, seed=seed)
 
 
 def stdlib_windows(window: int = 32, seed: int = 0, limit: int = LIMIT) -> Windows:
-    """The same text for an MLP that guesses the byte behind a window of `window` bytes (256 classes).
+    """The same text for an MLP that predicts the byte after a window of `window` bytes (256 classes).
 
-    Errors: `PlanError` for a window below 1 or above what the text can fill.
+    Errors: `PlanError` for a window below 1, or longer than the text.
     """
     return Windows(window, limit, seed=seed)
 
@@ -112,7 +112,7 @@ def stdlib_windows(window: int = 32, seed: int = 0, limit: int = LIMIT) -> Windo
 def files() -> list[str]:
     """The corpus's files, relative to the standard library: its modules, without tests or other packages.
 
-    In the order of a hash of their names, so that the first few MB are a fair sample of the whole library.
+    They are in the order of a hash of their names, so that the first few MB are a fair sample of the whole library.
     """
     root = sysconfig.get_path("stdlib")
     found = []
@@ -126,8 +126,9 @@ def files() -> list[str]:
 def corpus(limit: int = LIMIT) -> dict[str, np.ndarray]:
     """Train and validation text, uint8; read once per process.
 
-    Whole files in the order of `files`, the last one cut so that both together have at most `limit` bytes. Ranks that
-    run the same Python read the same text. Errors: `PlanError` where the standard library has no source files.
+    The text is whole files in the order of `files`; the last one is cut so that both splits together have at most
+    `limit` bytes. Ranks that run the same Python read the same text. Errors: `PlanError` if the standard library has no
+    source files.
     """
     root = Path(sysconfig.get_path("stdlib"))
     parts: dict[str, list[bytes]] = {"train": [], "validation": []}

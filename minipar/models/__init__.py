@@ -1,19 +1,19 @@
-"""Small models as `nn.Sequential`s of layers, ready to be cut into stages, and presets of them by name.
+"""Small models as `nn.Sequential`s of layers, which can be cut into stages, and presets of them by name.
 
     model = models.build("gpt-tiny")            # or models.gpt(layers=4, ...), models.mlp(widths=...), models.branchy()
-    shape = models.shape("gpt-tiny")            # what a plan needs of it; never imports torch
-    shape = models.shape_of(model)              # the same of any model in torch
+    shape = models.shape("gpt-tiny")            # what a plan must know of it; never imports torch
+    shape = models.shape_of(model)              # the same for any model in torch
     models.presets()                            # the names
     layers = models.from_torch(model, example)  # a model of your own, cut into layers
-    layers = models.from_transformers(model)    # one of Hugging Face's
+    layers = models.from_transformers(model)    # a model of Hugging Face's
 
-The builders import torch when they are first used; this package, its presets and its shapes do without.
+The builders import torch when they are first used. This package, its presets and its shapes need no torch.
 
 A layer is the smallest unit that a plan places. `program.shape.Shape` is all that a plan knows of a model: the number
 of layers, and parameter groups in bytes, first one for each layer, then one for each set of layers that share the same
-Parameter objects. Initial values are drawn for each parameter from (seed, name), in float32 on the CPU, so that a rank
-can build its own layers only. The GPT has its classes second, (B, vocabulary, T): `cross_entropy` takes its output as
-it is, and the batch is the first dimension everywhere. On a rank parameters are row-major, whatever the user's strides.
+Parameter objects. The initial values of a parameter depend on (seed, name), and are drawn in float32 on the CPU, so a
+rank can build only its own layers. The output of the GPT is (B, vocabulary, T), as `cross_entropy` takes it. The batch
+is the first dimension of every value. On a rank parameters are row-major, whatever strides the user's have.
 """
 
 from __future__ import annotations

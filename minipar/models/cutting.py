@@ -1,8 +1,8 @@
-"""A model cut into layers, under the names that its parameters have in the model that it was cut from.
+"""A model cut into layers. Its parameters keep the names that they have in the original model.
 
-Layered     an nn.Sequential whose state and parameters go by the original names
-Holder      a layer that holds modules of the original at the paths where the original has them
-check       whether the layers do what the model does, on an example: output and gradients
+Layered     an nn.Sequential whose state and parameters have the original names
+Holder      a layer that holds modules of the original at the original paths
+check       checks on an example that the layers give the model's output and gradients
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from minipar.errors import PlanError
 from minipar.models.tensors import count_bytes, count_rows, differentiable, tensors
 from minipar.wording import several
 
-TOLERANCE = 1e-6  # of outputs and gradients, relative to the largest: other kernels may be chosen for other layouts
+TOLERANCE = 1e-6  # relative to the largest number: torch may choose other kernels for other memory layouts
 
 
 class Crossing(NamedTuple):
-    """What one layer hands on to the next, for the example: its names, and bytes for each row."""
+    """What one layer gives to the next one for the example: names of values, and bytes for each row."""
 
     names: tuple[str, ...]
     bytes_per_row: float
@@ -31,7 +31,8 @@ class Crossing(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """How a model was cut: by what, and of each layer its name, its number of parameters, and what it hands on."""
+    """How a model was cut: in what way, and for each layer its name, its number of parameters, and what it gives to the
+    next one."""
 
     model: str
     way: str
@@ -52,9 +53,9 @@ class Report:
 
 
 class Layered(nn.Sequential):
-    """Layers of a model; `named_parameters`, `state_dict` and `load_state_dict` go by the model's own names.
+    """Layers of a model; `named_parameters`, `state_dict` and `load_state_dict` use the original model's names.
 
-    report   how it was cut; print it
+    report   how it was cut, to be printed
     """
 
     report: Report
@@ -93,7 +94,7 @@ class Layered(nn.Sequential):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         found = super().state_dict(*args, **kwargs)
         if args or kwargs.get("prefix") or kwargs.get("destination") is not None:
-            return found  # of a part of something larger
+            return found  # the caller wants the state of a larger model
         return type(found)((name, found[mine]) for name, mine in self.keys.items())
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -103,12 +104,12 @@ class Layered(nn.Sequential):
 
 
 def _path(name: str) -> str:
-    """The path in the original of a name here, which begins with the layer."""
+    """The path in the original model: the name without the layer's name at its beginning."""
     return name.partition(".")[2]
 
 
 class Holder(nn.Module):
-    """A layer that holds modules of another model, each at its path there."""
+    """A layer that holds modules of another model, each at its path in that model."""
 
     def __init__(self, held: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -118,7 +119,7 @@ class Holder(nn.Module):
 
 
 def _place(root: nn.Module, path: str) -> tuple[nn.Module, nn.Module, str]:
-    """Where something with a path goes: its parent, made where there is none, and its name in it."""
+    """The root, the parent module of a path, and the name in it. Missing parents are made."""
     *parents, name = path.split(".")
     into = root
     for parent in parents:
@@ -139,7 +140,7 @@ def hold_tensor(root: nn.Module, path: str, tensor: Tensor) -> None:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Buffers and the random generator as they were before, whatever is computed."""
+    """After the block the buffers and the random generator have the same values as before it."""
     buffers = [(b, b.clone()) for b in {id(b): b for b in model.buffers()}.values()]
     try:
         with torch.random.fork_rng(devices=[]):
@@ -150,10 +151,10 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def check(model: nn.Module, layers: Layered, example: Any, call: Callable[[nn.Module, Any], Any], way: str) -> Layered:
-    """The layers with their report, if they compute what the model computes on the example.
+    """The layers with their report, if they compute the same as the model on the example.
 
-    Errors: PlanError where output or gradients differ. Buffers and gradients are as they were before, and so is the
-    state of the random generator.
+    Buffers, gradients and the state of the random generator do not change. Errors: PlanError if output or gradients
+    differ.
     """
     gradients = [(p, p.grad) for p in model.parameters()]
     found = []
@@ -187,7 +188,7 @@ def check(model: nn.Module, layers: Layered, example: Any, call: Callable[[nn.Mo
 
 
 def _crossings(layers: Layered, example: Any) -> tuple[Crossing, ...]:
-    """What crosses from layer to layer."""
+    """What each layer but the last gives to the next one."""
     value, rows, found = example, max(1, count_rows(example)), []
     with torch.no_grad():
         for layer in list(layers)[:-1]:
@@ -202,7 +203,7 @@ def _outputs(output: Any) -> list[Tensor | None]:
 
 
 def _difference(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> float:
-    """Largest difference relative to the largest number; infinite where tensors are missing or of other shapes."""
+    """Largest difference relative to the largest number; infinite if tensors are missing or have other shapes."""
     if len(found) != len(expected):
         return float("inf")
     worst = largest = 0.0

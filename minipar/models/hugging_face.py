@@ -1,9 +1,9 @@
-"""`from_transformers`: models of Hugging Face's transformers, cut into layers by their own modules.
+"""`from_transformers`: cuts models of Hugging Face's transformers into layers by their own modules.
 
     embedding | block | block | ... | norm and head
 
-What crosses a cut is the hidden state, and attention_mask and position_ids where they were given: causal masks and
-rotary tables are made again from them in each block, which costs less than sending them. Nothing is cached.
+The hidden state crosses each cut, and so do attention_mask and position_ids if they are given. Each block makes causal
+masks and rotary tables again from these, which costs less than sending them. Keys and values are not cached.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from minipar.errors import PlanError
 from minipar.models.cutting import Holder, Layered, check
 
 DECODERS = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
-IGNORED = -100  # the label of a token that does not count
+IGNORED = -100  # the label of a token that the loss leaves out
 
 
 def from_transformers(model: nn.Module, example: Any = None) -> nn.Sequential:
@@ -28,10 +28,10 @@ def from_transformers(model: nn.Module, example: Any = None) -> nn.Sequential:
               BertForMaskedLM; T5ForConditionalGeneration
     example   an input to compare the layers with the model on; default: 2 rows of 8 tokens. False: no comparison
 
-    The layers take token numbers (rows, tokens), or a dict of input_ids and, if wanted, attention_mask, position_ids
+    The layers take token numbers (rows, tokens), or a dict of input_ids and, optionally, attention_mask, position_ids
     (decoders), token_type_ids (BERT), decoder_input_ids and decoder_attention_mask (T5). They give logits (rows,
-    tokens, vocabulary); labels belong to y, and the loss is `next_token_loss` or `token_loss`. Parameters and modules
-    are the model's own, under its names. Errors: PlanError for a model of another kind, with what to do.
+    tokens, vocabulary). Labels belong to y, and the loss is `next_token_loss` or `token_loss`. Parameters and modules
+    are the model's own and keep their names. Errors: PlanError for a model of another kind, with what to do.
     """
     config: Any = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
@@ -66,14 +66,14 @@ def from_transformers(model: nn.Module, example: Any = None) -> nn.Sequential:
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """The mean cross-entropy of logits (rows, tokens, vocabulary) and labels (rows, tokens) at the same places, over
-    all labels but -100: of masked language models, and of T5."""
+    """The loss of masked language models, and of T5: the mean cross-entropy of logits (rows, tokens, vocabulary) and
+    labels (rows, tokens) at the same places, over all labels except -100."""
     return nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED)
 
 
 def next_token_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The cross-entropy of logits (rows, tokens, vocabulary) and the labels one place later, as causal language models
-    of transformers count it (labels = input_ids; -100 does not count): (sum, count)."""
+    """The loss of causal language models, as transformers computes it: the cross-entropy of logits (rows, tokens,
+    vocabulary) and the labels one place later (labels = input_ids; -100 does not count). Returns (sum, count)."""
     wanted = labels[:, 1:]
     total = nn.functional.cross_entropy(
         logits[:, :-1].flatten(0, -2), wanted.flatten(), ignore_index=IGNORED, reduction="sum"
@@ -89,7 +89,8 @@ def _logits(model: nn.Module, example: Any) -> Any:
 
 
 def _inputs(x: Any, *possible: str) -> dict[str, Any]:
-    """The input of the first layer, by name; None for what was not given."""
+    """The inputs of the first layer, by name; None for an input that was not given. Errors: PlanError for other
+    names."""
     given = dict(x) if isinstance(x, Mapping) else {"input_ids": x}
     unknown = given.keys() - {"input_ids", *possible}
     if unknown or "input_ids" not in given:
@@ -101,7 +102,7 @@ def _inputs(x: Any, *possible: str) -> dict[str, Any]:
 
 
 def _hidden(output: Any) -> Tensor:
-    """Of what a block gives (older versions: a tuple), the hidden state."""
+    """The hidden state in a block's output (in older versions of transformers the output is a tuple)."""
     found = output[0] if isinstance(output, (tuple, list)) else output
     assert isinstance(found, Tensor)
     return found
@@ -116,7 +117,7 @@ def _places(hidden: Tensor, given: Tensor | None) -> Tensor:
 
 
 class _Embedding(Holder):
-    """Token numbers to what blocks take: hidden, attention_mask, position_ids."""
+    """From token numbers to the input of blocks: hidden, attention_mask, position_ids."""
 
     def __init__(self, held: dict[str, nn.Module], tokens: str, positions: str = "", dropout: str = "") -> None:
         super().__init__(held)
@@ -132,7 +133,7 @@ class _Embedding(Holder):
 
 
 class _Block(Holder):
-    """A block of a decoder; makes its causal mask and its rotary table itself."""
+    """A block of a decoder. It makes its causal mask and its rotary table itself."""
 
     def __init__(self, held: dict[str, nn.Module], path: str, config: Any, sliding: bool, rotary: str = "") -> None:
         super().__init__(held)
@@ -155,7 +156,7 @@ class _Block(Holder):
 
 
 class _Head(Holder):
-    """Hidden states to logits, through modules one behind the other."""
+    """From hidden states to logits, through a chain of modules."""
 
     def __init__(self, held: dict[str, nn.Module], scale: float = 1.0) -> None:
         super().__init__(held)
@@ -224,7 +225,7 @@ class _BertBlock(Holder):
 
 
 def _both_ways(config: Any, hidden: Tensor, mask: Tensor | None, encoded: Tensor | None = None) -> Any:
-    """The mask of attention to all tokens, or to those that were `encoded`."""
+    """The mask of attention to all tokens, or to the tokens in `encoded`."""
     from transformers import masking_utils
 
     across: dict[str, Any] = {} if encoded is None else {"encoder_hidden_states": encoded}
@@ -259,7 +260,7 @@ class _T5Begin(Holder):
 
 
 class _T5Block(Holder):
-    """A block of the encoder or the decoder. The first one makes the position bias, which all others are handed."""
+    """A block of the encoder or the decoder. The first one makes the position bias, and all others get it."""
 
     def __init__(self, held: dict[str, nn.Module], path: str, config: Any) -> None:
         super().__init__(held)

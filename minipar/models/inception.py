@@ -27,7 +27,7 @@ def branchy(blocks: int = 2, width: int = 16) -> Network:
     the parameters' names. Errors: `PlanError` for numbers that make no model.
     """
     check_branchy(Branchy(blocks, width))
-    with torch.random.fork_rng(devices=[]):  # torch draws values of its own first; they are not wanted
+    with torch.random.fork_rng(devices=[]):  # torch first draws values of its own, which are not used
         layers: list[nn.Module] = [Stem(width)]
         for block in range(blocks):
             given = 4 * width if block else width
@@ -62,14 +62,14 @@ class Stem(nn.Module):
 
 
 class Concatenation(nn.Module):
-    """The channels of all branches, one behind the other."""
+    """The channels of all branches, concatenated."""
 
     def forward(self, given: tuple[Tensor, ...]) -> Tensor:
         return torch.cat(given, dim=1)
 
 
 class Head(nn.Module):
-    """From channels to logits: the mean over the image, and a linear layer."""
+    """From channels to logits: the mean over the image, then a linear layer."""
 
     def __init__(self, width: int, classes: int) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Initial values as a function of (seed, parameter name), never of the order in which a model is built.
 
-Every parameter has its own random generator. So a rank that builds one layer of a model gets the values that the
-whole model has there, and two models that share a parameter's name and shape start equal.
+Every parameter has its own random generator. So a rank that builds one layer of a model gets the same values as in the
+whole model, and parameters with the same name and shape in two models have the same initial values.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from torch import nn
 def initialise(model: nn.Module, prefix: str = "", std: float | None = 0.02) -> None:
     """Fill every parameter of `model` in place, from (`torch.initial_seed()`, `prefix` + its name).
 
-    Matrices are normal with standard deviation `std` (0.02 is GPT-2's; None means sqrt(2 / inputs), for deep stacks
-    without residual connections or norms); biases are 0, and other vectors, the weights of norms, 1.
+    Matrices are drawn from a normal distribution with standard deviation `std` (0.02 is GPT-2's; None means
+    sqrt(2 / inputs), for deep models without residual connections or norms). Biases are 0, and other vectors, which are
+    weights of norms, are 1.
 
-    The numbers are drawn on the CPU in float32, so that a model in float64 or on a GPU starts at the same values.
-    Parameters on the "meta" device are skipped. `prefix` is what the model's name would be inside a larger one:
-    `initialise(model[3], prefix="3.")` gives the values that `initialise(model)` gives to layer 3. A tied parameter
-    has the name of its first holder.
+    The numbers are drawn on the CPU in float32, so a model in float64 or on a GPU gets the same values. Parameters on
+    the "meta" device are skipped. `prefix` is the path of the model inside a larger one: `initialise(model[3],
+    prefix="3.")` gives the values that `initialise(model)` gives to layer 3. A tied parameter has the name of its first
+    holder.
     """
     seed = torch.initial_seed()
     for name, parameter in model.named_parameters():

@@ -1,12 +1,13 @@
-"""What a loss says about its mean: what it is over, so that a batch's loss is the weighted mean of its parts'.
+"""What a loss is a mean over. It is needed because a batch's loss is the weighted mean of the losses of its parts:
 
     loss of the batch = sum over parts of (loss of the part * weight of the part) / weight of the batch
 
-The weight is what the mean is over. It is known where it can be read off: target elements other than `ignore_index`
-for integer targets, each by its class's weight, and rows for all others. Any other loss says it:
+The weight of a part is the number of things that its mean is over. By default these are target elements other than
+`ignore_index` for integer targets, each with its class's weight, and rows for all other targets. Any other loss must
+say its weight:
 
-    losses.weighted(masked_loss, count=lambda y: y[1].sum())     y = (targets, mask): the mean is over what is masked
-    def masked_loss(output, y): ...; return total, count         or it gives the sum and the count themselves
+    losses.weighted(masked_loss, count=lambda y: y[1].sum())     y = (targets, mask): the mean is over the mask
+    def masked_loss(output, y): ...; return total, count         or the loss itself returns the sum and the count
 
 A loss that is no such mean (in-batch contrastive, a plain sum) is refused before the run, unless nothing is split.
 """
@@ -26,7 +27,7 @@ from minipar.errors import PlanError
 from minipar.models.tensors import allocate, count_rows, map_tensors, spec, take_rows, tensors
 from minipar.program.rows import split_rows
 
-_SAMPLE = 1 << 22  # numbers of the outputs that a loss is tried on
+_SAMPLE = 1 << 22  # a loss is tried on outputs with at most so many numbers
 
 
 @dataclass(frozen=True)
@@ -41,15 +42,17 @@ class Weighted:
 
 
 def weighted(loss: Callable[[Any, Any], Any], count: Callable[[Any], Any]) -> Weighted:
-    """A loss, with what its mean is over: `count(y)` of some targets, a number that adds up over rows."""
+    """A loss with its weight: `count(y)` is the number of things in some targets that the mean is over. The counts of
+    rows must add up."""
     return Weighted(loss, count)
 
 
 @dataclass(frozen=True)
 class Counting:
-    """The count that a loss gives as (sum, count), found by calling it: on zeros in place of the model's output.
+    """The count of a loss that returns (sum, count). It is found by calling the loss on zeros instead of the model's
+    output.
 
-    form   of the output for one row, as `tensors.spec` writes it
+    form   the form of the output for one row, as `tensors.spec` writes it
     """
 
     loss: Callable[[Any, Any], Any]
@@ -92,7 +95,8 @@ def option(loss: Any, name: str, default: Any) -> Any:
 
 
 def check_loss(loss: Any) -> None:
-    """Refuse what cannot be a loss, and what is known to be no mean."""
+    """Errors: PlanError for what cannot be a loss, for a loss that is no mean, and for one that has parameters to
+    train."""
     if not callable(loss):
         raise PlanError(f"loss={loss!r}: must be a function loss(output, y) -> scalar")
     if option(loss, "reduction", "mean") == "sum":
@@ -107,24 +111,24 @@ def check_loss(loss: Any) -> None:
 
 
 def scalar(value: Any) -> Any:
-    """The mean that a loss gives: itself, or of (sum, count) the quotient."""
+    """The mean that a loss returns: its value, or sum / count if it returns (sum, count)."""
     return value[0] / value[1] if isinstance(value, tuple) else value
 
 
 def says_count(loss: Any) -> bool:
-    """Whether a loss says what its mean is over, beyond what can be read off its targets."""
+    """Whether a loss itself says what its mean is over, so that its targets alone do not tell."""
     return callable(option(loss, "count", None)) or option(loss, "weight", None) is not None
 
 
 def counts_elements(y: Any) -> bool:
-    """Whether a batch of these targets weighs by its target elements, which are integers; others weigh by rows."""
+    """Whether the weight of a batch is its number of target elements (integer targets), and not its number of rows."""
     first = next(iter(tensors(y)), None)
     return first is not None and not first.is_floating_point() and not first.is_complex()
 
 
 def counted(y: Any, loss: Any) -> float:
-    """How much a batch weighs in a mean loss: what the loss counts; else its target elements that count, each by its
-    class's weight, or its rows where y is not integer."""
+    """The weight of a batch in a mean loss: what the loss counts. By default these are the target elements that are not
+    ignored, each with its class's weight; or the rows if y is not integer."""
     count = option(loss, "count", None)
     if callable(count):
         return _plain(float(count(y)))
@@ -139,7 +143,7 @@ def counted(y: Any, loss: Any) -> float:
 
 
 def _plain(count: float) -> float:
-    """A whole number as such."""
+    """The count, as an int if it is a whole number."""
     return int(count) if math.isfinite(count) and count == int(count) else count
 
 
@@ -147,15 +151,15 @@ def _plain(count: float) -> float:
 
 
 def try_loss(loss: Any, output: Any, y: Any, parts: int) -> tuple[Any, str]:
-    """Try on one batch whether a loss is the weighted mean of its parts' losses.
+    """Test with one batch whether a loss is the weighted mean of its parts' losses.
 
-    output   of the model, for some rows; what the loss is tried on lies between rows of it
+    output   the model's output for some rows; the loss is tried on mixtures of these rows
     y        targets of the batch, or of its first rows
-    parts    into which a batch is split in training
+    parts    how many parts a batch is split into in training
 
-    Returns the form of the output for one row if the loss gives (sum, count) and does not say its count itself (see
-    `Counting`), else None; and what to warn of, or "". PlanError, saying what to do, for a loss that cannot
-    be split, and for a count that depends on the output.
+    Returns (form, warning). `form` is the form of the output for one row if the loss returns (sum, count) and has no
+    `count` of its own (see `Counting`), otherwise None. The warning may be "". Errors: PlanError, which says what to
+    do, for a loss that cannot be split, and for a count that depends on the output.
     """
     given, form = loss, None
     width = max(1, sum(t[:1].numel() for t in tensors(output) if t.dim()))
@@ -169,7 +173,7 @@ def try_loss(loss: Any, output: Any, y: Any, parts: int) -> tuple[Any, str]:
         try:
             value, again = loss(first, y), loss(first, y)
         except Exception:
-            return None, ""  # it will be raised where the layers are profiled
+            return None, ""  # the profile of the layers will raise this error
         if isinstance(value, tuple) and not callable(option(loss, "count", None)):
             other = loss(second, y)
             if float(other[1]) != float(value[1]):
@@ -222,7 +226,7 @@ def _compare(given: Any, loss: Any, output: Any, y: Any, sizes: Sequence[int], b
 
 
 def _rows_of(t: Tensor, part: range, count: int) -> Tensor:
-    """Some of so many rows; all of a tensor that has other ones."""
+    """The part of a tensor that has `count` rows; all of a tensor that has another number."""
     return t[part.start : part.stop] if t.dim() and len(t) == count else t
 
 
@@ -233,13 +237,13 @@ _WAYS = (
 
 
 def _between(output: Any, rows: int) -> Any:
-    """So many rows, each somewhere between two rows of an output: where those are possible, so are these."""
+    """So many rows, each of which is a mixture of two rows of an output. So they are possible outputs, too."""
     count = count_rows(output)
     a, b, share = torch.randint(count, (rows,)), torch.randint(count, (rows,)), torch.rand(rows)
 
     def mix(t: Tensor) -> Tensor:
         if not t.dim() or len(t) != count:
-            return t  # no rows: it is the same for every part of a batch
+            return t  # it has no rows, so it is the same for every part of a batch
         one, other = t[a.to(t.device)], t[b.to(t.device)]
         if not t.is_floating_point():
             return one
@@ -250,7 +254,7 @@ def _between(output: Any, rows: int) -> Any:
 
 
 def _widened(loss: Any, output: Any, y: Any) -> tuple[Any, Any] | None:
-    """The same in float64, if the loss takes it: there rounding hides nothing."""
+    """Output and y in float64, where rounding errors are small; None if the loss does not take float64."""
     wide = [map_tensors(value, lambda t: t.double() if t.is_floating_point() else t) for value in (output, y)]
     try:
         _number(loss(*wide))

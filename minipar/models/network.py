@@ -1,8 +1,8 @@
-"""A model whose layers branch: an `nn.Sequential` with edges between its layers instead of one behind the other.
+"""A model whose layers branch: an `nn.Sequential` that has edges between its layers and need not be a chain.
 
     net = Network([stem, left, right, join], [(0, 1), (0, 2), (1, 3), (2, 3)])       join is given (left's, right's)
 
-Plain torch runs it layer by layer (`forward` below), which is what every plan must equal.
+Plain torch runs it layer by layer (`forward` below). Every plan must give the same result.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from minipar.program import edges as graphs
 
 
 class Network(nn.Sequential):
-    """Layers and the edges (from, to) between their numbers; each stands behind all that it reads.
+    """Layers and the edges (from, to) between their numbers. A layer comes after all layers that it reads.
 
-    Layer 0 is given the rows, and the last layer's output goes into the loss. A layer with one edge to it is given that
-    output; one with several a tuple of them, in the order of the layers that they come from. All readers of an output
-    are given it as it was made, also where one of them works in place.
+    Layer 0 is given the rows, and the last layer's output goes into the loss. A layer with one edge to it is given one
+    output. A layer with several edges is given a tuple of outputs, in the order of the layers that made them. All
+    readers of an output get it unchanged, even if one of them changes its input in place.
 
     Errors: PlanError for edges that make no such model (see `minipar.program.edges.numbered`).
     """

@@ -1,4 +1,4 @@
-"""What a plan must know of a model in torch: its layers, and its parameters in groups."""
+"""The shape of a model in torch, which a plan must know: its layers, and its parameters in groups."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from minipar.program.shape import Shape
 def shape_of(model: Iterable[nn.Module]) -> Shape:
     """The layers and parameter groups of a model, an `nn.Sequential` or any list of layers.
 
-    First one group per layer, of the parameters that no other layer holds; then one per set of layers that hold the
-    same Parameter objects (tied weights). Sizes in bytes. Errors: `PlanError` for a model without layers.
+    The first groups are one per layer, with the parameters that no other layer holds. Then comes one group per set of
+    layers that hold the same Parameter objects (tied weights). Sizes are in bytes. Errors: `PlanError` for a model
+    without layers.
     """
     layers = list(model)
     groups = tuple(

@@ -1,14 +1,15 @@
 """Randomness as a function of the seed, the step, the rows and the layer, never of the order of calls.
 
-`nn.Dropout` draws from a generator in the order of calls, so it is replaced by one that draws for each row of the whole
-batch by itself. Every split of the batch then sees the same dropout: which rank computes a row, and in which
-micro-batch, makes no difference.
+`nn.Dropout` draws from a generator in the order of calls. So it is replaced by one that draws for each row of the whole
+batch separately. Then every split of the batch has the same dropout: it does not matter which rank computes a row, and
+in which micro-batch.
 
-    row r of layer "3.drop"  ->  64-bit key  ->  element j kept if hash(key, j) is above p
+    row r of layer "3.drop"  ->  64-bit key  ->  element j is kept if hash(key, j) is at least p
 
-All else that draws (`torch.rand_like`, `F.dropout`, dropout inside an attention) draws from torch's generators. They
-are seeded before each layer runs, by `draw_seed`: a layer that runs again on the same micro-batch draws the same. Other
-micro-batches have other first rows and draw other numbers, so the result depends on how the batch is split.
+Everything else that draws (`torch.rand_like`, `F.dropout`, dropout inside an attention) uses torch's generators. These
+are seeded by `draw_seed` before each layer runs: a layer that runs again on the same micro-batch draws the same
+numbers. Other micro-batches have other first rows and draw other numbers, so the result depends on how the batch is
+split.
 """
 
 from __future__ import annotations
@@ -32,22 +33,22 @@ _MIX2 = 0x94D049BB133111EB - (1 << 64)
 
 
 def hash64(*words: object) -> int:
-    """A signed 64-bit number from any words, the same in every process."""
+    """A signed 64-bit number from any words; the same words give the same number in every process."""
     digest = hashlib.blake2b("\0".join(map(str, words)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
 def draw_seed(seed: int, step: int, first_row: int, layer: int, first_token: int = 0) -> int:
-    """The number that torch's generators are seeded with before a layer of the model runs forward, also once more.
+    """The number that torch's generators are seeded with before a layer runs forward, also in a recomputation.
 
-    seed, step    of the run; steps count from 0
+    seed, step    the run's seed, and its step, from 0
     first_row     the first row of the micro-batch, counted in the whole batch
-    layer         its number in the model, from 0; a module that is two layers of it has two numbers
-    first_token   of a slice of sequences, where it begins
+    layer         the layer's number in the model, from 0; a module that is used as two layers has two numbers
+    first_token   for a slice of sequences, its first token
 
-    It is the BLAKE2b hash, of 8 bytes, of the decimal numbers `seed`, `step`, `first_row`, `layer` and `first_token`,
-    in this order behind the word `draws`, with a zero byte between each two: as a little-endian number without its
-    highest bit. In Python:
+    The number is a BLAKE2b hash of 8 bytes, read as a little-endian number without its highest bit. The text that is
+    hashed is the word `draws` and then the decimal numbers `seed`, `step`, `first_row`, `layer` and `first_token`, with
+    a zero byte between each two. In Python:
 
         text = "\\0".join(["draws", *map(str, (seed, step, first_row, layer, first_token))])
         int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") % 2**63
@@ -56,7 +57,8 @@ def draw_seed(seed: int, step: int, first_row: int, layer: int, first_token: int
 
 
 def generators(device: torch.device) -> list[torch.Generator]:
-    """The generators that a layer on this device draws from unless it has its own: the CPU's, and the device's."""
+    """The generators that a layer on this device draws from, unless it has its own: those of the CPU and of the
+    device."""
     if device.type != "cuda":
         return [torch.default_generator]
     torch.cuda.init()
@@ -72,7 +74,7 @@ def reseed(sources: Iterable[torch.Generator], number: int) -> None:
 
 @contextmanager
 def untouched(sources: Sequence[torch.Generator]) -> Iterator[None]:
-    """Afterwards the generators are as they were."""
+    """After the block the generators have the same state as before it."""
     states = [source.get_state() for source in sources]
     try:
         yield
@@ -82,11 +84,11 @@ def untouched(sources: Sequence[torch.Generator]) -> Iterator[None]:
 
 
 class RowDropout(nn.Module):
-    """Dropout whose mask depends on (seed, layer name, step, global row) alone. `at` says where the rows are.
+    """Dropout whose mask depends only on (seed, layer name, step, global row). `at` says which rows come next.
 
-    Of a slice of a sequence (rows, tokens, ...) `at` says where its tokens begin: it sees the whole sequence's mask.
-    Where a layer has made several rows of each row of the batch (as a view of (rows, tokens) does), they are counted as
-    such, so that the mask is still that of the whole batch.
+    For a slice of a sequence (rows, tokens, ...) `at` also says where its tokens begin, so that the slice gets its part
+    of the whole sequence's mask. A layer may make several rows from each row of the batch (as a view of (rows, tokens)
+    does). These are counted as several rows, so that the mask is still that of the whole batch.
     """
 
     def __init__(self, p: float, seed: int, name: str) -> None:
@@ -100,7 +102,7 @@ class RowDropout(nn.Module):
         self.rows = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """x of shape (rows, ...): the same shape, with elements zeroed with probability p, the rest scaled up."""
+        """x of shape (rows, ...) -> the same shape. Elements are 0 with probability p, and the others are scaled up."""
         if not self.training or self.p == 0.0:
             return x
         if self.p == 1.0:
@@ -131,7 +133,7 @@ def _mix(z: Tensor) -> Tensor:
 
 def replace_dropout(model: nn.Module, seed: int) -> None:
     """Replace every `nn.Dropout` of a model, in place, by one whose mask is a function of the global row."""
-    named = list(model.named_modules())  # (one that is used twice stands here once)
+    named = list(model.named_modules())  # (a module that is used twice is here once)
     made = {id(m): RowDropout(m.p, seed, name).train(m.training) for name, m in named if type(m) is nn.Dropout}
     for _, module in named:
         for name, child in list(module._modules.items()):
@@ -142,16 +144,16 @@ def replace_dropout(model: nn.Module, seed: int) -> None:
 def split_sensitive(model: nn.Module, x: Any = None) -> list[str]:
     """Modules and layers, by name, whose result depends on how the batch is split.
 
-    x   rows, given to a copy of a sequential model, to see which of its layers draw, and which change their buffers
+    x   rows to run copies of a sequential model's layers on, to find which of them draw, and which change their buffers
     """
     found = []
     for name, module in model.named_modules():
         kind = type(module).__name__
         if not module.training and getattr(module, "running_mean", None) is not None:
-            continue  # (a norm that uses what it has collected)
+            continue  # (a norm that uses its stored statistics)
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             if not module.training and module.running_mean is not None:
-                continue  # it goes by the statistics that it has
+                continue  # it uses its stored statistics
             found.append(f"{name} ({kind}: statistics of a micro-batch)")
         elif not module.training:
             continue
@@ -167,13 +169,13 @@ def split_sensitive(model: nn.Module, x: Any = None) -> list[str]:
 
 
 def _seen(model: nn.Module, x: Any) -> list[tuple[str, str]]:
-    """Of the layers of a sequential model, seen as copies of them run: those that draw or change buffers."""
+    """Runs copies of the layers of a sequential model. Returns those that draw or change buffers, by name."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     sources, found = generators(device), []
     made: dict[int, Any] = {}
     layers = {name: layer for name, layer in model._modules.items() if layer is not None}
     inputs = wiring(edges_of(model), len(layers)).inputs
-    # A layer that cannot run is reported where it is measured.
+    # A layer that cannot run is reported later, when it is measured.
     with untouched(sources), torch.no_grad(), suppress(Exception):
         for number, (name, layer) in enumerate(layers.items()):
             holder = nn.Sequential(copy.deepcopy(layer))
@@ -196,10 +198,10 @@ def row_dropouts(layer: nn.Module) -> list[RowDropout]:
 
 
 def at(dropouts: Iterable[RowDropout], step: int, first_row: int, first_token: int = 0, rows: int = 0) -> None:
-    """Tell dropouts which rows they see next: `first_row`, in the whole batch of `step`, and those after it.
+    """Tell dropouts which rows they get next: those from `first_row` on, in the whole batch of `step`.
 
-    first_token   of a slice of sequences, whose tokens are dimension 1
-    rows          how many there are; 0: as many as the tensor has
+    first_token   for a slice of sequences, whose tokens are dimension 1: its first token
+    rows          how many rows of the batch there are; 0: as many as the tensor has
     """
     for dropout in dropouts:
         dropout.step = step

@@ -1,13 +1,14 @@
-"""checkpoint=selective: a part inside a layer keeps its inputs only, and runs forward again in the layer's backward.
+"""checkpoint=selective: a part inside a layer keeps only its inputs, and runs forward again in the layer's backward.
 
-    forward     q, k, v --core--> seen          kept: q, k, v; not what the core made of them (scores, softmax, mask)
-    backward    q, k, v --core--> seen, once more, then its gradient
+    forward     q, k, v --core--> seen          kept: q, k, v; not the core's own values (scores, softmax, mask)
+    backward    q, k, v --core--> seen          again, and then the gradient
 
-The core of an attention makes the largest activations of a block from few operations: in GPT-3 70 % of the bytes for
-2.7 % of the time. Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
+The core of an attention makes the largest activations of a block with few operations: in GPT-3 it has 70 % of the bytes
+and takes 2.7 % of the time. Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
+Models", 2022.
 
-A model's author marks such a part by deriving it from `Recomputed`. It is part of its layer's BACKWARD, since a layer
-is the smallest unit of a program; profile and prediction measure the layer as it then is.
+A model's author marks such a part by deriving it from `Recomputed`. The part runs again inside its layer's BACKWARD,
+because a layer is the smallest unit of a program. A profile measures the layer with this recomputation.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from minipar.models import randomness
 
 
 class Recomputed(nn.Module):
-    """A part of a layer, without parameters, that runs again in backward where a plan says checkpoint=selective.
+    """A part of a layer, without parameters, that runs again in backward if a plan has checkpoint=selective.
 
-    Derive from it and write `compute(*inputs) -> Tensor`, a function of its inputs and of `nn.Dropout`s inside.
+    Derive from it and write `compute(*inputs) -> Tensor`. It may depend only on its inputs and on `nn.Dropout`s inside.
     """
 
     again = False
@@ -41,13 +42,13 @@ class Recomputed(nn.Module):
 
 
 def choose(layers: Iterable[nn.Module], again: bool) -> None:
-    """Let the marked parts of these layers run again in backward, or keep what they made."""
+    """Say whether the marked parts of these layers run again in backward, or keep their values."""
     for part in _parts(layers):
         part.again = again
 
 
 def check(layers: Iterable[nn.Module]) -> None:
-    """Refuse a model that has nothing to run again, or a part that cannot: `PlanError`."""
+    """Errors: `PlanError` for a model without marked parts, or with a marked part that has parameters."""
     found = _parts(layers)
     if not found:
         raise PlanError(
@@ -81,12 +82,12 @@ class _Again(torch.autograd.Function):
         inputs = [x.detach().requires_grad_(need) for x, need in zip(ctx.saved_tensors, needed, strict=True)]
         buffers = [(buffer, buffer.clone()) for buffer in ctx.part.buffers()]
         with torch.enable_grad(), randomness.untouched(ctx.sources):
-            for dropout, *where in ctx.rows:  # each element falls as it fell before
+            for dropout, *where in ctx.rows:  # the same mask as before
                 randomness.at([dropout], *where)
             for source, state in zip(ctx.sources, ctx.states, strict=True):
                 source.set_state(state)
             result = ctx.part.compute(*inputs)
-        for buffer, before in buffers:  # what it counts, it counts once
+        for buffer, before in buffers:  # (a buffer that counts runs must not count twice)
             buffer.copy_(before)
         wanted = [x for x in inputs if x.requires_grad]
         found = iter(torch.autograd.grad(result, wanted, received))

@@ -1,6 +1,6 @@
 """Shapes of the presets, from their numbers alone. No torch here.
 
-Equal, by test, to `minipar.models.shape_of(models.build(name))`.
+Tests compare them with `minipar.models.shape_of(models.build(name))`.
 """
 
 from __future__ import annotations

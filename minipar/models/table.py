@@ -31,7 +31,7 @@ class GPT:
 class MLP:
     """The numbers of `models.mlp`: layer l maps `widths[l]` numbers to `widths[l + 1]`.
 
-    `data` names what it is trained on: `windows` of the text, or `digits`.
+    `data` names the data that it is trained on: `windows` of the text, or `digits`.
     """
 
     widths: tuple[int, ...] = (32, 64, 64, 256)
@@ -64,7 +64,7 @@ PRESETS: dict[str, Preset] = {
     "gpt-tiny": GPT(),
     "gpt-tiny-tied": GPT(tied=True),
     "gpt-tiny-dropout": GPT(dropout=0.1),
-    # Large enough that a stage's forward takes longer than a message: one micro-batch, several ms on one core.
+    # Large enough that a stage's forward takes longer than a message: several ms for one micro-batch on one core.
     "gpt-demo": GPT(layers=8, width=192, heads=6, context=128),
     "mlp-tiny": MLP(),
     "mlp-digits": MLP(widths=(64, 128, 128, 10), data="digits"),
@@ -108,12 +108,12 @@ def presets() -> tuple[str, ...]:
 
 
 def names() -> tuple[str, ...]:
-    """All names: of what can be built, then of what only numbers are known."""
+    """All names: first of the models that can be built, then of those of which only numbers are known."""
     return (*PRESETS, *PUBLISHED)
 
 
 def preset(name: str, **overrides: Any) -> Preset:
-    """The numbers of a preset, some of them replaced.
+    """The numbers of a preset, with some of them replaced.
 
     Errors: `PlanError` for a name that is no preset, or a number that this kind of model does not have.
     """
@@ -125,7 +125,7 @@ def preset(name: str, **overrides: Any) -> Preset:
 
 
 def numbers(name: str, **overrides: Any) -> Preset:
-    """As `preset`, of the published models too: for shapes and formulas, which need nothing built."""
+    """As `preset`, but it also knows published models. Shapes and formulas need only the numbers."""
     if name in PUBLISHED:
         return _replaced(name, PUBLISHED[name], overrides)
     if name not in PRESETS:
@@ -185,8 +185,8 @@ def edges_of_blocks(blocks: int) -> list[tuple[int, int]]:
 
 
 def convolutions(numbers: Branchy) -> list[tuple[int, int, int]]:
-    """For each layer of `models.branchy` the channels it is given, those it makes and the side of its kernel; a join
-    has no kernel: it makes 0. The head is a kernel of side 1."""
+    """For each layer of `models.branchy`: input channels, output channels, and the side of its kernel. A join has no
+    kernel and counts 0 output channels. The head counts as a kernel of side 1."""
     found, width = [(1, numbers.width, 3)], numbers.width
     for block in range(numbers.blocks):
         given = 4 * width if block else width

@@ -1,7 +1,7 @@
-"""Values as layers hand them on: a tensor, or tuples, lists and dicts of values, nested. Helpers that look inside.
+"""Inputs and outputs of layers: a tensor, or nested tuples, lists and dicts of such values; and functions for them.
 
-Beside tensors a value may hold None, numbers, strings and the like, which stay as they are. A dict may be of any type
-that is made of its items, such as the outputs of Hugging Face's models. The order of its items counts.
+In addition to tensors a value may contain None, numbers, strings and similar constants, which do not change. A dict may
+have any type that can be made from items, such as the outputs of Hugging Face's models. The order of its items counts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers of a sequential model, in order; one that is used twice stands here twice (`children` drops it)."""
+    """The layers of a sequential model, in order. A layer that is used twice is here twice (in `children` it is
+    once)."""
     return [layer for layer in model._modules.values() if layer is not None]
 
 
@@ -58,7 +59,7 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def named_tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors inside a value, in order, each with where it stands, such as `x['mask'][0]`."""
+    """The tensors inside a value, in order, each with its place in the value, such as `x['mask'][0]`."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, (tuple, list)):
@@ -81,7 +82,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def _rebuilt(kind: type, parts: Sequence[Any], keys: Sequence[Any] = (), like: Any = None) -> Any:
-    """A tuple, list or dict of some type, of these parts."""
+    """A tuple, list or dict of type `kind` with these parts."""
     if issubclass(kind, Mapping):
         items = dict(zip(keys, parts, strict=True))
         if kind is dict:
@@ -93,12 +94,12 @@ def _rebuilt(kind: type, parts: Sequence[Any], keys: Sequence[Any] = (), like: A
 
 
 def single(tensor: Tensor) -> Tensor:
-    """A bfloat16 tensor in float32, in which losses are computed; any other as it is."""
+    """A bfloat16 tensor in float32, in which losses are computed; any other tensor unchanged."""
     return tensor.float() if tensor.dtype is torch.bfloat16 else tensor
 
 
 def take_rows(value: Any, rows: range) -> Any:
-    """Neighbouring rows (positions of dimension 0) of every tensor inside a value."""
+    """The value with only these rows (positions of dimension 0) of every tensor."""
     return map_tensors(value, lambda t: t[rows.start : rows.stop])
 
 
@@ -108,7 +109,7 @@ def count_rows(value: Any) -> int:
 
 
 def check_rows(value: Any, name: str) -> int:
-    """Number of rows, which all tensors inside a value must have alike. Errors: RankError for one that has others."""
+    """Number of rows, which must be the same in all tensors of a value. Errors: RankError if one has another number."""
     rows = None
     for where, tensor in named_tensors(value, name):
         if not tensor.dim():
@@ -132,14 +133,14 @@ def count_bytes(value: Any) -> int:
 
 
 def detach(value: Any, requires_grad: bool = False) -> Any:
-    """The value cut off from its graph (same memory); floating-point tensors become leaves if `requires_grad`."""
+    """The value detached from its graph (same memory); floating-point tensors become leaves if `requires_grad`."""
     return map_tensors(value, lambda t: t.detach().requires_grad_(requires_grad and _smooth(t)))
 
 
 def opaque(value: Any) -> str | None:
-    """The type of something inside a value that helpers cannot look into, where tensors may hide; None: there is none.
+    """The type of an object inside a value that these functions cannot look into; None: there is no such object.
 
-    Such an object would carry tensors past the places where the graph is cut.
+    Tensors in such an object would pass the places where the graph is cut.
     """
     if value is None or isinstance(value, (Tensor, *_CONSTANTS)):
         return None
@@ -151,12 +152,13 @@ def opaque(value: Any) -> str | None:
 
 
 def overwrites(layer: nn.Module) -> bool:
-    """Whether a layer is known to work in place on its input: then it needs a copy, as a leaf of a graph must stay."""
+    """Whether a layer is known to change its input in place. Then it needs a copy, because a leaf of a graph must not
+    change."""
     return any(getattr(module, "inplace", False) for module in layer.modules()) or hasattr(layer, _OVERWRITES)
 
 
 def find_overwriting(layer: nn.Module, given: Any, run: Callable[[Any], Any] | None = None) -> None:
-    """Run a copy of a layer once on a copy of its input, to see whether it works in place; `overwrites` then knows."""
+    """Run a layer once on a copy of its input, to find out for `overwrites` whether it changes its input in place."""
     before = Unchanged(given)
     with torch.no_grad():
         trial = map_tensors(given, torch.clone)
@@ -170,25 +172,25 @@ _OVERWRITES = "_minipar_overwrites"
 
 
 class Unchanged:
-    """Values, to see whether somebody writes into them."""
+    """Remembers the versions of the tensors in values, to find out whether something writes into them."""
 
     def __init__(self, *values: Any) -> None:
         self.tensors = tensors(values)
         self.versions = [t._version for t in self.tensors]
 
     def versions_are(self) -> bool:
-        """Whether the tensors' versions are as they were. (Writing through `.data` or numpy does not count them.)"""
+        """Whether the tensors' versions have not changed. (Writing through `.data` or numpy changes no version.)"""
         return [t._version for t in self.tensors] == self.versions
 
     def equals(self, *values: Any) -> bool:
-        """Whether the tensors are those of other values, bit by bit but for NaN."""
+        """Whether all tensors equal those of other values; NaN counts as equal to NaN."""
         return all(
             bool(((a == b) | ((a != a) & (b != b))).all()) for a, b in zip(self.tensors, tensors(values), strict=True)
         )
 
 
 def differentiable(value: Any) -> list[Tensor]:
-    """The tensors of a value that can have a gradient: those of floating point, real or complex."""
+    """The tensors of a value that can have a gradient: real and complex floating-point tensors."""
     return [t for t in tensors(value) if _smooth(t)]
 
 
@@ -197,15 +199,15 @@ def _smooth(tensor: Tensor) -> bool:
 
 
 def storages(values: Iterable[Tensor]) -> dict[int, int]:
-    """Bytes of each distinct storage. Addresses tell storages apart as long as all of them are alive."""
+    """Address and bytes of each distinct storage. Addresses are distinct as long as all storages are alive."""
     found = (t.untyped_storage() for t in values)
     return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
 
 
 def spec(value: Any) -> Any:
-    """A value's structure, shapes and dtypes as plain JSON data; `allocate` makes an empty value of it.
+    """A value's structure, shapes and dtypes as plain JSON data, from which `allocate` makes an uninitialised value.
 
-    Errors: TypeError for what cannot be made again on another rank.
+    Errors: TypeError for a value that cannot be made on another rank.
     """
     if isinstance(value, Tensor):
         return {"dtype": dtype_name(value.dtype), "shape": list(value.shape)}
@@ -225,7 +227,7 @@ def spec(value: Any) -> Any:
 
 
 def has_tensors(form: Any) -> bool:
-    """Whether there are tensors in a value of which `spec` wrote this down."""
+    """Whether the value that `spec` described as `form` contains tensors."""
     return "dtype" in form if isinstance(form, dict) else any(map(has_tensors, form[1]))
 
 
@@ -236,13 +238,13 @@ _NAMES = {kind: name for name, kind in _PLAIN.items()}
 
 
 def _path(kind: type) -> str:
-    """The name of a type, by which another rank finds it."""
+    """The name by which another rank finds a type."""
     return _NAMES.get(kind) or f"{kind.__module__}:{kind.__qualname__}"
 
 
 @cache
 def _type(path: str) -> type:
-    """The type of a name. Errors: TypeError where a rank cannot import it."""
+    """The type that has this name. Errors: TypeError if this rank cannot import it."""
     if path in _PLAIN:
         return _PLAIN[path]
     module, _, name = path.partition(":")
@@ -259,7 +261,7 @@ def _type(path: str) -> type:
 
 
 def allocate(form: Any, device: torch.device) -> Any:
-    """An uninitialised value of the structure, shapes and dtypes that `spec` wrote down."""
+    """An uninitialised value with the structure, shapes and dtypes that `spec` described."""
     if isinstance(form, dict):
         if "is" in form:
             return form["is"]

@@ -1,14 +1,14 @@
-"""`from_torch`: any nn.Module that can be traced, cut into layers.
+"""`from_torch`: cuts any nn.Module that can be traced into layers.
 
-    def forward(self, x):                     layer 0     stem          takes x, hands on a
-        a = self.stem(x)                      layer 1     blocks_0      takes a, hands on (a, b)
-        b = self.blocks[0](a)                 layer 2     blocks_1      takes (a, b), hands on c
+    def forward(self, x):                     layer 0     stem          takes x, gives a
+        a = self.stem(x)                      layer 1     blocks_0      takes a, gives (a, b)
+        b = self.blocks[0](a)                 layer 2     blocks_1      takes (a, b), gives c
         c = self.blocks[1](b) + a             layer 3     head
         return self.head(c)
 
-torch.fx writes down what the model's forward does between its blocks; blocks themselves are not looked into, and may
-do what they like. The cuts are between blocks, where the fewest bytes are needed later. Of what is needed later each
-layer hands on everything, so a skip connection travels through the layers that it skips.
+torch.fx traces what the model's forward does between its blocks. It does not trace blocks themselves, so these may
+contain any code. The cuts are between blocks, where later layers need the fewest bytes. Each layer gives everything
+that later layers need, so a skip connection goes through the layers that it skips.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 def from_torch(model: nn.Module, example: Any) -> nn.Sequential:
     """A model cut into layers that `train` takes: an nn.Sequential that computes the same.
 
-    model     an nn.Sequential (nested ones are opened where they hold blocks), or a model whose forward torch.fx can
-              trace between its blocks: the elements of its nn.Sequential and nn.ModuleList, and its other parts
+    model     an nn.Sequential (nested ones that contain blocks are opened), or a model whose forward torch.fx can trace
+              between its blocks: the elements of its nn.Sequential and nn.ModuleList, and its other parts
     example   an input of a few rows: a tensor, or a tuple or dict of the arguments of the model's forward; the rows
               that `train` gives to the layers have the same structure
-    Parameters and modules are the model's own, not copies: ties stay ties, each module keeps its mode and dtype.
-    `named_parameters` and `state_dict` go by the model's names; `print(layers.report)` says what crosses each cut.
+    Parameters and modules are the model's own, not copies: tied parameters stay tied, and each module keeps its mode
+    and dtype. `named_parameters` and `state_dict` use the model's names. `print(layers.report)` says what crosses each
+    cut.
 
-    Errors: PlanError, with the reason and what to do, where the model cannot be traced, or where the layers do not give
-    the same output and gradients on the example.
+    Errors: PlanError, with the reason and what to do, if the model cannot be traced, or if the layers do not give the
+    same output and gradients on the example.
     """
     if isinstance(model, Network):
         return model
@@ -64,7 +65,7 @@ def from_torch(model: nn.Module, example: Any) -> nn.Sequential:
 
 
 def _call(model: nn.Module, example: Any) -> Any:
-    """The model on an example, whose parts are the arguments of its forward."""
+    """Runs the model on an example, whose parts are the arguments of its forward."""
     if type(model).forward is nn.Sequential.forward:
         return model(example)
     if isinstance(example, dict):
@@ -76,7 +77,7 @@ def _call(model: nn.Module, example: Any) -> Any:
 
 
 class _Only(Holder):
-    """One module, at its path."""
+    """A layer that holds one module, at its path."""
 
     def __init__(self, path: str, module: nn.Module) -> None:
         super().__init__({path: module})
@@ -87,7 +88,7 @@ class _Only(Holder):
 
 
 def _flattened(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
-    """The elements of an nn.Sequential; those that hold blocks themselves are opened."""
+    """The elements of an nn.Sequential. An element that contains blocks is replaced by its own elements."""
     found: list[tuple[str, nn.Module]] = []
     for name, child in model._modules.items():
         if child is None:
@@ -101,7 +102,8 @@ def _flattened(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]
 
 
 def _is_spine(module: nn.Module) -> bool:
-    """Whether the elements of a container are blocks: two that have parameters in several modules, or four in all."""
+    """Whether the elements of a container are blocks: if two of them have parameters in several modules, or if four
+    have parameters."""
     children = [child for child in module._modules.values() if child is not None]
     trained = [child for child in children if next(child.parameters(), None) is not None]
     compound = [child for child in trained if sum(bool(m._parameters) for m in child.modules()) > 1]
@@ -109,7 +111,7 @@ def _is_spine(module: nn.Module) -> bool:
 
 
 def _key(path: str) -> str:
-    """A layer's name: a module's may have no dots."""
+    """The name of a layer. (The name of a module must have no dots.)"""
     return path.replace(".", "_")
 
 
@@ -117,7 +119,7 @@ def _key(path: str) -> str:
 
 
 class _Whole(nn.Module):
-    """A model as a function of one value, the example's structure."""
+    """A model as a function of one value that has the example's structure."""
 
     def __init__(self, model: nn.Module, example: Any) -> None:
         super().__init__()
@@ -132,7 +134,7 @@ class _Whole(nn.Module):
 
 
 class _Tracer(fx.Tracer):
-    """Looks into a module only on the way to blocks."""
+    """Traces only modules that contain blocks, and treats all others as leaves."""
 
     def __init__(self, whole: nn.Module) -> None:
         super().__init__()
@@ -150,13 +152,13 @@ class _Tracer(fx.Tracer):
         )
 
     def _inside(self, path: str) -> bool:
-        """Whether a module is in a container: an element of it is a block."""
+        """Whether a module is inside a container; the elements of a container are blocks."""
         parents = path.split(".")[:-1]
         return any(isinstance(self.modules[".".join(parents[: k + 1])], _CONTAINERS) for k in range(len(parents)))
 
 
 def _traced(model: nn.Module, example: Any) -> tuple[fx.Graph, _Whole]:
-    """What the model does between its blocks. Errors: PlanError where that cannot be written down."""
+    """What the model does between its blocks. Errors: PlanError if this cannot be traced."""
     modes = [(module, module.training) for module in model.modules()]
     traced = []
     try:
@@ -191,14 +193,14 @@ def _traced(model: nn.Module, example: Any) -> tuple[fx.Graph, _Whole]:
 
 
 class _Known(NamedTuple):
-    """What an example's value was."""
+    """Facts about a value that was computed from the example."""
 
     nbytes: int
     opaque: bool
 
 
 def _run(graph: fx.Graph, whole: _Whole, example: Any) -> dict[str, _Known]:
-    """Run a traced model on an example: what each of its values was, by name."""
+    """Run a traced model on an example. Returns facts about each of its values, by name."""
     names = [node.name for node in graph.nodes if node.op not in ("placeholder", "output")]
     (given,) = [node.name for node in graph.nodes if node.op == "placeholder"]
     steps = [_step(node) for node in graph.nodes if node.op not in ("placeholder", "output")]
@@ -220,7 +222,7 @@ class _Ref:
 
 @dataclass(frozen=True)
 class _Step:
-    """One operation of a traced forward, and the values of which it is the last reader."""
+    """One operation of a traced forward. `dead` has the values of which it is the last reader."""
 
     op: str
     target: Any
@@ -261,7 +263,7 @@ def _references(given: Any) -> Any:
 
 
 def _segments(graph: fx.Graph, whole: _Whole, known: dict[str, _Known]) -> list[list[fx.Node]]:
-    """The operations of each layer: cut between blocks, where what is needed later has the fewest bytes."""
+    """The operations of each layer. The cuts are between blocks, where later layers need the fewest bytes."""
     nodes = [node for node in graph.nodes if node.op in ("call_module", "call_function", "call_method")]
     tracer = _Tracer(whole)
     trains = [_trains(node, whole) for node in nodes]
@@ -306,8 +308,8 @@ def _attribute(whole: nn.Module, node: fx.Node) -> Any:
 class _Piece(Holder):
     """Some operations of a traced forward, as a layer.
 
-    takes, gives   names of the values that it is given and hands on: one as it is, several in a tuple
-    result         of the last layer what it returns
+    takes, gives   names of its input and output values; several values are in a tuple
+    result         only for the last layer: what it returns
     """
 
     def __init__(
@@ -330,7 +332,7 @@ class _Piece(Holder):
 
 
 def _pieces(graph: fx.Graph, whole: _Whole, segments: Sequence[list[fx.Node]]) -> dict[str, nn.Module]:
-    """A layer of each segment."""
+    """One layer for each segment."""
     (given,) = [node for node in graph.nodes if node.op == "placeholder"]
     (end,) = [node for node in graph.nodes if node.op == "output"]
     holders: dict[str, int] = {}
@@ -368,7 +370,7 @@ def _pieces(graph: fx.Graph, whole: _Whole, segments: Sequence[list[fx.Node]]) -
 
 
 def _last_reads(nodes: Sequence[fx.Node], takes: Sequence[str], gives: Sequence[str]) -> list[tuple[str, ...]]:
-    """For each operation the values that nobody reads after it."""
+    """For each operation, the values that no later operation reads."""
     left = {*takes, *(node.name for node in nodes)} - {*gives}
     found: list[tuple[str, ...]] = []
     for node in reversed(nodes):

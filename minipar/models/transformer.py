@@ -30,18 +30,19 @@ def gpt(
 ) -> nn.Sequential:
     """A GPT of `layers` transformer blocks: an `nn.Sequential` of `layers` + 2 layers (embedding, blocks, head).
 
-    Input: tokens (B, T), integers below `vocab`, T at most `context`. Output: logits (B, vocab, T), with the classes
-    second, as `torch.nn.functional.cross_entropy(output, targets)` wants them for targets (B, T); the batch is the
-    first dimension of every value in between, so it can be split anywhere.
+    Input: tokens (B, T), integers below `vocab`, T at most `context`. Output: logits (B, vocab, T), as
+    `torch.nn.functional.cross_entropy(output, targets)` takes them for targets (B, T). The batch is the first dimension
+    of every value in between, so it can be split anywhere.
 
     `tied`: the head's weight is the same Parameter object as the token embedding. `dropout`: the probability in the
-    `nn.Dropout`s behind the embedding, the attention and the MLP of each block; there are none where it is 0.
-    `fused`: attention by one kernel, which keeps no scores; otherwise as in the paper, so that checkpoint=selective
-    has something to save. Initial values come from `torch.initial_seed()` and the parameters' names.
+    `nn.Dropout`s after the embedding, and after the attention and the MLP of each block; with 0 there are none.
+    `fused`: attention by one kernel, which keeps no scores; otherwise attention as in the paper, so that
+    checkpoint=selective
+    saves memory. Initial values come from `torch.initial_seed()` and the parameters' names.
     Errors: `PlanError` for sizes that make no model, or a text longer than `context`.
     """
     check_gpt(GPT(layers, width, heads, context, vocab, tied, dropout))
-    with torch.random.fork_rng(devices=[]):  # torch draws values of its own first; they are not wanted
+    with torch.random.fork_rng(devices=[]):  # torch first draws values of its own, which are not used
         embed = Embed(vocab, context, width, dropout)
         blocks = [Block(width, heads, dropout, fused) for _ in range(layers)]
         head = Head(width, vocab)
@@ -53,7 +54,7 @@ def gpt(
 
 
 class Embed(Sliced):
-    """Tokens (B, T) to vectors (B, T, width): what the token is plus where it stands."""
+    """From tokens (B, T) to vectors (B, T, width): the token's vector plus its position's vector."""
 
     def __init__(self, vocab: int, context: int, width: int, dropout: float) -> None:
         super().__init__()
@@ -72,9 +73,10 @@ class Embed(Sliced):
 
 
 class Block(Sliced):
-    """One transformer block, (B, T, width) to the same: attention, then the MLP, each behind a norm and added on.
+    """One transformer block, (B, T, width) to the same shape: attention, then the MLP. Each comes after a norm, and is
+    added to the block's vectors.
 
-    It carries on the keys and values of all tokens so far, (B, heads, T, width / heads) each.
+    Its carry is the keys and values of all tokens so far, (B, heads, T, width / heads) each.
     """
 
     def __init__(self, width: int, heads: int, dropout: float, fused: bool) -> None:
@@ -93,9 +95,9 @@ class Block(Sliced):
 
 
 class Attention(nn.Module):
-    """Causal self-attention, (B, T, width) to the same: position t sees positions 0 to t.
+    """Causal self-attention, (B, T, width) to the same shape: position t attends to positions 0 to t.
 
-    Of a slice of a text, it takes the keys and values of the tokens before, and gives those of all tokens so far.
+    For a slice of a text it takes the keys and values of the tokens before, and returns those of all tokens so far.
     """
 
     def __init__(self, width: int, heads: int, fused: bool) -> None:
@@ -115,10 +117,11 @@ class Attention(nn.Module):
 
 
 class Core(Recomputed):
-    """Queries, keys and values (B, heads, T, width / heads) to what each position sees, of the queries' shape.
+    """From queries, keys and values (B, heads, T, width / heads) to the attention's result, which has the queries'
+    shape.
 
-    Of a slice the queries are those of the last positions. One kernel of torch's, which keeps one number for each
-    row of the T x T scores.
+    For a slice there are only the queries of the last positions. It is one kernel of torch, which keeps one number for
+    each row of the T x T scores.
     """
 
     def compute(self, *inputs: Tensor) -> Tensor:
@@ -129,7 +132,7 @@ class Core(Recomputed):
 
 
 class PlainCore(Recomputed):
-    """The same, as it is written in the paper: scores and their softmax are whole (B, heads, T, T) tensors."""
+    """The same as in the paper: scores and their softmax are whole (B, heads, T, T) tensors."""
 
     def compute(self, *inputs: Tensor) -> Tensor:
         query, key, value = inputs
@@ -138,13 +141,14 @@ class PlainCore(Recomputed):
 
 
 def _later(query: Tensor, key: Tensor) -> Tensor:
-    """Which keys a query must not see, (queries, keys): those after it. The queries are of the last positions."""
+    """The keys that a query must not attend to, (queries, keys): those after it. The queries are of the last
+    positions."""
     length, total = query.shape[-2], key.shape[-2]
     return torch.ones(length, total, dtype=torch.bool, device=query.device).triu(1 + total - length)
 
 
 class Head(Sliced):
-    """Vectors (B, T, width) to logits (B, vocab, T)."""
+    """From vectors (B, T, width) to logits (B, vocab, T)."""
 
     carries = False
 
@@ -158,5 +162,5 @@ class Head(Sliced):
 
 
 def _dropout(probability: float) -> nn.Module:
-    # No module at all where there is nothing to drop: a plan can then tell a model with dropout from one without.
+    # With probability 0 there is no dropout module, so that one can see whether a model has dropout.
     return nn.Dropout(probability) if probability else nn.Identity()

@@ -1,4 +1,4 @@
-"""Which plans near one that did not fit would fit: each compiled, and its memory predicted from tapes of the layers.
+"""Finds plans near a plan that does not fit: each one is compiled, and its memory is predicted from tapes of layers.
 
 Which plans are near is the idea of neighbours.py.
 """
@@ -43,7 +43,7 @@ def ways_that_fit(
 ) -> list[tuple[str, int]]:
     """At most three ways to fit, with their predicted peaks in bytes: the smallest change of each kind.
 
-    Plans first; then a smaller batch; then a device as large as this plan needs.
+    Changed plans come first, then a smaller batch, then a device as large as this plan needs.
     measure(rows)   shape, profile and tapes of the model for these numbers of rows, and bytes of a batch's x and y
     """
     families = [[(f'"{made}"', made, batch) for made in family] for family in nearby(plan, batch)]
@@ -74,7 +74,7 @@ def ways_that_fit(
 
 
 def advised(error: DeviceOutOfMemory, found: list[tuple[str, int]]) -> DeviceOutOfMemory:
-    """The error, with what was predicted to fit in front of what the rank itself could say."""
+    """The error with the ways that are predicted to fit, which come before the ways that the rank itself gave."""
     ways = [f"{text} (peak {mib(peak)})" for text, peak in found]
     ways += error.ways_out[: max(0, 3 - len(ways))]
     made = DeviceOutOfMemory(
@@ -86,14 +86,14 @@ def advised(error: DeviceOutOfMemory, found: list[tuple[str, int]]) -> DeviceOut
 
 @contextmanager
 def advising(plan: Plan, batch: int, measure: Callable[[tuple[int, ...]], Measured]) -> Iterator[None]:
-    """While entered: a DeviceOutOfMemory says which plans would fit. See `ways_that_fit`."""
+    """Inside the block, a DeviceOutOfMemory also says which plans would fit. See `ways_that_fit`."""
     try:
         yield
     except DeviceOutOfMemory as error:
-        if plan.slice_count > 1:  # (what it would measure are whole rows)
+        if plan.slice_count > 1:  # (`measure` measures whole rows)
             raise
         try:
             found = ways_that_fit(plan, batch, error.capacity, measure)
-        except MiniparError:  # what it was about to say counts more
+        except MiniparError:  # the original error is more important
             raise error from None
         raise advised(error, found) from None

@@ -1,11 +1,11 @@
 """Which algorithm is the fastest for a collective, by the rates of a calibrated cluster.
 
-Each algorithm's program is simulated. A message costs more the more ranks send at the same time, since they share
-cores and memory; so its rates lie between those of one message alone and those of all ranks' at once:
+Each algorithm's program is simulated. Ranks share cores and memory, so a message costs more if more ranks send at the
+same time. Its rates are between those of one message alone and those of messages of all ranks at the same time:
 
     tree, 4 ranks    round 0    two of four ranks send      a third of the way between
                      round 1    one rank sends              alone
-    ring, 4 ranks    always     all send                    all at once
+    ring, 4 ranks    always     all send                    all together
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from minipar.costs.rates import Calibration, LinearCost
 from minipar.prediction.simulator import simulate
 from minipar.program import Instruction, Op, Program, Value, collectives, order
 
-BACKEND = "backend"  # the name of gloo's or NCCL's own way
+BACKEND = "backend"  # the name of gloo's or NCCL's own algorithm
 
 
 class CalibratedCosts:
-    """What `simulate` must know of a collective's program on a calibrated cluster. Times in seconds, sizes in bytes."""
+    """The costs of a collective's program on a calibrated cluster, for `simulate`. Times in seconds, sizes in bytes."""
 
     def __init__(self, program: Program, rates: Calibration) -> None:
         self.program, self.add = program, rates.add
@@ -49,7 +49,7 @@ class CalibratedCosts:
         return port.at(sum(self.program.chunks[value.index] for value in ins.reads)), latency
 
     def collective(self, ins: Instruction) -> float:
-        """A collective's program has none inside."""
+        """0: a collective's program contains no collectives."""
         return 0.0
 
     def size(self, rank: int, value: Value) -> int:
@@ -60,9 +60,9 @@ class CalibratedCosts:
 def predicted(
     collective: str, ranks: int, nbytes: int, rates: Calibration, *, root: int = 0, nodes: int = 1
 ) -> dict[str, float]:
-    """Seconds of a collective by each algorithm, and ("backend") by the backend's own where that was measured.
+    """Seconds of a collective by each algorithm; for an allreduce also by the backend's own, under the name "backend".
 
-    Errors: PlanError for an unknown collective, ranks that nodes do not divide, rates without messages.
+    Errors: PlanError for an unknown collective, nodes that do not divide the ranks, rates without messages.
     """
     found = {
         name: seconds(collective, name, ranks, nbytes, rates, root=root, nodes=nodes)
@@ -74,7 +74,7 @@ def predicted(
 def seconds(
     collective: str, algorithm: str, ranks: int, nbytes: int, rates: Calibration, *, root: int = 0, nodes: int = 1
 ) -> float:
-    """Seconds of a collective by one algorithm. Errors: as `predicted`."""
+    """Seconds of a collective by one algorithm. Errors: as in `predicted`."""
     program = collectives.program(collective, algorithm, ranks, nbytes, root=root, nodes=nodes)
     return simulate(program, CalibratedCosts(program, rates)).time if ranks > 1 else 0.0
 
@@ -87,7 +87,7 @@ def by_links(algorithm: str, ranks: int, nbytes: int, latency: float, beta: floa
 
 @lru_cache(1024)
 def choose(collective: str, ranks: int, nbytes: int, rates: Calibration, *, root: int = 0, nodes: int = 1) -> str:
-    """The algorithm that `predicted` says is the fastest; "backend" for the backend's own. Errors: as there."""
+    """The fastest algorithm by `predicted`; "backend" is the backend's own. Errors: as in `predicted`."""
     seconds = predicted(collective, ranks, nbytes, rates, root=root, nodes=nodes)
     return min(seconds, key=seconds.__getitem__)
 
@@ -97,7 +97,8 @@ def _between(a: LinearCost, b: LinearCost, share: float) -> LinearCost:
 
 
 def _rounds(program: Program) -> list[dict[Instruction, int]]:
-    """For each SEND of a rank: its round, after those of the rank's own sends before it, and of what it waits for."""
+    """For each SEND of a rank, its round. It is later than the rounds of the rank's earlier sends, and of the sends
+    that the rank has waited for."""
     known: list[dict[Instruction, int]] = [{} for _ in program.ranks]
     turn = [0] * len(program.ranks)
     sent: dict[tuple[int, int], int] = {}

@@ -1,9 +1,9 @@
-"""simulate() of programs whose ranks decide as they run: the order that the rule gives at these costs.
+"""simulate() of programs whose ranks decide as they run: it finds the order that the rule gives at these costs.
 
     rank 1   F0 |arrived: output of mb1, gradient of mb0| -> B0, since backwards come first
 
-Ranks follow `strategies.ampnet.choose`, each by what has arrived at it. The result is the program as it happened, in a
-fixed order, which the simulator then walks like any other.
+Each rank follows `choose` in `strategies/schedules/ampnet.py`, which depends on what has arrived at the rank. The
+result is the program as it happened, in a fixed order. The simulator then walks it like any other program.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from minipar.strategies.schedules.ampnet import decide
 
 
 def as_decided(program: Program, costs: Costs) -> Program:
-    """The program as it would happen."""
+    """The program as it would happen at these costs."""
     assert isinstance(program.contract, Staleness)
     assert program.in_flight is not None
     ranks, m = len(program.ranks), program.microbatches

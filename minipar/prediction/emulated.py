@@ -1,11 +1,11 @@
-"""Costs of a program on emulated devices: what the device's spec says, and the machine's own figures for the rest.
+"""Costs of a program on emulated devices: numbers of the device's spec, and measured numbers for the rest.
 
     compute     spec.costs, else operations / spec.flops, else as measured on this machine
-    messages    bytes / spec.bandwidth after spec.latency; links of infinite speed where times are given and no rates
+    messages    bytes / spec.bandwidth after spec.latency; infinitely fast links if the spec has times but no rates
     memory      as profiled
 
-The executor delays real instructions and messages by the same table (`emulation.py`), so that a measured timeline has
-the shape that this predicts.
+The executor delays real instructions and messages by the same table (`emulation.py`). So a measured timeline has the
+predicted shape.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from minipar.program.comm_volume import hops, of_collective, of_message
 
 
 def as_emulated(profile: Profile, spec: DeviceSpec | None) -> Profile:
-    """A profile with the times that layers take on a device of so many operations a second: to plan for that device.
+    """The profile with the times that layers would take on a device with spec.flops operations a second.
 
-    It is the same where the spec has no such rate.
+    Without such a rate it is the same profile.
     """
     if spec is None or spec.flops is None:
         return profile
@@ -42,7 +42,8 @@ def as_emulated(profile: Profile, spec: DeviceSpec | None) -> Profile:
 class EmulatedCosts:
     """Seconds and bytes of a program's instructions on devices of one kind.
 
-    own     costs on this machine, for whatever the spec leaves open; needed for flops, and for sizes of activations
+    own     costs on this machine, for what the spec does not say; they are needed for flops and for sizes of
+            activations
     """
 
     program: Program
@@ -58,12 +59,12 @@ class EmulatedCosts:
 
     @property
     def computes(self) -> bool:
-        """Whether the device has a speed of its own; otherwise instructions take what they take on this machine."""
+        """Whether the spec gives a speed of computing; otherwise instructions take as long as on this machine."""
         return bool(self._table) or self.spec.flops is not None
 
     @property
     def links(self) -> bool:
-        """Whether messages have a speed of their own."""
+        """Whether the spec gives a speed of messages."""
         return bool(self._table) or self.spec.bandwidth is not None or self.spec.latency is not None
 
     def delays(self, ins: Instruction) -> bool:
@@ -86,7 +87,7 @@ class EmulatedCosts:
         if not self.links:
             return self._own("the time of a message").transfer(rank, ins)
         if ins.op is Op.PULL:
-            return 0.0, 0.0  # (what travels is the server's REPLY)
+            return 0.0, 0.0  # (the message is the server's REPLY)
         if self.spec.bandwidth is None:
             by_function = self.transfers_by_function
             return self._table[0].transfer(rank, ins) if by_function else (0.0, self.spec.latency or 0.0)
@@ -104,11 +105,11 @@ class EmulatedCosts:
             return self._own("the time of a collective").collective(ins)
         if self.transfers_by_function:
             return self._table[0].collective(ins)
-        # A ring: each rank sends n - 1 messages for each hop, (n - 1) / n of the bytes together.
+        # A ring: for each hop a rank sends n - 1 messages, which together have (n - 1) / n of the bytes.
         n = len(ins.group)
         size = of_collective(self.program, self._gradient, ins.group[0], ins)
         if self.program.algorithm and ins.op is Op.ALL_REDUCE:
-            from minipar.prediction import choice  # which needs the simulator
+            from minipar.prediction import choice  # (choice imports the simulator)
 
             beta = 1 / self.spec.bandwidth if self.spec.bandwidth else 0.0
             each, name = round(size / max(1, len(ins.parts))), self.program.algorithm
@@ -136,7 +137,7 @@ class EmulatedCosts:
 
     @property
     def transfers_by_function(self) -> bool:
-        """Whether the spec has a function for messages, too."""
+        """Whether messages, too, take the times of the spec's function."""
         return callable(self.spec.costs) and self.spec.bandwidth is None and self.spec.latency is None
 
     def _own(self, what: str) -> ProfiledCosts:

@@ -1,10 +1,11 @@
-"""What a plan would take, from formulas alone: a model's name, a device's data sheet, a plan. No torch, any size.
+"""Time and memory of a plan from formulas alone: from a model's name, a device's data sheet and a plan. No torch.
 
     found = estimate.predict("pp=8 dp=4 zero=1 microbatches=16 precision=bf16", "megatron-7.5b", "a100-80gb", batch=64)
     found.trace.time, max(found.memory)           seconds of a step; bytes on the fullest rank
 
-Time is the simulator's: operations over `flops`, bytes over the links. Memory is that of `memory_formula`. Left out is
-what has no formula here: the optimizer's own time, and what an instruction needs only while it runs.
+The simulator gives the time: operations / `flops`, and bytes / bandwidth of links. `memory_formula` gives the memory.
+The optimizer's own time is left out, and so is memory that an instruction needs only while it runs: they have no
+formula here.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from minipar.wording import several
 
 @dataclass(frozen=True)
 class Estimate:
-    """A plan's predicted step (or several, where one's messages travel during the next), and what each rank holds."""
+    """The predicted step of a plan, and the memory of each rank. If messages of one step travel during the next step,
+    the trace has several steps."""
 
     plan: Plan
     trace: Trace
@@ -43,14 +45,14 @@ class Estimate:
 
     @property
     def memory(self) -> list[int]:
-        """Bytes at the peak, per rank."""
+        """For each rank, bytes at its peak."""
         return [rank.total for rank in self.ranks]
 
 
 def predict(plan: Plan | str, model: str, device: DeviceSpec | str, batch: int) -> Estimate:
-    """A step of `batch` rows of a model by name (`models.table`) on devices that all are like this one.
+    """A step of `batch` rows of a model, given by its name (`models.table`), on devices of one kind.
 
-    Errors: PlanError for what cannot be, and for a device without flops.
+    Errors: PlanError for a plan that cannot run with these rows, for slices, and for a device without flops.
     """
     plan, spec = Plan.parse(plan), DeviceSpec.parse(device)
     if spec.flops is None:
@@ -71,9 +73,9 @@ def predict(plan: Plan | str, model: str, device: DeviceSpec | str, batch: int) 
 
 
 def profile(model: str, rows: Iterable[int], precision: str = "float32", selective: bool = False) -> Profile:
-    """What `minipar.profile` would measure of a model, from formulas; seconds are those of a device with 1 FLOP/s.
+    """The profile of a model from formulas, in place of `minipar.profile`. Seconds are those of a device with 1 FLOP/s.
 
-    selective   the backward of a block runs its attention core forward again
+    selective   whether the backward of a block runs its attention core forward again
     """
     kinds, numbers = PRECISIONS[precision], table.numbers(model)
     by_rows = {count: analytic.layer_costs(model, count, kinds.activation, selective=selective) for count in rows}

@@ -1,12 +1,12 @@
-"""Predict the memory of ranks: tapes of one layer at a time, laid along the instructions of their programs.
+"""Predict the memory of ranks: tapes of single layers are played along the instructions of a program.
 
     F 0:2 mb0      tape of layer 0's forward | tape of layer 1's forward
-    SEND           the output is gone
+    SEND           the output is freed
     B 0:2 mb0      tape of layer 1's backward | tape of layer 0's backward, gradients appear
-    STEP           the optimizer's workspace comes and goes
+    STEP           the optimizer's temporary memory
 
-What a tape cannot know is who else holds a storage: an output lives until the executor, the layer that made it and
-the layer that read it have all let go of it. That is followed here, as the executor does it.
+A tape cannot know who else holds a storage: an output lives until the executor, the layer that made it and the layer
+that read it have all released it. This module follows these holders as the executor does.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def predict_memory(
 ) -> Series:
     """The series of one rank in one pass through its program, at the times of a predicted trace.
 
-    pieces   as `minipar.program.graph_cuts.pieces_of` gives them: where the executor cuts autograd's graph
+    pieces   where the executor cuts autograd's graph, as `minipar.program.graph_cuts.pieces_of` gives it
     data     bytes of the rows that the rank works on
     """
     walk = Walk(program, rank, pieces, tapes, sizes, data)
@@ -69,10 +69,10 @@ def predict_memory(
 
 
 def with_memory(trace: Trace, tapes: Tapes, sizes: Sizes) -> Trace:
-    """The same trace with `series`: what every rank allocates and frees, temporaries and messages included.
+    """The same trace with `series`: what every rank allocates and frees, including temporary memory and messages.
 
-    tapes   of one layer at a time (`minipar.execution.memory.tape.record`)
-    sizes   of the program's values and the rows of its micro-batches, such as `ProfiledCosts`
+    tapes   tapes of single layers (`minipar.execution.memory.tape.record`)
+    sizes   sizes of the program's values and rows of its micro-batches, such as `ProfiledCosts`
     """
     program = trace.program
     data = trace.data or [0] * len(program.ranks)
@@ -86,7 +86,7 @@ def with_memory(trace: Trace, tapes: Tapes, sizes: Sizes) -> Trace:
 
 
 class Walk:
-    """One rank's walk through its list."""
+    """The memory of one rank while it walks through its list."""
 
     def __init__(
         self,
@@ -103,16 +103,16 @@ class Walk:
         self.live: dict[Value, Storage] = {}
         self.read: dict[
             tuple[int, int, int], list[Storage]
-        ] = {}  # layer, micro-batch, step: inputs that its graph holds
-        self.made: dict[tuple[int, int, int], Storage] = {}  # and as its own output
+        ] = {}  # (layer, micro-batch, step) -> inputs that the layer's graph holds
+        self.made: dict[tuple[int, int, int], Storage] = {}  # the same -> its own output, if its graph holds that
         self.saved: dict[tuple[int, int, int], int] = {}
-        self.carried: dict[tuple[int, int, int], Storage] = {}  # what the graph holds of a carry
+        self.carried: dict[tuple[int, int, int], Storage] = {}  # carries that a layer's graph holds
         self.left: dict[tuple[int, int, int], Storage] = {}  # gradients that wait for a weight half
-        self.messages: dict[Value, list[Storage]] = {}  # buffers of a collective, held until what it writes is read
-        self.unpacked: dict[Value, int] = {}  # bytes that it takes to read what a compressed sum brought
+        self.messages: dict[Value, list[Storage]] = {}  # buffers of a collective, held until its result is read
+        self.unpacked: dict[Value, int] = {}  # bytes needed to unpack the result of a compressed sum
         self.filled: set[int] = set()  # groups that have a gradient now
-        self.brought: set[tuple[int, int, int]] = set()  # layers whose saved tensors came back: held to the end
-        self.leaving: dict[Value, int] = {}  # bytes that go when the copy of them is waited for
+        self.brought: set[tuple[int, int, int]] = set()  # layers whose saved tensors were fetched: held to the end
+        self.leaving: dict[Value, int] = {}  # bytes that are freed when the rank waits for their copy
         self.state = program.state[rank] if program.state else frozenset()
         self.kept = {value.index for value in self.state if value.kind == "grad"}
         row = program.ranks[rank]
@@ -137,11 +137,11 @@ class Walk:
             before["parameters", layer] = before.get(("parameters", layer), 0) + tapes.buffers[layer]
         if data:
             before["data", -1] = data
-        if program.compress.startswith("powersgd"):  # the right factors, from which the next step starts
+        if program.compress.startswith("powersgd"):  # the right factors: the next step begins with them
             before["temporary", -1] = sum(self._factors(ins)[1] for ins in row if ins.op is Op.ALL_REDUCE)
 
     def _passed_on(self) -> list[int]:
-        """Groups of bfloat16 parameters whose float32 slice comes from the host, on the way to the whole ones."""
+        """Groups whose bfloat16 parameters are whole, but whose float32 slice waits on the host or the disk."""
         if self.program.precision != "bf16":
             return []
         away = {v.index for v in self.state if home(v).kind == "param_shard" and tier(v) != "device"}
@@ -158,7 +158,7 @@ class Walk:
             self.changes.append((delta, kind, layer))
 
     def spread(self, index: int, start: float, end: float) -> None:
-        """The changes of an instruction, evenly over its time."""
+        """Write the changes of an instruction into the series, spread evenly over its time."""
         count = len(self.changes)
         for k, (delta, kind, layer) in enumerate(self.changes):
             self.series.add(start + (end - start) * (k + 1) / (count + 1), index, delta, kind, layer)
@@ -174,7 +174,7 @@ class Walk:
                 self.change(-storage.size, storage.kind, storage.layer)
 
     def storage(self, size: int, layer: int) -> Storage:
-        """One that the walk holds, and whose bytes are counted already."""
+        """A storage that the walk holds, and whose bytes are counted already."""
         return Storage(size, layer, holders={"walk"})
 
     def make(self, size: int, layer: int, holder: str, kind: str = "activations") -> Storage:
@@ -197,7 +197,7 @@ class Walk:
                 self.change(storage.size, "activations", storage.layer)
                 storage.kind = "activations"
         if ins.writes and all(tier(value) != "device" for value in ins.writes) and home(ins.reads[0]).kind != "saved":
-            pass  # the host's memory
+            pass  # it changes only the host's memory
         elif ins.op in (Op.FORWARD, Op.RECOMPUTE):
             if self.sizes.rows(self.rank, ins.microbatch):
                 self.forward(ins)
@@ -251,7 +251,7 @@ class Walk:
                 self.release(storage, f"live {value}")
 
     def versions(self, ins: Instruction) -> None:
-        """The next version of parameters: made of the newest one, if nothing needs that any more, else beside it."""
+        """Make the next version of parameters, in place of the newest one if nothing needs that any more."""
         for value in ins.writes:
             if version_of(value) > 0:
                 before = param(value.index, value.step - 1)
@@ -260,8 +260,8 @@ class Walk:
                 self.live[value] = in_place or self.make(size, self.layer_of(value.index), "live", "parameters")
 
     def reduce_scatter(self, ins: Instruction) -> None:
-        """Gradients are packed into a message, which stays until it is summed with the others'; those are read where
-        they are, in memory that the ranks share."""
+        """Gradients are packed into a message, which stays until it is summed with the messages of other ranks. These
+        are read in memory that the ranks share, without a copy."""
         buffers = [value for value in ins.writes if value.kind == "buffer"]
         size = sum(self.sizes.size(self.rank, value) for value in buffers)
         message = self.make(size, -1, "message", "buffers")
@@ -272,18 +272,18 @@ class Walk:
                 self.messages[value] = [message]
 
     def _sent(self, ins: Instruction, *messages: Storage) -> None:
-        """What a sum travels in, which stays until somebody reads what it brought."""
+        """The messages of a sum stay until an instruction reads the sum."""
         for value in ins.writes:
             self.messages[value] = list(messages)
 
     def compressed(self, ins: Instruction) -> None:
-        """A sum of gradients that are made smaller first, as `comm.compression` does it."""
+        """A compressed sum of gradients, as `comm.compression` computes it."""
         kind, _, _ = self.program.compress.partition(":")
         if kind == "topk":
             self._largest(ins)
         elif kind == "powersgd":
             first, second = self._factors(ins)
-            self.change(first, "temporary", -1)  # factors one by one, and then in one message
+            self.change(first, "temporary", -1)  # single factors, which are then packed into one message
             self._sent(ins, self.make(first, -1, "message", "buffers"))
             self.change(-first, "temporary", -1)
             self.unpacked[ins.writes[0]] = first + second
@@ -296,17 +296,18 @@ class Walk:
         return [sum(sizes)] if ins.parts[0].layer < 0 else sizes
 
     def _factors(self, ins: Instruction) -> tuple[int, int]:
-        """Bytes of the left factors of a sum's gradients, with what is sent whole, and of the right ones."""
+        """Bytes of the left factors of a sum's gradients, including gradients that are sent whole, and of the right
+        factors."""
         first = second = 0
         parts = iter(ins.parts)
         for size in self._summed(ins):
             left = next(parts).bytes
             first += left
-            second += next(parts).bytes if left < size else 0  # (factors are smaller than what they stand for)
+            second += next(parts).bytes if left < size else 0  # (factors are smaller than their gradient)
         return first, second
 
     def _largest(self, ins: Instruction) -> None:
-        """Each message: the numbers without signs, the largest of them with their places, and the rows of all ranks."""
+        """For each message: the absolute values, the largest ones with their places, and the rows of all ranks."""
         messages: list[Storage] = []
         for size, part in zip(self._summed(ins), ins.parts, strict=True):
             rows = part.bytes
@@ -327,9 +328,10 @@ class Walk:
         self._sent(ins, *messages)
 
     def _workspace(self, groups: Sequence[int]) -> int:
-        """Of a STEP over some groups; the slices of sharded ones are parameters of their own.
+        """Temporary memory of a STEP over some groups. The slices of sharded groups are parameters of their own.
 
-        With precision=bf16 the tapes are of bfloat16, STEP is in float32, and makes float32 copies of whole gradients.
+        With precision=bf16 the tapes were recorded in bfloat16, but STEP works in float32, and makes float32 copies of
+        whole gradients.
         """
         shards = [g for g in groups if Value("optimizer_shard", g) in self.state]
         others = [g for g in groups if g not in shards]
@@ -340,10 +342,10 @@ class Walk:
         return 2 * max(whole + sum(self.sizes.size(self.rank, grad(g)) for g in others), sliced)
 
     def other(self, ins: Instruction) -> None:
-        """An instruction that nothing special is known of: what it writes appears; what it frees goes."""
+        """Any other instruction: what it writes is allocated."""
         for value in ins.writes:
             if value.kind == "grad":
-                if value.index not in self.filled and ins.op in COLLECTIVES:  # no backward had rows: zeros
+                if value.index not in self.filled and ins.op in COLLECTIVES:  # no backward had rows: it is zeros
                     self.filled.add(value.index)
                     if value.index not in self.kept:
                         self.change(self.sizes.size(self.rank, value), "gradients", self.layer_of(value.index))
@@ -352,7 +354,7 @@ class Walk:
                 self.live[value] = self.make(self.sizes.size(self.rank, value), value.index, "live", kind)
 
     def post(self, ahead: int, *peers: int) -> None:
-        """Receive buffers of the messages that are due."""
+        """Allocate the buffers of receives that are posted now."""
         for peer in peers or self.receives:
             due = min(self.reached[peer] + ahead, len(self.receives[peer]))
             while self.posted[peer] < due:
@@ -372,7 +374,7 @@ class Walk:
         saves = {value.index for value in ins.writes if value.kind == "saved"}
         found = (self.live.get(output(a, i, step)) for a in self.program.wiring.inputs[ins.layers[0]])
         given = [storage for storage in found if storage is not None]
-        borrowed: list[Storage] = []  # inputs of pieces: the executor names them until it goes on
+        borrowed: list[Storage] = []  # inputs of pieces: the executor holds them until the instruction ends
         for piece in self.pieces[ins.layers, i]:
             trains = piece[0] in saves
             for layer in piece:
@@ -405,7 +407,7 @@ class Walk:
             self.release(storage, "walk")
 
     def _carry_on(self, ins: Instruction, key: tuple[int, int, int], tape: LayerTape) -> None:
-        """What a layer keeps of a slice for the next one, whose bytes are counted already."""
+        """What a layer keeps of a slice for the next slice. Its bytes are counted already."""
         size = sum(delta for delta, what in (tape.forward or tape.plain) if what == "carry")
         if not size:
             return
@@ -433,7 +435,7 @@ class Walk:
         copied: list[int] = []
         pieces = self.pieces[ins.layers, i]
         for piece in reversed(pieces):
-            given = above  # the gradient that this piece got from the one before
+            given = above  # the gradient that this piece got from the piece after it
             inner: Storage | None = None  # the gradient between two layers of the piece
             for layer in reversed(piece):
                 inner = self._play_backward(layer, i, step, inner, copied, layer == piece[0])
@@ -442,13 +444,14 @@ class Walk:
             self.release(given, "walk")
             above = inner
         self.hand_back(ins, above)
-        for g in copied:  # into their buckets
+        for g in copied:  # they have been copied into their buckets
             self.change(-self.sizes.size(self.rank, Value("grad", g)), "temporary", self.layer_of(g))
 
     def _play_backward(
         self, layer: int, i: int, step: int, received: Storage | None, copied: list[int], last: bool
     ) -> Storage | None:
-        """One layer; the gradient of its input. `last`: the executor holds its input until the piece is done."""
+        """Play the backward of one layer. Returns the gradient of its input. With `last` the executor holds the layer's
+        input until the piece is done."""
         key = layer, i, step
         tape = self.tape(layer, i)
         groups, fresh = self.groups(layer)
@@ -487,33 +490,35 @@ class Walk:
         self.release(self.made.pop(key, None), f"made by {key}")
         copied += self.fill(layer, groups, fresh)
         if not made and received is not None and layer > self.program.first_trainable:
-            return received  # what comes in goes out
+            return received  # the layer returns the gradient that it received
         self.release(received, "walk")
         return Storage(made, layer - 1, holders={"walk"}) if made else None
 
     def let_go_of_inputs(self, key: tuple[int, int, int]) -> None:
-        """The graph of a layer holds its inputs no more."""
+        """The graph of a layer releases its inputs."""
         for storage in self.read.pop(key, ()):
             self.release(storage, f"read by {key}")
 
-    # branches: an output has a gradient from each of its readers, and a layer may have several inputs
+    # branches: an output gets a gradient from each of its readers, and a layer may have several inputs
 
     def sum_of_gradients(self, ins: Instruction) -> Storage | None:
-        """The gradient of an output with several readers, added up; one reader's is let go by the instruction."""
+        """The sum of the gradients of an output with several readers; None if there is one reader, whose gradient the
+        instruction frees."""
         layer = ins.layers[-1]
         out = self.program.wiring.out[layer]
         if len(out) < 2:
             return None
         size = self.sizes.size(self.rank, grad_output(out[0], ins.microbatch, ins.step))
-        if len(out) > 2:  # each sum is made beside the one before
+        if len(out) > 2:  # a new sum and the sum before it exist together
             self.change(2 * size, "temporary", layer)
             self.change(-2 * size, "temporary", layer)
         return self.make(size, layer, "walk")
 
     def given_to_each(self, layer: int, i: int, step: int, made: int) -> int:
-        """The gradients of several inputs are tensors of their own: what there is more of than `made` bytes, counted.
+        """The gradients of several inputs are separate tensors. Counts and returns the bytes that they need beyond
+        `made`.
 
-        (A join's backward gives parts of one tensor, which are copied where they arrive.)
+        (A join's backward gives parts of one tensor, which are copied where they are needed.)
         """
         into = self.program.wiring.into[layer]
         if len(into) < 2 or layer <= self.program.first_trainable:
@@ -523,7 +528,7 @@ class Walk:
         return more
 
     def hand_back(self, ins: Instruction, found: Storage | None) -> None:
-        """The gradient of an instruction's inputs, which the walk holds, to the layers that these are from."""
+        """Pass the gradient of an instruction's inputs, which the walk holds, to the layers that made these inputs."""
         first, layer = self.program.first_trainable, ins.layers[0]
         into, inputs = self.program.wiring.into[layer], self.program.wiring.inputs[layer]
         apart = len(into) > 1 and ins.op is Op.BACKWARD
@@ -536,26 +541,27 @@ class Walk:
             if apart:
                 self.live[value] = self.make(self.sizes.size(self.rank, value), source, "live")
             elif found is not None:
-                self.hold(found, f"live {value}")  # of a half, parts of one tensor
+                self.hold(found, f"live {value}")  # an input half gives parts of one tensor
                 self.live[value] = found
         self.release(found, "walk")
 
     # gradients -------------------------------------------------------------------------------------------------------
 
     def groups(self, layer: int) -> tuple[list[int], list[int]]:
-        """The trainable groups of a layer, and those of them that have no gradient yet."""
+        """The trainable groups of a layer, and which of them have no gradient yet."""
         groups = [g for g in self.program.groups_of_layer[layer] if self.program.groups[g].trainable]
         return groups, [g for g in groups if g not in self.filled]
 
     def kind_of_gradient(self, groups: Sequence[int]) -> str:
-        """What goes into a bucket is a temporary: the bucket is the gradient."""
+        """The kind of memory of a new gradient. If it is copied into a bucket, it is temporary, and the bucket
+        counts."""
         return "temporary" if self.kept.intersection(groups) else "gradients"
 
     def fill(self, layer: int, groups: Sequence[int], fresh: Sequence[int]) -> list[int]:
-        """A layer's gradients have appeared; those that go on to a bucket."""
+        """The gradients of a layer have appeared. Returns the groups whose gradients are copied into a bucket."""
         copied = []
         for g in groups if fresh else ():
-            if g not in fresh:  # tied to a layer whose backward has made it already
+            if g not in fresh:  # tied to another layer, whose backward has made this gradient already
                 kind = "temporary" if g in self.kept else "gradients"
                 self.change(-self.sizes.size(self.rank, Value("grad", g)), kind, layer)
             else:

@@ -1,20 +1,21 @@
-"""Bytes on every rank of a plan, from formulas: what `minipar memory` prints. No torch, no device, any size.
+"""Bytes on every rank of a plan, from formulas, as `minipar memory` prints them. It needs no torch and no device.
 
     parameters, gradients, optimizer    ZeRO's table, for every parameter that a rank holds, over N = dp ranks:
                                             stage 0   p + g + o              stage 2   p + (g + o) / N
                                             stage 1   p + g + o / N          stage 3   (p + g + o) / N
     activations                         layer by layer; f micro-batches in flight, one of them in its backward
-    buffers                             what is there for a while: two gathered layers, two buckets, messages
+    buffers                             temporary ones: two gathered layers, two buckets, messages
 
 where (p, g, o) is (4, 4, 8) bytes in float32 and (2, 2, 12) in bf16 with float32 master copies, both with Adam. The
 number of micro-batches in flight is counted in the plan's own program.
 
-`terms` writes the formulas out for one rank, in letters and with numbers:
+`terms` writes the formulas for one rank, in letters and with numbers:
 
     optimizer      o (P0 + P1 / N)       12 B × (38,597,376 + 85,842,432 ÷ 8)        = 564.54 MiB
     activations    f a + b               4 × 98.62 MiB + 31.5 MiB                    = 425.98 MiB
 
-`verdict` says whether a plan fits, and what would; `report` and `show_report` are what `minipar memory` prints.
+`verdict` says whether a plan fits, and which changes would make it fit. `report` and `show_report` make the output of
+`minipar memory`.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 5.
 """
@@ -83,8 +84,8 @@ class States:
 class RankMemory:
     """Bytes on one rank at its peak.
 
-    held   of `activations`, what waits between forward and backward; the rest is there while one of them goes backward
-    host   what was offloaded
+    held   the part of `activations` that is kept between forward and backward; the rest exists only during a backward
+    host   bytes that were offloaded
     """
 
     parameters: int
@@ -112,12 +113,13 @@ def states(parameters: int, ranks: int, zero: int, precision: Precision = PRECIS
 
 
 class Own(NamedTuple):
-    """Where a rank's model states come from. Numbers are parameters, before anything is shared out.
+    """Where a rank's model states come from. Parameters are counted before anything is shared out.
 
-    whole      numbers of groups that no replica shares out
-    shared     (numbers, among how many ranks) of those that ZeRO shares out: of the rest, and of experts
-    versions   of the weights that are alive at once
-    gathered   bytes for parameters of two neighbouring layers, where they come from elsewhere
+    states     bytes of model states
+    whole      number of parameters of groups that are not shared out
+    shared     (number of parameters, number of ranks) of groups that ZeRO shares out; experts have their own entry
+    versions   versions of the weights that are alive at the same time
+    gathered   bytes for parameters of two neighbouring layers, if they are gathered or fetched
     buckets    bytes of two neighbouring gradient buckets
     """
 
@@ -130,8 +132,15 @@ class Own(NamedTuple):
 
 
 class ActivationSources(NamedTuple):
-    """Where a rank's activations come from: by chunk what one micro-batch holds between forward and backward (`each`),
-    and how many are `flying` when most is held; more bytes while one goes backward; messages; the largest layer."""
+    """Where a rank's activations come from, in bytes.
+
+    held       most that is kept between forward and backward
+    more       what a backward needs in addition
+    messages   buffers for messages
+    layer      the largest layer
+    each       for each chunk, what one micro-batch keeps between forward and backward
+    flying     for each chunk, how many micro-batches are kept when most is held
+    """
 
     held: int
     more: int
@@ -142,7 +151,7 @@ class ActivationSources(NamedTuple):
 
 
 class Detail(NamedTuple):
-    """A rank's bytes, and where they come from; `rows` of its largest micro-batch."""
+    """A rank's bytes, and where they come from. `rows` is the number of rows of its largest micro-batch."""
 
     memory: RankMemory
     own: Own
@@ -151,9 +160,10 @@ class Detail(NamedTuple):
 
 
 def in_flight(actions: Iterable[Action], sizes: Sequence[float], more: Sequence[float] = ()) -> float:
-    """The most that a rank's micro-batches keep at once, where one keeps `sizes[c]` of chunk c.
+    """The most that a rank's micro-batches keep at the same time, if one micro-batch keeps `sizes[c]` in chunk c.
 
-    Of a split backward it is kept until the weight half is done. A backward takes `more[c]` while it runs.
+    With a split backward it is kept until the weight half is done. A backward takes `more[c]` in addition while it
+    runs.
     """
     return _most(actions, sizes, more)[0]
 
@@ -161,7 +171,7 @@ def in_flight(actions: Iterable[Action], sizes: Sequence[float], more: Sequence[
 def _most(
     actions: Iterable[Action], sizes: Sequence[float], more: Sequence[float] = ()
 ) -> tuple[float, tuple[int, ...]]:
-    """The most, and how many micro-batches of each chunk keep it."""
+    """As `in_flight`, and how many micro-batches of each chunk are kept at that moment."""
     counts = [0] * len(sizes)
     now = most = 0.0
     then = tuple(counts)
@@ -182,11 +192,11 @@ def _most(
 def per_rank(
     plan: Plan, model: str, batch: int | None = None, division: Division = WHOLE, **overrides: Any
 ) -> list[RankMemory]:
-    """Bytes of each rank, in rank order, for a step of `batch` rows; default one row for every micro-batch.
+    """Bytes of each rank, in rank order, for a step of `batch` rows; default: one row for every micro-batch.
 
-    division    tensor and expert parallelism, of which a plan knows nothing: of one of the ranks that share a part
+    division    tensor and expert parallelism, which a plan does not know; the bytes are those of one rank that shares
     overrides   numbers that replace the model's, such as layers=48
-    Errors: `PlanError` for a model that is not known, and for what does not fit it.
+    Errors: `PlanError` for an unknown model, and for a plan that does not fit it.
     """
     return [detail.memory for detail in details(plan, model, batch, division, **overrides)]
 
@@ -194,7 +204,7 @@ def per_rank(
 def details(
     plan: Plan, model: str, batch: int | None = None, division: Division = WHOLE, **overrides: Any
 ) -> list[Detail]:
-    """As `per_rank`, with what the bytes come from."""
+    """As `per_rank`, with the origin of the bytes."""
     numbers = table.numbers(model, **overrides)
     division.check(numbers, plan.dp)
     if plan.checkpoint == "selective" and not isinstance(numbers, GPT):
@@ -213,7 +223,7 @@ def details(
     count = plan.total_microbatches
     batch = plan.dp * count if batch is None else batch
     edges = split_rows(batch, plan.dp * count)
-    largest = [len(edges[replica * count]) for replica in range(plan.dp)]  # the first ones have more rows
+    largest = [len(edges[replica * count]) for replica in range(plan.dp)]  # the first micro-batches have more rows
     given: dict[str, Any] = {"division": division, **overrides}
     costs = analytic.layer_costs(model, max(1, *largest), **given) if plan.split == "auto" else None
     shape, experts = shapes.shape(model, element_size=1, **overrides), 0
@@ -235,11 +245,11 @@ def details(
 
 
 def _own(plan: Plan, layout: Layout, rank: int, experts: int, ep: int) -> Own:
-    """Model states of a rank, and the buffers that sharding or offloading them takes."""
+    """Model states of a rank, and the buffers that are needed to shard or offload them."""
     precision, groups = PRECISIONS[plan.precision], layout.shape.groups
     held = layout.groups(rank)
     versions = _versions(plan)[rank]
-    # What is tied between stages stays whole: its slices would belong to ranks with different work.
+    # A group that is tied between stages stays whole: its slices would belong to ranks with different work.
     alone = [g for g in held if len(layout.holders(g)) == 1]
     among = {g: plan.dp // (ep if g >= len(groups) - experts else 1) for g in alone}
     sharded = [g for g in alone if among[g] > 1]
@@ -255,7 +265,7 @@ def _own(plan: Plan, layout: Layout, rank: int, experts: int, ep: int) -> Own:
         moving = held if "parameters" in plan.offload else sharded
         mine = [l for chunk in layout.chunks(rank) for l in chunk]
         layers = [sum(_numbers(groups[g]) for g in moving if l in groups[g].layers) for l in mine]
-        gathered = precision.parameter * _neighbours(layers)  # one layer computes, the next is on its way
+        gathered = precision.parameter * _neighbours(layers)  # one layer computes, the next one is under way
     if plan.zero >= 2:
         sizes = [Group(group.layers, (precision.gradient * _numbers(group),)) for group in groups]
         messages = split_buckets(sharded[::-1], sizes, plan.messages)
@@ -276,11 +286,11 @@ def _versions(plan: Plan) -> list[int]:
 
 
 def _numbers(group: Group) -> int:
-    return sum(group.tensors)  # (of a shape with one byte a number)
+    return sum(group.tensors)  # (the shape has one byte for each number)
 
 
 def _neighbours(sizes: Sequence[int]) -> int:
-    """The most that two neighbours come to: one that is used or filled, one that is on its way."""
+    """The largest sum of two neighbours: one is used or filled, the other one is under way."""
     return max((a + b for a, b in pairwise(sizes)), default=sum(sizes))
 
 
@@ -288,7 +298,7 @@ def _neighbours(sizes: Sequence[int]) -> int:
 
 
 def _activations(plan: Plan, model: str, layout: Layout, rows: int, given: dict[str, Any]) -> list[ActivationSources]:
-    """Per rank: bytes that wait, bytes more at the peak, buffers for messages, and the most that one layer keeps."""
+    """For each rank, where its activations come from, for micro-batches of so many rows."""
     element = PRECISIONS[plan.precision].activation
     if rows == 0:
         return [ActivationSources(0, 0, 0, 0)] * plan.pp
@@ -307,7 +317,7 @@ def _activations(plan: Plan, model: str, layout: Layout, rows: int, given: dict[
             chain = costs.chain(layers.start, layers.stop)
             held, peak = memory(chain, schedules[stage] or keep_everything(len(layers)))
             several = in_flight(actions[rank], [k == c for k in range(len(stages))])
-            # From a stage with copies both pipelines go on to another rank, and share the links.
+            # If a stage has copies, both pipelines go to another rank after it, and share the links.
             copies = sum(stage in mine for mine in layout.placement)
             ahead = AHEAD // copies
             others = [s for s in (stage - 1, stage + 1) if 0 <= s < len(layout.split)]
@@ -318,10 +328,10 @@ def _activations(plan: Plan, model: str, layout: Layout, rows: int, given: dict[
                 messages += min(ahead, plan.total_microbatches - int(several)) * received
             if stage + 1 in others:
                 messages += min(ahead, plan.total_microbatches - 1) * costs.gradient[layers.stop - 1]
-            core = max(everything[l] - costs.saved[l] for l in layers)  # of the one that is computed again
+            core = max(everything[l] - costs.saved[l] for l in layers)  # the attention core that runs again
             waiting.append(held)
             more.append(peak - held + core)
-        if division.ep > 1:  # rows on their way to experts of other ranks, and back
+        if division.ep > 1:  # rows that go to experts of other ranks, and come back
             messages += 2 * division.top * costs.output[0]
         mine = [l for layers in layout.chunks(rank) for l in layers]
         largest = max(costs.saved[l] + costs.output[l] for l in mine)
@@ -331,9 +341,9 @@ def _activations(plan: Plan, model: str, layout: Layout, rows: int, given: dict[
 
 
 def _on_device(plan: Plan, own: Own, kept: ActivationSources) -> RankMemory:
-    """What stays on the device, and what the host has instead."""
+    """The bytes that stay on the device, and those that go to the host."""
     moved, states = {name: name in plan.offload for name in keys.OFFLOADS}, own.states
-    held = min(kept.held, 2 * kept.layer) if moved["activations"] else kept.held  # one layer in use, one on its way
+    held = min(kept.held, 2 * kept.layer) if moved["activations"] else kept.held  # one layer in use, one under way
     host = states.optimizer * moved["optimizer"] + states.parameters * moved["parameters"] + kept.held - held
     return RankMemory(
         states.parameters * (not moved["parameters"]),
@@ -350,7 +360,7 @@ def _on_device(plan: Plan, own: Own, kept: ActivationSources) -> RankMemory:
 
 
 class Term(NamedTuple):
-    """Bytes of one kind on one rank: the formula in letters, the same with numbers, and what else there is to say."""
+    """Bytes of one kind on one rank: the formula in letters, the formula with numbers, and a note."""
 
     kind: str
     bytes: int
@@ -360,7 +370,7 @@ class Term(NamedTuple):
 
 
 def size(count: float) -> str:
-    """Bytes as people read them: `564.54 MiB`."""
+    """Bytes as text: `564.54 MiB`."""
     for unit, whole in _UNITS:
         if abs(count) >= whole:
             return f"{count / whole:,.2f} {unit}"
@@ -441,8 +451,8 @@ def _buffers_term(detail: Detail) -> Term:
 def ways_that_fit(
     plan: Plan, model: str, batch: int, capacity: int, division: Division = WHOLE, most: int = 3, **overrides: Any
 ) -> list[tuple[str, int]]:
-    """At most so many changes of the plan with which every rank fits, the smallest of each kind, with the fullest's
-    bytes."""
+    """At most `most` changes of the plan with which every rank fits, the smallest change of each kind. Each comes with
+    the bytes of the fullest rank."""
     found: list[tuple[str, int]] = []
     keys: list[set[str]] = []
     families = nearby(plan, batch) + [[_with(plan, offload=what)] for what in ("optimizer", "activations")]
@@ -453,10 +463,10 @@ def ways_that_fit(
                 return found
             words = _difference(plan, made)
             if not words or any(known <= set(words.split()) for known in keys):
-                continue  # (less than that was enough)
+                continue  # (a smaller change was enough)
             try:
                 peak = max(rank.total for rank in per_rank(made, model, batch, division, **overrides))
-            except MiniparError:  # (a neighbour need not suit the model)
+            except MiniparError:  # (the changed plan may not fit the model)
                 continue
             if peak <= capacity:
                 found.append((words, peak))
@@ -468,7 +478,7 @@ def ways_that_fit(
 def verdict(
     plan: Plan, model: str, batch: int, capacity: int, division: Division = WHOLE, device: str = "", **overrides: Any
 ) -> str:
-    """Whether the plan fits, in a sentence; and if it does not, what to change."""
+    """A sentence that says whether the plan fits, and if it does not, what to change."""
     totals = [one.memory.total for one in details(plan, model, batch, division, **overrides)]
     top = max(range(len(totals)), key=totals.__getitem__)
     where = f"{device} has" if device else "there are"
@@ -498,7 +508,7 @@ def _with(plan: Plan, **change: Any) -> Plan:
 
 
 def _difference(plan: Plan, made: Plan) -> str:
-    """The keys in which a plan differs, as words."""
+    """The keys in which a plan differs, in a plan's words."""
     changed = [f.name for f in fields(Plan) if getattr(plan, f.name) != getattr(made, f.name)]
     words = [(name, getattr(made, name)) for name in changed]
     return " ".join(f"{name}={','.join(value) if isinstance(value, tuple) else value}" for name, value in words)
@@ -508,10 +518,10 @@ def _difference(plan: Plan, made: Plan) -> str:
 
 
 def report(plan: str, model: str, batch: int | None) -> dict[str, Any]:
-    """What `minipar memory` prints, as a dictionary for scripts: bytes of every rank by the formulas, and what hardware
-    holds the largest.
+    """The output of `minipar memory` as a dictionary for scripts: bytes of every rank by the formulas, and the hardware
+    that can hold the fullest rank.
 
-    Errors: `PlanError` for a plan or model that cannot be.
+    Errors: `PlanError` for an impossible plan or an unknown model.
     """
     chosen = Plan.parse(plan)
     ranks = per_rank(chosen, model, batch)
@@ -533,7 +543,7 @@ def report(plan: str, model: str, batch: int | None) -> dict[str, Any]:
 
 
 def show_report(result: dict[str, Any]) -> str:
-    """The table: one line for all ranks with the same numbers."""
+    """The table as text. Ranks with the same numbers share a line."""
     alike: dict[tuple[int, ...], list[int]] = {}
     for number, rank in enumerate(result["per_rank"]):
         alike.setdefault(tuple(rank.values()), []).append(number)
@@ -566,7 +576,7 @@ def show_report(result: dict[str, Any]) -> str:
 
 
 def _listed(ranks: list[int]) -> str:
-    """Rank numbers, short: all of a run, or the first ones and how many there are."""
+    """Rank numbers as short text: a range, or the first ones and how many there are."""
     if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
         return f"{ranks[0]} to {ranks[-1]}"
     if len(ranks) <= 4:

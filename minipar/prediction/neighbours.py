@@ -14,7 +14,7 @@ from minipar.strategies.plan import Plan
 
 
 def nearby(plan: Plan, batch: int) -> list[list[Plan]]:
-    """Families of plans for as many ranks, in each the smaller changes first."""
+    """Families of changed plans for the same number of ranks. In each family the smaller changes come first."""
     more = "microbatches" if plan.pp == 1 else "accumulate"  # a pipeline holds several micro-batches at once
     count = getattr(plan, more)
     families: list[list[dict[str, Any]]] = [[{more: count * k} for k in (2, 4, 8, 16)]]

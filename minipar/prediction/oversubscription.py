@@ -1,12 +1,12 @@
-"""The simulator's rule on a machine with fewer cores than ranks: ranks that compute at once share the cores.
+"""The simulator's rule on a machine with fewer cores than ranks: ranks that compute at the same time share the cores.
 
-    4 ranks, 2 cores     each rank keeps to one core (affinity.py); k that compute on one run at the speed 1/k
-    3 ranks, 2 cores     the system moves them; while k compute, each of them runs at the speed min(1, 2/k)
-    1.9 cores            as 2, but whenever ranks compute at once they get 5 % less done: they are in each other's way
+    4 ranks, 2 cores     each rank stays on one core (affinity.py); k ranks that compute on one core have the speed 1/k
+    3 ranks, 2 cores     the system moves the ranks; while k of them compute, each has the speed min(1, 2/k)
+    1.9 cores            as 2 cores, but ranks that compute at the same time slow each other down by 5 %
 
-Speeds now depend on what all ranks do at the same moment, so time has to go forward for all of them together: from
-one event (a compute instruction ends, a message arrives) to the next (program/event_loop.py). Slower than `simulate`
-without `cores`, and equal to it when there are cores enough.
+Speeds now depend on what all ranks do at the same moment. So time must advance for all ranks together, from one event
+(a compute instruction ends, a message arrives) to the next (program/event_loop.py). This is slower than `simulate`
+without `cores`, and gives the same times if there are enough cores.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from minipar.prediction.streams import GroupStream, Link, Slot
 from minipar.program import COPIES, PORT, Op, Program, Value
 from minipar.program.event_loop import EventLoop
 
-_LATENCY = 0.05  # of a message, in forwards of a rank
-_MOST = 20_000  # instructions: up to here best_way takes less than half a second
+_LATENCY = 0.05  # latency of a message; a forward of a rank takes 1
+_MOST = 20_000  # instructions; with fewer of them best_way takes less than half a second
 
 
 def available_cores() -> int:
@@ -33,8 +33,11 @@ def available_cores() -> int:
 
 
 def ways(ranks: int, cores: Sequence[int]) -> list[list[int]]:
-    """How ranks can be dealt to cores: there and back, and round. None where they are better left to the system: cores
-    enough, or some that would have a rank more than others."""
+    """Two ways to assign ranks to cores: for 4 ranks on cores 0 and 1, these are 0 1 1 0 and 0 1 0 1.
+
+    There is no way, and the system places the ranks, if there are enough cores or if some cores would have more ranks
+    than others.
+    """
     if ranks <= len(cores) or ranks % len(cores):
         return []
     there, back = list(cores), list(reversed(cores))
@@ -43,10 +46,11 @@ def ways(ranks: int, cores: Sequence[int]) -> list[list[int]]:
 
 
 def best_way(program: Program, cores: float) -> int:
-    """In which of the `ways` of affinity.py the program's ranks share cores with the least time, if all layers are
-    equal: Chimera's first and last rank, say, are busy at the same times, and better not on one core.
+    """The index of the way in `ways` that takes the least time for this program, if all layers are equal.
 
-    The first one where ranks send each other nothing, decide as they run or serve, and of very long programs.
+    For example, Chimera's first and last rank compute at the same times, so they should not share a core. The index is
+    0 if ranks send each other nothing, decide as they run, or are served by parameter servers, and for very long
+    programs.
     """
     found = ways(len(program.ranks), range(math.ceil(cores)))
     fixed = program.in_flight is None and program.serving is None and sum(map(len, program.ranks)) <= _MOST
@@ -62,7 +66,8 @@ def best_way(program: Program, cores: float) -> int:
 
 
 def _speeds(working: Collection[int], homes: list[int] | None, cores: float) -> dict[int, float]:
-    """How fast each of the ranks that compute goes on, of 1 for a rank alone. `homes`: the core that each keeps to."""
+    """The speed of each rank that computes; 1 is that of a rank alone. `homes` has the core on which each rank
+    stays."""
     if homes is None:
         return dict.fromkeys(working, min(1.0, cores / len(working)) if working else 1.0)
     share = cores / math.ceil(cores) if len(working) > 1 else 1.0
@@ -73,9 +78,9 @@ def _speeds(working: Collection[int], homes: list[int] | None, cores: float) -> 
 def walk_shared(
     program: Program, costs: Costs, cores: float, way: int = 0
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Start and end of every instruction, as far as the ranks get (all the way, in a program that verifies).
+    """Start and end of every instruction. If the program does not verify, ranks may stop before the end.
 
-    way   in which ranks are dealt to cores, of the `ways` of affinity.py
+    way   index of the way in `ways` by which ranks are assigned to cores
     """
     count = len(program.ranks)
     found = ways(count, range(math.ceil(cores)))
@@ -91,7 +96,7 @@ def walk_shared(
     ports = [0.0] * count
 
     def arrived(rank: int, value: Value) -> bool:
-        """Whether a value is there; if not, the rank goes on when it is."""
+        """Whether a value has arrived. If not, the rank continues when it arrives."""
         if value not in pending[rank]:
             return True
         stream, k, writer = pending[rank][value]

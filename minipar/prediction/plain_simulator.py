@@ -1,6 +1,6 @@
-"""The simulator as short as it can be: a fold over `order`, which says who waits for whom, and times are what it adds.
+"""The simulator in its shortest form. `order` says who waits for whom, and this fold over it adds times.
 
-`simulate` gives the same times several times as fast, and is held to these by tests. Read this one first.
+`simulate` gives the same times and is several times as fast; tests compare the two. Read this one first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def start_and_end(program: Program, costs: Costs) -> tuple[list[list[float]], li
     starts = [[0.0] * len(row) for row in program.ranks]
     ends = [[0.0] * len(row) for row in program.ranks]
     clock = [0.0] * len(program.ranks)
-    arrival: dict[Place, float] = {}  # of what a SEND, a copy or the last rank of a collective gives
+    arrival: dict[Place, float] = {}  # when the result of a SEND, a copy or a collective's last rank arrives
     free: dict[Hashable, float] = defaultdict(float)  # when a link, a copy's direction, a port or a group is free
     reached: dict[tuple[int, int], list[float]] = defaultdict(list)  # when the walk came to each RECV of a link
 
@@ -37,7 +37,7 @@ def start_and_end(program: Program, costs: Costs) -> tuple[list[list[float]], li
             ends[rank][k] = starts[rank][k] + occupied
             free |= dict.fromkeys(lanes, ends[rank][k])
             arrival[rank, k] = ends[rank][k] + delay
-        elif ins.op is Op.RECV:  # it is posted so many receives before the walk comes to it
+        elif ins.op is Op.RECV:  # it is posted when the walk reaches the RECV `receives_ahead` places before it
             reached[ins.peer, rank].append(now)
             posted = len(reached[ins.peer, rank]) - 1 - program.receives_ahead
             starts[rank][k] = reached[ins.peer, rank][posted] if posted >= 0 else 0.0

@@ -1,4 +1,4 @@
-"""Costs from a profile: what a program would cost with this model's layers, measured one at a time on one device."""
+"""Costs of a program from a profile, for which each layer of the model was measured alone on one device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from minipar.strategies.shares import shares_of
 
 
 def microbatch_rows(batch: int, replicas: int, microbatches: int) -> tuple[int, ...]:
-    """The different numbers of rows that micro-batches of a step have: what a profile must measure."""
+    """The different numbers of rows that micro-batches of a step have. A profile must measure each of them."""
     return tuple(sorted({len(r) for r in split_rows(batch, replicas * microbatches)} - {0}))
 
 
@@ -21,12 +21,12 @@ def microbatch_rows(batch: int, replicas: int, microbatches: int) -> tuple[int, 
 class ProfiledCosts:
     """Seconds and bytes of a program's instructions and values, for a step of `batch` rows.
 
-    latency      seconds that a message needs, however short
+    latency      seconds that every message takes in addition to its bytes
     bandwidth    bytes a second of every link
-    copies       of tensors to the host or the disk, and back
-    calibration  of the cluster: messages and collectives cost what it measured, and latency and bandwidth do not
-                 matter. The sending and the receiving rank's own work on a message is part of the compute instruction
-                 before the SEND, and of the first one that reads what was received
+    copies       rates of copies to the host or the disk, and back
+    calibration  the cluster's calibration; None: none. With it messages and collectives cost what was measured, and
+                 latency and bandwidth are not used. The sender's own work on a message is part of the compute
+                 instruction before the SEND. The receiver's is part of the first instruction that reads the message
 
     The defaults are what gloo reaches over the loopback of an ordinary machine.
     """
@@ -48,7 +48,8 @@ class ProfiledCosts:
             self._messages.extend(self._work_on_messages(rank) for rank in range(len(self.program.ranks)))
 
     def rows(self, rank: int, microbatch: int) -> int:
-        """Rows of a micro-batch of the rank's replica; of a slice the profile's key: rows * slices + its number."""
+        """The number of rows of a micro-batch of the rank's replica; for a slice, the profile's key: rows * slices +
+        its number."""
         i, j = divmod(microbatch, self.program.slice_count)
         count = len(self._rows[self.program.replica(rank) * self.program.row_microbatches + i])
         return count * self.program.slice_count + j if count else 0
@@ -64,10 +65,10 @@ class ProfiledCosts:
         return alone + self._messages[rank].get(ins, 0.0) if self._messages else alone
 
     def _work_on_messages(self, rank: int) -> dict[Instruction, float]:
-        """Seconds that a rank works on sending and receiving, by the compute instruction that has to wait for it."""
+        """Seconds that a rank works on sending and receiving, by the compute instruction that they are part of."""
         assert self.calibration is not None
         found: dict[Instruction, float] = {}
-        received: dict[Value, tuple[Value, ...]] = {}  # each with all of its message
+        received: dict[Value, tuple[Value, ...]] = {}  # value -> all values of its message
         before: Instruction | None = None
         for ins in self.program.ranks[rank]:
             if ins.op is Op.RECV:
@@ -122,7 +123,7 @@ class ProfiledCosts:
             return self.size(rank, value) * line.per_byte + count * line.fixed, 0.0
         size = of_message(self.size, rank, ins)
         if size and self.calibration is not None:
-            if ins.op in SERVICE:  # (both ranks' own work is the server's time)
+            if ins.op in SERVICE:  # (the work of both ranks counts as the server's time)
                 line = self.calibration.message(rank, ins.peer)
                 return size * line.per_byte, line.fixed
             return self.calibration.transfer(rank, ins.peer, size)
@@ -133,13 +134,13 @@ class ProfiledCosts:
         size = of_collective(self.program, self.size, ins.group[0], ins)
         if self.program.algorithm and ins.op is Op.ALL_REDUCE:
             return len(ins.parts) * self._by_algorithm(n, round(size / max(1, len(ins.parts))))
-        if self.calibration is not None:  # of sums, in which the bytes travel twice
+        if self.calibration is not None:  # (measured for sums, in which the bytes travel twice)
             return hops(ins) / 2 * len(ins.parts) * self.calibration.sum_over(n, size / max(1, len(ins.parts)))
         return hops(ins) * (len(ins.parts) * (n - 1) * self.latency + (n - 1) / n * size / self.bandwidth)
 
     def _by_algorithm(self, ranks: int, nbytes: int) -> float:
         """Seconds of a sum by the program's own algorithm."""
-        from minipar.prediction import choice  # which needs the simulator
+        from minipar.prediction import choice  # (choice imports the simulator)
 
         if self.calibration is not None:
             return choice.seconds("allreduce", self.program.algorithm, ranks, nbytes, self.calibration)
@@ -172,7 +173,7 @@ class ProfiledCosts:
         return self._size_of_slice(value)
 
     def _size_on_server(self, rank: int, value: Value) -> int:
-        """Bytes of a parameter server's part of a group: parameters, a gradient, or what its optimizer keeps."""
+        """Bytes of a parameter server's part of a group: of its parameters, a gradient, or its optimizer's state."""
         if not self._shares and self.program.serving is not None:
             self._shares.extend(shares_of(self.program.groups, self.program.serving.servers))
         g = value.index
@@ -181,9 +182,9 @@ class ProfiledCosts:
         return self.profile.optimizer_bytes[g] * part // whole if value.kind == "served_state" else part
 
     def _size_of_slice(self, value: Value) -> int:
-        """Bytes of what belongs to a sharded group (its slices filled up to equal size), or to no group.
+        """Bytes of a value of a sharded group (slices are padded to equal size), or of no group.
 
-        With precision=bf16 the profile is of bfloat16 parameters, while slices are of float32 ones, twice as large.
+        With precision=bf16 the profile has bfloat16 parameters, but slices are float32, so they are twice as large.
         """
         if value.kind == "norm":
             return 8

@@ -1,4 +1,4 @@
-"""What is recorded of a model's layers, one at a time, for a prediction: tapes of allocations. No torch."""
+"""Tapes of allocations, which are recorded for each layer of a model alone, for predictions of memory. No torch."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from typing import NamedTuple, Protocol
 
 from minipar.program import Value
 
-# Bytes, and what they are: "saved" for the backward, "output", "input" (only its free), "grad_output" (its free),
-# "grad_input", "gradient" of a parameter, "temporary". Of a slice of sequences also what it carries on, "carry", the
-# gradient of that, "grad_carried" (its free), and the one that it makes itself, "grad_carry"; "carried": what it got.
+# Each entry has bytes (negative: freed) and what they are: "saved" for the backward, "output", "input" (only its free),
+# "grad_output" (only its free), "grad_input", "gradient" of a parameter, "temporary". For a slice of sequences there
+# are also its carry, "carry"; the gradient of that, "grad_carried" (only its free); the carry that it got, "carried";
+# and the gradient of that one, which it makes, "grad_carry".
 Tape = tuple[tuple[int, str], ...]
 GraphPiece = tuple[int, ...]
 
 
 class LayerTape(NamedTuple):
-    """One layer, for one number of rows.
+    """The tapes of one layer, for one number of rows.
 
     plain      its forward without a graph
-    forward    with one, and (last layer) the loss
-    backward   the first of a step, which makes the gradients
-    later      one that adds to them
-    input_half, weight_half, weight_later   the same backwards in halves; "left" is what the first one makes for the
-               second, besides what was saved
+    forward    its forward with a graph; in the last layer also the loss
+    backward   the first backward of a step, which makes the gradients
+    later      a later backward, which adds to the gradients
+    input_half, weight_half, weight_later   the same backwards in halves; "left" is what the input half makes for the
+               weight half, in addition to what was saved
     """
 
     plain: Tape
@@ -37,12 +38,13 @@ class LayerTape(NamedTuple):
 
 
 def frees(tape: Tape, what: str) -> bool:
-    """Whether something of this kind is let go."""
+    """Whether something of this kind is freed on the tape."""
     return any(delta < 0 and kind == what for delta, kind in tape)
 
 
 def keeps(tape: Tape, what: str) -> bool:
-    """Whether the graph holds a layer's input, output or carry: then its backward frees it, but not at once."""
+    """Whether the graph holds a layer's input, output or carry. Then its backward frees it, but not as the first
+    thing."""
     for k, (delta, kind) in enumerate(tape):
         if delta < 0 and kind == what:
             return any(before > 0 or other not in ("input", "output", "carry") for before, other in tape[:k])
@@ -50,8 +52,11 @@ def keeps(tape: Tape, what: str) -> bool:
 
 
 class Workspace(NamedTuple):
-    """Most bytes that an optimizer step needs for itself: per parameter group, for pairs of groups that may follow one
-    another in one step, and for all of them together.
+    """The largest temporary memory of an optimizer step, in bytes.
+
+    groups     for each parameter group alone
+    pairs      for pairs of groups that may follow each other in one step
+    together   for all groups in one step
     """
 
     groups: tuple[int, ...]
@@ -59,10 +64,10 @@ class Workspace(NamedTuple):
     together: int
 
     def of(self, groups: Sequence[int]) -> int:
-        """Of a step over some groups.
+        """Bytes for a step over some groups.
 
-        An optimizer that goes from parameter to parameter still names what it made for the one before, so that two
-        neighbours tell everything; one that takes all of them at once needs the sum.
+        An optimizer that goes from parameter to parameter still holds what it made for the parameter before, so pairs
+        of neighbours are enough. An optimizer that takes all parameters together needs the sum.
         """
         mine = [self.groups[g] for g in groups]
         whole, largest = sum(self.groups), max((*self.groups, *self.pairs.values()), default=0)
@@ -73,17 +78,22 @@ class Workspace(NamedTuple):
 
 @dataclass(frozen=True)
 class Tapes:
-    """Of a whole model: by rows (of slices as in a profile), then layer; bytes of each layer's buffers (no parameters,
-    but held); the optimizer."""
+    """The tapes of a whole model.
+
+    layers           number of rows (for slices the key of a profile) -> the tapes of each layer
+    buffers          bytes of each layer's buffers, which are no parameters but are held all the time
+    workspace        memory of an optimizer step
+    flat_workspace   the same if the parameters of each group are concatenated, as with ZeRO
+    """
 
     layers: dict[int, tuple[LayerTape, ...]]
     buffers: tuple[int, ...]
     workspace: Workspace
-    flat_workspace: Workspace  # the same with the parameters of each group laid end to end, as ZeRO's are
+    flat_workspace: Workspace
 
 
 class Sizes(Protocol):
-    """What must be known of a program's values; `ProfiledCosts` does."""
+    """What a prediction of memory must know about a program's values; `ProfiledCosts` has it."""
 
     def rows(self, rank: int, microbatch: int) -> int: ...
     def size(self, rank: int, value: Value) -> int: ...
@@ -91,7 +101,7 @@ class Sizes(Protocol):
 
 @dataclass(eq=False)
 class Storage:
-    """Something that is free when all its holders have let go of it."""
+    """A piece of memory that is freed when it has no holder any more."""
 
     size: int
     layer: int

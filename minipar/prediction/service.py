@@ -1,10 +1,10 @@
-"""simulate() of programs with parameter servers: workers and servers that follow the rule, with predicted times.
+"""simulate() of programs with parameter servers: workers and servers follow the rule, with predicted times.
 
-    worker   |PULL ..........|--- F, B ---|PUSH|PULL ...           a worker waits for nothing but its PULL
+    worker   |PULL ..........|--- F, B ---|PUSH|PULL ...           a worker waits only for its PULL
     server        |REPLY ->0|REPLY ->1|        |ACCEPT <-0|APPLY|REPLY ->0| ...      one thing after another
 
-A server is one thread: receiving, sending and updating wait for each other. A message takes its time on both its ranks.
-With fewer cores than ranks all that work share them equally, as in `simulate`.
+A server is one thread, so receiving, sending and updating wait for each other. A message takes time on both its ranks.
+With fewer cores than ranks, all ranks that work share the cores equally.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ Times = dict[InstructionKey, tuple[float, float]]
 
 
 def key_of(rank: int, ins: Instruction, count: int = -1) -> InstructionKey:
-    """By what an instruction is known before its place in the program is: of compute, its place in its step."""
+    """A key for an instruction whose place in the final program is not known yet. For compute it has `count`, the place
+    in its step."""
     if ins.op is Op.APPLY:
         return rank, ins.op, -1, ins.step, ()
     if ins.op in (Op.PULL, Op.REPLY):
@@ -35,7 +36,8 @@ def key_of(rank: int, ins: Instruction, count: int = -1) -> InstructionKey:
 
 
 def timed(program: Program, times: Times) -> tuple[list[list[float]], list[list[float]]]:
-    """Starts and ends of a program's instructions; what is not known takes no time, at the end of what came before."""
+    """Starts and ends of a program's instructions. One that is not in `times` takes no time, after the one before
+    it."""
     starts, ends = [], []
     for rank, row in enumerate(program.ranks):
         first: list[float] = []
@@ -55,7 +57,7 @@ def timed(program: Program, times: Times) -> tuple[list[list[float]], list[list[
 def follow_rule(
     program: Program, costs: Costs, cores: float | None
 ) -> tuple[Program, list[list[float]], list[list[float]]]:
-    """The program as it would happen, and when."""
+    """The program as it would happen, with starts and ends of its instructions."""
     run = _Simulated(program, costs, float("inf") if cores is None else cores)
     run.go()
     if program.serving is not None and program.serving.mode != "sync":
@@ -86,9 +88,9 @@ class _Simulated:
         for w in range(self.workers):
             for ins in program.ranks[w]:
                 self.blocks[w].setdefault(ins.step, []).append(ins)
-        self.expected: dict[tuple[int, int], int] = {}  # accepts to come of a worker's step
+        self.expected: dict[tuple[int, int], int] = {}  # (worker, step) -> number of accepts still to come
         self.early: set[int] = set()
-        self.pulling: dict[int, tuple[float, int]] = {}  # worker: since when, and replies to come
+        self.pulling: dict[int, tuple[float, int]] = {}  # worker -> start of its pull, number of replies still to come
 
     # time
 
@@ -107,7 +109,7 @@ class _Simulated:
         self.loop.at(self.loop.now + delay, then)
 
     def _work(self, rank: int, seconds: float, key: InstructionKey, then: Callable[[], None]) -> None:
-        """Let a rank do something, after what it has to do before."""
+        """Let a rank do some work after all work that it got before."""
         self.queues[rank].append((seconds, key, then))
         self._next_of_queue(rank)
 
@@ -129,14 +131,14 @@ class _Simulated:
     def _ask(self, worker: int) -> None:
         self.pulling[worker] = self.loop.now, len(self.servers)
         if any(w == worker for w, _ in self.expected):
-            self.early.add(worker)  # what it pushed before is still on its way
+            self.early.add(worker)  # its last push is still under way
         else:
             self.rule.ask(worker)
 
     def _answered(self, worker: int, step: int) -> None:
         since, left = self.pulling[worker]
         self.pulling[worker] = since, left - 1
-        if left == 1:  # (all parameters are copied once more, into the layers)
+        if left == 1:  # (the worker then copies all parameters into its layers)
             pulls = [ins for ins in self.blocks[worker][step] if ins.op is Op.PULL]
             seconds = sum(self.costs.transfer(worker, ins)[0] for ins in pulls)
             self._work(worker, seconds, (worker, Op.PULL, -1, step, ()), self._then_begin(worker, step))

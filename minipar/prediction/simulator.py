@@ -1,18 +1,19 @@
-"""simulate(program, costs): what would happen, and when. A predicted Trace, without running anything.
+"""simulate(program, costs): a predicted Trace, which says what would happen and when, without running anything.
 
-The rule is the executor's, and that of `order` (program/rule.py), with times:
+It follows the rule of the executor and of `order` (program/rule.py), and adds times:
 
-  * a rank walks its list in order; a compute instruction starts when what it reads is there and the rank is free
-  * transfers, copies and collectives are started when the walk reaches them and awaited at the first read of what they
-    write
-  * a message occupies its link for bytes/bandwidth and arrives a latency later; messages of a link go in order, and so
-    do those of a rank that leave it through one port
-  * a copy occupies its direction of its rank's link to the slower tier; copies of one direction go in order
-  * a collective ends at the latest arrival of its ranks plus its cost; collectives of a group go in order
+  * a rank walks its list in order; a compute instruction starts when all that it reads has arrived and the rank is free
+  * transfers, copies and collectives start when the walk reaches them; the first instruction that reads what they write
+    waits for them
+  * a message occupies its link for bytes/bandwidth and arrives a latency later; messages of a link keep their order,
+    and so do messages that leave a rank through one port
+  * a copy occupies one direction of its rank's link to the slower tier; copies in one direction keep their order
+  * a collective ends at the latest arrival of its ranks plus its cost; collectives of a group keep their order
 
-A program whose ranks decide as they run is walked in the order that they would choose at these costs; the trace has it.
-With a core for every rank, nothing is shared but links and groups, so no global clock is needed: each rank is walked
-as far as it can go, and again when what it waits for is known. So the time to simulate is linear in the instructions.
+If ranks decide as they run, their program is walked in the order that they would choose at these costs; the trace has
+this order. If every rank has a core, ranks share only links and groups, so no global clock is needed: each rank is
+walked as far as possible, and again when the arrival that it waits for is known. So the time to simulate is linear in
+the number of instructions.
 """
 
 from __future__ import annotations
@@ -46,11 +47,12 @@ def simulate(
 ) -> Trace:
     """The predicted trace of a program.
 
-    costs     what things cost, such as a profile's; default `UnitCosts` of the keywords that follow: times of one
-              micro-batch on one rank's whole share of the layers, the delay of a message, factors per stage
-    cores     how many ranks can compute at once; default all of them (every rank is a device of its own). A part of a
-              core is what they lose by being in each other's way, as `Calibration.concurrency` says
-    Raises ProgramError if the program cannot run to its end (`verify` says why).
+    costs     the costs of instructions and values, such as those of a profile; default `UnitCosts` of the keywords that
+              follow: times of one micro-batch on one rank's whole share of the layers, the delay of a message, factors
+              per stage
+    cores     how many ranks can compute at the same time; default all of them (every rank is a device of its own). It
+              need not be whole: ranks that compute at the same time slow each other down (`Calibration.concurrency`)
+    Errors: ProgramError if the program cannot run to its end (`verify` says why); PlanError for less than 1 core.
     """
     if costs is None:
         costs = UnitCosts(program, forward, backward, input_gradient, weight_gradient, latency, tuple(stage_factors))
@@ -81,12 +83,12 @@ def _walk(program: Program, costs: Costs) -> tuple[list[list[float]], list[list[
     ends = [[0.0] * len(instructions) for instructions in program.ranks]
     place = [0] * count
     clock = [0.0] * count
-    pending: list[dict[Value, Slot]] = [{} for _ in range(count)]  # values that are on their way
-    links: list[dict[int, Link]] = [defaultdict(Link) for _ in range(count)]  # of each rank that receives, by sender
+    pending: list[dict[Value, Slot]] = [{} for _ in range(count)]  # values that are under way
+    links: list[dict[int, Link]] = [defaultdict(Link) for _ in range(count)]  # for each receiving rank, by sender
     groups: dict[tuple[int, ...], GroupStream] = {}
     ahead = program.receives_ahead
-    lanes: dict[tuple[int, str], Link] = {}  # of copies, one per rank and direction
-    ports = [0.0] * count  # when each rank's is free
+    lanes: dict[tuple[int, str], Link] = {}  # for copies, one per rank and direction
+    ports = [0.0] * count  # when each rank's port is free
     SEND, RECV, OFFLOAD, FETCH = Op.SEND, Op.RECV, Op.OFFLOAD, Op.FETCH
 
     ready = list(range(count - 1, -1, -1))
@@ -159,6 +161,6 @@ def _walk(program: Program, costs: Costs) -> tuple[list[list[float]], list[list[
                 f"rank {rank} stops for ever at instruction {place[rank]} `{program.ranks[rank][place[rank]]}`; "
                 "verify(program) says why"
             )
-        for arrivals, k, writer in pending[rank].values():  # received or reduced, but read by nothing
+        for arrivals, k, writer in pending[rank].values():  # values that arrive but that nothing reads
             ends[rank][writer] = max(arrivals[k], starts[rank][writer])
     return starts, ends

@@ -1,9 +1,9 @@
-"""Predicted memory of backwards in halves: the tapes of each half, laid along a walk (see `prediction/memory.py`).
+"""Predicted memory of backwards in halves: the tapes of each half, played along a walk (see `prediction/memory.py`).
 
-I 2:4      what autograd saved for this half is free when a piece of the graph is done; gradients that arrived
-           at the operations with parameters stay, and so does what these saved, and the piece's input: operations hold
-           those before them, up to the leaves of the graph
-W 2:4      all of that goes, and gradients of the parameters appear
+I 2:4      When a piece of the graph is done, what autograd saved for this half is freed. Three things stay: gradients
+           that have reached operations with parameters, what these operations saved, and the piece's input. It stays
+           because operations hold the operations before them, up to the leaves of the graph.
+W 2:4      All of this is freed, and gradients of the parameters appear.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def input_half(walk: Walk, ins: Instruction) -> None:
-    """A BACKWARD_INPUT."""
+    """Play the tapes of a BACKWARD_INPUT."""
     i, step = ins.microbatch, ins.step
     above = walk.sum_of_gradients(ins)
-    held = above is not None  # by the walk: such a sum, or a gradient between two pieces
+    held = above is not None  # whether the walk holds it: it is such a sum, or a gradient between two pieces
     if above is None and (out := walk.program.wiring.out[ins.layers[-1]]):
-        above = walk.live.get(grad_output(out[0], i, step))  # the instruction's frees let it go
+        above = walk.live.get(grad_output(out[0], i, step))  # the instruction's frees free it
     for piece in reversed(walk.pieces[ins.layers, i]):
         given, received, inner = above, above, False
         freed: list[tuple[int, int]] = []
@@ -44,7 +44,8 @@ def input_half(walk: Walk, ins: Instruction) -> None:
 
 
 def _play(walk: Walk, key: LayerRun, received: Storage | None, freed: list[tuple[int, int]]) -> Storage | None:
-    """One layer: the gradient of its input. What is free when the piece is done goes to `freed`."""
+    """Play the input half of one layer. Returns the gradient of its input. `freed` gets what is freed when the piece is
+    done."""
     layer, i, _ = key
     made, stays = 0, True
     for delta, what in walk.tape(layer, i).input_half:
@@ -68,12 +69,12 @@ def _play(walk: Walk, key: LayerRun, received: Storage | None, freed: list[tuple
         return walk.storage(made, layer - 1)
     if received is not None and layer > walk.program.first_trainable:
         walk.hold(received, "walk")
-        return received  # what comes in goes out
+        return received  # the layer returns the gradient that it received
     return None
 
 
 def _let_go(walk: Walk, key: LayerRun, *, inputs: bool) -> None:
-    """Outputs and, if asked, inputs that the weight half does not need."""
+    """Release the layer's output, and with `inputs` its inputs, if the weight half does not need them."""
     later = walk.tape(key[0], key[1]).weight_half
     if inputs and not frees(later, "input"):
         walk.let_go_of_inputs(key)
@@ -82,7 +83,7 @@ def _let_go(walk: Walk, key: LayerRun, *, inputs: bool) -> None:
 
 
 def weight_half(walk: Walk, ins: Instruction) -> None:
-    """A BACKWARD_WEIGHT."""
+    """Play the tapes of a BACKWARD_WEIGHT."""
     copied: list[int] = []
     for layer in reversed(ins.layers):
         key = layer, ins.microbatch, ins.step
@@ -108,5 +109,5 @@ def weight_half(walk: Walk, ins: Instruction) -> None:
         walk.release(walk.made.pop(key, None), f"made by {key}")
         walk.release(walk.left.pop(key, None), f"left of {key}")
         copied += walk.fill(layer, groups, fresh)
-    for g in copied:  # into their buckets
+    for g in copied:  # they have been copied into their buckets
         walk.change(-walk.sizes.size(walk.rank, grad(g)), "temporary", walk.layer_of(g))

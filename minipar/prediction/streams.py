@@ -12,7 +12,12 @@ from minipar.program import Instruction
 
 
 class Link(list[float]):
-    """A link's arrival times, in order of its sends; and who waits for the next one."""
+    """The arrival times of a link's messages, in order.
+
+    free      when the link is free again
+    reached   when the receiver's walk reached each RECV
+    waiters   ranks that wait for the next arrival
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,14 +29,15 @@ class Link(list[float]):
         return True
 
     def send(self, now: float, occupied: float, delay: float) -> tuple[float, float]:
-        """A message enters the link as soon as the link is free: when it begins and ends to occupy it."""
+        """Send a message as soon as the link is free. Returns when it begins and when it ends to occupy the link."""
         start = now if now > self.free else self.free
         self.free = end = start + occupied
         self.append(end + delay)
         return start, end
 
     def reach(self, now: float, ahead: int) -> tuple[int, float]:
-        """The receiver's walk reaches its next RECV: its position, and when it was posted, `ahead` receives before."""
+        """The receiver's walk reaches its next RECV. Returns the RECV's number, and when it was posted: when the walk
+        reached the RECV `ahead` places before it."""
         k = len(self.reached)
         self.reached.append(now)
         return k, self.reached[k - ahead] if k >= ahead else 0.0
@@ -55,7 +61,8 @@ class GroupStream(Link):
         starts: list[list[float]],
         ends: list[list[float]],
     ) -> int:
-        """A rank starts its next collective: its position. The last rank to join fixes its start and end."""
+        """A rank joins its next collective. Returns the collective's number. When the last rank joins, start and end of
+        the collective become known."""
         k = self.joined[rank]
         self.joined[rank] = k + 1
         members = self.open.setdefault(k, [])
@@ -69,5 +76,5 @@ class GroupStream(Link):
         return k
 
 
-# Where a value on its way comes from: its link or group, the position there, the index of the instruction.
+# Where a value that is under way comes from: its link or group, its number there, the index of the instruction.
 Slot = tuple[Link, int, int]

@@ -1,13 +1,14 @@
 """The program: what every rank does, in order, on named values.
 
-A strategy builds a `Program`; `verify`, `simulate`, `execute` and `plot` read the same one. A rank's program is a
-tuple of `Instruction`s. An instruction reads, writes and frees `Value`s; who waits for whom, and how much memory is
-live, is derived from these three lists and written nowhere else.
+A strategy builds a `Program`. `verify`, `simulate`, `execute` and `plot` all read the same one. A rank's program is a
+tuple of `Instruction`s. An instruction reads, writes and frees `Value`s. From these three lists minipar derives which
+instruction waits for which, and how much memory is live. No dependency is written anywhere else.
 
     rank 0   F 0:2 mb0 | SEND output(1) mb0 -> 1 | ...          | RECV grad_output(1) mb0 <- 1 | B 0:2 mb0 | STEP 0:2
     rank 1               RECV output(1) mb0 <- 0 | F 2:4 mb0 | B 2:4 mb0 | SEND grad_output(1) mb0 -> 0     | STEP 2:4
 
-Instructions, values, actions of schedules and contracts are modules of this room; their names are imported from here.
+Instructions, values, actions of schedules and contracts have modules of their own in this package. Import their names
+from here.
 """
 
 from __future__ import annotations
@@ -147,30 +148,32 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """Per rank a tuple of instructions, and what their readers must know to judge them.
+    """A tuple of instructions for each rank, and the facts that are needed to verify, simulate and run them.
 
     ranks            instructions of each rank, in the order in which its loop walks them
-    layers           number of layers of the model; layer l reads what layer l-1 hands on, or what `edges` say
-    microbatches     per replica and step (every round of accumulation counted)
+    layers           number of layers of the model; layer l reads the output of layer l-1, or as `edges` say
+    microbatches     number per replica and step, over all rounds of accumulation
     groups           parameter groups, by index
     mesh             axis sizes, slowest first: a `Mesh`, or the same as a tuple
     state            per rank the values held before the first instruction and after the last one
     receives_ahead   how many receives per link are posted before the walk reaches them
-    clip             what STEP scales gradients down to where their norm is larger; None: nothing
-    compress         what gradients are made into before they are summed: "none", "bf16", "fp16", "topk:R", "powersgd:R"
-    precision        "bf16": layers compute in bfloat16, STEP in float32; "float32": everything as the model is
-    folder           where values on the disk are kept; "": the system's temporary folder
-    algorithm        by which gradients are summed over the replicas; "": the backend's own, or shared memory
-    room             bytes that a rank may keep in the slower tier; None: what there is
-    chunks           of a collective, which has no layers: the sizes in bytes of the chunks that its tensor is cut into
-    final            of a collective: the values that each rank holds at the end; (): those of `state`
-    selective        a BACKWARD first runs the cores of its layers' attention forward again
-    serving          the parameter servers, if there are some
-    in_flight        the ranks decide as they run, with so many micro-batches under way: `ranks` is one possible order.
-                     None: the order is this one
-    slices           a micro-batch is a slice of the tokens of a sequence: how many of equal lengths, or their lengths
+    clip             the largest norm of the gradient: STEP scales a longer gradient down to it. None: no clipping
+    compress         how gradients are compressed before they are summed: "none", "bf16", "fp16", "topk:R", "powersgd:R"
+    precision        "bf16": layers compute in bfloat16, STEP in float32; "float32": everything has the model's own type
+    folder           the folder for values on the disk; "": the system's temporary folder
+    algorithm        the algorithm that sums gradients over the replicas; "": the backend's own, or shared memory
+    room             bytes that a rank may keep in the slower tier; None: no limit but the tier's own size
+    chunks           only for a collective, which has no layers: the sizes in bytes of the chunks of its tensor
+    final            only for a collective: the values that each rank holds at the end; (): the values of `state`
+    selective        True: a BACKWARD first runs the attention cores of its layers forward again
+    serving          the parameter servers; None: there are none
+    in_flight        how many micro-batches are under way when the ranks decide their order as they run; `ranks` is then
+                     one possible order. None: the order in `ranks` is fixed
+    slices           how many slices of equal length a sequence is cut into, or their lengths in tokens. Each
+                     micro-batch is one slice
     carries          the layers that keep something of a sequence for its later slices
-    edges            of a model with branches (see `minipar.program.edges`); (): a chain. grad_output(e, i) is of edge e
+    edges            the edges of a model with branches (see `minipar.program.edges`); (): a chain. With edges,
+                     grad_output(e, i) belongs to edge e
     """
 
     ranks: tuple[tuple[Instruction, ...], ...]
@@ -202,7 +205,8 @@ class Program:
         return sum(len(instructions) for instructions in self.ranks)
 
     def replica(self, rank: int) -> int:
-        """Which copy of the model the rank works for: its place on the axis `dp`. Servers come after all replicas."""
+        """The replica that a rank belongs to: its coordinate on the axis `dp`. Servers get numbers after all
+        replicas."""
         return self._replicas[rank]
 
     @cached_property
@@ -224,7 +228,7 @@ class Program:
 
     @property
     def row_microbatches(self) -> int:
-        """Into how many micro-batches the rows of a replica's step are split, each of them cut into slices."""
+        """How many micro-batches the rows of a replica's step are split into, before each is cut into slices."""
         return self.microbatches // self.slice_count
 
     @property
@@ -233,18 +237,18 @@ class Program:
 
     @property
     def losses(self) -> int:
-        """How many losses a pass gives: one for each step, or for each micro-batch that is a mini-batch of its own."""
+        """How many losses the program gives: one per step, or one per micro-batch that is a mini-batch of its own."""
         own = isinstance(self.contract, Staleness) and self.contract.every is not None
         return self.steps * self.microbatches if own else self.steps
 
     @cached_property
     def ops(self) -> tuple[tuple[Op, ...], ...]:
-        """What each instruction does: for walks that look at few of them, since these are close together in memory."""
+        """The op of each instruction. Loops that need few instructions read this: it is close together in memory."""
         return tuple(tuple([ins.op for ins in row]) for row in self.ranks)
 
     @cached_property
     def updates(self) -> int:
-        """How often the parameters change: once a step, or as often as an asynchronous program says."""
+        """How often the parameters change: once a step; in an asynchronous program, as often as its STEPs count."""
         if isinstance(self.contract, Synchronous):
             return self.steps
         return max((1 + ins.step for row in self.ranks for ins in row if ins.op is Op.STEP), default=0)
@@ -256,14 +260,14 @@ class Program:
 
     @cached_property
     def scattered(self) -> frozenset[int]:
-        """Those of them whose parameters are sharded between steps, too."""
+        """The parameter groups of which the parameters, too, are sharded between steps."""
         whole = {v.index for held in self.state for v in held if home(v).kind == "param"}
         slices = {v.index for held in self.state for v in held if home(v).kind == "param_shard"}
-        return frozenset(slices - whole)  # (a slice on the host may be the optimizer's copy of a whole one)
+        return frozenset(slices - whole)  # (a slice on the host may be the optimizer's copy of a whole parameter)
 
     @cached_property
     def holders(self) -> tuple[int, ...]:
-        """For each parameter group how many ranks hold it, whole or a slice of it."""
+        """For each parameter group, how many ranks hold all of it or a slice of it."""
         held = [{v.index for v in values if home(v).kind in ("param", "param_shard")} for values in self.state]
         return tuple(sum(g in found for found in held) for g in range(len(self.groups)))
 
@@ -274,11 +278,11 @@ class Program:
 
     @cached_property
     def wiring(self) -> graphs.Wiring:
-        """Which layer reads what which other one hands on."""
+        """Which layers each layer reads, and which edges lead into it and out of it."""
         return graphs.wiring(self.edges, self.layers)
 
     def source(self, value: Value) -> int:
-        """The layer that an activation is of: of grad_output the one whose output it is a gradient of."""
+        """The layer that an activation belongs to. For a grad_output it is the layer whose output has this gradient."""
         return self.edges[value.index][0] if self.edges and value.kind == "grad_output" else value.index
 
     @cached_property
@@ -292,7 +296,8 @@ class Program:
 
     @cached_property
     def share(self) -> tuple[tuple[int, ...], ...]:
-        """The layers of each rank that one micro-batch goes through: of two copies of a stage, those of one."""
+        """The layers that one micro-batch goes through on each rank. Where a rank holds two stages of which a
+        micro-batch uses one (Chimera), only the layers of one stage count."""
         found, FORWARD = [], Op.FORWARD
         for ops, row in zip(self.ops, self.ranks, strict=True):
             layers: dict[int, tuple[int, ...]] = {}
@@ -319,7 +324,7 @@ class Program:
         return replace(self, ranks=tuple(ranks))
 
     def text(self, rank: int | None = None, limit: int = 40) -> str:
-        """The program as text, one instruction a line; of long ranks the first `limit` lines."""
+        """The program as text with one instruction a line, and at most `limit` instructions of each rank."""
         lines = [f"program {self.name or 'by hand'}: {self._size}"]
         for r in range(len(self.ranks)) if rank is None else [rank]:
             instructions = self.ranks[r]
@@ -341,7 +346,7 @@ class Program:
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists and numbers, for `json.dump`. `from_json` gives an equal program."""
-        from minipar.program import text  # (which imports this module)
+        from minipar.program import text  # (text imports this module)
 
         return text.to_json(self)
 

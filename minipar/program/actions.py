@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 class Forward:
     """A schedule's action: run the forward of micro-batch `microbatch` through chunk `chunk` of this rank.
 
-    beside   the backward that comes next is part of the same work, as where kernels of both overlap (DualPipe): what
-             the forward hands on is sent when both are done
+    beside   the next backward is part of the same work, because kernels of both overlap (DualPipe). The output of the
+             forward is sent when both are done
     """
 
     microbatch: int

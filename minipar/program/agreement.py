@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 def check_links(program: Program) -> None:
-    """What one rank sends another receives, in the same order; and so with pushes and replies of parameter servers."""
+    """The receiver of each link receives what the sender sends, in the same order. This includes pushes and replies of
+    parameter servers. Errors: ProgramError."""
     sides: dict[Op, dict[tuple[int, int], list[tuple[object, int]]]] = {
         op: {} for pair in PARTNERS.items() for op in pair
     }
@@ -59,7 +60,7 @@ def _first_difference(a: Sequence[object], b: Sequence[object]) -> int | None:
 
 
 def check_groups(program: Program) -> None:
-    """All ranks of a group start the same collectives, in the same order."""
+    """All ranks of a group start the same collectives, in the same order. Errors: ProgramError."""
     calls: dict[tuple[int, ...], dict[int, list[int]]] = {}
     for rank, instructions in enumerate(program.ranks):
         for index, ins in enumerate(instructions):
@@ -91,8 +92,8 @@ def check_groups(program: Program) -> None:
 
 def _call(ins: Instruction) -> tuple[object, ...]:
     """What all ranks of a collective must agree on."""
-    # (a norm is taken over all ranks, each with its own groups)
+    # (a NORM works on all ranks, each with its own groups)
     kind = home(ins.reads[0]).kind if ins.op is Op.ALL_REDUCE and ins.reads else ""
-    # (and a sum is known by its text, by which ranks tell whether they mean the same one)
+    # (ranks recognise a sum by its name)
     name = ins.name if ins.op is Op.ALL_REDUCE else ""
     return ins.op, kind, () if ins.op is Op.NORM else ins.layers, ins.microbatch, ins.parts, ins.step, name

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """No automatic collection inside; as it was afterwards."""
+    """Turn automatic collection off inside the block. Turn it on again afterwards, if it was on."""
     collecting = gc.isenabled()
     gc.disable()
     try:

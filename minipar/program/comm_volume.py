@@ -21,15 +21,16 @@ _NAMES = {
 
 
 def summed(ins: Instruction) -> tuple[Value, ...]:
-    """The gradients that an ALL_REDUCE sums; where it averages parameters, the gradients of the same size."""
+    """The gradients that an ALL_REDUCE sums. If it averages parameters, the gradients that have the same sizes."""
     read = (value for value in ins.reads if value.kind != "residual")
     return tuple(grad(value.index) if value.kind == "param" else value for value in read)
 
 
 def carried(ins: Instruction, program: Program) -> float:
-    """How much of what it sums the messages of an ALL_REDUCE carry: 1, less if it sums a piece, or compresses.
+    """The fraction of the gradients of its groups that the messages of an ALL_REDUCE carry.
 
-    Where parts are gathered instead of summed, their bytes travel once, not twice.
+    It is 1, or less if the ALL_REDUCE sums only a piece or compresses. Parts that are gathered instead of summed count
+    half, because their bytes travel once and not twice.
     """
     if program.compress == "none" and not piece_of(ins):
         return 1.0

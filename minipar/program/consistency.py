@@ -1,10 +1,10 @@
-"""What a program promises of the parameters that it computes with, and who keeps them. Imports nothing of minipar.
+"""What a program promises about the parameters that it computes with, and who keeps them. Imports nothing of minipar.
 
-A synchronous program is one of a step, or of a few. An asynchronous one (`Staleness`) is a program of a whole run,
-since nothing separates one step from the next: the loss of a micro-batch is its own mean divided by `every`, or its
-share of the step's mean where `every` is None, and a STEP's `step` is the number of the update. Where ranks decide as
-they run (`Program.in_flight`), simulator and executor return the program as it happened. Messages of a link stay in
-order, so that all that is decided is how forwards and backwards alternate.
+A synchronous program has one step, or a few. An asynchronous program (`Staleness`) is the program of a whole run,
+because nothing separates one step from the next. Its loss of a micro-batch is the micro-batch's own mean divided by
+`every`, or its share of the step's mean where `every` is None. A STEP's `step` is the number of the update. Where ranks
+decide as they run (`Program.in_flight`), simulator and executor return the program as it happened. Messages of a link
+stay in order, so ranks decide only in what order forwards and backwards alternate.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ class Synchronous:
 
 @dataclass(frozen=True)
 class Local:
-    """Every replica updates its own parameters with the gradients of its own rows, each micro-batch of it once. After
-    every `steps` updates, and at the end, they are averaged over the replicas, and at no other time."""
+    """Every replica updates its own parameters with the gradients of its own rows, and uses each of its micro-batches
+    once. The parameters are averaged over the replicas after every `steps` updates and at the end, and at no other
+    time."""
 
     steps: int
 
 
 @dataclass(frozen=True)
 class Staleness:
-    """An update may use gradients of parameters that are up to `bound` updates older; None: any number.
+    """An update may use gradients that were computed from older parameters.
 
-    versions   of its parameters that a rank may hold at once; None: any number
-    every      micro-batches of an update, each with the mean loss of its own rows, of which the update takes the mean;
-               None: all micro-batches of a step, with the mean loss of its rows
-    stashed    a backward uses the version that its forward used; otherwise the newest one
+    bound      how many updates older they may be; None: any number
+    versions   how many versions of its parameters a rank may hold at once; None: any number
+    every      how many micro-batches an update uses: each has the mean loss of its own rows, and the update takes the
+               mean of these. None: all micro-batches of a step, with the mean loss over the step's rows
+    stashed    True: a backward uses the version that its forward used; False: it uses the newest version
     """
 
     bound: int | None = None

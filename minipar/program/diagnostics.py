@@ -1,4 +1,4 @@
-"""How a refusal names what it refuses: the instruction in one line, its neighbours as details."""
+"""The text of a refusal: it names the instruction in one line, and shows its neighbours as details."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-r"""Models with branches: which layer reads what which other one hands on. Imports nothing of minipar but errors.
+r"""Models with branches: which layer reads the output of which. Imports nothing of minipar but errors.
 
         1 - 2             edges (0, 1) (0, 3) (1, 2) (2, 4) (3, 4)        layer 4 is given (output of 2, output of 3)
       /       \
-    0           4         Layers are numbered in an order in which each stands behind all that it reads. Layer 0 alone
-      \       /           reads the rows, and the last one alone goes into the loss.
+    0           4         A layer has a higher number than every layer that it reads. Only layer 0 reads the rows, and
+      \       /           only the last layer goes into the loss.
           3
 
-A chain needs no edges: `()` stands for it everywhere. Edges are numbered so that edge l is the first one out of layer
-l, as in a chain; what other edges there are out of a layer comes behind these.
+A chain needs no edges: `()` means a chain everywhere. Edge l is the first edge out of layer l, as in a chain. The other
+edges of all layers have higher numbers.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Edges = tuple[tuple[int, int], ...]
 def numbered(edges: Iterable[tuple[int, int]], layers: int) -> Edges:
     """The edges (from, to) of a model of so many layers, each once, in the order of their numbers; () for a chain.
 
-    Errors: PlanError for layers that are not there, edges that go backward or in a circle, one that is given twice,
-    layers that read nothing (but the first one), and outputs that nobody reads (but the last one's).
+    Errors: PlanError for layers that do not exist, edges that go backward or in a circle, an edge that is given twice,
+    a layer (other than the first one) that reads nothing, and a layer (other than the last one) that no layer reads.
     """
     found = [_pair(edge, layers) for edge in edges]
     if len(set(found)) < len(found):
@@ -62,7 +62,8 @@ def _pair(edge: object, layers: int) -> tuple[int, int]:
 
 
 def _check_order(edges: Sequence[tuple[int, int]]) -> None:
-    """Every edge goes to a later layer; of one that does not, say whether another order of the layers would help."""
+    """Every edge goes to a later layer. The error for an edge that does not says whether another order of the layers
+    would help."""
     back = next(((a, b) for a, b in edges if a >= b), None)
     if back is None:
         return
@@ -82,9 +83,13 @@ def _check_order(edges: Sequence[tuple[int, int]]) -> None:
 
 
 class Wiring(NamedTuple):
-    """For each layer: `inputs`, the layers whose outputs it reads, ascending; `into`, the edges from these; `out`, the
-    edges to its readers, for each of which there is a grad_output. `alone`: the layers that read the one before them
-    and nothing else, while nobody else reads that; one instruction can run them together."""
+    """The edges of a model, by layer.
+
+    inputs   for each layer, the layers whose outputs it reads, ascending
+    into     for each layer, the edges from its inputs
+    out      for each layer, the edges to the layers that read it; each of these edges has a grad_output
+    alone    the layers that read only the layer before them, which no other layer reads: one instruction can run both
+    """
 
     inputs: tuple[tuple[int, ...], ...]
     into: tuple[tuple[int, ...], ...]
@@ -93,7 +98,7 @@ class Wiring(NamedTuple):
 
 
 def wiring(edges: Edges, layers: int) -> Wiring:
-    """What reads what, of a model of so many layers."""
+    """The `Wiring` of a model of so many layers."""
     into: list[list[int]] = [[] for _ in range(layers)]
     out: list[list[int]] = [[] for _ in range(layers)]
     pairs = edges or tuple(pairwise(range(layers)))
@@ -108,7 +113,8 @@ def wiring(edges: Edges, layers: int) -> Wiring:
 
 
 def side_by_side(edges: Edges, layers: int) -> list[list[list[int]]]:
-    """Between each two layers that every path goes through: the branches, each a list of layers that are connected."""
+    """For each pair of neighbouring layers that every path goes through, the branches between them. A branch is a list
+    of connected layers."""
     if not edges:
         return []
     trunk = [l for l in range(layers) if not any(a < l < b for a, b in edges)]

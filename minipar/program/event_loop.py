@@ -1,10 +1,10 @@
-"""The clock of whatever must be decided as time goes by: ranks that share cores, servers, pipelines that never flush.
+"""The clock for decisions that depend on time: ranks that share cores, servers, pipelines that never flush.
 
     rank 0   |--- F mb0 ---|--- F mb1 ---          while both compute on one core, each gets half of it
     rank 1        |--- F mb0 ---|
 
-`order` (rule.py) needs no clock. Where what happens next depends on what all ranks do at the same moment, time has to
-go forward for all of them together, from one event to the next. An event is a function that is called at its time.
+`order` (rule.py) needs no clock. But sometimes the next event depends on what all ranks do at the same moment. Then
+time must advance for all ranks together, from one event to the next. An event is a function that is called at its time.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ Speeds = Callable[[Collection[int]], Mapping[int, float]]
 
 
 def full_speed(working: Collection[int]) -> Mapping[int, float]:
-    """Every rank has a core of its own."""
+    """The speeds if every rank has a core of its own."""
     return dict.fromkeys(working, 1.0)
 
 
 @dataclass
 class EventLoop:
-    """Calls events in the order of their times; of one moment, first by their `turn`, then as they were announced.
+    """Calls events in the order of their times. Events of the same time are called in order of `turn`, then in the
+    order in which they were announced.
 
-    speeds   of the ranks that are at work at the same moment: how fast each goes on, of 1 for a rank alone
-    now      the time that has been reached
+    speeds   gives the speed of each rank from the set of working ranks; 1 is full speed
+    now      the present time
     """
 
     speeds: Speeds = full_speed
@@ -43,7 +44,7 @@ class EventLoop:
         self._count += 1
 
     def work(self, rank: int, seconds: float, then: Event) -> None:
-        """Let a rank that does nothing else work for so long, at full speed; then call `then`."""
+        """Let an idle rank work for as long as `seconds` take at full speed; then call `then`."""
         self._working[rank], self._then[rank] = max(0.0, seconds), then
 
     def is_working(self, rank: int) -> bool:
@@ -51,7 +52,7 @@ class EventLoop:
         return rank in self._working
 
     def run(self) -> None:
-        """Until nothing is announced and nobody works."""
+        """Run until no event is announced and no rank works."""
         working, announced = self._working, self._announced
         while working or announced:
             if not working:

@@ -1,4 +1,4 @@
-"""Where the autograd graphs of a rank are cut, read off its program."""
+"""Where the autograd graphs of a rank are cut. The program of the rank decides it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ _GRAPH = (Op.FORWARD, Op.RECOMPUTE, *BACKWARDS)
 
 
 def pieces_of(program: Program, rank: int) -> dict[tuple[tuple[int, ...], int], list[tuple[int, ...]]]:
-    """For each compute instruction the runs of layers between which the graph must be cut.
+    """For each compute instruction, its layers in runs; the graph must be cut between two runs.
 
-    A cut is where some forward, recomputation or backward of the same micro-batch begins, and before the first
-    trainable layer; after it, too, where backwards are split: it has no input half.
+    There is a cut before each layer at which some forward, recomputation or backward of the same micro-batch begins,
+    and before the first trainable layer. Where backwards are split, there is also a cut after the first trainable
+    layer, because that layer has no input half.
     """
     cuts: dict[int, set[int]] = {}
     first = {program.first_trainable}

@@ -1,4 +1,4 @@
-"""Instructions: what a rank does, in one line each, and the names of all that it can do."""
+"""Instructions: each is one line of what a rank does. `Op` names everything that a rank can do."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from minipar.program.values import Value, chunk, tier, version_of
 class Op(str, Enum):
     """What an instruction does. Compared with `is`, never by its text.
 
-    Loops over whole programs look the members they need up once, before they begin: it takes longer than comparing.
+    A loop over a whole program puts the members that it needs into local variables first: looking up a member of an
+    Enum takes longer than comparing with it.
     """
 
-    __hash__ = str.__hash__  # (that of an Enum is a Python function)
+    __hash__ = str.__hash__  # (the hash of an Enum is a Python function, which is slower)
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -28,15 +29,15 @@ class Op(str, Enum):
     ALL_REDUCE = "ALL_REDUCE"
     REDUCE_SCATTER = "REDUCE_SCATTER"
     ALL_GATHER = "ALL_GATHER"
-    NORM = "NORM"  # an all-reduce of one number: the length of all gradients together
+    NORM = "NORM"  # an all-reduce of one number: the norm of all gradients together
     OFFLOAD = "OFFLOAD"  # a copy of a value to a slower tier
-    FETCH = "FETCH"  # and back
-    REDUCE = "REDUCE"  # adds what came of a chunk to the own chunk
-    PUSH = "PUSH"  # worker: gradients to a parameter server
-    PULL = "PULL"  # worker: parameters from it
-    ACCEPT = "ACCEPT"  # server: a PUSH is there
-    APPLY = "APPLY"  # server: an update
-    REPLY = "REPLY"  # server: parameters to a worker
+    FETCH = "FETCH"  # a copy back to a faster tier
+    REDUCE = "REDUCE"  # adds a received chunk to the rank's own chunk
+    PUSH = "PUSH"  # a worker sends gradients to a parameter server
+    PULL = "PULL"  # a worker receives parameters from a server
+    ACCEPT = "ACCEPT"  # a server receives what a worker pushed
+    APPLY = "APPLY"  # a server updates its parameters
+    REPLY = "REPLY"  # a server sends parameters to a worker
 
 
 COMPUTE = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.RECOMPUTE, Op.STEP, Op.REDUCE)
@@ -44,15 +45,15 @@ BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)  # from the las
 TRANSFERS = (Op.SEND, Op.RECV)
 COLLECTIVES = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.NORM)
 COPIES = (Op.OFFLOAD, Op.FETCH)
-PORT = "port"  # stream of the SENDs that leave a rank one after another, whichever rank they are for
-PARTNERS = {Op.SEND: Op.RECV, Op.PUSH: Op.ACCEPT, Op.REPLY: Op.PULL}  # what gives a message, and what takes it
+PORT = "port"  # the stream of SENDs that leave a rank one after another, to whatever rank they go
+PARTNERS = {Op.SEND: Op.RECV, Op.PUSH: Op.ACCEPT, Op.REPLY: Op.PULL}  # what sends a message, and what receives it
 SERVICE = (Op.PUSH, Op.PULL, Op.ACCEPT, Op.APPLY, Op.REPLY)
 
 
 class Part(NamedTuple):
-    """One piece of a fused instruction: a layer's compute, or one message of a collective.
+    """One part of a fused instruction: a layer's compute, or one message of a collective.
 
-    `start`: of a message that carries a piece of a gradient only, the byte where the piece begins; otherwise -1.
+    `start` is the byte at which the part begins, if the message carries only a piece of a gradient; otherwise -1.
     """
 
     op: Op
@@ -65,8 +66,8 @@ class Instruction(NamedTuple):
     """One line of a rank's program. Immutable, and printable on one line (`F 3:5 mb2`).
 
     `layers` are the layers computed, or the parameter groups that a collective or STEP works on. `reads`, `writes`
-    and `frees` are local values; a value written before is updated in place. `parts` keeps what was fused. `name`, if
-    given, is the text: what a trace that was imported calls it.
+    and `frees` are local values; a value that was written before is updated in place. `parts` lists what was fused.
+    `name`, if given, replaces the text: an imported trace has its own names.
     """
 
     op: Op
@@ -95,7 +96,7 @@ class Instruction(NamedTuple):
             return f"FETCH {self.writes[0]} <- {tier(self.reads[0])}"
         text = f"{self.op.value} {span(self.layers)}"
         text += f" mb{self.microbatch}" if self.microbatch >= 0 else ""
-        if self.op not in TRANSFERS:  # of an asynchronous program: the version used, or made
+        if self.op not in TRANSFERS:  # in an asynchronous program, show the version that is used or made
             version = max(map(version_of, self.writes if self.op is Op.STEP else self.reads), default=-1)
             text += f" v{version}" if version >= 0 else ""
         if piece := piece_of(self):
@@ -121,13 +122,13 @@ def _moved(values: Sequence[Value]) -> str:
 
 
 def message(ins: Instruction) -> tuple[Value, ...]:
-    """What a SEND or RECV moves, in the words of the rank that sends it."""
+    """The values that a SEND or RECV moves, as the sending rank names them."""
     moved = ins.reads if ins.op is Op.SEND else ins.writes
     return tuple(chunk(value.index) if value.kind == "incoming" else value for value in moved)
 
 
 def span(layers: Sequence[int]) -> str:
-    """Layer numbers, short: `3` for one, `3:5` for 3 and 4, `0,3:5` with a gap."""
+    """Layer numbers as short text: `3` for one, `3:5` for 3 and 4, `0,3:5` with a gap."""
     runs: list[list[int]] = []
     for layer in layers:
         if runs and layer == runs[-1][1]:

@@ -4,8 +4,8 @@
                      dp 0    | 0  1  2         rank 4: coordinates dp=1 pp=1
                      dp 1    | 3  4  5                 group along "pp": ranks 3 4 5; along "dp": ranks 1 4
 
-The last axis counts fastest, so that the ranks of one pipeline are neighbours. Nothing else in minipar makes a rank
-out of other numbers.
+The last axis counts fastest, so the ranks of one pipeline are neighbours. No other code in minipar computes a rank from
+coordinates.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from minipar.errors import PlanError
 class Mesh(tuple[tuple[str, int], ...]):
     """Named axes and their sizes, the slowest first: Mesh(dp=2, pp=3), or Mesh([("dp", 2), ("pp", 3)]).
 
-    It is a tuple of (name, size), and equal to one.
+    It is a tuple of pairs (name, size), and equals such a tuple.
     """
 
     __slots__ = ()
@@ -39,7 +39,7 @@ class Mesh(tuple[tuple[str, int], ...]):
         return dict(self).get(axis, 1)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank stands on each axis. Errors: PlanError for a rank that the mesh does not have."""
+        """The rank's coordinate on each axis. Errors: PlanError for a rank that the mesh does not have."""
         if not 0 <= rank < self.size:
             raise PlanError(f"rank={rank}: must be from 0 to {self.size - 1}")
         found = {}
@@ -63,7 +63,7 @@ class Mesh(tuple[tuple[str, int], ...]):
         return found
 
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The ranks that differ from this one along these axes alone, ascending, itself included.
+        """The ranks whose coordinates differ from this rank's only on these axes, ascending, including this rank.
 
         Errors: PlanError for an unknown axis or rank.
         """

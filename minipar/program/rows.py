@@ -6,7 +6,7 @@ from itertools import pairwise
 
 
 def split_rows(total: int, parts: int) -> list[range]:
-    """`total` rows in `parts` runs of neighbours whose lengths differ by at most one, the longer ones first."""
+    """Splits `total` rows into `parts` ranges. Their lengths differ by at most one, and the longer ones come first."""
     even, more = divmod(total, parts)
     edges = [k * even + min(k, more) for k in range(parts + 1)]
     return [range(a, b) for a, b in pairwise(edges)]

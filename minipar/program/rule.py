@@ -5,10 +5,10 @@
     rank 0   F 0 mb0 | SEND output(0) mb0 -> 1
     rank 1   RECV output(0) mb0 <- 0 | F 1 mb0          F waits for the output, which the SEND of rank 0 gives
 
-A rank walks its list in order. Messages, copies and collectives are started when the walk reaches them. What they write
-is under way from then on, and the first instruction that reads it waits for it. A server's ACCEPT and a worker's PULL
-wait where they stand. Every reader of programs learns from here who waits for whom: the proof that a program can run,
-the sums of a collective, the simulator. Only what needs a clock to decide stands elsewhere.
+A rank walks its list in order. It starts messages, copies and collectives when it reaches them. From then on the values
+that they write are under way, and the first instruction that reads such a value waits for it. A server's ACCEPT and a
+worker's PULL wait at once. All code that must know who waits for whom uses this module: the verifier, the check of
+collectives, the plain simulator. Only decisions that need a clock are made elsewhere (event_loop.py).
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ if TYPE_CHECKING:
     from minipar.program import Program
 
 Place = tuple[int, int]  # rank, index of an instruction
-Link = tuple[int, int, Op]  # who gives, who takes, and what gives: SEND, PUSH or REPLY
-Stream = Link | tuple[int, ...]  # messages of a link, or collectives of a group: each in order
+Link = tuple[int, int, Op]  # the sender, the receiver, and the op of the sender: SEND, PUSH or REPLY
+Stream = Link | tuple[int, ...]  # messages of a link, or collectives of a group; both keep their order
 _GIVER = {taker: giver for giver, taker in PARTNERS.items()}
 _COPY: tuple[int, ...] = ()  # the stream of copies, which wait for nobody
-_ALONE = frozenset(COMPUTE)  # of no concern to other ranks
+_ALONE = frozenset(COMPUTE)  # ops that no other rank takes part in
 
 
 class ProgramDeadlock(ProgramError, Deadlock):
-    """A program whose ranks would wait for each other for ever; `details` is the circle."""
+    """The ranks of a program would wait for each other for ever; `details` lists the circle of ranks."""
 
 
 class Wait(NamedTuple):
-    """A value that was under way, and is there now.
+    """A value that was under way and has arrived.
 
-    writer   position of the rank's own instruction that brings it: a RECV, a copy, a collective, a PULL, an ACCEPT
-    source   the instruction that gave it: the other rank's SEND, PUSH or REPLY; where the last rank joined the
-             collective; the copy itself
+    writer   position of the rank's own instruction that writes it: a RECV, a copy, a collective, a PULL, an ACCEPT
+    source   the instruction that it waited for: the other rank's SEND, PUSH or REPLY; the collective on the rank that
+             joined it last; or the copy itself
     """
 
     value: Value
@@ -50,21 +50,24 @@ class Wait(NamedTuple):
     source: Place
 
 
-# What a rank does next: the rank, the position in its list, the instruction (None at the end of the list, where the
-# rank waits for all that is still under way); what had to be there first and was under way; and of a collective, if
-# this is the last of its ranks to join, where it stands on each of them. (Plain tuples, since there are many.)
+# What a rank does next: (rank, position in its list, instruction, waited, joined). The instruction is None at the end
+# of the list, where the rank waits for everything that is still under way. `waited` has the values that it waited for.
+# `joined` has the place of a collective on each of its ranks, if this rank is the last one to join it; otherwise it is
+# empty. (A turn is a plain tuple, because there are many of them.)
 Turn = tuple[int, int, Instruction | None, tuple[Wait, ...], tuple[Place, ...]]
 # What is under way: the position of the rank's instruction that brings it, its stream, and its number in the stream.
 _Coming = tuple[int, Stream, int]
 
 
 def order(program: Program) -> Iterator[Turn]:
-    """All instructions of all ranks, each after what it waits for. Each rank in turn is walked as far as it can go.
+    """Yields all instructions of all ranks, each after everything that it waits for.
 
-    Gives `Turn`s: (rank, position, instruction or None, waited, joined).
+    It walks one rank as far as possible, then the next one, and begins again until all ranks are at their ends.
 
-    Errors: ProgramError if ranks do not agree on a message or a collective, or if an instruction changes what is under
-    way; ProgramDeadlock (a ProgramError and a Deadlock) where ranks wait for each other in a circle.
+    Yields `Turn`s: (rank, position, instruction or None, waited, joined).
+
+    Errors: ProgramError if ranks do not agree on a message or a collective, or if an instruction changes a value that
+    is under way; ProgramDeadlock (a ProgramError and a Deadlock) if ranks wait for each other in a circle.
     """
     check_links(program)
     check_groups(program)
@@ -75,8 +78,8 @@ def _walk(program: Program) -> Iterator[Turn]:
     ranks = range(len(program.ranks))
     place = [0] * len(ranks)
     coming: list[dict[Value, _Coming]] = [{} for _ in ranks]
-    copied: list[dict[Value, Value]] = [{} for _ in ranks]  # of copies under way: what is read -> what is written
-    given: dict[Stream, list[Place]] = {}  # who gave each message, or completed each collective
+    copied: list[dict[Value, Value]] = [{} for _ in ranks]  # for copies under way: source value -> target value
+    given: dict[Stream, list[Place]] = {}  # the instruction that sent each message or completed each collective
     taken: dict[tuple[Stream, int], int] = {}  # how many of them each rank has received or joined
     joining: dict[tuple[Stream, int], list[Place]] = {}  # collectives that some of their ranks have joined
     SEND, RECV, nothing = Op.SEND, Op.RECV, ()
@@ -121,7 +124,7 @@ def _walk(program: Program) -> Iterator[Turn]:
                     in_use[reads[0]] = writes[0]
                 elif op in PARTNERS:  # a PUSH or a REPLY
                     given.setdefault((rank, peer, op), []).append((rank, index))
-                elif op in _GIVER:  # an ACCEPT or a PULL, which waits where it stands
+                elif op in _GIVER:  # an ACCEPT or a PULL, which waits at once
                     link = (peer, rank, _GIVER[op])
                     k = taken.get((link, rank), 0)
                     if len(given.get(link, ())) <= k:
@@ -147,7 +150,8 @@ def _arrive(
     in_use: dict[Value, Value],
     given: Mapping[Stream, list[Place]],
 ) -> tuple[bool, tuple[Wait, ...]]:
-    """Whether a rank has to go on waiting for one of the values; if not, what had to arrive, which it has now."""
+    """(True, ()) if one of the values has not arrived; else (False, the values that were under way and have
+    arrived)."""
     waits = []
     for value in values:
         if value in under_way:
@@ -167,7 +171,8 @@ def _arrive(
 
 
 def _changed_under_way(program: Program, rank: int, index: int, value: Value, target: Value) -> ProgramError:
-    """`value` is being written; or read, by the copy that writes `target`."""
+    """The error for an instruction that changes `value` while it is being written, or while a copy reads it to write
+    `target`."""
     row = program.ranks[rank]
     writer = max(k for k in range(index) if target in row[k].writes)
     verb = "frees" if value in row[index].frees else "writes"
@@ -182,7 +187,7 @@ def _deadlock(
     given: Mapping[Stream, list[Place]],
     taken: Mapping[tuple[Stream, int], int],
 ) -> ProgramError:
-    """Why nobody can go on: the circle of ranks that wait for each other."""
+    """The error that shows the circle of ranks that wait for each other."""
     waits: dict[int, tuple[int, Value]] = {}  # rank -> which rank it waits for, and for what
     for rank, row in enumerate(program.ranks):
         if place[rank] >= len(row):

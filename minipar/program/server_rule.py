@@ -1,16 +1,17 @@
-"""When a parameter server applies gradients, and when it answers: the rule that simulator and real servers both follow.
+"""When a parameter server applies gradients, and when it answers: the simulator and real servers follow this rule.
 
 A worker's clock is the number of its next step; the version is the number of updates so far.
 
-    sync          update v takes the gradients of step v of all workers; who has pushed waits for it
+    sync          update v takes the gradients of step v of all workers; a worker that has pushed waits for the update
     async         every gradient is an update of its own, at once; nobody waits
-    ssp:S         the same, but a worker whose clock is more than S ahead of the slowest one's waits before it pulls
+    ssp:S         as async, but a worker whose clock is more than S ahead of the slowest one's waits before it pulls
                   (Ho et al., NIPS 2013: a gradient of step c has seen every update up to step c - S - 1)
-    k-of-n:K/N    update v takes the first K gradients of step v; what comes later is dropped, and its worker goes on
-                  at the present version (Chen et al. 2016, backup workers)
+    k-of-n:K/N    update v takes the first K gradients of step v; later ones are dropped, and their workers continue
+                  with the newest version (Chen et al. 2016, backup workers)
 
-Workers are members from the start, before they have been heard of: otherwise the first one would go on alone. One that
-is removed is waited for no longer. An update is the gradient of the mean over the rows that it takes.
+All workers are members from the start, even before the server hears from them: otherwise the first worker would train
+alone. Nobody waits for a worker that was removed. An update uses the gradient of the mean loss over all rows that the
+gradients in it were computed from.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Mode:
 
     @staticmethod
     def parse(text: object, workers: int) -> Mode:
-        """A mode for so many workers; PlanError that says what is possible."""
+        """The mode that `text` names, for so many workers. Errors: PlanError, which says what is possible."""
         kind, _, rest = str(text).partition(":")
         if kind in ("sync", "async") and not rest:
             return Mode(kind)
@@ -60,10 +61,10 @@ class Mode:
         return self.kind in ("async", "ssp")
 
     def staleness(self, workers: int) -> int | None:
-        """The most updates that can come between a worker's parameters and its gradient; None: any number.
+        """The largest number of updates between a worker's parameters and its gradient; None: any number.
 
-        With ssp each other worker can push at most 2 S + 1 times in between: its clock was at most S behind the
-        worker's at the pull, and cannot get further than S + 1 ahead of it.
+        With ssp each other worker can push at most 2 S + 1 times in between. At the pull its clock was at most S behind
+        the worker's clock, and it cannot get more than S + 1 ahead of it.
         """
         return {"async": None, "ssp": (workers - 1) * (2 * self.bound + 1)}.get(self.kind, 0)
 
@@ -74,20 +75,20 @@ SYNC = Mode()
 class Kind(IntEnum):
     """What happened, in the order of a server's log."""
 
-    JOIN = 1  # a worker is there (again)
-    ANSWER = 2  # it gets the parameters of `version`, to work on `step`
-    TAKE = 3  # its gradient of `step` goes into update `version`
-    DROP = 4  # its gradient came too late, when `version` updates had been made
+    JOIN = 1  # a worker connects, for the first time or again
+    ANSWER = 2  # a worker gets the parameters of `version`, to work on `step`
+    TAKE = 3  # a worker's gradient of `step` goes into update `version`
+    DROP = 4  # a worker's gradient came too late, when `version` updates had been made
     APPLY = 5  # update `version` is made
-    LEAVE = 6  # it is done
-    REMOVE = 7  # it is waited for no longer
+    LEAVE = 6  # a worker has finished
+    REMOVE = 7  # a worker is removed: nobody waits for it any longer
 
 
-JOIN, ANSWER, TAKE, DROP, APPLY, LEAVE, REMOVE = Kind  # (names of their own are found faster than members)
+JOIN, ANSWER, TAKE, DROP, APPLY, LEAVE, REMOVE = Kind  # (module variables are looked up faster than members of an Enum)
 
 
 class Row(NamedTuple):
-    """One line of the order in which servers did things; every server does the same. APPLY has no worker and step."""
+    """One line of the servers' log. All servers have the same log. In an APPLY, worker and step are -1."""
 
     kind: Kind
     worker: int
@@ -97,18 +98,19 @@ class Row(NamedTuple):
 
 @dataclass
 class Consistency:
-    """The state of the rule. `happened` notes what came from outside; `decide` says what is to be done next."""
+    """The state of the rule. `join`, `push`, `ask` and `leave` tell it what workers did; `decide` says what to do
+    next."""
 
     mode: Mode
     workers: int
     steps: int
     version: int = 0
     members: set[int] = field(default_factory=set)
-    clocks: dict[int, int] = field(default_factory=dict)  # of all who were ever members
-    pushed: dict[int, int] = field(default_factory=dict)  # worker -> step of a gradient that waits, in order of arrival
+    clocks: dict[int, int] = field(default_factory=dict)  # worker -> its clock, also if it is no member now
+    pushed: dict[int, int] = field(default_factory=dict)  # worker -> step of its waiting gradient, in order of arrival
     absent: set[int] = field(
         default_factory=set
-    )  # who have asked for nothing yet; the others wait for them before they begin
+    )  # workers that have asked for nothing yet; the others wait for them before they begin
     asking: dict[int, None] = field(default_factory=dict)  # workers that wait for parameters, in order of asking
 
     def __post_init__(self) -> None:
@@ -116,10 +118,11 @@ class Consistency:
         self.members.update(range(self.workers))
         self.clocks.update(dict.fromkeys(range(self.workers), 0))
 
-    # what comes from outside
+    # what workers did
 
     def join(self, worker: int) -> Row:
-        """A worker is there, for the first time or again. One that was removed from ssp begins with the slowest."""
+        """A worker connects, for the first time or again. In ssp a worker that was removed gets at least the slowest
+        member's clock."""
         clock = self.clocks.get(worker, 0)
         if worker not in self.members and self.members and self.mode.kind == "ssp":
             clock = max(clock, self._slowest())
@@ -129,37 +132,38 @@ class Consistency:
         return Row(JOIN, worker, self._step(worker), self.version)
 
     def push(self, worker: int, step: int) -> None:
-        """The whole gradient of a worker's step is there."""
+        """The whole gradient of a worker's step has arrived."""
         if not self.known(worker, step):
             self.pushed[worker] = step
 
     def known(self, worker: int, step: int) -> bool:
-        """Whether this gradient has been here before: then a second one is of no use."""
+        """Whether this gradient has arrived before: then this second copy is not needed."""
         return self.pushed.get(worker) == step or step < self.clocks.get(worker, 0)
 
     def ask(self, worker: int) -> None:
-        """A worker wants the parameters of its next step."""
+        """A worker asks for the parameters of its next step."""
         self.absent.discard(worker)
         self.asking[worker] = None
 
     def leave(self, worker: int, removed: bool = False) -> Row:
-        """A worker is done, or is no longer waited for."""
+        """A worker has finished, or was removed, so that nobody waits for it any longer."""
         self.members.discard(worker)
         self.absent.discard(worker)
         self.asking.pop(worker, None)
         return Row(REMOVE if removed else LEAVE, worker, self.clocks.get(worker, 0), self.version)
 
-    # what is to be done
+    # what to do next
 
     def decide(self) -> list[Row]:
-        """The next thing that is ready: an update (its TAKEs and APPLY), a DROP, an ANSWER; empty: wait."""
+        """The next action that is ready: an update (its TAKEs and APPLY), a DROP or an ANSWER. An empty list means:
+        wait."""
         rows = self._update() if self.pushed else []
         if not rows and self.asking and not self.absent:
             rows = self._reply()
         return rows
 
     def _update(self) -> list[Row]:
-        """What becomes of gradients that are there."""
+        """An update or a DROP of gradients that have arrived; empty if none is ready."""
         for worker, step in self.pushed.items():
             if self.each:
                 return self._note([Row(TAKE, worker, step, self.version), self._apply()])
@@ -170,12 +174,12 @@ class Consistency:
         if self.mode.kind == "k-of-n":
             need = min(need, self.mode.count)
         if ready and len(ready) >= need:
-            first = sorted(ready[:need])  # summed in the order of workers, so that arrival changes no bit of sync
+            first = sorted(ready[:need])  # summed in order of workers: in sync mode the order of arrival changes no bit
             return self._note([*(Row(TAKE, w, self.version, self.version) for w in first), self._apply()])
         return []
 
     def _reply(self) -> list[Row]:
-        """Whoever may have parameters: the first of those who ask."""
+        """An ANSWER to the first asking worker that may get parameters; empty if there is none."""
         for worker in self.asking:
             if worker not in self.pushed and self._may_go_on(worker):
                 return self._note([Row(ANSWER, worker, self._step(worker), self.version)])
@@ -195,7 +199,8 @@ class Consistency:
         return min(self.clocks[w] for w in self.members)
 
     def gap(self, worker: int) -> int:
-        """How far a worker's clock is ahead of the slowest member's. At a pull it is at most S, after a push S + 1."""
+        """How far a worker's clock is ahead of the slowest member's: with ssp at most S at a pull, S + 1 after a
+        push."""
         return self.clocks[worker] - min(self.clocks[w] for w in self.members | {worker})
 
     def _note(self, rows: list[Row]) -> list[Row]:
@@ -204,7 +209,7 @@ class Consistency:
         return rows
 
     def follow(self, row: Row) -> None:
-        """Come to the state after a row: of one's own decision, or of an order that is read again."""
+        """Change the state as a row of the log says: a row just decided here, or one read from a recorded log."""
         kind, worker, step, _ = row
         if kind is APPLY:
             self.version += 1
@@ -225,7 +230,7 @@ class Consistency:
 
 
 def again(mode: Mode, workers: int, steps: int, order: Iterable[Row]) -> Consistency:
-    """The state of the rule after an order."""
+    """The state of the rule after a recorded log."""
     rule = Consistency(mode, workers, steps)
     for row in order:
         rule.follow(row)

@@ -1,7 +1,7 @@
-"""The shape of a model: what a plan must know of it, without any tensor.
+"""The shape of a model: what a plan must know about the model, without any tensor.
 
 `plan.compile(layers=12)` makes a uniform shape; `models.shape("gpt-tiny")` computes one from a preset, and
-`minipar.models.shape_of(model)` reads one off real layers.
+`minipar.models.shape_of(model)` computes one from real layers.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class Shape:
     """Layers and parameter groups of a model.
 
     groups   first one `Group` per layer (its own, untied parameters), then one per tied set
-    name     for messages and pictures
-    names    of the layers, where they are known
-    itemsize bytes of a number
+    name     the model's name in messages and pictures
+    names    the names of the layers, where they are known
+    itemsize bytes of one number
     dims     for each group the shapes of its trainable tensors, where they are known
     carries  the layers that keep something of a sequence for its later slices, such as keys and values
-    whole    the first layer that cannot take a sequence slice by slice; "": all of them can
+    whole    the name of the first layer that cannot take a sequence slice by slice; "": all layers can
     edges    (from, to) between layers, as `minipar.program.edges.numbered` gives them; (): a chain
     """
 
@@ -56,6 +56,6 @@ def uniform(layers: int, bytes_per_layer: int = 4) -> Shape:
 
 
 def frozen(shape: Shape) -> Shape:
-    """The same model with nothing to train: its programs run forward only, and keep nothing."""
+    """The same model without trainable parameters: its programs only run forward, and save nothing."""
     groups = tuple(Group(group.layers, (), sum(group.tensors) + group.frozen) for group in shape.groups)
     return replace(shape, groups=groups, dims=())

@@ -67,8 +67,10 @@ _NEEDED = (
 
 
 def from_json(data: dict[str, Any]) -> Program:
-    """The program that `to_json` gave. Raises ProgramError, which names the field, if one is missing or of another type
-    than its readers expect; whether the program can run, `verify` says."""
+    """The program that `to_json` wrote. It is not verified.
+
+    Errors: ProgramError, which names the field, if a field is missing or has a wrong type.
+    """
     if not isinstance(data, dict):
         raise ProgramError(f"program {fields.shown(data)}: must be a dictionary, as Program.to_json gives it")
     for name in _NEEDED:
@@ -120,7 +122,7 @@ def from_json(data: dict[str, Any]) -> Program:
 
 
 def _read(data: dict[str, Any], name: str, make: Callable[[Any], T], default: object = ()) -> T:
-    """A field, made of plain lists and numbers; ProgramError if these are no such."""
+    """A field, made by `make` from plain lists and numbers. Errors: ProgramError if `make` cannot read them."""
     found = data.get(name, default)
     try:
         return make(found)
@@ -129,7 +131,7 @@ def _read(data: dict[str, Any], name: str, make: Callable[[Any], T], default: ob
 
 
 def _instruction(rank: int, index: int, entry: Any, named: Callable[[Iterable[int]], tuple[Value, ...]]) -> Instruction:
-    """An instruction, each of its fields of the type that its readers expect."""
+    """An instruction, made from its list of fields. Errors: ProgramError if a field has a wrong type."""
     try:
         op, layers, i, step, reads, writes, frees, stream, peer, group, parts, *name = entry
         found = Instruction(

@@ -3,33 +3,33 @@
 output(2) mb0    saved(2) mb0    grad_output(2) mb0         of one layer and one micro-batch
 carry(2) mb0     grad_carry(2) mb0                          what one slice of a sequence keeps for the next
 param(2)         grad(2)         optimizer_state(2)         of one parameter group; *_shard: this rank's slice
-param(2) v3      of an asynchronous program: the parameters after three updates
+param(2) v3                                                 the parameters after three updates (asynchronous programs)
 host(saved(2) mb0)               disk(param(2))             a copy in a slower tier
-chunk(2)                         incoming(2 of 1)           of a tensor that a collective works on
+chunk(2)                         incoming(2 of 1)           a part of a tensor that a collective works on
 
 How long a value lives:
 
-output       The input of layer l is output(l-1), so that this lives until the backward of l has run. The sender's copy
-             is freed when its SEND is done. A FORWARD that does not write `saved` runs its layers without autograd;
-             then the output in front of the segment stays, as the checkpoint from which RECOMPUTE starts.
-grad_output  With branches it is of an edge; edge l is the first one out of layer l, as in a chain. The backward of a
-             layer whose output is read twice sums the gradients of its edges. The loss belongs to the forward of the
-             last layer. Its own gradient is 1, so that the last backward reads no grad_output.
-saved        is what autograd keeps of a layer beside its input. Layers before the first trainable one keep nothing,
-             have no backward, and are freed by the next forward.
-saved_weight is all that the weight half of a backward needs, the layer's input and its output's gradient included:
-             BACKWARD_INPUT frees these. The first trainable layer has no input half.
-carry        lives from the forward of a slice to its backward.
-param        of a version v: the last instruction that needs it frees it. If that is STEP, it updates in place.
-             Otherwise a version is never written to once it is there.
-*_shard      Slices are filled up to equal size. A STEP on slices leaves the whole `param` out of date until
-             ALL_GATHER. `buffer(g)` is the room for what a REDUCE_SCATTER receives. Parameters that stages share stay
-             whole.
-host, disk   never count as memory of the device. A copy is awaited where what it writes is first read, and until then
-             nothing changes what it reads. An instruction on stream `host` reads and writes the host's values alone.
+output       The input of layer l is output(l-1). It lives until the backward of layer l has run. The sender's copy is
+             freed when its SEND is done. A FORWARD that does not write `saved` runs its layers without autograd. Then
+             the input of the segment stays as the checkpoint from which RECOMPUTE starts.
+grad_output  In a model with branches it belongs to an edge. Edge l is the first one out of layer l, as in a chain. The
+             backward of a layer whose output is read twice sums the gradients of its edges. The forward of the last
+             layer computes the loss. The loss's own gradient is 1, so the last backward reads no grad_output.
+saved        This is what autograd keeps of a layer, apart from the layer's input. Layers before the first trainable
+             one keep nothing and have no backward. The next forward frees their outputs.
+saved_weight This is all that the weight half of a backward needs, including the layer's input and the gradient of its
+             output, which BACKWARD_INPUT frees. The first trainable layer has no input half.
+carry        It lives from the forward of a slice to its backward.
+param        The last instruction that needs a version v frees it. If that instruction is a STEP, it updates the
+             version in place. Otherwise a version does not change after it was written.
+*_shard      Slices are padded to equal size. After a STEP on slices the whole `param` is out of date until ALL_GATHER.
+             `buffer(g)` is the memory that a REDUCE_SCATTER receives into. Parameters that stages share stay whole.
+host, disk   They never count as memory of the device. The first instruction that reads the target of a copy waits for
+             the copy. Until then nothing changes the source of the copy. An instruction on stream `host` reads and
+             writes only values of the host.
 
-The rows of a batch are no values: the ranks with the first and the last layer hold them throughout. `Program.state`
-says what a rank holds before and after a program; everything else is freed inside it.
+The rows of a batch are not values: the ranks with the first and the last layer hold them all the time. `Program.state`
+says what a rank holds before and after a program. Every other value is freed inside the program.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ LayerRun = tuple[int, int, int]  # a layer on a micro-batch: layer, micro-batch,
 
 
 class Value(NamedTuple):
-    """A named piece of memory on one rank: `kind` of layer or parameter group `index`, for one micro-batch and step.
+    """A named piece of memory on one rank.
 
+    `kind` says what it is, `index` is its layer or parameter group; `microbatch` and `step` say what it is made for.
     Model state (`param`, `grad`, `optimizer_state`) belongs to no micro-batch and outlives a step: both are -1.
-    Of a version of parameters, `step` is the number of updates before.
-    Of what a collective receives (`incoming`), `microbatch` is the rank that it comes from.
+    For a version of parameters, `step` is the number of updates before it.
+    For what a collective receives (`incoming`), `microbatch` is the rank that sent it.
     """
 
     kind: str
@@ -63,12 +64,13 @@ class Value(NamedTuple):
 
 
 def output(layer: int, microbatch: int, step: int = 0) -> Value:
-    """What layer `layer` hands on for one micro-batch."""
+    """The output of layer `layer` for one micro-batch."""
     return Value("output", layer, microbatch, step)
 
 
 def grad_output(layer: int, microbatch: int, step: int = 0) -> Value:
-    """The gradient of the loss in `output(layer, microbatch)`; with branches, as it comes through edge `layer`."""
+    """The gradient of the loss with respect to `output(layer, microbatch)`. With branches, `layer` is the number of an
+    edge, and this is the part of the gradient that comes back through it."""
     return Value("grad_output", layer, microbatch, step)
 
 
@@ -83,12 +85,12 @@ def saved_weight(layer: int, microbatch: int, step: int = 0) -> Value:
 
 
 def carry(layer: int, microbatch: int, step: int = 0) -> Value:
-    """What one layer keeps of a sequence for its later slices, such as keys and values; after one slice of it."""
+    """What one layer keeps after one slice of a sequence for the later slices, such as keys and values."""
     return Value("carry", layer, microbatch, step)
 
 
 def grad_carry(layer: int, microbatch: int, step: int = 0) -> Value:
-    """The gradient of the loss in `carry(layer, microbatch)`: what all later slices have added."""
+    """The gradient of the loss with respect to `carry(layer, microbatch)`: the sum over all later slices."""
     return Value("grad_carry", layer, microbatch, step)
 
 
@@ -98,7 +100,7 @@ def param(group: int, version: int = -1) -> Value:
 
 
 def version_of(value: Value) -> int:
-    """How many updates came before these parameters; -1 of any other value, and where there is but one version."""
+    """How many updates came before these parameters; -1 for any other value, and where there is only one version."""
     return value.step if value.kind == "param" else -1
 
 
@@ -113,7 +115,7 @@ def optimizer_state(group: int) -> Value:
 
 
 def param_shard(group: int) -> Value:
-    """This rank's slice of a group's trainable parameters, laid end to end; and the group's frozen ones, whole."""
+    """This rank's slice of a group's trainable parameters, concatenated; and all of the group's frozen parameters."""
     return Value("param_shard", group)
 
 
@@ -128,7 +130,7 @@ def optimizer_shard(group: int) -> Value:
 
 
 def buffer(group: int) -> Value:
-    """Room for what other ranks send of a group's gradient while a REDUCE_SCATTER is under way."""
+    """Memory for the parts of a group's gradient that other ranks send while a REDUCE_SCATTER is under way."""
     return Value("buffer", group)
 
 
@@ -153,7 +155,7 @@ def pushed(group: int, worker: int, step: int) -> Value:
 
 
 def norm() -> Value:
-    """The length of the gradient of all parameters, over all ranks."""
+    """The norm of the gradient of all parameters, over all ranks."""
     return Value("norm", 0)
 
 
@@ -163,7 +165,7 @@ def chunk(index: int) -> Value:
 
 
 def incoming(index: int, source: int) -> Value:
-    """What rank `source` has sent of a chunk, until it is added to this rank's own."""
+    """The chunk as rank `source` has sent it, until it is added to this rank's own chunk."""
     return Value("incoming", index, source)
 
 
@@ -184,5 +186,5 @@ def tier(value: Value) -> str:
 
 
 def home(value: Value) -> Value:
-    """The value on the device of which this one is a copy; a value on the device is its own."""
+    """The value on the device that this value is a copy of; a value on the device itself is returned unchanged."""
     return value._replace(kind=value.kind.rpartition(" ")[2]) if " " in value.kind else value

@@ -4,7 +4,7 @@
     passes/      rewrites of a step: one file a pass
     plan.py      `Plan`, what the user chooses; keys.py the domain of each key; exclusions.py what excludes what
     layout.py    which rank holds which layers
-    draft.py     what passes work on; rewriting.py and buckets.py what they share
+    draft.py     what passes work on; rewriting.py and buckets.py: functions that passes share
     compile.py   the passes of a plan, in their order, and the program that they make
 
 The ranks of one pipeline are neighbours: rank = replica x pp + stage. Importing the package registers the built-in

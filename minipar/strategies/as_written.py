@@ -1,4 +1,4 @@
-"""Mistakes of a schedule in the words of who wrote it: rank and action, not the layers that were made of them."""
+"""Finds mistakes in the actions of a schedule, so that errors name the actions, as the user wrote them, not layers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _AFTER: dict[type, type] = {Backward: Forward, BackwardInput: Forward, BackwardW
 def mistake(
     actions: Sequence[Sequence[Action]], placement: Sequence[Sequence[int]], microbatches: int, trained: Collection[int]
 ) -> str:
-    """What is wrong with the actions of the ranks, each looked at alone; "" if it is nothing that one rank shows.
+    """The first mistake in the actions of a rank, each rank checked alone; "" if there is none.
 
-    placement   per rank the stages of its chunks
-    trained     the stages that have layers to go backward through
+    placement   for each rank, the stages of its chunks
+    trained     the stages that have a backward
     """
     for rank, chosen in enumerate(actions):
         several = len(placement[rank]) > 1

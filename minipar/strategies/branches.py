@@ -3,18 +3,18 @@ r"""Branch placement: layers that do not depend on each other run on different r
              1x1                 place=0,0,1,1,0     rank 0   F stem | F 1x1 |                    F join | ...
            /     \                                   rank 1            F 3x3 | F 5x5 | send both |
       stem - 3x3 - join
-           \     /               place=branches      the k-th branch between two layers that every path goes through is
-             5x5                                     on rank k mod pp; these layers themselves are on rank 0
+           \     /               place=branches      rank 0 has the layers that every path goes through. Between
+             5x5                                     two of them, branch k is on rank k mod pp
 
-Every rank walks its layers in their order, micro-batch by micro-batch, so no placement can deadlock: any order in which
-all ranks take the same micro-batches is right, such as gpipe's or that of 1f1b on a pipeline of one rank. With
-schedule=looped-bfs all micro-batches go through one run of neighbouring layers before the next run: then ranks that
-have finished their branch of one micro-batch go on with the next.
+Every rank walks its layers in their order, micro-batch by micro-batch, so no placement can deadlock. All ranks must
+take the micro-batches in the same order. The order of gpipe is one such order, and that of 1f1b on a pipeline of one
+rank is another. With schedule=looped-bfs all micro-batches go through one run of neighbouring layers before the next
+run: then a rank that has finished its branch of one micro-batch continues with the next micro-batch.
 
-`place` is not needed to train a model with branches: stages of neighbouring layers (`split`) work with any schedule
-that flushes, and branches in different stages run side by side there, too.
+A model with branches can be trained without `place`. Stages of neighbouring layers (`split`) work with any schedule
+that flushes, and branches in different stages run at the same time there, too.
 
-What layers with branches read, write and free says `passes/layers.py`.
+`passes/layers.py` says what layers with branches read, write and free.
 
 Sources: Dean et al., "Large Scale Distributed Deep Networks", 2012 (model parallelism); Szegedy et al., "Going Deeper
 with Convolutions", 2015 (Inception); Mirhoseini et al., 2017, who learn such placements (see `minipar.planner`).
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
 
 def parse(value: object, ranks: int) -> str | tuple[int, ...] | None:
-    """The rank of each layer, or "branches"; None: stages of neighbouring layers, as `split` says."""
+    """The rank of each layer, or "branches"; None: stages of neighbouring layers, as `split` says. Errors:
+    PlanError."""
     if value in (None, "none", "branches"):
         return None if value in (None, "none") else "branches"
     words = value.split(",") if isinstance(value, str) else list(value) if isinstance(value, Iterable) else [value]
@@ -61,7 +62,7 @@ def parse(value: object, ranks: int) -> str | tuple[int, ...] | None:
 
 
 def check_shape(plan: Plan, shape: Shape) -> None:
-    """Refuse what a model with branches does not go together with."""
+    """Refuse choices of a plan that do not go together with the edges of a model."""
     if plan.place is not None and plan.place != "branches" and len(plan.place) != shape.layers:
         raise PlanError(
             f"place={_told(plan)}: of {several(len(plan.place), 'layer')}, but the model has {shape.layers}"
@@ -112,14 +113,14 @@ def ranks_of(place: str | tuple[int, ...], shape: Shape, ranks: int) -> tuple[in
 
 
 def stages(place: Sequence[int], ranks: int) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """Runs of neighbouring layers on one rank are stages: their lengths, and for each rank its stages."""
+    """Runs of neighbouring layers on one rank are stages. Returns their lengths, and the stages of each rank."""
     runs = [(rank, len(list(run))) for rank, run in groupby(place)]
     held = tuple(tuple(s for s, (rank, _) in enumerate(runs) if rank == r) for r in range(ranks))
     return tuple(length for _, length in runs), held
 
 
 def through(actions: Iterable[Action], chunks: int) -> list[Action]:
-    """A micro-batch's action on all chunks of a rank: forward from the first to the last, backward the other way."""
+    """Each action on all chunks of a rank: a forward from the first chunk to the last, a backward in reverse order."""
     order = range(chunks)
     return [
         replace(action, chunk=c)

@@ -1,10 +1,10 @@
-"""Gradients travel in buckets: which parameter groups share a message, and how large it is.
+"""Buckets: which parameter groups share a message, and how large a message is.
 
-    bucket=none      [3][2][1][0]       one message per group          bucket=2x      [3 2][1 0]     two of one size
-    bucket=flat      [3 2 1 0]          one for all                    bucket=2,0     [3 2][1 0]     these end one
+    bucket=none      [3][2][1][0]       one message per group          bucket=2x      [3 2][1 0]     two of equal size
+    bucket=flat      [3 2 1 0]          one message for all            bucket=2,0     [3 2][1 0]     2 and 0 end one
     bucket=25        [3 2 1][0]         a bucket is full at 25 MiB
 
-Whoever sends something of every parameter group uses them: sums of gradients, ZeRO, averages, parameter servers.
+Sums of gradients, ZeRO, averages of parameters and parameter servers send their messages in buckets.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Bucket = float | str | tuple[int, ...]  # size in MiB; "none", "flat", a number 
 
 
 def split_buckets(groups: Sequence[int], table: Sequence[Group], bucket: Bucket) -> list[list[int]]:
-    """Groups in runs: "none", one each; "flat", all in one; a size; "4x", four of about one size; layers that end one.
+    """The groups in runs, each of which is one message, as `bucket` says.
 
-    Where a run ends by layers, it ends behind the gradient that is complete after the backward of such a layer.
+    If `bucket` names layers, a run ends with the gradient that the backward of such a layer completes.
     """
     sizes = {g: sum(table[g].tensors) for g in groups}
     if isinstance(bucket, tuple):
@@ -44,7 +44,7 @@ def split_buckets(groups: Sequence[int], table: Sequence[Group], bucket: Bucket)
 
 
 def _so_many(groups: list[int], sizes: dict[int, int], count: int) -> list[list[int]]:
-    """Groups in `count` runs of about equal size, fewer where there are fewer groups."""
+    """The groups in `count` runs of about equal size, or in fewer runs if there are fewer groups."""
     buckets = []
     for left in range(min(count, len(groups)), 0, -1):
         share, size, k = sum(sizes[g] for g in groups) / left, 0, 0
@@ -57,12 +57,12 @@ def _so_many(groups: list[int], sizes: dict[int, int], count: int) -> list[list[
 
 
 def shared(layout: Layout, groups: Iterable[int]) -> dict[int, tuple[int, ...]]:
-    """Those of the groups that several ranks of the program hold, each with these ranks."""
+    """The groups that several ranks of the program hold, each with these ranks."""
     return {g: ranks for g in groups if len(ranks := layout.holders(g)) > 1}
 
 
 def sizes(layout: Layout) -> list[float]:
-    """Sizes in MiB that make different buckets: of the last groups of each rank together, one, two, three ..."""
+    """Bucket sizes in MiB to try: the total size of the last group of a rank, of its last two groups, and so on."""
     found: set[int] = set()
     for rank in range(layout.pp):
         groups = sorted(shared(layout, layout.trainable(rank)), reverse=True)

@@ -2,7 +2,7 @@
 
     print(*plan.passes(), sep="\\n")
 
-A step is made for one replica of the pipeline by all passes, one after another; then it is copied for the others.
+The passes make a step of one replica, one pass after another. Then the step is copied for the other replicas.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 
 def passes_of(plan: Plan) -> tuple[Pass, ...]:
-    """The passes of a plan, in order; one that does not apply is not among them."""
+    """The passes that a plan needs, in order."""
     trains, served, late = not plan.inference, plan.sync == "ps", plan.overlap == "priority"
     flushed = trains and not served and not plan.asynchronous  # a rank updates what it holds, once a step
     several = plan.dp * plan.pp > 1
@@ -97,8 +97,8 @@ def program_of(
     costs: LayerCosts | Profile | None = None,
     costs_of: Callable[[Program], Costs] | None = None,
 ) -> Program:
-    """The program of `steps` training steps, not verified yet; the arguments are those of `Plan.compile`."""
-    together = steps if plan.asynchronous else 1  # a draft is of so many
+    """The program of `steps` training steps, which is not verified yet. The arguments are those of `Plan.compile`."""
+    together = steps if plan.asynchronous else 1  # steps in one draft
     actions = [plan.actions(rank, together, len(mine)) for rank, mine in enumerate(layout.placement)]
     _check(plan, layout, actions)
     seconds = _seconds(plan, shape, layout, costs, costs_of)
@@ -143,7 +143,7 @@ def program_of(
 
 
 def _contract(plan: Plan) -> Contract:
-    """How old the parameters may be that a gradient is computed from."""
+    """The contract: how old the parameters may be from which a gradient is computed."""
     if plan.local_steps:
         return Local(plan.local_steps)
     asynchronous, mode = find(plan.schedule).asynchronous, Mode.parse(plan.mode, plan.dp)
@@ -159,7 +159,7 @@ def _seconds(
     costs: LayerCosts | Profile | None,
     costs_of: Callable[[Program], Costs] | None,
 ) -> list[Seconds]:
-    """For each rank of the pipeline what its instructions take, where the plan decides by it."""
+    """For each rank of the pipeline, the times of its instructions, if a pass of the plan needs them; otherwise []."""
     if not (plan.bucket == "auto" or plan.overlap == "priority"):
         return []
     if costs_of is None:
@@ -173,8 +173,8 @@ def _seconds(
 
 
 def _guess(layout: Layout) -> Seconds:
-    """Times where no costs are known: a layer's forward takes 1, its backward 2, and the messages of all gradients
-    together as long as forward and backward of one micro-batch."""
+    """Times if no costs are known. A layer's forward takes 1 and its backward 2. The messages of all gradients together
+    take as long as all forwards and backwards of one micro-batch."""
     whole = sum(sum(group.tensors) for group in layout.shape.groups) or 1
 
     def seconds(ins: Instruction) -> float:
@@ -186,7 +186,7 @@ def _guess(layout: Layout) -> Seconds:
 
 
 def _check(plan: Plan, layout: Layout, actions: Sequence[Sequence[Action]]) -> None:
-    """Refuse what the schedule's own actions make impossible."""
+    """Refuse choices that do not go together with the actions of the schedule."""
     exclusions.check(plan, late=True)
     copies = Counter(stage for mine in layout.placement for stage in mine)
     if max(copies.values()) > 1:
@@ -201,9 +201,9 @@ def _check(plan: Plan, layout: Layout, actions: Sequence[Sequence[Action]]) -> N
 
 
 def _moved(instructions: Sequence[Instruction], offset: int, pp: int) -> Sequence[Instruction]:
-    """The same instructions for another replica: peers in the pipeline are its own ranks.
+    """The same instructions for another replica, whose first rank is `offset`: peers are ranks of its own pipeline.
 
-    Collectives already name all replicas, and parameter servers are the same ones for all.
+    Collectives name the ranks of all replicas already, and all replicas have the same parameter servers.
     """
     if offset == 0:
         return instructions

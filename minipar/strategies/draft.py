@@ -1,12 +1,12 @@
-"""What passes work on, what a pass is, and passes of one's own.
+"""Drafts, on which passes work; passes; and how a user registers passes of their own.
 
     draft = Draft(plan, layout, step, ranks)          one step of one replica: the instructions of each of its ranks
     draft = draft.each(lambda rank, row: ...)         a pass: rewrite every rank's instructions
 
-A pass is a function from a Draft to a Draft. It states what its instructions read, write and free, and the readers of
-programs do the rest: what is read on another rank gets a SEND and a RECV, and verify refuses what cannot run. No pass
-knows another one. What a pass must know of those before it, it finds in the Draft: `update` says which gradients are
-needed whole, `state` which values are slices or buffers that stay.
+A pass is a function from a Draft to a Draft. It only states what its instructions read, write and free. Later a value
+that is read on another rank gets a SEND and a RECV, and verify refuses a program that cannot run. No pass knows another
+pass. What it must know about earlier passes it finds in the Draft: `update` says which gradients are needed whole, and
+`state` says which values are slices, or buffers that stay between steps.
 
     @minipar.pass_("mine", after="checkpoint")
     def mine(draft): ...
@@ -33,8 +33,8 @@ Rows = tuple[tuple[Instruction, ...], ...]
 Rewrite = Callable[[int, Sequence[Instruction]], Iterable[Instruction]]
 Seconds = Callable[[Instruction], float]
 
-# The built-in passes in their order (`compile.passes_of`); one of your own stands behind one of them. Up to "offload"
-# the instructions are layer by layer, and nothing is sent; before "update" there is no STEP among them.
+# The built-in passes in their order (`compile.passes_of`). A pass of your own runs after one of them. Until "fuse" a
+# compute instruction works on one layer. Until "transfers" nothing is sent, and until "update" the rows have no STEP.
 PLACES = (
     "layers", "bucket", "checkpoint", "slices", "zero", "priority", "data_parallel", "compress", "host_layers",
     "offload", "local_steps", "clip", "parameter_server", "transfers", "update", "fuse", "versions",
@@ -43,25 +43,25 @@ PLACES = (
 
 @dataclass(frozen=True)
 class Draft:
-    """One step of one replica's pipeline, while it is made. The other replicas are copies of it.
+    """One step of one replica's pipeline, while the passes make it. The other replicas are copies of it.
 
-    Of a schedule without flushes it is all steps, as there is nothing between two of them.
+    For a schedule without flushes a draft has all steps, because nothing separates two steps.
 
     plan     what the user chose
     layout   which rank holds which layers: `layout.placement[rank]` are its stages, `layout.layers(stage)` their layers
-    step     counts from 0 in the program; instructions and values carry it
-    ranks    the instructions of each rank of the pipeline, in order; behind them those of parameter servers
-    update   of each rank: its STEP and what belongs to it, until the pass "update" puts them among the instructions
-    state    of each rank: the values that it holds between steps
-    late     of each rank: the `update` of the step before
+    step     number of the step in the program, from 0; instructions and values carry it
+    ranks    the instructions of each rank of the pipeline, in order; after these the rows of parameter servers
+    update   for each rank: its STEP and what belongs to it, until the pass "update" puts them among the instructions
+    state    for each rank: the values that it holds between steps
+    late     for each rank: the `update` of the step before
 
-    What holds for all steps:
+    These are the same for all steps:
 
-    steps    how many the program has
-    actions  of each rank: what its schedule yields
-    moves    of each stage: which of its layers run forward again, as `checkpoint` says (`segments.schedules`)
-    bucket   what the plan says, or what the pass "bucket" has found
-    seconds  of each rank: what an instruction takes, computing or on its link, where the plan decides by it
+    steps    the number of steps in the program
+    actions  for each rank: the actions that its schedule yields
+    moves    for each stage: which of its layers run forward again, as `checkpoint` says (`segments.schedules`)
+    bucket   the plan's bucket, or the size that the pass "bucket" has found
+    seconds  for each rank: the time of an instruction, computing or on its link; empty if no pass of the plan needs it
     """
 
     plan: Plan
@@ -82,7 +82,7 @@ class Draft:
         return replace(self, ranks=tuple(tuple(rewrite(rank, row)) for rank, row in enumerate(self.ranks)))
 
     def each_update(self, rewrite: Rewrite) -> Draft:
-        """The draft in which every rank's STEP, with what belongs to it, is `rewrite(rank, update)`."""
+        """The draft in which every rank's STEP, and what belongs to it, is `rewrite(rank, update)`."""
         return replace(self, update=tuple(tuple(rewrite(rank, row)) for rank, row in enumerate(self.update)))
 
     def each_state(self, hold: Callable[[int, frozenset[Value]], Iterable[Value]]) -> Draft:
@@ -98,9 +98,9 @@ class Draft:
 class Pass:
     """One of the passes of a plan: `print(*plan.passes(), sep="\\n")`.
 
-    name      of the built-in pass, as in `PLACES`; or of one of your own
+    name      the name of a built-in pass, as in `PLACES`, or of one of your own
     rewrite   the function from a Draft to a Draft
-    after     of one of your own: the built-in pass behind which it stands
+    after     for a pass of your own: the built-in pass after which it runs
     """
 
     name: str
@@ -108,7 +108,7 @@ class Pass:
     after: str = ""
 
     def __call__(self, draft: Draft) -> Draft:
-        """The draft after this pass. PlanError if one of your own gives no Draft of the same ranks."""
+        """The draft after this pass. Errors: PlanError if a pass of your own returns no Draft, or other ranks."""
         made = self.rewrite(draft)
         if self.after:
             _check(self.name, draft, made)
@@ -129,8 +129,8 @@ _passes: dict[str, Pass] = {}
 def pass_(name: str, *, after: str = "offload") -> Callable[[Callable[[Draft], Draft]], Callable[[Draft], Draft]]:
     """Decorator: register a pass of your own under `name`, for `Plan(extra_passes=name)`. Registering again replaces.
 
-    after   the built-in pass behind which it stands, one of `PLACES`: also where the plan does not need that one. Of
-            several at one place, the plan's order counts. `plan.passes()` shows where they are.
+    after   the built-in pass, one of `PLACES`, after which it runs, even if the plan does not need that built-in pass.
+            Several passes at one place run in the order of the plan. `plan.passes()` shows where they run.
 
     Errors: PlanError for a name that is no word, or an unknown place.
     """
@@ -152,7 +152,8 @@ def registered(name: str) -> Pass:
 
 
 def check_names(names: Iterable[str]) -> tuple[str, ...]:
-    """The names of registered passes, or a PlanError that lists what there is."""
+    """The names as a tuple. Errors: PlanError, which lists the registered passes, for a name that is unknown or given
+    twice."""
     found = tuple(names)
     for name in found:
         if name not in _passes:

@@ -1,6 +1,7 @@
-"""Which choices of a plan do not go together, and why: one table, from which refusals, help and the matrix are made.
+"""Which choices of a plan do not go together, and why. Refusals, help and the matrix are made from this one table.
 
-A refusal is fundamental where the two contradict each other; all others are combinations that nobody has built yet.
+A refusal is fundamental if the two choices contradict each other. All others are combinations that nobody has built
+yet.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
 class KeyValues:
     """Some of the values of a key.
 
-    words     which, for a table
+    words     the values, described for a table
     made      whether a plan has made this choice
     instead   what is possible in its place
-    late      whether only the schedule's actions tell, so that `Plan.compile` asks
+    late      whether only the schedule's actions show it, so that only `Plan.compile` can check it
     """
 
     key: str
@@ -41,7 +42,7 @@ class KeyValues:
 
 @dataclass(frozen=True)
 class Exclusion:
-    """Two choices that no plan makes together."""
+    """Two choices that a plan cannot have together."""
 
     one: KeyValues
     other: KeyValues
@@ -50,13 +51,13 @@ class Exclusion:
 
     @property
     def possible(self) -> str:
-        """The ways out."""
+        """What is possible in place of one of the two choices."""
         return f"{self.other.instead} or {self.one.instead}"
 
 
 @dataclass(frozen=True)
 class Need:
-    """What a key is about: without it, any value but the default is refused, since it would change nothing."""
+    """What a key needs in a plan. Without it any value but the default is refused, because it would have no effect."""
 
     what: str
     there: Callable[[Plan], bool]
@@ -230,7 +231,7 @@ SERVED = Need("parameter servers", SERVERS.made, "sync=ps")
 SHARDED_GRADIENTS = Need("sharded gradients", lambda plan: plan.zero >= 2, "zero=2, zero=3")
 GATHERED = Need(
     "parameters that come layer by layer",
-    lambda plan: plan.zero == 3 or "parameters" in plan.offload or plan.prefetch == 0,  # (0 asks for nothing)
+    lambda plan: plan.zero == 3 or "parameters" in plan.offload or plan.prefetch == 0,  # (0 has no effect anyway)
     "zero=3, offload=parameters",
 )
 AWAY = Need("what is offloaded", OFFLOAD.made, "offload=activations, optimizer, parameters")
@@ -242,7 +243,7 @@ ON_DISK = Need(
 
 
 def check(plan: Plan, late: bool = False) -> None:
-    """Refuse the first two choices of a plan that do not go together; with `late` those that its actions tell."""
+    """Refuse the first two choices of a plan that do not go together; with `late` only those that its actions show."""
     for row in EXCLUSIONS:
         if (row.one.late or row.other.late) is late and row.one.made(plan) and row.other.made(plan):
             raise PlanError(
@@ -252,7 +253,7 @@ def check(plan: Plan, late: bool = False) -> None:
 
 
 def check_needs(plan: Plan, key: str, default: object, need: Need) -> None:
-    """Refuse a key that says how to do what the plan does not do: nothing that is asked for is left out in silence."""
+    """Refuse a key that says how to do something that the plan does not do: no key is ignored silently."""
     value = getattr(plan, key)
     if value != default and not need.there(plan):
         raise PlanError(f"{key}={shown(value)}: is of {need.what}; possible is {need.possible}")

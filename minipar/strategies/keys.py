@@ -1,4 +1,4 @@
-"""What a plan's keys take: each has a domain, which reads text or Python, and refuses with what is possible.
+"""The values that a plan's keys take. Each key has a domain, which reads text or Python values, and refuses others.
 
 dp: int = key(1, whole(1), "replicas of the pipeline, ...")      a line of the table, in `Plan`
 """
@@ -32,9 +32,9 @@ ALGORITHM = "default"
 class Domain:
     """The values that a key takes.
 
-    words    in one line
-    read     of a key's name and what was given: the value, or a PlanError with what is possible
-    values   where they are few: all of them, such as a search tries
+    words    the values, described in one line
+    read     (name of the key, what was given) -> the value; it raises a PlanError that says what is possible
+    values   all values, if there are few: a search tries these
     """
 
     words: str
@@ -52,7 +52,7 @@ class Key:
 
 
 def key(default: Any, domain: Domain, text: str, need: Need | None = None) -> Any:
-    """A field of `Plan`: its default, what it takes, a line of help, and what there must be for it to mean anything."""
+    """A field of `Plan`: its default, its domain, a line of help, and what it needs in a plan to have an effect."""
     return field(default=default, metadata={"key": Key(domain, text, need)})
 
 
@@ -60,7 +60,7 @@ def key(default: Any, domain: Domain, text: str, need: Need | None = None) -> An
 
 
 def check_keys(keys: Iterable[object], known: list[str]) -> None:
-    """Refuse what is no key of a plan."""
+    """Refuse words that are no keys of a plan."""
     for key in keys:
         if key not in known:
             close = difflib.get_close_matches(str(key), known, 1)
@@ -69,7 +69,7 @@ def check_keys(keys: Iterable[object], known: list[str]) -> None:
 
 
 def whole_number(key: str, value: object, least: int = 1, most: int | None = None) -> int:
-    """A whole number from `least` on, to `most` if there is one."""
+    """A whole number of at least `least`, and at most `most` if that is given. Errors: PlanError."""
     try:
         if isinstance(value, bool) or (isinstance(value, float) and value != int(value)):
             raise ValueError
@@ -83,7 +83,7 @@ def whole_number(key: str, value: object, least: int = 1, most: int | None = Non
 
 
 def truth(key: str, value: object) -> bool:
-    """A yes or no."""
+    """True or False, from a word. Errors: PlanError."""
     known = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
     if str(value).lower() not in known:
         raise PlanError(f"{key}={value}: must be true or false")
@@ -91,7 +91,7 @@ def truth(key: str, value: object) -> bool:
 
 
 def clip_norm(value: object) -> float | None:
-    """The norm that gradients may have; None: any."""
+    """The largest norm that gradients may have; None: any norm. Errors: PlanError."""
     if value is None or value == "none":
         return None
     try:
@@ -104,7 +104,7 @@ def clip_norm(value: object) -> float | None:
 
 
 def offloaded(value: object) -> tuple[str, ...]:
-    """What waits away from the device, in the order of OFFLOADS."""
+    """What is offloaded, in the order of OFFLOADS. Errors: PlanError."""
     found = tuple(value.split(",") if isinstance(value, str) else value) if isinstance(value, Iterable) else ()
     if value is None or found == ("none",):
         return ()
@@ -114,18 +114,18 @@ def offloaded(value: object) -> tuple[str, ...]:
 
 
 def names(value: object) -> tuple[str, ...]:
-    """Words of a list: layers by name or number, passes by name."""
+    """The words of a list, such as layers by name or number, or passes by name."""
     words = value if isinstance(value, Iterable) and not isinstance(value, str) else str(value).split(",")
     return tuple(str(word) for word in words if str(word) not in ("", "none"))
 
 
 def limit(value: object) -> int | None:
-    """Bytes, or None."""
+    """A number of bytes, or None for no limit."""
     return None if value is None or value == "none" else int(quantity("offload_limit", value))
 
 
 def split(value: object, stages: int, ranks: int, chunks: int) -> tuple[int, ...] | str | None:
-    """Layers per stage; None: even; "auto": by cost."""
+    """The number of layers of each stage; None: as even as possible; "auto": by cost. Errors: PlanError."""
     if value is None or (isinstance(value, str) and value == "even"):
         return None
     if isinstance(value, str) and value == "auto":
@@ -144,7 +144,7 @@ def split(value: object, stages: int, ranks: int, chunks: int) -> tuple[int, ...
 
 
 def slices(value: object) -> int | tuple[int, ...] | None:
-    """How many slices a sequence is cut into, or their lengths in tokens; None: what the schedule says."""
+    """How many slices a sequence is cut into, or their lengths in tokens; None: the schedule's default."""
     if value is None:
         return None
     parts = value.split(",") if isinstance(value, str) else list(value) if isinstance(value, Iterable) else [value]
@@ -158,7 +158,7 @@ def slices(value: object) -> int | tuple[int, ...] | None:
 
 
 def check_causal(plan: Plan, shape: Shape) -> None:
-    """Refuse to cut the sequences of a model that takes them whole."""
+    """Refuse slices for a model that takes only whole sequences."""
     if plan.slice_count > 1 and shape.whole:
         raise PlanError(
             f"schedule={plan.schedule}: layer {shape.whole} of this model takes whole sequences; possible are causal "
@@ -173,7 +173,8 @@ def check_causal(plan: Plan, shape: Shape) -> None:
 
 
 def bucket(value: object) -> float | str | tuple[int, ...] | None:
-    """MiB per message, "none", "flat", "auto", how many such as "4x", or the layers that end one such as (7, 3)."""
+    """The size of messages: MiB, "none", "flat", "auto", a number of messages such as "4x", or the layers that end a
+    message, such as (7, 3). Errors: PlanError."""
     if value is None:
         return None
     text = "".join(f"{layer}," for layer in value) if isinstance(value, (tuple, list)) else str(value)
@@ -197,7 +198,8 @@ def bucket(value: object) -> float | str | tuple[int, ...] | None:
 
 
 def check_one_group(plan: Plan, program: Program) -> None:
-    """Of sums by an algorithm each rank has one group: ranks that wait in another order would wait for ever."""
+    """Refuse plans in which an algorithm sums gradients over more than one group of ranks on a rank: ranks that wait
+    for their groups in different orders would wait for ever."""
     if plan.algorithm == ALGORITHM:
         return
     for rank, row in enumerate(program.ranks):
@@ -211,7 +213,7 @@ def check_one_group(plan: Plan, program: Program) -> None:
 
 
 def at_least_1(name: str, value: int) -> int:
-    """`value`, or a PlanError that names it."""
+    """`value` as an int. Errors: PlanError if it is no whole number of at least 1."""
     try:
         number = 0 if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -225,7 +227,7 @@ def at_least_1(name: str, value: int) -> int:
 
 
 def whole(least: int = 1, most: int | None = None) -> Domain:
-    """Whole numbers from `least` on, to `most` if there is one."""
+    """Whole numbers of at least `least`, and at most `most` if that is given."""
     words = f"a whole number of at least {least}" if most is None else f"{least} to {most}"
     values = () if most is None else tuple(range(least, most + 1))
     return Domain(words, lambda name, value: whole_number(name, value, least, most), values)
@@ -243,7 +245,7 @@ def one_of(*words: str) -> Domain:
 
 
 def perhaps(domain: Domain) -> Domain:
-    """The same, or None: what the schedule says."""
+    """The same values, or None, which means the schedule's default."""
     return Domain(domain.words, lambda name, value: None if value is None else domain.read(name, value), domain.values)
 
 
@@ -267,9 +269,9 @@ def _algorithm(name: str, value: str) -> str:
 
 TRUTH = Domain("true, false", truth, (False, True))
 SCHEDULE = Domain("a schedule, by its name (minipar schedules), or one of your own", _schedule)
-SPLIT = Domain("even, auto, or layers per stage such as 3,3,2", _as_given)  # (Plan reads it: it must fit the stages)
-PLACE = Domain("none, branches, or the rank of each layer such as 0,0,1,1,0", _as_given)  # (and this, the ranks)
-MODE = Domain("sync, async, ssp:S, k-of-n:K/N", _as_given)  # (and this, the workers)
+SPLIT = Domain("even, auto, or layers per stage such as 3,3,2", _as_given)  # (Plan reads this: it must fit the stages)
+PLACE = Domain("none, branches, or the rank of each layer such as 0,0,1,1,0", _as_given)  # (this must fit the ranks)
+MODE = Domain("sync, async, ssp:S, k-of-n:K/N", _as_given)  # (this must fit the workers)
 SLICES = Domain("how many, or lengths in tokens such as 4,3,2,2", lambda name, value: slices(value))
 BUCKET = Domain("MiB, none, flat, auto, 4x, or layers such as 7,3", lambda name, value: bucket(value))
 COMPRESS = Domain("none, bf16, fp16, topk:R, powersgd:R", lambda name, value: compress.parse(value))

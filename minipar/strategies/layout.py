@@ -1,12 +1,13 @@
 """Where the stages of a pipeline are: which rank holds which layers.
 
-A rank holds one stage or several, its *chunks*; `placement(rank, ranks, chunks)` says which, chunk by chunk.
+A rank holds one stage or several; they are its *chunks*. `placement(rank, ranks, chunks)` gives the stage of each
+chunk.
 
-    looped, 2 chunks      rank 0  stages 0 3     a micro-batch goes round twice: 0 1 2 0 1 2
+    looped, 2 chunks      rank 0  stages 0 3     a micro-batch goes through the ranks twice: 0 1 2 0 1 2
                           rank 1  stages 1 4
                           rank 2  stages 2 5
-    wave, 2 chunks        rank 0  stages 0 5     down and up again, a V: 0 1 2 2 1 0, and no message at the turn
-                          rank 1  stages 1 4
+    wave, 2 chunks        rank 0  stages 0 5     down the ranks and up again, a V: 0 1 2 2 1 0; no message from stage 2
+                          rank 1  stages 1 4     to 3, which are on the same rank
                           rank 2  stages 2 3
 
     both ways             rank 0  stages 0 3     two copies of every stage: half of the micro-batches go down 0 1 2 3,
@@ -14,8 +15,8 @@ A rank holds one stage or several, its *chunks*; `placement(rank, ranks, chunks)
                           rank 2  stages 2 1
                           rank 3  stages 3 0
 
-A stage may be on several ranks: then it has copies, whose gradients are summed. Which of them a micro-batch goes
-through is what the schedule says: it yields Forward(i, chunk) on one of these ranks.
+A stage may be on several ranks. Then it has copies, whose gradients are summed. The schedule says through which copy a
+micro-batch goes: it yields Forward(i, chunk) on one of these ranks.
 """
 
 from __future__ import annotations
@@ -33,12 +34,13 @@ Placement = Callable[[int, int, int], Sequence[int]]  # rank, ranks, chunks -> t
 
 
 def looped(rank: int, ranks: int, chunks: int) -> Sequence[int]:
-    """Stage s on rank s mod p. With one chunk: stage s on rank s."""
+    """Stage s is on rank s mod p. With one chunk, stage s is on rank s."""
     return [c * ranks + rank for c in range(chunks)]
 
 
 def wave(rank: int, ranks: int, chunks: int) -> Sequence[int]:
-    """Down the ranks and up again, so that two neighbouring stages share a rank at every turn."""
+    """Stages go down the ranks and up again. Where the direction changes, two neighbouring stages are on the same
+    rank."""
     return [c * ranks + (ranks - 1 - rank if c % 2 else rank) for c in range(chunks)]
 
 
@@ -48,7 +50,7 @@ def both_ways(rank: int, ranks: int, chunks: int) -> Sequence[int]:
 
 
 def place(placement: Placement, ranks: int, chunks: int, name: str = "") -> tuple[tuple[int, ...], ...]:
-    """The stages of every rank, by chunk. PlanError if they are not the stages from 0 on, each of them somewhere."""
+    """The stages of every rank, by chunk. Errors: PlanError if a stage from 0 on is on no rank."""
     found = tuple(tuple(placement(rank, ranks, chunks)) for rank in range(ranks))
     stages = {stage for mine in found for stage in mine}
     for rank, mine in enumerate(found):
@@ -66,10 +68,10 @@ def place(placement: Placement, ranks: int, chunks: int, name: str = "") -> tupl
 class Layout:
     """Which rank holds which layers: `dp` replicas of a pipeline of `pp` ranks; `split[s]` layers in stage s.
 
-    placement   per rank of a pipeline its stages, by chunk; default: stage r on rank r
+    placement   for each rank of a pipeline, its stages, by chunk; default: stage r on rank r
     host        the layers that their rank computes on the host, and not on its device
 
-    The ranks of one pipeline are neighbours (`Mesh`). Ranks below are those of a pipeline.
+    The ranks of one pipeline are neighbours (`Mesh`). In the methods, `rank` counts within one pipeline.
     """
 
     shape: Shape
@@ -94,7 +96,7 @@ class Layout:
         return range(start, start + self.split[stage])
 
     def trained(self, stage: int) -> range:
-        """Those of them that go backward."""
+        """The layers of a stage that have a backward."""
         layers = self.layers(stage)
         return range(min(max(layers.start, self.first_trainable), layers.stop), layers.stop)
 
@@ -128,16 +130,16 @@ class Layout:
         return tuple(k for k in self._groups[rank] if self.shape.groups[k].trainable)
 
     def on_host(self, group: int) -> bool:
-        """Whether the parameters of a group are those of layers on the host, which keep them there."""
+        """Whether all layers of a group are computed on the host, so that its parameters stay there."""
         return self.host.issuperset(self.shape.groups[group].layers)
 
     def holders(self, group: int) -> tuple[int, ...]:
-        """All ranks of the program that hold parameters of this group: its gradients are summed there."""
+        """All ranks of the program that hold the parameters of this group; its gradients are summed over them."""
         ranks = [r for r in range(self.pp) if group in self._groups[r]]
         return tuple(sorted(self.rank(replica, r) for replica in range(self.dp) for r in ranks))
 
     def stage_of(self, group: int) -> int:
-        """The stage in which a micro-batch's gradient of a group is completed: that of its first layer."""
+        """The stage that completes a micro-batch's gradient of a group: the stage of the group's first layer."""
         first = min(self.shape.groups[group].layers)
         return next(stage for stage in range(len(self.split)) if first in self.layers(stage))
 
@@ -148,7 +150,7 @@ class Layout:
         return len(held) > 1 and all(layers <= mine for mine in held)
 
     def chunk_of(self, group: int, rank: int) -> int:
-        """The chunk of a rank in which a micro-batch's gradient of a group is completed: that of its first layer."""
+        """The chunk of a rank that completes a micro-batch's gradient of a group: it has the group's first layer."""
         layers = set(self.shape.groups[group].layers)
         held = [(min(mine), c) for c, chunk in enumerate(self.chunks(rank)) if (mine := layers.intersection(chunk))]
         return min(held)[1]

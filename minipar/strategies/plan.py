@@ -1,6 +1,7 @@
-"""Plan: what the user chooses. `compile` turns it into a Program by the passes of `compile.py`, and verifies it.
+"""Plan: what the user chooses. `Plan.compile` makes a Program by the passes of `compile.py`, and verifies it.
 
-A plan is keywords in Python, `key=value` words in a string, or a table in TOML; all three go through one validation.
+A plan is written as keywords in Python, as `key=value` words in a string, or as a table in TOML. All three are checked
+by the same code.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from minipar.strategies.passes import host_layers
 from minipar.strategies.schedules.registry import OPTIONS
 from minipar.wording import several
 
-BLOCK = 8  # steps in one program where one step's messages travel during the next
-MOST = 10_000_000  # forwards of a layer in one program: beyond, building it would fill the memory
+BLOCK = 8  # steps in one program, where messages of one step travel during the next step
+MOST = 10_000_000  # most forwards of a layer in one program: a larger program would fill the memory
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ class Plan:
     extra_passes: tuple[str, ...] | str = key((), keys.PASSES, "passes of your own, by the names of @minipar.pass_")
 
     def __new__(cls, *_: object, **given: object) -> Plan:
-        # (so that a wrong keyword gets the same answer as a wrong word)
+        # (so that a wrong keyword gets the same error as a wrong word)
         keys.check_keys(given, [field.name for field in fields(cls)])
         return super().__new__(cls)
 
@@ -187,7 +188,8 @@ class Plan:
 
     @staticmethod
     def parse(text: str | Mapping[str, Any] | Plan) -> Plan:
-        """A plan from `"pp=2 dp=2 schedule=1f1b"`, or from a table (TOML, JSON) of the same keys; a plan is kept."""
+        """A plan from `"pp=2 dp=2 schedule=1f1b"`, or from a table (TOML, JSON) of the same keys. A Plan is returned as
+        it is. Errors: PlanError."""
         if isinstance(text, Plan):
             return text
         if isinstance(text, str):
@@ -213,24 +215,25 @@ class Plan:
 
     @property
     def asynchronous(self) -> bool:
-        """Whether there is no flush between steps: then a program is one of a whole run."""
+        """Whether there is no flush between steps. Then a program contains all steps of a run."""
         return strategies.find(self.schedule).asynchronous is not None
 
     @property
     def deciding(self) -> bool:
-        """Whether the ranks decide as they run: then the schedule's order is only what they would do at equal speed."""
+        """Whether the ranks decide as they run. Then the schedule's order is only the one that equal speeds would
+        give."""
         rules = strategies.find(self.schedule).asynchronous
         return rules is not None and rules.decides
 
     @property
     def settling_steps(self) -> int:
-        """Steps after which an asynchronous run has been as stale, and has held as many versions, as it ever will."""
+        """A number of steps after which staleness and versions of an asynchronous run have reached their maxima."""
         numbers = self.numbers
         return 2 + 4 * (self.pp + numbers["in_flight"]) * numbers["update_every"] // self.microbatches
 
     @property
     def numbers(self) -> dict[str, int]:
-        """What asynchronous schedules are told, and what they take if nobody says."""
+        """The numbers that asynchronous schedules get from the plan, with their defaults."""
         return {
             "microbatches": self.microbatches,
             "in_flight": self.in_flight or self.pp,
@@ -239,7 +242,7 @@ class Plan:
 
     @property
     def splits(self) -> bool:
-        """Whether the schedule has backwards in halves."""
+        """Whether the schedule splits backwards into an input half and a weight half."""
         return any(isinstance(a, BackwardWeight) for rank in range(self.pp) for a in self.actions(rank))
 
     @property
@@ -250,30 +253,32 @@ class Plan:
 
     @property
     def messages(self) -> float | str | tuple[int, ...]:
-        """`bucket`, or what it is by default: see there."""
+        """`bucket`, or its default, which depends on `zero`."""
         return (8 if self.zero == 3 else 25) if self.bucket is None else self.bucket
 
     @property
     def cut(self) -> int | tuple[int, ...]:
-        """Into how many slices of tokens a sequence is cut, or their lengths; 1: it stays whole."""
+        """How many slices of tokens a sequence is cut into, or their lengths; 1: it stays whole."""
         if self.slices is not None:
             return self.slices
         return self.pp if "slices" in strategies.find(self.schedule).options else 1
 
     @property
     def slice_count(self) -> int:
-        """Into how many slices a sequence is cut."""
+        """How many slices a sequence is cut into."""
         return self.cut if isinstance(self.cut, int) else len(self.cut)
 
     @property
     def total_microbatches(self) -> int:
-        """Micro-batches of rows per replica and step, over all rounds of accumulation; each is cut into slices."""
+        """Micro-batches of rows per replica and step, over all rounds of accumulation, before each is cut into
+        slices."""
         return self.microbatches * self.accumulate
 
     def block(self, steps: int, every: int = 0) -> int:
-        """How many of all `steps` to lay in one program, with a moment of rest after `every` of them (0: at any time).
+        """How many of all `steps` to put in one program. After every `every` steps a program must end (0: anywhere).
 
-        More than one where a step's messages travel during the next one: several steps, as many as divide `every`.
+        It is 1, except where messages of one step travel during the next step, or where replicas train alone.
+        Errors: PlanError if `every` does not fit `local_steps`.
         """
         if self.local_steps:
             if every % self.local_steps:
@@ -298,10 +303,10 @@ class Plan:
         return " ".join(words)
 
     def passes(self) -> tuple[Pass, ...]:
-        """What `compile` does to each step, in order: `print(*plan.passes(), sep="\\n")`.
+        """The passes that `compile` runs on each step, in order: `print(*plan.passes(), sep="\\n")`.
 
-        A pass that the plan does not need is not among them; passes of your own (`extra_passes`) are, at their places.
-        Each has a `name` and a `summary`, and is a function from a `minipar.Draft` to a Draft.
+        It contains only the passes that the plan needs, and your own passes (`extra_passes`) at their places. Each pass
+        has a `name` and a `summary`, and is a function from a `minipar.Draft` to a Draft.
         """
         return compile.passes_of(self)
 
@@ -311,7 +316,7 @@ class Plan:
         return place(schedule.placement, self.pp, self.chunks or schedule.chunks, self.schedule)
 
     def layout(self, shape: Shape, costs: LayerCosts | Profile | None = None) -> Layout:
-        """Which rank holds which layers of a model of this shape; split="auto" needs what the layers cost."""
+        """Which rank holds which layers of a model of this shape. With split="auto" it needs `costs` of the layers."""
         keys.check_causal(self, shape)
         branches.check_shape(self, shape)
         if isinstance(self.bucket, tuple) and self.bucket[0] >= shape.layers:
@@ -359,13 +364,14 @@ class Plan:
     ) -> Program:
         """The program of `steps` training steps for a model of `shape`, or of `layers` equal layers.
 
-        costs      what the layers cost for one micro-batch, such as `minipar.profile(model, batch)`; split="auto" and a
-                   checkpoint budget need them, checkpoint="sqrt" uses them
-        costs_of   makes the costs of a program, as `simulate` takes them: bucket="auto" and overlap="priority" decide
-                   by them. Default: a forward takes 1 for each layer, a backward 2, all messages together as long
+        costs      the costs of the layers for one micro-batch, such as `minipar.profile(model, batch)`; split="auto"
+                   and a checkpoint budget need them, checkpoint="sqrt" uses them
+        costs_of   gives the costs of a program, as `simulate` takes them; bucket="auto" and overlap="priority" use
+                   them. By default a layer's forward takes 1 and its backward 2, and the messages of all gradients
+                   together take as long as all forwards and backwards of one micro-batch
 
-        Raises PlanError when the plan does not fit the model, ProgramError when the program cannot run (a schedule
-        of your own may be wrong); `check=False` leaves the latter to the caller.
+        Errors: PlanError if the plan does not fit the model; ProgramError if the program cannot run (a schedule of your
+        own may be wrong). `check=False` skips the check of the program.
         """
         if (shape is None) == (layers is None):
             raise PlanError("compile: give either a shape (models.shape(name)) or layers=N")
@@ -390,8 +396,8 @@ class Plan:
         return program
 
     def _verify(self, program: Program, layout: Layout, steps: int) -> None:
-        """verify; a refusal names the schedule's action where that is the mistake, and the user's own passes that had a
-        hand in the program."""
+        """Verify the program. The error names the action of the schedule that is wrong, if there is one, and the user's
+        own passes that rewrote the program."""
         try:
             verify(program)
         except ProgramError as error:
@@ -401,7 +407,7 @@ class Plan:
             raise self._as_written(layout, steps, error) from None
 
     def _as_written(self, layout: Layout, steps: int, error: ProgramError) -> ProgramError:
-        """Why a program cannot run, as a mistake of one rank's own actions where it is one."""
+        """The error in terms of one rank's actions, if one of these is wrong; otherwise the error itself."""
         count = steps if self.asynchronous else 1
         chosen = [self.actions(rank, count, len(mine)) for rank, mine in enumerate(layout.placement)]
         trained = {stage for mine in layout.placement for stage in mine if layout.trained(stage)}
@@ -413,9 +419,11 @@ class Plan:
         return told
 
     def actions(self, rank: int, steps: int = 1, held: int = 1) -> list[Action]:
-        """The schedule of one rank, repeated for every round of accumulation; without flushes, of several steps.
+        """The schedule of one rank, repeated for every round of accumulation.
 
-        held   with `place` the stages of the rank; all ranks then follow the schedule's order for a pipeline of one
+        steps   how many steps an asynchronous schedule goes through
+        held    how many stages the rank has, with `place`; all ranks then follow the order for a pipeline of one rank
+        Errors: PlanError for what is no action, or an action on a micro-batch or chunk that does not exist.
         """
         schedule = strategies.find(self.schedule)
         chunks, pieces = self.chunks or schedule.chunks, self.microbatches * self.slice_count * steps
@@ -440,7 +448,7 @@ class Plan:
         for action in chosen:
             if not isinstance(action, Action):
                 raise PlanError(f"schedule={self.schedule}: yielded {action!r}; {possible}")
-            i, c = action.microbatch, action.chunk  # (most are plain numbers, and looking for a method takes long)
+            i, c = action.microbatch, action.chunk  # (most are plain numbers; looking for a method is slow)
             if (type(i) is not int and not hasattr(i, "__index__")) or not 0 <= i < pieces:
                 raise PlanError(
                     f"schedule={self.schedule}: {action} on rank {rank}; micro-batches count from 0 to {pieces - 1}"
@@ -460,13 +468,13 @@ class Plan:
         ]
 
 
-# `__new__` takes any keyword, to answer the wrong ones; what a plan takes is what its fields say.
+# `__new__` takes any keyword, so that it can refuse the wrong ones. The signature shows only the fields of a plan.
 _parameters = list(inspect.signature(Plan.__init__).parameters.values())[1:]
 Plan.__signature__ = inspect.Signature(_parameters, return_annotation="Plan")  # type: ignore[attr-defined]
 
 
 def table() -> dict[str, dict[str, Any]]:
-    """All there is to know of every key: default, domain, its values where they are few, help, and what it excludes."""
+    """For every key: its default, its domain, its values (if there are few), a line of help, and what it excludes."""
     found: dict[str, dict[str, Any]] = {}
     for field in fields(Plan):
         row: keys.Key = field.metadata["key"]

@@ -1,4 +1,4 @@
-"""What passes share: where a rank's instructions write and use values, and how instructions are changed and inserted.
+"""Functions that several passes use: to find where values are written and used, and to change and insert instructions.
 
 A row is the list of instructions of one rank. A place is an instruction's number in its row.
 """
@@ -19,12 +19,12 @@ MOVES = frozenset(("output", "grad_output"))  # kinds of values that go from lay
 
 
 def last_writes(row: Sequence[Instruction], *kinds: str) -> dict[int, int]:
-    """Of the values of these kinds, by layer or group: the place of the last instruction that writes one."""
+    """For values of these kinds: layer or group -> the place of the last instruction that writes it."""
     return {value[1]: k for k, ins in enumerate(row) for value in ins.writes if value[0] in kinds}
 
 
 def uses(row: Sequence[Instruction], values: Container[Value]) -> dict[Value, list[int]]:
-    """The places that read each of the values, in the order of first uses."""
+    """For each of the values, the places that read it; in the order of first uses."""
     found: dict[Value, list[int]] = {}
     for k, ins in enumerate(row):
         for value in ins.reads:
@@ -37,13 +37,14 @@ def uses(row: Sequence[Instruction], values: Container[Value]) -> dict[Value, li
 
 
 def summed(draft: Draft, rank: int) -> dict[int, tuple[int, ...]]:
-    """The groups whose whole gradient the update of a rank reads, and other ranks hold, too; each with these ranks."""
+    """The groups whose whole gradient the update of a rank reads, and that several ranks hold; each with these
+    ranks."""
     steps = [ins for ins in draft.update[rank] if ins.op is Op.STEP]
     return shared(draft.layout, [value.index for ins in steps for value in ins.reads if value.kind == "grad"])
 
 
 def keep_gradients(draft: Draft, groups: Sequence[Collection[int]]) -> Draft:
-    """Of each rank the gradients of some groups live in a communication buffer, which stays from step to step."""
+    """On each rank the gradients of these groups live in a communication buffer, which stays from step to step."""
     kept = [frozenset(map(grad, mine)) for mine in groups]
     draft = draft.each_update(
         lambda rank, row: [ins._replace(frees=tuple(v for v in ins.frees if v not in kept[rank])) for ins in row]
@@ -59,7 +60,7 @@ def insert(
     before: Mapping[int, Iterable[Instruction]] | None = None,
     after: Mapping[int, Iterable[Instruction]] | None = None,
 ) -> list[Instruction]:
-    """The row with others before and after some of its places."""
+    """The row with other instructions inserted before and after some of its places."""
     before, after = before or {}, after or {}
     result: list[Instruction] = []
     for k, ins in enumerate(row):
@@ -70,12 +71,12 @@ def insert(
 
 
 def also_free(row: Sequence[Instruction], values: Mapping[int, Iterable[Value]]) -> list[Instruction]:
-    """The row in which the instructions at some places free these values, too."""
+    """The row in which the instructions at these places also free these values."""
     return [ins._replace(frees=(*ins.frees, *values[k])) if k in values else ins for k, ins in enumerate(row)]
 
 
 def of_groups(ins: Instruction, groups: tuple[int, ...]) -> Instruction:
-    """The part of a STEP that is of these groups."""
+    """The part of a STEP that updates these groups."""
     reads, writes, frees = (
         tuple(v for v in values if v.index in groups) for values in (ins.reads, ins.writes, ins.frees)
     )
@@ -102,14 +103,14 @@ def collective(
     frees: Iterable[Value] = (),
     microbatch: int = -1,
 ) -> Instruction:
-    """A collective of these ranks on parameter groups; those of the same ranks go one after another."""
+    """A collective of these ranks on parameter groups. Collectives of the same ranks run one after another."""
     stream = "group " + ",".join(map(str, ranks))
     moved = tuple(reads), tuple(writes), tuple(frees)
     return Instruction(op, tuple(groups), microbatch, step, *moved, stream, -1, ranks, tuple(parts))
 
 
 def all_reduce(groups: Sequence[int], layout: Layout, ranks: tuple[int, ...], step: int, bucket: Bucket) -> Instruction:
-    """The sum of some gradients: in one message, or with "none" in one for each parameter tensor."""
+    """The ALL_REDUCE of some gradients, in one message; with bucket "none" in one message for each parameter tensor."""
     tensors = [(g, size) for g in groups for size in layout.shape.groups[g].tensors]
     parts = [Part(Op.ALL_REDUCE, g, size) for g, size in tensors]
     if bucket != "none":
@@ -121,7 +122,7 @@ def all_reduce(groups: Sequence[int], layout: Layout, ranks: tuple[int, ...], st
 def copy_of(
     op: Op, source: Value, target: Value, step: int, frees: tuple[Value, ...] = (), waits: tuple[Value, ...] = ()
 ) -> Instruction:
-    """An OFFLOAD or FETCH, on the stream of its direction; it also waits for the values in `waits`."""
+    """An OFFLOAD or FETCH on the stream of its direction. It also waits for the values in `waits`."""
     slower = tier(target if op is Op.OFFLOAD else source)
     stream = f"{'to' if op is Op.OFFLOAD else 'from'} {slower}"
     reads = tuple(dict.fromkeys((source, *waits)))

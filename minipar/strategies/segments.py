@@ -1,10 +1,10 @@
-"""What `checkpoint=` means: from the user's word to a schedule of moves for each stage (see `passes/checkpoint.py`).
+"""What `checkpoint=` means: a schedule of moves for each stage (see `passes/checkpoint.py`) from the user's word.
 
 checkpoint=4         0 1 2 3 | 4 5 6 7 | 8 9        segments of 4 layers, counted in each stage
 checkpoint=sqrt      segments of the length that takes the least memory
 checkpoint=3,7       0 1 2 | 3 4 5 6 | 7 8 9        segments begin at these layers
 checkpoint=selective the core of each attention, inside its layer: see `minipar.models.selective_checkpoint`
-checkpoint=64MiB     whatever is fastest and fits: some layers keep what they save, some run again, perhaps twice
+checkpoint=64MiB     the fastest schedule that fits: some layers keep what they save, others run again, perhaps twice
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ POSSIBLE = (
 
 
 def parse(value: object) -> Checkpoint:
-    """One of the forms of `Checkpoint`, from a word or a Python value; PlanError for anything else."""
+    """A `Checkpoint`, from a word or a Python value. Errors: PlanError for anything else."""
     if isinstance(value, str):
         if value in ("none", "sqrt", "selective"):
             return value
@@ -77,14 +77,14 @@ def schedules(
     costs: LayerCosts | Profile | None = None,
     receives_ahead: int = 2,
 ) -> list[tuple[Move, ...]]:
-    """For each stage how one micro-batch goes through its trainable layers; moves count from the first of these.
+    """For each stage, the moves of one micro-batch through its trainable layers, which count from 0 in each stage.
 
-    actions   of each rank: with how many micro-batches in flight the choice has to do
-    costs     of each layer, for a budget; with them "sqrt" takes sizes into account
+    actions   the actions of each rank, which say how many micro-batches are in flight
+    costs     the costs of each layer, which a budget needs; with them "sqrt" takes sizes into account
 
     A budget counts activations: outputs, their gradients, what is saved, and `receives_ahead` buffers for messages
-    from each neighbour; not the input rows. Outputs that wait for a slow link to take them come on top. Raises
-    PlanError for a choice that does not fit the model, and for a budget that is too small; it names the least one.
+    from each neighbour. It does not count the input rows, nor outputs that wait because a link is slow. Errors:
+    PlanError for a choice that does not fit the model, and for a budget that is too small; it names the smallest one.
     """
     if isinstance(costs, Profile):
         costs = LayerCosts.of(costs)
@@ -118,9 +118,9 @@ def schedules(
 
 
 def in_flight(actions: Iterable[Action]) -> int:
-    """The most micro-batches of a chunk's actions between the beginning of their forward and the end of their backward.
+    """The largest number of micro-batches between the beginning of their forward and the end of their backward.
 
-    (A split backward ends, for what recomputation is about, with its input half.)
+    (A split backward counts until the end of its input half, since recomputation is only for that.)
     """
     now = most = 0
     for action in actions:
@@ -155,7 +155,8 @@ def _chain(costs: LayerCosts, layout: Layout, part: range) -> Chain:
 def _within(
     budget: int, layout: Layout, stages: list[range], flying: list[int], costs: LayerCosts, receives_ahead: int
 ) -> list[tuple[Move, ...]]:
-    """The fastest schedule of each stage; or the budget with which every stage has one."""
+    """The fastest schedule of each stage within the budget. Errors: PlanError, which names the smallest possible
+    budget."""
     around = [_around(layout, stage, flying[stage], costs, receives_ahead) for stage in range(layout.pp)]
     chains = [_chain(costs, layout, part) if part else None for part in stages]
     found: list[tuple[Move, ...]] = []
@@ -178,7 +179,7 @@ def _within(
 
 
 def _around(layout: Layout, stage: int, flying: int, costs: LayerCosts, receives_ahead: int) -> int:
-    """Bytes that a stage needs besides its chain of trainable layers."""
+    """Bytes that a stage needs in addition to its chain of trainable layers."""
     layers, start = layout.layers(stage), layout.trained(stage).start
     total = flying * costs.output[start - 1] if start and start < layers.stop else 0  # the input of the chain stays
     messages = min(receives_ahead, layout.microbatches)
@@ -186,12 +187,12 @@ def _around(layout: Layout, stage: int, flying: int, costs: LayerCosts, receives
         total += messages * costs.output[layers.start - 1]
     if start < layers.stop < layout.shape.layers:
         total += messages * costs.gradient[layers.stop - 1]
-    frozen = range(layers.start, start)  # forward runs through them with two outputs at a time
+    frozen = range(layers.start, start)  # during their forward two outputs exist at a time
     return total + max((sum(costs.output[max(0, layer - 1) : layer + 1]) for layer in frozen), default=0)
 
 
 def _size(count: int, up: bool = False) -> str:
-    """Bytes as a word that `parse` reads, rounded up if it is to suffice."""
+    """Bytes as a word that `parse` reads; with `up`, rounded up so that a budget of this size is enough."""
     if count < 2**20:
         return f"{count}B"
     return f"{-(-count * 100 // 2**20) / 100 if up else count / 2**20:.2f}MiB"

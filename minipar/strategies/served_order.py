@@ -1,9 +1,9 @@
-"""Programs of parameter servers as they happened: made from the order in which servers applied and answered.
+"""Programs of parameter servers as they happened, made from the order in which servers applied and answered.
 
     order      ANSWER w0 | ANSWER w1 | TAKE w1 step 0, APPLY | ANSWER w1 | TAKE w0 step 0, APPLY ...
     server     REPLY ->0 | REPLY ->1 | ACCEPT <-1, APPLY     | REPLY ->1 | ACCEPT <-0, APPLY     ...
 
-In mode sync the order is known beforehand, and so is the program.
+In mode sync the order, and so the program, is known before the run.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ Blocks = Mapping[int, Sequence[Instruction]]
 
 
 def in_step(workers: int, step: int) -> list[Row]:
-    """A step of mode sync: every worker gets its answer, every worker's gradient is taken, all are applied."""
+    """The log of a step in mode sync: an answer for every worker, then a gradient from every worker, then an update."""
     order = [Row(Kind.ANSWER, w, step, step) for w in range(workers)]
     order += [Row(Kind.TAKE, w, step, step) for w in range(workers)]
     return [*order, Row(Kind.APPLY, -1, -1, step)]
 
 
 def completed(order: Sequence[Row]) -> dict[int, Row]:
-    """Of each gradient that arrived, by its place in the order, the answer that it was computed from.
+    """For each gradient that arrived, by its place in the order: the answer whose parameters it was computed from.
 
-    Answers to workers that died before they pushed are not among them.
+    It has no answers to workers that died before they pushed.
     """
     answers: dict[tuple[int, int], Row] = {}
     found = {}
@@ -41,9 +41,9 @@ def completed(order: Sequence[Row]) -> dict[int, Row]:
 
 
 def as_it_happened(template: Program, order: Sequence[Row], shares: Sequence[dict[int, int]]) -> Program:
-    """The program of an order: `template` with the steps that its workers did, and with what its servers did.
+    """The program of an order: `template` with the steps that its workers did, and the instructions of its servers.
 
-    shares   of each server, from `shares.shares_of`
+    shares   what each server keeps, from `shares.shares_of`
     """
     workers = template.workers
     steps: list[list[int]] = [[] for _ in range(workers)]
@@ -62,7 +62,7 @@ def of_servers(
 ) -> list[tuple[Instruction, ...]]:
     """The instructions of each server, from the order of what they did.
 
-    blocks   of each worker its instructions, by step
+    blocks   for each worker: step -> its instructions
     """
     done = completed(order)
     used = {id(answer) for answer in done.values()}
@@ -90,7 +90,7 @@ def _server(
                 if ins.op is Op.PUSH and ins.peer == workers + server:
                     values = tuple(pushed(g, row.worker, row.step) for g in ins.layers)
                     accept = message(Op.ACCEPT, ins.layers, share, row.step, row.worker)
-                    late = values if row.kind is Kind.DROP else ()  # dropped: it came for nothing
+                    late = values if row.kind is Kind.DROP else ()  # a dropped gradient is freed at once
                     result.append(accept._replace(writes=values, frees=late))
             if row.kind is Kind.TAKE:
                 taken.append(row)
@@ -101,7 +101,7 @@ def _server(
 
 
 def update(share: dict[int, int], row: Row, taken: Sequence[Row]) -> Instruction:
-    """The APPLY of a server with this share: an update by the gradients of these rows."""
+    """The APPLY of a server with this share. It uses the gradients of the rows in `taken`."""
     groups = tuple(sorted(share))
     state = tuple(served(g) for g in groups) + tuple(served_state(g) for g in groups)
     values = tuple(pushed(g, take.worker, take.step) for take in taken for g in groups)

@@ -1,7 +1,7 @@
-"""Which server keeps which part of which tensor: the parameters laid end to end, cut into ranges of equal bytes.
+"""Which server keeps which part of which tensor: the parameters are concatenated and cut into parts of equal bytes.
 
     tensors    |----- 0 -----|- 1 -|--------------------- 2 ---------------------|
-    servers    |---------- 0 -----------|---------- 1 -----------|------- 2 ------|      a large one is cut
+    servers    |---------- 0 -----------|---------- 1 -----------|------- 2 ------|      tensor 2 is cut
 
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014.
 """
@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 from minipar.program import Group, Instruction, Op, Part
 
-GRAIN = 16  # bytes: a cut is never inside an element, of whatever type
+GRAIN = 16  # bytes: no cut is inside an element, whatever its type
 
 
 class Piece(NamedTuple):
-    """Bytes `start` to `stop` of a tensor, which stand at byte `place` of what their server keeps."""
+    """Bytes `start` to `stop` of a tensor. They begin at byte `place` of what their server keeps."""
 
     tensor: int
     start: int
@@ -30,9 +30,10 @@ class Piece(NamedTuple):
 
 
 def cut(sizes: Sequence[int], servers: int, alignment: Sequence[int] = ()) -> list[list[Piece]]:
-    """For each server its pieces, in order, of tensors of so many bytes.
+    """For each server, its pieces of tensors with these sizes in bytes, in order.
 
-    alignment   of each tensor's place, where tensors of several types stand together; default: none is needed
+    alignment   for each tensor, what its `place` is a multiple of, if tensors of several types are stored together;
+                default: 1 for all
     """
     total = sum(sizes)
     found: list[list[Piece]] = [[] for _ in range(servers)]
@@ -53,17 +54,18 @@ def cut(sizes: Sequence[int], servers: int, alignment: Sequence[int] = ()) -> li
 
 
 def message(op: Op, groups: Sequence[int], share: dict[int, int], step: int, peer: int) -> Instruction:
-    """One of a PUSH and an ACCEPT, or a REPLY and a PULL: what of some groups is on one server, `share` in bytes."""
+    """A PUSH, ACCEPT, REPLY or PULL: it moves the parts of some groups that one server keeps. `share` has their
+    bytes."""
     here = tuple(g for g in groups if g in share)
     parts = tuple(Part(op, g, share[g]) for g in here)
     return Instruction(op, here, -1, step, stream=f"{op.value.lower()} {peer}", peer=peer, parts=parts)
 
 
-Shares = list[dict[int, int]]  # per server: bytes that it keeps of each parameter group, whole groups left out
+Shares = list[dict[int, int]]  # for each server: parameter group -> bytes of it that the server keeps
 
 
 def shares_of(groups: Sequence[Group], servers: int) -> Shares:
-    """How many bytes of which parameter group are on which server."""
+    """For each server, how many bytes of which parameter groups it keeps."""
     owner = [(g, size) for g, group in enumerate(groups) for size in group.tensors]
     found: Shares = [{} for _ in range(servers)]
     for server, pieces in enumerate(cut([size for _, size in owner], servers)):

@@ -1,7 +1,8 @@
 """Trace: when every instruction of a program ran, predicted or measured, and what follows from it.
 
-A trace keeps the program and two numbers per instruction, start and end. Bubble, memory, bytes, critical path and the
-picture are derived. Times are seconds in measured traces, and the unit of the costs in predicted ones.
+A trace has the program and two numbers for each instruction: its start and its end. Bubbles, memory, bytes, the
+critical path and pictures are computed from these. Times are seconds in measured traces, and the unit of the costs in
+predicted ones.
 """
 
 from __future__ import annotations
@@ -54,13 +55,14 @@ class Event(NamedTuple):
 class Trace:
     """Start and end of every instruction of `program`; `starts[r][k]` belongs to `program.ranks[r][k]`.
 
-    size     memory of a value on a rank, in `unit`: "bytes", or "activations" (one micro-batch's on one rank)
+    size     memory of a value on a rank, in `unit`
     kind     "predicted" or "measured"
-    data     bytes of input rows that each rank holds throughout
+    unit     "bytes", or "activations": 1 is what a rank keeps for one micro-batch
+    data     bytes of input rows that each rank holds all the time
     note     a line that every picture shows (such as how the prediction was made)
-    overruns per rank the indices of instructions whose real work took longer than the emulated device
-    series   per rank every change of its memory, temporaries included: tracked, or predicted from profiles of layers;
-             without it memory is derived from the values' lifetimes
+    overruns for each rank, the indices of instructions whose real work took longer than on the emulated device
+    series   for each rank, every change of its memory, including temporary memory: tracked in the run, or predicted
+             from profiles of layers. Without it memory is computed from the values' lifetimes
     """
 
     program: Program
@@ -79,7 +81,7 @@ class Trace:
         return f"<{self.summary()}>"
 
     def summary(self) -> str:
-        """One line: how long, how idle, how much memory."""
+        """One line with time, bubbles and peak memory."""
         peak = max(self.peak_memory(), default=0)
         memory = f"{peak / 2**20:.2f} MiB" if self.unit == "bytes" else several(max(self.in_flight()), "activation")
         time = f"{self.time * 1e3:.2f} ms" if self.kind == "measured" or self.unit == "bytes" else f"{self.time:g}"
@@ -94,7 +96,7 @@ class Trace:
 
     @cached_property
     def span(self) -> tuple[float, float]:
-        """First start and last end over all ranks. (A receive is posted early: it does not open the span.)"""
+        """First start and last end over all ranks. (Receives are posted early, so their starts do not count.)"""
         RECV = Op.RECV
         begun = chain.from_iterable(map(zip, self.program.ops, self.starts))
         first = min((start for op, start in begun if op is not RECV), default=0.0)
@@ -111,7 +113,7 @@ class Trace:
         return [event for rank in range(len(self.program.ranks)) for event in self.events_of(rank)]
 
     def events_of(self, rank: int) -> Iterator[Event]:
-        updates = dict.fromkeys(range(-1, len(self.program.groups)), 0)  # (-1: of an imported trace, all in one)
+        updates = dict.fromkeys(range(-1, len(self.program.groups)), 0)  # (-1: all groups of an imported trace)
         for index, ins in enumerate(self.program.ranks[rank]):
             groups = (self._groups_of(ins) if ins.op in COMPUTE else ()) or (-1,)
             used = min(updates[g] for g in groups) if ins.op in COMPUTE else None
@@ -129,7 +131,7 @@ class Trace:
     def _groups_of(self, ins: Instruction) -> tuple[int, ...]:
         """The trainable parameter groups that a compute instruction works on."""
         if ins.op is Op.STEP:
-            return ins.layers if self.program.groups else ()  # (a trace from another tool's file names none)
+            return ins.layers if self.program.groups else ()  # (an imported trace has no groups)
         known = self._cache.setdefault("groups", {})
         if ins.layers not in known:
             found = {g for layer in ins.layers for g in self.program.groups_of_layer[layer]}
@@ -138,7 +140,7 @@ class Trace:
 
     @cached_property
     def busy(self) -> list[float]:
-        """Per rank the time spent in compute instructions."""
+        """For each rank, the time spent in compute instructions."""
         return [
             sum(e - s for ins, s, e in zip(row, self.starts[r], self.ends[r], strict=True) if ins.stream == "compute")
             for r, row in enumerate(self.program.ranks)
@@ -155,7 +157,8 @@ class Trace:
         return max(0.0, len(self.busy) * self.time - work) / work if work else 0.0
 
     def window_bubble(self) -> float:
-        """max over ranks of (last end - first start of its compute) - its work: the zero-bubble papers' measure."""
+        """The zero-bubble papers' measure: the maximum over ranks of (last end - first start) - busy time, of its
+        compute."""
         windows = []
         for r, row in enumerate(self.program.ranks):
             mine = [k for k, ins in enumerate(row) if ins.stream == "compute"]
@@ -166,7 +169,7 @@ class Trace:
     # memory and bytes ------------------------------------------------------------------------------------------------
 
     def memory(self, rank: int) -> Curve:
-        """Memory of a rank over time: from `series`, or else as the values' lifetimes say."""
+        """Memory of a rank over time: from `series` if the trace has it, otherwise from the values' lifetimes."""
         key = f"memory {rank}"
         if key in self._cache:
             return self._cache[key]
@@ -175,26 +178,27 @@ class Trace:
         return curve
 
     def peak_memory(self) -> list[int] | list[float]:
-        """Per rank the highest memory, in bytes (int); in units of activations where no bytes are known."""
+        """For each rank, the highest memory, in bytes (int), or in units of activations if no bytes are known."""
         peaks = [self.memory(rank).peak for rank in range(len(self.program.ranks))]
         return [round(peak) for peak in peaks] if self.unit == "bytes" else [round(peak, 9) for peak in peaks]
 
     def peak_by_kind(self, rank: int) -> dict[str, int]:
-        """What a rank's memory consists of at the moment of its peak, in bytes."""
+        """For each kind of memory, the bytes that a rank holds at the moment of its peak."""
         curve = self.memory(rank)
         k = max(range(len(curve.total)), key=curve.total.__getitem__, default=0)
         return {name: round(column[k]) for name, column in curve.kinds.items()}
 
     def in_flight(self) -> list[float]:
-        """Per rank the most activations held at once, in units of one micro-batch on the rank's whole share.
+        """For each rank, the most activations held at the same time; 1 is one micro-batch in all layers of the rank's
+        share.
 
-        Of a split backward they are held until its weight half is done.
+        With a split backward they count until the weight half is done.
         """
         peaks, HALF, SEND, RECV = [], Op.BACKWARD_INPUT, Op.SEND, Op.RECV
         for rank, row in enumerate(self.program.ranks):
             now = peak = 0
             for op, ins in zip(self.program.ops[rank], row, strict=True):
-                if op is SEND or op is RECV or op is HALF:  # (what a half frees and what it leaves are the same)
+                if op is SEND or op is RECV or op is HALF:  # (an input half leaves as much as it frees)
                     continue
                 for value in ins.writes:
                     if value.kind == "saved":
@@ -209,11 +213,12 @@ class Trace:
         return [int(x) if x == int(x) else x for x in peaks]
 
     def weight_versions(self) -> list[int]:
-        """Per rank how many versions of its parameters are alive at once. One, in a synchronous program."""
+        """For each rank, the largest number of versions of its parameters; 1 in a synchronous program."""
         return [alive(row) for row in self.program.ranks]
 
     def staleness(self) -> list[int]:
-        """Per rank the most updates between the version that a forward used and the one its gradient went into."""
+        """For each rank, the largest number of updates between the version that a forward used and the version that its
+        gradient updated."""
         if self.program.serving is not None:
             return service.staleness(self.program)
         worst = []
@@ -240,7 +245,7 @@ class Trace:
         return comm_volume.sent(self.program, self.size, rank, ins) if self.unit == "bytes" else 0
 
     def bytes_sent(self) -> list[int]:
-        """Per rank the bytes sent in the whole program."""
+        """For each rank, the bytes sent in the whole program."""
         return [sum(self.sent(rank, ins) for ins in row) for rank, row in enumerate(self.program.ranks)]
 
     def bytes_by_link(self, algorithm: str = "backend") -> dict[tuple[int, comm_volume.Receiver], int]:
@@ -249,7 +254,7 @@ class Trace:
         return comm_volume.by_link(self.program, self.size, algorithm) if self.unit == "bytes" else {}
 
     def bytes_by_kind(self) -> dict[str, int]:
-        """Bytes sent by all ranks together, by what they are: parameters, gradients, activations (and their
+        """Bytes sent by all ranks together for each kind of value: parameters, gradients, activations (with their
         gradients), ..."""
         kinds: dict[str, int] = {}
         sent = comm_volume.by_kind(self.program, self.size) if self.unit == "bytes" else {}
@@ -265,7 +270,7 @@ class Trace:
     # causes ----------------------------------------------------------------------------------------------------------
 
     def critical_path(self) -> list[Event]:
-        """The chain of instructions that the makespan consists of, first to last: each waited for the one before it."""
+        """The chain of instructions whose times add up to the makespan, in order: each waited for the one before it."""
         from minipar.trace.critical_path import critical_path
 
         return critical_path(self)
@@ -285,7 +290,8 @@ class Trace:
         return drawing.draw([self], **options)
 
     def show(self, **options: Any) -> Timeline:
-        """The picture to take hold of: zoom, ask, play. See `minipar_widgets.Timeline`, which takes the options."""
+        """The interactive picture, in which you can zoom, ask and play. It has the options of
+        `minipar_widgets.Timeline`."""
         from minipar_widgets import Timeline
 
         return Timeline(self, **options)
@@ -305,7 +311,7 @@ class Trace:
     # in and out ------------------------------------------------------------------------------------------------------
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Everything as JSON text; `from_json` gives it back. Written to `path` if given."""
+        """The whole trace as JSON text, written to `path` if given. `from_json` reads it."""
         program = self.program.to_json()
         values = [Value(*entry) for entry in program["values"]]
         state: Sequence[frozenset[Value]] = self.program.state or [frozenset()] * len(self.program.ranks)
@@ -339,7 +345,7 @@ class Trace:
 
     @staticmethod
     def from_json(text: str) -> Trace:
-        """A trace from `to_json`'s text."""
+        """The trace that `to_json` wrote. Errors: MiniparError."""
         try:
             data = json.loads(text)
         except json.JSONDecodeError as error:

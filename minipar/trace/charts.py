@@ -1,4 +1,4 @@
-"""Line charts that show themselves in a notebook and say in words what they show: times over sizes, losses over steps.
+"""Line charts, such as times over sizes or losses over steps. A notebook shows them by itself, with a description.
 
     lines({"ring": [(1e3, 0.6), (1e6, 6.6)], "tree": [...]}, x="bytes", y="ms", log="xy")
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#AA4499", "#8C6D31", "#7A7A7A", "#CC79A7", "#999933")
 MARKERS = "osDv^PX*"
 DASHES = ("-", "--", "-.", ":")
-FEW_DECADES = 1000  # last / first value of a logarithmic axis, below which its ticks are plain numbers
-MANY = 40  # points, beyond which markers would hide the line
+FEW_DECADES = 1000  # if last / first value of a logarithmic axis is smaller, its ticks are plain numbers
+MANY = 40  # points; with more of them markers would hide the line
 
 Points = Sequence[tuple[float, float]]
 
@@ -30,12 +30,12 @@ def lines(
 ) -> Figure:
     """One chart of several curves, each a name and its points (x, y).
 
-    x, y    what stands on the axes, with the unit
-    log     axes that are logarithmic: "", "x", "y" or "xy"
+    x, y    labels of the axes, with the unit
+    log     which axes are logarithmic: "", "x", "y" or "xy"
     width   inches
 
-    The words that stand for the picture (its `alt`, and what a notebook shows as text) name each curve with its first
-    and last point. Errors: PlanError for no curve, or one without points.
+    The description of the picture (its `alt`, and what a notebook shows as text) names each curve with its first and
+    last point. Errors: PlanError for no curve, or one without points.
     """
     if not curves or not all(curves.values()):
         empty = next((name for name, points in curves.items() if not points), None)
@@ -71,7 +71,7 @@ def lines(
 
 
 def _plain_ticks(axis: Any, values: Sequence[float]) -> None:
-    """A short logarithmic axis has 1, 2, 5, 10, ... on it; by itself it would name one power of ten, or none."""
+    """Give a short logarithmic axis the ticks 1, 2, 5, 10, ... Without this it would have one power of ten, or none."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     if min(values) > 0 and max(values) < FEW_DECADES * min(values):

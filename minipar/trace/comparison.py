@@ -1,4 +1,4 @@
-"""Two traces of one program side by side, instruction for instruction: usually measured under predicted."""
+"""Two traces of one program side by side, instruction by instruction: usually the measured one under the predicted."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class Comparison:
         return list(zip(self.trace.events, self.other.events, strict=True))
 
     def table(self, limit: int = 20) -> str:
-        """The instructions whose durations differ most, as text. (A receive has none: it is an arrival.)"""
+        """The instructions whose durations differ most, as text. (Receives are left out, because they have no
+        duration.)"""
         from minipar.trace import labels
 
         clock = labels.clock([self.trace])
@@ -71,7 +72,8 @@ class Comparison:
         return drawing.draw([self.other, self.trace], **options)
 
     def show(self, **options: Any) -> Timeline:
-        """Both timelines to take hold of, with the difference of every instruction. See `minipar_widgets.Timeline`."""
+        """Both timelines as an interactive picture, with the difference of each instruction:
+        `minipar_widgets.Timeline`."""
         from minipar_widgets import Timeline
 
         return Timeline(self.trace, self.other, **options)

@@ -1,10 +1,10 @@
-"""The critical path of a trace: the chain of instructions that its makespan consists of.
+"""The critical path of a trace: the chain of instructions whose times add up to the makespan.
 
-    rank 0   F0 F1 ................ B0 .... B1 | STEP           read backwards from the last end: each instruction
-    rank 1      F0 B0 F1 B1                                     was waiting for the one before it in the chain
+    rank 0   F0 F1 ................ B0 .... B1 | STEP           found backwards from the last end: each instruction
+    rank 1      F0 B0 F1 B1                                     waited for the one before it in the chain
 
-Who waits for whom follows from the rule by which programs run: a rank walks its list in order, reads wait for the
-receive or collective that writes them, a stream works in order, and a collective waits for its last rank.
+The rule of execution says what waits for what: a rank walks its list in order, an instruction waits for the receive or
+collective that writes what it reads, a stream works in order, and a collective waits for its last rank.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def critical_path(trace: Trace) -> list[Event]:
-    """The instructions that the makespan consists of, first to last; each waited for the one before it.
+    """The instructions on the critical path, in order; each waited for the one before it.
 
-    Of a collective the path shows the rank that joined it last. In a predicted trace the durations (for a receive:
-    its delay after the end of its SEND) add up to the makespan; in a measured one there are small gaps.
+    For a collective the path has the rank that joined it last. In a predicted trace the durations (for a receive: its
+    delay after the end of its SEND) add up to the makespan. In a measured trace there are small gaps.
     """
     rows, starts, ends = trace.program.ranks, trace.starts, trace.ends
     sender = {receive: send for send, receive in messages(trace.program)}
@@ -36,7 +36,7 @@ def critical_path(trace: Trace) -> list[Event]:
             return sender[place]
         rank, index = place
         there = {k: arrivals.get((rank, k), ends[rank][k]) for k in before[rank][index]}
-        # What ended after this one began was not waited for (a measured SEND is seen to end late, for one).
+        # It did not wait for what ended after it began. (For example, the end of a measured SEND is seen late.)
         in_time = [k for k in there if there[k] <= starts[rank][index]] or there
         best = max(in_time, key=lambda k: (there[k], rows[rank][k].stream == "compute", k), default=None)
         return None if best is None else (rank, best)
@@ -44,7 +44,7 @@ def critical_path(trace: Trace) -> list[Event]:
     everything = ((rank, index) for rank, row in enumerate(rows) for index in range(len(row)))
     place = max(everything, key=lambda p: (ends[p[0]][p[1]], rows[p[0]][p[1]].stream == "compute", p[1]), default=None)
     path: list[Place] = []
-    seen: set[Place] = set()  # only a program that cannot run has a cycle, but a picture of it must not hang
+    seen: set[Place] = set()  # a program that cannot run may have a cycle, and its picture must not hang
     while place is not None and place not in seen:
         place = max(members.get(place, [place]), key=lambda p: (starts[p[0]][p[1]], p == place))
         seen.add(place)
@@ -58,10 +58,11 @@ def critical_path(trace: Trace) -> list[Event]:
 
 
 def _arrivals(trace: Trace, sender: Mapping[Place, Place]) -> dict[Place, float]:
-    """When each measured message was there, as far as can be known.
+    """An estimate of when each measured message arrived.
 
-    A measured RECV ends when its rank has looked, perhaps long after the message came. So a message counts as there
-    when it was sent, and had the time that the fastest on its link took from the start of its SEND.
+    A measured RECV ends when its rank checks for the message, perhaps long after it came. So a message counts as
+    arrived when its SEND has ended, and when as much time has passed since the start of its SEND as the fastest message
+    of the link took.
     """
     starts, ends = trace.starts, trace.ends
     fastest: dict[tuple[int, int], float] = {}
@@ -75,7 +76,7 @@ def _arrivals(trace: Trace, sender: Mapping[Place, Place]) -> dict[Place, float]
 
 
 def messages(program: Program) -> list[tuple[Place, Place]]:
-    """Every message as (place of its SEND, place of its RECV): the k-th receive of a link is its k-th send."""
+    """Every message as (place of its SEND, place of its RECV): the k-th receive of a link belongs to its k-th send."""
     sends: dict[tuple[int, int], list[Place]] = {}
     receives: dict[tuple[int, int], list[Place]] = {}
     for rank, row in enumerate(program.ranks):
@@ -88,7 +89,7 @@ def messages(program: Program) -> list[tuple[Place, Place]]:
 
 
 def _collectives(program: Program) -> dict[Place, list[Place]]:
-    """For the place of each collective the places of all its members: the k-th of a group is the same on all ranks."""
+    """For the place of each collective, its places on all ranks: the k-th one of a group is the same on all ranks."""
     members: dict[tuple[tuple[int, ...], int], list[Place]] = {}
     for rank, row in enumerate(program.ranks):
         joined: dict[tuple[int, ...], int] = {}
@@ -100,10 +101,10 @@ def _collectives(program: Program) -> dict[Place, list[Place]]:
 
 
 def _before(row: Sequence[Instruction]) -> list[list[int]]:
-    """For each instruction of a rank those of the same rank that it may have waited for. None, for a receive.
+    """For each instruction of a rank, the instructions of the same rank that it may have waited for.
 
-    These are the compute instruction before it, the receives and collectives whose values were read since then, and
-    for communication the one before it on its stream.
+    These are the compute instruction before it, and the receives and collectives whose values were read since then. For
+    communication it is also the instruction before it on its stream. A receive waits for none.
     """
     found: list[list[int]] = []
     compute: list[int] = []

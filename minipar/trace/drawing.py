@@ -1,7 +1,7 @@
 """Static pictures of traces: a timeline with a lane per rank, and the memory curves under it.
 
     rank 0  |F0|F1|  |B0  |B1  |S|      one trace: filled bars, the number is the micro-batch;
-            /// '        '  xxxx        under them messages and collectives (hatched), receives (ticks)
+            /// '        '  xxxx        below them messages and collectives (hatched), receives (ticks)
     rank 0  predicted, outlined         two traces: one over the other, on one time axis
             measured, filled
     memory  _/--\\__                     a step curve per rank, its peak marked
@@ -34,10 +34,10 @@ __all__ = ["draw", "page", "svg", "table", "text"]
 Span = tuple[float, float]
 RANK_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#AA4499", "#999933", "#7A7A7A", "#CC79A7", "#8C6D31")
 RANK_MARKERS = "osDv^PX*"
-MANY_BARS = 20_000  # beyond this they are stored as pixels in an SVG
+MANY_BARS = 20_000  # more bars than this are stored as pixels in an SVG
 MANY_NUMBERS = 2_500
 MANY_MESSAGES = 200
-NARROW = 3.0  # points; a bar's edge would hide its face
+NARROW = 3.0  # points; the edge of a narrower bar would hide its face
 
 
 def draw(
@@ -59,8 +59,8 @@ def draw(
     title     default: the program's name
     arrows    arrows from each SEND to its RECV, if there are at most 200 messages
 
-    Communication has its own thin lane under the bars; it is left out if it takes no time at all (as in the papers'
-    figures). The figure shows itself in a notebook and belongs to no window (it is no pyplot figure).
+    Communication has its own thin lane under the bars. It is not drawn if it takes no time at all (as in the papers'
+    figures). A notebook shows the figure by itself. It belongs to no window, because it is no pyplot figure.
     Errors: MiniparError for no traces, more than two, different numbers of ranks, an empty trace, a bad window.
     """
     import matplotlib
@@ -110,7 +110,7 @@ def svg(traces: Sequence[Trace], **options: Any) -> str:
 
 
 def _bars(trace: Trace, scale: float, span: Span) -> Bars:
-    """The bars of a trace, cut to what is in sight; without communication that takes no time."""
+    """The bars of a trace that are inside `span`, without communication that takes no time."""
     import numpy as np
 
     rows: dict[str, list[tuple[int, float, float, int]]] = {}
@@ -119,7 +119,7 @@ def _bars(trace: Trace, scale: float, span: Span) -> Bars:
             rows.setdefault(labels.kind_of(ins), []).append((rank, start, end, labels.number_of(ins)))
     bars = {kind: np.array(found, dtype=float) for kind, found in rows.items()}
     if "receive" in bars:
-        bars["receive"][:, 1] = bars["receive"][:, 2]  # posted long before; what counts is when the message was there
+        bars["receive"][:, 1] = bars["receive"][:, 2]  # it was posted long before; show only when the message arrived
         sends = bars.get("message", np.zeros((0, 4)))
         if not (sends[:, 2] > sends[:, 1]).any() and sorted(sends[:, 2]) == sorted(bars["receive"][:, 2]):
             del bars["receive"], bars["message"]
@@ -167,7 +167,7 @@ def _draw_bars(
         )
         return
     narrow = bool((end > start).any()) and float(np.median((end - start)[end > start])) * points < NARROW
-    least = 1.2 / points  # what takes no time is seen, too
+    least = 1.2 / points  # a bar that takes no time can be seen, too
     end = np.maximum(end, start + least) if kind in BENEATH else np.where(end > start, end, start + least)
     corners = [np.stack([x, y], 1) for x, y in ((start, top), (end, top), (end, bottom), (start, bottom))]
     if outlined:
@@ -185,7 +185,7 @@ def _draw_bars(
 
 
 def _draw_numbers(axes: Axes, bars: np.ndarray, y: np.ndarray, points: float, height: float, ink: str) -> None:
-    """Micro-batch numbers, in the largest size that suits most bars; none where a bar is too small for it."""
+    """Micro-batch numbers, in the largest size that fits most bars. A bar that is too small gets no number."""
     import numpy as np
 
     bars, y = bars[bars[:, 3] >= 0], y[bars[:, 3] >= 0]
@@ -198,7 +198,7 @@ def _draw_numbers(axes: Axes, bars: np.ndarray, y: np.ndarray, points: float, he
         if fits.mean() >= 0.7 and size * 1.25 <= height:
             break
     rank = bars[:, 0].astype(int)
-    fits &= (np.bincount(rank, fits) / np.maximum(1, np.bincount(rank)))[rank] >= 0.4  # not here and there in a lane
+    fits &= (np.bincount(rank, fits) / np.maximum(1, np.bincount(rank)))[rank] >= 0.4  # not on only a few bars
     if size * 1.25 > height or fits.sum() > MANY_NUMBERS:
         return
     for x, middle, number in zip((bars[:, 1] + bars[:, 2])[fits] / 2, y[fits], bars[fits, 3], strict=True):
@@ -208,7 +208,7 @@ def _draw_numbers(axes: Axes, bars: np.ndarray, y: np.ndarray, points: float, he
 
 
 def _label_lanes(axes: Axes, layout: FigureLayout) -> None:
-    """Rank names at the left, idle time at the right: on every lane, or only on as many ranks as have room."""
+    """Rank names at the left and idle time at the right, on every lane or on as many ranks as there is room for."""
     places, lanes = [], []
     roomy = layout.lane >= 0.15
     every = 1
@@ -239,7 +239,7 @@ def _label_lanes(axes: Axes, layout: FigureLayout) -> None:
 
 
 def _draw_arrows(axes: Axes, layout: FigureLayout, scale: float) -> None:
-    """From the end of each SEND to the end of its RECV."""
+    """Draw an arrow from the end of each SEND to the end of its RECV."""
     for t, trace in enumerate(layout.traces):
         pairs = messages(trace.program)
         if not 0 < len(pairs) <= MANY_MESSAGES:
@@ -260,7 +260,8 @@ def _draw_arrows(axes: Axes, layout: FigureLayout, scale: float) -> None:
 
 
 def _draw_memory(axes: Axes, layout: FigureLayout, scale: float) -> None:
-    """A step curve per rank, or of the highest rank if there are many; the peaks are marked, and listed beside it."""
+    """A step curve for each rank, or only for the highest rank if there are many. Peaks are marked and listed
+    beside."""
     mib = layout.traces[0].unit == "bytes"
     highest = 0.0
     for line in range(len(layout.key)):
@@ -278,7 +279,7 @@ def _draw_memory(axes: Axes, layout: FigureLayout, scale: float) -> None:
             highest = max(highest, float(values[peak]))
     axes.set_ylim(0, highest * 1.12 or 1.0)
     axes.set_ylabel("memory (MiB)" if mib else "activations", color=INK, fontsize=8.5)
-    axes.locator_params(axis="y", nbins=4 if mib else 5, integer=not mib)  # half an activation is nothing
+    axes.locator_params(axis="y", nbins=4 if mib else 5, integer=not mib)  # there is no half activation
     axes.grid(axis="y", color=RULE, linewidth=0.6)
 
     line_height, inch = 0.15 / layout.memory, 1 / (layout.width - layout.left - layout.right)  # in parts of the panel
@@ -296,7 +297,7 @@ def _draw_memory(axes: Axes, layout: FigureLayout, scale: float) -> None:
 
 
 def _curve(trace: Trace, rank: int, scale: float) -> tuple[np.ndarray, np.ndarray]:
-    """Times and values of a rank's memory to the end of the trace; of all ranks the highest, if `rank` is -1."""
+    """Times and values of a rank's memory until the end of the trace; the maximum over all ranks if `rank` is -1."""
     import numpy as np
 
     def steps(r: int) -> tuple[np.ndarray, np.ndarray]:
@@ -314,9 +315,9 @@ def _curve(trace: Trace, rank: int, scale: float) -> tuple[np.ndarray, np.ndarra
         for t, v in curves:
             at = np.searchsorted(t, times, "right") - 1
             values = np.maximum(values, np.where(at >= 0, v[at], 0.0))
-    last = np.append(times[1:] > times[:-1], True)  # frees come before allocations: what a moment ends with is its most
+    last = np.append(times[1:] > times[:-1], True)  # frees come first: a moment's last value is its highest
     times, values = (times[last] - trace.span[0]) * scale, values[last]
-    if len(times) > 6000:  # more than pixels: of each run of steps the highest
+    if len(times) > 6000:  # more steps than pixels: keep the highest step of each run
         first = np.arange(0, len(times), len(times) // 3000)
         times, values = times[first], np.maximum.reduceat(values, first)
     return times, values

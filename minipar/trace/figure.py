@@ -1,7 +1,7 @@
 """The layout of a picture: colours, the figure's measures in inches, and its words (title, facts, legend).
 
-title                                     measured from the top in inches, so that no text meets another and
-facts, one line a trace                   none is cut, however many ranks there are
+title                                     all places are measured from the top in inches, so that texts do
+facts, one line a trace                   not overlap and none is cut off, for any number of ranks
 legend
 rank 0 | timeline            | 27% idle
        | memory              | peaks
@@ -33,7 +33,7 @@ class Look(NamedTuple):
     hatch: str = ""
 
 
-# These belong to the paper, not to the data: a page with a dark mode replaces them, and nothing else.
+# These are colours of the paper, not of the data: a page with a dark mode replaces only these.
 INK, MUTED, RULE, PAPER = "#1a1a1a", "#5c5c5c", "#dcdcdc", "#ffffff"
 WIRE = "#8f3f6d"  # ticks where a message is received
 DARK = "#201400"  # numbers on light bars, in both modes
@@ -60,7 +60,7 @@ Bars = dict[str, "np.ndarray"]  # kind -> rows of (rank, start, end, micro-batch
 class FigureLayout:
     """An empty picture of one trace or two, with its words; `axes` adds a panel.
 
-    `bars[t]` are the bars of trace t, without the kinds for which there is no room.
+    `bars[t]` has the bars of trace t, without the kinds for which there is no room.
     """
 
     left = 1.15
@@ -106,7 +106,7 @@ class FigureLayout:
         self._write()
 
     def axes(self, top: float, height: float) -> Axes:
-        """A panel whose upper edge is `top` inches below the figure's."""
+        """A panel whose upper edge is `top` inches below the upper edge of the figure."""
         inside = (self.width - self.left - self.right) / self.width
         axes = self.figure.add_axes(
             (self.left / self.width, 1 - (top + height) / self.height, inside, height / self.height), facecolor=PAPER
@@ -123,7 +123,7 @@ class FigureLayout:
         return (self.width - self.left - self.right) * 72 / (span[1] - span[0])
 
     def zone(self, kind: str, trace: int) -> tuple[float, float]:
-        """Where bars of a kind lie in their rank's lanes, from the rank's upper edge: top and bottom, in lanes."""
+        """Top and bottom of the bars of a kind, in lanes from the upper edge of their rank's lanes."""
         if not self.beneath:
             low, high = 0.07, 0.93
         elif kind not in BENEATH:
@@ -135,7 +135,7 @@ class FigureLayout:
         return trace + low, trace + high
 
     def _peaks(self) -> list[tuple[str, str]]:
-        """Beside the memory curves, for each of them: whose it is, and its peak in each trace."""
+        """The words beside the memory curves: for each curve, its ranks, and its peak in each trace."""
         peaks = [trace.peak_memory() for trace in self.traces]
         mib = self.traces[0].unit == "bytes"
         words = [[labels.mebibytes(p) if mib else f"{p:.4g}" for p in (*found, max(found))] for found in peaks]
@@ -193,7 +193,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _lines(sentence: str, letters: int) -> list[str]:
-    """A sentence in lines of at most so many letters, broken between its facts where it can be."""
+    """A sentence in lines of at most so many letters. It is broken between its facts if possible."""
     joined = " · ".join(fact.replace(" ", "\N{NO-BREAK SPACE}") for fact in sentence.split(" · "))
     whole = joined if all(len(word) <= letters for word in joined.split(" ")) else sentence
     return [line.replace("\N{NO-BREAK SPACE}", " ").rstrip(" ·") for line in textwrap.wrap(whole, letters)]
@@ -201,11 +201,11 @@ def _lines(sentence: str, letters: int) -> list[str]:
 
 @cache
 def picture() -> type[Figure]:
-    """The class of figures that show themselves in a notebook; matplotlib loads at the first call."""
+    """The class of figures that a notebook shows by itself. The first call loads matplotlib."""
     from matplotlib.figure import Figure
 
     class Picture(Figure):
-        """A figure that shows itself in a notebook: IPython by itself shows only what pyplot made."""
+        """A figure that a notebook shows by itself. (Without this class IPython shows only figures of pyplot.)"""
 
         alt = ""
 
@@ -214,10 +214,10 @@ def picture() -> type[Figure]:
 
             whole, file = io.BytesIO(), io.BytesIO()
             self.savefig(whole, format="png", dpi=144, facecolor=PAPER)
-            # A palette makes the file, which stays in the notebook, three times smaller.
+            # A palette makes the file three times smaller. It is stored in the notebook.
             Image.open(whole).convert("RGB").quantize(255, dither=Image.Dither.NONE).save(file, "png")
             data = {"image/png": base64.b64encode(file.getvalue()).decode(), "text/plain": self.alt}
-            # No height: `%matplotlib inline` puts its own picture, cropped otherwise, in the place of this one.
+            # Give no height: `%matplotlib inline` replaces this picture by its own one, which has other margins.
             return data, {"image/png": {"width": round(self.get_size_inches()[0] * 96), "alt": self.alt}}
 
     return Picture

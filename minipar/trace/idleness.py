@@ -3,11 +3,11 @@
     rank 1   fill....|F0|wait.|F1|B0|wait..|B1|ovh|STEP|fill...
 
 fill       before the rank's first compute instruction and after its last one: the pipeline fills and drains
-wait       until the message, collective or copy was there that the rank waited for before it went on
-overhead   the rest: nothing was missing, and yet nothing was computed (only measured traces have much of it)
+wait       until the message, collective or copy arrived for which the rank waited
+overhead   the rest: nothing was missing, but nothing was computed (only measured traces have much of it)
 
-A trace that was imported says not what its instructions read; there the time under a message, collective or copy
-counts as wait.
+An imported trace does not say what its instructions read. There the time during a message, collective or copy counts as
+wait.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REASONS = ("fill", "wait", "overhead")
 
 
 class Idle(NamedTuple):
-    """A time in which a rank computed nothing, and why: one of `REASONS`."""
+    """A time in which a rank computed nothing, and the reason, one of `REASONS`."""
 
     start: float
     end: float
@@ -36,7 +36,7 @@ def idle_times(trace: Trace, rank: int) -> list[Idle]:
     messages = [] if any(ins.reads for ins in row) else _messages(trace, rank)
     found: list[Idle] = []
     writer: dict[Value, int] = {}
-    now, there, begun = first, first, False  # end of the compute before; when what was read since then was there
+    now, there, begun = first, first, False  # end of the last compute; arrival of all that was read since then
     for k, ins in enumerate(row):
         for value in ins.reads:
             if value in writer:
@@ -66,7 +66,7 @@ def idle_split(trace: Trace, rank: int) -> dict[str, float]:
 
 
 def _messages(trace: Trace, rank: int) -> list[tuple[float, float]]:
-    """The times in which a rank communicates or copies, joined where they overlap."""
+    """The times in which a rank communicates or copies; times that overlap are joined."""
     found: list[tuple[float, float]] = []
     rows = zip(trace.program.ranks[rank], trace.starts[rank], trace.ends[rank], strict=True)
     for start, end in sorted((s, e) for ins, s, e in rows if ins.stream != "compute" and s < e):

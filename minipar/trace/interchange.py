@@ -1,13 +1,13 @@
 """Traces for other tools: Perfetto (Chrome Trace Event JSON), and Holistic Trace Analysis, which reads torch's traces.
 
     rank 0   compute |F0|F1|    |B0|        a process per rank, a thread per stream, a slice per instruction;
-             send 1     \\                   an arrow from each SEND to the instruction that reads what was sent;
+             send 1     \\                   an arrow from each SEND to the instruction that reads the sent value;
     rank 1   recv 0      \\                  a memory counter per rank, by kind
              compute      |F0|B0|
 
-Formats: the Trace Event Format document that chrome://tracing and Perfetto follow (complete, metadata, flow and counter
-events; times in microseconds), and what HTA 0.5.0 (Meta, github.com/facebookresearch/HolisticTraceAnalysis) looks for.
-`kineto.py` reads such files.
+Formats: the Trace Event Format document, which chrome://tracing and Perfetto follow (complete, metadata, flow and
+counter events; times in microseconds), and what HTA 0.5.0 (Meta, github.com/facebookresearch/HolisticTraceAnalysis)
+reads. `kineto.py` reads such files.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Entry = dict[str, Any]
 
 
 class Nanoseconds(NamedTuple):
-    """From a trace's times to whole nanoseconds after `origin`. A unit of the forward counts as a millisecond."""
+    """Converts a trace's times to whole nanoseconds after `origin`. A unit of the forward becomes a millisecond."""
 
     origin: float
     scale: float
@@ -51,7 +51,7 @@ def clock(trace: Trace) -> Nanoseconds:
 
 
 def spans(trace: Trace, now: Nanoseconds) -> dict[Place, tuple[int, int]]:
-    """Start and end of every instruction in ns; a message that came before its receive was posted takes no time."""
+    """Start and end of every instruction in ns. A message that arrived before its receive was posted takes no time."""
     found = {}
     for rank, row in enumerate(trace.program.ranks):
         for k in range(len(row)):
@@ -64,13 +64,13 @@ def spans(trace: Trace, now: Nanoseconds) -> dict[Place, tuple[int, int]]:
 
 
 def to_perfetto(trace: Trace, path: str | os.PathLike[str] | None = None) -> str:
-    """The trace as Chrome Trace Event JSON; written to `path` if given, compressed if that ends in `.gz`.
+    """The trace as Chrome Trace Event JSON, written to `path` if given; compressed if `path` ends in `.gz`.
 
-    A process per rank (pid = rank), a thread per stream. Slices of a thread never overlap: what overlaps on a stream
-    (receives, which are posted ahead) gets a further thread, `recv 0 (2)`. Times are microseconds from the first event,
-    to the nanosecond; if the trace counts in units of the forward, one unit is shown as 1 ms. `from_kineto` reads it
-    back, without the values that instructions read and write, and so without memory.
-    Errors: MiniparError for an empty trace, and for times that are not finite or run backwards.
+    There is a process for each rank (pid = rank) and a thread for each stream. Slices of a thread never overlap: if
+    instructions of a stream overlap (receives, which are posted ahead), some get another thread, `recv 0 (2)`. Times
+    are microseconds from the first event, exact to the nanosecond. If the trace counts in units of the forward, one
+    unit is shown as 1 ms. `from_kineto` reads the file, but without the values that instructions read and write, and so
+    without memory. Errors: MiniparError for an empty trace, and for times that are not finite or run backwards.
     """
     labels.check([trace])
     now = clock(trace)
@@ -78,7 +78,7 @@ def to_perfetto(trace: Trace, path: str | os.PathLike[str] | None = None) -> str
     threads = _threads(trace, where)
     unit = "ms" if labels.in_seconds(trace) else "units of the forward, each shown as 1 ms"
     slices = _slices(trace, where, threads)
-    # Flows follow the slices: at equal times a reader keeps the order of the file, and an arrow needs its slice first.
+    # Flows come after slices: at equal times a reader keeps the order of the file, and needs an arrow's slice first.
     events = [*_names(trace, threads), *slices, *_flows(trace, where, threads), *_counters(trace, now)]
     whole = {
         "displayTimeUnit": "ms",
@@ -106,7 +106,7 @@ def _threads(trace: Trace, where: dict[Place, tuple[int, int]]) -> dict[Place, t
     numbers: dict[tuple[int, str], int] = {}
     found = {}
     for rank, row in enumerate(trace.program.ranks):
-        lanes: dict[str, list[int]] = {}  # per stream and lane the end of its last slice
+        lanes: dict[str, list[int]] = {}  # for each stream, the end of the last slice of each lane
         for k in sorted(range(len(row)), key=lambda k: (row[k].stream != "compute", where[rank, k])):
             ends = lanes.setdefault(row[k].stream, [])
             start, end = where[rank, k]
@@ -146,7 +146,7 @@ def _slices(
         if ins.name:
             args["name"] = ins.name
         if event.end < event.start:
-            args["late"] = event.start - event.end  # posted so long after the message was there
+            args["late"] = event.start - event.end  # how long after the message's arrival the receive was posted
         for name, version in (("version_used", event.version_used), ("version_applied", event.version_applied)):
             if version is not None:
                 args[name] = version
@@ -157,7 +157,7 @@ def _slices(
 
 
 def _flows(trace: Trace, where: dict[Place, tuple[int, int]], threads: dict[Place, tuple[int, str]]) -> Iterable[Entry]:
-    """An arrow from each SEND to the first instruction that reads the value; to the RECV where nobody does."""
+    """An arrow from each SEND to the first instruction that reads the value, or to the RECV if there is none."""
     for number, (send, receive) in enumerate(messages(trace.program), 1):
         rank, k = receive
         row = trace.program.ranks[rank]
@@ -197,14 +197,15 @@ COSTUMES = {
 def to_hta(trace: Trace, folder: str | os.PathLike[str]) -> list[Path]:
     """One file per rank, `rank_0.json` and so on, in the form of a torch profiler's trace of a GPU. Returns the paths.
 
-    HTA knows GPUs only, so everything wears a costume: an instruction is a kernel on a CUDA stream (compute on 7, the
-    others from 8 on), launched by a `cudaLaunchKernel` when its stream was free; communication, also over gloo or only
-    simulated, bears the names of NCCL's kernels, by which HTA tells it. A RECV lasts from the start of its SEND (or its
-    posting, if that is later) to its arrival. Times are whole microseconds: HTA shortens others, each by up to 2 us.
-    Two `Memset` of no length mark the ends of the trace's span, so that HTA's idle time is that of the whole makespan:
-    compute + communication alone (HTA's non_compute) + idle = makespan, and compute is `trace.busy`.
-    In a simulation whose communication takes no time HTA's non_compute is 0, and its idle the `bubble_of_total`.
-    Errors: MiniparError for an empty trace, bad times, or a folder that holds other traces (HTA would read them, too).
+    HTA knows only GPUs, so everything is written as if it ran on one. An instruction is a kernel on a CUDA stream
+    (compute on 7, the others from 8 on). A `cudaLaunchKernel` launches it when its stream is free. Communication, also
+    over gloo or only simulated, has the names of NCCL's kernels, because HTA recognises it by these. A RECV lasts from
+    the start of its SEND (or from its posting, if that is later) to its arrival. Times are whole microseconds, because
+    HTA shortens others, each by up to 2 us. Two `Memset` of length 0 mark the ends of the trace's span, so that HTA's
+    idle time is that of the whole makespan: compute + communication alone (HTA's non_compute) + idle = makespan, where
+    compute is `trace.busy`. In a simulation whose communication takes no time, HTA's non_compute is 0, and its idle
+    time is the `bubble_of_total`. Errors: MiniparError for an empty trace, bad times, or a folder that holds other
+    traces (HTA would read these, too).
     """
     labels.check([trace])
     now = clock(trace)
@@ -229,7 +230,7 @@ def to_hta(trace: Trace, folder: str | os.PathLike[str]) -> list[Path]:
             "displayTimeUnit": "ms",
             "traceEvents": _kernels(trace, rank, where, ends),
         }
-        _write(path, json.dumps(whole))  # with ": ", without which HTA does not find the rank
+        _write(path, json.dumps(whole))  # (with a space after each colon: HTA needs it to find the rank)
     return paths
 
 

@@ -1,9 +1,9 @@
-"""Import of traces: those of torch's profiler (Kineto, Chrome Trace Event JSON), and those of `Trace.to_perfetto`.
+"""Import of traces from torch's profiler (Kineto, Chrome Trace Event JSON), and from `Trace.to_perfetto`.
 
     torch.profiler.profile(...).export_chrome_trace("rank0.json")     on every rank
     Trace.from_kineto(["rank0.json", "rank1.json"]).plot()
 
-What is read of a profiler's file: complete events (`ph` "X") with `ts` and `dur` in microseconds, `cat`,
+From a profiler's file it reads complete events (`ph` "X") with `ts` and `dur` in microseconds, `cat` and
 `args.correlation`, and at top level `distributedInfo` and `baseTimeNanoseconds` (pytorch/kineto,
 libkineto/src/output_json.cpp).
 """
@@ -49,18 +49,19 @@ class CompleteEvent(NamedTuple):
 
 
 def from_kineto(sources: Source | Sequence[Source]) -> Trace:
-    """A measured trace from what torch's profiler wrote, a file (`.json`, `.json.gz`) or dict per rank.
+    """A measured trace from torch's profiler: a file (`.json`, `.json.gz`) or dict for each rank.
 
-    Ranks are those of `distributedInfo`; files without it count by their position. Where there are GPU kernels, they
-    are the instructions; otherwise the outermost operators of each CPU thread, and Optimizer.step. Each keeps its name:
+    The number of a rank comes from `distributedInfo`, or else from the file's position. If there are GPU kernels, these
+    are the instructions. Otherwise the instructions are the outermost operators of each CPU thread, and Optimizer.step.
+    Each keeps its name:
 
-    FORWARD      compute; BACKWARD where autograd's engine launched it, STEP where an optimizer did
-    SEND, RECV   messages, by their names; ALL_REDUCE any collective
-    FETCH        copies to the device (and on it), OFFLOAD copies from it
+    FORWARD      compute; BACKWARD if autograd's engine launched it, STEP if an optimizer did
+    SEND, RECV   messages, by their names; ALL_REDUCE for any collective
+    FETCH        copies to the device (and on it); OFFLOAD copies from it
 
-    Compute is on the stream `compute`, which counts as busy; what overlaps it is on `compute (2)`, which does not.
-    Nothing is known of values, hence of memory. Clocks of several machines are taken as they are. A file of
-    `to_perfetto` gives its own instructions back.
+    Compute is on the stream `compute`, which counts as busy. Compute that overlaps it is on `compute (2)`, which does
+    not count. The trace knows nothing about values, and so nothing about memory. Clocks of several machines are not
+    corrected. A file of `to_perfetto` gives its own instructions back.
     Errors: MiniparError if a file cannot be read, is no JSON, has no traceEvents, no events to show, a duration
     that is negative or no number; or if two files are of one rank.
     """
@@ -108,7 +109,7 @@ def _trace(program: Program, starts: Any, ends: Any, kind: str, unit: str, note:
 
 
 def _load(source: Source, label: str) -> tuple[str, dict[str, Any]]:
-    """What to call a source, and its contents."""
+    """The name of a source for messages, and its contents."""
     data: Any = source
     if isinstance(source, (str, os.PathLike)):
         label = str(source)
@@ -119,7 +120,7 @@ def _load(source: Source, label: str) -> tuple[str, dict[str, Any]]:
             raise MiniparError(f"{label} cannot be read: {error}") from None
         except ValueError as error:
             raise MiniparError(f"{label} is not JSON: {error}") from None
-    if isinstance(data, list):  # the format's other form: nothing but the events
+    if isinstance(data, list):  # the other form of the format has only the events
         data = {"traceEvents": data}
     if not isinstance(data, dict) or not isinstance(data.get("traceEvents"), list):
         raise MiniparError(f"{label} is not a trace: it has no list traceEvents")
@@ -162,7 +163,7 @@ def _slice(label: str, event: dict[str, Any], shift: int = 0) -> CompleteEvent:
 
 
 def _outermost(slices: Iterable[CompleteEvent]) -> list[CompleteEvent]:
-    """Of the slices of each thread those that lie in no other one."""
+    """The slices of each thread that are not inside another slice."""
     ends: dict[tuple[Any, Any], int] = {}
     found = []
     for piece in slices:
@@ -174,7 +175,7 @@ def _outermost(slices: Iterable[CompleteEvent]) -> list[CompleteEvent]:
 
 
 class Inside:
-    """Looks up whether a moment of a thread lies in one of these slices."""
+    """Says whether a moment of a thread is inside one of these slices."""
 
     def __init__(self, slices: Iterable[CompleteEvent]) -> None:
         self.spans: dict[tuple[Any, Any], list[tuple[int, int]]] = {}
@@ -193,9 +194,9 @@ Timed = tuple[int, int, Instruction]
 
 
 def _instructions(label: str, data: dict[str, Any], row: int, order: dict[int, int], shift: int) -> list[Timed]:
-    """What one rank did, in order of its starts. `order` maps the job's ranks to the trace's."""
+    """What one rank did, in the order of starts. `order` maps ranks of the job to ranks of the trace."""
     slices = [_slice(label, event, shift) for event in _complete(data)]
-    slices.sort(key=lambda s: (s.start, -s.end))  # the outer ones first where several begin at once
+    slices.sort(key=lambda s: (s.start, -s.end))  # of slices that begin together, the outer one comes first
     on_gpu = [s for s in slices if s.cat == "kernel" or s.cat in COPIES]
     pieces = on_gpu or _on_cpu(slices)
     if not pieces:
@@ -223,7 +224,7 @@ def _instructions(label: str, data: dict[str, Any], row: int, order: dict[int, i
 
 
 def _on_cpu(slices: list[CompleteEvent]) -> list[CompleteEvent]:
-    """Without kernels: the outermost operators and optimizer steps of each thread, and the messages."""
+    """The slices of a trace without kernels: outermost operators and optimizer steps of each thread, and messages."""
     sent = [s for s in slices if MESSAGE.search(s.name) and not CALL.search(s.name)]
     work = [s for s in slices if s.cat == "cpu_op" or (s.cat == "user_annotation" and STEP.match(s.name))]
     outer = _outermost(s for s in work if CALL.search(s.name) or not MESSAGE.search(s.name))
@@ -250,7 +251,7 @@ def _copy(piece: CompleteEvent) -> Instruction:
 
 
 def _message(piece: CompleteEvent, row: int, order: dict[int, int]) -> Instruction:
-    """A message or collective; whom it was for is known only if the profiler wrote it (for NCCL it does)."""
+    """A message or collective. The other ranks are known only if the profiler wrote them, as it does for NCCL."""
     what = str(piece.args.get("Collective name") or piece.name).lower()
     for word, op, other in (("send", Op.SEND, "Dst Rank"), ("recv", Op.RECV, "Src Rank")):
         if word in what:
@@ -269,7 +270,7 @@ def _message(piece: CompleteEvent, row: int, order: dict[int, int]) -> Instructi
 
 
 def _exported(label: str, data: dict[str, Any]) -> Trace:
-    """A trace back from `to_perfetto`'s file: instructions and times, without values and memory."""
+    """The trace from a file of `to_perfetto`: instructions and times, without values and memory."""
     about = data["otherData"]
     try:
         ranks = [e["pid"] for e in data["traceEvents"] if e["ph"] == "M" and e["name"] == "process_name"]

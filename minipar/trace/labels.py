@@ -1,4 +1,4 @@
-"""The words and units that every picture of a trace shares. Imports no drawing library.
+"""The words and units that all pictures of traces have in common. Imports no drawing library.
 
 A picture shows one trace, or two of the same ranks on one time axis: the predicted one first, the measured one second.
 """
@@ -38,7 +38,7 @@ def kind_of(ins: Instruction) -> str:
 
 
 def number_of(ins: Instruction) -> int:
-    """The number on a bar: the micro-batch; of a collective's instruction the first chunk. -1: none."""
+    """The number on a bar: the micro-batch, or the first chunk in a collective's program; -1: no number."""
     return ins.layers[0] if ins.op is Op.REDUCE else ins.microbatch
 
 
@@ -64,7 +64,7 @@ def clock(traces: Sequence[Trace]) -> TimeAxis:
 
 
 def names(traces: Sequence[Trace]) -> list[str]:
-    """What each trace is called beside another one."""
+    """The name of each trace in a picture."""
     kinds = [trace.kind for trace in traces]
     return kinds if len(set(kinds)) == len(kinds) else ["first", "second"]
 
@@ -75,20 +75,21 @@ def duration(trace: Trace, time: float) -> str:
 
 
 def number(x: float, among: float = 0.0) -> str:
-    """A number with about four digits, never in powers of ten; in a column with numbers up to `among`, like those."""
+    """A number with about four digits, without an exponent. In a column whose largest number is `among`, it gets the
+    same number of decimals as that one."""
     size = max(abs(x), abs(among))
     digits = 3 if size < 10 else 2 if size < 100 else 1
     return f"{x:,.{digits}f}"
 
 
 def mebibytes(size: float) -> str:
-    """Bytes as a number of MiB: two decimals, more where they would all be 0."""
+    """Bytes as a number of MiB with two decimals; a small number gets more decimals."""
     size /= 2**20
     return f"{size:,.2f}" if size >= 1 or not size else f"{size:.6f}".rstrip("0") if size < 0.01 else f"{size:.3f}"
 
 
 def amount(trace: Trace, size: float) -> str:
-    """Memory in words: `12.34 MiB`, or `4 activations` where no bytes are known."""
+    """Memory in words: `12.34 MiB`, or `4 activations` if no bytes are known."""
     if trace.unit == "bytes":
         return f"{mebibytes(size)} MiB"
     size = round(size, 3)
@@ -96,8 +97,8 @@ def amount(trace: Trace, size: float) -> str:
 
 
 def facts(trace: Trace) -> str:
-    """One line: time, both bubbles, peak memory and where it is. Of a collective, which computes nothing that one would
-    wait for, what the ranks send instead of bubbles; of a model with branches, where its layers are."""
+    """One line: time, both bubbles, peak memory and its rank. For a collective it has the bytes that ranks send instead
+    of bubbles, because it computes almost nothing. For a model with branches it also has the rank of every layer."""
     peaks = trace.peak_memory()
     top = max(range(len(peaks)), key=peaks.__getitem__)
     if trace.program.chunks:
@@ -105,12 +106,12 @@ def facts(trace: Trace) -> str:
         work = f"a rank sends up to {mebibytes(max(sent))} MiB (rank {max(range(len(sent)), key=sent.__getitem__)})"
     else:
         work = f"bubble {trace.bubble_of_total():.1%} of total, {trace.bubble_of_ideal():.1%} of ideal"
-    memory = f" · peak memory {amount(trace, peaks[top])} (rank {top})" if peaks[top] else ""  # (or it is not known)
+    memory = f" · peak memory {amount(trace, peaks[top])} (rank {top})" if peaks[top] else ""  # (0: it is not known)
     return f"time {duration(trace, trace.time)} · {work}{memory}" + _held(trace.program)
 
 
 def _held(program: Program) -> str:
-    """Which rank has which layers, where they branch."""
+    """Which rank has which layers, if the model has branches; otherwise ""."""
     if not program.edges:
         return ""
     own = program.placement[: len(program.ranks) // program.replicas]
@@ -121,19 +122,19 @@ def _held(program: Program) -> str:
 
 
 def idle(trace: Trace, rank: int) -> float:
-    """The part of the makespan in which a rank does not compute."""
+    """The fraction of the makespan in which a rank does not compute."""
     return max(0.0, 1 - trace.busy[rank] / trace.time) if trace.time else 0.0
 
 
 def share(trace: Trace, rank: int) -> str:
-    """What stands beside a rank's lane: how much of the time it is idle, or, in a collective, what it sends."""
+    """The words beside a rank's lane: how much of the time it is idle, or, in a collective, how much it sends."""
     if trace.program.chunks:
         return f"sends {mebibytes(trace.bytes_sent()[rank])} MiB"
     return f"{idle(trace, rank):.0%} idle"
 
 
 def description(traces: Sequence[Trace]) -> str:
-    """The picture in words, for those who do not see it."""
+    """The picture in words, for people who cannot see it."""
     lines = []
     for trace, name in zip(traces, names(traces), strict=True):
         ranks = len(trace.program.ranks)
@@ -147,7 +148,7 @@ def description(traces: Sequence[Trace]) -> str:
 
 
 def check(traces: Sequence[Trace]) -> None:
-    """Refuse, in words, what cannot be drawn."""
+    """Refuse traces that cannot be drawn. Errors: MiniparError."""
     if isinstance(traces, Trace) or not all(isinstance(trace, Trace) for trace in traces):
         raise MiniparError("a picture needs a list of traces: [trace], or [predicted, measured]")
     if not 1 <= len(traces) <= 2:

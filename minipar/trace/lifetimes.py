@@ -1,4 +1,4 @@
-"""Memory of a rank as its program states it: values live from the instruction that writes to the one that frees."""
+"""Memory of a rank from its program: a value is live from the instruction that writes it to the one that frees it."""
 
 from __future__ import annotations
 
@@ -36,15 +36,16 @@ KINDS = {
 
 
 def _size(trace: Trace, rank: int, value: Value) -> float:
-    """Bytes of a value that comes or goes; of a version of parameters what is trained: the rest is there once."""
+    """Bytes of a value. A version of parameters has only the trainable ones, because the frozen ones exist once."""
     version = value.kind == "param" and value.step >= 0
     return trace.size(rank, grad(value.index) if version else value)
 
 
 class Life(NamedTuple):
-    """One value while it is live: from the start of what writes it to the end of what frees it; `end` None: to the end.
+    """One value while it is live: from the start of the instruction that writes it to the end of the one that frees it.
 
-    `held`: the rank had it before the first instruction.
+    end     None: it is live until the end of the trace
+    held    whether the rank had it before the first instruction
     """
 
     value: Value
@@ -55,12 +56,14 @@ class Life(NamedTuple):
 
 
 def lives(trace: Trace, rank: int) -> list[Life]:
-    """Every value on the device of a rank, those that it begins with first; of a version made in place, the first."""
+    """The life of every value on the device of a rank, those that it begins with first. A version of parameters that is
+    updated in place has one life, under its first name."""
     return [Life(*one) for one in _found(trace, rank, all_of_them=True)]
 
 
 def _found(trace: Trace, rank: int, all_of_them: bool) -> list[list[Any]]:
-    """What `Life` has; without `all_of_them` only what has a size, or is there from the beginning."""
+    """Lists with the fields of `Life`; without `all_of_them` only values that have a size or exist from the
+    beginning."""
     row, starts, ends = trace.program.ranks[rank], trace.starts[rank], trace.ends[rank]
     first = trace.span[0]
     found: list[list[Any]] = []
@@ -69,7 +72,7 @@ def _found(trace: Trace, rank: int, all_of_them: bool) -> list[list[Any]]:
         if tier(value) == "device":
             live[value] = len(found)
             found.append([value, first, None, trace.size(rank, value), True])
-    # (counted in activations, only what is kept for a backward has a size, and no message brings that)
+    # (if memory is counted in activations, only saved values have a size, and no message brings these)
     few = trace.unit == "activations" and not all_of_them
     followed = KEPT if few else KINDS.keys()
     STEP, SEND, RECV, size_of = Op.STEP, Op.SEND, Op.RECV, trace.size
@@ -82,7 +85,7 @@ def _found(trace: Trace, rank: int, all_of_them: bool) -> list[list[Any]]:
             if kind in followed and value not in live:
                 size = _size(trace, rank, value) if kind == "param" else size_of(rank, value)
                 if size or all_of_them:
-                    # (what an input half leaves is part of what it found)
+                    # (what an input half leaves is part of the memory that it frees)
                     start = ends[k] if kind == "saved_weight" else starts[k]
                     live[value] = len(found)
                     found.append([value, start if start > first else first, None, size, False])
@@ -93,8 +96,8 @@ def _found(trace: Trace, rank: int, all_of_them: bool) -> list[list[Any]]:
 
 
 def _not_in_place(step: Instruction, live: dict[Value, int]) -> list[Value]:
-    """What a STEP writes, but for versions of parameters that it makes of one that nothing needs any more: these take
-    its place among what is live."""
+    """What a STEP writes, without versions of parameters that it makes in place. Such a version takes the place of the
+    old one in `live`."""
     old = {v.index: v for v in step.frees if version_of(v) >= 0}
     rest = []
     for value in step.writes:
@@ -106,8 +109,8 @@ def _not_in_place(step: Instruction, live: dict[Value, int]) -> list[Value]:
 
 
 def lifetimes(trace: Trace, rank: int) -> Curve:
-    """Memory of a rank over time: live from the start of a value's writer to the end of what frees it."""
-    import numpy as np  # (here: plans and programs do without)
+    """Memory of a rank over time, from the lives of its values."""
+    import numpy as np  # (not at the top: plans and programs do not need it)
 
     found = _found(trace, rank, all_of_them=False)
     if trace.data:
@@ -117,15 +120,15 @@ def lifetimes(trace: Trace, rank: int) -> Curve:
     values, starts, ends, sizes, held = zip(*found, strict=True)
     freed = [_size(trace, rank, v) if had and end is not None else size for v, _, end, size, had in found]
     codes = [CODES[KINDS[value[0]]] for value in values]
-    # two changes of each: when, whether it allocates, by how much, of which kind
+    # each life makes two changes: their time, whether they allocate, by how much, of which kind
     time, change = np.array((starts, ends), float).T.ravel(), np.array((sizes, freed), float).T.ravel()
     change[1::2] *= -1
     allocates, kind = np.zeros(len(time), bool), np.repeat(codes, 2)
     allocates[::2] = ~np.array(held)
     order = np.lexsort((allocates, time))  # frees come before allocations of the same moment
-    order = order[: len(order) - ends.count(None)]  # (what stays has no end, which is sorted last)
+    order = order[: len(order) - ends.count(None)]  # (missing ends are sorted last, and left out)
     time, change, allocates, kind = time[order], change[order], allocates[order], kind[order]
-    shown = np.ones(len(time), bool)  # of the frees of one moment the last
+    shown = np.ones(len(time), bool)  # of several frees at one moment only the last is shown
     shown[:-1] = allocates[1:] | (time[1:] != time[:-1])
     total = np.zeros(int(shown.sum()))
     kinds = dict.fromkeys(ALL_KINDS, total.tolist())

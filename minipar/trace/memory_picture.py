@@ -1,9 +1,9 @@
-"""A picture of who holds a rank's memory over time: parameters, gradients, activations ... on top of each other.
+"""A picture of what a rank's memory holds over time: parameters, gradients, activations ... on top of each other.
 
     owners(run.trace)
 
-It shows itself in a notebook, with words that stand for it; kinds differ in colour and hatch. Timelines, with memory as
-one curve per rank, are in `drawing.py`. matplotlib loads on first use.
+A notebook shows the figure by itself, with a description in words. Kinds differ in colour and hatch. Timelines, with
+memory as one curve per rank, are in `drawing.py`. matplotlib loads on first use.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH, HEIGHT = 9.0, 3.1  # inches
-MOST = 2000  # steps of a curve; beyond, of each run of them the highest
+MOST = 2000  # steps of a curve; of a longer curve only the highest step of each run is drawn
 
 
 class _Look(NamedTuple):
@@ -26,7 +26,7 @@ class _Look(NamedTuple):
     hatch: str
 
 
-KINDS = {  # from the ground up: what stays first
+KINDS = {  # from the bottom up: memory that stays comes first
     "optimizer": _Look("#009E73", ""),
     "parameters": _Look("#0072B2", ""),
     "data": _Look("#9a9a9a", ""),
@@ -38,7 +38,8 @@ KINDS = {  # from the ground up: what stays first
 
 
 def owners(trace: Trace, rank: int = 0, title: str = "") -> Figure:
-    """Memory of a rank over time, stacked by kind, its peak marked. `trace`: of a run with bytes, best with `series`.
+    """Memory of a rank over time, stacked by kind, with its peak marked. The trace must know bytes; best it has
+    `series`.
 
     Errors: MiniparError for a trace without bytes, or without that rank.
     """
@@ -89,7 +90,7 @@ def owners(trace: Trace, rank: int = 0, title: str = "") -> Figure:
 
 
 def _thinned(total: object, peak: int) -> list[int]:
-    """Positions to draw: all of a short curve; of a long one the highest of each run, and the peak."""
+    """The positions to draw: all of a short curve; for a long one the highest step of each run, and the peak."""
     import numpy as np
 
     values = np.asarray(total)

@@ -5,7 +5,7 @@
     0.0013            3   +16384   temporary         2
     0.0013            3   -16384   temporary         2
 
-The tracker writes such a series, and so does the prediction; curves, peaks and owners are read off either.
+The memory tracker and the prediction both write such a series. Curves, peaks and owners are computed from it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ CODES = {kind: code for code, kind in enumerate(ALL_KINDS)}
 
 
 class Curve(NamedTuple):
-    """Memory of one rank over time: from `times[k]` on, `total[k]` is live, of which `kinds[name][k]` of each kind."""
+    """Memory of one rank over time: from `times[k]` on, `total[k]` is live; `kinds[name][k]` is the part of each
+    kind."""
 
     times: list[float]
     total: list[float]
@@ -31,11 +32,12 @@ class Curve(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """The highest moment of a rank.
+    """The moment at which a rank has the most memory.
 
-    index      the instruction during which it was reached; -1 before the first one
-    by_kind    its bytes for each of `ALL_KINDS`
-    owners     (kind, layer) and bytes, the largest first; layer -1 is what belongs to no layer
+    bytes      live bytes at that moment
+    index      the instruction during which it was reached; -1: before the first one
+    by_kind    bytes of each of `ALL_KINDS`
+    owners     (kind, layer, bytes), the largest first; layer -1 has what belongs to no layer
     """
 
     bytes: int
@@ -52,9 +54,9 @@ class Peak(NamedTuple):
 class Series:
     """Changes of a rank's memory in the order in which they happened, as columns; see the top of the module.
 
-    before     bytes for each (kind, layer) when the pass began
-    highest    of the whole run, if it is known: other passes may have needed more than this one
-    device     what the device's own allocator said, if it has one: bytes by name
+    before     bytes of each (kind, layer) when the pass began
+    highest    the peak of the whole run, if it is known: other passes may have needed more memory than this one
+    device     what the device's own allocator reported, if it has one: name -> bytes
     """
 
     times: list[float] = field(default_factory=list)
@@ -67,7 +69,7 @@ class Series:
     device: dict[str, int] = field(default_factory=dict)
 
     def add(self, time: float, index: int, delta: int, kind: str, layer: int) -> None:
-        """One more change. (The columns grow while a pass runs; then they stay.)"""
+        """Add a change. (The columns grow while a pass runs. After that they do not change.)"""
         self.times.append(time)
         self.indices.append(index)
         self.deltas.append(delta)
@@ -82,7 +84,7 @@ class Series:
         return sum(self.before.values())
 
     def curve(self, zero: float = 0.0) -> Curve:
-        """Bytes over time, by kind, beginning at `zero`; times that are earlier count as `zero`."""
+        """Bytes over time, by kind, beginning at `zero`. A change before `zero` counts as one at `zero`."""
         now = dict.fromkeys(ALL_KINDS, 0.0)
         for (kind, _), size in self.before.items():
             now[kind] += size
@@ -101,7 +103,7 @@ class Series:
         return list(accumulate(self.deltas, initial=self.at_start))
 
     def peak(self) -> Peak:
-        """The highest moment, and who held how much of it then."""
+        """The moment at which the most memory is live, and what it consists of."""
         totals = self.totals()
         k = max(range(len(totals)), key=totals.__getitem__)
         held = dict(self.before)
@@ -143,5 +145,5 @@ def owners(held: dict[tuple[str, int], int]) -> list[tuple[str, int, int]]:
 
 
 def mib(size: float) -> str:
-    """A size as people read it."""
+    """Bytes as text in MiB."""
     return f"{size / 2**20:.2f} MiB"

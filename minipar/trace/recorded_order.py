@@ -2,7 +2,7 @@
 
     rank 0    forward 0 v0 | forward 1 v0 | backward 0 v0 | update v1 | forward 2 v1 | ...
 
-`replay_order` in `reference.py` trains by it, and by nothing else.
+`replay_order` in `reference.py` trains by this order alone.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 
 
 class Entry(NamedTuple):
-    """One thing that a rank did: `what` with micro-batch `microbatch` (counted through the run); an update is of none.
+    """One thing that a rank did.
 
-    version   of the rank's parameters: used by a forward or backward, made by an update
+    what         forward, backward or update
+    microbatch   its number, counted through the run; -1 for an update
+    version      the version of the rank's parameters that a forward or backward used, or that an update made
     """
 
     what: str
@@ -28,12 +30,14 @@ class Entry(NamedTuple):
 
 
 class RecordedOrder(NamedTuple):
-    """What every rank did, in the order in which it did.
+    """What every rank did, in order.
 
-    layers         of each rank
-    microbatches   of a step
-    every          micro-batches of an update, each with a mean loss of its own; None: those of a step, which share one
-    delays         updates by which each rank's gradients are stale, as its optimizer was told
+    ranks          the entries of each rank
+    layers         the layers of each rank
+    microbatches   micro-batches of a step
+    every          micro-batches of an update, each with a mean loss of its own; None: an update uses all micro-batches
+                   of a step, which have one mean loss
+    delays         for each rank, how many updates old its gradients are; its optimizer gets this number
     """
 
     ranks: tuple[tuple[Entry, ...], ...]
@@ -50,7 +54,9 @@ class RecordedOrder(NamedTuple):
 
 
 def order_of(program: Program) -> RecordedOrder:
-    """The order that a program states; of an execution, `Execution.program` or `Trace.program` as it happened."""
+    """The order that a program states. For a run that decided, use `Execution.program` or `Trace.program`.
+
+    Errors: PlanError for a synchronous program, and for one whose ranks have not decided yet."""
     if not isinstance(program.contract, Staleness) or program.in_flight is not None:
         raise PlanError(
             f"program {program.name!r}: has no recorded order; possible is an asynchronous one that has run"
@@ -65,7 +71,7 @@ def order_of(program: Program) -> RecordedOrder:
                 entries[UPDATE, version] = Entry(UPDATE, -1, version)
             elif ins.op is Op.FORWARD or ins.op in BACKWARDS:
                 what = FORWARD if ins.op is Op.FORWARD else BACKWARD
-                # A backward may have parts, between recomputations, of which some read no parameters.
+                # A backward may consist of several instructions, and some of these read no parameters.
                 before = entries.get((what, i), Entry(what, i, 0)).version
                 entries[what, i] = Entry(what, i, max(before, *map(version_of, ins.reads)))
         ranks.append(tuple(entries.values()))

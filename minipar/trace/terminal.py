@@ -14,7 +14,7 @@ from minipar.errors import MiniparError
 from minipar.trace import Trace, labels
 from minipar.wording import several
 
-# What fills a cell: a sign for each micro-batch (10 is 0 again, 26 is a again), or one for all.
+# The letters of a cell: one for each micro-batch (after 9 comes 0 again, after z comes a), or one for all.
 SIGNS = {
     "forward": string.digits,
     "backward": string.ascii_lowercase,
@@ -39,7 +39,7 @@ MANY_RANKS = 64
 def text(trace: Trace, width: int = 100) -> str:
     """A line per rank, at most `width` characters wide, with a time axis, a legend and the trace's facts below.
 
-    Each cell shows the compute instruction that takes most of it. Communication is not shown.
+    Each cell shows the compute instruction that takes the largest part of the cell's time. Communication is not shown.
     Errors: MiniparError for an empty trace, or a width below 30.
     """
     labels.check([trace])
@@ -82,7 +82,7 @@ def _lane(trace: Trace, rank: int, scale: float, cells: int) -> str:
 
 
 def _axis(whole: float, cells: int, unit: str) -> str:
-    """`0        10        20   ms`: round numbers, each beginning at its place."""
+    """`0        10        20   ms`: round numbers; each begins at its place on the axis."""
     power = 10.0 ** math.floor(math.log10(whole))
     step = next(part * power for part in (2, 1, 0.5, 0.2) if whole / (part * power) >= 3)
     axis = ""

@@ -1,8 +1,8 @@
-"""One self-contained HTML page for a trace, or two: the picture, and the same as tables. No request leaves it.
+"""One self-contained HTML page for a trace, or two: the picture, and the same as tables. It loads nothing.
 
-heading, intro, facts      what the caller knows
+heading, intro, facts      texts that the caller gives
 the picture                inline SVG, light and dark
-sections                   further headed parts, such as a table of losses
+sections                   further parts with headings, such as a table of losses
 the same as a table        numbers per rank; every instruction, in a part that opens
 """
 
@@ -33,14 +33,14 @@ def page(
 ) -> str:
     """The page as text, written to `path` if given.
 
-    heading     default: `Timeline, predicted and measured`, as the traces are
+    heading     default: `Timeline, ` and the kinds of the traces, such as `Timeline, predicted and measured`
     intro       a paragraph of plain text under it
     facts       (name, value) pairs, shown as a list under the intro; plain text
     sections    (heading, HTML) pairs, shown under the picture in this order. The heading is plain text, the HTML is
                 taken as it is; `table(...)` makes some
     options     of `drawing.draw`, for the picture
     """
-    from minipar.trace.drawing import svg  # not at the top: drawing offers this function to its callers
+    from minipar.trace.drawing import svg  # not at the top, because drawing imports this module
 
     labels.check(traces)
     heading = heading or f"Timeline, {' and '.join(dict.fromkeys(trace.kind for trace in traces))}"
@@ -67,7 +67,7 @@ def page(
 
 
 def table(header: Sequence[object], rows: Iterable[Sequence[object]], caption: str = "") -> str:
-    """An HTML table of plain text; numbers stand at the right, and wide tables scroll by themselves."""
+    """An HTML table of plain text. Columns of numbers are right-aligned, and a wide table scrolls by itself."""
     body = [list(map(str, row)) for row in rows]
     right = [all(_numeric(cell) for cell in column if cell) for column in zip(*body, strict=True)] or [False] * len(
         header
@@ -85,12 +85,12 @@ def table(header: Sequence[object], rows: Iterable[Sequence[object]], caption: s
 
 
 def _scrolling(label: str, html: str) -> str:
-    """A part that scrolls sideways by itself when it is wider than the page; the keyboard reaches it, too."""
+    """A part of the page that scrolls sideways by itself when it is wider than the page. The keyboard can scroll it."""
     return f'<div class="wide" tabindex="0" role="region" aria-label="{escape(label)}">{html}</div>'
 
 
 def _numeric(cell: str) -> bool:
-    """Whether a cell holds a number: its whole column then stands at the right."""
+    """Whether a cell holds a number. A column of numbers is right-aligned."""
     try:
         float(cell.rstrip("%x").replace(",", ""))
     except ValueError:
@@ -143,7 +143,7 @@ def _per_rank(trace: Trace, name: str) -> str:
 
 
 def _instructions(traces: Sequence[Trace]) -> str:
-    """Every instruction in a part that opens: of two traces of one program side by side, of others one by one."""
+    """Every instruction, in a part that opens. Two traces of the same program are side by side, others one by one."""
     if len(traces) == 2 and traces[0].program.ranks != traces[1].program.ranks:
         return "".join(_instructions([trace]) for trace in traces)
     clock, names = labels.clock(traces), labels.names(traces)
@@ -174,7 +174,7 @@ def _instructions(traces: Sequence[Trace]) -> str:
 
 
 def _themed(svg: str) -> str:
-    """The picture with its paper colours as variables, so that the page's dark mode reaches into it."""
+    """The picture with the colours of the paper as variables, so that the page's dark mode changes them."""
     for colour, name in ((INK, "ink"), (MUTED, "muted"), (RULE, "rule"), (PAPER, "paper"), (WIRE, "wire")):
         svg = svg.replace(colour, f"var(--{name})")
     return svg

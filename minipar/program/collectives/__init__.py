@@ -1,11 +1,12 @@
-"""Collectives by algorithm: who sends what to whom, as a Program that verifies, simulates, is drawn, and runs.
+"""Collectives by algorithm: each is a Program that can be verified, simulated, drawn and run.
 
     program("allreduce", "ring", 4, 1 << 20)            Send and Reduce, in order, on every rank
-    cost("allreduce", "ring", 4, 1 << 20, ...)          its time in closed form, by alpha, beta and gamma
+    cost("allreduce", "ring", 4, 1 << 20, ...)          its time in closed form, from alpha, beta and gamma
 
-alpha is the latency of a message, beta seconds for each byte on a link, gamma seconds for adding a byte. A rank sends
-one message after another and receives from several at once; a message is there when its bytes have passed, and alpha.
-One file an algorithm; nothing here imports torch. `comm/playing.py` runs a program on tensors.
+alpha is the latency of a message in seconds, beta the seconds for each byte on a link, gamma the seconds for adding a
+byte. A rank sends one message after another, and receives from several ranks at once. A message arrives alpha after all
+its bytes have left the rank. Each algorithm has a file of its own. Nothing here imports torch. `comm/playing.py` runs a
+program on tensors.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from minipar.wording import several
 
 COLLECTIVES = ("allreduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "all_to_all")
 OPERATIONS = ("sum", "max", "min", "avg")
-PIECE = 1 << 20  # bytes; what is pipelined travels in pieces of about that much
-PIECES = 64  # at most
+PIECE = 1 << 20  # bytes; a pipelined tensor travels in pieces of about this size
+PIECES = 64  # the largest number of pieces
 
 _ALGORITHMS: dict[str, Algorithm] = {
     "ring": ring.ALGORITHM,
@@ -41,12 +42,13 @@ _own: dict[str, Algorithm] = {}  # registered by `collective`
 def collective(name: str, kind: str = "allreduce", *, chunks: int | None = None) -> Callable[[Moves], Moves]:
     """Decorator: register a generator `moves(setting, rank)` of Send, Reduce and Copy as an algorithm of your own.
 
-    kind     one of COLLECTIVES; decorate another generator with the same name for another one
-    chunks   how many the tensor is cut into; default as in `own.own_program`
+    kind     one of COLLECTIVES; decorate another generator with the same name for another kind
+    chunks   how many chunks the tensor is cut into; the default is that of `own.own_program`
 
-    It is then known by its name wherever "ring" is: to `program`, `comm.allreduce(algorithm=)`, `Plan(algorithm=)`.
-    Its program is verified before it runs. Registering again replaces. A rank knows what was registered in its own
-    process, or what a function that it is given refers to: there, give `algorithm=` the decorated generator itself.
+    Its name can then be used wherever "ring" can: in `program`, `comm.allreduce(algorithm=)`, `Plan(algorithm=)`.
+    Its program is verified before it runs. Registering a name again replaces the algorithm. A rank knows the algorithms
+    that were registered in its own process. In a function that is sent to ranks, give `algorithm=` the decorated
+    generator itself: it travels with the function.
 
     Errors: PlanError for a name that is no word or is built in, or an unknown kind.
     """
@@ -66,14 +68,15 @@ def collective(name: str, kind: str = "allreduce", *, chunks: int | None = None)
 
 
 def add(name: str, algorithm: Algorithm) -> None:
-    """Make an algorithm known in this process, beside what is known under its name for other collectives."""
+    """Register an algorithm in this process. What its name means for other collectives stays registered."""
     before = _own.get(name)
     _own[name] = algorithm if before is None else own.joined(before, algorithm)
     program.cache_clear()
 
 
 def known(algorithm: object) -> str | None:
-    """The name of an algorithm, given by it or by the decorated generator, which becomes known here."""
+    """The name of an algorithm, which is given by its name or as a decorated generator. A generator is registered in
+    this process."""
     if algorithm is None or isinstance(algorithm, str):
         return algorithm
     found = getattr(algorithm, "algorithm", None)
@@ -86,12 +89,12 @@ def known(algorithm: object) -> str | None:
 
 
 def registered(name: str) -> Algorithm | None:
-    """What was registered under a name; None for a built-in algorithm."""
+    """The algorithm of your own that has this name; None for a built-in one."""
     return _own.get(name)
 
 
 def names(collective: str) -> tuple[str, ...]:
-    """The algorithms for a collective, those of your own last. PlanError for an unknown one."""
+    """The names of the algorithms for a collective, your own ones last. Errors: PlanError for an unknown collective."""
     if collective not in COLLECTIVES:
         raise PlanError(f"collective {collective!r}: unknown; possible are {', '.join(COLLECTIVES)}")
     return tuple(name for name, one in (_ALGORITHMS | _own).items() if collective in one.moves)
@@ -109,16 +112,16 @@ def program(
     op: str = "sum",
     item: int = 1,
 ) -> Program:
-    """The program of a collective on `ranks` ranks. The same object for the same arguments.
+    """The program of a collective on `ranks` ranks. The same arguments give the same object.
 
-    nbytes   of the whole tensor: what an allreduce, a broadcast or a reduce works on, what a reduce_scatter begins
-             and an all_gather ends with, what each rank of an all_to_all sends
-    root     of a broadcast or a reduce
-    nodes    of the hierarchical algorithm: how many groups of neighbours the ranks form
+    nbytes   size of the whole tensor: what an allreduce, a broadcast or a reduce works on, what a reduce_scatter begins
+             with and an all_gather ends with, what each rank of an all_to_all sends
+    root     the root of a broadcast or a reduce
+    nodes    only for the hierarchical algorithm: how many groups of neighbours the ranks form
     op       one of OPERATIONS
-    item     bytes of an element, which no chunk splits
-    Errors: PlanError for an unknown or unsuitable algorithm, a root that is not there, ranks that nodes do not divide;
-    ProgramError for an algorithm of your own that does not do what the collective must.
+    item     bytes of one element; no chunk splits an element
+    Errors: PlanError for an unknown or unsuitable algorithm, a root that does not exist, or nodes that do not divide
+    the ranks; ProgramError for an algorithm of your own that does not compute the collective.
     """
     chosen, setting = _select(collective, algorithm, ranks, nbytes, root, nodes)
     if op not in OPERATIONS:
@@ -126,7 +129,7 @@ def program(
     if item < 1 or nbytes % item:
         raise PlanError(f"nbytes={nbytes}: no whole number of elements of {item} bytes")
     count = chosen.chunks(collective, setting)
-    own = ranks if collective == "all_to_all" else count  # there each rank's tensor is cut by itself
+    own = ranks if collective == "all_to_all" else count  # in an all_to_all each rank cuts its tensor
     cuts = [bounds(nbytes // item, own, c % own) for c in range(count)]
     sizes = tuple((last - first) * item for first, last in cuts)
     name = f"{collective} by {algorithm}, {several(ranks, 'rank')}" + (f", {op}" if op != "sum" else "")
@@ -149,13 +152,14 @@ def cost(
     root: int = 0,
     nodes: int = 1,
 ) -> float:
-    """Seconds of a collective in closed form; each algorithm's file says where it is exact, and where a bound.
+    """Seconds of a collective in closed form. Each algorithm's file says where this is exact and where it is a bound.
 
     alpha    seconds of latency of a message
     beta     seconds for each byte of a message
     gamma    seconds for adding each byte
-    overhead seconds for which a message keeps its rank from sending the next one, besides beta; alpha overlaps
-    Errors: as `program`.
+    overhead seconds that each message occupies the port of its rank, in addition to beta for each byte. The latency
+             alpha does not occupy the port
+    Errors: as in `program`; and PlanError for an algorithm without a closed form.
     """
     chosen, setting = _select(collective, algorithm, ranks, nbytes, root, nodes)
     if chosen.cost is None:

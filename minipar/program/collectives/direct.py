@@ -1,9 +1,9 @@
-"""Direct: everyone to everyone, in one hop. The fewest steps there are, and the most messages.
+"""Direct: every rank sends to every other rank. This takes the fewest steps and the most messages.
 
     reduce-scatter, 4 ranks, one step             all-gather: everyone sends its own chunk to all
     rank 0 sends 1 -> 1, 2 -> 2, 3 -> 3           all_to_all: rank r has a chunk for every rank j; it ends as
     rank 1 sends 2 -> 2, 3 -> 3, 0 -> 0           chunk r of rank j
-    rank 2 sends 3 -> 3, 0 -> 0, 1 -> 1           at each moment no two send to the same rank
+    rank 2 sends 3 -> 3, 0 -> 0, 1 -> 1           at no moment do two ranks send to the same rank
 
 With p ranks, n bytes (n/p to each other rank):
 
@@ -15,8 +15,8 @@ With p ranks, n bytes (n/p to each other rank):
     all_to_all        1        (p - 1)/p n                     alpha + (p - 1) n/p beta
     broadcast         1        the root (p - 1) n              alpha + (p - 1) n beta
     reduce            1        all but the root n              alpha + n beta + (p - 1) n gamma
-Exact where p divides n. Messages that come in at once from several ranks do not hinder each other in this model, which
-flatters `reduce`.
+The times are exact where p divides n. In this model messages that arrive at the same time from several ranks do not
+slow each other down. So the model is too optimistic about `reduce`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def allreduce(setting: Setting, rank: int) -> Iterator[Move]:
 
 
 def broadcast(setting: Setting, rank: int) -> Iterator[Move]:
-    """A rank's moves: the root sends to everyone."""
+    """A rank's moves: the root sends to every other rank."""
     p, root = setting.ranks, setting.root
     if rank != root:
         yield Copy([0], root)
@@ -60,7 +60,7 @@ def broadcast(setting: Setting, rank: int) -> Iterator[Move]:
 
 
 def reduce(setting: Setting, rank: int) -> Iterator[Move]:
-    """A rank's moves: everyone sends to the root."""
+    """A rank's moves: every other rank sends to the root."""
     p, root = setting.ranks, setting.root
     if rank != root:
         yield Send([0], root)
@@ -108,7 +108,8 @@ def cost(collective: str, setting: Setting, size: float, rates: Rates) -> float:
 
 
 def chunks(collective: str, setting: Setting) -> int:
-    """One for each rank; of an all_to_all one for each pair; the whole tensor from a root or to it."""
+    """How many chunks the tensor is cut into: one for each rank; in an all_to_all one for each pair of ranks; in a
+    broadcast or a reduce one."""
     whole = collective in ("broadcast", "reduce")
     return 1 if whole else setting.ranks**2 if collective == "all_to_all" else setting.ranks
 

@@ -1,4 +1,4 @@
-"""Two binary trees, each with half of the tensor: an inner rank of one is a leaf of the other, so all ports are busy.
+"""Two binary trees, each for half of the tensor: an inner rank of one is a leaf of the other, so all ports are busy.
 
 Source: Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009; NCCL's
 double binary tree.
@@ -9,7 +9,7 @@ double binary tree.
     with every rank one place further (mirrored, where     2     6                   1     5
     their number is even)                                 1 3   5 7                 7 2   4 6
 
-    reduce: the same arrows, upwards. Pieces follow each other down (or up) the trees, so depth costs latency only.
+    reduce: the same arrows, upwards. Pieces follow each other through the trees, so the depth costs only latency.
 
 With p ranks, d = floor(log2(p - 1)) + 1 links from the root down, n bytes, k pieces of n / (2 k) in each tree:
 
@@ -29,7 +29,8 @@ from minipar.program.collectives.moves import Algorithm, Copy, Move, Rates, Redu
 def _relatives(place: int, count: int) -> tuple[int, list[int]]:
     """Parent and children of a place from 1 to `count` in the first tree; 0 is the root above both trees.
 
-    Read from left to right the tree is 1, 2, 3, ...: how often 2 divides a place is its height above the leaves.
+    From left to right, the places in the tree are 1, 2, 3, ... The height of a place above the leaves is the number of
+    times that 2 divides it.
     """
     height = place & -place
     parent = (place ^ height) | height << 1
@@ -43,7 +44,7 @@ def _relatives(place: int, count: int) -> tuple[int, list[int]]:
 
 
 def _in_tree(tree: int, place: int, count: int) -> tuple[int, list[int]]:
-    """Parent and children of a rank's place in one of the two trees, as places of ranks."""
+    """The parent of a rank's place in one of the two trees, and its children, as places of ranks; -1: no parent."""
     if place == 0:
         return -1, [_out(tree, 1 << count.bit_length() - 1, count)] if count else []
     parent, children = _relatives(_into(tree, place, count), count)
@@ -51,21 +52,21 @@ def _in_tree(tree: int, place: int, count: int) -> tuple[int, list[int]]:
 
 
 def _into(tree: int, place: int, count: int) -> int:
-    """Where the rank at `place` stands in a tree."""
+    """The position in a tree of the rank at `place`."""
     if tree == 0:
         return place
     return place % count + 1 if count % 2 else count + 1 - place
 
 
 def _out(tree: int, position: int, count: int) -> int:
-    """Which rank's place stands there."""
+    """The place of the rank that has this position in a tree."""
     if tree == 0:
         return position
     return (position - 2) % count + 1 if count % 2 else count + 1 - position
 
 
 def reduce(setting: Setting, rank: int) -> Iterator[Move]:
-    """A rank's moves: first all of the half in whose tree it is a leaf, and waits for nobody."""
+    """A rank's moves. First it sends all pieces of the half in whose tree it is a leaf: there it waits for nobody."""
     p, root, k = setting.ranks, setting.root, setting.pieces
     place = (rank - root) % p
     family = {tree: _in_tree(tree, place, p - 1) for tree in (0, 1)}
@@ -82,7 +83,7 @@ def reduce(setting: Setting, rank: int) -> Iterator[Move]:
 
 
 def broadcast(setting: Setting, rank: int) -> Iterator[Move]:
-    """A rank's moves: each piece goes to the children as soon as it is there."""
+    """A rank's moves: each piece goes to the children as soon as it has arrived."""
     p, root, k = setting.ranks, setting.root, setting.pieces
     place = (rank - root) % p
     for piece in range(k):
@@ -116,7 +117,7 @@ def cost(collective: str, setting: Setting, size: float, rates: Rates) -> float:
 
 
 def chunks(collective: str, setting: Setting) -> int:
-    """The pieces of the first half, then those of the second."""
+    """How many chunks the tensor is cut into: the pieces of the first half, then those of the second."""
     return 2 * setting.pieces
 
 

@@ -1,13 +1,13 @@
 """Recursive halving and doubling: as few rounds as a tree, as few bytes as a ring.
 
-Source: Rabenseifner, "Optimization of collective reduction operations", ICCS 2004; other numbers of ranks by folding,
-as in Thakur, Rabenseifner and Gropp, 2005.
+Source: Rabenseifner, "Optimization of collective reduction operations", ICCS 2004. Numbers of ranks that are no power
+of two are folded, as in Thakur, Rabenseifner and Gropp, 2005.
 
-    reduce-scatter (halving), 4 ranks             all-gather (doubling): the same pairs, the other way
+    reduce-scatter (halving), 4 ranks             all-gather (doubling): the same pairs in reverse order
     round 0    0 <-> 2   1 <-> 3   half each      round 0    0 <-> 1   2 <-> 3   a quarter each
     round 1    0 <-> 1   2 <-> 3   a quarter      round 1    0 <-> 2   1 <-> 3   half each
 
-    folding, 6 ranks:   1 -> 0, 3 -> 2            the first pairs work as one rank each;
+    folding, 6 ranks:   1 -> 0, 3 -> 2            each of the first pairs works as one rank;
     then                0  2  4  5  as above      at the end 0 -> 1, 2 -> 3
 
 With p ranks, q the largest power of two in p, d = log2 q, n bytes:
@@ -16,9 +16,10 @@ With p ranks, q the largest power of two in p, d = log2 q, n bytes:
     reduce_scatter    d         (1 - 1/p) n                d alpha + (1 - 1/p) n (beta + gamma)
     all_gather        d         (1 - 1/p) n                d alpha + (1 - 1/p) n beta
     allreduce         2 d       2 (1 - 1/q) n              the sum of both, with q for p
-Exact for p = q. Folding adds alpha + n beta + n gamma before an allreduce, and alpha + n beta after it (exact). In a
-reduce-scatter and an all-gather the pairs have two chunks, so that halves differ: the time is at most
-d alpha + min(d, 2 (1 - 1/q) q/p) n beta for the rounds and as much as for allreduce for the folding.
+The times are exact for p = q. Folding adds alpha + n beta + n gamma before an allreduce, and alpha + n beta after it
+(exact). In a reduce-scatter and an all-gather the pairs have two chunks, so the two halves differ in size. The rounds
+take at most d alpha + min(d, 2 (1 - 1/q) q/p) n beta. The folding adds as much as in an allreduce, and
+alpha + n/p beta for the pair's other chunk.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from minipar.program.collectives.moves import Algorithm, Copy, Move, Rates, Redu
 
 
 def _power(ranks: int) -> int:
-    """The largest power of two that is not larger."""
+    """The largest power of two that is not larger than `ranks`."""
     return 1 << ranks.bit_length() - 1
 
 
 def _member(place: int, setting: Setting) -> int:
-    """The rank that stands at a place of the folded ones."""
+    """The rank that has a place among the ranks that remain after folding."""
     excess = setting.ranks - _power(setting.ranks)
     return 2 * place if place < excess else place + excess
 
@@ -42,7 +43,7 @@ def _member(place: int, setting: Setting) -> int:
 def _rounds(setting: Setting, rank: int, slots: bool) -> list[tuple[int, range, range]]:
     """A rank's rounds of halving: (partner, chunks that it keeps, chunks that the partner keeps).
 
-    slots: there is a chunk for each rank, rather than for each of the folded ones.
+    slots: True: there is a chunk for each rank; False: one for each rank that remains after folding.
     """
     q = _power(setting.ranks)
     excess = setting.ranks - q
@@ -66,7 +67,7 @@ def _rounds(setting: Setting, rank: int, slots: bool) -> list[tuple[int, range, 
 
 
 def _folded(setting: Setting, rank: int) -> tuple[bool, int]:
-    """Whether a rank leaves its work to its left neighbour; and its partner in folding, -1 without."""
+    """Whether a rank gives its work to its left neighbour; and its partner in folding, -1 if it has none."""
     paired = rank < 2 * (setting.ranks - _power(setting.ranks))
     return paired and rank % 2 == 1, (rank ^ 1) if paired else -1
 
@@ -85,7 +86,7 @@ def _scatter(setting: Setting, rank: int, slots: bool) -> Iterator[Move]:
 
 
 def _gather(setting: Setting, rank: int, slots: bool, missing: Sequence[int]) -> Iterator[Move]:
-    """`missing`: the chunks that the one who left the work does not have at the end."""
+    """`missing`: the chunks that the rank that gave its work away still needs at the end."""
     leaves, partner = _folded(setting, rank)
     if leaves:
         yield Copy(missing, partner)

@@ -1,4 +1,4 @@
-"""Hierarchical: rings inside the nodes, and between them rings of those with the same place in their node.
+"""Hierarchical: rings inside the nodes, and rings between the ranks that have the same place in their nodes.
 
 Source: Jia et al., "Highly scalable deep learning training system with mixed-precision", 2018.
 
@@ -15,7 +15,8 @@ With p ranks on N nodes, g = p / N, n bytes:
                                                                            + (N - 1) (alpha + n/p beta + n/p gamma)
     all_gather        the same           the same                          the same without gamma
     allreduce         twice that         twice that                        the sum of both
-Exact where p divides n. (With alpha and beta the same everywhere it beats the ring by its fewer steps.)
+The times are exact where p divides n. (If alpha and beta are the same everywhere, this is faster than the ring because
+it takes fewer steps.)
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def _rings(setting: Setting, rank: int) -> tuple[Setting, int, Setting, int]:
 
 
 def _inside(setting: Setting, node: int, moves: Iterator[Move]) -> Iterator[Move]:
-    """Moves of a ring inside a node: its chunk c is chunk c of every node."""
+    """The moves of a ring inside a node. The ring's chunk c stands for chunk c of every node."""
     size = setting.ranks // setting.nodes
     for move in moves:
         chunks = range(move.chunks[0], setting.ranks, size)
@@ -42,7 +43,7 @@ def _inside(setting: Setting, node: int, moves: Iterator[Move]) -> Iterator[Move
 
 
 def _between(setting: Setting, place: int, moves: Iterator[Move]) -> Iterator[Move]:
-    """Moves of a ring between nodes: its chunk c is that of the rank with this place in node c."""
+    """The moves of a ring between nodes. The ring's chunk c is the chunk of the rank that has this place in node c."""
     size = setting.ranks // setting.nodes
     for move in moves:
         chunks = range(move.chunks[0] * size + place, move.chunks[0] * size + place + 1)

@@ -1,12 +1,12 @@
-"""What an algorithm says, and the one function that makes a Program of it.
+"""The moves of which an algorithm is made, and `lay_out`, which makes a Program from them.
 
 An algorithm is a generator of moves for each rank, in the order in which the rank makes them:
 
-    Send(chunks, to)          start sending them, as they are now
-    Reduce(chunks, source)    wait for them, and add them to the own ones
-    Copy(chunks, source)      receive them into the place of the own ones; waited for by whoever needs them
+    Send(chunks, to)          start sending the rank's own chunks, as they are now
+    Reduce(chunks, source)    wait for another rank's chunks, and add them to the rank's own chunks
+    Copy(chunks, source)      start receiving chunks that replace the rank's own; the first move that needs them waits
 
-All sends of a rank leave it one after another, through its one port. An empty move is left out.
+A rank has one port, through which it sends one message after another. A move without chunks is left out.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Send(NamedTuple):
 
 
 class Reduce(NamedTuple):
-    """Receive chunks of a rank, and add them to the own ones."""
+    """Receive chunks of another rank, and add them to this rank's own."""
 
     chunks: Sequence[int]
     source: int
 
 
 class Copy(NamedTuple):
-    """Receive chunks of a rank in place of the own ones."""
+    """Receive chunks of another rank, which replace this rank's own."""
 
     chunks: Sequence[int]
     source: int
@@ -42,8 +42,13 @@ Move = Send | Reduce | Copy
 
 
 class Setting(NamedTuple):
-    """Among whom: the number of ranks, which of them is the root, how many nodes they are on (neighbours together), and
-    in how many pieces a tensor travels where an algorithm pipelines."""
+    """Where a collective runs.
+
+    ranks    number of ranks
+    root     the rank that a broadcast begins with, or a reduce ends with
+    nodes    number of nodes; neighbouring ranks are on the same node
+    pieces   in how many pieces a tensor travels where an algorithm pipelines
+    """
 
     ranks: int
     root: int = 0
@@ -55,8 +60,8 @@ Moves = Callable[[Setting, int], Iterator[Move]]  # of one rank
 
 
 class Rates(NamedTuple):
-    """Seconds: a message arrives `alpha` after it has passed its rank's port, which takes `overhead`, and `beta` for
-    each byte; adding a byte takes `gamma`."""
+    """Seconds that a message takes. It occupies its rank's port for `overhead` and for `beta` for each byte, and
+    arrives `alpha` later. Adding a byte takes `gamma`."""
 
     alpha: float
     beta: float
@@ -68,15 +73,17 @@ class Rates(NamedTuple):
         return self.overhead + size * self.beta
 
     def hop(self, size: float) -> float:
-        """Seconds until a message is there."""
+        """Seconds until a message of `size` bytes has arrived."""
         return self.alpha + self.port(size)
 
 
 class Algorithm(NamedTuple):
-    """What a file offers: by collective each rank's moves; the closed form of the time; the number of chunks.
+    """An algorithm, as its file defines it.
 
-    cost        None: there is no closed form
-    pipelined   the collectives that send a tensor in `Setting.pieces`, or each of `parts` of it
+    moves       for each collective, the generator of a rank's moves
+    cost        seconds of a collective in closed form; None: there is no closed form
+    chunks      the number of chunks that the tensor is cut into
+    pipelined   the collectives that send a tensor in pieces; each of `parts` equal parts has `Setting.pieces` pieces
     """
 
     moves: Mapping[str, Moves]
@@ -87,17 +94,18 @@ class Algorithm(NamedTuple):
 
 
 def one_each(collective: str, setting: Setting) -> int:
-    """A chunk for each rank."""
+    """The number of chunks, if there is one for each rank."""
     return setting.ranks
 
 
 def bounds(size: int, count: int, index: int) -> tuple[int, int]:
-    """Where chunk `index` of `count` begins and ends in a tensor of `size` elements: equal to within one element."""
+    """Where chunk `index` of `count` begins and ends in a tensor of `size` elements. Lengths of chunks differ by at
+    most one element."""
     return size * index // count, size * (index + 1) // count
 
 
 def held(collective: str, setting: Setting, rank: int, count: int, at_end: bool) -> range:
-    """The chunks, of `count`, that a rank holds at the beginning of a collective, or has to hold at its end."""
+    """Which of `count` chunks a rank holds at the beginning of a collective, or must hold at its end."""
     everything, nothing = range(count), range(0)
     share = count // setting.ranks
     own = range(rank * share, (rank + 1) * share)
@@ -115,9 +123,9 @@ def held(collective: str, setting: Setting, rank: int, count: int, at_end: bool)
 
 
 def lay_out(name: str, collective: str, setting: Setting, moves: Moves, sizes: tuple[int, ...]) -> Program:
-    """The program of a collective, of each rank's moves; `sizes` are the bytes of its chunks.
+    """The program of a collective, made from each rank's moves. `sizes` are the sizes of its chunks in bytes.
 
-    A chunk that its rank need not keep is freed by the last instruction that works on it.
+    If a rank need not keep a chunk, the last instruction that works on the chunk frees it.
     """
     rows, state, final = [], [], []
     for rank in range(setting.ranks):

@@ -1,4 +1,4 @@
-"""A collective of one's own: a generator of moves, as in the files beside this one, becomes a Program.
+"""A collective of your own: a generator of moves, as in the files beside this one, becomes a Program.
 
 def mine(setting, rank):                          setting.ranks, setting.root, setting.nodes
     yield Send([rank], (rank + 1) % setting.ranks)
@@ -20,7 +20,7 @@ from minipar.wording import several
 
 __all__ = ["Copy", "Move", "Reduce", "Send", "Setting", "own_program"]
 
-MOST = 10_000  # moves of a rank: a generator that never ends must not hang a notebook
+MOST = 10_000  # largest number of moves of a rank: a generator that never ends must not hang a notebook
 
 
 def own_program(
@@ -33,17 +33,17 @@ def own_program(
     nodes: int = 1,
     chunks: int | None = None,
 ) -> Program:
-    """The program of a collective on `ranks` ranks, whose `moves(setting, rank)` are somebody's own.
+    """The program of a collective on `ranks` ranks that the user's generator `moves(setting, rank)` describes.
 
-    chunks   how many the tensor is cut into; default one for each rank (for each pair in an all_to_all, and one
-             altogether in a broadcast and a reduce)
-    The rest as in `collectives.program`. It is not verified. Errors: PlanError for what is no move, or names a chunk or
-    a rank that is not there; what the generator raises.
+    chunks   how many chunks the tensor is cut into; default one for each rank (in an all_to_all one for each pair of
+             ranks, in a broadcast and a reduce only one)
+    The other arguments are those of `collectives.program`. The program is not verified. Errors: PlanError for a value
+    that is no move, or a move that names a chunk or a rank that does not exist; and whatever the generator raises.
     """
     setting = Setting(ranks, root, nodes)
     made = algorithm(collective, moves, chunks)
     count = made.chunks(collective, setting)
-    each = count // ranks if collective == "all_to_all" else count  # there each rank's tensor is cut by itself
+    each = count // ranks if collective == "all_to_all" else count  # in an all_to_all each rank cuts its tensor
     cuts = [bounds(nbytes, each, c % each) for c in range(count)]
     sizes = tuple(last - first for first, last in cuts)
     return lay_out(
@@ -52,7 +52,7 @@ def own_program(
 
 
 def algorithm(collective: str, moves: Moves, chunks: int | None = None) -> Algorithm:
-    """Somebody's own moves as an algorithm for one collective; what they yield is checked."""
+    """The user's moves as an algorithm for one collective. Each move that they yield is checked."""
 
     def count(collective: str, setting: Setting) -> int:
         usual = {"broadcast": 1, "reduce": 1, "all_to_all": setting.ranks**2}.get(collective, setting.ranks)
@@ -71,7 +71,7 @@ def algorithm(collective: str, moves: Moves, chunks: int | None = None) -> Algor
 
 
 def joined(first: Algorithm, second: Algorithm) -> Algorithm:
-    """One algorithm for the collectives of two; the second one's counts."""
+    """One algorithm that has the collectives of both. Where both have one, the second algorithm's is used."""
 
     def count(collective: str, setting: Setting) -> int:
         return (second if collective in second.moves else first).chunks(collective, setting)
@@ -80,7 +80,7 @@ def joined(first: Algorithm, second: Algorithm) -> Algorithm:
 
 
 def _checked(move: Any, rank: int, ranks: int, chunks: int) -> Move:
-    """A move with its chunks as a tuple; PlanError if it is none."""
+    """The move, with its chunks as a tuple. Errors: PlanError if it is no valid move."""
     if not isinstance(move, (Send, Reduce, Copy)):
         raise PlanError(f"rank {rank}: yields {move!r}, which is no move; possible are Send, Reduce, Copy")
     named, peer = move

@@ -2,15 +2,15 @@
 
 Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009.
 
-    reduce-scatter, 4 ranks: a chunk gains one rank's part at each of p - 1 steps; rank r ends with chunk r
+    reduce-scatter, 4 ranks: at each of p - 1 steps one more rank adds its part to a chunk; rank r ends with chunk r
 
-    step 0    0 --3--> 1 --0--> 2 --1--> 3 --2--> 0        all-gather: the same way round, whole chunks
+    step 0    0 --3--> 1 --0--> 2 --1--> 3 --2--> 0        all-gather: the same direction, complete chunks
     step 1    0 --2--> 1 --3--> 2 --0--> 3 --1--> 0        step 0    0 --0--> 1 --1--> 2 --2--> 3 --3--> 0
     step 2    0 --1--> 1 --2--> 2 --3--> 3 --0--> 0        step 1    0 --3--> 1 --0--> 2 --1--> 3 --2--> 0 ...
 
-    broadcast, reduce: a chain from the root, or to it, in pieces: all links work at once
+    broadcast, reduce: a chain from the root, or to it, in pieces, so that all links work at the same time
 
-With p ranks, n bytes, k pieces of m = n / k bytes, all to the right neighbour:
+With p ranks, n bytes, k pieces of m = n / k bytes; every message goes to the right neighbour:
 
     collective        steps        bytes that a rank sends    time
     reduce_scatter    p - 1        (p - 1)/p n                (p - 1) (alpha + n/p beta + n/p gamma)
@@ -19,7 +19,7 @@ With p ranks, n bytes, k pieces of m = n / k bytes, all to the right neighbour:
     broadcast         p + k - 2    n                          (p - 1) (alpha + m beta) + (k - 1) m beta
     reduce            p + k - 2    n                          (p - 1) (alpha + m beta + m gamma)
                                                               + (k - 1) m max(beta, gamma)
-Exact where p and k divide n.
+The times are exact where p and k divide n.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def allreduce(setting: Setting, rank: int) -> Iterator[Move]:
 
 
 def broadcast(setting: Setting, rank: int) -> Iterator[Move]:
-    """A rank's moves: each piece is passed on as soon as it is there."""
+    """A rank's moves: it sends each piece to its right neighbour as soon as the piece has arrived."""
     p = setting.ranks
     place = (rank - setting.root) % p
     for piece in range(setting.pieces):
@@ -63,9 +63,9 @@ def broadcast(setting: Setting, rank: int) -> Iterator[Move]:
 
 
 def reduce(setting: Setting, rank: int) -> Iterator[Move]:
-    """A rank's moves: the chain ends in the root."""
+    """A rank's moves: the chain ends at the root."""
     p = setting.ranks
-    place = (rank - setting.root) % p  # the root's right neighbour begins
+    place = (rank - setting.root) % p  # the chain begins at the root's right neighbour
     for piece in range(setting.pieces):
         if place != 1 and p > 1:
             yield Reduce([piece], (rank - 1) % p)

@@ -1,4 +1,6 @@
-"""Binomial tree: in every round twice as many ranks have it. Few rounds, but each of the whole tensor.
+"""Binomial tree: every round doubles the number of ranks that have the tensor.
+
+It takes few rounds, but each message carries the whole tensor.
 
 Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005.
 
@@ -8,13 +10,13 @@ Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communicatio
     round 1    0 -----> 2      4 -----> 6
     round 2    0 -> 1   2 -> 3 4 -> 5   6 -> 7
 
-With p ranks, d = ceil(log2 p), n bytes; other roots by renumbering:
+With p ranks, d = ceil(log2 p), n bytes; for another root the ranks are renumbered:
 
     collective    rounds    bytes to each child (broadcast), to the parent (reduce)    time
     broadcast     d         n                                                          d (alpha + n beta)
     reduce        d         n                                                          d (alpha + n beta + n gamma)
     allreduce     2 d       both, through rank 0                                       the sum of both
-Exact where p is a power of two, otherwise an upper bound (some branches of the tree are short).
+The times are exact where p is a power of two; otherwise they are upper bounds (some branches of the tree are short).
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ from minipar.program.collectives.moves import Algorithm, Copy, Move, Rates, Redu
 
 
 def _children(place: int, ranks: int) -> list[int]:
-    """Places of a rank's children, the one with the smallest branch first."""
+    """The places of a rank's children; the child with the smallest branch comes first."""
     lowest = place & -place if place else 1 << ranks.bit_length()
     return [place + (1 << k) for k in range(lowest.bit_length() - 1) if place + (1 << k) < ranks]
 
 
 def reduce(setting: Setting, rank: int) -> Iterator[Move]:
-    """A rank's moves: add what the children have summed, then send it to the parent."""
+    """A rank's moves: it adds the sums of its children, then sends the result to its parent."""
     p, root = setting.ranks, setting.root
     place = (rank - root) % p
     for child in _children(place, p):
@@ -41,7 +43,7 @@ def reduce(setting: Setting, rank: int) -> Iterator[Move]:
 
 
 def broadcast(setting: Setting, rank: int) -> Iterator[Move]:
-    """A rank's moves: first to the child with the largest branch."""
+    """A rank's moves: it sends first to the child with the largest branch."""
     p, root = setting.ranks, setting.root
     place = (rank - root) % p
     if place:
@@ -68,7 +70,7 @@ def cost(collective: str, setting: Setting, size: float, rates: Rates) -> float:
 
 
 def chunks(collective: str, setting: Setting) -> int:
-    """The tensor travels as a whole."""
+    """How many chunks the tensor is cut into: one."""
     return 1
 
 

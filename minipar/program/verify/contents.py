@@ -1,11 +1,12 @@
-"""What every value contains, followed through a program: the verifier's fifth question.
+"""What every value contains while a program is walked: the verifier's fifth check.
 
-Of a gradient its contributions are followed, a bit for each (layer, replica, micro-batch); of a parameter and of what
-its optimizer keeps, the number of their updates. One table, `known[rank][value]`, has both: a copy is an assignment,
-a sum over ranks is a union, and slices are values like wholes, of which a collective makes the other. So a STEP finds
-out whether its gradients are complete, and a forward whether its parameters are those that the contract promises.
+For a gradient the verifier follows its contributions, with one bit for each (layer, replica, micro-batch). For a
+parameter and its optimizer's state it follows the number of updates. One table, `known[rank][value]`, has both. A copy
+is an assignment, and a sum over ranks is a union. Slices are values like whole ones, and collectives make one from the
+other. So a STEP can check whether its gradients are complete, and a forward whether its parameters have the version
+that the contract promises.
 
-`order` (rule.py) gives the instructions, each after what it waits for.
+`order` (rule.py) gives the instructions, each after everything that it waits for.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ _STATES = ("optimizer_state", "optimizer_shard")
 class Contents:
     """What the values of all ranks contain, while the program is walked.
 
-    known     per rank: of a gradient its contributions, of any other value the number of its updates
-    brought   what each rank adds to a collective that others have yet to join
-    pieces    of a gradient that is summed piece by piece: begin, end and contributions of each piece that is summed
-    local     how many updates a replica does by itself before parameters are averaged; 0: none
-    alone     per rank and group: how many of these updates were done since the last average
-    bits      per group and layer: the position of the layer's first contribution bit
-    first_bit  per rank: how far behind it those of the rank's replica begin
+    known     for each rank: a gradient -> its contributions, any other value -> the number of its updates
+    brought   what each rank adds to a collective that other ranks have not joined yet
+    pieces    for a gradient that is summed in pieces: begin, end and contributions of each piece so far
+    local     how many updates a replica does alone before parameters are averaged; 0: it does none alone
+    alone     for each rank: group -> how many of these updates it did since the last average
+    bits      for each group: layer -> the position of the layer's first contribution bit
+    first_bit  for each rank: how far after that position the bits of its replica begin
     """
 
     def __init__(self, program: Program) -> None:
@@ -68,7 +69,8 @@ class Contents:
         return {layer: k * size for k, layer in enumerate(self.program.groups[group].layers)}
 
     def follow(self, turns: Iterable[Turn]) -> None:
-        """Every instruction in turn, then the end. Errors: ProgramError for the first that is wrong."""
+        """Check every instruction in the order of `turns`, then the end. Errors: ProgramError for the first that is
+        wrong."""
         SEND, RECV, STEP = Op.SEND, Op.RECV, Op.STEP
         for rank, index, ins, _, joined in turns:
             if ins is None:
@@ -91,7 +93,8 @@ class Contents:
     # the end
 
     def _check_end(self, rank: int) -> None:
-        """Nothing that was summed is left over, and all copies of what is trained have seen the same updates."""
+        """At the end of a rank no gradient is left without a STEP, and all copies of a parameter have had the same
+        updates."""
         program, known = self.program, self.known[rank]
         for value, found in known.items():
             if "grad" in value.kind and found and program.groups[value.index].trainable:
@@ -115,7 +118,7 @@ class Contents:
                 )
 
     def _check_updated(self, rank: int) -> None:
-        """Every copy of what is trained is updated on its rank."""
+        """A rank has a STEP for every trainable parameter and optimizer state that it holds."""
         program, STEP = self.program, Op.STEP
         row = program.ranks[rank]
         updated = {g for op, ins in zip(program.ops[rank], row, strict=True) if op is STEP for g in ins.layers}
@@ -125,9 +128,9 @@ class Contents:
                 raise ProgramError(f"rank {rank} holds {value}, but has no STEP for it")
 
     def _check_tiers(self, rank: int) -> None:
-        """At the end all copies of a parameter or an optimizer state have seen the same updates."""
+        """At the end all copies of a parameter or an optimizer state have had the same updates, in all tiers."""
         known = self.known[rank]
-        newest: dict[int, int] = {}  # of the groups of which something is in a slower tier
+        newest: dict[int, int] = {}  # group -> the most updates of its copies in slower tiers
         for value, updates in known.items():
             if tier(value) != "device" and "grad" not in value.kind:
                 newest[value.index] = max(newest.get(value.index, 0), updates)
@@ -155,13 +158,13 @@ class Contents:
             raise refuse(self.program, rank, index, f"{reason} {newer}: an update is lost")
         if (
             "grad" in source.kind
-        ):  # a gradient that goes to the host is let go of on the device, its bucket stays or not
+        ):  # the device's gradient is empty after it was copied to the host, even if its bucket stays
             known.pop(source, None)
         slice_of_it = home(source).kind == "param_shard" and target.kind == "param"
         known[param_shard(target.index) if slice_of_it else target] = found
 
     def _compute(self, rank: int, index: int, ins: Instruction) -> None:
-        """Forwards and backwards: they use the parameters of their step, and add to gradients."""
+        """A forward or backward uses the parameters of its step. A backward adds to gradients."""
         known = self.known[rank]
         for value in ins.reads:
             kind = value[0]
@@ -191,7 +194,8 @@ class Contents:
     # collectives
 
     def _bring(self, rank: int, ins: Instruction) -> dict[int, int]:
-        """What a rank adds to a collective, by group, as it is when the rank joins: later it may have changed."""
+        """What a rank adds to a collective, by group. It is recorded when the rank joins, because it can change
+        later."""
         known = self.known[rank]
         if ins.op is Op.ALL_GATHER:
             return {g: known.get(param_shard(g), 0) for g in ins.layers}
@@ -203,7 +207,7 @@ class Contents:
         return {v.index: known.get(v, 0) for v in ins.reads if "grad" in v.kind and v.index in ins.layers}
 
     def _collect(self, rank: int, index: int, ins: Instruction, brought: dict[int, dict[int, int]]) -> None:
-        """All ranks have joined a collective: what they have then. `brought`: by rank and group."""
+        """All ranks have joined a collective: set what they know now. `brought` has what each rank added, by group."""
         if ins.op is Op.NORM:
             return self._check_norm(rank, index, brought)
         for g in ins.layers:
@@ -235,7 +239,7 @@ class Contents:
             self.known[r][grad_shard(g)] = before | total
 
     def _add_piece(self, rank: int, index: int, ins: Instruction, total: int) -> int:
-        """A piece of a gradient is summed; the one that writes the gradient is the last: what all pieces have."""
+        """Add a summed piece of a gradient. The last piece writes the gradient: then return what all pieces contain."""
         g, where = ins.layers[0], at(self.program, rank, index)
         begin, end = piece_of(ins) or (0, 0)
         pieces = self.pieces.setdefault((ins.group, g), [])
@@ -260,7 +264,7 @@ class Contents:
         )  # fmt: skip
 
     def _gather(self, rank: int, index: int, group: int, updates: dict[int, int]) -> None:
-        """All slices of a group come together: they must be of one version, on all ranks."""
+        """All slices of a group are gathered: they must have the same version on all ranks."""
         if len(set(updates.values())) > 1:
             told = ", ".join(f"{n} on rank {r}" for r, n in updates.items())
             reason = f"{at(self.program, rank, index)} gathers slices after different numbers of updates: {told}"
@@ -269,14 +273,15 @@ class Contents:
             self.known[r][param(group)] = done
 
     def _average(self, rank: int, index: int, group: int, updates: dict[int, int]) -> None:
-        """The replicas' own parameters of a group are averaged: after as many updates each, and by all of them."""
+        """The parameters of a group are averaged: all replicas must take part, each after the same number of
+        updates."""
         found = {self.program.replica(r) for r in updates}
         if len(set(updates.values())) > 1 or len(found) < self.program.replicas:
             told = ", ".join(f"{n} on rank {r}" for r, n in updates.items())
             reason = f"{at(self.program, rank, index)} averages param({group}) after different numbers of updates, or"
             raise refuse(self.program, rank, index, f"{reason} not of all replicas: {told}")
         step, done = self.program.ranks[rank][index].step, self.known[rank].get(param(group), 0)
-        due = done % self.local == 0 or done == self.program.steps  # (if it is not, the next forward says so)
+        due = done % self.local == 0 or done == self.program.steps  # (if it is not due, the next forward is refused)
         if due and done != step + 1:
             reason = f"{at(self.program, rank, index)} averages param({group}) after {several(done, 'update')}, but"
             raise refuse(
@@ -287,7 +292,7 @@ class Contents:
             self.alone[r][group] = 0
 
     def _check_round(self, rank: int, index: int, group: int) -> None:
-        """What a forward or backward uses was averaged when it was due, and not at another time."""
+        """The parameters that a forward or backward uses were averaged when it was due, and at no other time."""
         ins, found = self.program.ranks[rank][index], self.alone[rank][group]
         due = ins.step % self.local
         if found != due:
@@ -298,7 +303,7 @@ class Contents:
             raise refuse(self.program, rank, index, f"{reason}, with an average after every {self.local}")
 
     def _check_norm(self, rank: int, index: int, brought: dict[int, dict[int, int]]) -> None:
-        """The norm is that of all gradients, each complete."""
+        """A NORM counts all gradients, and each of them is complete."""
         for g, group in enumerate(self.program.groups):
             if not group.trainable:
                 continue
@@ -317,8 +322,8 @@ class Contents:
     # updates
 
     def _all(self, group: int, rank: int = 0) -> int:
-        """Every contribution that the gradient of a group must have before a STEP; where replicas train by themselves,
-        of the rank's own."""
+        """All contributions that the gradient of a group must have before a STEP. Where replicas train alone, these are
+        only the contributions of the rank's own replica."""
         count = self.program.microbatches
         size = self.program.replicas * count
         if not self.local:
@@ -358,7 +363,7 @@ class Contents:
                 if self.local:
                     self._step_alone(rank, index, value.index, found & ~self._all(value.index, rank))
                 known[value] = 0
-                for gradient in (grad(value.index), grad_shard(value.index)):  # (one in a bucket stays for later steps)
+                for gradient in (grad(value.index), grad_shard(value.index)):  # (those in a bucket stay allocated)
                     known.pop(gradient, None)
             elif value.kind.startswith("host ") and found != ins.step:
                 reason = f"{at(self.program, rank, index)} is update {found} of {value}, but belongs to step {ins.step}"
@@ -376,7 +381,7 @@ class Contents:
             )  # fmt: skip
 
     def _step_alone(self, rank: int, index: int, group: int, foreign: int) -> None:
-        """A STEP of a replica by itself, which `foreign` contributions of other replicas must not reach."""
+        """A STEP of a replica alone. There may be no `foreign` contributions, which are those of other replicas."""
         self.alone[rank][group] = self.alone[rank].get(group, 0) + 1
         if foreign:
             where, whose = at(self.program, rank, index), self.name(group, foreign)

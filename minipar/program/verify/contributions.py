@@ -1,8 +1,8 @@
-"""What a collective's program computes: for every chunk on every rank, whose values are summed in it.
+"""What a collective's program computes: for every chunk on every rank, the ranks whose values are summed in it.
 
-A chunk that a rank holds at the beginning is its own value, once. SEND takes a copy along, REDUCE adds what came,
-RECV into a chunk replaces it. So a program is right if at the end every chunk on every rank is made of each rank that
-had it at the beginning, exactly once: in an allreduce all ranks, in an all-gather the chunk's one owner.
+At the beginning a chunk contains its own rank's value once. SEND sends a copy of it, REDUCE adds a received chunk, and
+RECV into a chunk replaces it. A program is right if, at the end, every chunk contains the value of each rank that had
+the chunk at the beginning, exactly once. In an allreduce these are all ranks, in an all-gather only the chunk's owner.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from minipar.program import Op, Program, Turn, Value, order
 from minipar.program.diagnostics import at, refuse
 from minipar.program.rule import Place
 
-Sums = dict[int, Counter[int]]  # of one rank: chunk -> how often each rank's value is in it
+Sums = dict[int, Counter[int]]  # for one rank: chunk -> how often it contains each rank's value
 
 
 def result(program: Program, turns: Iterable[Turn] | None = None) -> list[Sums]:
-    """Per rank, for each chunk that it holds at the end: how often each rank's value is summed in it.
+    """For each rank and each chunk that it holds at the end, how often the chunk contains each rank's value.
 
-    turns   `order(program)`, where the caller has it
+    turns   `order(program)`, if the caller has made it already
     """
     held: list[Sums] = [{v.index: Counter((rank,)) for v in state} for rank, state in enumerate(program.state)]
     sent: dict[Place, Sums] = {}
-    came: list[dict[Value, Counter[int]]] = [{} for _ in program.ranks]  # what waits to be added
+    came: list[dict[Value, Counter[int]]] = [{} for _ in program.ranks]  # received chunks that wait to be added
     for rank, index, ins, waited, _ in order(program) if turns is None else turns:
         for value, _, source in waited:
             if value.kind == "incoming":
@@ -46,7 +46,7 @@ def result(program: Program, turns: Iterable[Turn] | None = None) -> list[Sums]:
 
 
 def check_contributions(program: Program, found_of: list[Sums]) -> None:
-    """ProgramError if a chunk at the end is not the sum of what all ranks had of it, each once."""
+    """ProgramError if a chunk at the end does not contain each rank's value at the beginning exactly once."""
     wanted: dict[int, Counter[int]] = {}
     for rank, state in enumerate(program.state):
         for value in state:
@@ -61,7 +61,7 @@ def check_contributions(program: Program, found_of: list[Sums]) -> None:
 
 
 def check_moves(program: Program) -> None:
-    """ProgramError if an instruction is none that a collective is made of, or names other values than it moves."""
+    """ProgramError if an instruction cannot be part of a collective, or names other values than those that it moves."""
     for rank, row in enumerate(program.ranks):
         for index, ins in enumerate(row):
             where = at(program, rank, index)

@@ -1,8 +1,8 @@
-"""The form of a program: the types and ranges of its fields, which every reader takes for granted.
+"""The types and ranges of a program's fields. Every reader of programs relies on them.
 
-Before a walk the fields of the program itself are looked at, which are few. Of an instruction, what the walks do not
-look at themselves is asked on the way (`unused`); where a walk stumbles over a field of another type, `explain` says
-afterwards which it is. So nothing is looked at twice in a program that is right.
+The few fields of the program itself are checked before the walks. Most fields of instructions are not checked in
+advance: if a walk fails because a field has a wrong type, `explain` finds that field afterwards. So nothing is checked
+twice in a program that is right.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _COMPRESSED = re.compile(r"none|bf16|fp16|topk:[0-9.e+-]+|powersgd:[1-9][0-9]*")
 
 
 def _whole(value: object, least: float = float("-inf")) -> bool:
-    """Whether this is a whole number, at least so large."""
+    """Whether this is a whole number of at least `least`."""
     return hasattr(value, "__index__") and bool(value.__index__() >= least)
 
 
@@ -125,7 +125,7 @@ def _is_serving(value: object) -> bool:
 
 
 def check_types(program: Program) -> None:
-    """ProgramError if a field of the program itself is of another type than its readers expect."""
+    """ProgramError if a field of the program itself has a wrong type."""
     for name, (fits, possible) in _OWN.items():
         value = getattr(program, name)
         if not fits(value):
@@ -133,7 +133,7 @@ def check_types(program: Program) -> None:
 
 
 def check_fields(program: Program) -> None:
-    """ProgramError if a field of the program, other than its instructions, is not what its readers can work with."""
+    """ProgramError if a field of the program, other than its instructions, has a wrong type or an impossible value."""
     check_types(program)
     for name, held in (("state", program.state), ("final", program.final)):
         if held and len(held) != len(program.ranks):
@@ -220,7 +220,7 @@ def _check_model(program: Program) -> None:
 
 
 def _check_state(program: Program) -> None:
-    """What ranks hold between steps is state of parameter groups that are there."""
+    """The values that ranks hold between steps are state of parameter groups that exist."""
     stale = isinstance(program.contract, Staleness)
     known: set[Value] = set()
     for rank, held in enumerate(program.state):
@@ -236,7 +236,7 @@ def _check_state(program: Program) -> None:
 
 
 def _check_deciding(program: Program) -> None:
-    """in_flight: ranks decide by a rule for stages in a row, each of one version that is updated at once."""
+    """A program with in_flight has stages in a row. The rule by which its ranks decide is made only for these."""
     contract, why = program.contract, ""
     stages = [layer for mine in program.placement for layer in mine]
     if not isinstance(contract, Staleness) or contract.stashed or contract.every is None:
@@ -274,7 +274,7 @@ def _is_part(value: object) -> bool:
 
 
 def check_instruction(rank: int, index: int, ins: object) -> None:
-    """ProgramError if an instruction, or a field of it, is of another type than its readers expect."""
+    """ProgramError if an instruction, or a field of it, has a wrong type."""
     if type(ins) is not Instruction:
         raise ProgramError(f"rank {rank} instruction {index} is {shown(ins)}: must be an Instruction")
     for (name, (fits, possible)), value in zip(_FIELDS.items(), ins, strict=True):
@@ -283,7 +283,7 @@ def check_instruction(rank: int, index: int, ins: object) -> None:
 
 
 def explain(program: Program, error: Exception) -> ProgramError:
-    """Why a walk stumbled over a program: the first instruction with a field of another type."""
+    """The error for a program on which a walk failed: it names the first instruction with a field of a wrong type."""
     rows: Sequence[Any] = program.ranks
     for rank, row in enumerate(rows):
         for index, ins in enumerate(row):
@@ -295,6 +295,6 @@ def explain(program: Program, error: Exception) -> ProgramError:
 
 
 def shown(value: object) -> str:
-    """A value as Python writes it, of at most 60 characters."""
+    """The value as Python writes it, cut to at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

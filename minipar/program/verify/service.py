@@ -1,13 +1,14 @@
-"""What the verifier asks of a program with parameter servers: would it run, and does it keep its contract?
+"""How the verifier checks a program with parameter servers: can it run, and does it keep its contract?
 
-  1. each worker   every step that it does has every micro-batch forward and backward, exactly once, between the
-                   parameters that it pulls and the gradients that it pushes, which are then complete
-  2. each link     the pushes of a worker are what its server accepts, in order; replies are what is pulled
-  3. together      walking the lists ends; all parameters of a step are of one version; an update takes each gradient
-                   once, and none of parameters that are older than the contract allows; mode sync takes all of a step
+  1. each worker   In every step it runs each micro-batch forward and backward exactly once, after it has pulled its
+                   parameters and before it pushes its gradients, which are then complete.
+  2. each link     A server accepts the pushes of a worker in order. A worker pulls what the server replies.
+  3. all together  Walking the lists ends. All parameters of a step have one version. An update takes each gradient
+                   once, and no gradient of parameters that are older than the contract allows. In mode sync an update
+                   takes all gradients of a step.
 
-In the modes in which servers decide, a program that was not run yet has no instructions for them: then only what each
-worker does alone is asked.
+In the other modes servers decide as they run. Their program has no instructions for servers before it has run; then
+only the first question is checked.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from minipar.wording import several
 
 
 def check_workers(program: Program) -> None:
-    """The first question."""
+    """Check the first question. Errors: ProgramError."""
     _check_names(program)
     wanted = program.microbatches
     for rank in range(program.workers):
@@ -83,7 +84,8 @@ _WORK = (Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD)
 
 
 def _check_names(program: Program) -> None:
-    """What workers and servers say to each other: each the groups that the server keeps, with the values of these."""
+    """Every message between a worker and a server names groups that the server keeps, and the values of these
+    groups."""
     assert program.serving is not None
     if (program.serving.mode == "sync") == isinstance(program.contract, Staleness):
         contract = type(program.contract).__name__
@@ -136,7 +138,7 @@ def _check_names(program: Program) -> None:
 def _check_work(
     program: Program, rank: int, index: int, pulled: dict[int, dict[int, int]], shares: dict[int, set[int]]
 ) -> None:
-    """A layer uses the parameters that were pulled for its step, and a backward writes all of its gradients."""
+    """A layer uses the parameters that were pulled for its step, and a backward writes the gradients of all of them."""
     ins = program.ranks[rank][index]
     for g in {g for layer in ins.layers for g in program.groups_of_layer[layer] if program.groups[g].trainable}:
         for server, share in shares.items():
@@ -148,7 +150,7 @@ def _check_work(
 
 
 def _check_values(program: Program, rank: int, index: int, applied: int) -> None:
-    """A message names the values of its groups; an update all that it changes."""
+    """A message names the values of its groups. An update names all values that it changes."""
     ins, where = program.ranks[rank][index], at(program, rank, index)
     groups = ins.layers
     reads, writes = set(ins.reads), set(ins.writes)
@@ -167,7 +169,7 @@ def _check_values(program: Program, rank: int, index: int, applied: int) -> None
     else:
         right = reads == set(map(grad if ins.op is Op.PUSH else served, groups)) and not writes
         kept = [v for v in reads - set(ins.frees) if not _parted(program, rank, index, v)]
-        if ins.op is Op.PUSH and kept:  # (what stays would go into the push of the next step, too)
+        if ins.op is Op.PUSH and kept:  # (a gradient that stays would be pushed again in the next step)
             reason = f"{where} keeps {min(kept)}; possible is frees with all that is pushed"
             raise refuse(program, rank, index, reason)
     if not right:
@@ -175,7 +177,7 @@ def _check_values(program: Program, rank: int, index: int, applied: int) -> None
 
 
 def check_service(program: Program, turns: Iterable[Turn]) -> None:
-    """The third question, where servers have instructions. `turns`: `order(program)`."""
+    """Check the third question, if servers have instructions. `turns` is `order(program)`. Errors: ProgramError."""
     versions = _Versions(program)
     for rank, index, ins, waited, _ in turns:
         if ins is None:
@@ -189,12 +191,12 @@ def check_service(program: Program, turns: Iterable[Turn]) -> None:
 
 
 class _Versions:
-    """What is known of the parameters while a program is walked.
+    """The versions of the parameters while a program is walked.
 
-    version   per server the number of its updates
-    replied   by REPLY the version that it gave
-    used      by worker and step the version that its gradients are computed from
-    applied   server, group, worker, step of all gradients that went into an update
+    version   for each server, the number of its updates
+    replied   for each REPLY, the version that it sent
+    used      for each worker and step, the version from which its gradients are computed
+    applied   (server, group, worker, step) of each gradient that went into an update
     """
 
     def __init__(self, program: Program) -> None:
@@ -247,8 +249,8 @@ class _Versions:
 
 
 def staleness(program: Program) -> list[int]:
-    """Per worker the most updates between the parameters that it pulled and the update that its gradient went into;
-    0 for servers."""
+    """For each worker, the largest number of updates between the parameters that it pulled and the update that took its
+    gradient; 0 for servers."""
     worst = [0] * len(program.ranks)
     for worker, _, _, late in ages(program):
         worst[worker] = max(worst[worker], late)
@@ -256,7 +258,7 @@ def staleness(program: Program) -> list[int]:
 
 
 def ages(program: Program) -> list[tuple[int, int, int, int]]:
-    """Of every gradient in an update: its worker, its step, the update, and how many updates came in between."""
+    """For every gradient in an update: its worker, its step, the update, and its age in updates."""
     used: dict[tuple[int, int], int] = {}
     found = []
     version = 0
@@ -271,7 +273,7 @@ def ages(program: Program) -> list[tuple[int, int, int, int]]:
 
 
 def _parted(program: Program, rank: int, index: int, value: Value) -> bool:
-    """Whether another part of a pushed gradient goes to another server, before it is written again."""
+    """Whether another part of a pushed gradient goes to another server before the gradient is written again."""
     for ins in program.ranks[rank][index + 1 :]:
         if value in ins.writes:
             return False

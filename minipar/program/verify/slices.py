@@ -1,4 +1,4 @@
-"""What verify must know of slices of a sequence: each takes from the one before it, and gives to the next."""
+"""How verify checks slices of a sequence: each slice reads the carries of the one before it, and writes its own."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ _FORWARDS = (Op.FORWARD, Op.RECOMPUTE)
 
 
 def check_carries(program: Program) -> None:
-    """Every forward reads and writes the carries of its layers, every backward their gradients, of its own sequence."""
+    """Every forward reads and writes the carries of its layers, and every backward their gradients. All of them belong
+    to the same sequence. Errors: ProgramError."""
     count, carrying = program.slice_count, frozenset(program.carries)
     for rank, instructions in enumerate(program.ranks):
-        begun: dict[tuple[int, int], int] = {}  # of each sequence the slice that went forward last
+        begun: dict[tuple[int, int], int] = {}  # for each sequence, the last slice that has begun its forward
         for index, ins in enumerate(instructions):
             if ins.op not in _FORWARDS and ins.op not in BACKWARDS:
                 continue
             i, place = ins.microbatch % count, (ins.microbatch // count, ins.step)
-            if i > begun.get(place, -1) + 1:  # (where its tokens begin is counted as slices go by)
+            if i > begun.get(place, -1) + 1:  # (layers count tokens to know where a slice begins)
                 before = ins.microbatch - 1
                 reason = f"{at(program, rank, index)} comes before the slice before it, micro-batch {before}"
                 raise refuse(program, rank, index, reason)
@@ -33,7 +34,7 @@ def check_carries(program: Program) -> None:
 
 
 def _expected(ins: Instruction, count: int, carrying: frozenset[int]) -> tuple[set[Value], set[Value]]:
-    """The carries and their gradients that an instruction reads and writes."""
+    """The carries, and gradients of carries, that an instruction must read and write."""
     i, step = ins.microbatch, ins.step
     layers = carrying.intersection(ins.layers)
     before = {carry(layer, i - 1, step) for layer in layers} if i % count else set()

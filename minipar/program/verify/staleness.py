@@ -1,12 +1,12 @@
-"""How stale gradients are, how many versions of the parameters are alive, and whether a program keeps to its contract.
+"""How stale gradients are, how many versions of the parameters are alive, and whether a program keeps its contract.
 
 F mb0 v0 | F mb1 v0 | B mb0 | STEP v1 | B mb1 | STEP v2      mb1 used v0, and went into the update of v1: 1 update old
 
-The first functions read a rank's instructions alone. `StaleContents` is the verifier's fifth question of asynchronous
-programs: per rank and parameter group it follows the versions that are alive, the version that the forward of each
-micro-batch used, and the contributions to the gradient (a bit for each layer, step and micro-batch). A STEP must make
-the next version of the newest one, of as many whole micro-batches as the contract `Staleness` says, none of which may
-be staler than it allows.
+The first functions read only the instructions of one rank. `StaleContents` is the verifier's fifth check of
+asynchronous programs. For each rank and parameter group it follows the versions that are alive, the version that the
+forward of each micro-batch used, and the contributions to the gradient (a bit for each layer, step and micro-batch). A
+STEP must make the next version from the newest one. It must use as many whole micro-batches as the contract `Staleness`
+says, and no gradient may be staler than the contract allows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ StepMicrobatch = tuple[int, int]  # step, micro-batch
 
 
 def versions_of(row: Iterable[Instruction]) -> Iterator[Versions]:
-    """For each instruction of a rank the version of the parameters that it used, and the one that it made."""
+    """For each instruction of a rank, the version of the parameters that it used, and the version that it made."""
     updates = 0
     for ins in row:
         named = max(map(version_of, ins.reads), default=-1)
@@ -34,7 +34,8 @@ def versions_of(row: Iterable[Instruction]) -> Iterator[Versions]:
 
 
 def stalest(row: Sequence[Instruction]) -> int:
-    """The most updates between the version that a forward used and the one that its gradient went into."""
+    """The largest number of updates between the version that a forward used and the version that its gradient
+    updated."""
     used: dict[tuple[int, int], int] = {}
     waiting: list[tuple[int, int]] = []
     most = 0
@@ -50,7 +51,7 @@ def stalest(row: Sequence[Instruction]) -> int:
 
 
 def alive(row: Sequence[Instruction]) -> int:
-    """How many versions of its parameters a rank holds at most. One, in a synchronous program."""
+    """The largest number of versions of its parameters that a rank holds; 1 in a synchronous program."""
     count: dict[int, int] = {}
     most = 1
     for ins in row:
@@ -66,17 +67,17 @@ def alive(row: Sequence[Instruction]) -> int:
 
 
 def delay(program: Program, rank: int) -> int:
-    """How stale a rank's gradients are, as far as is known before it runs: what the program promises, if it decides."""
+    """How stale a rank's gradients can be, before it runs; if ranks decide as they run, the bound of the contract."""
     if not isinstance(program.contract, Staleness):
         return 0
     return stalest(program.ranks[rank]) if program.contract.stashed else program.contract.bound or 0
 
 
 class StaleContents(Contents):
-    """The same of a program whose contract is `Staleness`.
+    """The contents of values in a program whose contract is `Staleness`.
 
-    used     per rank: of (group, step, micro-batch) the version that its forward used
-    alive    per rank and group: how many versions there are
+    used     for each rank: (group, step, micro-batch) -> the version that its forward used
+    alive    for each rank: group -> the number of versions
     """
 
     def __init__(self, program: Program) -> None:
@@ -147,7 +148,7 @@ class StaleContents(Contents):
                 raise self._refuse(rank, index, what)
 
     def _check_update(self, rank: int, index: int, g: int, newest: int) -> None:
-        """The gradient of an update: whole micro-batches, as many as promised, none too stale."""
+        """The gradient of an update has whole micro-batches, as many as the contract says, and none is too stale."""
         found = [self._places(rank, self.known[rank].get(grad(g), 0) >> slot) for slot in self.bits[g].values()]
         for other in found:
             if other != found[0]:
@@ -173,11 +174,11 @@ class StaleContents(Contents):
                 raise self._refuse(rank, index, f"{what}; the program promises at most {bound}")
 
     def _later(self, rank: int, index: int) -> bool:
-        """Whether another STEP comes."""
+        """Whether the rank has another STEP after this instruction."""
         return any(ins.op is Op.STEP for ins in self.program.ranks[rank][index + 1 :])
 
     def _places(self, rank: int, mask: int) -> set[StepMicrobatch]:
-        """The micro-batches in the part of a mask that begins with one layer's."""
+        """The (step, micro-batch) pairs of a mask whose lowest bits belong to one layer."""
         program = self.program
         count = program.steps * program.microbatches
         mask = (mask >> program.replica(rank) * count) & ((1 << count) - 1)
@@ -206,7 +207,8 @@ class StaleContents(Contents):
 
 
 def settled(program: Program, rank: int, live: set[Value]) -> set[Value]:
-    """What is live at the end, the newest version of parameters as the one that the program began with."""
+    """The values that are live at the end. The newest version of parameters gets the name of the version that the
+    program began with."""
     newest: dict[int, Value] = {}
     for value in live:
         if value.kind == "param" and value.step >= newest.get(value.index, value).step:

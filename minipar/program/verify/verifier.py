@@ -1,19 +1,20 @@
 """verify(program): proof that a program can run, or the shortest explanation of why not.
 
-Seven questions, each with its own kind of evidence, asked in the order in which their answers explain most:
-  0. the program's fields  they are of the types and sizes that its readers work with (fields.py)
-  1. each instruction      it names the values that its work on these layers and this micro-batch needs, and its layers,
-                           groups and stream are such as a rank can work on
-  2. each replica          every layer runs every micro-batch forward and backward, exactly once
-  3. each link and group   the sends of a link are its receives, in order; collectives agree on all ranks of a group
-  4. each rank alone       every read has a producer before it, nothing is written twice or used after it was freed
-  5. all ranks together    walking the lists by the rule of execution ends (no deadlock), nothing changes while it is
-                           under way, and every STEP finds the sum of all micro-batches of all replicas in its
-                           gradients, each exactly once, and every forward and backward the parameters that the
-                           contract promises
-  6. the end               no value is left over, none is missing
-Of a collective, which has no layers, the second question is another one: every chunk that a rank holds at the end is
-the sum of what all ranks had of it at the beginning, each exactly once (contributions.py).
+It checks seven things, and begins with those whose failure explains most:
+  0. the program's fields  They have the types and sizes that all readers of the program expect (fields.py).
+  1. each instruction      It names the values that its work on these layers and this micro-batch needs. A rank can work
+                           on its layers, groups and stream.
+  2. each replica          Every layer runs every micro-batch forward and backward, exactly once.
+  3. each link and group   The receives of a link match its sends, in order. All ranks of a group call the same
+                           collectives.
+  4. each rank alone       Every value that is read was written before. No value is written twice, or used after it was
+                           freed.
+  5. all ranks together    Walking the lists by the rule of execution ends (no deadlock). Nothing changes while it is
+                           under way. Every STEP finds in its gradients the sum of all micro-batches of all replicas,
+                           each exactly once. Every forward and backward uses the parameters that the contract promises.
+  6. the end               No value is left over, and none is missing.
+A collective has no layers. There the second check is another one: every chunk that a rank holds at the end is the sum
+of that chunk over all ranks that had it at the beginning, each exactly once (contributions.py).
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ from minipar.program.verify.staleness import StaleContents, settled
 
 
 def verify(program: Program) -> None:
-    """Silent if the program can run; otherwise ProgramError (or its sub-class for deadlocks) says why not.
+    """Check that the program can run. Errors: ProgramError (or its subclass for deadlocks), which says why it cannot.
 
-    Takes about 6 microseconds an instruction.
+    It takes about 6 microseconds for each instruction.
     """
     with paused():
         try:
@@ -97,15 +98,16 @@ def _verify(program: Program) -> None:
 
 
 _ON_LAYERS = (Op.FORWARD, Op.RECOMPUTE, *BACKWARDS)
-_MOVED = ("output", "grad_output")  # what travels between the ranks of a pipeline
+_MOVED = ("output", "grad_output")  # the values that travel between the ranks of a pipeline
 _COPIED = ("saved", "param", "grad", "optimizer_state", "param_shard", "grad_shard", "optimizer_shard", *_MOVED)
 
 
 class _State:
-    """What the instructions of one rank on parameter groups must agree on.
+    """Facts on which all instructions of one rank that work on parameter groups must agree.
 
-    updated   groups -> those that one optimizer has together; `buffers`: those whose gradients lie in one buffer
-    held      what the rank holds, wherever
+    updated   group -> the groups that the same optimizer updates
+    buffers   group -> the groups whose gradients lie in the same buffer
+    held      the values that the rank holds between steps, in any tier
     """
 
     def __init__(self, program: Program, rank: int) -> None:
@@ -119,7 +121,7 @@ class _State:
 
     @cached_property
     def places(self) -> dict[int, set[str]]:
-        """For each group the streams of its STEPs."""
+        """For each group, the streams of its STEPs."""
         found: dict[int, set[str]] = {}
         for op, ins in zip(self.program.ops[self.rank], self.program.ranks[self.rank], strict=True):
             for g in ins.layers if op is Op.STEP else ():
@@ -129,7 +131,7 @@ class _State:
 
 def _check_instructions(program: Program) -> None:
     known: dict[tuple[Op, tuple[int, ...]], tuple[frozenset[tuple[str, int]], frozenset[tuple[str, int]]]] = {}
-    carried = slices.KINDS if program.slice_count > 1 else ()  # (which slices.py looks at)
+    carried = slices.KINDS if program.slice_count > 1 else ()  # (slices.py checks these)
     for rank, instructions in enumerate(program.ranks):
         sent: set[int] = set()  # layers whose outputs are sent or copied
         again = False
@@ -161,7 +163,7 @@ def _check_instructions(program: Program) -> None:
                     sent.add(reads[0].index)
                 continue
             if op in SERVICE and program.serving is not None:
-                continue  # (service.py asks)
+                continue  # (service.py checks these)
             if (op, layers) not in known:
                 _check_layers(program, rank, index)
                 known[op, layers] = _needs(program, op, layers)
@@ -183,7 +185,7 @@ def _check_instructions(program: Program) -> None:
             for value in reads + writes:
                 if value[2] >= 0 and (value[2] != i or value[3] != step) and value[0] not in carried:
                     if stream == "compute" and " " in value[0] and value in reads:
-                        continue  # it waits until a copy is done, perhaps of the micro-batch before
+                        continue  # it waits for a copy, perhaps one of the micro-batch before
                     raise _mislabelled(program, rank, index, value)
         if sent:
             _check_sent(program, rank, sent)
@@ -192,7 +194,7 @@ def _check_instructions(program: Program) -> None:
 
 
 def _check_rest(program: Program, rank: int, index: int) -> None:
-    """The fields that few instructions have: a group, a name."""
+    """Check the fields that few instructions have: a group, a name."""
     ins = program.ranks[rank][index]
     fields.check_instruction(rank, index, ins)
     if ins.group and ins.op not in COLLECTIVES:
@@ -204,7 +206,8 @@ def _check_rest(program: Program, rank: int, index: int) -> None:
 
 
 def _check_layers(program: Program, rank: int, index: int) -> None:
-    """Layers of a compute instruction follow each other; groups of a collective or STEP are there, each once."""
+    """The layers of a compute instruction follow each other. The groups of a collective or STEP exist, and each is
+    named once."""
     ins = program.ranks[rank][index]
     op, layers, where = ins.op, ins.layers, at(program, rank, index)
     if op not in _ON_LAYERS and op is not Op.STEP and op not in COLLECTIVES:
@@ -226,7 +229,7 @@ def _check_layers(program: Program, rank: int, index: int) -> None:
 
 
 def _twice(items: Iterable[int]) -> int:
-    """The first thing that comes a second time."""
+    """The first item that comes a second time."""
     seen: set[int] = set()
     return next(item for item in items if item in seen or seen.add(item))  # type: ignore[func-returns-value]
 
@@ -237,8 +240,8 @@ def _not_on_host(program: Program, rank: int, index: int) -> ProgramError:
 
 
 def _check_sent(program: Program, rank: int, sent: set[int]) -> None:
-    """What is sent is an output that some instruction hands on: of the layers inside of one, autograd has it alone,
-    unless its graph is cut there."""
+    """A value that is sent is the output of some instruction. Only autograd has the outputs of layers inside an
+    instruction, unless its graph is cut there."""
     row = program.ranks[rank]
     ends = {ins.layers[-1] for ins in row if ins.op in (Op.FORWARD, Op.RECOMPUTE)} | {program.first_trainable - 1}
     cut = {(ins.layers[0] - 1, ins.microbatch) for ins in row if ins.op in _ON_LAYERS}
@@ -253,8 +256,8 @@ def _check_sent(program: Program, rank: int, sent: set[int]) -> None:
 
 
 def _check_graphs(program: Program, rank: int) -> None:
-    """Autograd keeps a graph of a run of layers as a whole, or nothing: a forward or recomputation saves all or none
-    of the layers between two places at which some instruction of the micro-batch begins."""
+    """Autograd keeps the graph of a run of layers as a whole, or not at all. A run ends where some instruction of the
+    micro-batch begins. So a forward or recomputation must save all layers of a run, or none of them."""
     cuts: dict[int, set[int]] = {}
     for ins in program.ranks[rank]:
         if ins.op in _ON_LAYERS:
@@ -321,7 +324,8 @@ def _check_state_work(
     made: frozenset[tuple[str, int]],
     own: _State,
 ) -> tuple[frozenset[tuple[str, int]], frozenset[tuple[str, int]]]:
-    """What works on parameter groups names all that it changes; what it must read, and can write."""
+    """An instruction on parameter groups names all that it changes. Returns what it must read, and what it can
+    write."""
     ins, where = program.ranks[rank][index], at(program, rank, index)
     op, groups = ins.op, ins.layers
     if type(ins.microbatch) is not int or type(ins.step) is not int:
@@ -356,7 +360,7 @@ def _check_state_work(
 
 
 def _check_slices(program: Program, rank: int, index: int, own: _State) -> None:
-    """Slices are of one rank of each replica, in order."""
+    """The slices of a group lie on one rank of each replica, in the order of replicas."""
     ins, where = program.ranks[rank][index], at(program, rank, index)
     if [program.replica(r) for r in ins.group] != list(range(program.replicas)):
         reason = f"{where}: slice k is that of replica k; possible is a group of one rank of each replica, ascending"
@@ -369,8 +373,8 @@ def _check_slices(program: Program, rank: int, index: int, own: _State) -> None:
 def _check_sum(
     program: Program, rank: int, index: int, made: frozenset[tuple[str, int]], own: _State
 ) -> tuple[frozenset[tuple[str, int]], frozenset[tuple[str, int]]]:
-    """An ALL_REDUCE reads and writes the gradients of its groups, or the parameters of replicas that train alone, and
-    nothing else; and their buffers fit together."""
+    """An ALL_REDUCE reads and writes only the gradients of its groups, or the parameters of replicas that train alone.
+    The groups of a buffer are the same in every step."""
     ins, where = program.ranks[rank][index], at(program, rank, index)
     first = ins.reads[0].kind if ins.reads else ""
     summed = frozenset((first, g) for g in ins.layers)
@@ -408,13 +412,13 @@ def _check_sum(
 
 
 def _on_host(program: Program, rank: int, index: int) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
-    """What an instruction of the host reads and writes, as if it was on the device."""
+    """What an instruction of the host reads and writes, as if these values were on the device."""
     ins = program.ranks[rank][index]
     here = [value for value in ins.reads + ins.writes if tier(value) != "host" and value != norm()]
     if here and ins.op not in COLLECTIVES:
         reason = f"{at(program, rank, index)} works on the host, where {here[0]} is not"
         raise refuse(program, rank, index, reason)
-    whole = ins.op is Op.STEP  # which works on a slice, in zero=1 and 2, of what the device holds whole
+    whole = ins.op is Op.STEP  # with zero=1 or 2 it works on a slice of a parameter that the device holds whole
 
     def plain(value: Value) -> Value:
         own = home(value)
@@ -426,7 +430,7 @@ def _on_host(program: Program, rank: int, index: int) -> tuple[tuple[Value, ...]
 def _needs(
     program: Program, op: Op, layers: tuple[int, ...]
 ) -> tuple[frozenset[tuple[str, int]], frozenset[tuple[str, int]]]:
-    """(kind, index) of what an instruction must read to do its work, and of all that it can write (none: no matter)."""
+    """(kind, index) of the values that an instruction must read, and of those that it can write."""
     if op is Op.STEP or op in COLLECTIVES:
         return _needs_of_state(program, op, layers)
     params = {("param", g) for layer in layers for g in program.groups_of_layer[layer]}
@@ -455,7 +459,7 @@ def _needs(
 def _needs_of_state(
     program: Program, op: Op, groups: tuple[int, ...]
 ) -> tuple[frozenset[tuple[str, int]], frozenset[tuple[str, int]]]:
-    """The same of what works on parameter groups, whole or sharded."""
+    """As `_needs`, for an instruction that works on parameter groups, whole or sharded."""
     sharded = [g in program.sharded for g in groups]
     whole = {("grad", g) for g in groups}
     grads = {("grad_shard" if part else "grad", g) for g, part in zip(groups, sharded, strict=True)}
@@ -529,9 +533,9 @@ def _check_microbatches(program: Program, ranks: Sequence[int]) -> None:
 
 
 def _check_rank(program: Program, rank: int) -> set[Value]:
-    """Walks one rank; what is live after its last instruction."""
+    """Check one rank alone. Returns the values that are live after its last instruction."""
     live: set[Value] = set(program.state[rank]) if program.state else set()
-    together: dict[int, tuple[int, ...]] = {}  # of a group whose gradient is in slices, those of the same message
+    together: dict[int, tuple[int, ...]] = {}  # group -> the groups of the REDUCE_SCATTER that made its slices
     for index, ins in enumerate(program.ranks[rank]):
         for value in ins.reads:
             if value not in live:
@@ -563,7 +567,7 @@ _TAKERS = (Op.STEP, Op.REDUCE_SCATTER, Op.OFFLOAD, Op.PUSH)
 
 
 def _takes_up(ins: Instruction, value: Value) -> bool:
-    """Whether an instruction uses the gradient that it frees, so that nothing summed there is lost."""
+    """Whether an instruction uses the gradient that it frees, so that no sum is lost."""
     used = ins.reads[:1] if ins.op is Op.OFFLOAD else ins.reads
     return ins.op in _TAKERS and value.index in ins.layers and value in used
 
@@ -593,7 +597,7 @@ def _no_producer(program: Program, rank: int, index: int, value: Value) -> Progr
 
 
 def _producers(program: Program, rank: int, value: Value) -> list[int]:
-    """Instructions of a rank that make a value, rather than change it."""
+    """The instructions of a rank that make a value, not those that change it."""
     return [k for k, ins in enumerate(program.ranks[rank]) if value in ins.writes and value not in ins.reads]
 
 

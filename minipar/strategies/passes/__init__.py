@@ -1,1 +1,1 @@
-"""What turns the order of a schedule into a program of ranks that share work and memory: one file a pass. No torch."""
+"""Passes: they make a program from the order of a schedule. Each pass has a file of its own. No torch here."""

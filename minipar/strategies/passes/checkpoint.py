@@ -1,4 +1,4 @@
-"""Checkpointing: forward keeps only some outputs; backward runs the layers between them forward again first.
+"""Checkpointing: forward keeps only some outputs; before their backward the layers between them run forward again.
 
     without                                       checkpoint=2 (segments of two layers)
 
@@ -11,12 +11,12 @@
                                                   R1 saved(1)   not its output: B2, which needed it, is done
                                                   B1, B0
 
-A pass from instructions to instructions: it takes what FORWARD saves, and puts RECOMPUTE before BACKWARD. What both
-read, write and free follows from a schedule of `Move`s, which also expresses plans in which a layer runs three times
-or more (R without saving). A segment whose backward follows its forward at once, on its rank, is not recomputed.
+This pass removes what FORWARD saves, and puts RECOMPUTE before BACKWARD. A schedule of `Move`s says what both read,
+write and free. Such a schedule can also run a layer three times or more (R without saving). A segment whose backward
+comes right after its forward on the same rank is not recomputed.
 
-RECOMPUTE needs no message: it reads a checkpoint of its own rank, and stands before the backward that waits for a
-gradient, so that it runs while the gradient is on its way.
+RECOMPUTE needs no message: it reads a checkpoint of its own rank. It comes before the backward that waits for a
+gradient, so it runs while the gradient is under way.
 
 Sources: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; for budgets Griewank and Walther 2000
 (revolve) and Beaumont et al. 2019 (rotor), see `minipar.costs.reversal`. `segments.py` turns `checkpoint=` into moves.
@@ -35,7 +35,7 @@ NEEDS_SAVED = (Op.BACKWARD, Op.BACKWARD_INPUT)
 
 
 def recompute_segments(draft: Draft) -> Draft:
-    """Forward keeps checkpoints only; layers between them run forward again before their backward."""
+    """Forward keeps only checkpoints; the layers between them run forward again before their backward."""
     layout, moves = draft.layout, draft.moves
 
     def rewrite(rank: int, row: Sequence[Instruction]) -> list[Instruction]:
@@ -52,11 +52,11 @@ def recompute(
     """One rank's instructions, layer by layer, in which every micro-batch follows the schedule of each chunk.
 
     instructions   as `layers.expand` gives them
-    chunks         the layers of each chunk that go backward, and their schedule, in which layers count from the first
-                   of them (`segments.schedules`)
-    microbatches   those that follow it, the others keep everything; default all
+    chunks         for each chunk, its layers that have a backward, and their schedule, in which the first of these
+                   layers has number 0 (`segments.schedules`)
+    microbatches   the micro-batches that follow the schedule; the others keep everything. Default: all
 
-    Of a split backward the input half comes after the recomputation; what it leaves for the weight half stays.
+    Of a split backward only the input half needs the recomputation. What it leaves for the weight half stays in memory.
     """
     if not any(move.op is Op.RECOMPUTE for _, schedule in chunks for move in schedule):
         return list(instructions)
@@ -70,7 +70,7 @@ def recompute(
     again = [(halves(schedule), halves(at_once(schedule))) for _, schedule in chunks]
     runs = [(key, list(run)) for key, run in groupby(instructions, key=action)]
     result: list[Instruction] = []
-    kept: set[tuple[int, int, int]] = set()  # micro-batch, step and chunk that go backward at once
+    kept: set[tuple[int, int, int]] = set()  # micro-batch, step and chunk whose backward comes right after the forward
     for k, ((op, i, step, c), run) in enumerate(runs):
         spared = microbatches is not None and i not in microbatches
         if c < 0 or op is Op.BACKWARD_WEIGHT or not chunks[c][1] or spared:
@@ -92,10 +92,10 @@ def recompute(
 def _moved(
     move: Move, place: LayerRun, forwards: dict[LayerRun, Instruction], backwards: dict[LayerRun, Instruction]
 ) -> Instruction:
-    """The instruction of a layer and micro-batch, as a move of the schedule."""
+    """The instruction of a layer and micro-batch, as a move of the schedule changes it."""
     if move.op is Op.BACKWARD:
         return backwards[place]
-    # (a schedule of the user's own may have forgotten the forward; the verifier says so, not this pass)
+    # (the user's own schedule may forget a forward; the verifier reports that, not this pass)
     ins = forwards.get(place) or backwards[place]
     layer, i, step = place
     writes = (output(layer, i, step),) * move.hands + (saved(layer, i, step),) * move.saves

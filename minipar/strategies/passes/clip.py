@@ -1,11 +1,11 @@
-"""Clipping: before STEP, gradients are scaled down so that all of them together are no longer than a given norm.
+"""Clipping: STEP scales all gradients down so that their common norm is at most a given number.
 
 Source: Pascanu et al., "On the Difficulty of Training Recurrent Neural Networks", ICML 2013.
 
     rank 0   B 0 | NORM 0 over 0,1 | STEP 0         each rank adds the squares of what it holds (a slice of a gradient,
     rank 1   B 1 | NORM 1 over 0,1 | STEP 1         or its share of one that several ranks hold); the sum is one number
 
-The norm is over all ranks, also of other stages, so that no STEP begins before the last gradient is there.
+The norm is taken over all ranks of all stages, so no STEP begins before the last gradient is complete.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def clip(draft: Draft) -> Draft:
 
 
 def _with_norm(update: Sequence[Instruction], layout: Layout) -> list[Instruction]:
-    """A rank's STEP, and what follows it, with the norm before it."""
+    """A rank's update with a NORM before its first STEP. Each STEP reads the norm."""
     trained = [rank for rank in range(layout.pp) if layout.trainable(rank)]
     ranks = tuple(layout.rank(replica, rank) for replica in range(layout.dp) for rank in trained)
     steps = [ins for ins in update if ins.op is Op.STEP]

@@ -1,4 +1,4 @@
-"""Compression: what the data-parallel sum of gradients carries is made smaller than the gradients.
+"""Compression: the messages that sum gradients over the replicas are made smaller than the gradients.
 
     compress=bf16          [ g as 16-bit numbers ]                                    half of float32; also fp16
     compress=topk:0.01     [ the largest 1 % ][ where they are ]  gathered, added     the rest stays in the residual
@@ -8,9 +8,10 @@
 Sources: Lin et al., "Deep Gradient Compression", ICLR 2018 (the largest elements); Vogels et al., "PowerSGD: Practical
 Low-Rank Gradient Compression for Distributed Optimization", NeurIPS 2019 (low rank).
 
-What topk and powersgd leave out is added to the next step's gradient (error feedback): it waits in `residual(g)`, as
-large as the gradient, which the collective reads and writes. Over all ranks, what was sent and what waits is what the
-gradients were. The sum stays an ALL_REDUCE of the program, whose parts say what travels.
+What topk and powersgd leave out is added to the next step's gradient (error feedback). Until then it is kept in
+`residual(g)`, which is as large as the gradient, and which the collective reads and writes. Over all ranks, the sum of
+what was sent and what is kept equals the sum of the gradients. In the program the sum is still an ALL_REDUCE; its parts
+say what is sent.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def compress(draft: Draft) -> Draft:
 
 
 def parse(value: object) -> str:
-    """The word of a choice; PlanError for what is none. R is a part of all numbers, or a rank."""
+    """The plan's word for a compression. Errors: PlanError for anything else. R is a fraction of all numbers, or a
+    rank."""
     text = str(value)
     kind, _, number = text.partition(":")
     if text in ("none", "bf16", "fp16"):
@@ -52,12 +54,12 @@ def parse(value: object) -> str:
 
 
 def keeps_residual(choice: str) -> bool:
-    """Whether something is left out, and waits for the next step."""
+    """Whether a compression leaves something out, which is kept for the next step."""
     return choice.startswith(("topk", "powersgd"))
 
 
 def _smaller(ins: Instruction, shape: Shape, choice: str) -> Instruction:
-    """A sum of gradients as one that carries less; anything else as it is."""
+    """A sum of gradients with smaller messages; any other instruction unchanged."""
     if ins.op is not Op.ALL_REDUCE or home(ins.reads[0]).kind != "grad":
         return ins
     tensors = [(g, t) for g in ins.layers for t in range(len(shape.groups[g].tensors))]
@@ -68,7 +70,7 @@ def _smaller(ins: Instruction, shape: Shape, choice: str) -> Instruction:
 
 
 def _carried(tensors: Sequence[tuple[int, int]], shape: Shape, choice: str, ranks: int) -> list[Part]:
-    """What is sent for one message of these tensors (parameter group, place in it)."""
+    """The parts that are sent in place of one message of these tensors, given as (parameter group, place in it)."""
     layer = -1 if len(tensors) > 1 else tensors[0][0]
     sizes = [shape.groups[g].tensors[t] // shape.itemsize for g, t in tensors]
     kind, _, number = choice.partition(":")
@@ -92,12 +94,14 @@ def top(count: int, choice: str) -> int:
 
 
 def row_bytes(count: int, itemsize: int) -> int:
-    """Bytes of one rank's message with so many numbers and their places (32 bits each), filled up to 8."""
+    """Bytes of one rank's message with so many numbers and their places (32 bits each), rounded up to a multiple of
+    8."""
     return -(-count * (itemsize + 4) // 8) * 8
 
 
 def low_rank(dims: Sequence[int], rank: int) -> tuple[int, int, int] | None:
-    """Rows and columns of a tensor as a matrix, and the rank of its factors; None: they would not be smaller."""
+    """Rows and columns of a tensor as a matrix, and the rank of its factors; None if the factors would not be
+    smaller."""
     if len(dims) < 2:
         return None
     n, m = dims[0], math.prod(dims[1:])

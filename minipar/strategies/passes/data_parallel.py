@@ -7,15 +7,16 @@ Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parall
     B 2 | AR 2                  AR {0,1,2,3} in one buffer   B 1 | B 0 | AR {1,0}  ... while these run
     ...                         STEP                         STEP waits for both
 
-The same pass sums the gradients of a tied set over the stages that hold it, and those of the copies of a stage, as soon
-as its last backward is done:
+The same pass sums the gradients of a tied set over the stages that hold it. It also sums the gradients of the copies of
+a stage, as soon as the last backward of the stage is done:
 
     p=4, both ways   rank 0   ... b2 | B1 | AR of stage 3 with rank 3 starts here | B3 | AR of stage 0 | STEP
 
-No gradient is ever divided: the loss of each micro-batch was scaled by its share of the rows. Gradients that STEP reads
-whole are summed here; those of layers on the host one by one, after the others.
+Gradients are never divided, because the loss of each micro-batch was scaled by its share of the rows. This pass sums
+the gradients that STEP reads whole. Those of layers on the host are summed one by one, after the others.
 
-bucket=auto: few messages have little latency, many begin early; the best size is in between, and can be computed.
+bucket=auto: few messages have little latency, and many messages begin early. The best size is between the two, and can
+be computed.
 
     bucket=none   B3 B2 B1 B0                each message costs its latency
                     [ 3 ][ 2 ][ 1 ][ 0 ]
@@ -24,9 +25,9 @@ bucket=auto: few messages have little latency, many begin early; the best size i
     bucket=flat   B3 B2 B1 B0                nothing is hidden behind backward
                               [ 3,2,1,0 ]
 
-Every size that makes other buckets is tried on the instructions themselves: compute in order, a message when its
-gradients are there and the link is free. This is the rule by which `simulate` goes, for one stage that waits for no
-other one; of several stages the one that ends last after its backward counts.
+Every size that makes different buckets is tried on the instructions. Compute runs in order, and a message begins when
+its gradients are complete and the link is free. `simulate` follows the same rule, for one stage that waits for no other
+stage. Among several stages, the one whose messages end last after its backward decides.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from minipar.strategies.draft import Draft, Seconds
 from minipar.strategies.layout import Layout
 from minipar.strategies.rewriting import all_reduce, insert, keep_gradients, last_writes, summed
 
-Sharing = Mapping[int, tuple[int, ...]]  # parameter groups, each with the ranks whose gradients are added up
+Sharing = Mapping[int, tuple[int, ...]]  # parameter group -> the ranks whose gradients are added up
 
 
 def sum_gradients(draft: Draft) -> Draft:
@@ -67,20 +68,21 @@ def _with_sums(
     bucket: Bucket,
     overlap: bool,
 ) -> list[Instruction]:
-    """One rank's instructions with the collectives that sum its gradients, each after the last backward it needs.
+    """One rank's instructions with the collectives that sum its gradients, each after the last backward that it needs.
 
     bucket    "none": one message per parameter tensor; otherwise buckets as `split_buckets` makes them
-    overlap   start a bucket as soon as it is full; otherwise all of them after the last backward
+    overlap   True: a bucket is sent as soon as its gradients are complete; False: all after the last backward
     """
     if not sharing:
         return list(row)
     end = len(row) - 1
-    # (a schedule of the user's own may forget a backward; the verifier says so, not this pass)
+    # (the user's own schedule may forget a backward; the verifier reports that, not this pass)
     last = dict.fromkeys(sharing, end) | last_writes(row, "grad")
     ready = sorted(sharing, key=lambda g: (last[g], -g))  # in the order in which backward completes them
     own = {layout.rank(r, rank) for r in range(layout.dp)}
     within = [g for g in ready if own.issuperset(sharing[g])]
-    # A set tied between stages completes in another order on each of them: one bucket, in one agreed order, at the end.
+    # The stages complete their tied sets in different orders. So these are summed at the end, in an order that is the
+    # same on all stages.
     copied = [g for g in sharing if overlap and g not in within and layout.copied(g)]
     across = [g for g in sharing if g not in within and g not in copied]
 
@@ -102,9 +104,10 @@ def _with_sums(
 def _copies(
     groups: Sequence[int], layout: Layout, sharing: Sharing, last: Mapping[int, int], bucket: Bucket
 ) -> Iterator[tuple[list[int], int]]:
-    """Buckets of gradients of copied stages, and after which instruction each of them is summed.
+    """Buckets of gradients of copied stages, each with the place of the instruction after which it is summed.
 
-    A bucket is of one stage. Late stages come first on all ranks that share them, wherever they complete.
+    A bucket has gradients of one stage. On all ranks that share them, late stages come first, even if a rank completes
+    an earlier stage first.
     """
     ready = sorted(groups, key=lambda g: (sharing[g], -min(layout.shape.groups[g].layers), -g))
     for _, stages in groupby(ready, key=sharing.__getitem__):
@@ -119,9 +122,9 @@ def _copies(
 
 
 def choose_size(draft: Draft) -> Draft:
-    """bucket=auto is the size with which the last message of a step ends soonest, the largest of these."""
+    """bucket=auto is the size with which the last message of a step ends earliest; of equal ones the largest."""
     if draft.bucket != "auto":
-        return draft  # (found in the first step)
+        return draft  # (the first step has found it)
     layout, tried = draft.layout, sizes(draft.layout)
     if not tried:
         return replace(draft, bucket=25.0)
@@ -140,13 +143,13 @@ def choose_size(draft: Draft) -> Draft:
 
 
 def _from_first_gradient(row: Sequence[Instruction], sharing: Sharing) -> Sequence[Instruction]:
-    """The instructions from where the first gradient is complete: before, no message goes."""
+    """The instructions from the place where the first gradient is complete. Before it no message is sent."""
     last = last_writes(row, "grad")
     return row[min((last[g] for g in sharing if g in last), default=0) :]
 
 
 def _end(row: Sequence[Instruction], seconds: Seconds) -> float:
-    """When the last message ends, counted from the moment that the last backward ends without messages."""
+    """How long after the last backward the last message ends, in seconds."""
     clock = link = 0.0
     for ins in row:
         if ins.op is Op.ALL_REDUCE:

@@ -1,10 +1,10 @@
-"""Fusion: consecutive layers with nothing between them run as one instruction, which keeps its parts.
+"""Fusion: consecutive layers with no other instruction between them run as one instruction, which lists its parts.
 
     F 2 mb0 | F 3 mb0 | F 4 mb0         becomes   F 2:5 mb0   parts F2 F3 F4
     B 4 mb0 | AR 4 | B 3 mb0 | B 2 mb0  becomes   B 4 mb0 | AR 4 | B 2:4 mb0   parts B3 B2
 
-A value written and freed inside the run (the gradient between two layers) disappears from the fused instruction's
-lists: it never outlives it.
+A value that is written and freed inside the run (such as the gradient between two layers) does not appear in the lists
+of the fused instruction, because it does not outlive it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FUSIBLE = frozenset((Op.FORWARD, Op.RECOMPUTE, *BACKWARDS))
 
 
 def fuse_layers(draft: Draft) -> Draft:
-    """Consecutive layers with nothing between them become one instruction, which keeps its parts."""
+    """Consecutive layers with nothing between them become one instruction, which lists its parts."""
     shape = draft.layout.shape
     alone = wiring(shape.edges, shape.layers).alone if shape.edges else None
     return draft.each(lambda rank, row: fuse(row, alone))
@@ -29,7 +29,7 @@ def fuse_layers(draft: Draft) -> Draft:
 def fuse(instructions: Iterable[Instruction], alone: frozenset[int] | None = None) -> list[Instruction]:
     """One rank's instructions with runs of neighbouring layers merged.
 
-    alone   of a model with branches the layers that read the one before them and nothing else (`edges.alone`)
+    alone   for a model with branches: the layers that read only the layer before them (`Wiring.alone` in `edges.py`)
     """
     row = list(instructions)
     joined = {

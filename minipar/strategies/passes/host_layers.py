@@ -1,10 +1,10 @@
-"""Layers on the host: wide and cheap ones, such as an embedding, are computed where there is room for them.
+"""Layers on the host: large and cheap layers, such as an embedding, are computed where there is memory for them.
 
     host_layers=0     F 0 on the host | FETCH output(0) | F 1 | F 2 | B 2 | B 1 | OFFLOAD grad_output(0) |
                       B 0 on the host | STEP 1:3 | STEP 0 on the host
 
-Their parameters, gradients and optimizer states never leave the host, nor does what they save. Only outputs cross, and
-their gradients: this pass follows where each of them is, and puts a copy where it is needed elsewhere.
+Their parameters, gradients, optimizer states and saved values never leave the host. Only outputs and their gradients
+are copied. This pass follows where each of these is, and adds a copy where it is needed in the other place.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from minipar.strategies.rewriting import MOVES, copy_of, of_groups, renamed
 
 
 def place(draft: Draft) -> Draft:
-    """Layers are computed on the host, where their parameters stay; what they read and write is copied."""
+    """Some layers are computed on the host, where their parameters stay; what they read and write is copied."""
     layout = draft.layout
     draft = draft.each(lambda rank, row: _with_copies(row, layout))
     draft = draft.each_update(lambda rank, row: [each for ins in row for each in _in_two(ins, layout)])
@@ -30,7 +30,7 @@ def place(draft: Draft) -> Draft:
 
 
 def find(chosen: Sequence[str], shape: Shape) -> frozenset[int]:
-    """The layers that were chosen, by name or number."""
+    """The layers that were chosen, by name or number. Errors: PlanError for unknown ones, or half of a tied set."""
     names = {name: k for k, name in reversed(list(enumerate(shape.names)))}
     numbers = {str(k): k for k in range(shape.layers)}
     for word in chosen:
@@ -52,7 +52,7 @@ def find(chosen: Sequence[str], shape: Shape) -> frozenset[int]:
 def _with_copies(instructions: Sequence[Instruction], layout: Layout) -> list[Instruction]:
     """One rank's instructions, layer by layer, with some of them on the host, and the sums of their gradients."""
     needed = [{v for v in ins.reads if v.kind in MOVES} for ins in instructions]
-    later: set[Value] = set()  # what this rank reads after the instruction, seen from the end
+    later: set[Value] = set()  # values that this rank reads after an instruction; the loop goes from the end
     read_later: list[set[Value]] = []
     for ins, values in zip(reversed(instructions), reversed(needed), strict=True):
         read_later.append({v for v in ins.writes if v in later})
@@ -80,14 +80,14 @@ def _with_copies(instructions: Sequence[Instruction], layout: Layout) -> list[In
         for value in (v for v in ins.writes if v.kind in MOVES and v not in ins.frees):
             if value in wanted:
                 there.add(value)
-            else:  # for another rank
+            else:  # another rank reads it
                 result.append(copy_of(Op.FETCH, host(value), value, value.step, (host(value),)))
         there.difference_update(ins.frees)
     return result
 
 
 def _in_two(ins: Instruction, layout: Layout) -> list[Instruction]:
-    """A STEP as that of the device, and that of the host."""
+    """A STEP as two: one on the device, and one on the host."""
     there = tuple(g for g in ins.layers if layout.on_host(g))
     here = tuple(g for g in ins.layers if g not in there)
     if ins.op is not Op.STEP or not there:

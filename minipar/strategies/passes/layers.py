@@ -1,4 +1,4 @@
-"""From a schedule's actions to instructions on layers: who reads, writes and frees what.
+"""From a schedule's actions to instructions on layers, which say what they read, write and free.
 
     Forward(i) on a rank that holds layers 2:4      F 2 mb i   reads output(1)              writes output(2), saved(2)
                                                     F 3 mb i   reads output(2)              writes output(3), saved(3)
@@ -9,13 +9,13 @@
     BackwardInput(i)                                I 3 mb i   as B, but writes saved_weight(3) instead of grad(3)
     BackwardWeight(i)                               W 3 mb i   reads saved_weight(3), writes grad(3), frees what it read
 
-Autograd needs a layer's input until its backward is done, so B frees it. After I, saved_weight owns what W still needs:
-of a product of matrices the layer's input, and the gradient that arrived. Layers before the first trainable one keep
-nothing and have no backward. The last layer's forward includes the loss.
+Autograd needs a layer's input until the layer's backward is done, so B frees it. After I, saved_weight owns all that W
+still needs: for a product of matrices, the layer's input and the gradient of its output. Layers before the first
+trainable one save nothing and have no backward. The last layer's forward includes the loss.
 
-In a model with branches, a layer that several others read (a fork) gets a gradient from each of them, a grad_output for
-every edge, and its backward adds them up. An output is freed after its last read on each rank; a layer that reads
-several (a join) is given a tuple of them.
+In a model with branches, several layers may read the output of one layer (a fork). Then there is a grad_output for
+every edge, and the layer's backward adds them up. On each rank an output is freed after its last read. A layer that
+reads several outputs (a join) is given a tuple of them.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from minipar.program.shape import Shape
 from minipar.strategies.draft import Draft
 from minipar.strategies.layout import Layout
 
-Table = Sequence[Sequence[Value]]  # by layer, or edge, and micro-batch
-REST = tuple(Instruction._field_defaults.values())[3:]  # what comes after `frees`, as it is by default
+Table = Sequence[Sequence[Value]]  # first index: layer or edge; second index: micro-batch
+REST = tuple(Instruction._field_defaults.values())[3:]  # defaults of the fields after `frees`
 
 
 def expand_layers(draft: Draft) -> Draft:
@@ -61,7 +61,7 @@ def expand(
 ) -> list[list[Instruction]]:
     """The instructions of one step, for each rank of one replica; `actions[r]` is the schedule of rank r.
 
-    steps   of a schedule without flushes: its actions count micro-batches through so many steps
+    steps   for a schedule without flushes: the number of steps through which its actions count micro-batches
     """
     shape, microbatches = layout.shape, layout.microbatches * steps
     # micro-batch and step of each micro-batch of the actions
@@ -73,7 +73,7 @@ def expand(
     first = layout.first_trainable
     last = shape.layers - 1
     # One Value object each, shared by all instructions that name it: dictionaries then compare by identity.
-    new = tuple.__new__  # (takes half the time of Value or Instruction itself)
+    new = tuple.__new__  # (takes half the time of calling Value or Instruction)
 
     def values(kind: str, count: int) -> list[list[Value]]:
         return [[new(Value, (kind, index, *place)) for place in of] for index in range(count)]
@@ -91,7 +91,7 @@ def expand(
         reads = given + params[layer]
         if layer < first:
             if layer == last:
-                given += (out[layer][i],)  # a model with nothing to train: the loss is all that is wanted
+                given += (out[layer][i],)  # in a model with nothing to train only the loss is needed
             return Instruction(FORWARD, alone[layer], *of[i], reads, (out[layer][i],), given)
         writes = out[layer][i], kept[layer][i]
         return new(Instruction, (FORWARD, alone[layer], *of[i], reads, writes, (), *REST))
@@ -144,7 +144,7 @@ def expand(
 
 
 def step_of(layout: Layout, rank: int, step: int) -> list[Instruction]:
-    """The optimizer's STEP of a rank: reads every gradient, and frees it."""
+    """The optimizer's STEP of a rank. It reads every gradient and frees it. [] if the rank has nothing to train."""
     groups = layout.trainable(rank)
     if not groups:
         return []
@@ -153,7 +153,7 @@ def step_of(layout: Layout, rank: int, step: int) -> list[Instruction]:
 
 
 def state_of(layout: Layout, rank: int) -> frozenset[Value]:
-    """What a rank holds before and after a step: parameters, and the optimizer's states of those that are trained."""
+    """What a rank holds before and after a step: all parameters, and optimizer states of the trainable ones."""
     return frozenset(map(param, layout.groups(rank))) | frozenset(map(optimizer_state, layout.trainable(rank)))
 
 
@@ -168,9 +168,11 @@ def _with_branches(
     params: Sequence[tuple[Value, ...]],
     grads: Sequence[tuple[Value, ...]],
 ) -> tuple[Callable[[int, int], Instruction], Callable[[int, int, bool], Instruction]]:
-    """FORWARD and BACKWARD of a layer with several before and behind it; outputs are freed by `_free_after_last_read`.
+    """The functions that make FORWARD and BACKWARD of a layer in a model with branches. `_free_after_last_read` adds
+    the frees of outputs.
 
-    first    the first trainable layer; tables: output, grad_output (by edge), saved, saved_weight
+    first    the first trainable layer
+    tables   the values output, grad_output (by edge), saved and saved_weight
     """
     out, gout, kept, left = tables
     inputs, into, onward, _ = wiring(shape.edges, shape.layers)

@@ -1,4 +1,4 @@
-"""Local SGD: every replica trains by itself for a few steps, then all replicas average their parameters.
+"""Local SGD: every replica trains alone for a few steps, then all replicas average their parameters.
 
 Source: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019; Lin et al., "Don't Use Large
 Mini-Batches, Use Local SGD", ICLR 2020.
@@ -7,11 +7,11 @@ Mini-Batches, Use Local SGD", ICLR 2020.
     replica 0         F B | STEP       F B | STEP       F B | STEP | average    one message of all parameters
     replica 1         F B | STEP       F B | STEP       F B | STEP | average    in three steps, instead of three
 
-A replica's gradient is that of the mean loss over its own rows. In the average a replica weighs as much as the rows
-that it trained on since the last one, so that with local_steps=1 and plain SGD everything is as with summed gradients.
-Only parameters are averaged: momentum and other optimizer states stay each replica's own.
+A replica's gradient is that of the mean loss over its own rows. In the average a replica has the weight of the rows
+that it has used since the last average. So with local_steps=1 and plain SGD the result is the same as with summed
+gradients. Only parameters are averaged; every replica keeps its own momentum and other optimizer state.
 
-Between two averages the replicas' parameters differ. The program's contract, `Local`, promises how long.
+Between two averages the replicas' parameters differ. The program's contract, `Local`, says for how many updates.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from minipar.strategies.rewriting import collective
 
 
 def average(draft: Draft) -> Draft:
-    """Replicas train by themselves, and average their parameters after every `local_steps` steps."""
+    """Replicas train alone, and average their parameters after every `local_steps` steps."""
     layout, every = draft.layout, draft.plan.local_steps
     for rank in range(layout.pp):
         _check_ties(layout, rank, every)
@@ -35,7 +35,7 @@ def average(draft: Draft) -> Draft:
 
 
 def _averages(draft: Draft, rank: int) -> list[Instruction]:
-    """The sums of a rank's parameters. What the next forward needs first is averaged first."""
+    """The collectives that average a rank's parameters, in the order in which the next forward needs them."""
     layout, table = draft.layout, draft.layout.shape.groups
     result = []
     for members in split_buckets(

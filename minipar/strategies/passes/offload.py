@@ -1,8 +1,8 @@
-"""Offload: values that are not needed for a while wait in the host's memory or on the disk, and come back in time.
+"""Offload: values that are not needed for some time are kept in the host's memory or on the disk, and fetched in time.
 
     offload=activations     what autograd keeps; with checkpoint= also the checkpoints
                             F0 | OFFLOAD saved(0) | F1 | OFFLOAD saved(1) | F2 | F3 | B3 | FETCH saved(1) | B2 |
-                            FETCH saved(0) | B1 | B0       each copy beside the computation, one backward ahead
+                            FETCH saved(0) | B1 | B0       copies run beside the computation, one backward ahead
     offload=parameters      FETCH param(0) | FETCH param(1) | F0 | FETCH param(2) | F1 ...      freed after each use
     offload=optimizer       B1 | OFFLOAD grad(1) | B0 | OFFLOAD grad(0)
                             STEP 0 on the host | FETCH param(0) | STEP 1 on the host | FETCH param(1)
@@ -11,9 +11,9 @@ Sources: Ren et al., "ZeRO-Offload", ATC 2021 (gradients go to the host, paramet
 Rajbhandari et al., "ZeRO-Infinity", SC 2021 (parameters, and the disk); Rhu et al., "vDNN", MICRO 2016 (activations).
 
 With offload_to=disk an optimizer state and its copy of the parameters are fetched to the host for their group's STEP,
-and written back after it. Copies of one direction go in order. What autograd keeps is copied beside one compute
-instruction; the one after that waits for the copy, and so its memory is free then, neither sooner nor later, however
-fast the link is. Of gradients two are on their way out while the next is being made.
+and written back after it. Copies in one direction run in order. What autograd keeps is copied while one compute
+instruction runs. The compute instruction after that waits for the copy. So the memory is free at that point of the
+program, whether the link is fast or slow. Two gradients may be under way to the host while the next one is computed.
 """
 
 from __future__ import annotations
@@ -37,17 +37,20 @@ from minipar.program import (
 from minipar.strategies.draft import Draft
 from minipar.strategies.rewriting import also_free, copy_of, insert, of_groups, uses
 
-BESIDE = 1  # compute instructions during which what autograd keeps is copied away
-IN_FLIGHT = 2  # gradients that are copied away at once; a third one waits for the first
-SOON = 3  # a value that is read so many compute instructions after it was made, or fewer, stays
+BESIDE = 1  # compute instructions that run while a saved value is copied away
+IN_FLIGHT = 2  # gradients that are copied away at the same time; a third one waits for the first
+SOON = 3  # a value that is read at most so many compute instructions after it was made stays on the device
 
 
 @dataclass(frozen=True)
 class Away:
-    """What goes where (see `Plan`), and of which groups the rank has slices only.
+    """What is offloaded, and to where (see `Plan`).
 
-    sharded      groups whose optimizer state is sharded; `scattered`: their parameters, too
-    prefetch     parameters are fetched so many layers ahead
+    what         kinds of values: activations, optimizer, parameters
+    to           host or disk
+    prefetch     how many layers ahead parameters are fetched
+    sharded      groups of which the rank has a slice of the optimizer's state
+    scattered    groups of which it has only a slice of the parameters, too
     """
 
     what: tuple[str, ...]
@@ -58,7 +61,7 @@ class Away:
 
     @staticmethod
     def of(draft: Draft, rank: int) -> Away:
-        """As the plan says, and the rank's state."""
+        """The rules of a rank, from the plan and from what the rank holds."""
         plan, held = draft.plan, draft.state[rank]
         sharded, scattered = (
             frozenset(value.index for value in held if value.kind == kind)
@@ -68,7 +71,7 @@ class Away:
 
     @property
     def far(self) -> Callable[[Value], Value]:
-        """A value's copy where it waits."""
+        """The function that names a value's offloaded copy."""
         return disk if self.to == "disk" else host
 
     def updated(self, group: int) -> Value:
@@ -81,7 +84,7 @@ class Away:
 
 
 def offload(draft: Draft) -> Draft:
-    """What is not needed for a while waits on the host or the disk, and comes back in time."""
+    """Values that are not needed for some time are kept on the host or the disk, and fetched in time."""
     rules = [Away.of(draft, rank) for rank in range(draft.layout.pp)]
 
     def rewrite(rank: int, row: Sequence[Instruction]) -> Sequence[Instruction]:
@@ -99,7 +102,7 @@ def offload(draft: Draft) -> Draft:
 
 
 def _state(state: Iterable[Value], rule: Away) -> set[Value]:
-    """What a rank holds between steps, given what it would hold without offload."""
+    """What a rank holds between steps; `state` is what it would hold without offload."""
     found: set[Value] = set()
     for value in state:
         away = value.kind in ("param", "param_shard") and "parameters" in rule.what
@@ -111,12 +114,12 @@ def _state(state: Iterable[Value], rule: Away) -> set[Value]:
 
 
 def _update(update: Sequence[Instruction], rule: Away) -> list[Instruction]:
-    """A rank's STEP and what follows it: group by group, on the host if the optimizer's state is there."""
+    """A rank's update with one STEP for each group, which runs on the host if the optimizer's state is there."""
     if not {"optimizer", "parameters"}.intersection(rule.what):
         return list(update)
     result: list[Instruction] = []
     for ins in update:
-        if ins.op is not Op.STEP or ins.stream == "host":  # (of layers that are computed there)
+        if ins.op is not Op.STEP or ins.stream == "host":  # (the STEP of layers on the host)
             result.append(ins)
             continue
         parts = [_step(of_groups(ins, (g,)), g, rule) for g in ins.layers]
@@ -130,7 +133,8 @@ def _update(update: Sequence[Instruction], rule: Away) -> list[Instruction]:
 
 
 def _step(own: Instruction, g: int, rule: Away) -> tuple[list[Instruction], list[Instruction], list[Instruction]]:
-    """Of one group: what is fetched before its STEP; STEP, and the way of what it updated to the device; the rest."""
+    """For one group: the copies before its STEP; the STEP, and the copy of the new parameters to the device; the copies
+    after that."""
     step = own.step
     if "optimizer" not in rule.what:
         here = rule.held(g)
@@ -146,7 +150,7 @@ def _step(own: Instruction, g: int, rule: Away) -> tuple[list[Instruction], list
     if rule.to != "disk":
         return [], steps, []
     before = [copy_of(Op.FETCH, disk(v), host(v), step) for v in (rule.updated(g), state)]
-    # (what the device is just being given must not be let go)
+    # (the host's copy must stay until the device has been given the new parameters)
     waits = () if "parameters" in rule.what else (rule.held(g),)
     after = [copy_of(Op.OFFLOAD, host(v), disk(v), step, (host(v),), waits) for v in (rule.updated(g), state)]
     return before, steps, after
@@ -157,7 +161,7 @@ def _step(own: Instruction, g: int, rule: Away) -> tuple[list[Instruction], list
 
 def _offload_activations(row: Sequence[Instruction], rule: Away) -> list[Instruction]:
     compute = [k for k, ins in enumerate(row) if ins.stream == "compute"]
-    idle: dict[Value, int] = {}  # value that nobody needs since this one of the compute row
+    idle: dict[Value, int] = {}  # value -> the compute instruction after which nobody needs it for now
     after: dict[int, list[Value]] = {}
     before: dict[int, list[Value]] = {}
     for n, k in enumerate(compute):
@@ -166,7 +170,7 @@ def _offload_activations(row: Sequence[Instruction], rule: Away) -> list[Instruc
             if value in idle and n - idle[value] > SOON:
                 after.setdefault(compute[idle[value]], []).append(value)
                 before.setdefault(compute[n - 1], []).append(value)
-        # An output is a checkpoint, and can go, unless the graph of the layer that reads it keeps it, too.
+        # An output is a checkpoint and can be offloaded, unless the graph of a layer that reads it keeps it, too.
         graph = any(value.kind == "saved" for value in ins.writes)
         idle |= {v: n for v in ins.writes if v.kind == "saved"}
         idle |= {v: n for v in ins.reads if v.kind == "output" and not graph and v not in ins.frees}
@@ -174,7 +178,7 @@ def _offload_activations(row: Sequence[Instruction], rule: Away) -> list[Instruc
             idle.pop(value, None)
     changed = list(row)
     for n, k in enumerate(compute[: -1 - BESIDE]):
-        if k in after:  # that compute instruction does not begin before these have been copied
+        if k in after:  # the compute instruction after the next one waits for these copies
             waiting = compute[n + 1 + BESIDE]
             copied = tuple(rule.far(value) for value in after[k])
             changed[waiting] = changed[waiting]._replace(reads=(*changed[waiting].reads, *copied))
@@ -186,7 +190,7 @@ def _offload_activations(row: Sequence[Instruction], rule: Away) -> list[Instruc
 
 
 def offloaded(instructions: Iterable[Instruction]) -> frozenset[Value]:
-    """What autograd keeps and the program copies away."""
+    """The saved values that the program copies away."""
     return frozenset(ins.reads[0] for ins in instructions if ins.op is Op.OFFLOAD and ins.reads[0].kind == "saved")
 
 
@@ -194,8 +198,9 @@ def offloaded(instructions: Iterable[Instruction]) -> frozenset[Value]:
 
 
 def _offload_gradients(row: Sequence[Instruction], held: Collection[Value], step: int) -> list[Instruction]:
-    """held   what the rank holds between steps: gradients in a buffer that stays are not freed"""
-    last: dict[int, tuple[int, Value]] = {}  # group -> what makes its gradient complete, and where it is then
+    """`held` is what the rank holds between steps. Gradients in it are in a buffer that stays, so they are not
+    freed."""
+    last: dict[int, tuple[int, Value]] = {}  # group -> place where its gradient is complete, and the gradient's value
     for k, ins in enumerate(row):
         for value in ins.writes:
             if value.kind in ("grad", "grad_shard"):
@@ -203,7 +208,7 @@ def _offload_gradients(row: Sequence[Instruction], held: Collection[Value], step
     collectives = [k for k, ins in enumerate(row) if ins.op in COLLECTIVES and ins.op is not Op.ALL_GATHER]
     after: dict[int, list[Value]] = {}
     for _, (k, value) in sorted(last.items(), key=lambda entry: entry[1]):
-        if k in collectives:  # reading its result waits for it: not before the next ones are under way
+        if k in collectives:  # a copy waits for the collective's result, so first start the next collectives
             later = collectives.index(k) + IN_FLIGHT
             k = collectives[later] if later < len(collectives) else len(row) - 1
         after.setdefault(k, []).append(value)
@@ -227,7 +232,7 @@ def _fetch_parameters(row: Sequence[Instruction], rule: Away, held: Collection[V
     before: dict[int, list[Instruction]] = {}
     after: dict[int, list[Value]] = {}
     for value, places in uses(row, {v for v in held if v.kind in ("param", "param_shard")}).items():
-        if value.kind == "param_shard":  # a slice is gathered: needed until what was gathered goes
+        if value.kind == "param_shard":  # a slice is needed until the parameters gathered from it are freed
             ends = [k for k, ins in enumerate(row) if param(value.index) in ins.frees]
             spans = [(k, min(end for end in ends if end >= k)) for k in places]
         else:
@@ -237,11 +242,11 @@ def _fetch_parameters(row: Sequence[Instruction], rule: Away, held: Collection[V
                 if then < 0 or len(between) > rule.prefetch:
                     spans.append((first, k))
                     first = then
-        there: list[tuple[int, int]] = []  # from the FETCH to the last use
+        there: list[tuple[int, int]] = []  # places of a FETCH and of the last use after it
         for start, end in spans:
             n = sum(other < start for other in compute) - rule.prefetch
             fetched = min(start, compute[max(0, n)])
-            if there and fetched <= there[-1][1]:  # it would be fetched again before it was let go: it stays
+            if there and fetched <= there[-1][1]:  # it stays if it would be fetched again before it is freed
                 there[-1] = there[-1][0], end
             else:
                 there.append((fetched, end))

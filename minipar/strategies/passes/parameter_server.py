@@ -1,4 +1,4 @@
-"""Data parallelism by a parameter server: workers push gradients, servers update and hand out parameters.
+"""Data parallelism by a parameter server: workers push gradients, servers update parameters and send them.
 
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014.
 
@@ -6,12 +6,12 @@ Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Serv
     worker 1   PULL | F 0:4 | B 0:4 | PUSH ---+--.                  PULL ...
     server     REPLY ->0 ->1            ACCEPT <-0 <-1 | APPLY | REPLY ->0 ->1 ...
 
-A server receives and sends the gradients and parameters of every worker, 2 n D bytes a step for n workers, where an
-allreduce has each rank send 2 (n - 1) / n D: more servers share it out.
+Let D be the bytes of the parameters. A server receives gradients from n workers and sends them parameters: 2 n D bytes
+a step. In an allreduce each rank sends 2 (n - 1) / n D bytes. Several servers share this traffic.
 
-A worker does the same in every step and every mode. What servers do, and in which order, follows from
-`program.server_rule`: in mode sync it is known beforehand; in the others `simulate` and `train` follow the rule, and
-give the program as it happened, made by `served_order` from the order of updates and answers.
+A worker does the same in every step and every mode. `program.server_rule` says what servers do, and in which order. In
+mode sync this is known before the run. In the other modes `simulate` and `train` follow the rule, and `served_order`
+makes the program as it happened from the order of updates and answers.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from minipar.strategies.shares import Shares, message, shares_of
 
 
 def push_and_pull(draft: Draft) -> Draft:
-    """Workers pull parameters and push gradients; servers, which are ranks behind them, update."""
+    """Workers pull parameters and push gradients; servers, which are ranks after the workers, update."""
     plan, workers, groups = draft.plan, draft.layout.dp, draft.layout.shape.groups
     shares = _shares(groups, plan.servers)
     worker = tuple(_worker_step(draft, shares))
     servers: Sequence[tuple[Instruction, ...]] = [()] * plan.servers
-    if Mode.parse(plan.mode, workers).kind == "sync":  # in the other modes what servers do is known when it happens
+    if Mode.parse(plan.mode, workers).kind == "sync":  # in the other modes servers decide as they run
         known = served_order.in_step(workers, draft.step)
         servers = served_order.of_servers(known, shares, [{draft.step: worker}] * workers)
-    # (a worker's gradients are gone once they are pushed)
+    # (a worker frees its gradients when they are pushed)
     held = [frozenset(map(param, range(len(groups))))]
     held += [frozenset(map(served, share)) | frozenset(map(served_state, share)) for share in shares]
     return replace(draft, ranks=(worker, *servers), update=(), state=tuple(held))
 
 
 def _shares(groups: Sequence[Group], servers: int) -> Shares:
-    """Which server has which part of the parameters. PlanError for servers with nothing to serve."""
+    """Which server has which part of the parameters. Errors: PlanError if a server would have none."""
     nothing = [group.layers[0] for group in groups if group.trainable and not sum(group.tensors)]
     if nothing:
         raise PlanError(
@@ -60,9 +60,10 @@ def _shares(groups: Sequence[Group], servers: int) -> Shares:
 
 
 def _worker_step(draft: Draft, shares: Shares) -> list[Instruction]:
-    """A worker's step: parameters from all servers, then the step, and gradients as soon as a bucket is complete.
+    """A worker's step: it pulls parameters from all servers, computes, and pushes each bucket of gradients when it is
+    complete.
 
-    Without overlap the buckets are pushed one after another when the backward is through.
+    Without overlap it pushes all buckets after the last backward.
     """
     (row,), step, workers = draft.ranks, draft.step, draft.layout.dp
     pulls = []

@@ -1,4 +1,4 @@
-"""Priority: gradients whose parameters the next forward needs first go first, and large ones can be overtaken.
+"""Priority: the gradients that the next forward needs first are sent first, and can overtake large ones.
 
 Source: Jayarajan et al., "Priority-based Parameter Propagation for Distributed DNN Training" (P3), MLSys 2019; Peng et
 al., "A Generic Communication Scheduler for Distributed DNN Training Acceleration" (ByteScheduler), SOSP 2019.
@@ -9,11 +9,12 @@ al., "A Generic Communication Scheduler for Distributed DNN Training Acceleratio
     overlap=priority     B2 B1 B0         STEP0 F0     STEP1 F1   STEP2 F2   pieces in the order of the next forward;
                            [2][1 ][ 0     ][ 1    ][ 2      ]                a layer starts as soon as it is updated
 
-Messages of a group of ranks go one after another, in one order on all of them, so the order is decided here: whenever
-the link is free, the most urgent of the messages that are ready is next. They enter the walk as soon as their gradient
-is there and those before them have entered. The last piece of a gradient stands for all: it writes what STEP reads.
+Messages of a group of ranks run one after another, in the same order on all of these ranks. This pass decides the
+order: whenever the link is free, the most urgent of the ready messages is next. In a rank's list a message comes as
+soon as its gradient is complete and all messages before it have come. The last piece of a gradient represents all
+pieces: it writes what STEP reads.
 
-`bucket` is the size of a piece; gradients are never joined. "none" sends them whole, a message for each tensor.
+`bucket` is the size of a piece; gradients are never joined. "none" sends them whole, with a message for each tensor.
 """
 
 from __future__ import annotations
@@ -56,15 +57,17 @@ def _with_pieces(
     for k in in_order(ready, [seconds(ins) for ins in queue], urgent):
         latest = max(latest, place[queue[k].layers[0]])
         after.setdefault(latest, []).append(queue[k])
-    for g in sorted(sharing.keys() - set(within)):  # tied between stages: complete at another time on each of them
+    for g in sorted(sharing.keys() - set(within)):  # tied between stages, which complete them at different times
         after.setdefault(end, []).append(all_reduce([g], layout, sharing[g], step, draft.bucket))
     return insert(row, after=after)
 
 
 def in_order(ready: Sequence[float], seconds: Sequence[float], urgent: Sequence[float]) -> list[int]:
-    """List scheduling of one link: whenever it is free, the most urgent message that is ready; the least goes first.
+    """The order of messages on one link: whenever it is free, the most urgent message that is ready comes next.
 
-    Equally urgent ones keep their order.
+    ready     for each message, the time when it is ready
+    seconds   for each message, how long it occupies the link
+    urgent    for each message, its urgency: the smallest number comes first; equally urgent ones keep their order
     """
     coming = sorted(range(len(ready)), key=lambda k: (ready[k], k), reverse=True)
     waiting: list[tuple[float, int]] = []
@@ -83,7 +86,7 @@ def in_order(ready: Sequence[float], seconds: Sequence[float], urgent: Sequence[
 
 
 def pieces(g: int, layout: Layout, ranks: tuple[int, ...], step: int, bucket: Bucket) -> list[Instruction]:
-    """The messages that sum one gradient: equal pieces of at most `bucket` MiB, cut between numbers (of 8 bytes)."""
+    """The messages that sum one gradient: about equal pieces of at most `bucket` MiB, cut at multiples of 8 bytes."""
     whole = all_reduce([g], layout, ranks, step, bucket)
     size = sum(layout.shape.groups[g].tensors)
     limit = max(8.0, bucket * MiB if isinstance(bucket, (int, float)) else float(size))
@@ -109,7 +112,7 @@ def first_uses(instructions: Sequence[Instruction]) -> dict[int, int]:
 
 
 def update_late(draft: Draft) -> Draft:
-    """A STEP for each parameter group: in the next step, where a forward needs its parameters first."""
+    """Each group's STEP runs in the next step, before the first forward that needs its parameters."""
     draft = draft.each_update(lambda rank, update: _most_urgent_first(update, draft.ranks[rank]))
     last = draft.step == draft.steps - 1
 
@@ -121,7 +124,7 @@ def update_late(draft: Draft) -> Draft:
 
 
 def _most_urgent_first(update: Sequence[Instruction], row: Sequence[Instruction]) -> list[Instruction]:
-    """The STEP of a rank as one for each group, the first needed first."""
+    """The STEP of a rank as one STEP for each group, in the order in which forwards need their parameters."""
     first = first_uses(row)
     return [
         of_groups(ins, (g,)) for ins in update for g in sorted(ins.layers, key=lambda g: (first.get(g, len(first)), g))
@@ -129,7 +132,7 @@ def _most_urgent_first(update: Sequence[Instruction], row: Sequence[Instruction]
 
 
 def _where_needed(row: Sequence[Instruction], late: Sequence[Instruction]) -> list[Instruction]:
-    """A step's instructions, each STEP of the step before where its parameters are needed first."""
+    """A step's instructions, with each STEP of the step before inserted before the first use of its parameters."""
     first = first_uses(row)
     before: dict[int, list[Instruction]] = {}
     for ins in late:

@@ -1,4 +1,5 @@
-"""Slices: what flows between the slices of a sequence, which TeraPipe takes as micro-batches (`schedules/terapipe.py`).
+"""Slices: the values that go from slice to slice of a sequence. TeraPipe takes slices as micro-batches
+(`schedules/terapipe.py`).
 
     carry(l, 0) -> F1 -> carry(l, 1) -> F2 ...      grad_carry(l, 0) <- B1 <- grad_carry(l, 1) <- B2 ...
 
@@ -6,7 +7,7 @@
     RECOMPUTE   reads carry(l, i-1)
     BACKWARD    reads both, and grad_carry(l, i); frees carry(l, i) and grad_carry(l, i); writes grad_carry(l, i-1)
 
-Of a layer without backward, the next FORWARD frees the carry.
+If a layer has no backward, the next FORWARD frees its carry.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _OPS = (Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WE
 
 
 def add_carries(draft: Draft) -> Draft:
-    """What a layer keeps of a sequence goes from slice to slice, and its gradient back."""
+    """What a layer keeps of a sequence goes from slice to slice, and its gradient goes back."""
     layout, slices = draft.layout, draft.plan.slice_count
     carrying, first = frozenset(layout.shape.carries), layout.first_trainable
 

@@ -1,12 +1,13 @@
-"""Transfers are derived: a value read on one rank and written on another is sent and received, nobody writes that down.
+"""Transfers are derived: a value that is written on one rank and read on another one is sent and received.
 
     rank 0   F 0 mb0 -> output(0)                    rank 0   F 0 mb0 | SEND output(0) mb0 -> 1
                                           becomes
     rank 1   F 1 mb0 <- output(0)                    rank 1   RECV output(0) mb0 <- 0 | F 1 mb0
 
-SEND stands right after the producer, and the last one frees the sender's copy when it is done; RECV stands right before
-its reader. What a forward beside a backward makes (`Forward.beside`) is sent after both. Receive order equals send
-order on each link (NCCL has no tags), so a RECV whose reader comes late may move up.
+A SEND comes right after the producer of its value. The last SEND of a value frees the sender's copy when it is done. A
+RECV comes right before its reader. The output of a forward beside a backward (`Forward.beside`) is sent after both.
+Receive order equals send order on each link (NCCL has no tags), so a RECV may come earlier than right before its
+reader.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ from minipar.strategies.rewriting import MOVES
 
 
 def send_and_receive(draft: Draft) -> Draft:
-    """A value that is read on another rank than it was written on is sent and received."""
+    """A value that is read on another rank than the one that writes it is sent and received."""
     together = beside(draft.actions, draft.layout, draft.step)
     sent = insert_transfers(dict(enumerate(draft.ranks)), together)
     return draft.each(lambda rank, row: sent[rank])
 
 
 def beside(actions: Sequence[Iterable[Action]], layout: Layout, step: int) -> dict[Value, Value]:
-    """What forwards beside backwards hand on, each with what the first layer of that backward reads.
+    """The outputs of forwards beside backwards. Each is mapped to the saved value of the layer where that backward
+    ends.
 
-    PlanError if no backward comes next.
+    Errors: PlanError if no backward comes next.
     """
     found = {}
     for rank, (stages, chosen) in enumerate(zip(layout.placement, actions, strict=True)):
@@ -52,19 +54,19 @@ def beside(actions: Sequence[Iterable[Action]], layout: Layout, step: int) -> di
 
 
 def _in_step(microbatch: int, layout: Layout, step: int) -> tuple[int, int]:
-    """Micro-batch and step of a micro-batch that is counted from the first one of a step on."""
+    """The number within its step, and the step, of a micro-batch that is counted from the first one of `step`."""
     return microbatch % layout.microbatches, step + microbatch // layout.microbatches
 
 
-REST = tuple(Instruction._field_defaults.values())[5:]  # what comes after `peer`, as it is by default
+REST = tuple(Instruction._field_defaults.values())[5:]  # defaults of the fields after `peer`
 
 
 def insert_transfers(
     ranks: Mapping[int, Sequence[Instruction]], together: Mapping[Value, Value] = MappingProxyType({})
 ) -> dict[int, list[Instruction]]:
-    """The ranks of one replica with SEND and RECV inserted; `ranks` maps rank number to instructions.
+    """The ranks of one replica with SEND and RECV inserted. `ranks` maps the number of a rank to its instructions.
 
-    together   values that are sent no sooner than another one was read for the last time
+    together   value -> another value: the first is not sent before the second was read for the last time
     """
     producer: dict[Value, tuple[int, int]] = {}
     reading: dict[int, dict[Value, int]] = {}  # where each rank reads a value for the first time
@@ -76,7 +78,7 @@ def insert_transfers(
                 if value[0] in MOVES and value not in first:
                     first[value] = k
             for value in ins.writes:
-                # (what comes back from another tier was made before, unless by a layer on the host)
+                # (a FETCH brings back a value that was made before, unless a layer on the host made it)
                 if value[0] in MOVES and (ins.op is not FETCH or value not in producer):
                     producer[value] = rank, k
     if together:
@@ -85,11 +87,11 @@ def insert_transfers(
             rank, k = producer[value]
             producer[value] = (rank, max(k, last_read.get((rank, together[value]), k)))
 
-    # per link, in the order of reading: position of the producer, position of the first reader, value
+    # for each link, in the order of reading: position of the producer, position of the first reader, value
     links: dict[tuple[int, int], list[tuple[int, int, Value]]] = {}
-    read_here: set[Value] = set()  # also by the rank that produces them
+    read_here: set[Value] = set()  # values that the rank which produces them reads, too
     last_target: dict[Value, int] = {}
-    again: set[Value] = set()  # by several ranks that do not
+    again: set[Value] = set()  # values that several other ranks read
     for rank, first in reading.items():
         arriving: dict[int, list[tuple[int, int, Value]]] = {}
         for value, k in first.items():
@@ -104,18 +106,18 @@ def insert_transfers(
                 arriving[source] = links[source, rank] = []
             arriving[source].append((position, k, value))
 
-    stay = read_here | again  # what not every SEND frees
+    stay = read_here | again  # values that not every SEND frees
     added: dict[int, list[Instruction]] = {rank: list(row) for rank, row in ranks.items()}
-    # (instruction k has place 3k, what comes before it 3k - 1, and after it 3k + 1)
+    # (instruction k has place 3k; an instruction inserted before it has 3k - 1, one after it 3k + 1)
     places: dict[int, list[int]] = {rank: [*range(0, 3 * len(row), 3)] for rank, row in ranks.items()}
-    new = tuple.__new__  # (takes half the time of Instruction itself)
+    new = tuple.__new__  # (takes half the time of calling Instruction)
     for (source, target), moves in links.items():
         moves.sort(key=itemgetter(0))
         messages: list[tuple[int, int, tuple[Value, ...]]] = []  # the last one first
         reader = len(ranks[target])
         for position, k, value in reversed(moves):
-            reader = k if k < reader else reader  # not later than any receive after it
-            if messages and messages[-1][0] == position:  # at the same moment, for the same rank: one message
+            reader = k if k < reader else reader  # a receive comes no later than the receives after it
+            if messages and messages[-1][0] == position:  # same producer and same target: one message
                 messages[-1] = position, reader, (value, *messages[-1][2])
             else:
                 messages.append((position, reader, (value,)))

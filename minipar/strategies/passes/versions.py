@@ -1,16 +1,16 @@
-"""Asynchronous pipelines: no flush between mini-batches, so that several versions of the parameters are alive.
+"""Asynchronous pipelines: there is no flush between mini-batches, so several versions of the parameters are alive.
 
     step by step, flushed     F0 F1 B0 B1 STEP | F0 F1 B0 B1 STEP        every F of a step uses the same parameters
     asynchronous              F0 F1 B0 STEP F2 B1 STEP F3 B2 STEP ...    F2 uses v1, while B1 still needs v0 of its F1
 
-A schedule gives an order, as any schedule does, over the micro-batches of the whole run; `version`, which parameters a
-forward uses; and `promise`, the contract: after how many micro-batches an update comes, how stale a gradient may be,
-how many versions a rank holds (`schedules.registry.Asynchronous`). This pass does the rest: forwards and backwards read
-param(g) v, STEP writes v+1, and a version is freed by the last instruction that needs it. Where that is the STEP itself
-it updates in place.
+A schedule gives three things (`schedules.registry.Asynchronous`). Its order goes over the micro-batches of the whole
+run. `version` says which parameters a forward uses. `promise` is the contract: after how many micro-batches an update
+comes, how stale a gradient may be, and how many versions a rank holds. This pass does the rest: forwards and backwards
+read param(g) v, STEP writes v+1, and the last instruction that needs a version frees it. If that is the STEP itself, it
+updates in place.
 
-There is nothing between two steps: no flush, no barrier. A step is only a name for so many micro-batches, and the draft
-is one of all steps.
+No flush and no barrier separates two steps. A step is only a name for so many micro-batches, and the draft has all
+steps.
 """
 
 from __future__ import annotations
@@ -78,9 +78,10 @@ def _check_ties(schedule: str, layout: Layout) -> None:
 def with_versions(
     instructions: Sequence[Instruction], layout: Layout, rank: int, contract: Staleness, version: Used
 ) -> list[Instruction]:
-    """One rank's forwards and backwards with the versions they use, and its STEPs, each after what is sent.
+    """One rank's forwards and backwards with the versions that they use, and its STEPs. A STEP comes after the SENDs of
+    the backward before it.
 
-    Which version is freed by what is decided anew, where the instructions have versions of another order.
+    If the instructions have versions already, from another order, these are replaced and their frees are found again.
     """
     groups = layout.trainable(rank)
     if not groups:
@@ -92,13 +93,13 @@ def with_versions(
     depth = sum(len(layout.trained(stage)) for stage in layout.placement[rank])
     used: dict[int, int] = {}
     left: dict[int, int] = {}
-    named: dict[int, dict[int, Value]] = {}  # the parameters of each version
-    last: dict[Value, int] = {}  # where each of them is read for the last time
+    named: dict[int, dict[int, Value]] = {}  # version -> group -> its parameters
+    last: dict[Value, int] = {}  # parameters of a version -> the place of their last read
     result: list[Instruction] = []
     states, grads = tuple(map(optimizer_state, groups)), tuple(map(grad, groups))
     done = updates = 0
     due = False
-    new = tuple.__new__  # (takes half the time of Instruction itself)
+    new = tuple.__new__  # (takes half the time of calling Instruction)
 
     def params(version: int) -> dict[int, Value]:
         if version not in named:
@@ -138,7 +139,7 @@ def with_versions(
     if due:
         result.append(step())
         updates += 1
-    for value, k in last.items():  # each version is freed by the last that reads it; the newest one stays
+    for value, k in last.items():  # the last instruction that reads a version frees it; the newest version stays
         if updates and value.step not in (-1, updates):
             ins = result[k]
             result[k] = new(Instruction, (*ins[:6], (*ins.frees, value), *ins[7:]))
@@ -151,9 +152,10 @@ def as_it_happened(
     version: Used = newest,
     known: Sequence[Blocks] | None = None,
 ) -> Program:
-    """The program of ranks that decided: `program` with the forwards and backwards of each rank in another order.
+    """The program of ranks that decided as they ran: `program` with each rank's forwards and backwards in the given
+    order.
 
-    known   for each rank what `blocks_of` gives, if the caller has it
+    known   the result of `blocks_of` for each rank, if the caller has it
     """
     layout = layout_of(program)
     assert isinstance(program.contract, Staleness)
@@ -172,7 +174,7 @@ def as_it_happened(
 
 
 def blocks_of(program: Program, rank: int) -> Blocks:
-    """A rank's instructions by the forward or backward of a micro-batch that they belong to, messages included."""
+    """A rank's instructions, messages included, by the forward or backward of a micro-batch that they belong to."""
     blocks: Blocks = {}
     STEP = Op.STEP
     for ins in program.ranks[rank]:
@@ -188,7 +190,7 @@ def place_of(ins: Instruction) -> BlockKey:
 
 
 def layout_of(program: Program) -> Layout:
-    """Where the layers of a program of one pipeline are."""
+    """The layout of a program that has one pipeline."""
     from minipar.program.shape import Shape
 
     split = tuple(len(layers) for layers in program.placement)

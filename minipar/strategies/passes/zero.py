@@ -1,8 +1,8 @@
-"""ZeRO: the replicas hold one optimizer state together, instead of one each; then one gradient; then one model.
+"""ZeRO: the replicas share out the optimizer state (zero=1), then also the gradients (2), then also the parameters (3).
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
 
-    one group's parameters, end to end     [ weight . . . . . . . | bias . 0 ]     N = 2 ranks: a half each
+    one group's parameters, concatenated   [ weight . . . . . . . | bias . 0 ]     N = 2 ranks: a half each
                                              slice of rank 0        slice of rank 1
 
             held between steps             one step                                        sent, times P (N-1)/N
@@ -11,19 +11,22 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
     zero=2  param, optimizer_shard         F0 F1 B1 RS1 B0 RS0   | STEP a slice | AG0 AG1  2
     zero=3  param_shard, optimizer_shard   AG0 F0 AG1 F1 B1 RS1 AG0 B0 RS0 | STEP a slice  3, less the AG1 not needed
 
-RS (REDUCE_SCATTER) sums gradients and leaves each rank its slice; AG (ALL_GATHER) puts the slices together. Peak of the
-gradients: whole in zero=1; in zero=2 and 3 those of the buckets on their way, and the slice.
+RS (REDUCE_SCATTER) sums gradients and leaves each rank its slice. AG (ALL_GATHER) makes whole parameters from slices.
+The peak memory of gradients: in zero=1 all whole gradients; in zero=2 and 3 the buckets that are under way, and the
+slices.
 
-With A micro-batches `reduce="microbatch"` sums after each of them: (A + 1) P is sent in zero=2, 3 A P in zero=3, and
-whole gradients never add up. `reduce="step"` adds them up on each rank first: 2 P and (2 A + 1) P, for the memory of
-whole gradients. zero=1 has these anyway, and always waits for the last micro-batch.
+With A micro-batches, `reduce="microbatch"` sums gradients after each of them. Then zero=2 sends (A + 1) P and zero=3
+sends 3 A P, and no rank holds all whole gradients. `reduce="step"` first adds up gradients on each rank. Then zero=2
+sends 2 P and zero=3 sends (2 A + 1) P, but each rank needs the memory of whole gradients. zero=1 always needs this
+memory, and always sums after the last micro-batch.
 
-In zero=3 a layer's groups are gathered before each of its forwards, backwards and recomputations, `prefetch` layers
-ahead, and freed after it; not where no more than `prefetch` other layers work before the next use, as at the turn from
-forward to backward: so `prefetch` + 1 layers are whole at a time, and at each turn as many gathers are spared.
+In zero=3 the parameters of a layer are gathered before each of its forwards, backwards and recomputations, `prefetch`
+layers ahead, and freed after it. They are not freed if no more than `prefetch` other layers work before their next use,
+for example where the backward follows the forward. So `prefetch` + 1 layers are whole at a time, and where forward ends
+and backward begins, as many gathers are saved.
 
-A group that is tied between stages stays whole, with an all-reduce (its slices would belong to ranks with different
-work); frozen parameters stay whole, too.
+A group that is tied between stages stays whole and is summed by an all-reduce, because its slices would belong to ranks
+with different work. Frozen parameters stay whole, too.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from minipar.strategies.draft import Draft
 from minipar.strategies.layout import Layout
 from minipar.strategies.rewriting import also_free, collective, insert, renamed, uses
 
-IN_FLIGHT = 1  # buckets of gradients that are on their way at once, each with its buffer; the next one waits for it
+IN_FLIGHT = 1  # buckets of gradients under way at the same time, each with its buffer; the next bucket waits
 
 
 def shard(draft: Draft) -> Draft:
@@ -51,7 +54,8 @@ def shard(draft: Draft) -> Draft:
         return _scatter_gradients(row, draft, rank, sharded[rank]) if sharded[rank] else row
 
     def update(rank: int, row: Sequence[Instruction]) -> list[Instruction]:
-        """STEP on slices; in zero=1 and 2 parameters are gathered after it, those that forward needs first first."""
+        """STEP on slices. In zero=1 and 2 parameters are gathered after it, in the order in which forward needs
+        them."""
         after: list[Instruction] = []
         if level < 3:
             buckets = split_buckets(sorted(sharded[rank]), layout.shape.groups, draft.bucket)
@@ -63,7 +67,7 @@ def shard(draft: Draft) -> Draft:
 
 
 def sharded_groups(layout: Layout, rank: int) -> frozenset[int]:
-    """The groups of a rank whose optimizer state is sharded: those that each replica holds on one rank, this one."""
+    """The groups of a rank whose optimizer state is sharded: no other rank of the same replica holds them."""
     return frozenset(g for g in layout.trainable(rank) if len(layout.holders(g)) == layout.dp)
 
 
@@ -80,7 +84,7 @@ def _sliced(value: Value, sharded: frozenset[int], level: int) -> Value:
 def _gather_parameters(row: Sequence[Instruction], draft: Draft, sharded: frozenset[int]) -> list[Instruction]:
     """A rank's instructions with parameters gathered ahead of their use, and freed after it."""
     prefetch = draft.plan.prefetch
-    before: dict[int, dict[int, list[int]]] = {}  # where a gather begins -> the first use of what it gathers -> groups
+    before: dict[int, dict[int, list[int]]] = {}  # place of a gather -> place of the first use -> groups
     after: dict[int, list[Value]] = {}
     for value, places in sorted(uses(row, set(map(param, sharded))).items()):
         first = places[0]
@@ -107,7 +111,8 @@ def _soon(row: Sequence[Instruction], k: int, then: int, prefetch: int) -> bool:
 
 
 def _all_gather(groups: Sequence[int], layout: Layout, step: int, given: Callable[[int], Value]) -> Instruction:
-    """Whole parameters of slices: of a value of their own, or of the parts of the whole that each rank has updated."""
+    """The ALL_GATHER of whole parameters. `given` names what it reads: slices that are values of their own, or the
+    whole parameters, of which each rank has updated its part."""
     parts = [Part(Op.ALL_GATHER, g, sum(layout.shape.groups[g].tensors)) for g in groups]
     ranks = layout.holders(groups[0])
     return collective(Op.ALL_GATHER, groups, ranks, step, map(given, groups), map(param, groups), parts)
@@ -116,7 +121,8 @@ def _all_gather(groups: Sequence[int], layout: Layout, step: int, given: Callabl
 def _scatter_gradients(
     row: Sequence[Instruction], draft: Draft, rank: int, sharded: frozenset[int]
 ) -> list[Instruction]:
-    """A rank's instructions with the sums of gradients, bucket by bucket, of which it keeps its slices."""
+    """A rank's instructions with REDUCE_SCATTERs, bucket by bucket; the rank keeps its slices of the summed
+    gradients."""
     layout, plan = draft.layout, draft.plan
     each = plan.zero > 1 and plan.reduce == "microbatch"
     rounds: dict[int, dict[int, int]] = {}  # micro-batch -> group -> the last instruction that adds to its gradient
@@ -128,13 +134,13 @@ def _scatter_gradients(
     chunk_of = {g: layout.chunk_of(g, rank) for g in sharded}
     buckets: list[list[int]] = []
     for i, done in rounds.items():
-        # (a schedule of the user's own may forget a backward; the verifier says so, not this pass)
+        # (the user's own schedule may forget a backward; the verifier reports that, not this pass)
         end = max(done.values())
         ends = {c: max([k for g, k in done.items() if chunk_of[g] == c], default=end) for c in chunk_of.values()}
         done |= {g: ends[chunk_of[g]] for g in sharded if g not in done}
         if not buckets:
-            # In the order in which backward completes them, and each bucket of one chunk: between two chunks of a
-            # micro-batch come those of others.
+            # Buckets are in the order in which backward completes the gradients. A bucket has groups of one chunk only,
+            # because between two chunks of a micro-batch the rank works on other micro-batches.
             ready = sorted(sharded, key=lambda g: (-chunk_of[g], done[g], -g))
             for _, mine in groupby(ready, key=chunk_of.__getitem__):
                 buckets += split_buckets(list(mine), layout.shape.groups, draft.bucket)
@@ -143,7 +149,7 @@ def _scatter_gradients(
             if plan.overlap == "backward" and plan.zero > 1:
                 place = max(done[g] for g in groups)
             while place + 1 < len(row) and row[place + 1].op is Op.ALL_GATHER:
-                place += 1  # parameters are needed sooner than gradients
+                place += 1  # parameters are needed earlier than gradients
             after.setdefault(place, []).append((i, groups))
 
     started: list[tuple[Value, ...]] = []
@@ -162,7 +168,9 @@ def _scatter_gradients(
 def _reduce_scatter(
     groups: Sequence[int], layout: Layout, step: int, microbatch: int, waits: tuple[Value, ...]
 ) -> Instruction:
-    """The slices of summed gradients. It adds to the slices in `waits`, or comes after they are there."""
+    """The REDUCE_SCATTER of some gradients. It waits for the values in `waits`, and adds to those that are its own
+    slices.
+    """
     whole, part, room = tuple(map(grad, groups)), tuple(map(grad_shard, groups)), tuple(map(buffer, groups))
     parts = [Part(Op.REDUCE_SCATTER, -1, sum(sum(layout.shape.groups[g].tensors) for g in groups))]
     reads = dict.fromkeys(whole + waits)

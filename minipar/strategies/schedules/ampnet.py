@@ -1,4 +1,5 @@
-"""AMPNet: no schedule at all. A rank does what has arrived, backwards first, and updates when it has enough gradients.
+"""AMPNet: there is no fixed order. A rank works on what has arrived, backwards first, and updates when it has enough
+gradients.
 
 Source: Gaunt et al., "AMPNet: Asynchronous Model-Parallel Training for Dynamic Neural Networks", 2017.
 
@@ -7,17 +8,18 @@ Source: Gaunt et al., "AMPNet: Asynchronous Model-Parallel Training for Dynamic 
     rank 1       F0   F1   F2        B0   B0|1      B1   B1|2 F3   B2   B2|3 F4   B3   B3|4
     rank 2            F0   B0   B0|1 F1   B1   B1|2 F2   B2   B2|3 F3   B3   B3|4 F4   B4
 
-Nothing is stashed: a backward uses the weights as they are by then, which may have changed since its forward. So what
-is applied is not the gradient of any function. in_flight=1, update_every=m is synchronous SGD.
+No weights are stashed: a backward uses the present weights, which may have changed since its forward. So the update is
+not the gradient of any function. in_flight=1, update_every=m is synchronous SGD.
 
 The rule is local and pure (`choose`): each rank knows what has arrived, and how many forwards and backwards it has
-done. Links keep their order, so all ranks see micro-batches in the order in which they began, and only how forwards and
-backwards mingle is decided. At most K-1 others are under way between a micro-batch's forward and backward: gradients
-are at most ceil((K-1)/u) updates old. With equal times K=p keeps all ranks busy; more only makes gradients older.
+done. Links keep their order, so all ranks see micro-batches in the order in which they began. A rank decides only in
+what order forwards and backwards alternate. Let K be in_flight and u update_every. At most K-1 other micro-batches are
+under way between a micro-batch's forward and its backward, so gradients are at most ceil((K-1)/u) updates old. With
+equal times K=p keeps all ranks busy, and a larger K only makes gradients older.
 
     p=4, tF=1, tB=2     K=1          K=4          K=8          K=16          K=16, u=4
     utilisation         25 %         99 %         99 %         99 %          99 %        (300 micro-batches)
-    updates old         0 0 0 0      3 3 3 0      7 7 4 0      12 8 4 0      3 2 1 0     per rank, at most
+    updates old         0 0 0 0      3 3 3 0      7 7 4 0      12 8 4 0      3 2 1 0     maximum on each rank
 """
 
 from __future__ import annotations
@@ -37,10 +39,10 @@ _FREE, _OUTPUT, _GRADIENT = -1, 0, 1
 def choose(
     rank: int, ranks: int, total: int, in_flight: int, forwards: int, backwards: int, outputs: int, gradients: int
 ) -> Action | None:
-    """What a rank does next, or None: it waits.
+    """What a rank does next; None: it waits.
 
-    forwards, backwards   how many it has done
-    outputs, gradients    how many have arrived from the rank before it and from the one after it
+    forwards, backwards   how many of them the rank has done
+    outputs, gradients    how many have arrived, outputs from the rank before it, gradients from the rank after it
     """
     if backwards < forwards and (rank == ranks - 1 or backwards < gradients):
         return Backward(backwards)
@@ -50,10 +52,11 @@ def choose(
 
 
 def decide(ranks: int, total: int, in_flight: int, run: Timing, rule: Rule = choose) -> list[list[Action]]:
-    """The order of every rank, if all follow the rule. Of one moment, a rank first gets free, then looks at what came.
+    """The order of every rank, if all follow the rule. At one moment, a rank first becomes free, then messages arrive.
 
-    run    (rank, action, time) -> when the rank is free again, and when the next rank has what the action hands on
-    rule   what a rank does next, by what `choose` is told
+    run    (rank, action, time) -> the time when the rank is free again, and the time when the next rank has the
+           action's result
+    rule   what a rank does next; it has the arguments of `choose`
     """
     orders: list[list[Action]] = [[] for _ in range(ranks)]
     done = [[0, 0] for _ in range(ranks)]
@@ -89,7 +92,8 @@ def decide(ranks: int, total: int, in_flight: int, run: Timing, rule: Rule = cho
 
 
 def promise(ranks: int, keys: Mapping[str, int]) -> Staleness:
-    """One version, as old as the micro-batches under way make it."""
+    """The contract: one version of the parameters. The number of micro-batches under way bounds the age of
+    gradients."""
     u = keys["update_every"]
     return Staleness(bound=-(-(keys["in_flight"] - 1) // u), versions=1, every=u, stashed=False)
 
@@ -104,14 +108,15 @@ def promise(ranks: int, keys: Mapping[str, int]) -> Staleness:
 def ampnet(
     rank: int, stages: int, microbatches: int, in_flight: int | None = None, update_every: int | None = None
 ) -> Iterator[Action]:
-    """Whatever has arrived, backwards first; here as it would be if backward took twice as long as forward."""
+    """Whatever has arrived, backwards first; the order shown is that of a backward twice as long as a forward."""
 
     return iter(with_equal_times(stages, microbatches, in_flight or stages)[rank])
 
 
 @lru_cache(maxsize=1)
 def with_equal_times(ranks: int, total: int, in_flight: int) -> list[list[Action]]:
-    """The order of every rank where a backward takes twice as long as a forward; kept, since each rank asks for it."""
+    """The order of every rank if a backward takes twice as long as a forward. It is cached, because it is computed for
+    all ranks at once."""
 
     def run(rank: int, action: Action, now: float) -> tuple[float, float]:
         end = now + (1.0 if isinstance(action, Forward) else 2.0)

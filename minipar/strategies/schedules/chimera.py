@@ -1,4 +1,4 @@
-"""Chimera: two pipelines over the same ranks, one down and one up; what is the fill of one is work of the other.
+"""Chimera: two pipelines over the same ranks, one down and one up; while one fills, the other works.
 
 Source: Li and Hoefler, "Chimera: Efficiently Training Large-Scale Neural Networks with Bidirectional Pipelines",
 SC 2021.
@@ -9,21 +9,23 @@ SC 2021.
     rank 2     f2 F0 f3 F1    B0 B0 b2 b2 B1 B1 b3 b3
     rank 3  f2 f3    F0 B0 B0 F1 B1 B1    b2 b2       b3 b3
 
-Think of slots, one for a forward and one for a backward. The k-th turn of a pipeline reaches its s-th stage in slot
-2k+s on the way down, and 2k+p-1-s on the way back: even slots of one pipeline, odd ones of the other, as p is even.
-A pipeline's turns are p/2 forwards, then their p/2 backwards, again for every p micro-batches.
+Time is divided into slots: a slot has room for one forward or one backward. The k-th action of a pipeline is in slot
+2k+s on the pipeline's s-th stage if it is a forward, and in slot 2k+p-1-s if it is a backward. Because p is even, one
+pipeline uses the even slots of a rank and the other the odd ones. The actions of a pipeline are p/2 forwards, then
+their p/2 backwards, and this repeats for every p micro-batches.
 
-Time m(tF+tB) + (p-2)(tB + (m/p-1)(tB-tF)) where tB >= tF. Every rank holds two stages, so parameters twice, and
-p/2+1+min(d, p-1-d) micro-batches. The two copies of a stage sum their gradients as soon as its last backward is done.
+The time is m(tF+tB) + (p-2)(tB + (m/p-1)(tB-tF)) where tB >= tF. Every rank holds two stages, so it holds parameters
+twice, and it keeps p/2+1+min(d, p-1-d) micro-batches. The two copies of a stage sum their gradients as soon as the last
+backward of the stage is done.
 
-    doubling=true, p=2, m=4: a turn forward is two micro-batches, as long as a turn back where tB = 2tF
+    doubling=true, p=2, m=4: a slot has two forwards, which are as long as one backward where tB = 2tF
     rank 0  F0 F2 f1 f3 b1 b1 B0 B0 b3 b3 B2 B2
     rank 1  f1 f3 F0 F2 B0 B0 b1 b1 B2 B2 b3 b3
 
-Doubling closes the gaps between units that unequal slots leave: time m(tF+tB) + (p-2)(tF+tB)/2 where
-tF <= tB <= 2tF and 4 divides m, for 3p/2+1+min(d, p-1-d) micro-batches on a rank where m = 2p, and up to 2p where m is
-larger. (The paper has (p-2) 2tF at tB = 2tF: it runs the
-two as one. Here the first is sent on while the second is computed.) m is at least 2p.
+Without doubling, slots of unequal length leave gaps; doubling closes them. The time is m(tF+tB) + (p-2)(tF+tB)/2 where
+tF <= tB <= 2tF and 4 divides m. A rank keeps 3p/2+1+min(d, p-1-d) micro-batches where m = 2p, and up to 2p where m is
+larger. (The paper has (p-2) 2tF at tB = 2tF, because it runs the two forwards as one. Here the first output is sent
+while the second is computed.) m is at least 2p.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ Turns = Iterator[tuple[type[Action], Sequence[int]]]
 
 
 def _in_units(mine: Sequence[int], half: int) -> Turns:
-    """The turns of one pipeline: p/2 forwards and their backwards, again and again."""
+    """The actions of one pipeline: p/2 forwards and their backwards, repeated."""
     for start in range(0, len(mine), half):
         for kind in (Forward, Backward):
             for i in mine[start : start + half]:
@@ -73,7 +75,7 @@ def _in_units(mine: Sequence[int], half: int) -> Turns:
 
 
 def _doubled(mine: Sequence[int], half: int) -> Turns:
-    """Two micro-batches in a turn of forward, one in a turn of backward."""
+    """The actions of one pipeline with doubling: two forwards at a time, and one backward at a time."""
     pairs = [mine[k : k + 2] for k in range(0, len(mine), 2)]
     for pair in pairs[:half]:
         yield Forward, pair

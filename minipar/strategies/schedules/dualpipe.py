@@ -1,6 +1,6 @@
 """DualPipe: two pipelines, one down and one up the ranks; a forward of one runs beside a backward of the other.
 
-Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, and its DualPipe repository, whose eight steps these are.
+Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024. The eight steps below are those of its DualPipe repository.
 
     p=4, m=8; rank d has stages d and p-1-d; lower case goes up the ranks; forwards and both halves equally long
     rank 0  F0 F1 F2 f4 i4 w4 f5 F3 b5 b5    f6 B0 B0 b6 b6    f7 B1 B1 b7 b7 I2 W2 I3 W3
@@ -8,10 +8,11 @@ Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, and its DualPipe repo
     rank 2     f4 F0 f5 F1 f6 B0 B0 F2 b4 b4 f7 B1 B1 F3 b5 b5 B2 B2 b6 b6    I3 i7 W3 w7
     rank 3  f4 f5 f6 F0 I0 W0 F1 f7 B1 B1    F2 b4 b4 B2 B2    F3 b5 b5 B3 B3 i6 w6 i7 w7
 
-It is made for devices on which kernels of the forward and of the backward overlap, one communicating while the other
-computes. So the two are one piece of work (`Forward.beside`), and what they make is sent when both are done. Here one
-runs after the other: no gain from overlap is assumed. Time m(tF+tB) + (p/2-1)(tF+2tB-3tW) at tF = tI = tW; at other
-times that is off by a few per cent. p+1 micro-batches, two copies of every stage; copies sum their gradients.
+It is made for devices on which kernels of the forward and of the backward overlap: one communicates while the other
+computes. So the two are one piece of work (`Forward.beside`), and their results are sent when both are done. Here one
+runs after the other: no gain from overlap is assumed. The time is m(tF+tB) + (p/2-1)(tF+2tB-3tW) at tF = tI = tW; at
+other times this formula is wrong by a few per cent. A rank keeps the activations of p+1 micro-batches. There are two
+copies of every stage, which sum their gradients.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from minipar.strategies.layout import both_ways
 from minipar.strategies.schedules.registry import schedule
 
 PAPER = "DeepSeek-AI 2024 (DeepSeek-V3)"
-NEAR, FAR = 0, 1  # of the two pipelines of a rank: the one that begins at the nearer end, and the other
+NEAR, FAR = 0, 1  # the two pipelines of a rank: NEAR begins at the end that is nearer to the rank, FAR at the other
 
 
 @schedule(
@@ -45,14 +46,14 @@ def dualpipe(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
             f"possible are {microbatches - 1}, {microbatches + 1}"
         )
     half = microbatches // 2
-    upper = rank >= ranks // 2  # of the ranks to which the pipeline that goes up is the nearer one
+    upper = rank >= ranks // 2  # for these ranks, the pipeline that goes up is NEAR
     for action in eight_steps(min(rank, ranks - 1 - rank), ranks // 2, half):
         chunk = action.chunk ^ upper
         yield replace(action, microbatch=action.microbatch + half * chunk, chunk=chunk)
 
 
 def check(name: str, ranks: int, microbatches: int) -> None:
-    """PlanError for fewer micro-batches than the order needs to fill."""
+    """PlanError for fewer micro-batches than the order needs to fill the pipeline."""
     if microbatches < 2 * ranks:
         raise PlanError(
             f"schedule={name}: microbatches={microbatches} cannot fill pp={ranks}; "
@@ -61,10 +62,11 @@ def check(name: str, ranks: int, microbatches: int) -> None:
 
 
 def eight_steps(place: int, places: int, count: int) -> Iterator[Action]:
-    """The order of the rank that is `place` from the end, of `places`, with `count` micro-batches in each pipeline."""
+    """The order of the rank that is `place` ranks from its end, with `count` micro-batches in each pipeline. `places`
+    is the number of ranks from the end to the middle."""
     forwards, backwards = ([iter(range(count)), iter(range(count))] for _ in range(2))
     waiting: deque[BackwardWeight] = deque()
-    inner = places - place - 1  # ranks between this one and the turn
+    inner = places - place - 1  # ranks between this one and the middle
 
     def forward(way: int, beside: bool = False) -> Forward:
         return Forward(next(forwards[way]), way, beside)
@@ -87,7 +89,7 @@ def eight_steps(place: int, places: int, count: int) -> Iterator[Action]:
         yield waiting.popleft()
         yield forward(FAR)
     for k in range(count - places - inner):  # 4
-        yield forward(NEAR, beside=k > 0 or inner > 0)  # (at the turn, what it makes is waited for)
+        yield forward(NEAR, beside=k > 0 or inner > 0)  # (in the middle, the next stage waits for its output)
         yield backward(FAR)
         yield forward(FAR, beside=True)
         yield backward(NEAR)

@@ -1,4 +1,4 @@
-"""DualPipeV: DualPipe cut in half, so that every stage is there once: one pipeline, down the ranks and up again.
+"""DualPipeV: DualPipe cut in half, with one copy of every stage: one pipeline goes down the ranks and up again.
 
 Source: DeepSeek-AI, the DualPipe repository, 2025; after Qi, "Cut-in-half" (Sea AI Lab).
 
@@ -6,9 +6,9 @@ Source: DeepSeek-AI, the DualPipe repository, 2025; after Qi, "Cut-in-half" (Sea
     rank 0  F0 F1 F2 f0 i0 w0 f1 F3 b1 b1    f2 B0 B0 b2 b2    f3 B1 B1 b3 b3 I2 W2 I3 W3
     rank 1     F0 f0 F1 f1 F2 b0 b0 f2 B0 B0 F3 b1 b1 f3 B1 B1 b2 b2 B2 B2    i3 I3 w3 W3
 
-What was the pipeline from the other end is the way back up, and the middle of DualPipe's ranks is the last rank. Time
-m(tF+tB) + (p-1)(tF+2tB-3tW)/2 at tF = tI = tW, without any gain from overlap; at other times that is off by a few per
-cent. p+1/2 micro-batches.
+DualPipe's pipeline from the other end becomes the way back up, and the middle of DualPipe's ranks becomes the last
+rank. The time is m(tF+tB) + (p-1)(tF+2tB-3tW)/2 at tF = tI = tW, without any gain from overlap; at other times this
+formula is wrong by a few per cent. A rank keeps the activations of p+1/2 micro-batches.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ Source: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using 
 
 Time (m+p-1)(tF+tB); every rank keeps all m micro-batches' activations.
 
-The paper's figure drains from the last micro-batch; here the first comes first, as in torch.distributed.pipelining and
-with the same time and memory. `schedule=looped-bfs chunks=1` is the paper's order.
+In the paper's figure the backwards begin with the last micro-batch. Here they begin with the first one, as in
+torch.distributed.pipelining. Time and memory are the same. `schedule=looped-bfs chunks=1` is the paper's order.
 """
 
 from __future__ import annotations

@@ -6,10 +6,11 @@ Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU 
     rank 0  F0 F1 f0 f1 F2    b0 b0 F3 b1 b1 f2 B0 B0 f3 B1 B1    b2 b2    b3 b3 B2 B2 B3 B3
     rank 1     F0 F1 f0 b0 b0 f1 b1 b1 F2 B0 B0 F3 B1 B1 f2 b2 b2 f3 b3 b3 B2 B2 B3 B3
 
-A rank takes a group of g micro-batches through its first chunk, then the same ones through the next. With g = p the
-first of a group is back when its last one has left; larger groups keep more: rank d min(((v-1)g+2(p-1-d)+1)/v, m)
-micro-batches, of a rank's whole share. Time m(tF+tB) + (p-1)(tF+tB)/v where g = p divides m, for any tF
-and tB: the bubble of 1F1B divided by v, for v times as many messages.
+A rank takes a group of g micro-batches through its first chunk, then the same ones through its next chunk. With g = p,
+the first micro-batch of a group comes back when the last one has left. Larger groups need more memory: rank d keeps
+min(((v-1)g+2(p-1-d)+1)/v, m) micro-batches, where 1 is a micro-batch's activations in all chunks of the rank. The time
+is m(tF+tB) + (p-1)(tF+tB)/v where g = p divides m, for any tF and tB. The bubble is that of 1F1B divided by v; there
+are v times as many messages.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def interleaved(rank: int, ranks: int, microbatches: int, chunks: int, group: in
 
 
 def _check(ranks: int, microbatches: int, group: int) -> None:
-    """PlanError for groups in which a rank would wait for what it has to send first."""
+    """PlanError for groups in which a rank would wait for a message that depends on its own later message."""
     rest = microbatches % group
     if ranks <= group <= microbatches and (rest == 0 or rest >= ranks):
         return

@@ -1,15 +1,16 @@
-"""A list scheduler: of what is ready a rank takes what comes first in its list. Limits and a rule make a family.
+"""A list scheduler: among the actions that are ready, a rank takes the first by a rule. Other limits and rules give
+other schedules.
 
     ahead(rank)     how many micro-batches may wait for their backward, or its input half     GPipe m, 1F1B p-d
     waiting(rank)   how many weight halves may wait before they come first                    ZB-H1 d, ZB-H2 2d
-    rule            what comes first of that which is ready: backwards or forwards
+    rule            which of the ready actions comes first: backwards or forwards
 
     p=2, m=3, ahead p-d, backwards first: 1F1B       rank 0  F0 F1    B0 B0 F2 B1 B1    B2 B2
                                                      rank 1     F0 B0 B0 F1 B1 B1 F2 B2 B2
 
 Source: Graham, "Bounds on Multiprocessing Timing Anomalies", 1969; for pipelines the automatic schedules of Qi et al.,
 "Zero Bubble Pipeline Parallelism", ICLR 2024. A rank keeps at most ahead + waiting micro-batches. It never idles while
-something is ready, which is not always best. Use it as any schedule:
+an action is ready, although idling can be better. Use it like any schedule:
 
     @minipar.schedule("greedy")
     def greedy(rank, ranks, microbatches):
@@ -25,24 +26,25 @@ from minipar.errors import PlanError
 from minipar.program import Action, Backward, BackwardInput, BackwardWeight, Forward
 from minipar.strategies.layout import Placement, looped, place
 
-Limit = Callable[[int], int]  # of a rank, in micro-batches of one chunk
-Rule = Callable[[Action], tuple[int, ...]]  # the smallest comes first
+Limit = Callable[[int], int]  # rank -> a number of micro-batches of one chunk
+Rule = Callable[[Action], tuple[int, ...]]  # action -> its key; the action with the smallest key comes first
 
 
 def backward_first(action: Action) -> tuple[int, ...]:
-    """Backwards and input halves, then forwards, then weight halves; of these the first micro-batch."""
+    """Backwards and input halves come first, then forwards, then weight halves; of equal kinds the first
+    micro-batch."""
     order = (Backward, BackwardInput, Forward, BackwardWeight)
     return order.index(type(action)), action.microbatch, -action.chunk
 
 
 def forward_first(action: Action) -> tuple[int, ...]:
-    """Forwards, then backwards."""
+    """Forwards come first, then backwards."""
     return (not isinstance(action, Forward), *backward_first(action))
 
 
 @dataclass
 class _Rank:
-    """How far a rank is: the next micro-batch of each kind of action, per chunk."""
+    """The state of a rank: for each kind of action, the next micro-batch of each chunk."""
 
     stages: tuple[int, ...]
     free: float = 0.0
@@ -68,20 +70,20 @@ def list_schedule(
 ) -> list[list[Action]]:
     """The actions of every rank.
 
-    waiting   given: backwards in halves
-    times     of a forward, and of the two halves of a backward, of one micro-batch on one chunk
-    Raises PlanError where the limits let nothing go on.
+    waiting   if it is given, backwards are split in halves
+    times     seconds of a forward, and of the two halves of a backward, for one micro-batch on one chunk
+    Errors: PlanError if the limits stop all ranks before the end.
     """
     every = [_Rank(stages) for stages in place(placement, ranks, chunks, "of a list scheduler")]
     last = max(stage for one in every for stage in one.stages)
-    # when (stage, micro-batch) was through: on the way there, and back
+    # when (stage, micro-batch) is done: its forward in `there`, its backward in `back`
     there: dict[tuple[int, int], float] = {(-1, i): 0.0 for i in range(microbatches)}
     back: dict[tuple[int, int], float] = {}
     forward, half, weight = times
     took = {Forward: forward, Backward: half + weight, BackwardInput: half, BackwardWeight: weight}
 
     def ready(rank: int, now: float) -> Iterator[Action]:
-        """What a rank could begin at a time."""
+        """The actions that a rank could begin at time `now`."""
         one = every[rank]
         done = sum(one.backwards)
         room = sum(one.forwards) - done < ahead(rank)

@@ -6,9 +6,9 @@ Source: Lamy-Poirier, "Breadth-First Pipeline Parallelism", 2022 (arXiv 2211.059
     rank 0  F0 F1 F2 F3 f0 f1 f2 f3          b3 b3 b2 b2 b1 b1 b0 b0 B3 B3 B2 B2 B1 B1 B0 B0
     rank 1     F0 F1 F2 F3 f0 f1 f2 f3 b3 b3 b2 b2 b1 b1 b0 b0 B3 B3 B2 B2 B1 B1 B0 B0
 
-Time m(tF+tB) + (p-1)(tF+tB)/v where m >= p, for any tF and tB: as interleaved 1F1B. Every rank keeps the activations of
-all m micro-batches; but each chunk's parameters are used in one go per direction, so that they need be gathered only
-twice a step where they are sharded (zero=3), and gradients of late stages are complete early.
+The time is m(tF+tB) + (p-1)(tF+tB)/v where m >= p, for any tF and tB, as for interleaved 1F1B. Every rank keeps the
+activations of all m micro-batches. But all micro-batches use the parameters of a chunk one after another: where these
+are sharded (zero=3), they are gathered only twice a step. And gradients of late stages are complete early.
 """
 
 from __future__ import annotations

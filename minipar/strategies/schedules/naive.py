@@ -1,6 +1,6 @@
-"""Naive model parallelism: the model is cut over the ranks and one micro-batch at a time passes through.
+"""Naive model parallelism: the model is cut over the ranks, and one micro-batch at a time goes through them.
 
-Source: the starting point of every pipeline paper, e.g. Huang et al., GPipe (2019), figure 2(b).
+Source: every pipeline paper begins with it, for example Huang et al., GPipe (2019), figure 2(b).
 
     p=3, m=2, backward twice as long as forward
     rank 0  F0                   B0 B0 F1                   B1 B1

@@ -1,14 +1,15 @@
-"""1F1B: as soon as a backward can run it does, so that a rank holds few micro-batches at a time.
+"""1F1B: a backward runs as soon as it can, so that a rank holds few micro-batches at a time.
 
 Sources: Narayanan et al., PipeDream (2019; there without a flush) and PipeDream-2BW (2021, "PipeDream-Flush");
-Fan et al., DAPPLE (2021). The eager form starts more forwards ahead and so hides one hop of latency.
+Fan et al., DAPPLE (2021). The eager form starts more forwards early. This hides one hop of latency.
 
     p=3, m=4, backward twice as long as forward
     rank 0  F0 F1 F2             B0 B0 F3 B1 B1    B2 B2    B3 B3
     rank 1     F0 F1       B0 B0 F2 B1 B1 F3 B2 B2    B3 B3
     rank 2        F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3
 
-Time (m+p-1)(tF+tB), as GPipe; but rank d keeps at most p-d micro-batches' activations (eager: 2(p-1-d)+1), not m.
+The time is (m+p-1)(tF+tB), as for GPipe. But rank d keeps the activations of at most p-d micro-batches (eager:
+2(p-1-d)+1), not of m.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from minipar.strategies.schedules.registry import schedule
 
 
 def warm_up_then_alternate(warm_up: int, microbatches: int) -> Iterator[Action]:
-    """`warm_up` forwards, then one forward and one backward in turn, then the backwards that remain."""
+    """`warm_up` forwards, then a forward and a backward by turns, then the remaining backwards."""
     warm_up = min(warm_up, microbatches)
     for i in range(warm_up):
         yield Forward(i)

@@ -1,4 +1,4 @@
-"""PipeDream: a pipeline that is never drained. Each micro-batch is a mini-batch of its own, and updates at once.
+"""PipeDream: a pipeline that never drains. Each micro-batch is a mini-batch of its own, with an update of its own.
 
 Source: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019.
 
@@ -10,11 +10,12 @@ Source: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN T
 So F3 uses version 1 on rank 0, and version 3 on rank 2.
 
 Weight stashing: a forward uses the newest parameters of its rank, and they are kept until its backward has used them,
-too. So a gradient is one of a function, but each stage's part of it is of another age: on rank d it is p-1-d updates
-old when it is applied, and the rank holds up to p-d versions.
-The last rank holds one.
+too. So forward and backward of a micro-batch use the same parameters, and its gradient is the gradient of a function.
+But the parameters have another age on each stage: on rank d the gradient is p-1-d updates old when it is applied, and
+the rank holds up to p-d versions. The last rank holds one version.
 
-Time (n+p-1)(tF+tB) for n micro-batches in all: one fill, one drain, however many steps. No condition on n.
+The time is (n+p-1)(tF+tB) for n micro-batches in all: the pipeline fills once and drains once, for any number of steps.
+There is no condition on n.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from minipar.strategies.schedules.registry import Asynchronous, newest, schedule
 
 
 def promise(ranks: int, keys: Mapping[str, int]) -> Staleness:
-    """An update after every micro-batch; rank 0 is the stalest."""
+    """The contract: an update after every micro-batch. The gradients of rank 0 are the stalest."""
     return Staleness(bound=ranks - 1, versions=ranks, every=1)
 
 

@@ -2,17 +2,17 @@
 
 Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021.
 
-    p=3, m=2: micro-batches 0 and 1 are step 0, 2 and 3 step 1, ...; the version that each forward uses
+    p=3, m=2: micro-batches 0 and 1 are step 0, 2 and 3 are step 1, ...; F2:0 is a forward that uses version 0
     rank 0  F0:0 F1:0 F2:0                     B0   B0   F3:0 B1   B1|1 F4:1 B2   B2   F5:1 B3   B3|2
     rank 1       F0:0 F1:0           B0   B0   F2:0 B1   B1|1 F3:0 B2   B2   F4:1 B3   B3|2 F5:1 B4
     rank 2            F0:0 B0   B0   F1:0 B1   B1|1 F2:0 B2   B2   F3:0 B3   B3|2 F4:1 B4   B4   F5:1
 
 All micro-batches of step t use version max(t-1, 0): W(t+1) = W(t) - lr grad f(W(t-1)). The delay is one update on every
-rank, and a rank holds two versions: the one in use, and the one that the next step will use. On rank 0 the first
-forward of step t+1 comes p-1 micro-batches before the last backward of step t, and needs the update of step t-1: so
-m >= p-1 (the paper asks for m >= p).
+rank. A rank holds two versions: the version in use, and the version that the next step will use. On rank 0 the first
+forward of step t+1 runs p-1 micro-batches before the last backward of step t, and needs the update of step t-1.
+Therefore m >= p-1 (the paper asks for m >= p).
 
-Time (n m + p-1)(tF+tB) for n steps.
+The time is (n m + p-1)(tF+tB) for n steps.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from minipar.strategies.schedules.registry import Asynchronous, schedule
 
 
 def of_the_step_before(rank: int, ranks: int, microbatch: int, microbatches: int, newest: int) -> int:
-    """One update less than came before this step on a device that waits."""
+    """A version rule: a forward of step t uses version max(t-1, 0)."""
     return max(0, microbatch // microbatches - 1)
 
 
 def promise(ranks: int, keys: Mapping[str, int]) -> Staleness:
-    """One update a step, one step late. PlanError where a version would be needed before it is there."""
+    """The contract: one update a step, with gradients that are one update old. Errors: PlanError if a forward would
+    need a version before it exists."""
     m = keys["microbatches"]
     if m < ranks - 1:
         raise PlanError(

@@ -1,9 +1,10 @@
 """Schedules by name: the order in which a rank runs the forwards and backwards of its micro-batches.
 
 A schedule is a generator `f(rank, ranks, microbatches)` of actions (`Forward(i)`, `Backward(i)`, ...) for one rank of a
-pipeline. `@schedule("name")` makes it known to `Plan`, the command line, simulate and run. One with several chunks a
-rank yields `Forward(i, chunk)`, and says by a placement which stages these are. A plan's keys in `OPTIONS` go to a
-generator that has parameters of these names. What cannot be it refuses by a PlanError before its first action.
+pipeline. `@schedule("name")` makes it known to `Plan`, the command line, simulate and run. A schedule with several
+chunks on a rank yields `Forward(i, chunk)`, and its placement gives the stages of the chunks. A generator that has
+parameters with names in `OPTIONS` gets the plan's keys of these names. If it cannot work with its arguments, it raises
+a PlanError before its first action.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from minipar.errors import PlanError
 from minipar.program import Action, Staleness
 from minipar.strategies.layout import Placement, looped
 
-Generator = Callable[..., Iterator[Action]]  # of (rank, ranks, microbatches), and options
+Generator = Callable[..., Iterator[Action]]  # its arguments: rank, ranks, microbatches, and options
 OPTIONS = ("chunks", "group", "doubling", "slices", "in_flight", "update_every")
 
 
@@ -25,17 +26,18 @@ Used = Callable[[int, int, int, int, int], int]
 
 
 def newest(rank: int, ranks: int, microbatch: int, microbatches: int, newest: int) -> int:
-    """The version rule of a rank that takes what it has."""
+    """A version rule: a forward uses the newest version that its rank has."""
     return newest
 
 
 @dataclass(frozen=True)
 class Asynchronous:
-    """What makes a schedule an asynchronous one: its order goes over all steps of a run, without a flush.
+    """What an asynchronous schedule needs in addition. Its order goes over all steps of a run, without a flush.
 
-    version   (rank, ranks, micro-batch of the run, micro-batches of a step, newest version) -> the one a forward uses
-    promise   (ranks, keys of the plan) -> the contract; PlanError where the keys do not fit
-    decides   the ranks decide as they run; the schedule's order is what they would do with equal times
+    version   (rank, ranks, micro-batch of the run, micro-batches of a step, newest version) -> the version that a
+              forward uses
+    promise   (ranks, keys of the plan) -> the contract; it raises PlanError if the keys do not fit
+    decides   whether the ranks decide as they run; the schedule's order is then the one that equal times would give
     """
 
     version: Used
@@ -90,14 +92,17 @@ def schedule(
     chunks: int = 1,
     asynchronous: Asynchronous | None = None,
 ) -> Callable[[Generator], Generator]:
-    """Decorator: register a schedule under `name` (registering again replaces, so a notebook cell can be re-run).
+    """Decorator: register a schedule under `name`. Registering a name again replaces it, so a notebook cell can be
+    re-run.
 
     paper, time, peak, needs   source, closed-form step time, peak activations and constraints, shown by
                                `minipar schedules`
     placement                  (rank, ranks, chunks) -> the stage of each chunk of the rank; default: chunk c of rank r
                                is stage c * ranks + r
-    chunks                     per rank, if the plan does not say; a generator with a parameter `chunks` takes others
-    asynchronous               when it updates, and by which versions: then the order goes over all steps of a run
+    chunks                     default number of chunks per rank; only a generator with a parameter `chunks` can take
+                               another number
+    asynchronous               for a schedule without a flush: which versions it uses, and its contract
+    Errors: PlanError for a name that is not one word.
     """
     if not name or any(c.isspace() or c in "=," for c in name):
         raise PlanError(f"schedule name {name!r}: must be one word without '=' and ','")
@@ -110,7 +115,7 @@ def schedule(
 
 
 def find(name: str) -> Schedule:
-    """The schedule called `name`, or a PlanError that lists what there is."""
+    """The schedule called `name`. Errors: PlanError, which lists all schedules, for an unknown name."""
     if not isinstance(name, str) or name not in _schedules:
         raise PlanError(f"schedule={name}: unknown; possible are {', '.join(_schedules)}")
     return _schedules[name]

@@ -1,4 +1,4 @@
-"""TeraPipe: micro-batches are slices of the tokens of a sequence, which a causal model can take one after another.
+"""TeraPipe: micro-batches are slices of a sequence of tokens. A causal model can take them one after another.
 
 Source: Li et al., "TeraPipe: Token-Level Pipeline Parallelism for Training Large-Scale Language Models", 2021.
 
@@ -10,13 +10,13 @@ Source: Li et al., "TeraPipe: Token-Level Pipeline Parallelism for Training Larg
     carry(l, 0) -> F1 -> carry(l, 1) -> F2 -> carry(l, 2) -> F3                   slice 3        x x x x
     grad_carry(l, 0) <- B1 <- grad_carry(l, 1) <- B2 <- grad_carry(l, 2) <- B3
 
-`carry(l, i)` is what layer l keeps for the slices after i (of an attention the keys and values up to there), and
-`grad_carry(l, i)` its gradient, to which all later slices have added: so backwards go in reverse order. Slice j of
-sequences b is micro-batch b * slices + j; the slices of the next micro-batch of rows follow without a gap.
-The pass `passes/slices.py` puts both into the program.
+`carry(l, i)` is what layer l keeps for the slices after i; an attention keeps the keys and values of the tokens so far.
+`grad_carry(l, i)` is its gradient, which is the sum over all later slices. So backwards run in reverse order. Slice j
+of the b-th micro-batch of rows is micro-batch b * slices + j; the slices of the next micro-batch of rows follow without
+a gap. The pass `passes/slices.py` puts both values into the program.
 
-Time (sum t_j + (p-1) max t_j)(1 + tB/tF) with t_j the forward of slice j; every rank keeps all slices' activations.
-`minipar.costs.slicing` finds the lengths for which this is shortest.
+The time is (sum t_j + (p-1) max t_j)(1 + tB/tF), where t_j is the time of the forward of slice j. Every rank keeps the
+activations of all slices. `minipar.costs.slicing` finds the lengths for which this time is shortest.
 """
 
 from __future__ import annotations
