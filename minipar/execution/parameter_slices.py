@@ -145,7 +145,7 @@ class Sliced(Owner):
 
 
 def pack_gradients(slices: Sequence[Sliced], device: torch.device) -> Tensor:
-    """Whole gradients of some groups in one message: first what goes to the first rank, and so on; they are freed.
+    """Put whole gradients of some groups in one message, first the part for the first rank, and so on; free them.
 
     A parameter may lie across the border of two slices.
     """

@@ -64,7 +64,7 @@ def takes_names(factory: Any) -> bool:
         return True
     try:
         first = next(iter(inspect.signature(factory).parameters), "")
-    except (TypeError, ValueError):  # a callable that does not tell
+    except (TypeError, ValueError):  # a callable without a signature
         return False
     return first == "named_parameters"
 
@@ -239,7 +239,7 @@ class Update:
 
 
 def _elements(piece: Piece, key: str, stands: dict[str, nn.Parameter], before: dict[Any, Any]) -> Any:
-    """What a state begins with, of the elements of a piece."""
+    """The initial value of a state, for the elements of a piece."""
     first = stands[piece.names[0]]
     value = before[first][key]
     if not isinstance(value, Tensor) or value.shape != first.shape or not value.dim():
@@ -261,7 +261,7 @@ def _copy(value: Any) -> Any:
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
-    """What the groups of an optimizer say, without their parameters."""
+    """The settings of an optimizer's groups, without their parameters."""
     return [
         {key: _copy(value) for key, value in group.items() if key not in ("params", "param_names")}
         for group in optimizer.param_groups
@@ -289,12 +289,12 @@ class Schedule:
         return self._settings[update]
 
     def forget(self, update: int) -> None:
-        """Nobody asks for the settings of the updates before this one any more."""
+        """Forget the settings of the updates before this one."""
         self.at(update)
         self._settings = {k: found for k, found in self._settings.items() if k >= update}
 
     def saved(self, update: int) -> dict[str, Any]:
-        """As plain JSON data what `load` takes, where `update` updates are done and no more were asked for."""
+        """What `load` takes, as plain JSON data, after `update` updates. (`at` was not called for a later update.)"""
         settings = self.at(update)
         return {
             "class": class_name(self.scheduler),

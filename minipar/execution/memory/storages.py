@@ -26,9 +26,9 @@ _OUTSIDE = -1
 class Held(weakref.ref[Any]):
     """A storage that is followed: a weak reference that knows what it refers to.
 
-    nbytes   its size at the last look; -1 for one that belongs to somebody else
+    nbytes   its size when it was last seen; -1 for one that belongs to somebody else
     kind     one of `series.ALL_KINDS`; "" until it is known
-    layer    whose it is; -1: no layer's
+    layer    the layer that it belongs to; -1: none
     """
 
     __slots__ = ("key", "kind", "layer", "nbytes")
@@ -49,7 +49,7 @@ class Storages(TorchDispatchMode):
         self.device_type = device
         self.live = 0
         self.known: dict[int, Held] = {}
-        # Weak references are told of a death at any place, on any thread: they only leave a note, read by `settle`.
+        # A storage may die at any place, on any thread. So its weak reference is only noted here, for `settle` to read.
         self._freed: deque[Any] = deque()
         self._taking = True
         self._resize: list[Any] = []
@@ -94,7 +94,7 @@ class Storages(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: torch would import its compiler, for a second or more, only to keep it away from this mode."""
+        """Say no: else torch would import its compiler, for a second or more, only to keep it away from this mode."""
         return False
 
     # what the mode sees ----------------------------------------------------------------------------------------------

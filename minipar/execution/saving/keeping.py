@@ -1,4 +1,4 @@
-"""A run's state on its way: from ranks into a folder, from a folder into ranks, and home to the driver.
+"""How a run's state travels: from ranks into a folder, from a folder into ranks, and from ranks to the driver.
 
     train(..., save=folder, save_every=100)     every rank writes its share, in parallel, while it has it
     run = train(...); run.save(folder)          each rank's share came back with its results (up to `KEEP` bytes
@@ -61,9 +61,9 @@ class Share:
 class Storing:
     """What the ranks are to do about saving.
 
-    saved    go on from there
+    saved    the saved run to go on from
     folder   write there at the end and, if `every` is not 0, every so many steps; "": nowhere
-    keep     bring the state home if it has at most so many bytes in all; None: however large it is
+    keep     bring the state to the driver if it has at most so many bytes in all; None: however large it is
     """
 
     saved: Saved | None = None
@@ -91,8 +91,8 @@ class Storing:
             executor.state.update.schedule.load(self.saved.header.schedule)
 
     def plainly(self) -> dict[str, dict[str, Any]] | None:
-        """What was saved as plain tensors by name, for a model that is whole: parameters, buffers, and of each
-        parameter the optimizer's states. None if the run starts anew."""
+        """What was saved, as whole tensors by name: parameters, buffers, and the optimizer's states of each parameter.
+        None if the run starts anew."""
         if self.saved is None:
             return None
         from minipar.execution.saving.storage import Reading
@@ -143,7 +143,7 @@ class Storing:
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
-        """In the driver, around the run: what a save that fails has half written goes away."""
+        """In the driver, around the run: if it fails, remove what was half written."""
         try:
             yield
         except BaseException:
@@ -206,7 +206,7 @@ def model_of(shares: Sequence[Share], what: str) -> dict[str, Tensor]:
 def export_folder(folder: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
     """Write the model of a saved run to one safetensors file, each parameter whole, under its name.
 
-    What is tied stands there once, under its first name: `safetensors.torch.load_model` reads it. SaveError.
+    A tied parameter is written once, under its first name: `safetensors.torch.load_model` reads it. SaveError.
     """
     _export(model_in(folder), path)
 
