@@ -9,9 +9,9 @@ from typing import Any
 
 
 class Button:
-    """`with button:` an interrupt raises KeyboardInterrupt as ever, but `with button.held():` only afterwards: what
-    was half read of a rank's message would be lost, and the next message with it. Does nothing in other threads than
-    the main one, which are not interrupted."""
+    """Inside of `with button:` an interrupt raises KeyboardInterrupt as usual. Inside of `with button.held():` it does
+    so only at the end: else half a message of a rank would be lost, and the next message with it. In threads other than
+    the main one this does nothing, since they are not interrupted."""
 
     def __init__(self) -> None:
         self._before: Any = None
@@ -37,7 +37,7 @@ class Button:
             self._before(number, frame)
 
     def held(self) -> _Held:
-        """Hold the button back for a moment."""
+        """While entered, an interrupt waits."""
         return _Held(self)
 
 
