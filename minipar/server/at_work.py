@@ -1,7 +1,7 @@
-"""What the workers of parameter servers do, told while the run goes on: progress, losses, a picture of the last steps.
+"""Follow the workers of parameter servers while a run goes on: progress, losses, a picture of the last steps.
 
-worker 0   |pull F B push|pull F B push|          each worker tells of every step that it has done;
-worker 1   |pull ... F B push|pull F B ..         shown is the time of the last step of the one furthest behind
+worker 0   |pull F B push|pull F B push|          each worker reports every step that it has done;
+worker 1   |pull ... F B push|pull F B ..         the trace shows the time of the slowest worker's last step
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from minipar.trace import Trace
 
 
 class AtWork:
-    """In the driver: what the workers of parameter servers have told of their steps.
+    """In the driver: what the workers of parameter servers have reported of their steps.
 
-    done    as many steps as the workers have done together, shared out equally
-    losses  of them, each over the rows of the workers that did it
+    done    the number of steps that all workers together have done, divided by the number of workers
+    losses  of these steps, each over the rows of the workers that did it
     trace   of the last step of the worker that is furthest behind, with what the others did meanwhile
     """
 
@@ -28,13 +28,13 @@ class AtWork:
                 blocks.setdefault(ins.step, []).append(ins)
         self._told: dict[int, list[Step]] = {}
         self._rows: dict[int, list[Span]] = {}
-        self._last: dict[int, tuple[float, float]] = {}  # of each worker that is there, its last step
+        self._last: dict[int, tuple[float, float]] = {}  # worker that takes part -> start and end of its last step
 
     def heard(self, step: Step) -> None:
         """A worker has done a step."""
         done = self._told.setdefault(step.step, [])
         if any(one.worker == step.worker for one in done):
-            return  # a worker that was started again
+            return  # (a worker that was started again did it once more)
         done.append(step._replace(gradients={}, sizes={}))
         row = zip(self._blocks[step.worker][step.step], step.times, strict=True)
         self._rows.setdefault(step.worker, []).extend((ins, start, end) for ins, (start, end) in row)
@@ -44,7 +44,7 @@ class AtWork:
             self._rows[worker] = [one for one in rows if one[2] >= behind[0]]
 
     def gone(self, worker: int) -> None:
-        """A worker is waited for no longer, or starts again."""
+        """A worker was removed, or starts again."""
         self._last.pop(worker, None)
 
     @property

@@ -1,7 +1,7 @@
-"""A client's end of a connection to a parameter server: it waits until what it sends or wants is through.
+"""A client's end of a connection to a parameter server: sends and receives wait until they are done.
 
-receive   header | bytes ...        a header, and the bytes of an answer in the same call, where they belong
-read              | bytes ...       the others, straight to where they belong
+receive   header | bytes ...        a header, and in the same call the first bytes of an answer, into their place
+read              | bytes ...       the other bytes, straight into their place
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Connection:
         self.wait(None)
 
     def wait(self, seconds: float | None) -> None:
-        """How long a send or receive may take; TimeoutError, a ConnectionError's brother, afterwards. None: for ever.
+        """Set how many seconds a send or receive may take; after that it is a ConnectionError. None: for ever.
 
-        (A blocking socket is a little faster than one with a timeout, which asks before every call.)
+        (A blocking socket is a little faster than one with a timeout, which polls before every call.)
         """
         self.socket.settimeout(seconds)
 
@@ -69,7 +69,7 @@ class Connection:
     def receive(self, into: memoryview | None = None) -> Message:
         """The next header. Bytes of its message are read by `read` or `text`.
 
-        into   where the bytes of an ANSWER of just this size belong, if that is waited for: they come with its header
+        into   memory for the bytes of an expected ANSWER of exactly this size: they are received with its header
         """
         stage, before = self.stage, self._kept
         if into is not None and not stage:
@@ -91,7 +91,7 @@ class Connection:
         return message
 
     def read(self, into: memoryview) -> None:
-        """The bytes of a message: those that came with its header, and the others straight to where they belong."""
+        """Read the bytes of a message: those that came with its header, and the others straight into `into`."""
         have, self._have = self._have or self.stage.take(into), 0
         while have < len(into):
             have += self._received([into[have:]], socket.MSG_WAITALL)
@@ -105,7 +105,7 @@ class Connection:
         return into
 
     def _soon(self, places: list[memoryview]) -> int:
-        """Like `_received`, where an answer is expected."""
+        """Like `_received`, for an answer that is expected soon."""
         if self.socket.gettimeout() is None:  # (one with a timeout would wait for that long, and not look)
             return self.looking.find(lambda: self._received(places, socket.MSG_DONTWAIT)) or self._received(places)
         return self._received(places)

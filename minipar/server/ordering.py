@@ -32,11 +32,11 @@ from minipar.server.shard import Shard, digest, pieces_of
 from minipar.server.switchboard import Done, Switchboard
 
 _NOTHING = memoryview(b"")
-_LOOK = 0.2  # seconds between two looks at who is silent
+_LOOK = 0.2  # seconds between two searches for silent workers
 
 
 class Server:
-    """One server: a loop over its connections. Server 0 leads: it decides and tells the others."""
+    """One server: a loop over its connections. Server 0 leads: it decides, and the others follow."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Server:
         return Shard(keys, mine, self.values, settings.optimizer, settings.scheduler, settings.forms)
 
     def _fresh(self) -> None:
-        """Nobody is connected, and nothing is known of anybody."""
+        """Begin without connections, and without any knowledge of workers and servers."""
         self.board.drop_all()
         if self.pace is not None:
             self.pace.forget()
@@ -93,14 +93,14 @@ class Server:
         self.requests: dict[int, int] = {}
         self.saved: set[int] = set()  # servers that have the newest snapshot
         self.ending: set[int] | None = None  # servers that have come to the end
-        self.questions: dict[int, int] = {}  # workers that want to know when this step of theirs is at all servers
+        self.questions: dict[int, int] = {}  # worker -> step: it waits until that gradient is at all servers
         self.taking: list[Row] = []
         self.ready = self.broken = False
 
     # the loop --------------------------------------------------------------------------------------------------------
 
     def run(self) -> Served:
-        if self.over:  # it was started again for nothing
+        if self.over:  # it was started again after the end
             self._restore(max(snapshot.numbers(self.folder, self.number), default=0), 0)
         else:
             self._meet()
@@ -124,7 +124,7 @@ class Server:
         return self.served
 
     def _gone(self, peer: Peer) -> None:
-        """A connection has ended. Without a server nothing can go on; without a worker the others do."""
+        """A connection has ended. Without another server nothing can go on; without a worker, all the others can."""
         if peer.server >= 0 and self.others.get(peer.server) is peer:
             del self.others[peer.server]
             self.lists.pop(peer.server, None)
@@ -135,7 +135,7 @@ class Server:
     # servers among themselves ----------------------------------------------------------------------------------------
 
     def _meet(self) -> None:
-        """All servers go to the newest snapshot that all of them have. At the first time that is the beginning."""
+        """Let all servers go back to the newest snapshot that all of them have; the first time, to the beginning."""
         self._fresh()
         mine = snapshot.numbers(self.folder, self.number)
         if self.number:
@@ -188,11 +188,11 @@ class Server:
         tensors, facts = self.shard.state()
         rows = self.served.order if self.number == 0 else []
         tensors["order"] = torch.tensor(rows, dtype=torch.int64).reshape(-1, 4)
-        facts["reported"] = list(self.rule.pushed.items())  # whole at all servers, and in no update yet
+        facts["reported"] = list(self.rule.pushed.items())  # gradients that are whole, and in no update yet
         snapshot.write(self.folder, self.number, number, tensors, facts, self.reach)
 
     def _save_all(self) -> None:
-        """Server 0: a snapshot on all servers, at the same place of the order."""
+        """Server 0: write a snapshot on all servers, at the same place of the order."""
         self.saved = set()
         for peer in self.others.values():
             self.board.tell(peer, Message(What.SAVE, number=self.next_snapshot))
@@ -203,7 +203,7 @@ class Server:
     # messages --------------------------------------------------------------------------------------------------------
 
     def _target(self, peer: Peer, message: Message) -> memoryview:
-        """Where the bytes of a message go. What nobody would send is refused before any of it is read."""
+        """Memory for the bytes of a message. A message that no correct peer sends is refused before it is read."""
         what, size = message.what, message.size
         if what == PUSH and peer.worker >= 0:
             return self._room(peer, message)
@@ -216,7 +216,7 @@ class Server:
         return _NOTHING
 
     def _room(self, peer: Peer, message: Message) -> memoryview:
-        """Where a piece of a gradient goes."""
+        """Memory for a piece of a gradient."""
         key, size, step = message.key, message.size, message.step
         piece = self.shard.by_tensor.get(key)
         if piece is None or piece.size != size or not 0 <= message.version <= message.number:
@@ -227,7 +227,7 @@ class Server:
             pushed = self.shard.pushing(peer.worker, peer.life, step, message.version, message.number)
             if key in pushed.missing:
                 return pushed.room.bytes[key]
-        return memoryview(bytearray(size))  # it was here before: not twice
+        return memoryview(bytearray(size))  # (this piece was received before, and does not count twice)
 
     def _done(self, peer: Peer, message: Message) -> None:
         if peer.worker >= 0:
@@ -240,7 +240,7 @@ class Server:
         self._decide_first()
 
     def _decide_first(self) -> None:
-        """Server 0, emulated: what follows from one thing follows at its time, before the next thing counts."""
+        """Server 0, emulated: decide at the emulated time of one event, before the next event counts."""
         if self.number == 0 and self.ready and not self.broken and not self.over:
             self._decide()
 
@@ -288,7 +288,7 @@ class Server:
             self.lists[who.server] = who.snapshots
             return
         if worker < 0 or not self.ready:
-            peer.ended = True  # not yet: come again
+            peer.ended = True  # (not yet: the client will try again)
             return
         old = self.workers.get(worker)
         if old is not None and old is not peer:
@@ -307,14 +307,14 @@ class Server:
                 self._tell_row(self.rule.join(worker))
 
     def _forget(self, worker: int, life: int) -> None:
-        """A worker began anew: parts of a gradient that it computed before may not be mixed with those to come."""
+        """A worker began anew: drop the parts of its earlier gradient, which may not be mixed with the new ones."""
         for pushed in list(self.shard.pushed.values()):
             if pushed.worker == worker and pushed.life != life:
                 self.shard.let_go(pushed)
         self.arrivals.forget(worker, life)
 
     def _pushed(self, peer: Peer, message: Message) -> None:
-        """A piece of a gradient is here. On an emulated link it arrives later, with those that are sent with it."""
+        """A piece of a gradient was received. On an emulated link it arrives later, with those that travel with it."""
         if self.pace is None or not (message.moment or peer.coming):
             self._keep(peer, message, peer.since, time.perf_counter())
         elif message.moment:
@@ -337,7 +337,7 @@ class Server:
             peer.coming.append(message)
 
     def _keep(self, peer: Peer, message: Message, start: float, end: float) -> None:
-        """A piece of a gradient has arrived. That of the last key makes the gradient whole."""
+        """Keep a piece of a gradient that has arrived. The last piece makes the gradient whole."""
         worker, step, key = peer.worker, message.step, message.key
         pushed = self.shard.pushed.get((worker, peer.life))
         if pushed is None or key not in pushed.missing or self.rule.known(worker, step):
@@ -355,11 +355,11 @@ class Server:
             )
 
     def _moment(self) -> int:
-        """The emulated time of what is being dealt with, for a message about it."""
+        """The emulated time of the present event, for a message about it."""
         return 0 if self.pace is None else nanoseconds(self.pace.now)
 
     def _whole(self, worker: int, step: int, life: int, server: int) -> None:
-        """Server 0: a gradient is whole at a server. Once it is at all of them, it counts."""
+        """Server 0: a gradient is whole at a server. If it is now whole at all of them, it counts."""
         if self.arrivals.whole(worker, step, life, server):
             self.rule.push(worker, step)
             self._acknowledge(worker, step)
@@ -367,7 +367,7 @@ class Server:
                 self.rule.ask(worker)
 
     def _acknowledge(self, worker: int, step: int) -> None:
-        """A step's gradient is at all servers: say so, if that is what the worker waits for."""
+        """A step's gradient is at all servers: say so to the worker, if it waits for that."""
         if self.questions.get(worker) == step:
             del self.questions[worker]
             self.board.tell(self.workers.get(worker), Message(What.ACK, worker=worker, step=step))
@@ -375,13 +375,13 @@ class Server:
     # what happens ----------------------------------------------------------------------------------------------------
 
     def _decide(self) -> None:
-        """Server 0: do all that is ready, and let the others do it."""
+        """Server 0: do everything that is ready, and let the other servers do it, too."""
         every = self.settings.snapshot_every
         while rows := self.rule.decide():
             for row in rows:
                 self._tell_row(row)
             due = every and rows[-1].kind is APPLY and self.rule.version % every == 0
-            if due and len(self.saved) in (0, self.count):  # (not before all have the one before)
+            if due and len(self.saved) in (0, self.count):  # (not before all servers have the last snapshot)
                 self._save_all()
         if not self.rule.members:
             self._end()
@@ -394,7 +394,7 @@ class Server:
         self._do(row, number)
 
     def _do(self, row: Row, number: int) -> None:
-        """What a line of the order means for this server's part."""
+        """Do what a line of the order says, on this server's part."""
         kind = row.kind
         if kind is TAKE:
             self.taking.append(row)
@@ -429,12 +429,12 @@ class Server:
         if peer is None:
             return
         self.heard[worker] = time.monotonic()
-        data = self.shard.bytes if step < self.settings.steps else _NOTHING  # (at the end there is nothing to work on)
+        data = self.shard.bytes if step < self.settings.steps else _NOTHING  # (after the last step nothing is needed)
 
         def note(start: float, end: float) -> None:
             self.served.events.append(Event(ANSWER, worker, step, version, start, end, len(data)))
 
-        def written(flat: Tensor = flat) -> None:  # (which keeps it until then)
+        def written(flat: Tensor = flat) -> None:  # (the default keeps the tensor alive until then)
             self.served.sent += len(data)
             if self.pace is None or not len(data):
                 note(start, time.perf_counter())
@@ -449,7 +449,7 @@ class Server:
         self.board.tell(peer, message, data, written)
 
     def _look_for_silent(self) -> None:
-        """Workers that are gone or hang are waited for no longer. One that only computes for long does not hang."""
+        """Remove workers that are gone or hang. A worker that computes for a long time does not hang."""
         patience = float("inf") if self.settings.patience is None else self.settings.patience
         for worker in list(self.rule.members):
             seconds = time.monotonic() - self.heard.setdefault(worker, time.monotonic())
@@ -457,7 +457,7 @@ class Server:
                 continue
             peer = self.workers.get(worker)
             if worker in self.rule.absent if peer is None else peer.process and at_work(peer.process):
-                continue  # (who is to begin with the others, and is not here yet, is watched by who started it)
+                continue  # (before a worker has connected for the first time, its cluster watches it)
             step = self.rule.clocks[worker] if self.rule.mode.each else self.rule.version
             if self.settings.on_death == "abort":
                 raise RankError(f"worker {worker} has said nothing for {seconds:.1f} s, in step {step}")
@@ -466,10 +466,10 @@ class Server:
             self.lives.pop(worker, None)
             if peer is not None:
                 self.board.drop(self.workers.pop(worker))
-                self.report(("silent", worker))  # (one without a connection has ended, or is just starting again)
+                self.report(("silent", worker))  # (a worker without a connection has ended, or is starting again)
 
     def _end(self) -> None:
-        """Server 0: all workers are done. The last state goes to the disk, and then everybody may go."""
+        """Server 0: all workers are done. Save the last state, and end when all servers have."""
         if self.ending is None:
             self.ending = {0}
             if self.settings.snapshot_every:

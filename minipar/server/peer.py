@@ -1,7 +1,7 @@
 """A parameter server's end of a connection: it never waits.
 
-read    stage -> header -> target(message): memory -> bytes -> done(message)     as far as they are there
-send    header | bytes -> the system, and what that does not take -> out         for when there is room again
+read    stage -> header -> target(message): memory -> bytes -> done(message)     as far as bytes have arrived
+send    header | bytes -> the system, and what that does not take -> out         until there is room again
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from itertools import islice
 
 from minipar.server.framing import HEADER, NONCE, PROOF, Message, Stage, prepare, process_behind, proof
 
-_PIECES = 16  # of what waits to be written, in one call
+_PIECES = 16  # parts that wait to be written that go in one call
 _AT_ONCE = 64  # messages read from one connection before the others have their turn
 
 
 class Refused(Exception):
-    """What a peer sent cannot be; it is told why, and its connection ends."""
+    """A peer sent something impossible; it gets the reason, and its connection ends."""
 
 
 class Peer:
-    """A server's end of a connection: reads and writes what can be at the moment, and remembers the rest.
+    """A server's end of a connection: reads and writes what is possible at the moment, and remembers the rest.
 
-    target(peer, message)   memory for a message's bytes, called when its header is there; Refused for what cannot be
+    target(peer, message)   memory for a message's bytes, called when its header is there; may raise Refused
     done(peer, message)     called when all its bytes are there
-    ahead                   what was read of the connection before
+    ahead                   bytes that were read from the connection before
     """
 
     def __init__(
@@ -43,20 +43,20 @@ class Peer:
         prepare(connection)
         self.socket, self.target, self.done = connection, target, done
         self.token, self.nonce = token, os.urandom(NONCE)
-        self.proved = not token  # no token: this end has proved itself already, as a client
-        self.worker = self.server = -1  # who it is, once it has said so
+        self.proved = not token  # no token: this end was a client, and the proof is done
+        self.worker = self.server = -1  # its number, once it has said which one it is
         self.life = 0
         self.process = process_behind(connection)  # 0: unknown
-        self.text = memoryview(b"")  # with which it introduced itself
-        self.since = 0.0  # when the message that comes began to come
+        self.text = memoryview(b"")  # its introduction
+        self.since = 0.0  # when the present message began to arrive
         self.coming: list[Message] = []  # pieces of a gradient that travel together on an emulated link
         self.ended = False
-        self.unread = False  # something was taken in and not looked at: no selector tells of that
+        self.unread = False  # whether bytes were received but not handled: the selector does not report these
         self._stage = Stage(ahead)
         self._first = HEADER.size if self.proved else NONCE + PROOF  # bytes that come first
-        self._message: Message | None = None  # that comes
-        self._into, self._have = memoryview(b""), 0  # where its bytes go, and how many are there
-        self._idle = False  # the last look found less than there was room for
+        self._message: Message | None = None  # the message that is arriving
+        self._into, self._have = memoryview(b""), 0  # memory for its bytes, and how many are there
+        self._idle = False  # whether the last read got less than there was room for
         self._out: deque[tuple[memoryview, Callable[[], None] | None]] = deque()
         if token:
             self._write([self.nonce], NONCE)
@@ -94,7 +94,7 @@ class Peer:
                 done = max(done - len(part), 0)
 
     def flush(self) -> None:
-        """Write what the kernel takes. A connection that has ended only forgets."""
+        """Write what the kernel takes. If the connection has ended, drop everything."""
         while self._out and not self.ended:
             try:
                 done = self.socket.sendmsg([data for data, _ in islice(self._out, _PIECES)])
@@ -115,7 +115,7 @@ class Peer:
             self._out.clear()
 
     def read(self) -> None:
-        """Take in what is there. `ended` is set when nothing more can come; Refused for what cannot be."""
+        """Read what is there. Sets `ended` when nothing more can come; Refused for an impossible message."""
         stage, self.unread = self._stage, False
         for _ in range(_AT_ONCE):
             if self._message is None and not self._begin():
@@ -130,7 +130,7 @@ class Peer:
         self.unread = stage.start < stage.stop
 
     def _begin(self) -> bool:
-        """The next header, and where its message goes. Nothing is read before the proof of who this is."""
+        """Read the next header, and find the memory for its message. Nothing is read before the proof."""
         stage = self._stage
         while stage.stop - stage.start < self._first:
             got = self._receive([stage.room()])
@@ -146,7 +146,7 @@ class Peer:
         return True
 
     def _gather(self) -> bool:
-        """The bytes of the message that comes, and what follows them. Whether they are all there."""
+        """Read the bytes of the present message, and what follows them; returns whether all of them are there."""
         into, stage = self._into, self._stage
         self._have += stage.take(into[self._have :])
         while self._have < len(into):
@@ -175,7 +175,7 @@ class Peer:
         self._stage.take(both)
         theirs, theirs_proof = bytes(both[:NONCE]), both[NONCE:]
         if not hmac.compare_digest(theirs_proof, proof(self.token, b"client", self.nonce, theirs)):
-            self.ended = True  # (and no word to somebody who does not know the token)
+            self.ended = True  # (and no answer to a client that does not know the token)
             raise Refused("")
         self.proved, self._first = True, HEADER.size
         self._write([proof(self.token, b"server", theirs, self.nonce)], PROOF)

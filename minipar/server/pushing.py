@@ -9,7 +9,7 @@
             ps.push(name, parameter.grad)
 
 A step begins with the parameters, all of one version, and ends when every key was pushed. When a server dies, the
-worker connects again by itself; what it pushed and nobody remembers is void, and `next_step` says where it goes on.
+worker connects again by itself; gradients that the servers have lost are void, and `next_step` says where it goes on.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def connect(
     patience: float = 30.0,
     reach: Callable[[str], None] = lambda point: None,
 ) -> Servers:
-    """Connect to the servers of a folder as a worker of this number; one that was there before is its predecessor.
+    """Connect to the servers of a folder as the worker of this number; it replaces an earlier worker of that number.
 
-    patience   seconds to look for servers that are not there (yet, or for the moment)
+    patience   seconds to wait for servers that have not started, or start again
     reach      called at the points where a fault campaign ends processes: "push" and "pull"
 
     Raises RankError if there are none, ServerClosed if they have ended.
@@ -65,7 +65,7 @@ class Servers:
         self._parts = [frozenset((k, server) for server, _ in homes) for k, homes in enumerate(self._homes)]
         self._places = frozenset().union(*self._parts)
         self._cut = [k for k, homes in enumerate(self._homes) if len(homes) > 1]
-        # What the servers keep, each in one run of bytes; a key that is cut gets memory of its own.
+        # Copies of what the servers keep, one run of bytes for each server; a key that is cut has memory of its own.
         self._flats = [torch.zeros(length(pieces), dtype=torch.uint8) for pieces in self._pieces]
         self._bytes = [bytes_of(flat) for flat in self._flats]
         self._size = sum(len(one) for one in self._bytes)
@@ -76,14 +76,14 @@ class Servers:
         self.life = 0
         self.request = 0
         self.step = self.version = -1  # that this worker is at
-        self.void = True  # the servers went back before the beginning of this step: it has to be begun again
+        self.void = True  # whether the servers went back before the beginning of this step: it must begin again
         self.rows, self.of = 1, 1
         self.missing: set[tuple[int, int]] = set()  # parts of keys, by server, that this step has not pushed yet
-        self.pushed: dict[int, Tensor] = {}  # the others, until all servers have the step
+        self.pushed: dict[int, Tensor] = {}  # gradients that were pushed, until all servers have the step
         self.unacknowledged = -1  # the step that servers may not have yet
         self.sent = self.received = 0  # bytes of gradients, and of parameters
-        self.arrived = 0.0  # on emulated links: when the last of a step's parameters are there
-        self._timing = 0, 0  # of the next message
+        self.arrived = 0.0  # on emulated links: when the last of a step's parameters arrive
+        self._timing = 0, 0  # `moment` and `lasts` of the next message
         self._again()
 
     def _home_of(self, k: int) -> Tensor:
@@ -96,7 +96,7 @@ class Servers:
     # connections -----------------------------------------------------------------------------------------------------
 
     def _again(self) -> bool:
-        """Connect to all servers. Whether they still know what this worker pushed; if not, its step is void."""
+        """Connect to all servers. Returns whether they still have what this worker pushed; if not, its step is void."""
         until, pause = time.monotonic() + self.patience, RETRY
         while True:
             self._let_go()
@@ -115,7 +115,7 @@ class Servers:
                 return found == self.incarnation or self._rewound(found)
 
     def _introduce(self, life: int) -> int:
-        """The incarnation of the servers; 0 if they are not of one, since they are just going back."""
+        """Introduce this worker. Returns the incarnation of the servers; 0 if they differ, while servers go back."""
         hello = Introduction(digest(self.keys, len(self._pieces)), self.worker, life).text()
         found = set()
         lead_last = range(len(self._pieces) - 1, -1, -1)  # so that all others know this worker when it joins
@@ -132,13 +132,13 @@ class Servers:
         return found.pop() if len(found) == 1 else 0
 
     def _rewound(self, incarnation: int) -> bool:
-        """The servers went back, or are met for the first time: what this worker has done since is void."""
+        """The servers went back, or this is the first connection: what this worker has done since then is void."""
         first = self.incarnation == 0
         self.incarnation = incarnation
-        self.void = True  # (keys go on to be pulled and pushed until the step is through, to no effect)
+        self.void = True  # (until the end of the step, pulls and pushes have no effect)
         self.pushed.clear()
         self.unacknowledged = -1
-        if not first:  # the next step is computed anew: not to be mixed with what they may still have of it
+        if not first:  # (a new life, since its next gradients may not be mixed with parts that servers still have)
             self.life = 0
             self._again()
         return False
@@ -149,7 +149,7 @@ class Servers:
         self.lines = []
 
     def _take(self, line: Connection, wanted: What, into: memoryview | None = None) -> Message:
-        """The next message of this kind, see `Line.receive`; acknowledgements are noted on the way."""
+        """The next message of this kind, see `Connection.receive`; acknowledgements before it are noted."""
         while True:
             message = line.receive(into)
             if message.what == What.ACK and message.step == self.unacknowledged:
@@ -167,7 +167,8 @@ class Servers:
     # steps -----------------------------------------------------------------------------------------------------------
 
     def next_step(self) -> int | None:
-        """Wait as the mode demands, and get the parameters of this worker's next step: its number. None at the end."""
+        """Wait as the mode demands, and get the parameters of this worker's next step. Returns the step's number, or
+        None at the end."""
         while True:
             try:
                 self._pull()
@@ -210,7 +211,7 @@ class Servers:
         if answer.size:
             self.received += self._size
         self.pushed.clear()
-        self.unacknowledged = -1  # (nobody gets an answer before that)
+        self.unacknowledged = -1  # (no worker gets an answer before that)
         self.missing = set(self._places)
         for k in self._cut:
             whole = bytes_of(self._values[k])
@@ -219,18 +220,18 @@ class Servers:
                 whole[piece.start : piece.stop] = part[piece.place : piece.place + piece.size]
 
     def pull(self, index: str | int) -> Tensor:
-        """The parameter of a key, as it was when this step began. The tensor is the worker's copy: it changes at the
-        next step."""
+        """The parameter of a key, as it was when this step began. The tensor is the worker's copy: it changes when the
+        next step begins."""
         k = self._find(index, "pull")
         if not self.missing and self.next_step() is None:
             raise ServerClosed(f"worker {self.worker}: pull({index!r}) after the last step")
         return self._values[k]
 
     def push(self, index: str | int, gradient: Tensor, server: int | None = None) -> None:
-        """Send the gradient of a key; with that of the last key the step is done. Returns when it has been handed to
-        the system. What becomes of the step while servers go back is for `next_step` to say.
+        """Send the gradient of a key; with that of the last key the step is done. Returns when the system has taken it.
+        If servers go back meanwhile, `next_step` says whether this step must be done again.
 
-        server   only the part of this one; default: of all that keep something of the key
+        server   send only the part of this server; default: of all that keep something of the key
 
         Raises RankError for a key, shape or dtype that the servers do not have, and ServerClosed.
         """
@@ -266,7 +267,7 @@ class Servers:
         self.reach("push")
 
     def _resend(self) -> None:
-        """What was not acknowledged, once more; servers that have some of it take only the rest."""
+        """Send everything that was not acknowledged once more; servers that have some of it take only the rest."""
         for k in list(self.pushed):
             self._send(k)
 
@@ -282,12 +283,13 @@ class Servers:
 
     def pace(self, moment: float, lasts: float = 0.0) -> None:
         """On emulated links: the next message begins to arrive at this moment (`time.perf_counter`), and occupies its
-        link for so many seconds, with all that follow up to the next call of this."""
+        link for so many seconds, together with all messages up to the next call of this."""
         self._timing = nanoseconds(moment), nanoseconds(lasts)
 
     def weigh(self, rows: int, of: int) -> None:
-        """What is pushed from now on is the gradient of so many rows of a step's, scaled by rows / of. An update is of
-        the mean over the rows that it takes. Default: 1 of 1, so that the gradients of an update are averaged."""
+        """Say that gradients pushed from now on are of `rows` of the `of` rows of a step, and scaled by rows / of. An
+        update is of the mean over the rows that it takes. Default: 1 of 1, so that gradients of an update are averaged.
+        """
         if not 0 <= rows <= of:
             raise RankError(f"worker {self.worker}: {rows} of {several(of, 'row')}; must be from 0 to {of}")
         self.rows, self.of = rows, of
@@ -303,7 +305,7 @@ class Servers:
         return self._number[index]
 
     def close(self) -> None:
-        """Go: the servers no longer wait for this worker."""
+        """Leave: the servers no longer wait for this worker."""
         if self.lines:
             with contextlib.suppress(ConnectionError):
                 self.lines[0].send(Message(What.LEAVE))

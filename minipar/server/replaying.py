@@ -1,4 +1,4 @@
-"""What workers of parameter servers did, step by step, and the mean losses that come of it."""
+"""What workers of parameter servers did, step by step, and the mean losses of these steps."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from torch import Tensor
 
 
 class Step(NamedTuple):
-    """A step that a worker has done: its share of the mean loss, of how many rows, and gradients by parameter name (if
-    kept); and of a step on real ranks when each instruction ran, sizes as in `Compute`, and bytes of input rows."""
+    """A step that a worker has done: its share of the mean loss, its `rows` of the `of` rows of the step, and gradients
+    by parameter name (if kept). On real ranks also when each instruction ran, sizes as in `Compute`, and bytes of input
+    rows."""
 
     worker: int
     step: int

@@ -1,4 +1,4 @@
-"""What a group of parameter servers is told, and what each of them brings back."""
+"""The settings of a group of parameter servers, and what each of them brings back."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Settings:
     optimizer       makes the optimizer of the whole model, of which each server has a part; it must work element by
                     element
     scheduler       makes a scheduler of it, which steps once for each update
-    forms           what the optimizer is made of, in the model's order; (): the keys
-    snapshot_every  updates between two snapshots; None: no snapshots, and a server's death is the end
-    patience        seconds after which a worker that is gone or hangs is no longer waited for; None: never. Over a
-                    Unix socket a worker hangs when its process was stopped, and not while that computes; over TCP,
-                    where the server cannot see the process, when it says nothing for so long
+    forms           the parameters that the optimizer is made of, in the model's order; (): the keys
+    snapshot_every  updates between two snapshots; None: no snapshots, and the run ends when a server dies
+    patience        seconds after which a worker that is gone or hangs is removed; None: never. Over a Unix socket a
+                    worker hangs if its process was stopped, and not while that computes; over TCP, where the server
+                    cannot see the process, it hangs if it sends nothing for so long
     on_death        "continue" without it, or "abort"
-    together        nobody begins before all that are expected have asked for parameters
-    pacing          of emulated devices; None: everything takes as long as it takes
+    together        whether no worker begins before all that are expected have asked for parameters
+    pacing          of emulated devices; None: nothing is delayed
     """
 
     workers: int
@@ -64,7 +64,7 @@ class Served:
     values: Tensor
     order: list[Row] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    silent: list[tuple[int, int, float]] = field(default_factory=list)  # (worker, step, seconds) of who was removed
+    silent: list[tuple[int, int, float]] = field(default_factory=list)  # (worker, step, seconds) of removed workers
     restored: list[int] = field(default_factory=list)  # versions that this process went back to
     received: int = 0  # bytes of gradients
     sent: int = 0  # bytes of parameters
@@ -72,12 +72,12 @@ class Served:
 
 
 def rows_of(table: Tensor) -> list[Row]:
-    """An order, from the numbers that stand for it in a snapshot."""
+    """An order, from the table of numbers by which a snapshot stores it."""
     return [Row(Kind(row[0]), *row[1:]) for row in table.tolist()]
 
 
 class Arrivals:
-    """At server 0: which servers have which gradient whole, and who pulls before all of them have what it pushed."""
+    """At server 0: which servers have a gradient whole, and which workers pull before all servers have theirs."""
 
     def __init__(self, servers: int) -> None:
         self.servers = servers
@@ -85,11 +85,11 @@ class Arrivals:
         self.early: set[int] = set()
 
     def coming(self, worker: int, step: int, life: int) -> None:
-        """A gradient is on an emulated link: what its worker pulls waits for it."""
+        """A gradient is on an emulated link: a pull of its worker waits for it."""
         self.at.setdefault((worker, step, life), set())
 
     def whole(self, worker: int, step: int, life: int, server: int) -> bool:
-        """A gradient is whole at a server. Whether it is at all of them now."""
+        """A gradient is whole at a server. Returns whether it is whole at all of them now."""
         if self.servers == 1:
             self.at.pop((worker, step, life), None)
             return True
@@ -101,18 +101,18 @@ class Arrivals:
         return True
 
     def wait(self, worker: int) -> bool:
-        """A worker pulls. Whether something that it pushed before is not everywhere yet."""
+        """A worker pulls. Returns whether it must wait, since a gradient that it pushed is not at all servers yet."""
         if self.at and any(key[0] == worker for key in self.at):
             self.early.add(worker)
         return worker in self.early
 
     def awaited(self, worker: int) -> bool:
-        """Whether a worker had pulled before its gradient was everywhere."""
+        """Whether a worker had pulled before its gradient was at all servers; forgets it."""
         there = worker in self.early
         self.early.discard(worker)
         return there
 
     def forget(self, worker: int, life: int) -> None:
-        """A worker began anew, in this life."""
+        """A worker began anew, in this life: forget its earlier ones."""
         self.early.discard(worker)
         self.at = {key: found for key, found in self.at.items() if key[0] != worker or key[2] == life}

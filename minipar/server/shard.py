@@ -1,7 +1,7 @@
 """What one parameter server keeps: its part of the parameters, its optimizer, and gradients that wait to be applied.
 
 flat      [ weight . . . . | bias . | next weight's first half ]     one run of bytes, sent as it is
-pushed    [ . . . . . . . . . . . . . . . . . . . . . . . . . . ]     one for each gradient that is there, same layout
+pushed    [ . . . . . . . . . . . . . . . . . . . . . . . . . . ]     one for each gradient that waits, same layout
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def pieces_of(keys: Sequence[Key], servers: int) -> list[list[Piece]]:
 
 
 def digest(keys: Sequence[Key], servers: int) -> str:
-    """What a worker and a server compare before they talk of the same keys."""
+    """A hash of the keys: a worker and a server compare it first, to be sure that they have the same ones."""
     return hashlib.sha256(json.dumps([servers, [list(key) for key in keys]]).encode()).hexdigest()
 
 
 def view(flat: Tensor, key: Key, piece: Piece) -> Tensor:
-    """A piece's elements in what a server keeps, in memory order."""
+    """A piece's elements in the memory of a server, in memory order."""
     return flat[piece.place : piece.place + piece.size].view(key.type)
 
 
@@ -77,7 +77,7 @@ class Room:
 
 @dataclass
 class Pushed:
-    """A worker's gradient of one step, as far as it is here. It is the gradient of `rows` of the `of` rows of a step,
+    """A worker's gradient of one step, as far as it has arrived. It is of `rows` of the `of` rows of the step, and
     already scaled by rows / of."""
 
     worker: int
@@ -115,9 +115,9 @@ class Shard:
         self.update, self.updates = Update(optimizer, forms, scheduler), 0
         updated = [_updated(keys[p.tensor], p, own) for p, own in zip(pieces, self.parameters, strict=True)]
         self.part = self.update.part(updated)
-        # (a server may have nothing to keep, where servers outnumber elements)
+        # (a server may keep nothing, if there are more servers than elements)
         self.optimizer = self.part.optimizer if self.part.which else None
-        self.readers: list[Peer] = []  # who may still be reading `flat`
+        self.readers: list[Peer] = []  # peers to which `flat` may still be on its way
         self.spare: list[Room] = []
         self.pushed: dict[tuple[int, int], Pushed] = {}  # by worker and life
         # Runs of pieces of one type are summed in one go.
@@ -136,7 +136,7 @@ class Shard:
     # gradients
 
     def pushing(self, worker: int, life: int, step: int, rows: int, of: int) -> Pushed:
-        """Where a worker's gradient of a step goes: the one that has begun to come, or a new one."""
+        """The place for a worker's gradient of a step: the one that has begun to arrive, or a new one."""
         found = self.pushed.get((worker, life))
         if found is None or found.step != step:
             if found is not None:
@@ -161,7 +161,7 @@ class Shard:
         self.spare.append(pushed.room)
 
     def apply(self, taken: Sequence[Pushed]) -> None:
-        """Sum gradients, in this order, into the gradient of the mean over their rows; update; let them go."""
+        """Sum gradients, in this order, into the gradient of the mean over their rows; update; free the gradients."""
         if not taken:
             return
         if self.optimizer is not None:
@@ -183,7 +183,7 @@ class Shard:
             self.let_go(pushed)
 
     def _add(self, taken: Sequence[Pushed], scale: float) -> None:
-        """The sum of gradients, scaled, in the room of the first."""
+        """Sum gradients and scale the sum, in the memory of the first."""
         for dtype, start, stop in self.runs:
             sums = taken[0].room.flat[start:stop].view(dtype)
             for other in taken[1:]:
@@ -192,7 +192,7 @@ class Shard:
                 sums *= scale
 
     def _spare_readers(self) -> None:
-        """Before an update: answers that are still being sent keep the parameters they have; others get a copy."""
+        """Before an update: if answers are still being sent, they keep the old memory, and the update gets a copy."""
         if any(peer.busy for peer in self.readers):
             flat = torch.empty_like(self.flat)
             flat.copy_(self.flat)
@@ -216,7 +216,7 @@ class Shard:
     # snapshots
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Everything, as tensors by name and a few facts. What is not whole yet is left out."""
+        """Everything, as tensors by name and a few facts. Gradients that are not whole are left out."""
         tensors = {"parameters": self.flat}
         numbers: dict[str, Any] = {}
         for k, parameter in enumerate(self.parameters if self.optimizer else ()):
@@ -233,7 +233,7 @@ class Shard:
         return tensors, {"numbers": numbers, "pushed": facts, "updates": self.updates}
 
     def restore(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        """Back to what `state` gave."""
+        """Go back to what `state` gave."""
         self._take(tensors["parameters"].clone())
         self.readers = []
         self.pushed = {
