@@ -1,4 +1,4 @@
-"""Both ends of a server's connections: messages in any pieces, bytes where they belong, and what has to wait."""
+"""Both ends of a server's connections: messages in any pieces, bytes in the right place, and messages that wait."""
 
 from __future__ import annotations
 
