@@ -40,7 +40,7 @@ class Cluster:
     which are fast and find many mistakes. "gloo": gloo over the network, for messages and collectives, as ranks on
     several machines use it. A layer's output then has one shape for each number of rows, a gradient that is None
     arrives as zeros, and strategies that decide as they run are refused; a rank that is stopped while it waits for a
-    message starts anew, without its state. (Tensors on GPUs of their own go through NCCL in both cases.)
+    message starts again, without its state. (Tensors on GPUs of their own go through NCCL in both cases.)
 
     `patience`: seconds after which ranks that all wait for each other are a `Deadlock` (None: never). A rank that
     computes, sleeps or reads is never one, however long it takes. It can be changed between runs.

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 _DEFAULT_RANKS = 4
-_SHOWN_BYTES = 1 << 20  # shown of what one rank prints in one cell; a notebook with more is hard to open
+_SHOWN_BYTES = 1 << 20  # most that is shown of one rank's output in one cell; a notebook with more is hard to open
 _OPTIONS = "n, --only 0,2, --out name, --quiet"
 
 

@@ -85,7 +85,7 @@ class Round:
 
 @dataclass
 class Members:
-    """All ranks of one cluster. `generation` changes whenever process groups must be made anew."""
+    """All ranks of one cluster. `generation` changes whenever process groups must be made again."""
 
     size: int
     device: str

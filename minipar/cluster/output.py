@@ -161,7 +161,7 @@ class Printer:
         os.set_blocking(descriptor, False)
 
     def pump(self, limit: int = _CHUNK) -> None:
-        """Read what is there, at most about `limit` bytes; never blocks."""
+        """Read the output that has arrived, at most about `limit` bytes; never blocks."""
         total = 0
         while self.open and total < limit:
             try:
@@ -179,7 +179,7 @@ class Printer:
                 self._output.bar(self._rank, _text(state).rstrip())
 
     def finish(self) -> None:
-        """Read everything that is there, also a last line without an end."""
+        """Read all output that has arrived, also a last line without an end."""
         self.pump(_DRAIN)
         rest, self._rest = self._rest, b""
         if rest.strip():

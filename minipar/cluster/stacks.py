@@ -66,7 +66,7 @@ def ask(ranks: Iterable[tuple[int, int, Page]]) -> dict[int, list[Frame]]:
 
 
 def _complete(text: str) -> bool:
-    """Whether all frames above the rank's own loop are there (faulthandler writes 100 at most)."""
+    """Whether the text has all frames above the rank's own loop (faulthandler writes 100 at most)."""
     return text.endswith("\n") and (_ENTRY in text or text.endswith("  ...\n"))
 
 

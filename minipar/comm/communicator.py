@@ -45,7 +45,7 @@ class Communicator:
     own), or None for the faster of those that are possible; a name of collectives.names(...), such as "ring", plays
     that program, in `wait`, as does a generator that @minipar.collective decorated; "auto" takes what is fastest by
     `rates` (of minipar.calibrate), where all ranks know the size beforehand: allreduce, reduce, reduce_scatter. With
-    `async_op` a method returns at once; `wait()` of what it returns gives the result. RankError for what is impossible;
+    `async_op` a method returns a handle at once, whose `wait()` gives the result. RankError for impossible calls;
     CollectiveMismatch, on every rank, where ranks call different things, or give values of different forms.
     """
 
@@ -228,7 +228,7 @@ class Communicator:
     ) -> Handle:
         """Start summing a contiguous tensor in place over `ranks` (sorted, this rank among them).
 
-        `name`: of what is summed, such as a bucket. Ranks that differ in it, or in shape or dtype, get a RankError
+        `name`: what the sum is called, such as a bucket. Ranks that differ in it, or in shape or dtype, get a RankError
         from `wait`: only the names show that two sums of the same form are in another order. `algorithm`: "shared",
         "backend", or one of collectives.names("allreduce"), whose program runs in `wait`; all ranks must then wait in
         the same order, and what they sum is not compared.

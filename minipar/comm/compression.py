@@ -29,7 +29,7 @@ class Compressor:
         self.factors: dict[tuple[int, ...], Tensor] = {}  # Q of the last step, from which the next one starts
 
     def prepare(self, key: tuple[int, ...], like: Tensor) -> None:
-        """Make room for what a message leaves out."""
+        """Make room for the part that a message leaves out."""
         if keeps_residual(self.choice):
             self.residuals[key] = torch.zeros_like(like.view(-1))
 
@@ -82,7 +82,7 @@ class Compressor:
         name: str,
     ) -> Handle:
         residual += flat
-        matrices: list[tuple[Tensor, Tensor]] = []  # of what is to be sent, and where the sum goes
+        matrices: list[tuple[Tensor, Tensor]] = []  # matrices to send, each with the place of its sum
         plain: list[tuple[Tensor, Tensor]] = []
         widths: list[int] = []
         sizes = [shape.numel() for shape in shapes]

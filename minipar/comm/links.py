@@ -11,7 +11,7 @@ shorter. So a receiver must know shape and dtype beforehand:
     gradients                                                like the output that was sent, without a header
     a missing gradient, as before a detach                   a header that says so, as for a changed form; over gloo and
                                                              NCCL zeros
-    a message of one tensor that has crossed before          as it is, without finding all this out again
+    a message of one tensor, sent before with this form      the tensor alone, without these decisions
 
 The receiver finds a changed form while it reads: the header has a tag of its own, and comes where the data was
 expected. So messages of one peer are read in the order in which it sends them, whichever the rank waits for first.
@@ -42,7 +42,7 @@ from minipar.models.tensors import allocate, differentiable, has_tensors, spec
 from minipar.program import Op, Program, Value
 
 HEADER_BYTES = 4096
-TENSORS = 64  # tags of two values are this far apart: one for each tensor, and these two
+TENSORS = 64  # distance between the tags of two values: one tag for each tensor, and the two below
 _HEADER, _ARRIVAL = TENSORS - 1, TENSORS - 2
 
 
@@ -163,7 +163,7 @@ class Links:
             inbox.post(self.program.receives_ahead)
 
     def reach(self, peer: int) -> None:
-        """The walk has come to the next RECV from a peer: post one more."""
+        """The rank has come to its next RECV from a peer: post one more receive."""
         inbox = self.inboxes[peer]
         inbox.reached += 1
         inbox.post(inbox.reached + self.program.receives_ahead)
@@ -256,7 +256,7 @@ class Links:
         return received.contents, 0.0 if received.arrival is None else received.arrival.item()
 
     def look(self, message: Values, peer: int) -> float | None:
-        """When the next message from a peer, which is this one, arrives on the emulated link; None: it is not here."""
+        """When the next message from a peer arrives on the emulated link, if it is `message`; None: it is not here."""
         received = self.inboxes[peer].look(message)
         if received is None:
             return None

@@ -130,7 +130,7 @@ class _Player:
         self.received: dict[int, int] = {}
         self.sending: dict[int, list[Handle]] = {}  # by chunk
         self.arriving: dict[Value, tuple[int, list[Handle]]] = {}  # index of the RECV
-        self.expected: dict[Value, tuple[int, list[int]]] = {}  # the same of what will be added: tags
+        self.expected: dict[Value, tuple[int, list[int]]] = {}  # the same for chunks that will be added: their tags
         self.places = self._places()
 
     def _check(self, program: Program, comm: Communicator, tensor: Tensor, ranks: tuple[int, ...], op: str) -> None:

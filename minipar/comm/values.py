@@ -38,7 +38,7 @@ def operation(op: Any, call: str = "allreduce") -> str:
 
 
 def to_tensor(x: Any, op: str = "", call: str = "allreduce") -> tuple[str, torch.Tensor]:
-    """The kind of `x` and a new contiguous tensor of its values. RankError for what cannot be sent or, with `op`,
+    """The kind of `x` and a new contiguous tensor of its values. RankError if `x` cannot be sent or, with `op`,
     reduced."""
     if isinstance(x, torch.Tensor):
         if x.layout is not torch.strided or x.is_quantized:

@@ -70,7 +70,7 @@ def assignment(solutions: Notebook) -> Notebook:
 
 
 def cleared(notebook: Notebook) -> Notebook:
-    """A notebook without outputs, and without the hash of what was run."""
+    """A notebook without outputs, and without the hash of the sources that were run."""
     made = copy.deepcopy(notebook)
     made["metadata"].pop("minipar", None)
     for cell in made["cells"]:
@@ -99,7 +99,7 @@ def exercises(solutions: Notebook) -> list[Cell]:
 
 
 def with_exercises(lesson: Notebook, solutions: Notebook) -> Notebook:
-    """A lesson with its part "Exercises" made anew: all cells between the cell with that heading and the last cell.
+    """A lesson with a new part "Exercises": all cells between the cell with that heading and the last cell.
 
     The outputs of an exercise stay if it has not changed. PlanError if there is no such heading.
     """

@@ -39,7 +39,7 @@ class BatchRows:
             if not isinstance(found, BatchPart):
                 found = part_of_whole(found, self.program, self.rank, self.loss)
             weight = found.weight
-            if isinstance(self.program.contract, Local):  # the mean is over the replica's rows; all are there
+            if isinstance(self.program.contract, Local):  # the mean is over the replica's rows, and it has all of them
                 found = found._replace(weight=counted(take_rows(found.y, _mine(found)), self.loss))
             self._weights[step] = (found.weight, weight)
             self.parts[step] = found

@@ -277,7 +277,7 @@ class Compute:
 
     @_told
     def backward_weight(self, ins: Instruction, live: dict[Value, Any]) -> None:
-        """Run the weight half of a backward, from what the input half left."""
+        """Run the weight half of a backward, from the gradients that the input half kept."""
         if self.rows.count(ins):
             for piece in reversed(self.pieces[ins.layers, ins.microbatch]):
                 weight_half(self.left.pop((piece[-1], ins.microbatch, ins.step)))

@@ -166,7 +166,7 @@ class Passed:
     overruns: list[list[int]]
     orders: list[list[Action]]  # of ranks that decide as they run
     series: dict[int, Series]  # of the last passes, if memory was tracked
-    share: Share  # of the state, if it was to come back
+    share: Share  # this rank's share of the state, if the driver asked for it
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class PassRecord:
 
 
 class _Prepared(NamedTuple):
-    """What the walk needs to know of an instruction, computed once."""
+    """What the loop needs to know of an instruction, computed once."""
 
     label: bytes  # says what this rank was doing, if it dies
     arriving: tuple[Value, ...]  # what it reads that it may have to wait for
@@ -95,7 +95,7 @@ class MemoryWatch(Protocol):
     """An observer of a rank that runs, such as a memory tracker."""
 
     def at(self, index: int) -> None:
-        """The walk has come to an instruction; it ends where the next one begins."""
+        """The rank has come to an instruction, which ends where the next one begins."""
 
     def received(self, content: Any) -> None:
         """A message was received."""

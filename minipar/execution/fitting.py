@@ -47,7 +47,7 @@ def check_fit(program: Program, layers: Sequence[nn.Module], edges: Edges = ()) 
 
 
 def check_parameters(layers: Sequence[nn.Module]) -> None:
-    """Refuse what cannot be trained by name: `RankError`."""
+    """Refuse parameters that cannot be trained: `RankError` with their names."""
     for k, layer in enumerate(layers):
         for name, module in layer.named_modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:

@@ -86,7 +86,7 @@ def apart_from_parameters(run: LayerCall, module: nn.Module) -> LayerCall:
 def weighed(
     run: LayerCall, layer: int, module: nn.Module, sizes: Sizes, beside: Callable[[int, Call], Any]
 ) -> LayerCall:
-    """Note the bytes of the layer's output, and of what autograd keeps of it, the first time with so many rows.
+    """Note the bytes of the layer's output, and of the tensors that autograd saves, once for each number of rows.
 
     beside   what the layer takes and gives beside its input and output
     """

@@ -98,7 +98,7 @@ class Owner:
     # a step ----------------------------------------------------------------------------------------------------------
 
     def take_gradients(self, ins: Instruction) -> None:
-        """Before a STEP: give the optimizer the gradients, and room for what it makes."""
+        """Before a STEP: give the optimizer the gradients, and room for its states."""
 
     def finish_update(self) -> None:
         """After a STEP: free its gradients, and let the layers use the new parameters."""

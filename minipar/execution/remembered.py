@@ -1,9 +1,9 @@
-"""What a layer's forward changes beside its output: running statistics, counters, generators of its own.
+"""What a layer's forward changes besides computing its output: running statistics, counters, its own generators.
 
     FORWARD      count 3 -> 4       the 3 is kept, if this forward will run again
-    RECOMPUTE    count 3 -> 4, on a copy; then the layer has again what it had, such as 9 after other micro-batches
+    RECOMPUTE    count 3 -> 4, on a copy; then the layer gets its own count back, such as 9 after other micro-batches
 
-So a recomputation computes what the forward did, and counts nothing twice. The runs of a layer show which buffers
+So a recomputation repeats the forward exactly, and counts nothing twice. The runs of a layer show which buffers
 change; the others are not copied after the first run. (Norms write their running statistics without changing a tensor's
 version, so these always count as changing.) Changes of plain attributes are not seen: use `register_buffer`.
 """

@@ -3,7 +3,7 @@
     forward     autograd saves a tensor -> it gets a note instead: which storage, and where in it
     OFFLOAD     the storages are copied away, and freed
     FETCH       new storages get the same bytes
-    backward    autograd asks for the tensor -> a view of the storage that is there now
+    backward    autograd asks for the tensor -> a view of the present storage
 
 Storages that somebody else keeps stay where they are: parameters, the layer's input, its output, the loss's targets.
 """

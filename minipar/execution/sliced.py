@@ -79,12 +79,12 @@ class Alone:
         return self.given, self.handed_on
 
     def sizes(self, known: Any) -> tuple[int, int]:
-        """Bytes of what it carries on and of its gradient; tensors that are `known` are counted elsewhere."""
+        """Bytes of the tensors for the next slice, and of their gradients; `known` tensors are counted elsewhere."""
         return carry_sizes(self.handed_on, known)
 
 
 def carry_sizes(handed_on: Any, known: Any) -> tuple[int, int]:
-    """Bytes of what a layer carries on to the next slice, by storage, without `known` tensors; and of its gradient."""
+    """Bytes of the tensors that a layer gives to the next slice, by storage, without `known`; and of the gradients."""
     before = storages(tensors(known)).keys()
     size = sum(n for key, n in storages(tensors(handed_on)).items() if key not in before)
     return size, count_bytes(differentiable(handed_on))

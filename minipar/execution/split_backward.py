@@ -154,7 +154,7 @@ def weight_half(arrived: Sequence[Arrived]) -> None:
 def left(arrived: Iterable[Arrived], known: Iterable[Tensor] = ()) -> list[int]:
     """Bytes that each of these keeps from one half to the other: gradients, and what its operation saved.
 
-    known   tensors that are there anyway, such as parameters. A storage counts once.
+    known   tensors that exist in any case, such as parameters. A storage counts once.
     """
     seen = set(storages(known))
     sizes = []

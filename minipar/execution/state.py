@@ -110,7 +110,7 @@ class State:
         return self.buckets.all_reduce(ins, self.comm)
 
     def _average(self, ins: Instruction, share: float) -> list[Handle]:
-        """Average parameters over the replicas, in one message for each dtype: a sum of what was weighed before."""
+        """Average parameters over the replicas, in one message for each dtype: a sum of tensors with weights."""
         handles: list[Handle] = []
         whole = [p for g in ins.layers for p in self.owners[g].trained]
         for dtype in dict.fromkeys(p.dtype for p in whole):

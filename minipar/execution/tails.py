@@ -39,7 +39,7 @@ _UNKNOWABLE = (torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_outpu
 
 
 class _Made(NamedTuple):
-    """What an operation made, and from what: enough to stand in for it, if it is called with the same once more."""
+    """The form of an operation's inputs and of its result: enough to replace the result of a call of the same form."""
 
     form: tuple[Any, ...]
     size: tuple[int, ...]

@@ -1,7 +1,7 @@
-"""Layers may write into their input; the input of a piece of the graph stays as it was nevertheless.
+"""Layers may write into their input; the input of a piece of the graph does not change nevertheless.
 
-Others need it: it has rows of the data set, a message, or a leaf of the graph. Layers that write into it are found the
-first time that they run: then everything is restored, and they run once more on a copy, as they do from then on.
+The input may be needed again: it is rows of the data set, a message, or a leaf of the graph. The first run finds layers
+that write into it: then everything is restored, and the piece runs again on a copy, as it always does from then on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from minipar.models.tensors import Unchanged, map_tensors, overwrites
 
 
 class UntouchedInputs:
-    """Runs pieces of the graph so that their inputs stay as they were.
+    """Runs pieces of the graph so that their inputs do not change.
 
     layers   all that this rank holds
     sizes    what the layers' calls note; a run that is repeated on a copy must not change it

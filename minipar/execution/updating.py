@@ -48,7 +48,7 @@ class Named:
 
 
 def named(make: ByName) -> ByName:
-    """Say that a function makes an optimizer of (name, parameter) pairs, whatever its parameter is called.
+    """Say that a function makes an optimizer of (name, parameter) pairs; its argument may have any name.
 
     A function whose first parameter is called `named_parameters` is given such pairs anyway. The names are those of
     the whole model's `named_parameters()`, a tied parameter has the first of its names.
@@ -271,7 +271,7 @@ def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
 class Schedule:
     """What a scheduler makes of the settings, update by update, counted from 0 in this run.
 
-    Raises PlanError where it is no scheduler that steps by itself.
+    Raises PlanError if it is not a scheduler whose `step()` needs no arguments.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, scheduler: Scheduler) -> None:
@@ -303,13 +303,13 @@ class Schedule:
         }
 
     def load(self, saved: dict[str, Any] | None) -> None:
-        """Go on from what `saved` gave, if it was a scheduler of the same class."""
+        """Go on from a saved state, if it is that of a scheduler of the same class."""
         load_scheduler(self.scheduler, self.optimizer, saved)
         self._last, self._settings = 0, {0: settings_of(self.optimizer)}
 
 
 def make_scheduler(make: Scheduler, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """The user's scheduler of an optimizer; PlanError for what does not step by itself."""
+    """The user's scheduler of an optimizer; PlanError if its `step()` needs arguments."""
     made = make(optimizer)
     step = getattr(made, "step", None)
     if not callable(step) or not hasattr(made, "state_dict"):
@@ -342,7 +342,7 @@ def load_scheduler(scheduler: LRScheduler, optimizer: torch.optim.Optimizer, sav
 
 
 def other_scheduler(saved: dict[str, Any] | None, mine: str) -> str:
-    """What to warn of where a run goes on without the scheduler that it was saved with, or ""."""
+    """The warning for a run that goes on without the scheduler it was saved with, or "" if none is needed."""
     before = "" if saved is None else saved["class"]
     if before == mine or not before:
         return ""

@@ -219,7 +219,7 @@ def sample_randomly(simulator: Simulator, seed: int) -> Iterator[tuple[Placement
 
 
 def climb(simulator: Simulator, seed: int) -> Iterator[tuple[Placement, float]]:
-    """Move one node, or swap two, and keep that unless the step gets slower. If nothing helps, start anew."""
+    """Move one node, or swap two, and keep that unless the step gets slower. If nothing helps, start again."""
     random = np.random.default_rng(seed)
     n, ranks = len(simulator.graph.costs), simulator.ranks
     while True:

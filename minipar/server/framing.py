@@ -89,7 +89,7 @@ class Stage:
         return self.stop - self.start
 
     def room(self) -> memoryview:
-        """Memory for more bytes, behind those that are there."""
+        """Memory for more bytes, behind those that have arrived."""
         if not self.start and not self.stop:
             return self.memory
         rest = self.stop - self.start
@@ -104,7 +104,7 @@ class Stage:
         return Message(*HEADER.unpack_from(self.memory, start))
 
     def take(self, into: memoryview) -> int:
-        """Take the bytes that are there, at most as many as fit in `into`; returns how many."""
+        """Take the bytes that have arrived, at most as many as fit in `into`; returns their number."""
         size = min(len(into), self.stop - self.start)
         into[:size] = self.memory[self.start : self.start + size]
         self.start += size

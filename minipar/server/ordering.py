@@ -307,7 +307,7 @@ class Server:
                 self._tell_row(self.rule.join(worker))
 
     def _forget(self, worker: int, life: int) -> None:
-        """A worker began anew: drop the parts of its earlier gradient, which may not be mixed with the new ones."""
+        """A worker began again: drop the parts of its earlier gradient, which may not be mixed with the new ones."""
         for pushed in list(self.shard.pushed.values()):
             if pushed.worker == worker and pushed.life != life:
                 self.shard.let_go(pushed)
@@ -367,7 +367,7 @@ class Server:
                 self.rule.ask(worker)
 
     def _acknowledge(self, worker: int, step: int) -> None:
-        """A step's gradient is at all servers: say so to the worker, if it waits for that."""
+        """A step's gradient has reached all servers: tell the worker, if it waits for that."""
         if self.questions.get(worker) == step:
             del self.questions[worker]
             self.board.tell(self.workers.get(worker), Message(What.ACK, worker=worker, step=step))

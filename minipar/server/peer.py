@@ -55,7 +55,7 @@ class Peer:
         self._stage = Stage(ahead)
         self._first = HEADER.size if self.proved else NONCE + PROOF  # bytes that come first
         self._message: Message | None = None  # the message that is arriving
-        self._into, self._have = memoryview(b""), 0  # memory for its bytes, and how many are there
+        self._into, self._have = memoryview(b""), 0  # memory for its bytes, and how many have arrived
         self._idle = False  # whether the last read got less than there was room for
         self._out: deque[tuple[memoryview, Callable[[], None] | None]] = deque()
         if token:
@@ -115,7 +115,7 @@ class Peer:
             self._out.clear()
 
     def read(self) -> None:
-        """Read what is there. Sets `ended` when nothing more can come; Refused for an impossible message."""
+        """Read bytes that have arrived. Sets `ended` when nothing more can come; Refused for an impossible message."""
         stage, self.unread = self._stage, False
         for _ in range(_AT_ONCE):
             if self._message is None and not self._begin():
@@ -146,7 +146,7 @@ class Peer:
         return True
 
     def _gather(self) -> bool:
-        """Read the bytes of the present message, and what follows them; returns whether all of them are there."""
+        """Read the bytes of the present message, and what follows them; returns whether all of them have arrived."""
         into, stage = self._into, self._stage
         self._have += stage.take(into[self._have :])
         while self._have < len(into):

@@ -83,7 +83,7 @@ class Introduction:
     """The first message of a client that connects to a server: a worker and its life, or another server.
 
     keys        `shard.digest` of the keys that it expects
-    life        of a worker: another number each time that it begins anew
+    life        of a worker: another number each time that it begins again
     snapshots   of a server: the numbers of those that it can read
     """
 

@@ -113,6 +113,6 @@ class Arrivals:
         return there
 
     def forget(self, worker: int, life: int) -> None:
-        """A worker began anew, in this life: forget its earlier ones."""
+        """A worker began again, with this number of its life: forget its earlier lives."""
         self.early.discard(worker)
         self.at = {key: found for key, found in self.at.items() if key[0] != worker or key[2] == life}

@@ -181,7 +181,7 @@ def state_of(state: Any) -> dict[str, Tensor]:
     if isinstance(state, Mapping):
         return {str(name): values.detach().cpu() for name, values in state.items() if isinstance(values, Tensor)}
     service = getattr(state, "service", None)
-    if service is not None:  # (parameter servers bring them back themselves)
+    if service is not None:  # (parameter servers return them themselves)
         return dict(service.parameters)
     if hasattr(state, "shares"):
         return keeping.model_of(state.shares, "evaluate(state=run)")

@@ -302,7 +302,7 @@ class How(NamedTuple):
 
     by_name     it is made of pairs (name, parameter), else of parameters
     scheduler   makes a scheduler of it, which steps once after each update
-    saved       what the scheduler goes on from, if it is of this class: class, state, settings of the groups
+    saved       the scheduler's saved state (class, state, settings of the groups), used if it has the same class
     """
 
     by_name: bool = False
@@ -719,7 +719,7 @@ def replay_service(
     seed: int = 0,
     how: How = PLAIN,
 ) -> Reference:
-    """Train by what servers did, one event after another:
+    """Train in the recorded order of the servers, one event after another:
 
         ("answer", worker, step)          a worker got the current parameters, and did this step with them
         ("arrive", worker, step, taken)   its gradient arrived, and is part of the next update if it was taken

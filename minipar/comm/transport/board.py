@@ -3,7 +3,7 @@
 Each rank has a ring of entries and writes one for each collective of the group, in order. An entry is one aligned
 word of 8 bytes,
 
-    | 16 bits: number of the collective | 1 bit: flag | 47 bits: hash of what it is |
+    | 16 bits: number of the collective | 1 bit: flag | 47 bits: hash of its text |
 
 so that others see it as a whole or not at all. Each entry also has a text, for error messages, and room for a small
 tensor. A word behind the ring says how many collectives the rank has settled, that is, read for the last time. The

@@ -37,7 +37,7 @@ class Nccl(Transport):
         found = self._groups.get(members)
         if found is None:
             found = self._groups[members] = self.make(f"{self.name} {members}", members)
-            # NCCL makes its communicators at the first use. This is it, in the order in which all ranks make groups.
+            # NCCL makes its communicator at the first use, which is here: so all ranks make them in the same order.
             found.allreduce([torch.zeros(1, device=self.device)]).wait()
             torch.cuda.synchronize(self.device)
         return found

@@ -355,7 +355,7 @@ class _Incoming:
 
 
 class Received:
-    """A receive that was posted. Its `wait` reads from the connection until the message is there."""
+    """A receive that was posted. Its `wait` reads from the connection until the message has arrived."""
 
     def __init__(self, sockets: Sockets, link: _Incoming, tensor: Tensor, tag: int, unless: int | None) -> None:
         self.sockets = sockets

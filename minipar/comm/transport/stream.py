@@ -4,8 +4,8 @@
 
 Writer and reader copy in pieces and update their number after each, so that both work on a long message at once. Each
 word has one writer. There is a `fence` (futex.py) between data and the number that announces it, and between the number
-and the check whether the other end waits. An end that goes to sleep says so first, and then checks once more, so that
-no wake-up is lost.
+and the check whether the other end waits. An end that goes to sleep announces it first, and then checks once more, so
+that no wake-up is lost.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Stream:
         return done
 
     def read(self, into: memoryview) -> int:
-        """Read what is there, up to the length of `into`; returns how many bytes."""
+        """Read the bytes that have arrived, up to the length of `into`; returns their number."""
         done, size = 0, len(into)
         while done < size:
             there = self._other - self._own

@@ -148,7 +148,7 @@ BUFFERS = Function(
 )
 
 
-# 3: gradients that are used as soon as they are there -----------------------------------------------------------------
+# 3: gradients that are used as soon as they are made ------------------------------------------------------------------
 
 
 def _device(layers: int) -> Device:

@@ -205,8 +205,8 @@ class Fit:
 
     plan() -> words such as "pp=4 microbatches=8 split=3,3,3,3"
 
-    costs, kept   of each layer: its time for a micro-batch, and what it keeps of one until its backward
-    time, room    limits for the time of a step, and for what one rank keeps at any moment
+    costs, kept   of each layer: its time for a micro-batch, and the bytes it keeps of one until its backward
+    time, room    limits for the time of a step, and for the bytes that one rank keeps at any moment
     """
 
     costs: tuple[float, ...]

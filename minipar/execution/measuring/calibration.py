@@ -265,7 +265,7 @@ def _message_alone(comm: Communicator, repeats: int) -> LinearCost:
 
 
 def _there_and_back() -> Program:
-    """Rank 1 sends back what it received, once it is there."""
+    """Rank 1 sends each message back when it has received it."""
 
     def moves(setting: Setting, rank: int) -> Iterator[Move]:
         there: list[Move] = [Send([0], 1 - rank), Copy([0], 1 - rank)]

@@ -3,7 +3,7 @@
     store.put(key, tensor)     starts to copy it away, and returns a future; until it is done the tensor must stay
     store.prefetch(key)        starts to bring it back
     store.get(key)             the tensor, when it is back; what was put stays there until it is put again or dropped
-    store.fetch(key, into)     starts to copy it into a tensor that is there already, and returns a future
+    store.fetch(key, into)     starts to copy it into an existing tensor, and returns a future
 
 Copies run on two threads of the store, one per direction, in order, while the rank computes. A read waits for a put
 that is under way. A store has a capacity, and counts its bytes.
@@ -123,7 +123,7 @@ class Tier(ABC):
         return self._ledger.bytes
 
     def close(self) -> None:
-        """Wait for what is under way, and drop everything that was kept."""
+        """Wait for copies that have not ended, and drop everything that was kept."""
         for key in list(self._ledger.sizes):
             self.drop(key)
         self._reader.shutdown()

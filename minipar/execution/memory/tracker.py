@@ -66,7 +66,7 @@ class Tracker(Storages):
         for layer, module in self._layers():
             self._watch_layer(layer, module)
         self.take_in()
-        self.series = Series()  # of what happens from now on
+        self.series = Series()  # records everything from now on
         self._begin()
         executor.watch = self
 
@@ -103,7 +103,7 @@ class Tracker(Storages):
     # what the executor tells -----------------------------------------------------------------------------------------
 
     def at(self, index: int) -> None:
-        """The walk has come to an instruction: what the one before it made is classified."""
+        """The rank has come to an instruction: classify the storages that the one before it made."""
         self._settle()
         ins = self.executor.instructions[index]
         self.index = index

@@ -216,7 +216,7 @@ def _class_name(optimizer: torch.optim.Optimizer) -> str:
 
 
 def restore(executor: Executor, outline: Outline, source: Source) -> None:
-    """Give a rank that has not begun what was saved, whatever plan it was saved under."""
+    """Load a saved run into a rank that has not begun. The run may have been saved under any plan."""
     state = executor.state
     seen = {id(p) for each in state.slices.values() if each.scattered for p in each.params}
     trained = _trained(executor)

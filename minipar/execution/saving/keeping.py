@@ -43,7 +43,7 @@ from minipar.execution.saving.folder import (
 )
 from minipar.models.tensors import count_bytes
 
-KEEP = 64 << 20  # bytes of parameters and optimizer states that come back unasked, so that `run.save` works
+KEEP = 64 << 20  # up to so many bytes of parameters and optimizer states return to the driver, so that `run.save` works
 
 _WAYS = "possible: train(..., keep=True), or train(..., save=folder)"
 
@@ -92,7 +92,7 @@ class Storing:
 
     def plainly(self) -> dict[str, dict[str, Any]] | None:
         """What was saved, as whole tensors by name: parameters, buffers, and the optimizer's states of each parameter.
-        None if the run starts anew."""
+        None if the run starts from the beginning."""
         if self.saved is None:
             return None
         from minipar.execution.saving.storage import Reading
@@ -131,7 +131,7 @@ class Storing:
         try:
             header = replace(header, schedule=schedule_of(executor, updates))
             pieces = list(collect(executor, outline))
-        except SaveError as error:  # nobody may want it; `run.save` says so
+        except SaveError as error:  # no error yet, since it may not be needed; `run.save` raises it
             reason = error.reason
         total = int(executor.comm.allreduce(sum(count_bytes(piece.values) for piece in pieces)))
         if self.keep is not None and total > self.keep:
@@ -192,7 +192,7 @@ def export(shares: Sequence[Share], path: str | os.PathLike[str]) -> None:
 
 
 def model_of(shares: Sequence[Share], what: str) -> dict[str, Tensor]:
-    """The parameters and buffers that the ranks brought back, each whole, by name. `what` in an error: who asks."""
+    """The parameters and buffers that the ranks returned, each whole, by name. Errors name the caller, `what`."""
     _, pieces = _together(shares, what)
     tensors: dict[str, Tensor] = {}
     for piece in pieces:

@@ -155,7 +155,7 @@ class FolderWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return False  # torch is never to choose this one by itself
+        return False  # torch must never choose this class automatically
 
 
 # reading --------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ class Formula:
     names      of the arguments, in order
     cases      arguments to try; enough of them that no constant agrees
     mistakes   wrong formulas that are often written, each with the hint that its author needs
-    judge_name the name of what gives the right number
+    judge_name the name of the function that gives the right number
     """
 
     names: tuple[str, ...]
