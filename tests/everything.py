@@ -1,10 +1,10 @@
 """The tests, as make runs them: python tests/everything.py [--fast] [PYTEST_ARGUMENTS]
 
-All of them (`make test`): first the tests of ranks and messages alone, because they mind the clock. Then two halves
-side by side, of about equal work: the lessons with a few folders, and all other folders.
+All of them (`make test`): first the tests of ranks and messages, with nothing beside them, because they measure time.
+Then two halves of about equal work, side by side: the lessons with a few folders, and all other folders.
 
-With --fast (`make check`): the tests of the rooms below `cluster`, which plan, draw and predict, in two halves side by
-side. Those that need ranks, and the slow ones, are left out. tests/test_repository.py compares FAST with the rooms.
+With --fast (`make check`): the tests of the packages below `cluster`, which plan, draw and predict, in two halves side
+by side, without tests that need ranks or are slow. tests/test_repository.py compares FAST with the packages.
 """
 
 from __future__ import annotations

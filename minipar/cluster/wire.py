@@ -1,8 +1,8 @@
 """Messages over a Unix stream socket: an 8-byte length, then a pickle.
 
 The envelope of every message is a tuple of plain values. What users made (functions, results, exceptions) travels
-inside it as bytes or as a parcel, so that an envelope can always be read even where its contents cannot. The memory
-file of a parcel (at most one in a message) travels as a descriptor beside the length.
+inside it as bytes or as a parcel, so that an envelope can always be read, even if its contents cannot. The memory file
+of a parcel (at most one in a message) travels as a descriptor together with the length.
 """
 
 from __future__ import annotations

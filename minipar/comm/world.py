@@ -1,7 +1,7 @@
-"""One rank's place among all: the groups that it is in, each with what it announces and what carries it.
+"""The communication of one rank with all others: its transports, and the groups that it is in.
 
-World    the transports of all ranks, and the groups made so far
-Group    some ranks: Matcher (what is announced), Arena (shared memory, if they have it), gloo or NCCL group
+World    the transports, and the groups made so far
+Group    some ranks: a Matcher (announcements), an Arena (shared memory, if they have it), a gloo or NCCL group
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CLOSED = "this Communicator is closed; communicator.create() makes a new one"
 
 
 class Way(NamedTuple):
-    """One collective in its three ways: shared.py and backend.py of transport/, and playing.py."""
+    """The three implementations of one collective: in shared.py and backend.py of transport/, and in playing.py."""
 
     shared: Callable[..., Steps]
     backend: Callable[..., Any]
@@ -38,7 +38,7 @@ class Way(NamedTuple):
 
 
 class World:
-    """What one rank has of the communication among all. `host` carries tensors on the CPU."""
+    """One rank's part of the communication among all. `host` carries tensors on the CPU."""
 
     def __init__(
         self, store: dist.Store, rank: int, size: int, device: torch.device, backend: str, host: Transport
@@ -72,7 +72,7 @@ class World:
         return found
 
     def close(self) -> None:
-        """Give up all groups. Later use raises RankError."""
+        """Close all groups. Later use raises RankError."""
         if self.closed:
             return
         self.closed = True
@@ -107,7 +107,7 @@ class RankGroup:
 
     @property
     def backend(self) -> Any:
-        """Its gloo or NCCL group; the first use waits for all members, which nothing can interrupt."""
+        """Its gloo or NCCL group; the first use waits for all members, and this wait cannot be interrupted."""
         if self.made is None:
             self._meet()
             self.made = self.transport.process_group(self.members)
@@ -136,13 +136,13 @@ class RankGroup:
         if small is None and shared and self.arena is not None:
             exchange = Exchange(self.arena, way.shared(self.arena, *args))
         elif small is None and not shared:
-            self.backend  # noqa: B018  (made while all are here)
+            self.backend  # noqa: B018  (this makes it while all ranks are here)
         return self.matcher.submit(
             text, lambda _: way.backend(self.backend, self.index, *args), key, False, small, alone, exchange
         )
 
     def _meet(self, row: list[int] | None = None) -> list[list[int]]:
-        """Wait until all are here; the numbers that each has brought."""
+        """Wait until all members are here; returns the numbers that each has brought."""
         found: list[list[int]] = []
         mine = torch.tensor(row or [], dtype=torch.int64)
         small = (mine, lambda rows, _: found.extend(one.tolist() for one in rows))
@@ -150,13 +150,13 @@ class RankGroup:
         return found
 
     def wait(self, work: Collective) -> None:
-        """Return when a collective of this group is complete. Who asks what this rank waits in is told; an interrupt
-        can come between."""
+        """Return when a collective of this group is complete. Meanwhile the driver can see what this rank waits for,
+        and the wait can be interrupted."""
         Handle(work, None, self.world.pending).wait()
 
 
 class _Closed:
-    """Stands where messages and groups were."""
+    """Takes the place of messages and groups that were closed: every use is an error."""
 
     def __getattr__(self, name: str) -> Any:
         raise RankError(CLOSED)
@@ -199,7 +199,7 @@ def under_torchrun(count: int) -> World:
 
 
 def _agree_on_boards(store: dist.Store, rank: int) -> str:
-    """How the files of one machine's boards begin."""
+    """The beginning of the file names of one machine's boards, the same on all ranks."""
     if rank == 0:
         store.set("boards", os.path.join(tempfile.gettempdir(), f"minipar-{secrets.token_hex(16)}"))
     return str(store.get("boards").decode())

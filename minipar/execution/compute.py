@@ -1,11 +1,11 @@
 """Forwards, recomputations and backwards of one rank: autograd's graph, cut where the program cuts it.
 
-    F 0:4     given --layers 0,1--> detach --layers 2,3--> handed on      two pieces, if B 2:4 and B 0:2 are two
+    F 0:4     input --layers 0,1--> detach --layers 2,3--> output      two pieces, if B 2:4 and B 0:2 are two
     B 2:4           the gradient of the second piece's input goes to the end of the first one
     B 0:2
 
-Of a piece only the graph's edges are kept, not its output. A forward whose `saved` values are not written keeps no
-graph at all: a recomputation makes it later.
+A piece keeps only the edges of its graph, not its output. A forward whose `saved` values are not written keeps no graph
+at all: a recomputation makes it later.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from minipar.strategies.passes import host_layers, offload
 
 
 def _told(backward: Callable[[Compute, Instruction, dict[Value, Any]], None]) -> Any:
-    """An exception in a backward is told with the layers that it is of: those of one call of autograd's engine."""
+    """Raise an exception of a backward again, with the names of the layers of this call of autograd's engine."""
 
     def run(self: Compute, ins: Instruction, live: dict[Value, Any]) -> None:
         try:
@@ -62,9 +62,9 @@ class Compute:
 
     rows     the rows of the batch that it works on
     losses   this rank's shares of the step's mean, per step of the program
-    sizes    bytes of values as they were first met
+    sizes    bytes of values as they were first measured
     kept     what autograd keeps of layers that are offloaded
-    finite   looks at the losses, if somebody asks for it
+    finite   checks the losses; None if nobody asks for it
     """
 
     def __init__(
@@ -120,9 +120,9 @@ class Compute:
     def _call_of(self, layer: int, passing: bool, away: set[LayerRun], ends: bool) -> LayerCall:
         """How this rank calls a layer, from the module outwards.
 
-        passing   parameters are let go of while the program runs
-        away      layers and micro-batches of which what autograd keeps is copied away
-        ends      some recomputation ends with this layer
+        passing   whether parameters are freed while the program runs
+        away      layers and micro-batches whose saved tensors are copied away
+        ends      whether some recomputation ends with this layer
         """
         module, sizes, sliced = self.layers[layer], self.sizes, self.sequence.count > 1
         run = on_slices(self.sequence, layer, module, sizes) if sliced else layer_calls.plain(module)
@@ -152,7 +152,7 @@ class Compute:
         self.losses: list[Tensor | float] = [0.0] * self.program.losses
 
     def work(self, ins: Instruction, live: dict[Value, Any]) -> None:
-        """A compute instruction on layers, of whatever kind."""
+        """Run a compute instruction on layers, of any kind."""
         kinds = {Op.BACKWARD: self.backward, Op.BACKWARD_INPUT: self.backward_input}
         kinds[Op.BACKWARD_WEIGHT] = self.backward_weight
         kinds.get(ins.op, self.forward)(ins, live)
@@ -160,7 +160,7 @@ class Compute:
     # forward ---------------------------------------------------------------------------------------------------------
 
     def forward(self, ins: Instruction, live: dict[Value, Any]) -> None:
-        """A forward or a recomputation. Generators are left as they were."""
+        """Run a forward or a recomputation. Random generators are left as they were."""
         if self.rows.count(ins):
             with randomness.untouched(self.generators):
                 self._forward(ins, live)
@@ -195,7 +195,7 @@ class Compute:
                 live[handed_on] = value
 
     def _input(self, ins: Instruction, x: Any, rows: range, live: dict[Value, Any]) -> Any:
-        """What an instruction's layers are given: rows of the batch, or what other layers have handed on."""
+        """The input of an instruction's layers: rows of the batch, or outputs of other layers."""
         if ins.layers[0] > 0:
             found = [live[output(a, ins.microbatch, ins.step)] for a in self.program.wiring.inputs[ins.layers[0]]]
             return found[0] if len(found) == 1 else tuple(found)
@@ -213,7 +213,7 @@ class Compute:
         return self.loss.target(y, self.sequence.cut(y, ins), self.sequence.share(y, ins), part.weight)
 
     def _run_piece(self, given: Any, call: Call) -> Made:
-        """Layers of one piece of the graph, one after the other."""
+        """Run the layers of one piece of the graph, one after the other."""
         value, loss, layer = given, None, call.piece[0]
         try:
             for layer in call.piece:
@@ -258,7 +258,7 @@ class Compute:
 
     @_told
     def backward_input(self, ins: Instruction, live: dict[Value, Any]) -> None:
-        """The input half of a backward; what it leaves is `saved_weight`. See `execution/split_backward.py`."""
+        """Run the input half of a backward; what it leaves is `saved_weight`. See `execution/split_backward.py`."""
         i, step = ins.microbatch, ins.step
         if not self.rows.count(ins):
             return
@@ -277,13 +277,13 @@ class Compute:
 
     @_told
     def backward_weight(self, ins: Instruction, live: dict[Value, Any]) -> None:
-        """The weight half, from where the input half left off."""
+        """Run the weight half of a backward, from the gradients that the input half kept."""
         if self.rows.count(ins):
             for piece in reversed(self.pieces[ins.layers, ins.microbatch]):
                 weight_half(self.left.pop((piece[-1], ins.microbatch, ins.step)))
 
     def _forget(self, ins: Instruction) -> None:
-        """The backward of some layers has run: they will not run again, and what autograd kept of them is gone."""
+        """Forget what was kept for the backward of some layers, which has run."""
         for layer in ins.layers if self.kept or self.again else ():
             self.kept.pop((layer, ins.microbatch, ins.step), None)
             self.remembered[layer].forget((ins.microbatch, ins.step))
@@ -298,7 +298,7 @@ class Compute:
     def _weigh_left(
         self, piece: tuple[int, ...], arrived: list[Arrived], rows: int, split: bool, given: Any, grads: list[Any]
     ) -> None:
-        """Note what each layer's input half left; of one that is not split, all that there was."""
+        """Note the bytes that each layer's input half left. If it did nothing (not `split`), it left everything."""
         owner = {id(p): layer for layer in piece for p in self.layers[layer].parameters()}
         found = dict.fromkeys(piece, 0)
         if split:
@@ -311,8 +311,8 @@ class Compute:
         self.sizes.update({("saved_weight", layer, rows): size for layer, size in found.items()})
 
     def _arrived(self, ins: Instruction, live: dict[Value, Any]) -> list[Tensor | None] | None:
-        """The gradient of what an instruction hands on, the sum of all readers', each tensor's None where no reader has
-        one; None of the last layer."""
+        """The gradients of the tensors of an instruction's output, each the sum over all layers that read it; None for
+        a tensor where no reader has one. For the last layer of the model, None."""
         out = self.program.wiring.out[ins.layers[-1]]
         found = [live[grad_output(e, ins.microbatch, ins.step)] for e in out]
         if len(out) > 1:
@@ -323,8 +323,8 @@ class Compute:
     def _hand_back(
         self, ins: Instruction, given: Any, received: list[Tensor | None] | None, live: dict[Value, Any]
     ) -> None:
-        """The gradients of an instruction's inputs, each to the layer that it is from. Where there is none, zeros are
-        sent by a transport that posts receives by their size, and copied."""
+        """Write the gradients of an instruction's inputs, one value for each layer that an input comes from. A missing
+        gradient becomes zeros if its value is copied, or sent by a transport that posts receives by their size."""
         first, layer = self.program.first_trainable, ins.layers[0]
         into = self.program.wiring.into[layer]
         start = 0
@@ -340,7 +340,7 @@ class Compute:
                 self.weigh(value, mine)
 
     def weigh(self, value: Value, content: Any) -> None:
-        """Note the size of a value that this rank got or made at the border of its layers."""
+        """Note the size of a value that this rank received, or of a gradient that it made."""
         key = (value.kind, self.program.source(value), self.rows.count(value))
         if key not in self.sizes:
             self.sizes[key] = count_bytes(content)
@@ -355,9 +355,9 @@ def _reached(
 ) -> tuple[list[Any], list[Tensor | None]]:
     """Where a backward begins: the ends of a graph that a gradient has reached, and these gradients.
 
-    edges      of each end which tensor of the output it is
-    received   gradients of these tensors; None where there is none, as in front of a `detach`, whose layers have no
-               backward in plain torch either. Without `received` the end is the loss, whose gradient is 1
+    edges      for each end, which tensor of the output it is, and its edge in the graph
+    received   gradients of these tensors; None where there is none, as before a `detach`: plain torch runs no backward
+               there either. If `received` is None, the end is the loss, whose gradient is 1
     """
     if received is None:
         return [edge for _, edge in edges], [None for _ in edges]

@@ -45,10 +45,10 @@ def main_type(model: nn.Module) -> torch.dtype | None:
 
 
 def convert(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give the numbers of a model this type, in place; what is tied or shared stays so.
+    """Give the numbers of a model this type, in place; tied and shared tensors stay so.
 
-    A model that mixes types stays as it is if `dtype` is its main type. PlanError, naming what is of another type,
-    if not.
+    A model that mixes types stays as it is if `dtype` is its main type; if not, a PlanError names a tensor of another
+    type.
     """
     main = main_type(model)
     if main is None:
@@ -70,8 +70,8 @@ def narrow(model: nn.Module) -> None:
 
 
 def check_narrow(model: nn.Module) -> None:
-    """PlanError, naming it, for what has no place with precision=bf16: what is of another type than the rest of the
-    model, and complex parameters that are trained."""
+    """Raise a PlanError for a model that cannot have precision=bf16: one that mixes types, or that trains complex
+    parameters. The error names the tensor."""
     main = main_type(model)
     if main is None:
         return

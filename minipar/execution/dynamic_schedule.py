@@ -1,8 +1,8 @@
-"""A rank that decides as it runs, by the rule of `strategies.ampnet`: what has arrived is done, backwards first.
+"""A rank that decides as it runs, by the rule of `strategies.ampnet`: it works on what has arrived, backwards first.
 
 The rank's program gives the instructions of each forward and backward, with their messages, in one possible order.
-Links keep their order, so what comes next on each of them is known; whether it is there, the rank looks. It waits
-where nothing is. What it has decided is the program as it happened.
+Links keep their order, so the rank knows which message comes next on each of them, and checks whether it has arrived.
+If none has, the rank waits. Its decisions, in order, are the program as it happened.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from minipar.program import Action, Forward, Instruction, Op, Program, Staleness
 from minipar.strategies.passes.versions import BlockKey, place_of
 from minipar.strategies.schedules.ampnet import choose
 
-_LOOK = 0.05  # seconds of a wait, after which the rank looks again
+_LOOK = 0.05  # seconds of a wait, after which the rank checks again
 _SOON = 2e-4  # the same while the message of an emulated device is under way
 
 
@@ -56,7 +56,7 @@ class DynamicSchedule:
         self.before, self.after = held[0] - 1, held[-1]  # the layers whose outputs and gradients arrive
 
     def walk(self) -> Iterator[tuple[int, Instruction]]:
-        """Instructions with their indices, each when it is its turn."""
+        """Yield the instructions with their indices, in the order that the rank decides."""
         row, ranks, m = self.program.ranks[self.rank], len(self.program.ranks), self.program.microbatches
         self.order: list[Action] = []
         self.executed: list[int] = []
@@ -93,14 +93,14 @@ class DynamicSchedule:
         return i, step
 
     def _here(self, value: Value, peer: int, k: int, begun: int | None = None) -> bool:
-        """Whether the k-th message from a peer is there. (The gradient of what has not begun is not.)"""
+        """Whether the k-th message from a peer has arrived. (A micro-batch that has not begun has no gradient yet.)"""
         if not 0 <= peer < len(self.program.ranks) or k >= (self.total if begun is None else begun):
             return False
         arrival = self.links.look((value,), peer)
         return arrival is not None and arrival <= time.perf_counter()
 
     def _wait(self, forwards: int, backwards: int, since: float) -> None:
-        """Until some message comes, or for a short time."""
+        """Wait until some message arrives, or for a short time."""
         peers = [self.rank - 1] * (self.rank > 0 and forwards < self.total)
         peers += [self.rank + 1] * (self.rank + 1 < len(self.program.ranks) and backwards < forwards)
         if self.links.emulated:

@@ -76,14 +76,15 @@ class Job:
     """Everything that a rank must know to do its part.
 
     model       a function that makes the layers, or the layers themselves
-    data        has `batch(step, size) -> (x, y)`; or one fixed pair (x, y). Where `batch` has a parameter `rows`,
-                each rank asks for its own ones (a range); `length(step, size)` says if a step has fewer than `size`.
-                A torch Dataset becomes `data.Rows`. Of iterables `minipar.data.loading.read_ahead` makes such data
+    data        has `batch(step, size) -> (x, y)`, or is one fixed pair (x, y). Where `batch` has a parameter `rows`,
+                each rank asks for its own rows (a range); `length(step, size)` says how many rows a step has if they
+                are fewer than `size`. A torch Dataset becomes `data.Rows`; `minipar.data.loading.read_ahead` makes such
+                data of an iterable
     batch       rows of a step, over all replicas and micro-batches
     optimizer   makes an optimizer of the whole model's parameters (see `updating`)
     scheduler   makes a scheduler of that optimizer, which steps once after each update
-    evaluate    put the model in evaluation mode; else every module has the mode that the model function gave it. None:
-                where a program trains nothing of a model that could be trained
+    evaluate    True: put the model in evaluation mode. False: every module keeps the mode that the model function gave
+                it. None: evaluation mode if the program trains nothing of a model that could be trained
     on_nan      where the loss of a micro-batch is not finite: "stop", "warn" or "ignore"
     """
 
@@ -166,13 +167,14 @@ class Passed:
     overruns: list[list[int]]
     orders: list[list[Action]]  # of ranks that decide as they run
     series: dict[int, Series]  # of the last passes, if memory was tracked
-    share: Share  # of the state, if it was to come back
+    share: Share  # this rank's share of the state, if the driver asked for it
 
 
 @dataclass(frozen=True)
 class Execution:
-    """A program as it ran: where the ranks decided, in the order that they chose in the pass of the trace.
+    """A program as it ran, and what came of it.
 
+    program     the program; where ranks decide as they run, in the order that they chose in the pass of the trace
     losses      the mean loss of every step, before its update; of asynchronous programs, of every mini-batch
     gradients   per update the gradients by parameter name, if they were kept
     times       seconds of every pass through the program (and of the rest)
@@ -260,7 +262,7 @@ def execute(
 
 
 def _whole(found: Sequence[dict[str, Tensor | Slice]], local: bool = False) -> dict[str, Tensor]:
-    """Gradients by name, from what each rank has of them: all, or a slice; of `local` replicas the sum."""
+    """Whole gradients by name, from what each rank has: whole ones, or slices. Those of `local` replicas are added."""
     slices: dict[str, list[Slice]] = {}
     whole: dict[str, Tensor] = {}
     for of_rank in found:
@@ -293,7 +295,7 @@ def _delays(costs: EmulatedCosts, rank: int, rest: Program | None) -> tuple[Dela
 
 
 def emulated_note(spec: DeviceSpec, overruns: Sequence[Sequence[int]]) -> str:
-    """What every picture of a run on emulated devices says."""
+    """The note in every picture of a run on emulated devices."""
     count = sum(map(len, overruns))
     late = f"; {several(count, 'overrun')}: real work took longer than the device would have" if count else ""
     return f"emulated device {spec}: real work and real clock readings, delayed to its speed{late}"
@@ -314,9 +316,9 @@ def _measured(program: Program, passed: Sequence[Passed], k: int) -> Trace:
 
 
 class Ending:
-    """How a run is ended between two of its passes: the driver makes a file, and the ranks agree whether it is there.
+    """Ends a run between two of its passes: the driver makes a file, and the ranks agree whether it exists.
 
-    path   "": nobody asks
+    path   of that file; "" if nobody can end the run
     """
 
     def __init__(self, used: bool) -> None:
@@ -335,7 +337,7 @@ class Ending:
             pass
 
     def reached(self, comm: communicator.Communicator) -> bool:
-        """In the ranks, all of them, before a pass: whether it is not to begin."""
+        """In all ranks, before a pass: whether the run ends here."""
         return bool(self.path) and bool(comm.allreduce(int(comm.rank == 0 and os.path.exists(self.path))))
 
 
@@ -439,9 +441,9 @@ def _sizes(executor: Executor) -> dict[Value, int]:
 
 
 class Facts(NamedTuple):
-    """What is known of a job before it runs: shape, profile, bytes of a batch's x and y, layers that feel the split;
-    what each layer allocates in order, and how fast tensors are copied away, if that was asked for; the class of the
-    scheduler."""
+    """What is known of a job before it runs: shape, profile, bytes of a batch's x and y, the layers whose results
+    depend on how the batch is split; if asked for, what each layer allocates in order, and how fast tensors are copied
+    away; the class of the scheduler."""
 
     shape: Shape
     profile: Profile
@@ -465,8 +467,8 @@ def profile_job(
 ) -> Facts:
     """In one rank: the facts of a job, its layers profiled for these numbers of rows, as the plan will have them.
 
-    memory   also what each layer allocates, in order; `split`: in the halves of its backward, too
-    sliced   who updates slices of parameters, if anybody does: an optimizer that cannot is refused
+    memory   also record what each layer allocates, in order; `split`: in the halves of its backward, too
+    sliced   what updates slices of parameters, for errors; "" if nothing does. An optimizer that cannot is refused
     parts    micro-batches of a step, on all replicas: a loss that is not the weighted mean of theirs is refused
     """
     plan = plan or Plan()
@@ -511,7 +513,7 @@ def _try_loss(job: Job, model: nn.Module, x: Any, precision: str, parts: int) ->
         try:
             output = model(map_tensors(take_rows(x, range(_TRIED)), lambda t: t.to(device, copy=True)))
         except Exception:
-            return None, ""  # the profile comes to it layer by layer, and says which one it is
+            return None, ""  # (the profile then runs layer by layer, and its error names the layer)
         finally:
             for buffer, values in before:
                 buffer.copy_(values)

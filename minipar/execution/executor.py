@@ -67,13 +67,13 @@ class PassRecord:
 
 
 class _Prepared(NamedTuple):
-    """What the walk needs of an instruction, found out once."""
+    """What the loop needs to know of an instruction, computed once."""
 
-    label: bytes  # what this rank is doing, should it die
+    label: bytes  # says what this rank was doing, if it dies
     arriving: tuple[Value, ...]  # what it reads that it may have to wait for
     graded: tuple[int, ...]  # groups whose gradients it writes
     dropped: tuple[Value, ...]  # what it frees of `live`
-    released: tuple[Value, ...]  # parameters that it lets go
+    released: tuple[Value, ...]  # parameters that it frees
 
 
 def _lines(instructions: Sequence[Instruction]) -> list[_Prepared]:
@@ -92,26 +92,26 @@ def _lines(instructions: Sequence[Instruction]) -> list[_Prepared]:
 
 
 class MemoryWatch(Protocol):
-    """What looks on while a rank runs, such as a memory tracker."""
+    """An observer of a rank that runs, such as a memory tracker."""
 
     def at(self, index: int) -> None:
-        """The walk has come to an instruction; it ends where the next one begins."""
+        """The rank has come to an instruction, which ends where the next one begins."""
 
     def received(self, content: Any) -> None:
         """A message was received."""
 
     def aside(self) -> AbstractContextManager[None]:
-        """While entered: what is done for the record only, and not by the rank's device."""
+        """While entered, new memory belongs to the host and does not count as the device's."""
 
 
 class Executor:
     """One rank's part of a program: layers, optimizer, links and buffers, kept from step to step.
 
-    layers      all layers of the model; those that this rank does not hold may be of any kind, and are let go
+    model       all layers of the model; those that this rank does not hold may be of any kind, and are not kept
     loss        loss(output, y) -> scalar mean over the rows (or target elements) of a micro-batch
     optimizer   makes an optimizer of the whole model's parameters, given as a list, or as pairs with their names
     scheduler   makes a scheduler of it, which steps once for each update
-    delays      of the emulated device that this rank is, if it is one
+    delays      of the emulated device, if this rank is one
     """
 
     def __init__(
@@ -151,12 +151,12 @@ class Executor:
         self.optimizers = {k: o for k, o in self.state.optimizers.items() if k not in on_host}  # those of the device
         frozen = frozen_parameters(program, layers, self.compute.layers.values())
         if program.precision == "bf16":
-            # What is not trained: frozen parameters (before they go), buffers.
+            # These are the tensors that are not trained: buffers, and frozen parameters before they are offloaded.
             narrow(nn.ModuleList(self.compute.layers.values()))
         self.offloading = Offloading(program, comm.rank, self.state, self.compute.kept, frozen)
         self.live: dict[Value, Any] = {}
         self.watch: MemoryWatch | None = None
-        self.walked: Walked | None = None  # tells of a pass while it goes on
+        self.walked: Walked | None = None  # reports a pass while it runs
         self.follow(program, delays)
 
     def follow(self, program: Program, delays: Delays | None = None) -> None:
@@ -355,7 +355,7 @@ class Executor:
             (handles[-1] if joined is None else joined.handle).when_done(done)
 
     def _on_host(self, ins: Instruction) -> None:
-        """Compute layers on the host: with the host's values, as if they were the device's."""
+        """Compute layers on the host, with the host's values in place of the device's."""
         here = {home(value): self.live[value] for value in ins.reads if value in self.live}
         reads, writes, frees = (tuple(map(home, values)) for values in (ins.reads, ins.writes, ins.frees))
         plain = ins._replace(reads=reads, writes=writes, frees=frees)
@@ -376,7 +376,7 @@ class Executor:
         copy.when_copied(done if copy.end is None else partial(stamp_later, copy.end, done))
 
     def _aside(self) -> AbstractContextManager[None]:
-        """While entered, what is made belongs to the host and not to the device."""
+        """While entered, new memory belongs to the host and not to the device."""
         return nullcontext() if self.watch is None else self.watch.aside()
 
     def _step(self, ins: Instruction) -> None:
@@ -396,7 +396,7 @@ class Executor:
         self.state.step(ins)
 
     def size(self, value: Value) -> int:
-        """Bytes of a value on this rank, as measured when it was there."""
+        """Bytes of a value on this rank, as they were measured."""
         value = home(value)
         if value.microbatch >= 0:
             return self.compute.sizes.get((value.kind, self.program.source(value), self.compute.rows.count(value)), 0)

@@ -1,4 +1,4 @@
-"""A layer's exception, told with the layer's number and name, where it ran, and what it was given."""
+"""A layer's exception, with the layer's number and name, where it ran, and what it was given."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def title(number: int, layer: nn.Module, names: Sequence[str] = ()) -> str:
 
 
 def raised(who: str, error: Exception, where: str, given: Any = None) -> RankError:
-    """What to raise from an exception of a layer or a loss: one that names it.
+    """The error to raise for an exception of a layer or a loss; it names the layer.
 
     who     such as `title(...)`, or "the loss"; where: such as "in the profile", or the rank and the micro-batch
-    given   what the layer was given: its shapes and dtypes are told
+    given   what the layer was given: the error lists its shapes and dtypes
     """
     forms = [f"{name} {tuple(t.shape)} {dtype_name(t.dtype)}" for name, t in named_tensors(given, "x")]
     listed = "; given " + ", ".join(forms[:_SHOWN]) + ", ..." * (len(forms) > _SHOWN) if forms else ""

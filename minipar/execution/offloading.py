@@ -1,15 +1,15 @@
 """The copies of one rank between its device and the slower tiers: what OFFLOAD and FETCH do.
 
-    saved            what autograd keeps of a layer (`saved_tensors.py`): to a store, and the storages are let go
+    saved            what autograd keeps of a layer (`saved_tensors.py`): to a store, and the storages are freed
     grad             to the `.grad` of the parameters' copies on the host, on which the optimizer works
     param            from those copies, or from a store; on the device its storage has size 0 in between. It is resized,
                      never replaced: what autograd saved (the transpose of a weight) is a view of it
     host param,      the optimizer's copies and its state: to the disk and back
     host optimizer_state
 
-Copies run on threads, one per tier and direction, and are started and let go of by the rank's own thread. When a store
-has no room, what should have gone stays where it is, the step goes on with it, and the error is raised at its end:
-then parameters and optimizer are those after the step, and the run can go on.
+Copies run on threads, one per tier and direction. The rank's own thread starts them, and frees what they have copied.
+When a store has no room, the tensors stay where they are, the step goes on with them, and the error is raised at its
+end: then parameters and optimizer are those after the step, and the run can go on.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class TierCopy:
         self._arrived.wait()
 
     def forget(self) -> None:
-        """Hold nothing any more (a future knows who waits for it: without this, both would hold each other)."""
+        """Drop all references (a future refers to its callback: without this, both would keep each other alive)."""
         self.futures, self.let_go = (), _nothing
 
     def error(self) -> StoreError | None:
@@ -92,7 +92,7 @@ class TierCopy:
 
 
 class Offloading:
-    """What one rank has away from its device, kept from step to step.
+    """What one rank has copied away from its device, kept from step to step.
 
     kept     per layer, micro-batch and step: what autograd keeps of it
     frozen   per group its frozen parameters on this rank
@@ -124,12 +124,12 @@ class Offloading:
         self.stores["host"] = HostStore(program.room)
         if any(tier(value) == "disk" for ins in copies for value in (ins.reads[0], ins.writes[0])):
             self.stores["disk"] = DiskStore(program.folder or None, program.room)
-        # (at the latest when nobody needs it any more: after an error)
+        # (after an error nobody calls `close`: then the finalizer does the same)
         self._finish = weakref.finalize(self, _close, list(self._threads.values()), list(self.stores.values()))
         self._begin()
 
     def close(self) -> None:
-        """Let everything go, files included."""
+        """End the threads and free everything, files included."""
         if self.stores:
             self._finish()
 
@@ -138,7 +138,7 @@ class Offloading:
         return value.kind in ("param", "param_shard") and value not in self.held
 
     def _begin(self) -> None:
-        """Bring what is away between steps to where it belongs."""
+        """Move everything to where it is kept between steps."""
         for g in self._away:
             for p in (*self.state.owners[g].owned, *self.frozen[g]):
                 if p.untyped_storage().nbytes() != _bytes([p]) or not p.is_contiguous():
@@ -158,7 +158,7 @@ class Offloading:
 
     @contextmanager
     def all_here(self) -> Iterator[None]:
-        """Between steps: while entered, everything is in memory, to be saved or to be filled anew."""
+        """Between steps: while entered, everything is in memory, to be saved or restored."""
         away = [value for value in sorted(self.held) if tier(value) != "device"] if self.stores else []
         stored = [value for value in away if tier(value) == "disk" or not self._masters(value.index)]
         for value in stored:
@@ -234,9 +234,9 @@ class Offloading:
         return copy
 
     def settle(self) -> None:
-        """Let go of what has been copied away, on the rank's own thread.
+        """Free what has been copied away, on the rank's own thread.
 
-        Of what autograd keeps only when the program waits for the copy: how much memory a step needs should not
+        What autograd keeps is freed only when the program waits for its copy: the memory that a step needs should not
         depend on the link's speed.
         """
         for entry in [
@@ -257,7 +257,7 @@ class Offloading:
             copy.forget()
 
     def finish(self) -> None:
-        """All copies are done: raise the error of the first one that failed."""
+        """Wait for all copies, and raise the error of the first one that failed."""
         for _, copy in self.under_way:
             copy.wait()
         self.settle()
@@ -271,7 +271,7 @@ class Offloading:
         return [] if found is None else [slot.bytes() for slot in found.slots]
 
     def release(self, value: Value) -> None:
-        """Let the parameters of a group go from the device, which are elsewhere, too."""
+        """Free the device's copy of a group's parameters, which another tier has, too."""
         g = value.index
         if g not in self._away or (value.kind == "param" and g in self.program.scattered):
             return
@@ -284,7 +284,7 @@ class Offloading:
         if found is None:  # a micro-batch without rows
             return TierCopy()
         store = self.stores[tier(target if op is Op.OFFLOAD else source)]
-        if value in self._stays:  # it could not go
+        if value in self._stays:  # it could not be copied away
             self._stays.discard(value)
             _drop(store, [(value, k) for k in range(len(found.slots))])
             return TierCopy()

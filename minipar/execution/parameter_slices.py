@@ -30,7 +30,7 @@ class SlicedGroup(Owner):
 
     flat        the parameters of the layers, end to end, with zeros behind them
     part        the slice
-    scattered   whether the layers' parameters are there only while they are gathered
+    scattered   whether the layers' parameters exist only while they are gathered
     """
 
     def __init__(
@@ -177,7 +177,7 @@ def pack_gradients(slices: Sequence[SlicedGroup], device: torch.device) -> Tenso
 
 
 def _runs(start: int, count: int, size: int) -> list[tuple[int, int, int, int]]:
-    """Elements start to start + count of what is cut into slices of `size`, slice by slice.
+    """Elements start to start + count of a tensor that is cut into slices of `size`, slice by slice.
 
     Of each run: its begin and end, counted from `start`; the slice; and its place in the slice.
     """

@@ -19,7 +19,7 @@ from minipar.program import Instruction, Op, Program, Value, carry, grad_carry
 
 
 class _Flow(NamedTuple):
-    """Of one layer and slice: what it was given of the slice before, and where the gradient of what it gave enters."""
+    """For one layer and slice: the carry that it was given, and the edges at which its own carry's gradient enters."""
 
     given: Any
     edges: list[tuple[int, Any]]
@@ -38,7 +38,7 @@ class SequenceState:
         self.flows: dict[tuple[int, int, int], _Flow] = {}
 
     def cut(self, value: Any, ins: Instruction) -> Any:
-        """Of inputs or targets of a micro-batch, the tokens that an instruction works on."""
+        """The tokens that an instruction works on, of inputs or targets of a micro-batch."""
         return value if self.count == 1 else sliced.cut(value, self.slices, ins.microbatch % self.count)
 
     def share(self, y: Any, ins: Instruction) -> float:
@@ -64,7 +64,7 @@ class SequenceState:
                 grads.append(live[grad_carry(layer, ins.microbatch, ins.step)][k])
 
     def hand_back(self, piece: tuple[int, ...], ins: Instruction, live: dict[Value, Any]) -> None:
-        """The backward of a piece is done: the gradients of what it was given of the slice before."""
+        """After the backward of a piece: write the gradients of the carries that it was given."""
         for layer in self.carries.intersection(piece):
             flow = self.flows.pop((layer, ins.microbatch, ins.step))
             if ins.microbatch % self.count:

@@ -89,7 +89,7 @@ class State:
                 self.owners[value.index].show(value)
 
     def release(self, value: Value) -> None:
-        """Let parameters of a group go."""
+        """Free the parameters of a group."""
         self.owners[value.index].release(value)
 
     # collectives -----------------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ class State:
         return self.buckets.all_reduce(ins, self.comm)
 
     def _average(self, ins: Instruction, share: float) -> list[Handle]:
-        """Average parameters over the replicas, in one message for each dtype: a sum of what was weighed before."""
+        """Average parameters over the replicas, in one message for each dtype: a sum of tensors with weights."""
         handles: list[Handle] = []
         whole = [p for g in ins.layers for p in self.owners[g].trained]
         for dtype in dict.fromkeys(p.dtype for p in whole):
@@ -165,7 +165,7 @@ class State:
                 p.grad.mul_(factor)
 
     def step(self, ins: Instruction) -> None:
-        """Update what a STEP works on, and let its gradients go."""
+        """Update what a STEP works on, and free its gradients."""
         part, schedule = self.updates[ins.layers], self.update.schedule
         number = self.count.next(ins.layers)
         if schedule is not None:
@@ -177,12 +177,12 @@ class State:
         self._forget_sums(ins.layers)
 
     def forget_gradient(self, g: int) -> None:
-        """Let the gradient of a group go from the device: it is on its way to the host."""
+        """Free the device's gradient of a group, which is on its way to the host."""
         self.owners[g].let_gradient_go()
         self._forget_sums([g])
 
     def _forget_sums(self, groups: Iterable[int]) -> None:
-        """The gradients of some groups start anew."""
+        """Forget the summed gradients of some groups, which begin again from nothing."""
         self.buckets.clear(groups)
         self.sums = {
             layers: sums

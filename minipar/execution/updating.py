@@ -49,7 +49,7 @@ class Named:
 
 
 def named(make: ByName) -> ByName:
-    """Say that a function makes an optimizer of (name, parameter) pairs, whatever its parameter is called.
+    """Say that a function makes an optimizer of (name, parameter) pairs; its argument may have any name.
 
     A function whose first parameter is called `named_parameters` is given such pairs anyway. The names are those of
     the whole model's `named_parameters()`, a tied parameter has the first of its names.
@@ -65,7 +65,7 @@ def takes_names(factory: Any) -> bool:
         return True
     try:
         first = next(iter(inspect.signature(factory).parameters), "")
-    except (TypeError, ValueError):  # a callable that does not tell
+    except (TypeError, ValueError):  # a callable without a signature
         return False
     return first == "named_parameters"
 
@@ -272,7 +272,7 @@ def settings_of(optimizer: torch.optim.Optimizer) -> GroupSettings:
 class OptimizerSchedule:
     """What a scheduler makes of the settings, update by update, counted from 0 in this run.
 
-    Raises PlanError where it is no scheduler that steps by itself.
+    Raises PlanError if it is not a scheduler whose `step()` needs no arguments.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, scheduler: Scheduler) -> None:
@@ -290,12 +290,12 @@ class OptimizerSchedule:
         return self._settings[update]
 
     def forget(self, update: int) -> None:
-        """Nobody asks for the settings of the updates before this one any more."""
+        """Forget the settings of the updates before this one."""
         self.at(update)
         self._settings = {k: found for k, found in self._settings.items() if k >= update}
 
     def saved(self, update: int) -> dict[str, Any]:
-        """As plain JSON data what `load` takes, where `update` updates are done and no more were asked for."""
+        """What `load` takes, as plain JSON data, after `update` updates. (`at` was not called for a later update.)"""
         settings = self.at(update)
         return {
             "class": class_name(self.scheduler),
@@ -304,13 +304,13 @@ class OptimizerSchedule:
         }
 
     def load(self, saved: dict[str, Any] | None) -> None:
-        """Go on from what `saved` gave, if it was a scheduler of the same class."""
+        """Go on from a saved state, if it is that of a scheduler of the same class."""
         load_scheduler(self.scheduler, self.optimizer, saved)
         self._last, self._settings = 0, {0: settings_of(self.optimizer)}
 
 
 def make_scheduler(make: Scheduler, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """The user's scheduler of an optimizer; PlanError for what does not step by itself."""
+    """The user's scheduler of an optimizer; PlanError if its `step()` needs arguments."""
     made = make(optimizer)
     step = getattr(made, "step", None)
     if not callable(step) or not hasattr(made, "state_dict"):
@@ -343,7 +343,7 @@ def load_scheduler(scheduler: LRScheduler, optimizer: torch.optim.Optimizer, sav
 
 
 def other_scheduler(saved: dict[str, Any] | None, mine: str) -> str:
-    """What to warn of where a run goes on without the scheduler that it was saved with, or ""."""
+    """The warning for a run that goes on without the scheduler it was saved with, or "" if none is needed."""
     before = "" if saved is None else saved["class"]
     if before == mine or not before:
         return ""

@@ -254,7 +254,7 @@ def _size(program: Program, taken: list[Step], served: list[Served], batch: int)
 
 
 def _summed(steps: list[Step]) -> dict[str, Tensor]:
-    """The gradient of a step, from what each worker has of it."""
+    """The gradient of a step: the sum of the workers' parts."""
     found: dict[str, Tensor] = {}
     for step in sorted(steps, key=lambda t: t.worker):
         for name, gradient in step.gradients.items():

@@ -1,4 +1,4 @@
-"""What a rank starts from, and that nothing of it stays: busy drivers, data loaders, several clusters at once."""
+"""How ranks start, and that they leave nothing behind: busy drivers, data loaders, several clusters at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The data: the same rows whoever reads them, splits and shards without overlap."""
+"""The data: every reader gets the same rows; splits and shards do not overlap."""
 
 import pickle
 import subprocess

@@ -1,4 +1,4 @@
-"""calibrate(): on real ranks, what it finds is finite, and predictions use it (the benchmark says how well)."""
+"""calibrate() on real ranks: its results are finite, and predictions use them (a benchmark measures their errors)."""
 
 from __future__ import annotations
 

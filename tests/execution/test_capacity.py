@@ -1,4 +1,4 @@
-"""Devices of limited memory: to the byte, with a reason and ways out, and the cluster goes on."""
+"""Devices of limited memory: exact to the byte; the error names a reason and remedies; the cluster goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Emulated devices: real work and messages, delayed to a device's speed; the prediction is met."""
+"""Emulated devices: real work and messages, delayed to a device's speed; measured times agree with the prediction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Around a layer's module there is what its rank's program needs, and nothing else."""
+"""A rank's layers and parameter groups get the additions that its program needs, and no others."""
 
 from __future__ import annotations
 

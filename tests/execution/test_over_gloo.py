@@ -1,7 +1,7 @@
 """Every strategy in a short form over gloo alone, as ranks on several machines run it: equal to plain torch.
 
-The oracle is that of the random campaign (tests/fuzz): plain torch that knows nothing of the engine. An asynchronous
-plan is compared with a replay of the order in which its ranks worked. Neither rows nor layers divide evenly.
+The oracle is that of the random campaign (tests/fuzz): plain torch without any code of the engine. An asynchronous plan
+is compared with a replay of the order in which its ranks worked. Neither rows nor layers divide evenly.
 
 Over gloo a receive is posted with its size before the message is there. So three things differ from the ranks of one
 machine, and each has a test below: the output of a layer has one form for each number of rows, a gradient that is None

@@ -1,4 +1,4 @@
-"""A folder has one whole saved run at every moment, says what is wrong with it, and is read without unpickling."""
+"""A folder contains one complete saved run at every moment; errors name what is wrong; reading does not unpickle."""
 
 from __future__ import annotations
 

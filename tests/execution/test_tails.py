@@ -1,4 +1,4 @@
-"""What a recomputation leaves out is never missed: gradients are bit by bit those of the whole layer."""
+"""Operations that a recomputation leaves out are not needed: gradients are bit by bit those of the whole layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives by algorithm as programs: they verify, sum every rank once, cost what the formulas say, are drawn."""
+"""Collectives by algorithm as programs: they verify, sum every rank once, match the cost formulas, can be drawn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of keys and of what does not go together: what it says is what is refused, and nothing else says it."""
+"""The table of choices that exclude each other: two together are refused with a remedy; each alone is possible."""
 
 from __future__ import annotations
 

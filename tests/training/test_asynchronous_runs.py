@@ -1,4 +1,4 @@
-"""Asynchronous pipelines on real ranks: equal to a replay of their recorded order in plain torch, whatever it was."""
+"""Asynchronous pipelines on real ranks: equal to a replay of their recorded order in plain torch, for every order."""
 
 from __future__ import annotations
 

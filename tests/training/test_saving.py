@@ -1,4 +1,4 @@
-"""What is saved under one plan is loaded under any other, bit by bit, and training goes on as if it had not stopped."""
+"""A run saved under one plan is loaded under any other, bit by bit, and training goes on as if it had not stopped."""
 
 from __future__ import annotations
 

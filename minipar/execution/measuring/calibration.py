@@ -159,7 +159,7 @@ def _compute(comm: Communicator, window: float, clock: Callable[[], float]) -> t
 
 
 def _ping_pong(comm: Communicator, a: int, b: int, size: int, repeats: int) -> tuple[float, float, float]:
-    """Seconds of one message between a and b, of the sender's work in it, and of the receiver's; counts on rank a."""
+    """Seconds of one message between a and b, of the sender's work in it, and of the receiver's; valid on rank a."""
     comm.barrier()
     if comm.rank not in (a, b):
         comm.barrier()
@@ -222,8 +222,8 @@ def _allreduce(comm: Communicator, members: int, repeats: int) -> LinearCost:
 #     one         rank 0 -> rank 1 -> rank 2 -> rank 0         a message to the next rank, and one from the one before
 #     several     the same, several messages in a row          what each further one takes
 #
-# These are no algorithms: `play` runs them as it runs those. The memory is cold, as gradients are: each call works on
-# another part of a large tensor.
+# These programs compute nothing, but `play` runs them as it runs an algorithm. The memory is cold, as it is for
+# gradients: each call works on another part of a large tensor.
 
 
 def _with_exchanges(comm: Communicator, found: Calibration, repeats: int) -> Calibration:
@@ -265,7 +265,7 @@ def _message_alone(comm: Communicator, repeats: int) -> LinearCost:
 
 
 def _there_and_back() -> Program:
-    """Rank 1 sends back what it received, once it is there."""
+    """Rank 1 sends each message back when it has received it."""
 
     def moves(setting: Setting, rank: int) -> Iterator[Move]:
         there: list[Move] = [Send([0], 1 - rank), Copy([0], 1 - rank)]
@@ -348,7 +348,7 @@ def _gather(comm: Communicator, numbers: list[float], length: int) -> list[list[
 
 
 def _typical(times: list[float]) -> float:
-    """The lower quartile: what happens when no other program is in the way, but no lucky exception."""
+    """The lower quartile: other programs disturb it little, and one lucky measurement does not decide it."""
     return sorted(times)[(len(times) - 1) // 4]
 
 

@@ -310,13 +310,13 @@ def _runs(
 
 
 def _forward(run: Callable[[Any], Any], loss: Loss | None, given: Any) -> tuple[Any, list[Tensor]]:
-    """What a layer hands on, and the tensors that a backward starts from: the loss, or what can have a gradient."""
+    """A layer's output, and the tensors that a backward starts from: the loss, or what can have a gradient."""
     output = run(given)
     return output, [loss(output)] if loss else differentiable(output)
 
 
 def _kept_anyway(target: Any, part: sliced.Alone | None) -> list[Tensor]:
-    """The loss's targets; and of a slice what the layer takes and carries on beside its input and output."""
+    """The loss's targets; for a slice also what the layer takes and carries on beside its input and output."""
     return [*tensors(target), *(tensors(part.beside) if part else ())]
 
 
@@ -371,8 +371,8 @@ def _ones(ends: Sequence[Tensor]) -> list[Tensor]:
     return [torch.ones_like(end) for end in ends]
 
 
-# What autograd keeps of the layers that are timed together: more than the caches next to a core hold, and little
-# beside a device's memory.
+# Bytes that autograd keeps of the layers that are timed together: more than the caches next to a core hold, and few
+# compared with a device's memory.
 _KEPT = 64 * 2**20
 
 
@@ -415,7 +415,7 @@ def _measure_step(
 
 @contextmanager
 def _undisturbed(device: torch.device, threads: int) -> Iterator[None]:
-    """Random generators and the number of threads as they were, whatever happens inside."""
+    """Set the number of threads; restore it, and the random generators, whatever happens inside."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

@@ -26,9 +26,9 @@ _OUTSIDE = -1
 class FollowedStorage(weakref.ref[Any]):
     """A storage that is followed: a weak reference that knows what it refers to.
 
-    nbytes   its size at the last look; -1 for one that belongs to somebody else
+    nbytes   its size when it was last seen; -1 for one that belongs to somebody else
     kind     one of `series.ALL_KINDS`; "" until it is known
-    layer    whose it is; -1: no layer's
+    layer    the layer that it belongs to; -1: none
     """
 
     __slots__ = ("key", "kind", "layer", "nbytes")
@@ -94,7 +94,7 @@ class Storages(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: torch would import its compiler, for a second or more, only to keep it away from this mode."""
+        """Say no: else torch would import its compiler, for a second or more, only to keep it away from this mode."""
         return False
 
     # what the mode sees ----------------------------------------------------------------------------------------------

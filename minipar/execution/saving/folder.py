@@ -6,8 +6,9 @@
         part-0.safetensors  part-0.json
         part-1.safetensors  part-1.json
 
-A save writes a new step folder, flushes it to the disk, and then renames a new index over the old one. Whoever stops
-before that leaves a folder that no index names, and the saved run of before; the next save takes such folders away.
+A save writes a new step folder, flushes it to the disk, and then renames a new index over the old one. A save that
+stops before that leaves a folder that no index names, and the run saved before still counts; the next save removes such
+folders.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ def _text(row: SavedParameter | None) -> str:
 
 
 def new_token() -> str:
-    """What tells the step folders of one run from those of others."""
+    """A new token, which is part of the names of one run's step folders and of no other's."""
     return secrets.token_hex(4)
 
 
@@ -133,7 +134,7 @@ def prepare(folder: str | os.PathLike[str]) -> str:
 
 @contextlib.contextmanager
 def writing(folder: str) -> Iterator[None]:
-    """Around what writes to a folder: the system's refusals as one line."""
+    """Around code that writes to a folder: turn the system's errors into a SaveError of one line."""
     try:
         yield
     except SaveError:
@@ -156,7 +157,7 @@ def write_fragment(path: str, part: int, optimizer: str, entries: dict[str, Save
 
 
 def commit(folder: str, step: int, token: str, parts: int, header: Header) -> None:
-    """Make a step folder the one that counts, once all its parts are written. Then take away the others."""
+    """Make a step folder the one that the index names, once all its parts are written. Then remove the others."""
     path = step_folder(folder, step, token)
     entries: dict[str, dict[str, Any]] = {}
     optimizer = ""
@@ -182,12 +183,12 @@ def commit(folder: str, step: int, token: str, parts: int, header: Header) -> No
 
 
 def _aside(folder: str, token: str) -> str:
-    """Where an index is written before it counts."""
+    """The path to which an index is written before it is renamed."""
     return os.path.join(folder, f".minipar-{token}")
 
 
 def _clean(folder: str, counts: str, token: str = "") -> None:
-    """Take away the step folder of a token, or all of them, and what was written aside; not the one that counts."""
+    """Remove the step folder of a token, or all of them, and indices that were not renamed; keep folder `counts`."""
     for name in os.listdir(folder):
         path = os.path.join(folder, name)
         if _STEP.fullmatch(name) and name.endswith(token) and name != counts:
@@ -198,7 +199,7 @@ def _clean(folder: str, counts: str, token: str = "") -> None:
 
 
 def discard(folder: str, token: str) -> None:
-    """Take away what a save that failed has left behind."""
+    """Remove what a failed save has left behind."""
     with contextlib.suppress(OSError, SaveError):
         counts = os.path.basename(open_folder(folder).files) if os.path.exists(os.path.join(folder, INDEX)) else ""
         _clean(folder, counts, token)
@@ -225,7 +226,7 @@ def _write(path: str, data: bytes) -> None:
 
 
 def flush(path: str) -> None:
-    """See that a file, or the names in a folder, are on the disk."""
+    """Flush a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,12 +1,12 @@
-"""torch.distributed.checkpoint with an index in JSON and tensors in safetensors files, read in any division.
+"""torch.distributed.checkpoint with an index in JSON and tensors in safetensors files, read under any plan.
 
 torch plans and reshards: which saved chunks overlap what is wanted, and where. Its own storage keeps the plan in a
 pickle, which could run anything when it is loaded; so planner and storage are extended here, as torch provides for.
 Every tensor is one line of elements in memory order, and its chunks are runs of them: so the slices of ZeRO, which
 begin and end anywhere in a parameter, are chunks like any other.
 
-What `save` and `load` do in one process stands in `write` and `read` step by step: torch's own functions would talk
-to other processes as soon as a user has made a process group.
+`write` and `Reading.fill` do step by step what torch's `save` and `load` do in one process: torch's own functions would
+communicate with other processes as soon as a user has made a process group.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class FolderWriter(StorageWriter):
             if values.data_ptr() in seen:  # states may share their memory; safetensors wants each its own
                 values = values.clone()
             seen.add(values.data_ptr())
-            kept.append(values)  # while its memory is looked at
+            kept.append(values)  # (so that its memory stays alive until the file is written)
             values = _apart(values)
             # (complex numbers as pairs: safetensors does not know all of their types)
             tensors[_entry(item.index.fqn, start)] = torch.view_as_real(values) if values.is_complex() else values
@@ -156,7 +156,7 @@ class FolderWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return False  # torch is never to choose this one by itself
+        return False  # torch must never choose this class automatically
 
 
 # reading --------------------------------------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ def checksum(values: Tensor) -> int:
 
 
 def _apart(values: Tensor) -> Tensor:
-    """The same memory as a storage of its own: one that NumPy has seen can never be resized again, as ZeRO must."""
+    """The same memory as another storage: one that NumPy has seen cannot be resized again, which ZeRO needs."""
     size = values.numel() * values.element_size()
     if size == 0:
         return values
