@@ -12,7 +12,9 @@ is the smallest unit of a program; profile and prediction measure the layer as i
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -44,6 +46,10 @@ def choose(layers: Iterable[nn.Module], again: bool) -> None:
     """Let the marked parts of these layers run again in backward, or keep what they made."""
     for part in _parts(layers):
         part.again = again
+    if again:
+        # Autograd imports this at the first backward from a given gradient: half a second in the middle of a trace.
+        with suppress(ImportError):
+            importlib.import_module("torch.fx.experimental.symbolic_shapes")
 
 
 def check(layers: Iterable[nn.Module]) -> None:
