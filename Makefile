@@ -27,7 +27,7 @@ demo: $(READY)
 test: lint
 	$(BIN)/python tests/everything.py $(TEST_ARGS)
 
-check: lint
+check: $(READY)
 	$(BIN)/python tests/everything.py --fast $(TEST_ARGS)
 
 lab: $(READY)  # (docs/jupyter: without the menus that nbgrader adds for teachers)

@@ -177,7 +177,16 @@ def test_make_check_runs_the_rooms_below_cluster():
     folders = {f"tests/{room}" for room in rooms if (ROOT / "tests" / room).is_dir()}
     fast = [folder for half in everything.FAST for folder in half]
     assert sorted(fast) == sorted(folders)
-    assert all((ROOT / folder).is_dir() for folder in (*everything.ALONE, *everything.BESIDE))
+
+
+def test_make_test_runs_every_test_file_once():
+    commands = [everything.pytest("alone", *everything.ALONE).command, *(p.command for p in everything.everything([]))]
+    found = Counter()
+    for command in commands:
+        done = subprocess.run([*command, "--collect-only", "-qq"], cwd=ROOT, capture_output=True, text=True)
+        found.update(re.findall(r"^(\S+\.(?:py|ipynb)): \d+$", done.stdout, flags=re.MULTILINE))
+    files = [*ROOT.glob("tests/**/test_*.py"), *ROOT.glob("lessons/**/*.ipynb")]
+    assert found == Counter(str(path.relative_to(ROOT)) for path in files)
 
 
 def test_readme_begins_with_the_two_commands():
