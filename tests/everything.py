@@ -52,7 +52,7 @@ def pytest(name: str, *arguments: str) -> Part:
 def parts_of(folder: str, count: int) -> list[list[str]]:
     """The test files of a folder, dealt out like cards: the long lessons stand side by side."""
     files = sorted(path for name in ("test_*.py", "*.ipynb") for path in (ROOT / folder).rglob(name))
-    found = [str(path.relative_to(ROOT)) for path in files if "notebooks" not in path.parts]
+    found = [str(path.relative_to(ROOT)) for path in files if ".ipynb_checkpoints" not in path.parts]
     return [found[k::count] for k in range(count)]
 
 
