@@ -243,7 +243,7 @@ def cluster() -> Any:
     [("pp=2 microbatches=4 checkpoint=1", 9), ("dp=2 checkpoint=2", 5), ("dp=2 zero=3 checkpoint=1", 5)],
 )
 def test_a_run_gives_plain_torchs_gradients_on_layers_large_enough(cluster: Cluster, plan: str, rows: int) -> None:
-    """Large enough, with 2 or 3 rows at once, to be shortened in the ranks, which know nothing of this file's threshold;
+    """Large enough, with 2 or 3 rows, to be shortened in the ranks, which know nothing of this file's threshold;
     the layers are known."""
 
     def build() -> nn.Sequential:
