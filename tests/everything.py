@@ -1,8 +1,8 @@
 """The tests, as make runs them: python tests/everything.py [--fast] [PYTEST_ARGUMENTS]
 
-All of them (`make test`): first the tests of ranks and messages alone, because they mind the clock. Then everything
-else, in parts: each part is a pytest of its own, and one more runs at once than there are cores, because tests of
-ranks wait much. The longest parts begin first.
+All of them (`make test`): first the tests of ranks and of messages side by side, and nothing else, because they mind
+the clock. Then everything else, in parts: each part is a pytest of its own, and one more runs at once than there are
+cores, because tests of ranks wait much. The longest parts begin first.
 
 With --fast (`make check`): lint, and beside it the tests of the rooms below `cluster`, which plan, draw and predict.
 Those that need ranks, and the slow ones, are left out. tests/test_repository.py compares FAST with the rooms.
@@ -18,11 +18,12 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-ALONE = ("tests/cluster", "tests/comm", "tests/server")
-# The folders that take longest, longest first, and in how many parts each is run. All others are the last part.
+FIRST = (("tests/cluster",), ("tests/comm", "tests/server"))
+# The folders that take longest, longest first, and in how many parts each is run. All others are one part.
 LONG = {"tests/execution": 3, "lessons": 4, "tests/widgets": 2, "tests/training": 1, "tests/course": 1, "tests/docs": 1}
 FAST = (
     ("tests/strategies", "tests/program"),
@@ -56,9 +57,14 @@ def parts_of(folder: str, count: int) -> list[list[str]]:
     return [found[k::count] for k in range(count)]
 
 
-def everything(given: list[str]) -> list[Part]:
-    """What `make test` runs after the tests that run alone."""
-    others = [f"--ignore={folder}" for folder in (*ALONE, *LONG)]
+def first(given: list[str]) -> list[Part]:
+    """What `make test` runs first."""
+    return [pytest(" ".join(folders), *folders, *given) for folders in FIRST]
+
+
+def then(given: list[str]) -> list[Part]:
+    """What `make test` runs after that: everything else."""
+    others = [f"--ignore={folder}" for folder in (*chain(*FIRST), *LONG)]
     rest = pytest("all other tests", "tests", *others, *given)
     long = [
         pytest(f"{folder}, part {k + 1}" if count > 1 else folder, *files, *given)
@@ -108,10 +114,10 @@ def main(arguments: list[str]) -> int:
         parts = fast(given)
         run(parts, cores + 1)
     else:
-        alone, others = pytest(" ".join(ALONE), *ALONE, *given), everything(given)
-        run([alone], 1)
+        clock, others = first(given), then(given)
+        run(clock, len(clock))
         run(others, cores + 1)
-        parts = [alone, *others]
+        parts = [*clock, *others]
     print("\nseconds  status")
     for part in parts:
         print(f"{part.seconds:7.0f}  {'failed' if part.failed else 'passed'}  {part.name}")
