@@ -74,9 +74,9 @@ class Zygote:
         """A new rank that owns copies of the three descriptors; its pid. OSError when the helper has died."""
         with self._lock:
             number = next(self._numbers)
-            modules = [name for name in list(sys.modules) if name.startswith("minipar.") and name not in self._imported]
-            self._imported.update(modules)
-            message = pickle.dumps(("fork", number, tuple(modules)))
+            modules = {name for name in list(sys.modules) if name.startswith("minipar.")} - self._imported
+            self._imported |= modules
+            message = pickle.dumps(("fork", number, sorted(modules - {"minipar.__main__"})))
             socket.send_fds(self._socket, [message], [control, out, err])
             while True:
                 answer = self._read(None)

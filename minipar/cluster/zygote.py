@@ -56,7 +56,7 @@ def _freeze() -> None:
     gc.freeze()  # a collection in a rank would otherwise copy every shared page
 
 
-def _import(modules: tuple[str, ...]) -> None:
+def _import(modules: list[str]) -> None:
     for module in modules:
         with contextlib.suppress(Exception):  # a rank that needs it will say what is wrong with it
             importlib.import_module(module)
