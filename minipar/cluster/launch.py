@@ -41,6 +41,7 @@ class Zygote:
         self._exits: dict[int, int] = {}
         self._lock = threading.Lock()
         self._numbers = itertools.count()
+        self._imported: set[str] = set()  # modules that the helper was told to import
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         tie = "1" if threading.current_thread() is threading.main_thread() else "0"
         command = [sys.executable, "-m", "minipar.cluster.zygote", str(theirs.fileno()), str(os.getpid())]
@@ -73,13 +74,16 @@ class Zygote:
         """A new rank that owns copies of the three descriptors; its pid. OSError when the helper has died."""
         with self._lock:
             number = next(self._numbers)
-            socket.send_fds(self._socket, [pickle.dumps(("fork", number))], [control, out, err])
+            modules = {name for name in list(sys.modules) if name.startswith("minipar.")} - self._imported
+            self._imported |= modules
+            message = pickle.dumps(("fork", number, sorted(modules - {"minipar.__main__"})))
+            socket.send_fds(self._socket, [message], [control, out, err])
             while True:
-                message = self._read(None)
-                if message is None:
+                answer = self._read(None)
+                if answer is None:
                     raise ConnectionResetError("the helper process has died")
-                if message[:2] == ("forked", number):  # another number: a call that was interrupted
-                    pid: int = message[2]
+                if answer[:2] == ("forked", number):  # another number: a call that was interrupted
+                    pid: int = answer[2]
                     self._exits.pop(pid, None)  # of an earlier process with this number
                     return pid
 

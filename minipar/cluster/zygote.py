@@ -1,17 +1,19 @@
-"""The helper process that ranks are forked from: it has imported torch, and runs nothing with it.
+"""The helper process that ranks are forked from: it imported modules, torch first of all, and ran nothing.
 
 Every driver process has its own. A fork of it takes milliseconds, where a fresh interpreter takes seconds. It is safe,
 unlike a fork of the notebook's kernel: no thread pool was ever started here, and CUDA was never used.
 
     python -m minipar.cluster.zygote SOCKET DRIVER_PID FOLDER TIE
 
-The socket (SEQPACKET) carries ("fork", number) with three descriptors -> ("forked", number, pid), ("kill", pid), and
-("exit", pid, status) as ranks end. TIE is 1 where Linux may tie this process to the driver's thread. When the driver
-is gone, all ranks are killed and FOLDER is removed.
+The socket (SEQPACKET) carries ("fork", number, modules) with three descriptors -> ("forked", number, pid), ("kill",
+pid), and ("exit", pid, status) as ranks end. The modules are imported first: what the driver has of this package, its
+ranks will need, and here it is imported once for all of them. TIE is 1 where Linux may tie this process to the
+driver's thread. When the driver is gone, all ranks are killed and FOLDER is removed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
@@ -28,6 +30,7 @@ from minipar.cluster.light_torch import postpone_compiler
 from minipar.cluster.processes import die_with_parent, kill_group, yield_to_others
 
 PRELOAD = ("torch", "torch.distributed")
+LONGEST = 1 << 16  # bytes of a message
 
 
 def main(arguments: list[str]) -> None:
@@ -43,10 +46,22 @@ def main(arguments: list[str]) -> None:
     except ImportError as error:
         _send(control, ("failed", f"{type(error).__name__}: {error}"))
         return
-    gc.collect()
-    gc.freeze()  # (else a garbage collection in a rank would copy every shared page)
+    _freeze()
     _send(control, ("ready",))
     _serve(control, driver, folder)
+
+
+def _freeze() -> None:
+    gc.collect()
+    gc.freeze()  # a collection in a rank would otherwise copy every shared page
+
+
+def _import(modules: list[str]) -> None:
+    for module in modules:
+        with contextlib.suppress(Exception):  # a rank that needs it will say what is wrong with it
+            importlib.import_module(module)
+    if modules:
+        _freeze()
 
 
 def _send(control: socket.socket, message: tuple[object, ...]) -> None:
@@ -78,11 +93,12 @@ def _serve(control: socket.socket, driver: int, folder: str) -> None:
                 wake_read.recv(4096)
                 _reap(control, children)
             if control.fileno() in ready:
-                data, descriptors, _, _ = socket.recv_fds(control, 4096, 3)
+                data, descriptors, _, _ = socket.recv_fds(control, LONGEST, 3)
                 if not data:
                     return
                 message = pickle.loads(data)
                 if message[0] == "fork":
+                    _import(message[2])
                     closing = [control.fileno(), wake_read.fileno(), wake_write.fileno(), gone]
                     pid = _fork(descriptors, closing)
                     children.add(pid)

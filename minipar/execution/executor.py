@@ -10,10 +10,9 @@ It is an interpreter: it knows no strategy.
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -138,10 +137,6 @@ class Executor:
         self.comm = comm
         self.compute = Compute(program, comm.rank, comm.device, layers, loss, seed, comm.posts)
         self.compute.names = naming_layers.names_of(model)
-        if any(value.kind == "grad_output" for ins in program.ranks[comm.rank] for value in ins.reads):
-            # Autograd imports this at the first backward from a given gradient: half a second in the middle of a trace.
-            with suppress(ImportError):
-                importlib.import_module("torch.fx.experimental.symbolic_shapes")
         own = {id(p) for layer in self.compute.layers.values() for p in layer.parameters()}
         groups = [[p for p in params if id(p) in own] for params in parameters_of(layers)]
         self.names = {id(p): name for name, p in container.named_parameters() if id(p) in own}

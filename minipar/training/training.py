@@ -25,7 +25,7 @@ from minipar.execution.emulation import delays
 from minipar.execution.execution import Job, Loss, Model, emulated_costs, execute, profile_job
 from minipar.execution.finite import check_choice
 from minipar.execution.following import Callback, Observer
-from minipar.execution.measuring.calibration import calibrate
+from minipar.execution.measuring.calibration import quick_calibration
 from minipar.execution.saving import keeping
 from minipar.execution.saving.folder import open_folder
 from minipar.execution.updating import Optimizer, Scheduler, other_scheduler
@@ -48,8 +48,6 @@ from minipar.trace.recorded_order import order_of
 from minipar.training import own_program, plainly
 from minipar.training.reference import Reference, gradient_error
 from minipar.wording import several
-
-_QUICK = 0.5  # seconds of a calibration that the user did not ask for
 
 
 @dataclass(frozen=True)
@@ -211,8 +209,9 @@ def train(
     reference   also train plain torch on one process, to compare the losses
     check       do that, and keep every gradient of both, to compare them too (memory: twice the model per step)
     memory      follow every allocation of the ranks, and predict every one: then both traces have `series`, and
-                `Run.memory` says what held the peak (this takes time, so do not use it for timing)
-    calibration of the cluster, from `calibrate(cluster)`, for the prediction; default: a quick one before the run
+                `Run.memory` says who held the peak (takes time: not for timing)
+    calibration of the cluster, from `calibrate(cluster)`, for the prediction; default: a quick one before the first run
+                on this cluster
     resume      a folder with a saved run, of any plan: go on after its last step, with what is given here
     save        a folder that the ranks save the run to, at its end and after every `save_every` steps of it
     keep        bring parameters and optimizer states back, for `Run.save`; default: if all are at most 64 MiB
@@ -283,7 +282,7 @@ def train(
         served = plan.sync == "ps"  # (its steps overlap, so one program has all of them)
         cores = available_cores() if ranks.device == "cpu" else None
         if calibration is None and plan.ranks > 1 and (ranks.emulates is None or not ranks.emulates.emulates):
-            calibration = calibrate(ranks, seconds=_QUICK, progress=progress, algorithms=plan.algorithm != "default")
+            calibration = quick_calibration(ranks, algorithms=plan.algorithm != "default", progress=progress)
         costs_of = partial(
             costs_for,
             measured=facts.profile,

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from minipar.costs.measured import Profile
 from minipar.errors import MiniparError, PlanError
-from minipar.execution import naming_layers, sliced
+from minipar.execution import autograd_entry, naming_layers, sliced
 from minipar.execution.measuring.weighing import Weights, weigh
 from minipar.execution.split_backward import input_half, left, weight_half
 from minipar.execution.tails import Tails
@@ -289,7 +289,7 @@ def _runs(
             ends = [end for end in ends if end.requires_grad]
             with FlopCounterMode(display=False, custom_mapping=_FLOPS) as backward:
                 if ends:
-                    torch.autograd.backward(ends, _ones(ends))
+                    autograd_entry.backward([get_gradient_edge(end) for end in ends], _ones(ends))
         except MiniparError:
             raise
         except Exception as error:
@@ -326,12 +326,12 @@ def _time_run(run: list[_Measured], repeats: int, clock: _Stopwatch) -> list[_La
         graphs = [each.forward(clock) for each in run]
         for each in reversed(run):
             _, ends = graphs.pop()
-            gradients = _ones(ends)
+            edges, gradients = [get_gradient_edge(end) for end in ends], _ones(ends)
             start = clock()
             if ends:
-                torch.autograd.backward(ends, gradients)
+                autograd_entry.backward(edges, gradients)
             each.seconds["backward"].append(clock() - start if ends else 0.0)
-            del ends
+            del ends, edges
     for _ in range((repeats + 1) // 2):
         graphs = [each.forward(clock) for each in run]
         for each in reversed(run):
