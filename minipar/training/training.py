@@ -209,7 +209,7 @@ def train(
     reference   also train plain torch on one process, to compare the losses
     check       do that, and keep every gradient of both, to compare them too (memory: twice the model per step)
     memory      follow every allocation of the ranks, and predict every one: then both traces have `series`, and
-                `Run.memory` says who held the peak (takes time: not for timing)
+                `Run.memory` says what held the peak (this takes time, so do not use it for timing)
     calibration of the cluster, from `calibrate(cluster)`, for the prediction; default: a quick one before the first run
                 on this cluster
     resume      a folder with a saved run, of any plan: go on after its last step, with what is given here
