@@ -1,7 +1,7 @@
-"""Benchmarks: minipar beside torch's own tools, in one run, as ratios of medians of interleaved runs.
+"""Benchmarks compare minipar with torch's own tools in one run: they give ratios of medians of interleaved runs.
 
 `make bench`, `minipar bench [NAME...]` or `python -m benchmarks [NAME...]` print one table: measured values beside
-their targets, misses marked. A *must* is a condition, an *aim* is where the project is going.
+their targets, with missed targets marked. A *must* is a condition, an *aim* is a goal of the project.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NAMES = (
     "widgets",
 )
 
-PICTURES = ("comm",)  # those that draw
+PICTURES = ("comm",)  # the benchmarks that draw a picture
 
 __all__ = ["NAMES", "Row", "run", "table"]
 
@@ -42,9 +42,10 @@ __all__ = ["NAMES", "Row", "run", "table"]
 def run(
     names: Sequence[str] = (), quick: bool = False, show: bool = True, picture: str | None = None
 ) -> dict[str, Any]:
-    """Run the named benchmarks (default: all) and return `{"rows": [...], "missed": n}`; `show` tells what runs now.
+    """Run the named benchmarks (default: all) and return `{"rows": [...], "missed": n}`. `show` prints each name as it
+    begins.
 
-    picture   where to write the picture, a PNG or SVG file, of a benchmark that draws one
+    picture   the PNG or SVG file into which a benchmark draws its picture, if it draws one
     """
     if picture and not set(names or NAMES) & set(PICTURES):
         raise PlanError(f"--picture {picture}: {', '.join(names)} draws none; possible are {', '.join(PICTURES)}")

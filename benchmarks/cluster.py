@@ -1,4 +1,4 @@
-"""Starting ranks, talking to them, losing one: how long a cell waits."""
+"""How long a notebook's cell waits when ranks start, when it exchanges data with them, and when one of them dies."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _timed(function: Callable[[], object]) -> float:
 
 def _later(rounds: int) -> list[Row]:
     later, healed, noticed, warm, optimizer = [], [], [], [], []
-    with Cluster(RANKS, device="cpu"):  # the helper process has started
+    with Cluster(RANKS, device="cpu"):  # starts the helper process
         for _ in range(rounds):
             start = time.perf_counter()
             with Cluster(RANKS, device="cpu") as cluster:
@@ -94,7 +94,7 @@ def _first_step() -> float:
 
 
 def _death(cluster: Cluster) -> float:
-    """Seconds from the death of a rank that the others wait for to the error in the driver."""
+    """Seconds from the death of a rank to the error in the driver. The other ranks wait for the dead one."""
     when: list[float] = []
     with contextlib.suppress(RankDied):
         cluster.run_with(lambda _, moment: when.append(moment), _die)
@@ -106,7 +106,7 @@ def _die() -> None:
     comm.barrier()
     if comm.rank == 1:
         time.sleep(0.05)
-        worker.report(time.perf_counter())  # Linux counts from the same moment in all processes
+        worker.report(time.perf_counter())  # on Linux this clock is the same in all processes
         os.kill(os.getpid(), signal.SIGKILL)
     comm.allreduce([1.0])
 
@@ -135,7 +135,7 @@ def _take(tensor: torch.Tensor) -> None:
     assert tensor[-1] == 1
 
 
-held = types.SimpleNamespace()  # of this rank, from one call of the cluster to the next
+held = types.SimpleNamespace()  # of this rank; kept between calls of the cluster
 
 
 def _make() -> None:

@@ -1,11 +1,11 @@
 """Collectives by algorithm beside torch's own on gloo, in the terms of nccl-tests: time, algorithm and bus bandwidth.
 
     algorithm bandwidth    bytes of the whole tensor / seconds
-    bus bandwidth          that times 2 (p - 1)/p for an allreduce, (p - 1)/p for a reduce-scatter or an all-gather:
-                           comparable to what a link carries, whatever the number of ranks
+    bus bandwidth          algorithm bandwidth times 2 (p - 1)/p for an allreduce, times (p - 1)/p for a reduce-scatter
+                           or an all-gather: it can be compared with the rate of a link, for any number of ranks p
 
-All contestants of a size run in turn in one run of the ranks, so that noise hits all of them; ratios are of medians. A
-prediction is made before, from `calibrate`, which runs none of these algorithms.
+All contestants of a size take turns in one run of the ranks, so that noise affects all of them; ratios are of medians.
+The prediction is made before, from `calibrate`, which runs none of these algorithms.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ SIZES = tuple(4**k << 10 for k in range(9))  # 1 KB to 64 MB
 LARGEST = SIZES[-1]
 COLLECTIVES = ("allreduce", "reduce_scatter", "all_gather")
 GLOO, SHARED = "gloo", "shared memory"
-MUSTS = {("allreduce", 2): 1.0, ("allreduce", 4): 1.2}  # of gloo's time, by our ring at 64 MB; of the others:
+MUSTS = {("allreduce", 2): 1.0, ("allreduce", 4): 1.2}  # time of our ring / time of gloo, at 64 MB; for the others:
 MUST = 0.5
 
 
 @dataclass(frozen=True)
 class Point:
-    """Seconds of one contestant; `predicted` is None for torch's own."""
+    """The time of one contestant, in seconds; `predicted` is None for torch's own collectives."""
 
     collective: str
     ranks: int
@@ -59,7 +59,7 @@ class Point:
 
 
 def _torchs_own(collective: str, x: torch.Tensor, part: torch.Tensor) -> Callable[[], object]:
-    """A collective of torch.distributed; the names differ between its versions."""
+    """A collective of torch.distributed. Its name depends on the version of torch."""
     if collective == "allreduce":
         return lambda: dist.all_reduce(x)
     if collective == "reduce_scatter":
@@ -70,7 +70,7 @@ def _torchs_own(collective: str, x: torch.Tensor, part: torch.Tensor) -> Callabl
 
 
 def _race(store: str, collective: str, size: int, rounds: int) -> dict[str, list[tuple[float, float, int]]]:
-    """In a rank: by contestant, for each round, when its calls began and ended, and how many they were."""
+    """In a rank: for each contestant and round, the start and the end of its calls, and their number."""
     from minipar.comm.playing import play
 
     comm = communicator.create()
@@ -106,11 +106,11 @@ def _race(store: str, collective: str, size: int, rounds: int) -> dict[str, list
 
 
 def points(ranks: int, sizes: Sequence[int], rounds: int) -> list[Point]:
-    """All contestants of all collectives and sizes, on so many ranks."""
+    """All contestants of all collectives and sizes, on `ranks` ranks."""
     found = []
     with Cluster(ranks, device="cpu") as cluster, tempfile.TemporaryDirectory() as folder:
         for collective in COLLECTIVES:
-            rates = calibrate(cluster, seconds=1.0, progress=False)  # anew, since other programs come and go
+            rates = calibrate(cluster, seconds=1.0, progress=False)  # again: the machine's load changes
             for size in sizes:
                 predicted = choice.predicted(collective, ranks, size, rates, nodes=2 if ranks > 2 else 1)
                 runs = cluster.run(_race, os.path.join(folder, "store"), collective, size, rounds)
@@ -152,7 +152,8 @@ def _human(size: int) -> str:
 
 
 def _rows(found: Sequence[Point]) -> list[Row]:
-    """A line for each point; then the conditions, the errors of prediction, and what choosing by it costs."""
+    """A line for each point; then the errors of prediction, the loss if the algorithm is chosen by prediction, and the
+    conditions."""
     gloos = {(p.collective, p.ranks, p.size): p.seconds for p in found if p.name == GLOO}
     rows, musts, errors = [], [], []
     for p in found:

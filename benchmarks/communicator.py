@@ -1,7 +1,7 @@
-"""What the communicator's safety costs, and how soon the driver knows.
+"""What the communicator's checks cost, and how soon the driver learns of a death or a stop.
 
-A small allreduce with and without the announcement that lets a mismatch be named before gloo meets it, and with
-torch's own wait instead of the one that the stop button reaches. All variants run in turn on the same group.
+A small allreduce runs with and without the announcement by which a mismatch is found before gloo sees it, and with
+torch's own wait instead of the wait that the stop button can end. All variants take turns on the same group.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from minipar.comm.handles import Handle
 from minipar.comm.matching import Matcher
 from minipar.errors import RankDied
 
-_CALLS = 50  # in a row, of one variant
+_CALLS = 50  # of one variant, one after the other
 
 
 def _measure(rounds: int) -> dict[str, float]:
-    """Microseconds of one allreduce, by variant: medians over rounds."""
+    """Microseconds of one allreduce for each variant: medians over rounds."""
     comm = communicator.create()
     everyone = tuple(range(comm.size))
     group = comm.group().backend

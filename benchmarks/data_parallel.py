@@ -1,7 +1,7 @@
 """Data parallel in three variants beside torch's DistributedDataParallel: same model, same rows, SGD, gloo.
 
-An MLP of 10 million parameters, and a GPT. DDP runs in processes as torch starts them, and a second time in ranks of
-minipar's own (see `pipelines`).
+The models are an MLP of 10 million parameters, and a GPT. DDP runs in processes as torch starts them, and a second time
+in minipar's ranks (see `pipelines`).
 """
 
 from __future__ import annotations

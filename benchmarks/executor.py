@@ -1,8 +1,8 @@
-"""The executor's own cost per instruction, in a pipeline so small that nothing else takes time.
+"""The executor's own cost per instruction, in a pipeline so small that the computation itself takes almost no time.
 
-Two figures: CPU time of an instruction with all torch calls (layers of width 8, messages of 256 bytes); and the part
-of it that is minipar's own, from a second run in which torch's work is taken away: layers that hand on their input,
-messages and backward calls that do nothing.
+Two values: the CPU time of an instruction with all torch calls (layers of width 8, messages of 256 bytes); and
+minipar's own part of it, from a second run without torch's work: layers return a constant, messages and backward calls
+do nothing.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _measure(plan: Plan, steps: int) -> tuple[float, float]:
 
 
 def _without_torch(executor: Executor, x: torch.Tensor, y: torch.Tensor) -> None:
-    """The same walk with the calls into torch replaced by nothing."""
+    """The same step; the calls of torch are replaced by functions that do nothing."""
     nothing = mock.Mock(return_value=None)
     cheap = torch.zeros(8, 8)
     edge: tuple[torch.Tensor, list[torch.Tensor]] = (cheap, [])

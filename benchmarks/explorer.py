@@ -1,7 +1,7 @@
 """How long the schedule explorer takes from a slider's move to the picture, with 16 ranks and 64 micro-batches.
 
-Every schedule, with two chunks a rank where it has chunks: 32 stages. The slider of chunks goes on to 64 stages, with
-four times the instructions of 1F1B: for that there is a row of its own.
+Every schedule is measured; schedules with chunks have two chunks on a rank, which makes 32 stages. One row is for the
+largest value of the slider of chunks: 64 stages, with four times the instructions of 1F1B.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def measure(quick: bool = False) -> list[Row]:
 
 
 def _times(settings: Settings, rounds: int) -> tuple[float, float]:
-    """Milliseconds of a move that makes a new program, and of one that changes its costs."""
+    """Milliseconds of a move that makes a new program, and of a move that only changes its costs."""
     found = exploring.predict(settings)
     assert found.trace is not None
     view = Timeline(found.trace)
-    view.at_once = 1_000  # as the explorer has it
+    view.at_once = 1_000  # as in the explorer
     new, kept = [], []
     for _ in range(rounds):
         exploring.forget()

@@ -1,4 +1,4 @@
-"""What the benchmarks share: rows of the table, and running contestants in turn so that noise hits all of them."""
+"""What the benchmarks share: rows of the table, and contestants that run in turn, so that noise affects all of them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-contestants: dict[str, Callable[[], object]] = {}  # of this rank, from one call of the cluster to the next
+contestants: dict[str, Callable[[], object]] = {}  # of this rank; kept between calls of the cluster
 
 
 _entered = ExitStack()  # of this rank; it lasts as long as the rank does
@@ -69,14 +69,14 @@ def as_in_training(program: Program) -> None:
 
 
 def as_torch_starts_them() -> None:
-    """In a rank: be scheduled as any process is. (Ranks of a Cluster are batch jobs: `yield_to_others`.)"""
+    """In a rank: be scheduled as an ordinary process. (Ranks of a Cluster are batch jobs: `yield_to_others`.)"""
     if hasattr(os, "sched_setscheduler"):
         for thread in os.listdir("/proc/self/task"):
             os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
 
 
 def once(name: str) -> tuple[float, float]:
-    """In a rank: run a contestant, all ranks together; the clock at its start and end."""
+    """In a rank: run a contestant on all ranks together. Returns the times of its start and its end."""
     communicator.create().barrier()
     start = time.perf_counter()
     contestants[name]()
@@ -84,12 +84,13 @@ def once(name: str) -> tuple[float, float]:
 
 
 def in_turn(entries: Mapping[str, Cluster], rounds: int, warm_up: int = 3) -> dict[str, float]:
-    """Run every contestant once a round, each on its cluster: medians of the seconds from first start to last end."""
+    """Run every contestant once in each round, each on its cluster. Returns the medians of the seconds from the first
+    rank's start to the last rank's end."""
     return {name: median(found) for name, found in times_in_turn(entries, rounds, warm_up).items()}
 
 
 def times_in_turn(entries: Mapping[str, Cluster], rounds: int, warm_up: int = 3) -> dict[str, list[float]]:
-    """The same, every round's."""
+    """As `in_turn`, but with the seconds of every round instead of medians."""
     times: dict[str, list[float]] = {name: [] for name in entries}
     for k in range(warm_up + rounds):
         for name, cluster in entries.items():

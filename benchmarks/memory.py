@@ -1,7 +1,7 @@
-"""Memory: predicted from one layer at a time, beside what every rank allocates; and what following it costs.
+"""Memory: the peak predicted from one layer at a time, beside the measured peak of every rank; and the tracker's cost.
 
-A row is a model and a plan: the largest |predicted / measured - 1| of its ranks, and both peaks of every rank in MiB.
-The tracker's cost is CPU time of a step with and without it, interleaved.
+A row is for a model and a plan: the largest |predicted / measured - 1| of its ranks, and both peaks of every rank in
+MiB. The tracker's cost is the CPU time of a step with and without it; the two take turns.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _compare(cluster: Cluster, name: str, plan: Plan, batch: int) -> list[tuple[
 
 
 def _cost(name: str, batch: int, rounds: int) -> tuple[float, float]:
-    """In a rank: CPU seconds of a step without the tracker, and with it; in turn."""
+    """In a rank: CPU seconds of a step without the tracker, and with it. The two take turns."""
     model = models.build(name)
     program = Plan(microbatches=2).compile(models.shape(name))
     optimizer = partial(torch.optim.AdamW, lr=1e-3)

@@ -1,7 +1,8 @@
 """Offload: step time and peak of a rank with and without each kind; how fast the tiers are. A GPT, AdamW, one rank.
 
-Times are medians of steps in turn. Before every step the page cache is asked to forget what the disk store has
-written, so that figures of the disk are the disk's (the store goes past the cache where the file system lets it).
+Times are medians; the plans take turns, step by step. Before every step the pages that the disk store has written are
+dropped from the page cache, so that the times are those of the disk. (Where the file system allows it, the store
+bypasses the cache.)
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def _executor(plan: str) -> Executor:
 
 
 def _steps(plans: dict[str, str], rounds: int) -> dict[str, tuple[float, int]]:
-    """In a rank: of each plan the median seconds of a step, and the peak of its device."""
+    """In a rank: for each plan the median seconds of a step, and the peak of its device memory in bytes."""
     torch.manual_seed(0)
     tokens = torch.randint(VOCAB, (ROWS, LENGTH + 1))
     x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -69,7 +70,7 @@ def _forget(stores: dict[str, Tier]) -> None:
 
 
 def _rates(rounds: int) -> dict[str, float]:
-    """In a rank: bytes a second to and from each tier, of one large tensor."""
+    """In a rank: bytes per second to and from each tier, for one large tensor."""
     tensor, back = torch.randn(BLOCK // 4), torch.empty(BLOCK // 4)
     found: dict[str, float] = {}
     for store in (HostStore(), DiskStore()):
@@ -88,7 +89,7 @@ def _rates(rounds: int) -> dict[str, float]:
 
 
 def measure(quick: bool = False) -> list[Row]:
-    """Rows of the table; `quick`: few rounds, host only."""
+    """Rows of the table; `quick` means few rounds, and only the host."""
     rounds = 3 if quick else 15
     plans = {"nothing": "microbatches=1"}
     for to in ("host",) if quick else ("host", "disk"):

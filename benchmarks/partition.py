@@ -1,6 +1,6 @@
-"""How long the exact partition of 1,000 layers takes: on equal ranks, and on ranks of all speeds from 0.5 to 2.
+"""How long the exact partition of 1,000 layers takes: for equal ranks, and for ranks with speeds from 0.5 to 2.
 
-With few micro-batches the sum of the stages counts as much as the slowest one, and many bounds have to be tried.
+With few micro-batches the sum of the stages matters as much as the slowest one, and many bounds have to be tried.
 """
 
 from __future__ import annotations

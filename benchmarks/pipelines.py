@@ -1,8 +1,8 @@
 """Pipelines beside torch.distributed.pipelining: 16 x (Linear 512 + GELU), 8 micro-batches of 8 rows, 4 ranks;
 then of 128 rows.
 
-torch runs twice: in processes as torch starts them, and in ranks of minipar's own, which are scheduled as batch jobs
-and whose C library keeps freed memory (which makes both faster). The targets are for the first; the second is the
+torch runs twice: in processes as torch starts them, and in minipar's ranks, which are scheduled as batch jobs and
+whose C library keeps freed memory (both make a step faster). The targets are for the first; the second compares the
 executors alone. minipar's ranks keep to the cores on which `execute` holds them while it trains (`as_in_training`);
 torch's are left to the system, as torch does. All of them are started several times over, and the medians are those
 of all rounds.
@@ -56,7 +56,7 @@ def _rows(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _enter_torch(rows: int) -> None:
-    """In a rank: torch's pipelines, ready to run."""
+    """In a rank: make torch's pipelines ready to run."""
     rank = communicator.create().rank
     dist.init_process_group("gloo")
     x, y = _rows(rows)
@@ -65,7 +65,7 @@ def _enter_torch(rows: int) -> None:
         count = len(held.split)
         layers = list(_build())
         modules = [nn.Sequential(*(layers[k] for k in held.layers(stage))) for stage in held.placement[rank]]
-        # (the first step of a stage infers its shapes)
+        # (a stage infers its shapes in its first step)
         stages = [
             PipelineStage(module, stage, count, torch.device("cpu"))
             for module, stage in zip(modules, held.placement[rank], strict=True)
@@ -85,7 +85,7 @@ def _enter_torch(rows: int) -> None:
 
 
 def _enter_minipar(rows: int) -> None:
-    """In a rank: minipar's pipelines, ready to run."""
+    """In a rank: make minipar's pipelines ready to run."""
     comm = communicator.create()
     batch = _rows(rows)
     for name in MUST:
@@ -116,7 +116,7 @@ def _run(executor: Executor, batch: Any) -> None:
 
 
 def _halves(rounds: int) -> tuple[float, float]:
-    """In a rank: seconds of the whole backward of one stage and micro-batch, and of its two halves together."""
+    """In a rank: seconds of the whole backward of one stage for one micro-batch, and of its two halves together."""
     module = nn.Sequential(*list(_build())[: LAYERS // RANKS])
     parameters = list(module.parameters())
     gradient = torch.randn(ROWS, WIDTH)
@@ -160,8 +160,8 @@ def measure(quick: bool = False) -> list[Row]:
 
 
 def _started(rounds: int) -> dict[str, list[float]]:
-    """Seconds of every contestant, in ranks that are started for it: which memory they happen to get makes some
-    percent, for as long as they live."""
+    """Seconds of every contestant in newly started ranks. The memory that ranks happen to get changes their times by
+    some percent for as long as they live, so one start is not enough."""
     times: dict[str, list[float]] = {}
     with Cluster(RANKS) as ours, Cluster(RANKS, keep_freed_memory=False) as plain, Cluster(RANKS) as like_ours:
         ours.run(_enter_minipar, ROWS)
@@ -178,7 +178,7 @@ def _started(rounds: int) -> dict[str, list[float]]:
 
 
 def _larger(quick: bool) -> list[Row]:
-    """Micro-batches for which the layers, not the executor, decide."""
+    """Rows for larger micro-batches, whose time depends on the layers more than on the executor."""
     rows = []
     with Cluster(RANKS) as ours, Cluster(RANKS, keep_freed_memory=False) as plain:
         ours.run(_enter_minipar, LARGER)

@@ -1,7 +1,8 @@
-"""Predicted beside measured step times of ten plans, on this machine's cores and links: no plan sees its own run.
+"""Predicted beside measured step times of ten plans, on this machine's cores and links.
 
-What a prediction knows: a profile of one layer at a time, a calibration of the cluster, the number of cores. The
-measured time is the median of the steps after the first. Other programs on the machine make it longer.
+A prediction uses only a profile of one layer at a time, a calibration of the cluster, and the number of cores; it uses
+no run of its plan. The measured time is the median of the steps after the first. Other programs on the machine make it
+longer.
 """
 
 from __future__ import annotations

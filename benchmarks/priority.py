@@ -16,8 +16,8 @@ from minipar.costs.device import DeviceSpec
 
 WIDTH, LAYERS = 256, 8
 SIZE = (WIDTH * WIDTH + WIDTH) * 4  # bytes of a layer
-COMPUTE = {"forward": 0.2, "backward": 0.2}  # seconds of a step's forwards and backwards, and together
-LINK = 0.4  # of its messages
+COMPUTE = {"forward": 0.2, "backward": 0.2}  # seconds of all forwards, and of all backwards, of a step
+LINK = 0.4  # seconds of a step's messages
 PLANS = {"first come, first served": "dp=2 bucket=none", "priority": f"dp=2 bucket={SIZE / 2 / 2**20} overlap=priority"}
 
 

@@ -1,9 +1,9 @@
 """Recomputation beside torch.utils.checkpoint: peak bytes above the model, and time, on one rank.
 
-`tanh` layers keep one tensor each, `mlp` blocks four: there the best segment is shorter than sqrt(N). Both are thin, so
-that their outputs dwarf their weights; in `gpt` blocks, as in real models, matrix products take nearly all the time.
-checkpoint_sequential is torch's own tool, which does not checkpoint its last segment; `checkpoint` with even segments
-is the best that torch can do.
+A `tanh` layer saves one tensor, an `mlp` block four, so that its best segment is shorter than sqrt(N). Both are thin:
+their outputs are much larger than their weights. In `gpt` blocks, as in real models, matrix products take nearly all
+the time. checkpoint_sequential is torch's own tool, which does not checkpoint its last segment; `checkpoint` with equal
+segments is the best that torch can do.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from minipar.models import transformer
 from minipar.models.parameter_groups import shape_of
 
 LAYERS = {"tanh": 64, "mlp": 64, "gpt": 16}
-SIZES = {"tanh": (8192, 64), "mlp": (4096, 64), "gpt": (8, 128, 384)}  # of an activation, width last
-SEGMENTS = {"tanh": 8, "mlp": 4, "gpt": 1}  # layers in the segment that theory says is best
+SIZES = {"tanh": (8192, 64), "mlp": (4096, 64), "gpt": (8, 128, 384)}  # shape of an activation, width last
+SEGMENTS = {"tanh": 8, "mlp": 4, "gpt": 1}  # layers in the segment that is best by the formula
 
 
 class Block(nn.Module):
@@ -57,7 +57,7 @@ def _of_mean_square(result: Tensor, y: Tensor) -> Tensor:
 
 
 def _enter(kind: str) -> None:
-    """In a rank: every contestant, ready to run."""
+    """In a rank: make every contestant ready to run."""
     size = SIZES[kind]
     batch = torch.randn(size), torch.randn(size)
     comm = communicator.create()
@@ -101,7 +101,7 @@ class _Peak(Storages):
 
 
 def _peak(name: str) -> int:
-    """In a rank: the most bytes that a contestant has live at once, above what it keeps between steps."""
+    """In a rank: the peak of a contestant's live bytes, without those that it keeps between steps."""
     contestants[name]()
     with _Peak() as peak:
         contestants[name]()

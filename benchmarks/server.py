@@ -1,7 +1,7 @@
 """The parameter server: its messages beside gloo's, its bytes beside allreduce's, and its modes with a straggler.
 
-Push and pull, of one key and of many, take turns with gloo's send and receive of the same bytes there and back. The
-straggler is real: an emulated device five times slower than the others. `server.png` shows loss over time.
+Push and pull, of one key and of many, take turns with gloo's send and receive of the same bytes in both directions. The
+straggler is an emulated device five times slower than the others. `server.png` shows loss over time.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from minipar.costs.unit import UnitCosts
 from minipar.program import Op, Program
 from minipar.program.server_rule import Mode
 from minipar.server import process, pushing, rendezvous
-from minipar.server.served import Settings
+from minipar.server.process import Settings
 from minipar.server.shard import key_of
 from minipar.training.training import Run
 
 SIZES = {"1 KB": 1 << 10, "64 KB": 1 << 16, "4 MB": 4 << 20, "40 MB": 40 << 20}
-MANY = 100  # keys of a model of small ones
+MANY = 100  # keys of a model with many small tensors
 MODES = ("sync", "async", "ssp:3", "k-of-n:3/4")
-_TURN = 10  # rounds
+_TURN = 10  # rounds of one turn
 _FORWARD, _BACKWARD, _SLOWER = 0.004, 0.008, 5.0
 
 
 def _messages(folder: str, size: int, keys: int, rounds: int) -> list[tuple[float, float]] | None:
-    """Rank 0: seconds of a push of all keys and a pull, and of gloo's sends and receives of the same tensors, all begun
-    at once. Rank 1 answers the ones, rank 2 the others.
+    """On rank 0: seconds of a push of all keys and a pull, and seconds of gloo's sends and receives of the same
+    tensors, which are all begun at once. Rank 1 answers gloo's messages; rank 2 is the parameter server.
 
-    They take turns every ten rounds, so that both meet the same machine, each with its caches warm.
+    The two take turns of ten rounds: both run under the same load of the machine, each with warm caches.
     """
     rank = worker.context().rank
     if not dist.is_initialized():
@@ -68,7 +68,7 @@ def _messages(folder: str, size: int, keys: int, rounds: int) -> list[tuple[floa
             _gloo(dist.isend, x, 1)
             _gloo(dist.irecv, y, 1)
             gloos.append(time.perf_counter() - start)
-    _push(ps, x)  # (the last step ends it, without parameters)
+    _push(ps, x)  # (after the last step the server ends, and sends no parameters)
     return list(zip(ours, gloos, strict=True))[_TURN:]
 
 
@@ -84,7 +84,7 @@ def _gloo(begin: Any, tensors: list[torch.Tensor], peer: int) -> None:
 
 
 class _NoUpdate:
-    """Of transport alone: the other side adds nothing up, either."""
+    """An optimizer that does nothing, so that only transport is measured: gloo's side adds nothing, either."""
 
     def __init__(self, parameters: Any) -> None:
         self.state: dict[Any, Any] = {}
@@ -94,7 +94,7 @@ class _NoUpdate:
 
 
 def _transport(quick: bool) -> list[Row]:
-    """Throughput must not be below gloo's, whose messages are one for each key, too."""
+    """Throughput must not be below gloo's. Both send one message for each key."""
     rows = []
     with Cluster(3, device="cpu") as cluster:
         for name, size in SIZES.items():
@@ -116,7 +116,7 @@ def _transport(quick: bool) -> list[Row]:
 
 
 def _straggler(program: Program) -> UnitCosts:
-    """Costs of devices of which the first is five times slower."""
+    """Costs of devices, the first of which is five times slower than the others."""
     factors = [_SLOWER] + [1.0] * (len(program.ranks) - 1)
     return UnitCosts(program, _FORWARD, _BACKWARD, stage_factors=factors)
 
@@ -147,7 +147,7 @@ def _taken(run: Run) -> int:
 
 
 def _bytes() -> list[Row]:
-    """What travels in a step: at a server, in and out; at a rank of an allreduce."""
+    """The bytes of a step: those that a server receives and sends, and those that a rank of an allreduce sends."""
     plan = Plan.parse("dp=4 sync=ps")
     with Cluster(plan.ranks, device="cpu") as cluster, Cluster(4, device="cpu") as fewer:
         common: dict[str, Any] = {"steps": 3, "batch": 32, "progress": False}
@@ -167,7 +167,7 @@ def _bytes() -> list[Row]:
 
 
 def _picture(runs: dict[str, Run], path: str) -> None:
-    """Loss over time, by mode; and gradients that were taken."""
+    """Draw the loss over time, and the number of updates over time, for each mode."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4), layout="constrained")

@@ -1,8 +1,9 @@
 """The timeline at 100 thousand and 1 million events: time to the first picture, redraws while panning, hover, PNG.
 
-First paint = Timeline(trace) in Python + from `render` to the end of the first paint in Chromium (the way between them,
-the notebook's websocket, is not in it). Redraws are timed between two callbacks of the same animation frame, one asked
-for before the widget's and one after it, for windows from the whole to a thousandth, drawn at 1100 CSS pixels.
+First paint = Timeline(trace) in Python + the time from `render` to the end of the first paint in Chromium. (The
+notebook's websocket between the two is not measured.) A redraw is the time between two callbacks of one animation
+frame: the first is requested before the widget's own, the second after it. The windows reach from the whole trace to a
+thousandth of it, drawn at 1100 CSS pixels.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def _step() -> Trace:
 
 
 def long_trace(events: int) -> Trace:
-    """1F1B on 64 ranks, the same step again and again until there are so many events."""
+    """1F1B on 64 ranks; the same step is repeated until there are about `events` events."""
     trace = _step()
     one, again = trace.program, max(1, round(events / len(trace.program)))
     program = Program(tuple(row * again for row in one.ranks), one.layers, one.microbatches, one.groups, one.mesh)
@@ -76,7 +77,7 @@ def measure(quick: bool = False) -> list[Row]:
             widget = Timeline(trace)
             made.append(time.perf_counter() - start)
         word = "1 M" if events == 1_000_000 else "100 k"
-        python = median(made[1:])  # the first one also finds what the trace keeps (span, busy time)
+        python = median(made[1:])  # the first one also computes what the trace caches (span, busy time)
         start = time.perf_counter()
         _ = widget.picture() if events == 1_000_000 else None
         picture = time.perf_counter() - start
@@ -104,7 +105,7 @@ def _part(values: list[float], part: float) -> float:
 
 
 def _browser(widget: Timeline, quick: bool) -> tuple[list[float], list[float], list[float]] | None:
-    """Milliseconds: first paints, redraws, answers to the pointer. None where there is no browser."""
+    """Milliseconds of first paints, redraws, and answers to the pointer. None if there is no browser."""
     from tests.browsers import CHROMIUM, FLAGS, MISSING
 
     if MISSING:

@@ -1,11 +1,11 @@
 """ZeRO beside torch's own: DDP, DDP with ZeroRedundancyOptimizer, FSDP2; a GPT of 12 layers of width 512, Adam, gloo.
 
-Times are medians of steps in turn. Peaks are of live tensors, followed by the same tracker in all of them; FSDP2 and
-ours sum gradients layer by layer. Bytes are what each process of torch's has written to its sockets in a step, as the
-kernel counts (`/proc/self/io`): gloo's reduce-scatter, which FSDP2 uses, sends twice what it would have to. Ours go
-through shared memory, and are those of the program.
+Times are medians; the contestants take turns, step by step. Peaks are those of live tensors, measured by the same
+tracker for all; FSDP2 and minipar sum gradients layer by layer. For torch, bytes are those that a process writes to its
+sockets in a step, as the kernel counts them (`/proc/self/io`): gloo's reduce-scatter, which FSDP2 uses, sends twice
+what is necessary. minipar's messages go through shared memory; their bytes are those of the program.
 
-torch runs in processes as torch starts them, and a second time in ranks of minipar's own (see `pipelines`).
+torch runs in processes as torch starts them, and a second time in minipar's ranks (see `pipelines`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks.harness import Row, as_torch_starts_them, contestants, in_turn
 from minipar import Cluster, Plan, models
 from minipar.comm import communicator
 from minipar.execution.executor import Executor
-from minipar.execution.memory.storages import Held, Storages
+from minipar.execution.memory.storages import FollowedStorage, Storages
 from minipar.models.parameter_groups import shape_of
 from minipar.trace import Trace
 
@@ -41,7 +41,7 @@ OURS = {
     "ZeRO-3": "zero=3",
     "ZeRO-3 without prefetch": "zero=3 prefetch=0",
 }
-# name -> what it is measured against, and targets of the time
+# name -> the contestant it is compared with, and the targets (must, aim) of the ratio of times
 TIMES = {"ZeRO-1": ("DDP", 1.12, 1.05), "ZeRO-2": ("DDP", 1.12, 1.05), "ZeRO-3": ("FSDP2", 0.85, 0.75)}
 BYTES_MUST = 0.76
 PEAKS = {
@@ -63,7 +63,7 @@ def _batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _torch_step(name: str, layers: int) -> Callable[[], object]:
-    """In a rank: one of torch's contestants, ready to run."""
+    """In a rank: the step of one of torch's contestants."""
     x, y = _batch(ROWS)
     model: nn.Module = _build(layers)
     if name == "FSDP2":
@@ -86,7 +86,7 @@ def _torch_step(name: str, layers: int) -> Callable[[], object]:
 
 
 def _minipar_step(name: str, layers: int) -> Callable[[], object]:
-    """In a rank: one of ours."""
+    """In a rank: the step of one of minipar's contestants."""
     comm = communicator.create()
     batch = _batch(ROWS * comm.size)
     model = _build(layers)
@@ -106,11 +106,12 @@ def _enter_minipar(layers: int) -> None:
 
 
 class _Peak(Storages):
-    """The most bytes that live tensors had at once. (A DTensor is no memory of its own: what it wraps is seen.)"""
+    """The peak of the bytes of live tensors. (A DTensor has no memory of its own: the tensor that it wraps is
+    counted.)"""
 
     peak = 0
 
-    def changed(self, held: Held, delta: int) -> None:
+    def changed(self, held: FollowedStorage, delta: int) -> None:
         self.peak = max(self.peak, self.live)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -120,7 +121,7 @@ class _Peak(Storages):
 
 
 def _peak_of(name: str, layers: int) -> int:
-    """In a rank: peak of live bytes of a contestant's third step, its model and all it keeps included."""
+    """In a rank: the peak of live bytes in a contestant's third step, with its model and everything else it keeps."""
     if name in THEIRS and not dist.is_initialized():
         dist.init_process_group("gloo")
     with _Peak() as watch:
@@ -149,7 +150,8 @@ def _bytes_of(name: str) -> int:
 
 
 def _bytes_of_program(name: str, layers: int, ranks: int) -> list[int]:
-    """What ranks of ours send each other, by way of shared memory here (on gloo: see tests/execution/test_zero.py)."""
+    """The bytes that minipar's ranks send each other, here by shared memory (for gloo, see
+    tests/execution/test_zero.py)."""
     program = Plan.parse(f"dp={ranks} {OURS[name]}").compile(shape_of(list(_build(layers))))
     return Trace(program, (), (), lambda rank, value: 0).bytes_sent()
 
@@ -166,7 +168,7 @@ def measure(quick: bool = False) -> list[Row]:
             sent = {name: max(plain.run(_bytes_of, name)) for name in THEIRS}
             sent |= {name: max(_bytes_of_program(name, layers, ranks)) for name in TIMES}
         rows += _rows(found, sent, ranks)
-        with Cluster(ranks) as cluster:  # a fresh one: the others keep their contestants
+        with Cluster(ranks) as cluster:  # a new cluster, since the others keep their contestants
             peaks = {name: max(cluster.run(_peak_of, name, layers)) for name in (*THEIRS, *OURS)}
         for name, (other, must) in PEAKS.items():
             text = f"{name}, {ranks} ranks: peak of live bytes / {other}"

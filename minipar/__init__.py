@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # what type checkers and editors read; a test holds it equal to the tables below
+if TYPE_CHECKING:  # type checkers and editors read this; a test checks that it equals the tables below
     from minipar import cluster as cluster
     from minipar import comm as comm
     from minipar import costs as costs
@@ -135,14 +135,14 @@ def __getattr__(name: str) -> Any:
 
 
 def load_ipython_extension(ipython: Any) -> None:
-    """What `%load_ext minipar` calls: cells can begin with `%%ranks`."""
+    """`%load_ext minipar` calls this: then cells can begin with `%%ranks`."""
     from minipar.cluster import magic
 
     magic.load(ipython, _communicator)
 
 
 def _communicator(comm: object) -> object:
-    """What `comm` is in a cell of `%%ranks`: made anew, also after a failure; left alone where it is the user's own."""
+    """The value of `comm` in a cell of `%%ranks`: a Communicator, made again after a failure; or the user's own."""
     from minipar.comm import communicator
 
     return communicator.create() if isinstance(comm, communicator.Communicator | None) else comm

@@ -1,6 +1,6 @@
 """The command line, for people and scripts (--json): `minipar simulate | run | memory | keys | lessons | ...`.
 
-Exit status: 0 done; 2 the request cannot be (one line says why and what is possible); 1 anything else.
+Exit status: 0 done; 2 the request is impossible (one line says why and what is possible); 1 anything else.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _EMULATE = "emulate a device: a preset such as 'pcie', and words such as 'forwar
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status."""
+    """Run one command; returns the exit status."""
     try:
         options = _parser().parse_args(arguments)
         result = options.command(options)
@@ -181,7 +181,7 @@ def _simulate(options: argparse.Namespace) -> dict[str, Any]:
         stage_factors=options.stage_factors,
     )
     trace = run = predicted(program)
-    if plan.asynchronous and options.steps is None:  # versions are those of a run, of which one step is the beginning
+    if plan.asynchronous and options.steps is None:  # (one step is too short to show a run's weight versions)
         run = predicted(plan.compile(shape, steps=plan.settling_steps, check=False, costs=costs))
     if not math.isfinite(trace.time):
         raise PlanError("the times given add up to more than a number can hold; use smaller ones")
@@ -214,7 +214,7 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     from minipar import data, models
     from minipar.costs import analytic
 
-    # Before torch is imported and ranks are started. (split=auto is decided by a profile, later.)
+    # Check the plan before torch is imported and ranks are started. (A profile decides split=auto later.)
     costs = analytic.layer_costs(options.model, 1) if plan.split == "auto" else None
     plan.compile(models.shape(options.model), costs=costs)
 
@@ -222,7 +222,8 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
 
     from minipar.cluster import Cluster
     from minipar.execution.following import Screen
-    from minipar.trace.traffic import in_words
+    from minipar.models.tensors import dtype_named
+    from minipar.program.comm_volume import in_words
     from minipar.training.training import train
 
     with Cluster(plan.ranks, device=options.emulate or "auto") as cluster:
@@ -235,7 +236,7 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
             batch=options.batch,
             optimizer=partial(torch.optim.SGD, lr=options.lr),
             seed=options.seed,
-            dtype=getattr(torch, options.dtype),
+            dtype=dtype_named(options.dtype),
             reference=True,
             check=options.check,
             memory=options.memory,
@@ -244,7 +245,7 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
         )
     assert run.reference is not None
     predicted, measured = run.predicted, run.trace
-    steps = measured.program.steps  # of the program, which traces are of
+    steps = measured.program.steps  # of the program that the traces show
     result: dict[str, Any] = {
         "losses": run.losses,
         "reference_losses": run.reference.losses,
@@ -265,7 +266,7 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
         result |= _service(run, plan)
     if options.check:
         result["max_gradient_error"] = run.max_gradient_error()
-        with suppress(MiniparError):  # (of a large model the state does not come back to be compared)
+        with suppress(MiniparError):  # (the state of a large model is not returned, so it cannot be compared)
             result["max_parameter_error"] = run.max_parameter_error()
             if run.service is None:
                 result["max_buffer_error"] = run.max_buffer_error()
@@ -273,7 +274,7 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _service(run: Run, plan: Plan) -> dict[str, Any]:
-    """What a run with parameter servers tells besides: bytes that servers received and sent in a step."""
+    """Further results of a run with parameter servers, such as bytes that servers received and sent in a step."""
     assert run.service is not None
     parameters = sum(sum(group.tensors) for group in run.program.groups)
     steps, servers = run.program.steps, range(plan.dp, plan.ranks)

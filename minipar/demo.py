@@ -1,7 +1,8 @@
-"""`make demo`: a small GPT on four local ranks beside the same model in plain torch, with the pictures of the run.
+"""`make demo`: a small GPT on four local ranks, compared with the same model in plain torch, with pictures of the run.
 
-pp=2 x dp=2, 1F1B, 8 micro-batches, on the source text of Python's standard library. Prints both losses, predicted and
-measured step time, both bubbles, bytes sent and peak memory per rank; writes one self-contained HTML page.
+It uses pp=2 x dp=2, 1F1B and 8 micro-batches, and trains on the source text of Python's standard library. It prints
+both losses, predicted and measured step time, both bubbles, bytes sent and peak memory per rank, and writes one
+self-contained HTML page.
 """
 
 from __future__ import annotations
@@ -61,13 +62,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def first_error(run: Run) -> float:
-    """Gradient error of the first step, where both start from the same parameters to the last bit."""
+    """Gradient error of the first step, in which both start from the same parameters, bit by bit."""
     assert run.reference is not None
     return gradient_error(run.gradients[0], run.reference.gradients[0])
 
 
 def report(run: Run) -> str:
-    """What the demo prints."""
+    """The text that the demo prints."""
     assert run.reference is not None
     assert run.plain_time is not None
     predicted, measured = run.predicted, run.trace
@@ -99,7 +100,7 @@ def per_rank(run: Run) -> list[tuple[str, str, str]]:
 
 
 def write_page(run: Run, what: str, path: str) -> None:
-    """The self-contained page: timeline, predicted over measured, memory curves, losses, numbers."""
+    """Write the self-contained page: timeline, predicted over measured, memory curves, losses, numbers."""
     assert run.reference is not None
     assert run.plain_time is not None
     losses = [

@@ -1,4 +1,4 @@
-"""What works on this machine: versions, cores, memory, devices, and whether ranks can be started and talk."""
+"""What works on this machine: versions, cores, memory, devices, and whether ranks can start and communicate."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _try_ranks() -> dict[str, Any]:
                 "device of the ranks": cluster.device,
                 "gpus": cluster.run_on([0], _gpus)[0],
             }
-    except Exception as error:  # whatever it is, it is the finding
+    except Exception as error:  # any error is a result here
         return {"two ranks": f"failed: {error}"}
 
 

@@ -1,7 +1,7 @@
-"""Every error minipar raises on purpose: one line first, details after.
+"""Every error that minipar raises on purpose: one line first, details after it.
 
-The first line names the thing, the value and the way out; `details` (a schedule excerpt, a remote traceback)
-follows on its own lines, so that a notebook shows the reason before the evidence.
+The first line names the key, its value, and what is possible instead; `details` (a schedule excerpt, a remote
+traceback) follow on their own lines, so that a notebook shows the reason first.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ class MiniparError(Exception):
 
 
 class PlanError(MiniparError):
-    """A plan that cannot be: a bad key, a bad value, or sizes that do not fit together."""
+    """An impossible plan: a bad key, a bad value, or sizes that do not fit together."""
 
 
 class ProgramError(MiniparError):
     """A program that cannot run, with the shortest explanation of why not.
 
-    places   (rank, index) of the instructions that it names, where it names some
+    places   (rank, index) of the instructions that it names, if any
     """
 
     places: tuple[tuple[int, int], ...] = ()
 
 
 class RankError(MiniparError):
-    """A rank misused something, or its exception could not be brought to the driver as it was."""
+    """A rank misused something, or its exception could not be sent to the driver as it was."""
 
 
 class NotFinite(RankError):
@@ -48,11 +48,11 @@ class NotFinite(RankError):
 
 
 class CollectiveMismatch(RankError):
-    """Ranks of a group started different collectives; nothing was sent. Names what each rank has."""
+    """Ranks of a group started different collectives; nothing was sent. The error names the collective of each rank."""
 
 
 class ServerClosed(RankError):
-    """A parameter server was asked for something after it had ended."""
+    """A parameter server got a request after it had ended."""
 
 
 class RankDied(MiniparError):
@@ -62,10 +62,10 @@ class RankDied(MiniparError):
 class DeviceOutOfMemory(MiniparError, MemoryError):
     """A rank needed more than its device holds.
 
-    rank, instruction   who, and during what
+    rank, instruction   where it happened
     capacity, needed    bytes that the device has, and that would have been live
     by_kind             bytes in use by kind, the allocation that crossed the limit included
-    ways_out            what would make it fit
+    ways_out            changes that would make it fit
     """
 
     rank: int = -1
@@ -77,11 +77,11 @@ class DeviceOutOfMemory(MiniparError, MemoryError):
 
 
 class StoreError(MiniparError):
-    """A slower tier (host memory, disk) has no room, cannot be written, or gave back something else."""
+    """A slower tier (host memory, disk) has no room, cannot be written, or returned other data than were written."""
 
 
 class SaveError(MiniparError):
-    """A run could not be saved, or what was saved is not there, is damaged, or is of another model."""
+    """A run could not be saved, or a saved run does not exist, is damaged, or is of another model."""
 
 
 class Deadlock(MiniparError):

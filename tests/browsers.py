@@ -1,6 +1,6 @@
-"""Where Chromium is, for the tests that drive it; without it, or without playwright, they are skipped with a line.
+"""Where Chromium is, for the tests that drive it. Without it, or without playwright, they are skipped with a message.
 
-MINIPAR_BROWSER=1 (which .ci/run sets) makes them run in any case, so that they fail where they cannot.
+MINIPAR_BROWSER=1 (which .ci/run sets) makes them run in any case, so that a missing browser makes them fail.
 """
 
 from __future__ import annotations

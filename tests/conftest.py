@@ -6,16 +6,12 @@ import signal
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import pytest
 from hypothesis import settings
 
 from minipar.cluster import Cluster
-from minipar.costs.rates import Calibration
 from minipar.execution import tails
-from minipar.execution.measuring.calibration import calibrate
-from minipar.training import training
 
 # glibc fills what is freed with this byte, and what it gives out with the opposite one. As floating-point numbers the
 # first are tiny and the second huge: who reads either is far off, at any size of a model.
@@ -55,22 +51,6 @@ def clusters() -> Iterator[Clusters]:
     made = Clusters()
     yield made
     made.close()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def calibrated_once() -> Iterator[None]:
-    """`train` measures a cluster in its first call and not again: else this takes longer than most of the runs."""
-    found: WeakKeyDictionary[Cluster, dict[bool, Calibration]] = WeakKeyDictionary()
-
-    def once(cluster: Cluster, *, algorithms: bool, **options: Any) -> Calibration:
-        known = found.setdefault(cluster, {})
-        if algorithms not in known:
-            known[algorithms] = calibrate(cluster, algorithms=algorithms, **options)
-        return known[algorithms]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "calibrate", once)
-        yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

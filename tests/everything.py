@@ -1,52 +1,127 @@
 """The tests, as make runs them: python tests/everything.py [--fast] [PYTEST_ARGUMENTS]
 
-All of them (`make test`): first the tests of ranks and messages alone, because they mind the clock. Then two halves
-side by side, of about equal work: the lessons with a few folders, and all other folders.
+All of them (`make test`): first the tests of ranks and of messages side by side, and nothing else, because they mind
+the clock. Then everything else, in parts: each part is a pytest of its own, and one more runs at once than there are
+cores, because tests of ranks wait much. The longest parts begin first.
 
-With --fast (`make check`): the tests of the rooms below `cluster`, which plan, draw and predict, in two halves side by
-side. Those that need ranks, and the slow ones, are left out. tests/test_repository.py compares FAST with the rooms.
+With --fast (`make check`): lint, and beside it the tests of the rooms below `cluster`, which plan, draw and predict.
+Those that need ranks, and the slow ones, are left out. tests/test_repository.py compares FAST with the rooms.
+
+What a part says is printed when it ends; a table at the end has the seconds of all.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
+import time
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-ALONE = ("tests/cluster", "tests/comm", "tests/server")
-BESIDE = ("tests/widgets", "tests/course", "tests/planner")
+FIRST = (("tests/cluster",), ("tests/comm", "tests/server"))
+# The folders that take longest, longest first, and in how many parts each is run. All others are one part.
+LONG = {"tests/execution": 3, "lessons": 4, "tests/widgets": 2, "tests/training": 1, "tests/course": 1, "tests/docs": 1}
 FAST = (
-    ("tests/program", "tests/strategies"),
-    ("tests/prediction", "tests/trace", "tests/costs", "tests/data", "tests/models", "tests/sharding"),
+    ("tests/strategies", "tests/program"),
+    ("tests/prediction", "tests/trace", "tests/costs", "tests/data", "tests/models"),
 )
 NOTHING = 5  # pytest's status when the arguments select no test
 
 
-def side_by_side(one: list[str], other: list[str]) -> list[int]:
-    """Run pytest twice at once. What the second one says is printed when both have ended. Their statuses."""
-    pytest = [sys.executable, "-m", "pytest"]
-    with tempfile.TemporaryFile("w+") as told:
-        beside = subprocess.Popen([*pytest, *other], cwd=ROOT, stdout=told, stderr=subprocess.STDOUT)
+@dataclass
+class Part:
+    """A process of `make test`: what it is called, its command, and how it went."""
+
+    name: str
+    command: list[str]
+    seconds: float = 0.0
+    status: int | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self.status not in (0, NOTHING)
+
+
+def pytest(name: str, *arguments: str) -> Part:
+    return Part(name, [sys.executable, "-m", "pytest", *arguments])
+
+
+def parts_of(folder: str, count: int) -> list[list[str]]:
+    """The test files of a folder, dealt out like cards: the long lessons stand side by side."""
+    files = sorted(path for name in ("test_*.py", "*.ipynb") for path in (ROOT / folder).rglob(name))
+    found = [str(path.relative_to(ROOT)) for path in files if ".ipynb_checkpoints" not in path.parts]
+    return [found[k::count] for k in range(count)]
+
+
+def first(given: list[str]) -> list[Part]:
+    """What `make test` runs first."""
+    return [pytest(" ".join(folders), *folders, *given) for folders in FIRST]
+
+
+def then(given: list[str]) -> list[Part]:
+    """What `make test` runs after that: everything else."""
+    others = [f"--ignore={folder}" for folder in (*chain(*FIRST), *LONG)]
+    rest = pytest("all other tests", "tests", *others, *given)
+    long = [
+        pytest(f"{folder}, part {k + 1}" if count > 1 else folder, *files, *given)
+        for folder, count in LONG.items()
+        for k, files in enumerate(parts_of(folder, count))
+    ]
+    return [rest, *long]
+
+
+def fast(given: list[str]) -> list[Part]:
+    """What `make check` runs."""
+    tests = [pytest(" ".join(folders), *folders, "-m", "not ranks and not slow", *given) for folders in FAST]
+    return [Part("lint", ["make", "--no-print-directory", "lint"]), *tests]
+
+
+def run(parts: list[Part], at_once: int) -> None:
+    """Run processes, so many at once, in order of the list; print what each one said when it has ended."""
+    # Many processes are started. Each would compile all of minipar if Python could not keep what it compiled.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    waiting = list(parts)
+    running: list[tuple[Part, subprocess.Popen[bytes], Path, float]] = []
+    with tempfile.TemporaryDirectory() as folder:
         try:
-            found = [subprocess.call([*pytest, *one], cwd=ROOT), beside.wait()]
+            while waiting or running:
+                while waiting and len(running) < at_once:
+                    part, told = waiting.pop(0), Path(folder, str(len(waiting)))
+                    with told.open("wb") as file:
+                        process = subprocess.Popen(
+                            part.command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT
+                        )
+                    running.append((part, process, told, time.monotonic()))
+                time.sleep(0.05)
+                for each in [each for each in running if each[1].poll() is not None]:
+                    running.remove(each)
+                    part, process, told, start = each
+                    part.status, part.seconds = process.returncode, time.monotonic() - start
+                    print(f"\n== {part.name}\n{told.read_text(errors='replace')}", flush=True)
         finally:
-            beside.kill()
-        told.seek(0)
-        print(told.read())
-    return found
+            for _, process, _, _ in running:
+                process.kill()
 
 
 def main(arguments: list[str]) -> int:
+    given = [word for word in arguments if word != "--fast"]
+    cores = os.cpu_count() or 1
     if "--fast" in arguments:
-        given = ["-m", "not ranks and not slow", *(word for word in arguments if word != "--fast")]
-        found = side_by_side([*FAST[0], *given], [*FAST[1], *given])
+        parts = fast(given)
+        run(parts, cores + 1)
     else:
-        found = [subprocess.call([sys.executable, "-m", "pytest", *ALONE, *arguments], cwd=ROOT)]
-        others = [f"--ignore={folder}" for folder in (*ALONE, *BESIDE)]
-        found += side_by_side(["tests", *others, *arguments], ["lessons", *BESIDE, *arguments])
-    return next((status for status in found if status not in (0, NOTHING)), 0)
+        clock, others = first(given), then(given)
+        run(clock, len(clock))
+        run(others, cores + 1)
+        parts = [*clock, *others]
+    print("\nseconds  status")
+    for part in parts:
+        print(f"{part.seconds:7.0f}  {'failed' if part.failed else 'passed'}  {part.name}")
+    return next((part.status or 1 for part in parts if part.failed), 0)
 
 
 if __name__ == "__main__":

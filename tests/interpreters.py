@@ -4,8 +4,8 @@
     mutations(program, seed, n)    n programs with a few random changes (swap, drop, double, move, relabel)
     programs()                     hypothesis: programs of every plan and model
 
-None of them shares code or ideas with the simulator and the verifier, which they are there to check. What a program
-computes is said by `tests/fuzz/verify_interpreter.py`.
+They share no code and no method with the simulator and the verifier, since they check them.
+`tests/fuzz/verify_interpreter.py` finds what a program computes.
 """
 
 from __future__ import annotations

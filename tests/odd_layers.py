@@ -1,4 +1,5 @@
-"""Layers whose graphs have odd shapes: what any backward, whole or in halves, must get right. Each takes a matrix."""
+"""Layers with unusual autograd graphs, for which every backward, whole or in halves, must be correct. Their input is a
+matrix."""
 
 from __future__ import annotations
 

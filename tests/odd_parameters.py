@@ -1,4 +1,4 @@
-"""Parameters of odd forms: empty, of one number, of strides that are not row by row, complex, of several dtypes."""
+"""Unusual parameters: empty, with one number, with strides that are not row by row, complex, of several dtypes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Models that nobody here wrote, small, with random initial values; and two that papers describe.
+"""Small models from other packages, with random initial values; and two models that papers describe.
 
-Each function gives layers that `train` takes. Those of packages import them when they are called, in ranks too.
+Each function gives layers that `train` takes. A function imports its package when it is called, in ranks too.
 
     python -m tests.outside        every model under every plan, compared with plain torch
 """

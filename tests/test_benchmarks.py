@@ -1,4 +1,4 @@
-"""The benchmarks' table, and one benchmark for real."""
+"""The benchmarks' table, and one real benchmark."""
 
 from __future__ import annotations
 

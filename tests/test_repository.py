@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -177,7 +178,18 @@ def test_make_check_runs_the_rooms_below_cluster():
     folders = {f"tests/{room}" for room in rooms if (ROOT / "tests" / room).is_dir()}
     fast = [folder for half in everything.FAST for folder in half]
     assert sorted(fast) == sorted(folders)
-    assert all((ROOT / folder).is_dir() for folder in (*everything.ALONE, *everything.BESIDE))
+
+
+def test_make_test_runs_every_test_file_once():
+    found = Counter()
+    for part in [*everything.first([]), *everything.then([])]:
+        words = part.command[3:]
+        ignored = [ROOT / word.removeprefix("--ignore=") for word in words if word.startswith("--ignore=")]
+        for path in (ROOT / word for word in words if not word.startswith("-")):
+            files = path.rglob("test_*.py") if path.is_dir() else [path]
+            found.update(file for file in files if not any(folder in file.parents for folder in ignored))
+    lessons = [path for path in (ROOT / "lessons").rglob("*.ipynb") if ".ipynb_checkpoints" not in path.parts]
+    assert found == Counter([*(ROOT / "tests").rglob("test_*.py"), *lessons])
 
 
 def test_readme_begins_with_the_two_commands():

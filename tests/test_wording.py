@@ -1,4 +1,4 @@
-"""Counts in words."""
+"""Counts as text."""
 
 from __future__ import annotations
 

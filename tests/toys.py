@@ -1,4 +1,4 @@
-"""Small models with everything that engines get wrong: ties, frozen layers, tuples, uneven sizes, dropout, in-place."""
+"""Small models with cases that are easy to get wrong: ties, frozen layers, tuples, uneven sizes, dropout, in-place."""
 
 from __future__ import annotations
 

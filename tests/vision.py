@@ -1,8 +1,8 @@
-"""Makes torchvision importable beside a torch without CUDA, for which its wheels are not compiled.
+"""Make torchvision importable with a torch without CUDA, for which its wheels are not compiled.
 
-Its Python registers shapes of operators that only its compiled part has. Of operators that are not there these
-registrations are left out here; nothing that the tests use calls them. Import this before torchvision, timm or
-transformers, which import it too, in ranks as well.
+torchvision's Python code registers shapes of operators that only its compiled part has. This module leaves out the
+registrations of missing operators; no test calls these operators. Import it before torchvision, timm or transformers
+(both import torchvision), in ranks as well.
 """
 
 from __future__ import annotations

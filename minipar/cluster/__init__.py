@@ -1,15 +1,15 @@
 """Persistent local ranks: `Cluster`. Importing this package imports no torch.
 
 Ranks are forked from a helper process, the zygote, which has imported torch already. They run functions for the driver,
-live on between the cells of a notebook, and are replaced when they die (members.py, worker.py, zygote.py). A value is
-pickled once, its large buffers into a memory file that every receiver maps (parcel.py, wire.py). Each rank writes what
-it does to a page that the driver has mapped, too (notes.py); Python's stacks come from faulthandler behind that page
-(stacks.py), and watchdog.py judges from both whether ranks wait for each other for ever. A printed line is held for
+stay alive between the cells of a notebook, and are replaced when they die (members.py, worker.py, zygote.py). A value
+is pickled once, its large buffers into a memory file that every receiver maps (parcel.py, wire.py). Each rank writes
+what it does to a page that the driver has mapped, too (notes.py). faulthandler writes Python's stacks behind that page
+(stacks.py), and from both watchdog.py decides whether ranks wait for each other for ever. A printed line is held for
 50 ms, or until all ranks of the run have printed it, and is shown once (output.py). `%%ranks` is in magic.py.
 
-Ranks start with settings of glibc (launch.py): freed memory is kept, since otherwise every temporary of a megabyte
-would go back to the system, which clears the same pages for the next one; and memory comes in huge pages where Linux
-leaves that to programs. Settings of the user's come last, and count.
+Ranks start with settings of glibc (launch.py). Freed memory is kept, since otherwise every temporary tensor of a
+megabyte would go back to the system, which clears the same pages for the next one. And memory comes in huge pages where
+Linux leaves that to programs. The user's own settings come last, so they win.
 """
 
 from __future__ import annotations

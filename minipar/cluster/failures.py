@@ -1,4 +1,4 @@
-"""An exception's way from a rank to the driver: captured as plain data, ranked, and raised again.
+"""How an exception gets from a rank to the driver: captured as plain data, sorted by weight, and raised again.
 
 A rank cannot see the source of a notebook cell, so it sends file names and line numbers, and the driver, which holds
 the cells, writes the traceback.
@@ -22,12 +22,12 @@ from minipar.errors import Deadlock, RankDied, RankError
 
 _CAUSE = "The above exception was the direct cause of the following exception:"
 _CONTEXT = "During handling of the above exception, another exception occurred:"
-# How gloo, NCCL and the stores word the loss of a peer; all of them are RuntimeErrors.
+# Words by which gloo, NCCL and the stores report the loss of a peer, in RuntimeErrors.
 _LOST_PEER = re.compile(r"gloo|nccl|by peer|connectfullmesh|socket|store->|timed out|broken pipe", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Segment:
+class ChainedException:
     """One exception of a chain: how it is linked to the one before, its frames, and its own last lines."""
 
     link: str
@@ -41,7 +41,7 @@ class Remote:
 
     name: str
     message: str
-    segments: tuple[Segment, ...]
+    segments: tuple[ChainedException, ...]
     pickled: bytes | None
     lost_peer: bool
 
@@ -57,7 +57,7 @@ class Failure:
 
     @property
     def reason(self) -> str:
-        """What happened, to follow the rank's name."""
+        """What happened, in words that follow the rank's name."""
         if self.remote is None:
             return describe_status(self.status) + (f"; last seen {self.last}" if self.last else "")
         return f"raised {self.remote.name}: {self.remote.message}"
@@ -88,9 +88,9 @@ def _lost_peer(error: BaseException) -> bool:
     return isinstance(error, ConnectionError)
 
 
-def _segments(error: BaseException, hide: str) -> list[Segment]:
+def _segments(error: BaseException, hide: str) -> list[ChainedException]:
     """The chain of an exception, the oldest first."""
-    segments: list[Segment] = []
+    segments: list[ChainedException] = []
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -99,7 +99,7 @@ def _segments(error: BaseException, hide: str) -> list[Segment]:
         if older is None and not current.__suppress_context__:
             older, link = current.__context__, _CONTEXT
         text = "".join(traceback.format_exception_only(type(current), current))
-        segments.append(Segment("" if older is None else link, _frames(current.__traceback__, hide), text))
+        segments.append(ChainedException("" if older is None else link, _frames(current.__traceback__, hide), text))
         current = older
     return segments[::-1]
 
@@ -148,8 +148,8 @@ def as_exception(failures: list[Failure], doing: dict[int, str], lost: Iterable[
     """The exception to raise in the driver: the root cause's own where it can be rebuilt, with a note that says
     which rank raised it, its traceback there, and what became of the other ranks.
 
-    `doing`: what ranks did that had not failed by then; `lost`: those of them that had to be killed. What a rank
-    says that only lost its peer is left out, but not where that was.
+    `doing`: what the ranks did that had not failed by then; `lost`: those of them that had to be killed. For a rank
+    that only lost its peer, the note has the place where it waited, but not its error.
     """
     root = root_cause(failures)
     also: dict[int, str] = {}
@@ -179,7 +179,7 @@ def as_exception(failures: list[Failure], doing: dict[int, str], lost: Iterable[
 
 
 def as_deadlock(stuck: dict[int, str], ranks: Iterable[int], patience: float, lost: Iterable[int]) -> Deadlock:
-    """The error for ranks that wait for each other; `stuck`: what each waits in, of the `ranks` of this run."""
+    """The error for ranks that wait for each other; `stuck`: what each one waits for, of the `ranks` of this run."""
     lines = []
     for rank in sorted(ranks):
         lines.append(f"rank {rank}: {stuck.get(rank, 'finished')}")
@@ -204,7 +204,7 @@ def note_of(error: BaseException) -> str | None:
 
 
 def lost_state(ranks: Iterable[int]) -> list[str]:
-    """The line that says which ranks had to be killed; none for none."""
+    """A line that says which ranks had to be killed; no line if there are none."""
     names = sorted(ranks)
     if not names:
         return []
@@ -212,7 +212,7 @@ def lost_state(ranks: Iterable[int]) -> list[str]:
 
 
 def _folded(texts: dict[int, str]) -> list[tuple[str, list[int]]]:
-    """Each text once, with its ranks."""
+    """Each different text once, with the ranks that have it."""
     found: dict[str, list[int]] = {}
     for rank in sorted(texts):
         found.setdefault(texts[rank], []).append(rank)
@@ -236,6 +236,6 @@ def _rebuild(remote: Remote) -> Exception | None:
         return None
     try:
         error = cloudpickle.loads(remote.pickled)
-    except Exception:  # such as an exception class whose __init__ takes other arguments than it hands on
+    except Exception:  # such as of a class whose __init__ takes other arguments than it gives to Exception
         return None
     return error if isinstance(error, Exception) else None

@@ -1,4 +1,4 @@
-"""The stop button while the driver listens to its ranks."""
+"""Interrupts, such as by the stop button of a notebook, while the driver listens to its ranks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from types import FrameType, TracebackType
 from typing import Any
 
 
-class Button:
-    """`with button:` an interrupt raises KeyboardInterrupt as ever, but `with button.held():` only afterwards: what
-    was half read of a rank's message would be lost, and the next message with it. Does nothing in other threads than
-    the main one, which are not interrupted."""
+class Interrupts:
+    """Inside of `with interrupts:` an interrupt raises KeyboardInterrupt as usual. Inside of `with interrupts.held():`
+    it does so only at the end: else half a message of a rank would be lost, and the next message with it. In threads
+    other than the main one this does nothing, since they are not interrupted."""
 
     def __init__(self) -> None:
         self._before: Any = None
@@ -37,20 +37,20 @@ class Button:
             self._before(number, frame)
 
     def held(self) -> _Held:
-        """Hold the button back for a moment."""
+        """While entered, an interrupt waits."""
         return _Held(self)
 
 
 class _Held:
-    def __init__(self, button: Button) -> None:
-        self._button = button
+    def __init__(self, interrupts: Interrupts) -> None:
+        self._interrupts = interrupts
 
     def __enter__(self) -> None:
-        self._button._holding = True
+        self._interrupts._holding = True
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        button = self._button
-        button._holding = False
-        if button._missed:
-            button._missed = False
-            button._pressed(signal.SIGINT, None)
+        interrupts = self._interrupts
+        interrupts._holding = False
+        if interrupts._missed:
+            interrupts._missed = False
+            interrupts._pressed(signal.SIGINT, None)

@@ -41,6 +41,7 @@ class Zygote:
         self._exits: dict[int, int] = {}
         self._lock = threading.Lock()
         self._numbers = itertools.count()
+        self._imported: set[str] = set()  # modules that the helper was told to import
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         tie = "1" if threading.current_thread() is threading.main_thread() else "0"
         command = [sys.executable, "-m", "minipar.cluster.zygote", str(theirs.fileno()), str(os.getpid())]
@@ -73,21 +74,24 @@ class Zygote:
         """A new rank that owns copies of the three descriptors; its pid. OSError when the helper has died."""
         with self._lock:
             number = next(self._numbers)
-            socket.send_fds(self._socket, [pickle.dumps(("fork", number))], [control, out, err])
+            modules = {name for name in list(sys.modules) if name.startswith("minipar.")} - self._imported
+            self._imported |= modules
+            message = pickle.dumps(("fork", number, sorted(modules - {"minipar.__main__"})))
+            socket.send_fds(self._socket, [message], [control, out, err])
             while True:
-                message = self._read(None)
-                if message is None:
+                answer = self._read(None)
+                if answer is None:
                     raise ConnectionResetError("the helper process has died")
-                if message[:2] == ("forked", number):  # another number: a call that was interrupted
-                    pid: int = message[2]
+                if answer[:2] == ("forked", number):  # another number: a call that was interrupted
+                    pid: int = answer[2]
                     self._exits.pop(pid, None)  # of an earlier process with this number
                     return pid
 
     def kill(self, pid: int) -> None:
-        # The zygote does the killing: only a parent knows that a pid is still its child's.
+        # The zygote kills the rank: only a parent knows that a pid still belongs to its child.
         try:
             self._socket.sendall(pickle.dumps(("kill", pid)))
-        except OSError:  # it is gone, and its ranks with it, but not what those had started
+        except OSError:  # the zygote and its ranks are gone, but not the processes that these had started
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
 
@@ -103,7 +107,7 @@ class Zygote:
             return self._exits[pid]
 
     def _read(self, seconds: float | None) -> tuple[Any, ...] | None:
-        """The next message; None at the end. Exits are noted on the way. TimeoutError after `seconds`."""
+        """The next message; None at the end. It notes a message about an exit. TimeoutError after `seconds`."""
         if self._socket.fileno() < 0:  # closed: the driver is about to end
             return None
         try:
@@ -155,7 +159,7 @@ class Spawned:
         self._life = life
 
     def kill(self) -> None:
-        if self._process.returncode is None:  # not reaped, so the number is still its own
+        if self._process.returncode is None:  # not reaped, so the pid still belongs to it
             kill_group(self.pid)
 
     def wait(self, seconds: float) -> int | None:
@@ -170,8 +174,8 @@ class Spawned:
 
 
 def fork(control: int, out: int, err: int, keep_freed_memory: bool = True) -> Forked:
-    """A rank from this process's zygote. RankError when there can be no zygote."""
-    for _ in range(2):  # a zygote that was killed is noticed by asking it
+    """A rank from this process's zygote. RankError when the zygote cannot run."""
+    for _ in range(2):  # (only a request shows that a zygote was killed)
         helper = zygote(keep_freed_memory)
         try:
             return Forked(helper, helper.fork(control, out, err))
@@ -203,17 +207,18 @@ def spawn(control: int, out: int, err: int, keep_freed_memory: bool = True) -> S
     return Spawned(process, ours)
 
 
-# How glibc keeps memory in a rank. A layer's weights have more small pages than a processor remembers the addresses of:
-# huge ones, where Linux leaves it to programs to ask. What is freed stays, up to 32 MiB a piece, for the next tensor of
-# that size: else every temporary of a megabyte goes back to the system, which clears its pages for the next one. And
-# the scraps that are cut off a tensor's ends to align it join it again when it is freed, and wait in no list of short
-# pieces: else it does not fit the next tensor of its size, which comes to other memory, not in the caches.
+# How glibc keeps memory in a rank. It asks for huge pages, where Linux leaves that to programs: a layer's weights have
+# more small pages than the processor's TLB has entries. Freed memory stays in the process, up to 32 MiB a piece, for
+# the next tensor of that size: else every temporary of a megabyte goes back to the system, which clears its pages for
+# the next one. And the short pieces that are cut off a tensor's ends to align it are merged with it again when it is
+# freed, since no cache (tcache) keeps them: else the space is too small for the next tensor of that size, which then
+# gets other memory that is not in the caches.
 _MEMORY = ("hugetlb=1", f"mmap_threshold={32 << 20}", f"trim_threshold={1 << 30}", "tcache_count=0")
 
 
 def child_environment(keep_freed_memory: bool = True) -> dict[str, str]:
-    """The driver's environment, with its module path, so that `-m minipar...` finds what the driver found, and with
-    settings for glibc where freed memory is to be kept; the user's own ones come last, and count."""
+    """The driver's environment, with its module path, so that `-m minipar...` finds what the driver found; and with
+    settings for glibc if freed memory is to be kept. The user's own settings come last, so they win."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     found = {**os.environ, "PYTHONPATH": path}
     if keep_freed_memory:
@@ -222,17 +227,17 @@ def child_environment(keep_freed_memory: bool = True) -> dict[str, str]:
     return found
 
 
-# Keyed by the pid: a process that the driver forked must neither use nor close the driver's helpers. And by glibc's
-# settings, which are read as a process starts.
+# The keys have the pid, since a process that the driver forked must neither use nor close the driver's helpers, and
+# glibc's settings, which a process reads when it starts.
 _zygotes: dict[tuple[int, str], Zygote] = {}
 _folders: dict[int, str] = {}
 _lock = threading.Lock()
 
 
 def zygote(keep_freed_memory: bool = True) -> Zygote:
-    """This process's zygote; started at the first call (seconds, while it imports torch), then kept. Ranks that keep
-    freed memory and ranks that do not have one each, and so has each GLIBC_TUNABLES of the user's: glibc is told as it
-    starts."""
+    """This process's zygote; started at the first call (seconds, while it imports torch), then kept. There is one for
+    ranks that keep freed memory, one for ranks that do not, and others if the user's GLIBC_TUNABLES change: glibc reads
+    its settings when a process starts."""
     key = os.getpid(), child_environment(keep_freed_memory).get("GLIBC_TUNABLES", "")
     with _lock:
         found = _zygotes.get(key)

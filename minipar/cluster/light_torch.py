@@ -1,8 +1,8 @@
-"""Torch's optimizers without torch's compiler, until somebody needs the compiler.
+"""Torch's optimizers and its counter of FLOPs without torch's compiler, until somebody needs the compiler.
 
-Making an optimizer and taking a step import `torch._dynamo`, only to tell the compiler what it should leave alone.
-That takes as long as importing torch, in each rank. As long as nobody has imported the compiler, nothing can be
-compiled, and there is nothing to tell.
+Making an optimizer, taking a step and counting FLOPs import `torch._dynamo`, only to tell the compiler what it should
+leave alone. That takes as long as importing torch, in each rank. As long as nobody has imported the compiler, nothing
+can be compiled, and there is nothing to tell.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ _COMPILER = "torch._dynamo"
 
 
 def postpone_compiler() -> None:
-    """Let the optimizers of this process work as they are until the compiler is imported, then as torch made them.
+    """Let the optimizers and the counter of this process work as they are until the compiler is imported, then as torch
+    made them.
 
     Does nothing where torch is built differently: there they import the compiler as ever.
     """
@@ -27,7 +28,7 @@ def postpone_compiler() -> None:
     if optimizer is None or disable is None:
         return
     hidden = disable(_nothing).__code__  # the code that all functions share which torch hides from the compiler
-    for function in vars(optimizer).values():
+    for function in [*vars(optimizer).values(), *vars(_counter()).values()]:
         if getattr(function, "__code__", None) is hidden:
             # Where torch remembers what the compiler made of it.
             function.__wrapped__.__dynamo_disable = _plain(function)
@@ -40,6 +41,15 @@ def postpone_compiler() -> None:
 
 
 def _nothing() -> None: ...
+
+
+def _counter() -> Any:
+    """The class whose method sees every operation while FlopCounterMode counts."""
+    try:
+        from torch.utils import flop_counter
+    except ImportError:
+        return object
+    return getattr(flop_counter, "_FlopCounterMode", object)
 
 
 def _below(kind: Any) -> Iterator[Any]:

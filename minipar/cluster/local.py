@@ -1,4 +1,4 @@
-"""`Cluster`: persistent local ranks that live on between the cells of a notebook."""
+"""`Cluster`: persistent local ranks that stay alive between the cells of a notebook."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ class Cluster:
     which are fast and find many mistakes. "gloo": gloo over the network, for messages and collectives, as ranks on
     several machines use it. A layer's output then has one shape for each number of rows, a gradient that is None
     arrives as zeros, and strategies that decide as they run are refused; a rank that is stopped while it waits for a
-    message starts anew, without its state. (Tensors on GPUs of their own go through NCCL in both cases.)
+    message starts again, without its state. (Tensors on GPUs of their own go through NCCL in both cases.)
 
     `patience`: seconds after which ranks that all wait for each other are a `Deadlock` (None: never). A rank that
     computes, sleeps or reads is never one, however long it takes. It can be changed between runs.
 
-    Ranks keep their state between runs, also when one fails or a run is interrupted. They start anew by themselves
-    when one was lost, and end with the driver, however it ends. Use it in a `with` block, or let it live on and
-    `close()` it, or leave that to the end of the session.
+    Ranks keep their state between runs, also when one fails or a run is interrupted. A rank that was lost is started
+    again at the next run, and all end with the driver, however it ends. Use the cluster in a `with` block, or `close()`
+    it, or let it end with the session.
 
-    Raises PlanError for values that cannot be, RankError inside a rank.
+    Raises PlanError for impossible values, RankError inside a rank.
     """
 
     def __init__(
@@ -112,6 +112,12 @@ class Cluster:
         return self._members.transport
 
     @property
+    def carrier(self) -> str:
+        """What carries the tensors of programs: "nccl" where every rank has a GPU of its own, or `transport`."""
+        devices = {rank.device for rank in self._members.ranks.values()}
+        return "nccl" if self.device == "cuda" and len(devices) == self.size else self.transport
+
+    @property
     def patience(self) -> float | None:
         """Seconds without any progress, while all ranks wait for each other, until `Deadlock`; None: for ever."""
         return self._patience
@@ -127,7 +133,7 @@ class Cluster:
 
     @property
     def emulates(self) -> DeviceSpec | None:
-        """The device that every rank emulates, if they do."""
+        """The device that every rank emulates; None if they emulate none."""
         return self._emulates
 
     @property
@@ -154,7 +160,7 @@ class Cluster:
         Functions and classes may come from a notebook cell. What ranks print appears here, line by line.
         When a rank fails, its own exception is raised, with its traceback there as a note; RankDied when its process
         ended; Deadlock when all wait for each other (see `patience`); RankError when an argument or a result cannot
-        be sent. After an interrupt the ranks are back with their state, except those that the message names.
+        be sent. After an interrupt the ranks keep their state, except those that the message names.
         """
         return self._call(range(self.size), None, function, args, kwargs)
 
@@ -169,14 +175,14 @@ class Cluster:
     def run_reviving(
         self, revivals: int, callback: Callback, function: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> list[Any]:
-        """`run_with`, going on without a rank that dies: it is started anew and calls the function again, while the
-        others are in theirs, and `callback` is told (`Revived`). After `revivals` deaths the next one is raised. For
-        ranks that do without process groups.
+        """`run_with`, but the run goes on when a rank dies: the rank is started again and calls the function again,
+        while the others are still in theirs, and `callback` gets a `Revived`. This happens for `revivals` deaths; the
+        next one is raised. It is for ranks that use no process groups.
         """
         return self._call(range(self.size), callback, function, args, kwargs, revivals)
 
     def end_rank(self, rank: int) -> None:
-        """SIGKILL a rank, from a callback of `run_with` or `run_reviving`: one that hangs, such as."""
+        """SIGKILL a rank, such as one that hangs; called from a callback of `run_with` or `run_reviving`."""
         self._members.end(_check_ranks([rank], self.size)[0])
 
     def _call(
@@ -210,7 +216,7 @@ class Cluster:
         for death in members.heal():
             warnings.warn(f"{death.line}; it starts anew, without its state", RuntimeWarning, stacklevel=4)
         self._run += 1
-        os.makedirs(self._folder, exist_ok=True)  # the end of a helper process takes it away
+        os.makedirs(self._folder, exist_ok=True)  # (a helper process removes it when it ends)
         store = os.path.join(self._folder, f"generation-{members.generation}")
         situation = worker.Situation(members.generation, active, store, _free_port())
         message = (self._run, situation, tuple(sys.path), parcel)
@@ -220,7 +226,7 @@ class Cluster:
             for rank in active:
                 heard.waiting.add(rank)
                 members.send(rank, message)
-            with members.button:
+            with members.interrupts:
                 members.collect(heard, watch)
             if heard.waiting:
                 members.call_back(heard, GRACE_AFTER_FAILURE if heard.failures else GRACE)
@@ -230,7 +236,7 @@ class Cluster:
             raise
         if heard.failures or heard.stuck is not None:
             members.generation += 1
-            heard.answers.clear()  # with their memory files, which a traceback would keep
+            heard.answers.clear()  # (a traceback would keep their memory files)
         if heard.failures:
             raise as_exception(heard.failures, heard.doing, heard.lost)
         if heard.stuck is not None:
@@ -238,10 +244,10 @@ class Cluster:
         return {rank: answer for rank, (_, answer) in heard.answers.items()}
 
     def _give_up(self, heard: Round, error: BaseException) -> None:
-        """Call the ranks of a run back, with their state where that is possible."""
+        """Interrupt the ranks of a run, so that they keep their state where that is possible."""
         try:
             if heard.called_back or not isinstance(error, Exception | KeyboardInterrupt):
-                self._members.stop(heard.waiting)  # the second press of the button, or the end of the driver
+                self._members.stop(heard.waiting)  # the button was pressed twice, or the driver ends
                 heard.lost |= heard.waiting
             else:
                 self._members.call_back(heard, GRACE)
@@ -304,7 +310,7 @@ def _pack(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _free_port() -> int:
-    """A port for users' own `init_process_group`; new for each run, so that no old store answers there."""
+    """A port for users' own `init_process_group`; a new one for each run, so that no old store answers on it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -6,12 +6,12 @@
     x = torch.full((2,), float(rank))
     comm.allreduce(x)
 
-`%%ranks [n] [--only 0,2] [--out name] [--quiet]`: see `Ranks.cell`; `%ranks` tells which ranks there are, and
+`%%ranks [n] [--only 0,2] [--out name] [--quiet]`: see `Ranks.cell`; `%ranks` says which ranks are running, and
 `%ranks close` ends them.
 
-The driver checks the cell and sends its text; each rank runs it in its own `__main__`, where variables live on. What a
-rank prints goes to a file of its own while the cell runs: the driver shows it afterwards in rank order, and has it
-also when the rank was killed. Nothing here needs torch or IPython to be imported.
+The driver checks the cell and sends its text; each rank runs it in its own `__main__`, where variables are kept. What a
+rank prints goes to a file of its own while the cell runs: the driver shows it afterwards in rank order, also if the
+rank was killed. Nothing here needs torch or IPython to be imported.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 _DEFAULT_RANKS = 4
-_SHOWN_BYTES = 1 << 20  # of what one rank prints in one cell; a notebook with more can hardly be opened
+_SHOWN_BYTES = 1 << 20  # most that is shown of one rank's output in one cell; a notebook with more is hard to open
 _OPTIONS = "n, --only 0,2, --out name, --quiet"
 
 
 def load(shell: InteractiveShell, communicator: Callable[[object], object]) -> None:
     """Give this shell the magics `%%ranks` and `%ranks`.
 
-    `communicator(comm)` says what a rank's variable `comm` is next; all ranks call it together.
+    `communicator(comm)` gives the next value of a rank's variable `comm`; all ranks call it together.
     """
     ranks = Ranks(shell, communicator)
     register: Callable[..., None] = shell.register_magic_function
@@ -71,8 +71,8 @@ class Ranks:
     def cell(self, line: str, cell: str) -> None:
         """%%ranks [n] [--only 0,2] [--out name] [--quiet]: run this cell on every rank.
 
-        Each rank has its own variables, which live on between cells; `rank`, `world_size`, `comm` (a Communicator)
-        and `torch` are there from the start. What the ranks print is shown in rank order, the same text of several
+        Each rank has its own variables, which are kept between cells; `rank`, `world_size`, `comm` (a Communicator)
+        and `torch` are defined from the start. What the ranks print is shown in rank order, the same text of several
         ranks once; so is the value of the last expression (not after a `;`).
 
         n: the number of ranks (default: those that are running, or else 4); another number starts new ones.
@@ -88,7 +88,7 @@ class Ranks:
             raise _as_shown(error, self._cluster) from None
 
     def line(self, line: str) -> None:
-        """%ranks: which ranks there are. %ranks close: end them."""
+        """%ranks: which ranks are running. %ranks close: end them."""
         word = line.strip()
         if word not in ("", "close"):
             error = PlanError(
@@ -105,7 +105,7 @@ class Ranks:
     def _run(self, line: str, cell: str) -> None:
         running = _DEFAULT_RANKS if self._cluster is None else self._cluster.size
         request = _parse(line, running)
-        # Counted here: IPython's own number is one ahead or not, depending on its version.
+        # The cell's number is counted here: IPython's own may be one ahead, depending on its version.
         name = f"<%%ranks In[{len(self._shell.user_ns['In']) - 1}]>"
         _remember_source(name, f"%%ranks {line}\n{cell}")
         _, last = _compile(cell, name)
@@ -114,10 +114,10 @@ class Ranks:
         self._communicates = self._communicates or _mentions_comm(cell)
         cluster = self._ranks(request)
         if self._communicates and len(request.ranks) < cluster.size:
-            cluster.run(_make_comm, self._communicator)  # which takes all ranks
+            cluster.run(_make_comm, self._communicator)  # (all ranks must take part)
         with tempfile.TemporaryDirectory(prefix="cell-", dir=launch.scratch_folder()) as folder:
             communicator = self._communicator if self._communicates else None
-            task = Task(cell, line, name, folder, communicator, bool(request.out))
+            task = CellTask(cell, line, name, folder, communicator, bool(request.out))
             try:
                 answers = cluster.run_on(request.ranks, run_cell, task)
             finally:
@@ -133,7 +133,7 @@ class Ranks:
             self._shell.push({request.out: values})
 
     def _ranks(self, request: Request) -> Cluster:
-        """The running cluster, or a new one of the size that is asked for."""
+        """The running cluster, or a new one of the requested size."""
         if self._cluster is not None and self._cluster.size != request.size:
             if not request.quiet:
                 print(
@@ -158,7 +158,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Request:
-    """What the line of a cell asks for. `ranks` are those that run it."""
+    """What the line of a cell requests. `ranks` are those that run it."""
 
     size: int
     ranks: tuple[int, ...]
@@ -167,7 +167,7 @@ class Request:
 
 
 def _parse(line: str, running: int) -> Request:
-    """Read the line; PlanError, naming the value, for what cannot be."""
+    """Read the line; PlanError, which names the value, if it is impossible."""
     size, only, out, quiet = running, None, "", False
     counted = False
     try:
@@ -224,7 +224,7 @@ def _compile(cell: str, name: str) -> tuple[Any, Any]:
     tree = ast.parse("\n" + cell, name)  # one line more, so that lines are numbered as in the notebook
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     with warnings.catch_warnings():
-        if not worker.in_rank():  # each rank says it
+        if not worker.in_rank():  # (the ranks show the warnings)
             warnings.simplefilter("ignore")
         body = compile(tree, name, "exec", dont_inherit=True)
         if not isinstance(last, ast.Expr):
@@ -245,7 +245,7 @@ def _remember_source(name: str, text: str) -> None:
 
 
 @dataclass(frozen=True)
-class Task:
+class CellTask:
     """What a rank gets to run. It prints into `folder`; its last value is sent back if `wanted`."""
 
     cell: str
@@ -256,7 +256,7 @@ class Task:
     wanted: bool
 
 
-def run_cell(task: Task) -> tuple[str, bytes]:
+def run_cell(task: CellTask) -> tuple[str, bytes]:
     """Run the cell in this rank's `__main__`. The text of its last value ("" for None); the value, pickled, if wanted.
 
     RankError when it is wanted and cannot be pickled.
@@ -295,7 +295,7 @@ def _namespace() -> dict[str, Any]:
 
 
 def _make_comm(communicator: Callable[[object], object]) -> None:
-    """Set `comm`, also anew after a failure. All ranks do this together, however the cell uses it, and only then."""
+    """Set `comm`, and make it again after a failure. All ranks do this together, if a cell has used `comm`."""
     namespace = _namespace()
     namespace["comm"] = communicator(namespace.get("comm"))
 
@@ -334,7 +334,7 @@ def _read(path: str) -> str:
         with open(path, "rb") as file:
             data = file.read(_SHOWN_BYTES)
             left = os.fstat(file.fileno()).st_size - len(data)
-    except FileNotFoundError:  # the rank did not get that far
+    except FileNotFoundError:  # the rank failed before it opened the file
         return ""
     lines = data.decode("utf-8", "replace").split("\n")
     text = "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)
@@ -364,18 +364,18 @@ def _indent(text: str) -> str:
 
 
 def _as_shown(error: BaseException, cluster: Cluster | None) -> BaseException:
-    """The exception, made to show in the notebook what happened in the rank and not how the driver heard of it."""
+    """The exception, changed so that the notebook shows what happened in the rank and not the driver's own frames."""
     note = failures.note_of(error)
     if note is not None:
         text = f"{error.reason}\n{note}" if isinstance(error, RankError) else note
         if isinstance(error, SyntaxError):  # IPython would show it as one of this cell
             error = RankError("a rank met a SyntaxError", note)
-    elif isinstance(error, SyntaxError):  # of the cell: IPython shows it well, but not from how deep it came
+    elif isinstance(error, SyntaxError):  # an error of the cell: IPython shows it well without the traceback
         return error.with_traceback(None)
     elif isinstance(error, MiniparError | KeyboardInterrupt):
         text = f"{type(error).__name__}: {error}".removesuffix(": ")
     else:
-        return error  # a fault of minipar itself: with all there is to see
+        return error  # an error of minipar itself: show everything
     if cluster is not None and "alive" in cluster.state:
         text += f"\n{cluster.state}; the others start anew at the next cell, without their variables"
     error._render_traceback_ = text.splitlines  # type: ignore[attr-defined]

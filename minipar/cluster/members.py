@@ -1,4 +1,4 @@
-"""The driver's side of its ranks: one `Member` each, started, listened to and ended.
+"""The driver's side of its ranks: it starts one `Member` for each, reads its messages, and ends it.
 
 One selector in the calling thread serves all of them; the driver starts no threads and joins no process group.
 """
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from minipar.cluster import launch, stacks, wire
 from minipar.cluster.failures import Failure
-from minipar.cluster.interrupt import Button
+from minipar.cluster.interrupt import Interrupts
 from minipar.cluster.notes import Page
 from minipar.cluster.output import Output, Printer
 from minipar.cluster.parcel import Parcel
@@ -31,7 +31,7 @@ from minipar.errors import PlanError, RankDied, RankError
 # the peer does.
 SETTLE = 0.05
 SETTLE_AFTER_LOST_PEER = 0.18
-# Seconds that ranks which are called back get to answer, before they are killed: after a failure, else.
+# Seconds that interrupted ranks have to answer before they are killed: after a failure, and else.
 GRACE_AFTER_FAILURE = 0.25
 GRACE = 0.5
 
@@ -40,7 +40,7 @@ Callback = Callable[[int, Any], None]
 
 @dataclass
 class Member:
-    """One rank as the driver sees it. Once it is not `alive`, it is replaced at the next call."""
+    """One rank as the driver sees it. If it is not `alive`, it is replaced at the next call."""
 
     rank: int
     process: launch.Process
@@ -53,19 +53,19 @@ class Member:
 
 
 class Revived(NamedTuple):
-    """What the callback of a run is told when a rank died and starts again: how it died."""
+    """What the callback of a run gets when a rank died and starts again: `line` says how it died."""
 
     line: str
 
 
 @dataclass
 class Round:
-    """What is heard in one run: answers by rank, and failures in order of arrival.
+    """What the driver receives in one run: answers by rank, and failures in order of arrival.
 
-    An answer is ("ready", device), ("refused", reason) or ("result", parcel). `waiting` are the ranks that were asked
-    and have not answered; `doing` says what they were at when they were called back, `lost` which of them had to be
-    killed. `stuck`: what each rank waits in, if that is a deadlock. `revivals`: how often a rank that dies is started
-    again and asked once more, by `message`; `deaths` are those that were.
+    An answer is ("ready", device), ("refused", reason) or ("result", parcel). `waiting` are the ranks that have not
+    answered yet; `doing` says what they did when they were interrupted, `lost` which of them had to be killed.
+    `stuck`: what each rank waits for, if that is a deadlock. `revivals`: how many times a rank that dies is started
+    again and gets `message` once more; `deaths` are the failures of these ranks.
     """
 
     run: int
@@ -85,7 +85,7 @@ class Round:
 
 @dataclass
 class Members:
-    """All ranks of one cluster. `generation` changes whenever process groups must be made anew."""
+    """All ranks of one cluster. `generation` changes whenever process groups must be made again."""
 
     size: int
     device: str
@@ -97,14 +97,14 @@ class Members:
     generation: int = 0
     ranks: dict[int, Member] = field(default_factory=dict)
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
-    button: Button = field(default_factory=Button)
+    interrupts: Interrupts = field(default_factory=Interrupts)
     output: Output = field(default_factory=Output)
 
     # Starting
 
     def heal(self) -> list[Failure]:
-        """Start every rank that is not there. The deaths that were not known before; PlanError for a device that
-        is not there."""
+        """Start every rank that is missing. Returns the deaths that were not known before. PlanError for a device that
+        does not exist."""
         deaths = []
         for member in list(self.ranks.values()):
             if member.alive and self._ended(member):
@@ -125,7 +125,7 @@ class Members:
     def _ended(self, member: Member) -> bool:
         try:
             while member.inbox.read() is not None:
-                pass  # a report that came too late
+                pass  # (a report that came too late)
         except EOFError:
             self._lost(member)
             return True
@@ -172,7 +172,7 @@ class Members:
         heard = Round(0, frozenset(ranks), waiting=set(ranks))
         self.collect(heard)
         for rank in ranks:
-            self.ranks[rank].page.unlink()  # the rank has it by now
+            self.ranks[rank].page.unlink()  # (the rank has mapped it by now)
         if heard.failures:
             raise RankDied(f"could not start: {heard.failures[0].line}; what it printed is above")
         for rank, (kind, value) in heard.answers.items():
@@ -183,13 +183,13 @@ class Members:
     # Talking
 
     def send(self, rank: int, message: Any) -> None:
-        """One message to a rank. That it has died is noticed later, by `collect`."""
+        """Send one message to a rank. If the rank has died, `collect` notices that later."""
         with contextlib.suppress(OSError):
             wire.send(self.ranks[rank].control, message)
 
     def collect(self, heard: Round, watch: Watchdog | None = None, seconds: float | None = None) -> None:
-        """Pump output and reports until nobody is left in `heard.waiting`, until failures have settled, until `watch`
-        finds a deadlock, or for so many seconds."""
+        """Read output and reports until no rank is left in `heard.waiting`, until no more failures are expected, until
+        `watch` finds a deadlock, or for so many seconds."""
         deadline = None if seconds is None else time.monotonic() + seconds
         told = len(heard.failures)
         self.output.begin(heard.ranks)
@@ -208,11 +208,11 @@ class Members:
                 member: Member
                 member, printer = key.data
                 if self.ranks.get(member.rank) is not member:
-                    continue  # another event of this round told of its death, and it was started anew
+                    continue  # it has died, as an earlier event of this loop showed, and was started again
                 if printer is None:
                     self._listen(member, heard)
                 else:
-                    with self.button.held():
+                    with self.interrupts.held():
                         printer.pump()
                     if not printer.open:
                         self.selector.unregister(printer.descriptor)
@@ -228,11 +228,11 @@ class Members:
         self.output.flush()
 
     def call_back(self, heard: Round, seconds: float) -> None:
-        """Interrupt the ranks that have not answered, so that they come back with their state; kill those that do not
-        within so many seconds. What they were doing is noted before."""
+        """Interrupt the ranks that have not answered, so that they end the run and keep their state; kill those that do
+        not answer within so many seconds. What they were doing is noted before."""
         heard.callback = None
         heard.called_back = True
-        gone = {rank for rank in heard.waiting if not self.ranks[rank].alive}  # (such as one that was to start again)
+        gone = {rank for rank in heard.waiting if not self.ranks[rank].alive}  # (such as one that should be revived)
         heard.lost |= gone
         heard.waiting -= gone
         self.stop(gone)
@@ -240,7 +240,7 @@ class Members:
         for rank in heard.waiting:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self.ranks[rank].process.pid, signal.SIGINT)
-        with self.button:
+        with self.interrupts:
             self.collect(heard, seconds=seconds)
         heard.lost |= heard.waiting
         self.stop(heard.waiting)
@@ -263,11 +263,11 @@ class Members:
         return [(member.rank, member.process.pid, member.page) for member in members if member.alive]
 
     def _listen(self, member: Member, heard: Round) -> None:
-        """Take in everything that a rank has sent."""
+        """Handle everything that a rank has sent."""
         rank = member.rank
         while True:
             try:
-                with self.button.held():
+                with self.interrupts.held():
                     message = member.inbox.read()
             except EOFError:
                 self._lost(member)
@@ -284,7 +284,7 @@ class Members:
                 return
             kind, run, value = message
             if run != heard.run:
-                continue  # said too late, by a thread that a function left behind
+                continue  # it came too late, from a thread that a function left behind
             if kind == "report":
                 if heard.callback is not None:
                     heard.callback(rank, unpack(value, f"a report of rank {rank}"))
@@ -292,14 +292,14 @@ class Members:
                     return  # the callback ended it
                 continue
             if kind == "error":
-                if not heard.called_back:  # else it is the answer to that
+                if not heard.called_back:  # (else it is the answer to the interrupt)
                     heard.failures.append(Failure(rank, value))
             else:
                 heard.answers[rank] = (kind, value)
             heard.waiting.discard(rank)
 
     def _revive(self, member: Member, heard: Round) -> None:
-        """Start a rank that died during a run again, and ask it what its predecessor was asked."""
+        """Start a rank that died during a run again, and send it the same message."""
         rank = member.rank
         heard.deaths.append(_death(member))
         if heard.callback is not None:
@@ -308,23 +308,23 @@ class Members:
         self._start(rank)
         self.ranks[rank].device = member.device
         self.send(rank, heard.message)
-        self.generation += 1  # groups that it was in are to be made anew, in the next run
+        self.generation += 1  # (the next run must make its groups again)
 
     def end(self, rank: int) -> None:
-        """SIGKILL a rank that hangs; that it is gone is noticed like any death."""
+        """SIGKILL a rank that hangs; its death is noticed like any other."""
         self.ranks[rank].process.kill()
 
     # Ending
 
     def _lost(self, member: Member) -> None:
-        """Its socket has ended: nothing more is heard of it, and nothing that it had started may go on."""
+        """A rank's socket has ended: stop listening to it, and kill everything that it had started."""
         member.alive = False
         self.selector.unregister(member.control)
-        member.process.kill()  # no longer changes the exit status of a process that is ending
+        member.process.kill()  # (this does not change the exit status of a process that is ending)
         member.process.wait(0.5)
 
     def stop(self, ranks: Iterable[int]) -> None:
-        """Kill these ranks with whatever they had started, print their last words, and forget them."""
+        """Kill these ranks and everything that they had started, print their last output, and forget them."""
         members = [self.ranks[rank] for rank in ranks if rank in self.ranks]
         for member in members:
             member.alive = False  # first, so that a rank is replaced even if an interrupt cuts this short
@@ -336,7 +336,7 @@ class Members:
                 printer.finish()
             descriptors = [printer.descriptor for printer in member.printers]
             for descriptor in (member.control.fileno(), *descriptors):
-                with contextlib.suppress(KeyError, ValueError):  # it had ended already
+                with contextlib.suppress(KeyError, ValueError):  # (it was unregistered before)
                     self.selector.unregister(descriptor)
             member.control.close()
             member.page.close()

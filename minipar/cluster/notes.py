@@ -1,13 +1,13 @@
 """What a rank is doing, written where the driver can read it at any time, also after the rank's death.
 
-One page of a file that both have mapped. A note is a store to memory: no message, no thread, no lock, some 60 ns.
+Both have mapped one page of a file. A note is a store to memory of some 60 ns: it needs no message, thread or lock.
 
     bytes 0 ...          the instruction that the rank last began (`note`)
     byte _SINCE          since when it waits in an operation, on the clock of time.monotonic; 0.0 when it does not
     bytes _OPERATION ... that operation (`waiting`)
 
-After the page the same file holds the Python stack that faulthandler appends when the driver asks for it; see
-stacks.py. A reader may meet half a note: the driver looks again, and a dead rank writes no more.
+After the page the same file has the Python stack that faulthandler appends when the driver requests it; see stacks.py.
+A reader may see half a note: the driver reads again later, and a dead rank writes no more.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _END = _OPERATION + _OPERATION_BYTES
 _TIME = struct.Struct("<d")
 _NEVER = bytes(8)
 
-# A process that is no rank writes to a page that nobody reads: so that nobody has to ask whether it is one.
+# A process that is no rank writes to a page that nobody reads, so that callers need not check whether they are in one.
 _page = mmap.mmap(-1, SIZE)
 
 
@@ -36,7 +36,7 @@ _page = mmap.mmap(-1, SIZE)
 
 
 def attach(path: str) -> int:
-    """Write to this file from now on; a descriptor that appends to it, which stays open."""
+    """Write to this file from now on; returns a descriptor that appends to it, which stays open."""
     global _page
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND)
     _page = mmap.mmap(descriptor, SIZE)
@@ -44,7 +44,7 @@ def attach(path: str) -> int:
 
 
 def label(text: str) -> bytes:
-    """A text as `note` takes it; made once, for an instruction that is run many times."""
+    """A text in the form that `note` takes; made once for an instruction that runs many times."""
     return text.encode()[:LABEL_BYTES].ljust(LABEL_BYTES, b"\0")
 
 
@@ -70,7 +70,7 @@ def going_on() -> None:
 
 
 def clear() -> None:
-    """Forget what was said: a run begins or has ended."""
+    """Clear the page: a run begins or has ended."""
     _page[:SIZE] = bytes(SIZE)
 
 
@@ -87,7 +87,7 @@ class Doing:
 
     @property
     def last(self) -> str:
-        """In words, for a rank that is no more; "" when it said nothing."""
+        """What a dead rank did last, in words; "" if it wrote nothing."""
         if self.since:
             return f"in {self.operation}" + (f" ({self.instruction})" if self.instruction else "")
         if self.instruction:
@@ -121,12 +121,12 @@ class Page:
         os.ftruncate(self._file, SIZE)
 
     def unlink(self) -> None:
-        """Take the file's name away: nothing of it is left when rank and driver are gone."""
+        """Remove the file's name, so that the system frees the file when rank and driver have ended."""
         with contextlib.suppress(OSError):
             os.unlink(self.path)
 
     def close(self) -> None:
-        """Nothing is read any more."""
+        """Unmap the page and close the file."""
         self.unlink()
         self._page.close()
         os.close(self._file)

@@ -1,9 +1,9 @@
-"""What ranks print, line by line, with the rank's name; the same line of several ranks once; progress of one rank.
+"""Show what ranks print, line by line, with the rank's name: the same line of several ranks once, progress of one rank.
 
 A line is held for `HOLD` seconds, or until all ranks of the run have printed it, and then shown for all that have:
 `[ranks 0-3] loaded`. The lines of a rank stay in order. Progress bars, which rewrite their line by carriage returns,
-are shown as they go for the first rank of the run only; of the others a finished bar is shown where it tells
-something else than the first rank's, times and rates (what stands in brackets at its end) aside.
+are shown live for the first rank of the run only. The finished bar of another rank is shown only if its text differs
+from the first rank's, apart from times and rates (the part in brackets at its end).
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from dataclasses import dataclass
 
 HOLD = 0.05  # seconds
 _REDRAW = 0.1  # seconds between two states of a progress bar
-_AHEAD = 50  # lines of another rank in which the same one is looked for
+_AHEAD = 50  # in how many lines of another rank the same line is searched
 _CHUNK = 1 << 16
 _DRAIN = 1 << 26  # bytes read at most at the end of a run; a process that a rank started may print for ever
 _TIMES = re.compile(r"\s*\[[^\]]*\]\s*$")
-_CURSOR = re.compile(r"\x1b\[[0-9;]*[A-HJKf]")  # moves that mean nothing where lines of several ranks meet
+_CURSOR = re.compile(r"\x1b\[[0-9;]*[A-HJKf]")  # cursor moves, which make no sense among lines of several ranks
 
 
 @dataclass(frozen=True)
 class _Printed:
     text: str
     when: float
-    bar: str | None = None  # what a finished progress bar tells without its times
+    bar: str | None = None  # the text of a finished progress bar, without its times
 
 
 class Output:
@@ -40,8 +40,8 @@ class Output:
         self._active: tuple[int, ...] = ()
         self._finished: set[str] = set()  # bars of the first rank
         self._aside: list[tuple[int, _Printed]] = []  # bars of others, finished while the first rank's goes on
-        self._bar = ""  # of the first rank, now
-        self._drawn = ""  # what stands in the last line of the screen
+        self._bar = ""  # the present state of the first rank's bar
+        self._drawn = ""  # the text in the last line of the screen
         self._drawn_at = 0.0
 
     def begin(self, ranks: Iterable[int]) -> None:
@@ -55,7 +55,7 @@ class Output:
         self._held.setdefault(rank, deque()).append(_Printed(text, time.monotonic()))
 
     def bar(self, rank: int, text: str) -> None:
-        """The present state of a progress bar; empty where it has been wiped away."""
+        """The present state of a progress bar; "" if the bar was erased."""
         if rank in self._active[:1]:
             self._bar = text
 
@@ -77,7 +77,7 @@ class Output:
         self._held.setdefault(rank, deque()).append(line)
 
     def wait(self) -> float | None:
-        """Seconds until `show` has something to do; None when it has not."""
+        """Seconds until `show` has something to print; None if there is nothing."""
         due = [held[0].when + self._hold for held in self._held.values() if held]
         if self._wanted != self._drawn:
             due.append(self._drawn_at + _REDRAW)
@@ -88,11 +88,11 @@ class Output:
         self._write(self._fold(time.monotonic()))
 
     def flush(self) -> None:
-        """Print all that is there."""
+        """Print everything."""
         for rank, line in self._aside:
             self._held.setdefault(rank, deque()).append(line)
         self._aside.clear()
-        if self._bar:  # of a rank that ended in the middle
+        if self._bar:  # (the rank ended before its bar did)
             self._held.setdefault(self._active[0], deque()).append(_Printed(self._bar, time.monotonic()))
             self._bar = ""
         self._write(self._fold(float("inf")))
@@ -150,7 +150,7 @@ def name_ranks(ranks: list[int]) -> str:
 
 
 class Printer:
-    """Reads one pipe of one rank and hands on whole lines, and the states of progress bars."""
+    """Reads one pipe of one rank; gives whole lines and the states of progress bars to the Output."""
 
     def __init__(self, rank: int, descriptor: int, output: Output) -> None:
         self.descriptor = descriptor
@@ -161,7 +161,7 @@ class Printer:
         os.set_blocking(descriptor, False)
 
     def pump(self, limit: int = _CHUNK) -> None:
-        """Take in what is there, at most about `limit` bytes; never blocks."""
+        """Read the output that has arrived, at most about `limit` bytes; never blocks."""
         total = 0
         while self.open and total < limit:
             try:
@@ -175,11 +175,11 @@ class Printer:
                 self._complete(line)
             before, back, state = self._rest.rpartition(b"\r")
             if back and (state or before):
-                self._rest = back + state  # earlier states are of no use any more
+                self._rest = back + state  # (earlier states are not needed any more)
                 self._output.bar(self._rank, _text(state).rstrip())
 
     def finish(self) -> None:
-        """Take in all that is there, also a last line that has no end."""
+        """Read all output that has arrived, also a last line without an end."""
         self.pump(_DRAIN)
         rest, self._rest = self._rest, b""
         if rest.strip():
@@ -189,7 +189,7 @@ class Printer:
         _, back, state = line.rstrip(b"\r").rpartition(b"\r")
         text = _text(state)
         if not back:
-            if text or b"\x1b" not in line:  # a line of cursor moves alone says nothing
+            if text or b"\x1b" not in line:  # (a line of cursor moves alone is not shown)
                 self._output.line(self._rank, text)
         elif text.strip():
             self._output.bar_ended(self._rank, text.rstrip())

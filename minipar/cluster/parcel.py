@@ -40,7 +40,7 @@ _KEPT, _KEPT_BYTES = 2, 1 << 26  # two, because a result often lives until the n
 _OPEN_FILES = (io.FileIO, io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRandom)
 
 
-class Segment:
+class MemoryFile:
     """An open memory file that holds the buffers of one parcel. It owns the descriptor (-1 once closed)."""
 
     def __init__(self, descriptor: int) -> None:
@@ -62,7 +62,7 @@ class Parcel:
 
     data: bytes
     sizes: tuple[int, ...] = ()
-    segment: Segment | None = None
+    segment: MemoryFile | None = None
 
     def close(self) -> None:
         """Give up its memory file here, as `unpack` does as well. A second call does nothing."""
@@ -184,7 +184,7 @@ class _File:
             return False
         return True
 
-    def fill(self, buffers: Sequence[memoryview], offsets: Sequence[int]) -> Segment:
+    def fill(self, buffers: Sequence[memoryview], offsets: Sequence[int]) -> MemoryFile:
         """Copy the buffers to these offsets; the file for the receivers. OSError."""
         if self._used and self._mapping is None:  # its pages are there: now copying needs no system call for each
             flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
@@ -197,7 +197,7 @@ class _File:
             while done < buffer.nbytes:
                 done += os.pwrite(self._descriptor, buffer[done:], offset + done)
         self._used = True
-        return Segment(_open_again(self._descriptor, os.O_RDONLY))
+        return MemoryFile(_open_again(self._descriptor, os.O_RDONLY))
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -222,7 +222,7 @@ class _OwnFiles:
 _kept = _OwnFiles()
 
 
-def _fill(buffers: Sequence[memoryview]) -> Segment:
+def _fill(buffers: Sequence[memoryview]) -> MemoryFile:
     """Copy the buffers into a memory file. OSError where the system refuses."""
     global _kept
     if _kept.pid != os.getpid():

@@ -17,8 +17,8 @@ _libc = ctypes.CDLL(None)
 
 
 def die_with_parent(parent: int, how: int = signal.SIGKILL) -> None:
-    """Ask Linux to send this process a signal when the thread that forked it ends. `parent`: the pid that it should
-    still have.
+    """Ask Linux to send this process a signal when the thread that forked it ends. `parent`: the expected pid of the
+    parent.
 
     Linux watches the forking *thread*, so a caller must be sure that the thread lives as long as its process.
     """
@@ -30,9 +30,9 @@ def die_with_parent(parent: int, how: int = signal.SIGKILL) -> None:
 
 
 def tie_grandchildren(in_child: Callable[[], None]) -> None:
-    """Make every later fork of this process die with it as well, and call `in_child` there first.
+    """Make every child that this process forks later die with it as well, and call `in_child` there first.
 
-    The kernel forgets the request of `die_with_parent` at each fork.
+    This is needed since the kernel forgets the request of `die_with_parent` at each fork.
     """
     forker = {"pid": 0, "main": False}
 
@@ -42,7 +42,7 @@ def tie_grandchildren(in_child: Callable[[], None]) -> None:
 
     def after_in_child() -> None:
         in_child()
-        if forker["main"]:  # a fork by a passing thread is left to the process group
+        if forker["main"]:  # (a child that a shorter-lived thread forks dies with the process group)
             die_with_parent(forker["pid"])
 
     os.register_at_fork(before=before, after_in_child=after_in_child)
@@ -51,8 +51,8 @@ def tie_grandchildren(in_child: Callable[[], None]) -> None:
 def kill_group(leader: int) -> None:
     """SIGKILL the process group of `leader` and `leader` itself (it may not have made its group yet).
 
-    A loader of torch's that is killed while it hands a batch over leaves a file of shared memory behind, named after
-    its pid: those are removed.
+    A data loader's worker of torch that is killed while it passes on a batch leaves a file of shared memory behind,
+    named after its pid: these files are removed.
     """
     members = _members(leader)
     for kill in (os.killpg, os.kill):
@@ -74,13 +74,13 @@ def _members(leader: int) -> list[int]:
 
 
 def remove_shared(pid: int, folder: str = "/dev/shm") -> None:
-    """Once process `pid` has ended (a fifth of a second is waited for that), remove the shared memory of torch's
-    that it had made and not yet unlinked."""
+    """Wait up to a fifth of a second for process `pid` to end, and then remove the shared memory of torch that it had
+    made and not unlinked yet."""
     with contextlib.suppress(OSError, AttributeError):
         watched = os.pidfd_open(pid)  # readable when it has ended, reaped or not
         try:
             if not select.select([watched], [], [], 0.2)[0]:
-                return  # it lives, and may still need them
+                return  # it is alive, and may still need them
         finally:
             os.close(watched)
     with contextlib.suppress(FileNotFoundError):
@@ -91,11 +91,11 @@ def remove_shared(pid: int, folder: str = "/dev/shm") -> None:
 
 
 def yield_to_others() -> None:
-    """Let Linux schedule this process, and what it starts, as a batch job, where it may choose.
+    """Let Linux schedule this process, and the processes that it starts, as batch jobs.
 
-    Ranks compute for long stretches. One that a message has woken would otherwise take the core from another in the
-    middle of a layer, and both lose their caches; now it waits for the end of the other's time slice, or for a free
-    core. With more ranks than cores pipelines run 3 to 4 % faster.
+    Ranks compute for a long time without a pause. Without this, a rank that a message wakes would take the core from
+    another rank in the middle of a layer, and both would lose their caches. As a batch job it waits for the end of the
+    other's time slice, or for a free core. With more ranks than cores pipelines run 3 to 4 % faster.
     """
     if _LINUX:
         with contextlib.suppress(OSError):
@@ -103,7 +103,7 @@ def yield_to_others() -> None:
 
 
 def flush_native() -> None:
-    """Write out what native code has printed: into a pipe C keeps its output back until a buffer is full."""
+    """Write out what native code has printed: C buffers its output to a pipe until the buffer is full."""
     _libc.fflush(None)
 
 

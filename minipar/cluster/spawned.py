@@ -4,7 +4,8 @@
 
 LIFE is the read end of a pipe that the driver holds open. It is asynchronous: when the driver ends, however it ends,
 the system signals this rank's whole process group, and the default action of that signal is to end it. That needs no
-thread, reaches ranks that are busy in native code, and (unlike TIE, see zygote.py) outlives the driver's threads.
+thread, reaches ranks that are busy in native code, and (unlike TIE, see zygote.py) does not depend on which thread of
+the driver started the rank.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The Python stacks of ranks that are at work, waiting, or stuck in native code.
 
 The driver sends a signal; faulthandler, in the rank, writes the stack of the main thread behind the rank's page
-(notes.py). That needs neither the interpreter of the rank to run nor its lock to be free. What a rank writes has file
-names and line numbers only: the source lines come from the driver, which holds the cells of the notebook.
+(notes.py). It works even if the rank's interpreter does not run, or its lock is not free. The rank writes only file
+names and line numbers: the source lines come from the driver, which has the cells of the notebook.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from minipar.cluster.notes import Page
 
-SECONDS = 0.06  # that ranks get to answer; a rank that is stopped, or gone, never does
+SECONDS = 0.06  # that ranks have to answer; a rank that is stopped, or gone, never answers
 _SHOWN = 8  # frames, the innermost ones
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _ESCAPED = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
@@ -37,7 +37,7 @@ Frame = tuple[str, int, str]  # file name, line number, function
 
 
 def answer(descriptor: int) -> None:
-    """Write the main thread's stack to `descriptor` whenever the driver asks."""
+    """Write the main thread's stack to `descriptor` whenever the driver sends the signal."""
     faulthandler.register(signal.SIGUSR1, os.fdopen(descriptor, "w", closefd=False), all_threads=False)
 
 
@@ -66,7 +66,7 @@ def ask(ranks: Iterable[tuple[int, int, Page]]) -> dict[int, list[Frame]]:
 
 
 def _complete(text: str) -> bool:
-    """Whether all frames above the rank's own loop are there (faulthandler writes 100 at most)."""
+    """Whether the text has all frames above the rank's own loop (faulthandler writes 100 at most)."""
     return text.endswith("\n") and (_ENTRY in text or text.endswith("  ...\n"))
 
 
@@ -90,7 +90,7 @@ def waits_in_torch(frames: list[Frame]) -> bool:
 
 
 def where(frames: list[Frame]) -> str:
-    """The line of the user's own code that a stack is in; "" for none."""
+    """The innermost line of a stack in the user's own code, or else the innermost line; "" for an empty stack."""
     installed = f"{os.sep}site-packages{os.sep}"
     own = [frame for frame in frames if not frame[0].startswith(_LIBRARIES) and installed not in frame[0]]
     return text(own[-1:] or frames[-1:])

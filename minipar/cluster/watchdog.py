@@ -1,10 +1,10 @@
-"""Is anything still going on? The driver's watch over ranks that may wait for each other for ever.
+"""The driver's check whether ranks wait for each other for ever.
 
-A rank makes progress when it computes, begins another wait, or ends. While all that have not ended wait in an
-operation of the communicator, or are stopped, and none has made progress for as long as the driver's patience, nobody
-will: that is a deadlock. A rank that computes is never one, however long it takes, and neither is one that sleeps,
-reads or asks for input. A rank in torch's own communication is found by its stack, which is looked at only when it
-has used no CPU time for as long as that.
+A rank makes progress when it computes, begins another wait, or ends. It is a deadlock if all ranks that have not ended
+wait in an operation of the communicator, or are stopped, and none has made progress for as long as the driver's
+patience. A rank that computes is never part of a deadlock, however long it takes, and neither is one that sleeps, reads
+or waits for input. A rank that waits in torch's own communication is recognised by its stack, which is read only when
+the rank has used no CPU time for that long.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from minipar.cluster.notes import Page
 from minipar.cluster.stacks import Frame
 
 _STOPPED = "T"
-_SHORTEST, _LONGEST = 0.02, 0.5  # seconds between two looks
+_SHORTEST, _LONGEST = 0.02, 0.5  # seconds between two checks
 
 
 @dataclass(frozen=True)
 class Seen:
-    """One rank at one look. `since`: of its wait, on the clock of time.monotonic; 0.0 when it waits in none."""
+    """One rank at one check. `since`: when its wait began, on the clock of time.monotonic; 0.0 if it does not wait."""
 
     operation: str
     since: float
@@ -31,7 +31,7 @@ class Seen:
 
 
 class Watchdog:
-    """Looks at the ranks of one run from time to time. The driver's own pauses do not count: it may have been
+    """Checks the ranks of one run from time to time. Pauses of the driver itself do not count: it may have been
     stopped, and the ranks with it."""
 
     def __init__(self, patience: float) -> None:
@@ -42,11 +42,12 @@ class Watchdog:
         self._looked = time.monotonic()
 
     def due(self) -> bool:
-        """Whether it is time to look again."""
+        """Whether it is time for the next check."""
         return time.monotonic() - self._looked >= self.interval
 
     def look(self, ranks: list[tuple[int, int, Page]]) -> dict[int, str] | None:
-        """What each of these (rank, pid, page), all that have not ended, waits in, if it is a deadlock; else None."""
+        """If it is a deadlock: what each of these (rank, pid, page) waits for; else None. They are all ranks that have
+        not ended."""
         now = time.monotonic()
         passed, self._looked = now - self._looked, now
         seen = {rank: _see(pid, page) for rank, pid, page in ranks}
@@ -60,7 +61,7 @@ class Watchdog:
         texts = {rank: _describe(seen[rank], frames.get(rank, []), now, self._same) for rank in seen}
         if all(texts.values()):
             return {rank: text or "" for rank, text in texts.items()}
-        self._same = 0.0  # one is busy without CPU time of its own: a sleep, a file, a device
+        self._same = 0.0  # one is busy without using CPU time: with a sleep, a file, a device
         return None
 
 
@@ -69,12 +70,12 @@ def _see(pid: int, page: Page) -> Seen:
     ticks, state = stacks.cpu_and_state(pid)
     if state == _STOPPED:
         return Seen(doing.last, doing.since, 0, True)
-    # A wait may use CPU time (it looks whether something has come); what is computed does not.
+    # A wait may use CPU time itself, since it checks whether something has arrived: so its ticks do not count.
     return Seen(doing.operation, doing.since, 0 if doing.since else ticks, False)
 
 
 def _describe(seen: Seen, frames: list[Frame], now: float, same: float) -> str | None:
-    """The wait of a rank; None where it does not wait in communication."""
+    """The wait of a rank in words; None if it does not wait in communication."""
     place = stacks.where(frames)
     below = f"\n{place}" if place else ""
     if seen.stopped:

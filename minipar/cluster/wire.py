@@ -1,8 +1,8 @@
 """Messages over a Unix stream socket: an 8-byte length, then a pickle.
 
 The envelope of every message is a tuple of plain values. What users made (functions, results, exceptions) travels
-inside it as bytes or as a parcel, so that an envelope can always be read even where its contents cannot. The memory
-file of a parcel (at most one in a message) travels as a descriptor beside the length.
+inside it as bytes or as a parcel, so that an envelope can always be read, even if its contents cannot. The memory file
+of a parcel (at most one in a message) travels as a descriptor together with the length.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import socket
 import struct
 from typing import Any
 
-from minipar.cluster.parcel import Segment
+from minipar.cluster.parcel import MemoryFile
 
 _LENGTH = struct.Struct("!Q")
 _SMALL = 1 << 16  # below this one copy is cheaper than a second system call
@@ -22,10 +22,10 @@ _CLOSED_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
 class _Pickler(pickle.Pickler):
-    segment: Segment | None = None
+    segment: MemoryFile | None = None
 
     def persistent_id(self, obj: Any) -> Any:
-        if not isinstance(obj, Segment):
+        if not isinstance(obj, MemoryFile):
             return None
         assert self.segment is None
         self.segment = obj
@@ -33,11 +33,11 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, segment: Segment) -> None:
+    def __init__(self, file: io.BytesIO, segment: MemoryFile) -> None:
         super().__init__(file)
         self._segment = segment
 
-    def persistent_load(self, name: Any) -> Segment:
+    def persistent_load(self, name: Any) -> MemoryFile:
         return self._segment
 
 
@@ -71,7 +71,7 @@ class Inbox:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._segment: Segment | None = None  # of the message it is on; closes itself when that is never completed
+        self._segment: MemoryFile | None = None  # of the message it is on; closes itself when that is never completed
         self._start(_LENGTH.size, header=True)
 
     def _start(self, size: int, header: bool) -> None:
@@ -106,7 +106,7 @@ class Inbox:
         )
         for level, kind, data in beside:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                self._segment = Segment(*_DESCRIPTOR.unpack(data))
+                self._segment = MemoryFile(*_DESCRIPTOR.unpack(data))
         return count
 
     def _complete(self) -> Any:

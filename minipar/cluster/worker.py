@@ -1,4 +1,4 @@
-"""What runs inside a rank: its set-up, its loop, and what user code there can ask and say.
+"""What runs inside a rank: its set-up, its loop, and the functions that user code can call there.
 
 A rank reads a `Setup`, answers that it is ready, then runs one function after another until its socket ends.
 """
@@ -27,7 +27,7 @@ from minipar.errors import PlanError, RankError
 
 @dataclass(frozen=True)
 class Setup:
-    """The first message to a rank: who it is, and the driver's surroundings that it takes over."""
+    """The first message to a rank: its number, and the driver's paths and environment, which it takes over."""
 
     rank: int
     size: int
@@ -84,7 +84,8 @@ class _Rank:
         self.missed = False
 
     def send(self, message: tuple[Any, ...]) -> None:
-        """One message to the driver. An interrupt waits until it is whole: what comes after half of one is lost."""
+        """Send one message to the driver. An interrupt waits until that is done: after half a message, the next ones
+        could not be read."""
         if threading.get_ident() != threading.main_thread().ident:
             with self.lock:
                 _send(self.control, message)
@@ -100,7 +101,7 @@ class _Rank:
                 self.interrupt()
 
     def interrupt(self) -> None:
-        """What SIGINT does."""
+        """Handle SIGINT."""
         if self.holding:
             self.missed = True
         elif self.interruptible:
@@ -129,8 +130,8 @@ def context() -> Context:
 
 
 def when_outdated(call: Callable[[], None]) -> None:
-    """Call back once, before the first run of the next generation: process groups end there. RankError outside a
-    rank."""
+    """Call `call` once, before the first run of the next generation, for which groups must be made again. RankError
+    outside a rank."""
     context()
     assert _rank is not None
     _rank.outdated = call
@@ -160,11 +161,11 @@ def serve(control: socket.socket) -> None:
         _serve(control)
     except _DriverGone:
         pass
-    except BaseException:  # a fault of minipar itself: let it be seen
+    except BaseException:  # an error of minipar itself: show it
         traceback.print_exc()
     finally:
         _flush()
-        kill_group(os.getpid())  # and with it whatever this rank had started
+        kill_group(os.getpid())  # this process, and everything that it has started
 
 
 def _serve(control: socket.socket) -> None:
@@ -203,11 +204,11 @@ def _send(control: socket.socket, message: tuple[Any, ...]) -> None:
 
 
 def _take_over(setup: Setup, control: socket.socket) -> None:
-    """Look like a fresh process of the driver: its folder, module path and environment, an own `__main__`."""
+    """Become like a fresh process of the driver, with its folder, module path and environment, and a new `__main__`."""
     signal.signal(signal.SIGINT, _on_interrupt)
-    # A grandchild must not hold this socket: the driver takes its end for the end of the rank.
+    # A grandchild must not hold this socket: when the socket ends, the driver concludes that the rank has ended.
     tie_grandchildren(control.close)
-    # New streams: those of the zygote were made for other files than the pipes that 1 and 2 are now.
+    # The streams are made again: those of the zygote were made for other files than the pipes that 1 and 2 are now.
     sys.stdout = open(1, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115
     faulthandler.enable()
@@ -268,23 +269,24 @@ def _begin(rank: _Rank, run: int, situation: Situation, path: tuple[str, ...]) -
 
 
 def _forget_default_group() -> None:
-    """After a failure the user's own default group has lost its peers; without it `init_process_group` works again."""
+    """After a failure the user's own default group has lost its peers: destroy it, so that `init_process_group` works
+    again."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
-        with contextlib.suppress(Exception):  # half of it is gone already
+        with contextlib.suppress(Exception):  # (it may be half destroyed)
             dist.destroy_process_group()
 
 
 def _run_interruptibly(rank: _Rank, parcel: Parcel) -> tuple[str, Any]:
-    """`_run`, which an interrupt ends as an exception of the function would, whenever it comes."""
+    """`_run`; an interrupt ends it like an exception of the function, whenever it comes."""
     notes.clear()
     rank.missed = False
     try:
         rank.interruptible = True
         answer = _run(rank.setup.rank, parcel)
         rank.interruptible = False
-    except KeyboardInterrupt as error:  # it came while the answer was made; there is no second one
+    except KeyboardInterrupt as error:  # it came while the answer was made; a second one cannot come
         answer = "error", failures.capture(error, hide=__file__)
     finally:
         rank.interruptible = False
@@ -304,7 +306,7 @@ def _run(rank: int, parcel: Parcel) -> tuple[str, Any]:
         except Exception as error:
             kind = type(result).__name__
             raise RankError(f"the result of rank {rank}, a {kind}, cannot be pickled: {_one_line(error)}") from error
-    except BaseException as error:  # a rank outlives whatever its function does
+    except BaseException as error:  # a rank survives whatever its function does
         return "error", failures.capture(error, hide=__file__)
 
 

@@ -1,17 +1,19 @@
-"""The helper process that ranks are forked from: it imported torch and ran nothing.
+"""The helper process that ranks are forked from: it imported modules, torch first of all, and ran nothing.
 
-One per driver process. A fork of it takes milliseconds, where a fresh interpreter takes seconds, and it is safe where
-a fork of the notebook's kernel is not: no thread pool was ever started here, and CUDA was never touched.
+Every driver process has its own. A fork of it takes milliseconds, where a fresh interpreter takes seconds. It is safe,
+unlike a fork of the notebook's kernel: no thread pool was ever started here, and CUDA was never used.
 
     python -m minipar.cluster.zygote SOCKET DRIVER_PID FOLDER TIE
 
-The socket (SEQPACKET) carries ("fork", number) with three descriptors -> ("forked", number, pid), ("kill", pid), and
-("exit", pid, status) as ranks end. TIE is 1 where Linux may tie this process to the driver's thread. When the driver
-is gone, all ranks are killed and FOLDER is removed.
+The socket (SEQPACKET) carries ("fork", number, modules) with three descriptors -> ("forked", number, pid), ("kill",
+pid), and ("exit", pid, status) as ranks end. The modules are imported first: what the driver has of this package, its
+ranks will need, and here it is imported once for all of them. TIE is 1 where Linux may tie this process to the
+driver's thread. When the driver is gone, all ranks are killed and FOLDER is removed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
@@ -28,12 +30,13 @@ from minipar.cluster.light_torch import postpone_compiler
 from minipar.cluster.processes import die_with_parent, kill_group, yield_to_others
 
 PRELOAD = ("torch", "torch.distributed")
+LONGEST = 1 << 16  # bytes of a message
 
 
 def main(arguments: list[str]) -> None:
     driver, folder = int(arguments[1]), arguments[2]
     if arguments[3] == "1":
-        die_with_parent(driver, signal.SIGTERM)  # not SIGKILL: the ranks' own children must be seen to first
+        die_with_parent(driver, signal.SIGTERM)  # not SIGKILL: it must first end the ranks' own children
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=int(arguments[0]))
     try:
@@ -43,10 +46,22 @@ def main(arguments: list[str]) -> None:
     except ImportError as error:
         _send(control, ("failed", f"{type(error).__name__}: {error}"))
         return
-    gc.collect()
-    gc.freeze()  # a collection in a rank would otherwise copy every shared page
+    _freeze()
     _send(control, ("ready",))
     _serve(control, driver, folder)
+
+
+def _freeze() -> None:
+    gc.collect()
+    gc.freeze()  # a collection in a rank would otherwise copy every shared page
+
+
+def _import(modules: list[str]) -> None:
+    for module in modules:
+        with contextlib.suppress(Exception):  # a rank that needs it will say what is wrong with it
+            importlib.import_module(module)
+    if modules:
+        _freeze()
 
 
 def _send(control: socket.socket, message: tuple[object, ...]) -> None:
@@ -59,7 +74,7 @@ def _serve(control: socket.socket, driver: int, folder: str) -> None:
         end.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     ended: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))  # and select returns
+    signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))  # (and select returns)
     signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
     watched: list[int] = [control.fileno(), wake_read.fileno()]
     try:
@@ -78,11 +93,12 @@ def _serve(control: socket.socket, driver: int, folder: str) -> None:
                 wake_read.recv(4096)
                 _reap(control, children)
             if control.fileno() in ready:
-                data, descriptors, _, _ = socket.recv_fds(control, 4096, 3)
+                data, descriptors, _, _ = socket.recv_fds(control, LONGEST, 3)
                 if not data:
                     return
                 message = pickle.loads(data)
                 if message[0] == "fork":
+                    _import(message[2])
                     closing = [control.fileno(), wake_read.fileno(), wake_write.fileno(), gone]
                     pid = _fork(descriptors, closing)
                     children.add(pid)
@@ -90,19 +106,19 @@ def _serve(control: socket.socket, driver: int, folder: str) -> None:
                 elif message[1] in children:
                     kill_group(message[1])
     except OSError:
-        pass  # the driver went away while we answered
+        pass  # the driver ended while it was answered
     finally:
         for pid in children:
             kill_group(pid)
         shutil.rmtree(folder, ignore_errors=True)
-        os._exit(0)  # there is nothing to tidy up in torch, and the driver may be waiting
+        os._exit(0)  # (torch needs no clean-up here, and the driver may be waiting)
 
 
 def _reap(control: socket.socket, children: set[int]) -> None:
     for pid in list(children):
         if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             continue
-        kill_group(pid)  # while the zombie still holds the number: whatever the rank had started goes with it
+        kill_group(pid)  # while the zombie still has the pid: this kills everything that the rank had started
         _, status = os.waitpid(pid, 0)
         children.remove(pid)
         _send(control, ("exit", pid, os.waitstatus_to_exitcode(status)))
@@ -111,7 +127,7 @@ def _reap(control: socket.socket, children: set[int]) -> None:
 def _fork(descriptors: list[int], closing: list[int]) -> int:
     zygote = os.getpid()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: numpy's BLAS has one, which minds forks
+        warnings.simplefilter("ignore", DeprecationWarning)  # about threads: numpy's BLAS has one, but handles forks
         pid = os.fork()
     if pid:
         for descriptor in descriptors:
@@ -132,7 +148,7 @@ def _fork(descriptors: list[int], closing: list[int]) -> int:
                 os.close(descriptor)
         worker.serve(socket.socket(fileno=control))
     finally:
-        os._exit(70)  # never back into the loop of the zygote
+        os._exit(70)  # (it must never return to the loop of the zygote)
 
 
 if __name__ == "__main__":

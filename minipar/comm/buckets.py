@@ -1,10 +1,11 @@
-"""Gradient buckets: gradients live as views of one flat buffer, so that a bucket is summed as one message, uncopied.
+"""Gradient buckets: gradients are views of one flat buffer, so that a bucket is summed as one message, without copies.
 
     bucket {3, 2}    [ grad of 3.weight | 3.bias | 2.weight | 2.bias ]     p.grad is a view of its slice
 
     in pieces        [ 1st piece | 2nd piece | last ]                          messages of their own, in any order
 
-The first backward of a step is copied in (which spares clearing the buffer), later ones add to the view in place.
+The gradients of a step's first backward are copied in, so that the buffer need not be cleared. Later backwards add to
+the views in place.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Buckets:
             if not ins.writes:
                 self.under_way.setdefault(ins.layers, []).extend(handles)
                 return handles
-            return self.under_way.pop(ins.layers, []) + handles  # who waits for the last one waits for all
+            return self.under_way.pop(ins.layers, []) + handles  # waiting for the last piece waits for all
         if self.compressor is not None:
             for g in ins.layers:
                 for p in self.groups[g]:
@@ -118,7 +119,7 @@ class Buckets:
         return handles
 
     def _messages(self, ins: Instruction) -> Iterator[tuple[tuple[int, ...], Tensor, list[torch.Size]]]:
-        """The messages of an ALL_REDUCE: a name, what lies in it end to end, and the shapes of that."""
+        """The messages of an ALL_REDUCE: a name, a flat tensor of gradients end to end, and their shapes."""
         if ins.layers in self.buffers:
             if len(self.buffers[ins.layers]) != 1:
                 raise RankError(f"{ins}: gradients of several dtypes are not compressed together; bucket=none can")
@@ -129,7 +130,7 @@ class Buckets:
                 yield (g, k), (p if p.grad is None else p.grad), [p.shape]
 
     def _cut(self, ins: Instruction, piece: tuple[int, int]) -> list[Tensor]:
-        """The part of a gradient's buffers that a piece is, in bytes as the program counts them."""
+        """The parts of a bucket's buffers that make up a piece; the piece is in bytes as the program counts them."""
         buffers, size = self.buffers[ins.layers], sum(self.sizes[g] for g in ins.layers)
         count = sum(buffer.numel() for buffer in buffers)
         begin, end = (round(at * count / size) for at in piece)
@@ -141,7 +142,7 @@ class Buckets:
         return parts
 
     def clear(self, groups: Iterable[int]) -> None:
-        """After a STEP: the gradients of these groups start anew."""
+        """After a STEP: drop the gradients of these groups."""
         for g in groups:
             self.filled.discard(g)
             for p in self.groups[g]:

@@ -26,7 +26,7 @@ from minipar.comm.operations import ALL_GATHER, ALL_TO_ALL, ALLREDUCE, REDUCE_SC
 from minipar.comm.transport.board import SMALL
 from minipar.comm.transport.interface import DONE, Transport
 from minipar.comm.transport.shared import add_up, combine
-from minipar.comm.world import CLOSED, Group, World, of_rank, under_torchrun
+from minipar.comm.world import CLOSED, RankGroup, World, of_rank, under_torchrun
 from minipar.costs.rates import Calibration
 from minipar.errors import RankError
 from minipar.program import collectives
@@ -35,18 +35,18 @@ from minipar.wording import several
 
 
 class Communicator:
-    """This rank's way to the others. Made by `create()`; every rank makes its calls in the same order.
+    """How this rank communicates with the others. `create()` makes it; all ranks make their calls in the same order.
 
     `rank`, `size`: ints. `members`: the numbers of its ranks in the cluster. `device`: where this rank computes.
     `backend`: "nccl", or "gloo" (which carries tensors on a GPU through host memory).
 
-    x in the methods below is a number, a list of numbers (nested or not), a NumPy array or a tensor, and stays as it
-    is; what comes back is of the same type. `algorithm`: "shared" (memory of one machine), "backend" (gloo's or NCCL's
-    own), or None for the faster of those that can be; a name of collectives.names(...), such as "ring", plays that
-    program, in `wait`, as does a generator that @minipar.collective decorated; "auto" takes what is fastest by `rates`
-    (of minipar.calibrate), where all ranks know the size beforehand: allreduce, reduce, reduce_scatter. With `async_op`
-    a method returns at once; `wait()` of what it returns gives the result. RankError for what cannot be;
-    CollectiveMismatch, on every rank, where ranks differ in what they call, or in what they bring.
+    x in the methods below is a number, a list of numbers (nested or not), a NumPy array or a tensor, and is not
+    changed; the result is of the same type. `algorithm`: "shared" (memory of one machine), "backend" (gloo's or NCCL's
+    own), or None for the faster of those that are possible; a name of collectives.names(...), such as "ring", plays
+    that program, in `wait`, as does a generator that @minipar.collective decorated; "auto" takes what is fastest by
+    `rates` (of minipar.calibrate), where all ranks know the size beforehand: allreduce, reduce, reduce_scatter. With
+    `async_op` a method returns a handle at once, whose `wait()` gives the result. RankError for impossible calls;
+    CollectiveMismatch, on every rank, where ranks call different things, or give values of different forms.
     """
 
     def __init__(self, world: World) -> None:
@@ -104,8 +104,8 @@ class Communicator:
     def all_to_all(self, x: Any, *, algorithm: Any = None, async_op: bool = False) -> Any:
         """Piece k goes to rank k; a rank gets the pieces that all ranks have for it, in their order.
 
-        `x`: a list of one piece for each rank (numbers, lists, arrays, tensors, of any sizes); a list comes back. Or
-        an array or a tensor, whose rows are divided as in `reduce_scatter`; what comes is put together.
+        `x`: a list of one piece for each rank (numbers, lists, arrays, tensors, of any sizes); the result is a list.
+        Or an array or a tensor, whose rows are divided as in `reduce_scatter`; the received rows are put together.
         """
         return _give(operations.all_to_all(self, x, collectives.known(algorithm), async_op), async_op)
 
@@ -120,8 +120,8 @@ class Communicator:
     # Point to point
 
     def send(self, x: Any, peer: int) -> None:
-        """Send `x` to a rank, whose `recv` gets the same; it need not know what comes. Returns when `x` is on its way,
-        which for something large may be when it was received."""
+        """Send `x` to a rank, whose `recv` returns it; that rank need not know its form. Returns when `x` is on its
+        way; for a large `x` that may be when it was received."""
         self._check(peer)
         kind, tensor = values.to_tensor(x, call="send")
         header = torch.tensor(values.encode_form(kind, tensor))
@@ -131,7 +131,7 @@ class Communicator:
                 self.isend(part, peer, self._tag).wait()
 
     def recv(self, peer: int) -> Any:
-        """What a rank sends next by `send`; a tensor comes to this rank's device."""
+        """What a rank sends next by `send`; a tensor is placed on this rank's device."""
         self._check(peer)
         header = torch.empty(values.FORM, dtype=torch.int64)
         self.irecv(header, peer, self._tag).wait()
@@ -167,8 +167,8 @@ class Communicator:
         return StagedHandle(world.messages.send(host, peer, tag), host, None, self.pending, what)
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int = 0, unless: int | None = None) -> bool:
-        """`irecv`, and wait for it. Whether it came: not if a message of the tag `unless` came first, which is possible
-        where messages are read by who waits for them (not `posts`); that one is still to be received."""
+        """`irecv`, and wait for it. Returns whether it arrived: False if a message of the tag `unless` arrived first;
+        that one is then still to be received. This is possible only where waiting reads messages (not `posts`)."""
         reader = self._world.reader
         if reader is None:
             self.irecv(tensor, peer, tag).wait()
@@ -181,11 +181,11 @@ class Communicator:
 
     @property
     def posts(self) -> bool:
-        """Whether a message comes the sooner, the sooner `irecv` is called: else it is read by who waits for it."""
+        """Whether a message arrives sooner if `irecv` is called sooner. If not, `wait` reads the message."""
         return self.device.type != "cpu" or self._world.reader is None
 
     def irecv(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Handle:
-        """Start receiving into a contiguous tensor of the sent shape and dtype; its contents count after `wait`."""
+        """Start receiving into a contiguous tensor of the sent shape and dtype; it is filled when `wait` returns."""
         self._check(peer, tensor)
         peer = self.members[peer]
         world = self._world
@@ -199,8 +199,8 @@ class Communicator:
         return StagedHandle(world.messages.receive(host, peer, tag), host, tensor, self.pending, what)
 
     def readable(self, peers: Sequence[int], seconds: float) -> bool:
-        """Whether one of these ranks has sent something that nobody has received; waits for it so many seconds.
-        RankError where messages have to be posted, since nobody can say that then."""
+        """Whether one of these ranks has sent a message that is not received yet; waits up to so many seconds for one.
+        RankError where receives have to be posted, since that is not known there."""
         reader = self._world.reader
         if reader is None:
             raise RankError("ranks that decide as they run look for messages; possible are ranks on one machine")
@@ -228,10 +228,10 @@ class Communicator:
     ) -> Handle:
         """Start summing a contiguous tensor in place over `ranks` (sorted, this rank among them).
 
-        `name`: of what is summed, such as a bucket. Ranks that differ in it, or in shape or dtype, get a RankError
-        from `wait`: two sums of the same form in another order are told apart by their names only. `algorithm`:
-        "shared", "backend", or one of collectives.names("allreduce"), whose program runs in `wait`, among ranks that
-        all wait in one order; these ranks are not compared.
+        `name`: what the sum is called, such as a bucket. Ranks that differ in it, or in shape or dtype, get a RankError
+        from `wait`: only the names show that two sums of the same form are in another order. `algorithm`: "shared",
+        "backend", or one of collectives.names("allreduce"), whose program runs in `wait`; all ranks must then wait in
+        the same order, and what they sum is not compared.
         """
         if len(ranks) == 1 and ranks[0] == self.rank:
             return Handle(None, None, self.pending)
@@ -280,7 +280,7 @@ class Communicator:
     def iall_gather(self, part: torch.Tensor, into: torch.Tensor, ranks: tuple[int, ...]) -> list[Handle]:
         """Start collecting the parts of `ranks` (sorted, this rank among them) end to end in a contiguous tensor.
 
-        `part` may be the place in `into` where it goes.
+        `part` may already be this rank's place in `into`.
         """
         size = part.numel()
         if not into.is_contiguous() or into.numel() != size * len(ranks):
@@ -336,7 +336,7 @@ class Communicator:
             return StagedHandle(work, target, into, self.pending)
         return Handle(work, tensor, self.pending)
 
-    def _for(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> tuple[Group, torch.Tensor]:
+    def _for(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> tuple[RankGroup, torch.Tensor]:
         """The group for a tensor, and the tensor itself or its copy on the host."""
         if not tensor.is_cuda:
             return self.group(ranks), tensor
@@ -346,7 +346,7 @@ class Communicator:
 
     # Groups
 
-    def group(self, ranks: tuple[int, ...] | None = None, transport: Transport | None = None) -> Group:
+    def group(self, ranks: tuple[int, ...] | None = None, transport: Transport | None = None) -> RankGroup:
         """All ranks of this communicator, or some, over that of tensors on the CPU, or another transport. RankError
         when closed."""
         world = self._world
@@ -361,7 +361,7 @@ class Communicator:
             ranks = tuple(self.members[rank] for rank in ranks)
         return world.group(ranks, carrier)
 
-    def shares(self, group: Group, algorithm: str | None = None, call: str = "") -> bool:
+    def shares(self, group: RankGroup, algorithm: str | None = None, call: str = "") -> bool:
         """Whether an algorithm uses the shared memory of a group. RankError where it cannot, or is not known."""
         if algorithm not in (None, "shared", "backend"):
             possible = ", ".join(("shared", "backend", *(("auto", *collectives.names(call)) if call else ())))
@@ -374,7 +374,7 @@ class Communicator:
         return algorithm != "backend" and group.arena is not None
 
     def count_played(self, ranks: Sequence[int]) -> int:
-        """A number for a program that some ranks play, the same on all of these, whatever else they have played."""
+        """A number for a program that some ranks play; the same on all of these, whatever else each has played."""
         members = tuple(self.members[rank] for rank in ranks)
         self._played[members] += 1
         return self._played[members] + self._tag + zlib.crc32(repr(members).encode())
@@ -382,9 +382,9 @@ class Communicator:
     def split(self, by: int | str, mesh: Mapping[str, int] | None = None) -> Communicator:
         """A Communicator among some of these ranks, numbered from 0 in their order. All ranks call this.
 
-        `by`: a number, and ranks with the same one come together: comm.split(comm.rank % 2). Or the name of an axis of
+        `by`: a number; ranks with the same one are together: comm.split(comm.rank % 2). Or the name of an axis of
         `mesh`, whose sizes multiply to this one's; the last axis counts fastest: of 4 ranks,
-        comm.split("dp", mesh={"dp": 2, "pp": 2}) brings together 0 and 2, and 1 and 3.
+        comm.split("dp", mesh={"dp": 2, "pp": 2}) puts 0 and 2 together, and 1 and 3.
         """
         self._splits += 1
         if mesh is not None:
@@ -402,13 +402,13 @@ class Communicator:
         return made
 
     def close(self) -> None:
-        """Give up all groups, also those of communicators that were split off; every rank does it. Later calls raise
+        """Close all groups, also those of communicators made by `split`; every rank does it. Later calls raise
         RankError; `create()` makes a new one."""
         self._world.close()
 
 
 def _along_axis(axis: int | str, mesh: Mapping[str, int], size: int) -> list[int]:
-    """For each rank a number that those along an axis of the mesh have in common."""
+    """For each rank a number that is the same for all ranks along an axis of the mesh."""
     if axis not in mesh:
         raise RankError(f"split: {axis!r} is no axis of the mesh; possible are {', '.join(mesh)}")
     if math.prod(mesh.values()) != size or min(mesh.values()) < 1:

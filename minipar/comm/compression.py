@@ -1,7 +1,7 @@
-"""Compressed sums of gradients, as a rank does them; what they are is told in `strategies/passes/compress.py`.
+"""Compressed sums of gradients, as a rank computes them; `strategies/passes/compress.py` explains them.
 
-A message is a flat tensor of gradients, and the gradients that are views of it. When its handles were waited for, it
-holds the sum over all ranks, or what came through of it.
+A message is a flat tensor of gradients, and the gradients are views of it. After waiting for its handles it holds the
+sum over all ranks, or the part of the sum that compression keeps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Compressor:
-    """One rank's compressed sums, and what they left out so far, by the name of the message."""
+    """One rank's compressed sums, and what they have left out so far, by the name of the message."""
 
     def __init__(self, comm: Communicator, choice: str) -> None:
         self.comm, self.choice = comm, choice
@@ -29,7 +29,7 @@ class Compressor:
         self.factors: dict[tuple[int, ...], Tensor] = {}  # Q of the last step, from which the next one starts
 
     def prepare(self, key: tuple[int, ...], like: Tensor) -> None:
-        """Make room for what a message leaves out."""
+        """Make room for the part that a message leaves out."""
         if keeps_residual(self.choice):
             self.residuals[key] = torch.zeros_like(like.view(-1))
 
@@ -82,7 +82,7 @@ class Compressor:
         name: str,
     ) -> Handle:
         residual += flat
-        matrices: list[tuple[Tensor, Tensor]] = []  # of what is to be sent, and where the sum goes
+        matrices: list[tuple[Tensor, Tensor]] = []  # matrices to send, each with the place of its sum
         plain: list[tuple[Tensor, Tensor]] = []
         widths: list[int] = []
         sizes = [shape.numel() for shape in shapes]

@@ -1,4 +1,4 @@
-"""Operations under way: what `isend`, `irecv` and `iallreduce` hand back."""
+"""Operations under way: what `isend`, `irecv` and `iallreduce` return."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from minipar.comm.matching import Collective
 
 
 class Handle:
-    """One operation under way. Its communicator keeps it (and so its tensor) alive until it was waited for.
+    """One operation under way. Its communicator keeps it (and so its tensor) alive until `wait` was called.
 
-    `what`: of a message, "send to rank" or "recv from rank" with the peer and the tag, for whoever asks what a rank
-    waits in.
+    `what`: for a message, "send to rank" or "recv from rank" with the peer and the tag, to say what a rank waits for.
     """
 
     __slots__ = ("_pending", "_tensor", "_what", "_work")
@@ -59,7 +58,7 @@ class Handle:
         return self._work is None or bool(self._work.is_completed())
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """Call back when a collective is complete, from another thread; where the backend cannot, never."""
+        """Call `call` when a collective is complete, from another thread; never, if the backend cannot do that."""
         if isinstance(self._work, Collective):
             self._work.when_done(call)
 
@@ -89,7 +88,7 @@ class StagedHandle(Handle):
             return
         self._await()
         if self._tensor is not None and self._host is not None:
-            # On the current stream, as a kernel would be; pinned memory is not reused before the copy is through.
+            # The copy runs on the current stream, like a kernel; pinned memory is not reused before it is done.
             self._tensor.copy_(self._host, non_blocking=True)
         self._host = None
         self._release()
@@ -104,7 +103,7 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Then(Handle):
-    """An operation, and what is to be done with its result, on the thread that waits for it."""
+    """An operation, and a function that is called after it, on the thread that waits for it."""
 
     __slots__ = ("_before", "_call")
 
@@ -127,7 +126,7 @@ class Then(Handle):
 
 
 class Result:
-    """What an operation of a Communicator will give: `wait` returns it, at the second call as at the first."""
+    """The future result of an operation of a Communicator: every call of `wait` returns it."""
 
     def __init__(self, handle: Handle | None, finish: Callable[[], Any]) -> None:
         self._handle = handle
@@ -135,7 +134,7 @@ class Result:
         self._value: Any = None
 
     def wait(self) -> Any:
-        """The result, when it is there. RankError when ranks started different operations; RuntimeError or
+        """Wait for the result and return it. RankError when ranks started different operations; RuntimeError or
         ConnectionError when a peer is gone."""
         if self._handle is not None:
             self._handle.wait()

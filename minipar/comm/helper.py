@@ -1,4 +1,4 @@
-"""A thread that goes on with what was begun, while a rank's main thread computes; there when needed, one for all."""
+"""A thread that goes on with what was begun while a rank's main thread computes. It starts when first needed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ T = TypeVar("T")
 
 
 class Helper(ABC, Generic[T]):
-    """Subclasses say in `turn` what is done for those in `waiting`, and take out, under `lock`, who needs no more."""
+    """Subclasses define `turn`: it works for all in `waiting`, and removes, under `lock`, those that are finished."""
 
-    NAP = 5e-4  # whoever waits for something at once does it itself, and would only lose time to a helper
+    NAP = 5e-4  # seconds before the helper begins: a thread that waits at once does the work itself, and faster
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -25,10 +25,10 @@ class Helper(ABC, Generic[T]):
 
     @abstractmethod
     def turn(self) -> None:
-        """Go on with everybody for a while; sleep a little if there is nothing to do yet."""
+        """Go on for a while with all in `waiting`; sleep a little if there is nothing to do yet."""
 
     def watch(self, one: T) -> None:
-        """Look after this one until it is dropped."""
+        """Put this one in `waiting`, and start the thread or wake it."""
         with self.lock:
             if one in self.waiting:
                 return
@@ -39,7 +39,7 @@ class Helper(ABC, Generic[T]):
         self._wake.set()
 
     def close(self) -> None:
-        """Do nothing more."""
+        """End the thread."""
         self._closed = True
         self._wake.set()
 

@@ -5,22 +5,22 @@ shorter. So a receiver must know shape and dtype beforehand:
 
     first time a layer's output of n rows crosses a link     header (structure, shapes, dtypes) | data
     afterwards                                               data
-    when its form has changed (a longer sequence)            header | data, where messages are read by who waits for
-                                                             them (a `Reader` of transport/); elsewhere an error
+    when its form has changed (a longer sequence)            header | data, where waiting reads the messages (a `Reader`
+                                                             of transport/); elsewhere an error
     several tensors in one value, or values in one SEND      one message, if they are short (packing.py)
     gradients                                                like the output that was sent, without a header
-    a gradient that there is none of, as before a detach     a header that says so, as of a changed form; over gloo and
+    a missing gradient, as before a detach                   a header that says so, as for a changed form; over gloo and
                                                              NCCL zeros
-    a message of one tensor that has crossed before          as it is, without finding all this out again
+    a message of one tensor, sent before with this form      the tensor alone, without these decisions
 
-A changed form is found by reading: the header has a number of its own, and stands where the data was expected. So
-messages of one peer are read in the order in which it sends them, whichever is waited for first. Where a receive is
-posted with its size (gloo, NCCL), that would come too late.
+The receiver finds a changed form while it reads: the header has a tag of its own, and comes where the data was
+expected. So messages of one peer are read in the order in which it sends them, whichever the rank waits for first.
+Where a receive is posted with its size (gloo, NCCL), the header would come too late.
 
 On emulated devices each message is followed by another one: the time of its emulated arrival.
 
-Sends are never waited for in the walk. A send is known to be done when something arrives that its receiver could only
-have sent after it had used the message; `acknowledgements` reads that off the program.
+The walk never waits for sends. A send is known to be done when a message arrives that its receiver could only have sent
+after it had used the first one; `acknowledgements` finds this in the program.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from minipar.models.tensors import allocate, differentiable, has_tensors, spec
 from minipar.program import Op, Program, Value
 
 HEADER_BYTES = 4096
-TENSORS = 64  # tags of two values are this far apart: one for each tensor, and these two
+TENSORS = 64  # distance between the tags of two values: one tag for each tensor, and the two below
 _HEADER, _ARRIVAL = TENSORS - 1, TENSORS - 2
 
 
 class _Unposted(NamedTuple):
-    """A receive of which nobody was told: the message is read by whoever waits for it, and would come no sooner."""
+    """A receive that is not posted, since the message would not arrive sooner: `wait` reads it."""
 
     comm: Communicator
     tensor: Tensor
@@ -58,7 +58,7 @@ class _Unposted(NamedTuple):
         self.comm.receive(self.tensor, self.peer, self.tag)
 
     def wait_unless(self, other: int) -> bool:
-        """Whether it came; not if a message of the tag `other` came first."""
+        """Wait; returns whether it arrived: False if a message of the tag `other` arrived first."""
         return self.comm.receive(self.tensor, self.peer, self.tag, other)
 
 
@@ -88,7 +88,7 @@ Values = tuple[Value, ...]
 def acknowledgements(program: Program, rank: int) -> dict[tuple[int, int], int]:
     """For the k-th receive from a peer: how many sends to that peer are surely done when it has arrived.
 
-    The peer sent it at some place of its list; what it had read before that place, it had received.
+    The peer sent that message at some place of its list, and it had received everything that it read before that place.
     """
     known: dict[tuple[int, int], int] = {}
     if program.in_flight is not None:  # the order is decided as it runs, but links keep theirs
@@ -116,8 +116,8 @@ def acknowledgements(program: Program, rank: int) -> dict[tuple[int, int], int]:
 class Links:
     """All links of a rank, kept from one pass through its program to the next.
 
-    rows(value) gives the number of rows of a value's micro-batch; of one without rows nothing is sent, or only that it
-    is done where ranks decide as they run.
+    rows(value) gives the number of rows of a value's micro-batch. For a micro-batch without rows nothing is sent; but
+    where ranks decide as they run, a short message says that it is done.
     emulated: whether messages carry the time of their arrival.
     """
 
@@ -130,12 +130,12 @@ class Links:
         self.emulated = emulated
         self.width = max(program.layers, len(program.edges))
         self.forms: dict[Any, Any] = {}  # (direction, peer, layer, rows) -> form of the value
-        self.known: dict[tuple[int, Values], _Known] = {}  # by peer and message; a peer may get what another gets
-        self.changed = False  # whether some form was another than before; until then, forms need no second look
-        self.gradients: dict[Any, Any] = {}  # the form of the gradients of an output, by which one, or by its form
+        self.known: dict[tuple[int, Values], _Known] = {}  # by peer and message; two peers may get the same message
+        self.changed = False  # whether some form has changed; until then, forms need not be checked again
+        self.gradients: dict[Any, Any] = {}  # (peer, layer, rows) or an output's form -> the form of its gradients
         self.first: dict[Any, Any] = {}  # (peer, layer, rows) -> the form that an output was first sent in
         self.sent: dict[tuple[int, int, int, int], Any] = {}  # (peer, layer, micro-batch, step) -> form, once changed
-        self.here: dict[Values, Values] = {}  # of a message, what really travels of it in this pass
+        self.here: dict[Values, Values] = {}  # message -> the values of it that travel in this pass
         self.done = acknowledgements(program, comm.rank)
         self.inboxes: dict[int, _Inbox] = {}
         self.outgoing: dict[int, deque[list[Handle]]] = {}
@@ -149,7 +149,7 @@ class Links:
                 self.outgoing[ins.peer] = deque()
 
     def tag(self, value: Value) -> int:
-        """A number of its own for every value: a message can never be taken for another one."""
+        """A different number for every value, so that a message can never be taken for another one."""
         i = (value.step * self.program.microbatches + value.microbatch) * self.width + value.index
         return (2 * i + (value.kind == "grad_output")) * TENSORS
 
@@ -163,13 +163,13 @@ class Links:
             inbox.post(self.program.receives_ahead)
 
     def reach(self, peer: int) -> None:
-        """The walk has come to the next RECV from a peer: post one more."""
+        """The rank has come to its next RECV from a peer: post one more receive."""
         inbox = self.inboxes[peer]
         inbox.reached += 1
         inbox.post(inbox.reached + self.program.receives_ahead)
 
     def present(self, message: Values) -> Values:
-        """What really travels of a message: values of micro-batches that have rows."""
+        """The values of a message that travel: those of micro-batches that have rows."""
         found = self.here.get(message)
         if found is None:
             found = self.here[message] = tuple([value for value in message if self.rows(value)])
@@ -220,14 +220,14 @@ class Links:
         self.learn(peer, message, contents)
 
     def _said(self, message: Values, arrival: float = 0.0) -> tuple[Tensor, int] | None:
-        """What is sent in place of a message without rows, and its tag, where ranks decide as they run: they go by what
-        has arrived, and could else take up a micro-batch that the rank before them has not come to."""
+        """What is sent in place of a message without rows, and its tag, where ranks decide as they run. They decide by
+        what has arrived, and could else begin a micro-batch that the rank before them has not reached."""
         if self.program.in_flight is None:
             return None
         return torch.tensor([arrival], dtype=torch.float64), self.tag(message[0]) + _ARRIVAL
 
     def _change(self, value: Value, peer: int, before: Any, form: Any) -> None:
-        """An output has another form than before: from now on, every message is looked at."""
+        """An output has another form than before: from now on, every message is checked."""
         if self.comm.posts:
             raise RankError(
                 f"{value} has another form than before, which rank {peer} does not expect: "
@@ -238,17 +238,17 @@ class Links:
         self.changed = True
 
     def learn(self, peer: int, message: Values, contents: list[Any]) -> None:
-        """A message has crossed: what the next one of this kind can do without finding out."""
+        """A message has crossed: remember what is needed to send or receive it again quickly."""
         tensor = _only(contents[0]) if len(message) == 1 and not self.emulated else None
         if tensor is not None:
             value, listed = message[0], tensor is not contents[0]
             self.known[peer, message] = _Known(self.rows(value), self.tag(value), tensor.shape, tensor.dtype, listed)
 
     def receive(self, message: Values, peer: int) -> tuple[list[Any], float]:
-        """Wait for a message that was posted before: the contents of the values that are present, and the time of its
-        emulated arrival (0 without).
+        """Wait for a message that was posted before. Returns the contents of the values that travel, and the time of
+        its emulated arrival (0 if there is none).
 
-        Forgets the sends that it acknowledges.
+        This also forgets the sends that the message acknowledges.
         """
         inbox = self.inboxes[peer]
         received = inbox.wait(message)
@@ -256,14 +256,14 @@ class Links:
         return received.contents, 0.0 if received.arrival is None else received.arrival.item()
 
     def look(self, message: Values, peer: int) -> float | None:
-        """When the next message from a peer, this one, has arrived (on an emulated link); None: it is not here."""
+        """When the next message from a peer arrives on the emulated link, if it is `message`; None: it is not here."""
         received = self.inboxes[peer].look(message)
         if received is None:
             return None
         return 0.0 if received.arrival is None else received.arrival.item()
 
     def wait_for_any(self, peers: list[int], seconds: float) -> None:
-        """Return when a message from one of these peers is there to be read, or after so many seconds."""
+        """Return when a message from one of these peers can be read, or after so many seconds."""
         self.comm.readable(peers, seconds)
 
     def _forget(self, peer: int, count: int) -> None:
@@ -340,7 +340,7 @@ class _Inbox:
         return self.open[message]
 
     def wait(self, message: Values) -> Received:
-        """A message that was posted, or is now; those before it are read first."""
+        """Wait for a message, posting its receive if that is not done yet; the messages before it are read first."""
         while self.read <= self.positions[message]:
             self._read(self.order[self.read])
             self.read += 1
@@ -358,7 +358,7 @@ class _Inbox:
             return
         if message not in self.open:
             self.post(self.positions[message] + 1)
-        told = False  # whether a header has said what comes
+        told = False  # whether a header has announced the form
         while message not in self.open:
             told = True
             if self.header is None:
@@ -386,7 +386,7 @@ class _Inbox:
                 return
 
     def look(self, message: Values) -> Received | None:
-        """The next message, if it is here; `wait` will hand it out."""
+        """The next message, if it is here; `wait` will return it."""
         if self.read > self.positions[message]:
             return self.open[message]
         if not self.links.comm.readable([self.peer], 0.0):
@@ -409,7 +409,7 @@ class _Inbox:
         return [self._form(value) for value in here]
 
     def _form(self, value: Value) -> Any:
-        """The form of a value as far as it is known; None: its sender announces it."""
+        """The form of a value, if it is known; None: its sender announces it."""
         links, rows = self.links, self.links.rows(value)
         if value.kind == "output":
             return links.forms.get(("in", self.peer, value.index, rows))
@@ -432,7 +432,7 @@ def _known(form: Any) -> bool:
 
 
 def _only(content: Any) -> Tensor | None:
-    """The tensor, of a value that is one, or a list of one."""
+    """The tensor of a value that is one tensor, or a list of one; else None."""
     if type(content) is list and len(content) == 1:
         content = content[0]
     return content if type(content) is Tensor else None

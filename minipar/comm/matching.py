@@ -5,17 +5,17 @@ gloo aborts the process when sizes differ, and mixes up bytes when dtypes or the
     iallreduce(x) on rank 0     announce | not all there: queued          | all there and equal: into gloo
     iallreduce(x) on rank 1                        announce | all there and equal: into gloo at once
 
-A tensor of up to board.SMALL bytes is summed on the board itself, by every rank in the same order: for it the
-announcement is all the communication there is.
+A tensor of up to board.SMALL bytes is summed on the board itself, by every rank in the same order: it needs no other
+communication than the announcement.
 
-No rank enters the backend before it has seen that everyone's announcement (board.py) equals its own, so no timing can
-lead a mismatch into it. The caller never waits for that: a queued collective is started by whoever looks first, its
-own rank's `wait` or next collective, or a helper thread that looks while there are any. All three run `progress`,
-which starts what it can, in order. Where the last rank to come finds everyone there, it starts at once.
+No rank enters the backend before it has seen that everyone's announcement (board.py) equals its own, so a mismatch can
+never reach the backend. The caller does not wait for that. Three can start a queued collective: its rank's `wait`, the
+rank's next collective, or a helper thread. All three run `progress`, which starts what it can, in order. On the last
+rank to announce, the collective starts at once.
 
 A mismatch is an error on every rank of the group, and counts as done: the group goes on with the next collective.
-What goes through the group's shared memory (arena.py) is not over when it has started: the same three go on with it,
-by `advance`. Without a board (ranks on several machines) collectives start at once and unchecked.
+A collective in the group's shared memory (arena.py) is not over when it has started: the same three continue it, by
+`advance`. Without a board (ranks on several machines) collectives start at once and unchecked.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from minipar.errors import CollectiveMismatch
 # Both get the flags of all members, in their order ([] without a board).
 Start = Callable[[list[bool]], Any]  # gives a torch Work or an Exchange, or None where nothing has to be waited for
 Reduce = Callable[[list[torch.Tensor], list[bool]], Any]  # the same, from the small tensors of all
-_SLICE = timedelta(milliseconds=50)  # a wait in native code: how late an interrupt can be
+_SLICE = timedelta(milliseconds=50)  # of a wait in native code: an interrupt can come this late
 _LOOKS = 8  # before it sleeps: what comes at once need not wake it
 _NAP = 5e-4
 _ALL_THERE = 0.1  # seconds that the others have to announce theirs, so that a mismatch names every rank's
@@ -68,7 +68,7 @@ class Collective:
         return f"{self.text} over {','.join(map(str, self.matcher.members))}"
 
     def begin(self) -> None:
-        """Hand it to the backend. Called once, by `Matcher.progress`."""
+        """Start it in the backend. Called once, by `Matcher.progress`."""
         start, board = self.start, self.matcher.board
         assert start is not None
         flags = [] if board is None else board.flags(self.number)
@@ -89,7 +89,7 @@ class Collective:
             self._call_when_done(call)
 
     def wait(self) -> None:
-        """Return when it is complete, in steps that an interrupt can come between. RankError for a mismatch;
+        """Return when it is complete; an interrupt can come between the steps of the wait. RankError for a mismatch;
         RuntimeError when a peer is gone."""
         if self.start is not None:
             self.matcher.wait_until_started(self)
@@ -105,7 +105,7 @@ class Collective:
                 self.work.wait(_SLICE)
                 return
             except RuntimeError:
-                # Of the time limit, which for a collective has no effect but this, or of the collective itself.
+                # The error is of the time limit, which does nothing else to a collective, or of the collective itself.
                 if self.work.is_completed():
                     self.work.wait()
                     return
@@ -117,7 +117,7 @@ class Collective:
         return self.start is None and (self.work is None or bool(self.work.is_completed()))
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """Call back when it is complete, from another thread; where the backend cannot, never."""
+        """Call `call` when it is complete, from another thread; never, if the backend cannot do that."""
         with self.matcher.lock:
             if self.start is not None:
                 self.calls.append(lambda _: call())
@@ -138,7 +138,7 @@ class Collective:
 
 
 class Matcher:
-    """The collectives of one group, in order. `sliced`: whether its works are waited for on this thread (gloo)."""
+    """The collectives of one group, in order. `sliced`: whether the calling thread itself waits for works (gloo)."""
 
     def __init__(self, members: tuple[int, ...], board: Board | None, sliced: bool, starter: Starter) -> None:
         self.members = members
@@ -160,10 +160,14 @@ class Matcher:
         alone: bool = True,
         exchange: Exchange | None = None,
     ) -> Collective:
-        """Announce a collective: `text` in an error message, and (without `key`) what has to agree. It starts now
-        or later: the `exchange` in shared memory, or what is to be done with the `small` tensors of all, or `start`.
-        `alone`: it goes on while nobody waits for it (False where the caller will at once). What the backend refuses
-        at once is raised here."""
+        """Announce a collective, which starts now or later: the `exchange` in shared memory, or the function for the
+        `small` tensors of all ranks, or `start`.
+
+        text    what it is, for errors; all ranks must agree in `key`, or in `text` if there is no key
+        alone   whether it must go on while nobody waits for it (False if the caller waits at once)
+
+        What the backend refuses at once is raised here.
+        """
         if self.board is None:
             one = Collective(self, text, 0, 0, flag, start)
             one.begin()
@@ -190,7 +194,7 @@ class Matcher:
         return one
 
     def progress(self) -> bool:
-        """Start what can be started; whether anything is left."""
+        """Start what can be started; returns whether anything is left in the queue."""
         board = self.board
         assert board is not None
         with self.lock:
@@ -213,7 +217,7 @@ class Matcher:
             return False
 
     def advance(self) -> None:
-        """Start what can be started, and go on with what is under way in shared memory."""
+        """Start what can be started, and continue what is under way in shared memory."""
         self.progress()
         if self.arena is not None and not self.arena.attended:  # two threads would only be in each other's way
             self.arena.run()
@@ -224,7 +228,7 @@ class Matcher:
         return not self._queue and (self.arena is None or self.arena.idle)
 
     def doze(self) -> None:
-        """Not for long, and shorter when another rank has done its part."""
+        """Sleep for a short time, or until another rank has done its part in shared memory."""
         if self.arena is not None and not self._queue and not self.arena.attended:
             self.arena.sleep()
         else:
@@ -236,7 +240,7 @@ class Matcher:
         one.word = board.announce(one.number, one.hashed, one.flag, one.text, small)
 
     def wait_until_started(self, one: Collective) -> None:
-        """Return when everyone is there (or is known to have come with something else)."""
+        """Return when all ranks have announced the same collective, or one of them another one."""
         looks = 0
         while one.start is not None:
             self.progress()
@@ -270,12 +274,12 @@ def difference(members: tuple[int, ...], texts: list[str]) -> str:
 
 
 class Starter(Helper[Matcher]):
-    """Starts queued collectives of all groups of a rank, and goes on with those in shared memory."""
+    """Starts queued collectives of all groups of a rank, and continues those in shared memory."""
 
     def turn(self) -> None:
         for matcher in list(self.waiting):
             matcher.advance()
-            with matcher.lock, self.lock:  # so that none is queued between the look and this
+            with matcher.lock, self.lock:  # so that nothing is queued between the check and the removal
                 if matcher.idle:
                     self.waiting.discard(matcher)
         only = list(self.waiting)

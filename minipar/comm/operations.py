@@ -1,7 +1,7 @@
 """What `Communicator` does with numbers, lists, arrays and tensors: one function for each operation.
 
-Each turns its argument into a tensor, announces what it is, lets one of the transports do the work once all ranks
-agree, and hands back a `Result`, whose `wait` turns tensors back into what came in.
+Each function turns its argument into a tensor, announces what it is, lets one of the transports do the work once all
+ranks agree, and returns a `Result`, whose `wait` turns tensors back into the caller's type.
 
 Rows of a list, an array or a tensor are those of its first dimension; `shared.share` divides them among ranks.
 """
@@ -23,7 +23,7 @@ from minipar.comm.transport import backend, shared
 from minipar.comm.transport.board import SMALL
 from minipar.comm.transport.interface import Transport
 from minipar.comm.transport.shared import combine, share
-from minipar.comm.world import Group, Way
+from minipar.comm.world import RankGroup, Way
 from minipar.errors import CollectiveMismatch, RankError
 from minipar.program import collectives
 from minipar.wording import several
@@ -96,8 +96,8 @@ class _Summing:
         arguments: Callable[[Tensor], tuple[Tensor, Tensor, tuple[Any, ...]]],
         stays: bool = False,
     ) -> Result:
-        """`arguments` turns what is given into what is reduced, where the result will be, and the rest for `way`.
-        `stays`: a tensor on a GPU need not come to host memory for this."""
+        """Start it. `arguments` makes of the given tensor the one that is reduced, the one that gets the result, and
+        further arguments for `way`. `stays`: a tensor on a GPU need not be copied to host memory for this."""
         comm, device = self.comm, self.given.device
         carrier = comm.gpus if stays and self.given.is_cuda and self.algorithm in (None, "backend") else None
         given = to_host(self.given) if self.given.is_cuda and carrier is None and comm.size > 1 else self.given
@@ -156,7 +156,7 @@ class _Summing:
 
 
 def broadcast(comm: Communicator, x: Any, root: int, algorithm: str | None, alone: bool) -> Result:
-    """Give rank `root`'s to all."""
+    """Give the value of rank `root` to all."""
     _check_root(comm, "broadcast", root)
     if x is None and comm.rank == root:
         raise RankError(f"broadcast: rank {root} is the root, and has None")
@@ -173,7 +173,7 @@ def broadcast(comm: Communicator, x: Any, root: int, algorithm: str | None, alon
         return Result(None, finish)
     text = f"broadcast from rank {root}" + (f" by {algorithm}" if algorithm is not None else "")
 
-    def begin(group: Group, how: str, rows: list[list[int]]) -> Any:
+    def begin(group: RankGroup, how: str, rows: list[list[int]]) -> Any:
         nonlocal agreed, result
         agreed = rows[root]
         for rank, row in enumerate(rows):
@@ -188,7 +188,7 @@ def broadcast(comm: Communicator, x: Any, root: int, algorithm: str | None, alon
 
 
 def all_gather(comm: Communicator, x: Any, algorithm: str | None, alone: bool) -> Result:
-    """Everybody's rows, end to end, on all ranks."""
+    """Collect the rows of all ranks, end to end, on all ranks."""
     kind, given = values.to_tensor(x, call="all_gather")
     device = given.device
     if not given.dim():
@@ -202,13 +202,13 @@ def all_gather(comm: Communicator, x: Any, algorithm: str | None, alone: bool) -
     if comm.size == 1:
         return Result(None, finish)
 
-    def begin(group: Group, how: str, rows: list[list[int]]) -> Any:
+    def begin(group: RankGroup, how: str, rows: list[list[int]]) -> Any:
         nonlocal result
         forms = [values.decode_form(row) for row in rows]
         tails = [torch.Size(shape[1:]) for _, _, shape in forms]
         like = next((k for k, (_, _, shape) in enumerate(forms) if shape[0]), 0)
         for k, (_, _, shape) in enumerate(forms):
-            if shape[0] and tails[k] != tails[like]:  # lists only: of tensors it was announced
+            if shape[0] and tails[k] != tails[like]:  # (only lists: for tensors the announcement was compared)
                 ours, theirs = values.form_in_words(rows[like]), values.form_in_words(rows[k])
                 raise CollectiveMismatch(f"all_gather: ranks differ: rank {like} has {ours}, rank {k} has {theirs}")
         dtype = torch.float64 if any(one == torch.float64 for _, one, _ in forms) else given.dtype
@@ -226,7 +226,7 @@ def all_gather(comm: Communicator, x: Any, algorithm: str | None, alone: bool) -
 
 
 def all_to_all(comm: Communicator, x: Any, algorithm: str | None, alone: bool) -> Result:
-    """The k-th piece goes to rank k; what all ranks have for this one comes back, in their order."""
+    """Send the k-th piece to rank k; the result is what all ranks have for this one, in their order."""
     by = f" by {algorithm}" if algorithm is not None else ""
     pieces: list[Any]
     if isinstance(x, (list, tuple)):
@@ -256,7 +256,7 @@ def all_to_all(comm: Communicator, x: Any, algorithm: str | None, alone: bool) -
     if comm.size == 1:
         return Result(None, finish)
 
-    def begin(group: Group, how: str, rows: list[list[int]]) -> Any:
+    def begin(group: RankGroup, how: str, rows: list[list[int]]) -> Any:
         nonlocal got, lengths
         lengths = [row[comm.rank] for row in rows]
         got = torch.empty(sum(lengths), dtype=torch.uint8)
@@ -290,7 +290,7 @@ def _choose(
     nbytes: int | None,
     carrier: Transport | None = None,
     root: int = 0,
-) -> tuple[Group, str]:
+) -> tuple[RankGroup, str]:
     """The group, over the transport of tensors on the CPU or another `carrier`; and how: "shared", "backend" (which is
     made while all are here), or an algorithm's name. `nbytes` of the whole tensor, where all ranks know it already."""
     group = comm.group(transport=carrier)
@@ -309,7 +309,7 @@ def _choose(
     return group, how
 
 
-def _start(comm: Communicator, group: Group, way: Way, how: str, *args: Any) -> Any:
+def _start(comm: Communicator, group: RankGroup, way: Way, how: str, *args: Any) -> Any:
     if how in ("shared", "backend"):
         return group.start(way, how == "shared", *args)
     number = comm.count_played(range(comm.size))
@@ -335,11 +335,11 @@ def _move(
     text: str,
     key: str,
     row: list[int],
-    begin: Callable[[Group, str, list[list[int]]], Any],
+    begin: Callable[[RankGroup, str, list[list[int]]], Any],
     algorithm: str | None,
     alone: bool,
 ) -> Handle:
-    """Tell each other some numbers; `begin` gets those of all ranks."""
+    """Exchange some numbers among all ranks, and call `begin` with them."""
     group, how = _choose(comm, call, algorithm, None)
     matcher = group.matcher
     if matcher.board is None:
@@ -354,10 +354,10 @@ def _move(
     return Handle(work, None, comm.pending)
 
 
-def _agree(group: Group, text: str, key: str, row: list[int], flag: bool) -> tuple[list[list[int]], list[bool]]:
+def _agree(group: RankGroup, text: str, key: str, row: list[int], flag: bool) -> tuple[list[list[int]], list[bool]]:
     """Across machines, where there is no board: the numbers and flags of all ranks, once their keys are the same.
 
-    Backends do not check it: they abort the process, hang, or hand back garbage.
+    Backends do not check that: they abort the process, hang, or return garbage.
     """
     said = text.encode()[:_TEXT].ljust(_TEXT, b"\0") + key.encode()[:_TEXT].ljust(_TEXT, b"\0")
     numbers = torch.tensor([int(flag), *row], dtype=torch.int64).view(torch.uint8)

@@ -3,8 +3,8 @@
     value     ( [ hidden . . . . ], ( [ skip . . . . ], [ counter ] ) )      three tensors
     message   [ hidden . . . . | skip . . . . | counter  ]                   one, each part on a multiple of 16 bytes
 
-A message costs its latency, and copying costs time by the byte: only what is short goes together. Both sides decide
-by the form of the value, which both know. A value of one tensor is sent as it is.
+A message costs its latency, and copying costs time for each byte: so only short tensors are packed together. Both sides
+decide by the form of the value, which both know. A value of one tensor is sent as it is.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TOGETHER = 1 << 18  # bytes: copying this much takes about as long as a message 
 
 
 def parts_of(value: Any) -> list[Tensor]:
-    """What has to be sent for a value: its tensors, or one message of them all."""
+    """What has to be sent for a value: its tensors, or one message with all of them."""
     found = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors(value)]
     if not _together(found):
         return found
@@ -34,7 +34,7 @@ def parts_of(value: Any) -> list[Tensor]:
 
 
 def places_for(value: Any) -> tuple[Any, list[Tensor]]:
-    """For a value that was allocated: the value as it will be, and what has to be received for it."""
+    """For an allocated value: the value with its final tensors, and the tensors to receive into."""
     found = list(tensors(value))
     if not _together(found):
         return value, found
@@ -49,8 +49,8 @@ def places_for(value: Any) -> tuple[Any, list[Tensor]]:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor, byte by byte. (Of a single element, such as an expanded one, the stride may be
-    any number, which a view as bytes refuses.)"""
+    """The memory of a contiguous tensor, byte by byte. (The stride of a tensor with a single element may be any number,
+    and a view as bytes refuses some: so this sets it.)"""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 

@@ -1,15 +1,16 @@
 """Collectives by a program of `program/collectives`: play(program, comm, tensor, ranks, op) runs this rank's part.
 
-    SEND      the chunks go out, a message for each stretch of memory of at most PIECE bytes
-    RECV      into the place of the chunks; or, of what will be added, into a small buffer, piece by piece
-    REDUCE    a piece is added while the next one arrives: it is still in the cache, and no large buffer is needed
+    SEND      sends the chunks, one message for each stretch of memory of at most PIECE bytes
+    RECV      receives into the place of the chunks; what will be added, into a small buffer, piece by piece
+    REDUCE    adds a piece while the next one arrives: it is still in the cache, and no large buffer is needed
 
-The program is the one that verifies, simulates and is drawn. How many chunks it has counts here, not the bytes that it
-was made for: chunk c of C begins at element n c // C, and stretches without elements are not sent.
+It is the same program that is verified, simulated and drawn. Only its number of chunks counts here, not the bytes that
+it was made for: chunk c of C begins at element n c // C, and stretches without elements are not sent.
 
 A program has equal chunks, one for each rank. For the operations of a Communicator, where ranks may have more rows than
-others, or none, parts are filled up to the size of the largest on the way. A program runs in the `wait` of its handle:
-it is this rank's own work. Their arguments are those of the collectives in shared memory (transport/shared.py).
+others, or none, parts are filled up to the size of the largest before they are sent. A program runs in the `wait` of
+its handle: it is this rank's own work. The operations have the arguments of those in shared memory
+(transport/shared.py).
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ import torch
 from torch import Tensor
 
 from minipar.comm.handles import Handle
-from minipar.comm.values import dtype_name
 from minipar.errors import RankError
+from minipar.models.tensors import dtype_name
 from minipar.program import Instruction, Op, Program, Value
 from minipar.program.collectives import OPERATIONS
 from minipar.program.collectives.moves import bounds
@@ -57,12 +58,12 @@ def play(
     op       what REDUCE does: "sum", "max", "min", or "avg", a sum that is divided at the end
     number   collectives that are under way at the same time between the same ranks need different ones
 
-    Works in the tensor's own memory, which is flat here, whatever its shape. Gives
+    It works in the tensor's own memory, as a flat tensor, whatever its shape is. It returns
       allreduce, broadcast    the tensor                   all_gather    the tensor; before, it had this rank's chunk
-      reduce_scatter          this rank's chunk of it; the rest is left in between
-      reduce                  the tensor; on ranks other than the root its values are left in between
+      reduce_scatter          this rank's chunk of it; the rest has intermediate values
+      reduce                  the tensor; on ranks other than the root it has intermediate values
       all_to_all              a new flat tensor: what all ranks had for this one, in the order of ranks
-    Errors: RankError for a dtype or op that cannot be, ranks that do not fit; RuntimeError when a peer is gone.
+    Errors: RankError for an impossible dtype or op, or ranks that do not fit; RuntimeError when a peer is gone.
     """
     return _Player(program, comm, tensor, ranks, op, number).run(None)
 
@@ -70,14 +71,14 @@ def play(
 def record(
     program: Program, comm: Communicator, tensor: Tensor, ranks: tuple[int, ...], op: str = "sum", *, number: int = 0
 ) -> tuple[Tensor, Timed]:
-    """As `play`, and when each instruction ran. `measured` makes a Trace of the records of all ranks."""
+    """Like `play`, but also return when each instruction ran. `measured` makes a Trace of the records of all ranks."""
     size = len(program.ranks[ranks.index(comm.rank)])
     times = Timed([0.0] * size, [0.0] * size)
     return _Player(program, comm, tensor, ranks, op, number).run(times), times
 
 
 def measured(program: Program, records: Sequence[Timed]) -> Trace:
-    """The measured trace of a program, of each rank's record. Their clocks must be one, as on one machine."""
+    """The measured trace of a program from the records of all ranks, which must share a clock, as on one machine."""
     from minipar.trace import Trace  # which a rank does not need
 
     first = min((start for one in records for start in one.starts), default=0.0)
@@ -90,7 +91,7 @@ def measured(program: Program, records: Sequence[Timed]) -> Trace:
 
 
 def _pool(comm: Communicator) -> list[Tensor]:
-    """Receive buffers of a communicator that nobody uses now: new ones cost more than the receiving."""
+    """Receive buffers of a communicator that are free now: to make new ones would take longer than the receive."""
     return _pools.setdefault(comm, [])
 
 
@@ -129,7 +130,7 @@ class _Player:
         self.received: dict[int, int] = {}
         self.sending: dict[int, list[Handle]] = {}  # by chunk
         self.arriving: dict[Value, tuple[int, list[Handle]]] = {}  # index of the RECV
-        self.expected: dict[Value, tuple[int, list[int]]] = {}  # the same of what will be added: tags
+        self.expected: dict[Value, tuple[int, list[int]]] = {}  # the same for chunks that will be added: their tags
         self.places = self._places()
 
     def _check(self, program: Program, comm: Communicator, tensor: Tensor, ranks: tuple[int, ...], op: str) -> None:
@@ -150,7 +151,7 @@ class _Player:
             raise RankError(f"{program.name}: an average is no {dtype}; use a floating-point dtype for op='avg'")
 
     def _places(self) -> dict[int, Tensor]:
-        """The memory of each chunk. An all_to_all has chunks of other ranks' tensors, which come into a new one."""
+        """The memory of each chunk. In an all_to_all the chunks from other ranks are put in a new tensor."""
         program, flat, me = self.program, self.flat, self.me
         count = len(program.chunks)
         mine, wanted = (sorted(value.index for value in held[me]) for held in (program.state, program.final))
@@ -203,7 +204,7 @@ class _Player:
     # messages --------------------------------------------------------------------------------------------------------
 
     def _stretches(self, chunks: Sequence[int]) -> Iterator[Tensor]:
-        """The memory of chunks, in pieces that are each one message: the same ones on the sender and the receiver."""
+        """The memory of chunks, in pieces of one message each; sender and receiver cut them in the same way."""
         step = max(1, PIECE // self.flat.element_size())
         whole: Tensor | None = None
         for k, c in enumerate(chunks):
@@ -233,7 +234,7 @@ class _Player:
         if ins.writes[0].kind == "incoming":
             self.expected[ins.writes[0]] = (index, tags)
             return
-        # (A chunk that is still being sent is not harmed: what replaces it was made of what was sent.)
+        # (A chunk that is still being sent is not overwritten: what replaces it was computed from what was sent.)
         handles = [
             self.comm.irecv(piece, peer, tag) for piece, tag in zip(self._stretches(ins.layers), tags, strict=True)
         ]
@@ -249,7 +250,7 @@ class _Player:
             self.arriving.pop(other, None)
 
     def _reduce(self, ins: Instruction, times: Timed | None) -> float:
-        """Add what comes; when the first piece was there."""
+        """Add the received pieces; returns when the first one had arrived."""
         index, tags = self.expected.pop(ins.reads[0])
         peer = self.ranks[self.program.ranks[self.me][index].peer]
         for c in ins.layers:
@@ -295,7 +296,7 @@ def allreduce(play: Play, index: int, x: Tensor, op: str = "sum") -> None:
 
 
 def reduce(play: Play, index: int, x: Tensor, root: int, op: str = "sum") -> None:
-    """Reduce a contiguous tensor in place on member `root`; the others' are left in between."""
+    """Reduce a contiguous tensor in place on member `root`; the others' then have intermediate values."""
     play("reduce", x.view(-1), op, root)
 
 
@@ -320,7 +321,7 @@ def all_gather(play: Play, index: int, into: Tensor, sizes: Sequence[int]) -> No
 
 
 def all_to_all(play: Play, index: int, x: Tensor, into: Tensor, sizes: Sequence[Sequence[int]]) -> None:
-    """Member k's part for member j has sizes[k][j] elements; in `into`, those for this member stand end to end."""
+    """Member k's part for member j has sizes[k][j] elements; in `into`, the parts for this member are end to end."""
     most = max(map(max, sizes))
     came = play("all_to_all", _filled(x.split(list(sizes[index])), most))
     got = into.split([row[index] for row in sizes])
@@ -336,7 +337,7 @@ def _filled(parts: Sequence[Tensor], size: int) -> Tensor:
 
 
 class Played:
-    """A program that its `wait` runs, in the place of a backend's work."""
+    """A program that runs in `wait`; it takes the place of a backend's work."""
 
     def __init__(self, run: Callable[[], object]) -> None:
         self._run: Callable[[], object] | None = run
@@ -354,9 +355,9 @@ class Played:
             raise self._error
 
     def is_completed(self) -> bool:
-        """Whether it was waited for."""
+        """Whether `wait` was called."""
         return self._run is None
 
     def get_future(self) -> Any:
-        """There is none: RuntimeError."""
+        """Always a RuntimeError: there is no future."""
         raise RuntimeError("a program that is played does not call back")

@@ -1,4 +1,4 @@
-"""What a Communicator takes and gives back: numbers, lists, NumPy arrays and tensors, as tensors on the way."""
+"""What a Communicator takes and returns: numbers, lists, NumPy arrays and tensors. All of them are sent as tensors."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from minipar.errors import RankError
+from minipar.models.tensors import dtype_name
 
 OPERATIONS = ("sum", "max", "min", "avg")
 KINDS = ("number", "list", "array", "tensor")
@@ -25,7 +26,7 @@ _DTYPES = (
     torch.uint8,
 )
 _DIMENSIONS = 8
-FORM = 3 + _DIMENSIONS  # numbers that say what a tensor is, see `encode_form`
+FORM = 3 + _DIMENSIONS  # how many numbers describe a tensor, see `encode_form`
 _POSSIBLE = "possible are a number, a list of numbers (nested or not), a NumPy array and a tensor"
 
 
@@ -38,7 +39,7 @@ def operation(op: Any, call: str = "allreduce") -> str:
 
 
 def to_tensor(x: Any, op: str = "", call: str = "allreduce") -> tuple[str, torch.Tensor]:
-    """The kind of `x` and a new contiguous tensor of its values. RankError for what cannot be sent, or (with `op`)
+    """The kind of `x` and a new contiguous tensor of its values. RankError if `x` cannot be sent or, with `op`,
     reduced."""
     if isinstance(x, torch.Tensor):
         if x.layout is not torch.strided or x.is_quantized:
@@ -83,12 +84,12 @@ def _numbers(x: Any, call: str) -> Iterator[int | float]:
 
 
 def describe(call: str, kind: str, tensor: torch.Tensor, rest: str = "", rows: bool = False) -> tuple[str, str]:
-    """An operation in words, and what of it must agree on all ranks: of Python's numbers not whether they are whole or
-    real, and not the first dimension if ranks bring `rows`, each as many as it has."""
+    """An operation in words, and the part of it that must agree on all ranks. Python's numbers may be whole on one rank
+    and real on another; and the first dimension may differ if ranks bring `rows`."""
     shape = [str(n) for n in tensor.shape]
     name, ends = dtype_name(tensor.dtype), f" {rest}" if rest else ""
     text = f"{call} of {_article(kind)} of {'x'.join(shape) or '1'} {name}{ends}"
-    same = (["*", *shape[1:]] if kind != "list" else []) if rows else shape  # an empty list does not say of what
+    same = (["*", *shape[1:]] if kind != "list" else []) if rows else shape  # (an empty list has no further shape)
     return text, f"{call} of {kind} {same}{'' if kind in ('number', 'list') else name}{ends}"
 
 
@@ -105,7 +106,7 @@ def _form(shape: torch.Size, dtype: torch.dtype) -> str:
 def encode_form(kind: str, tensor: torch.Tensor) -> list[int]:
     """Kind, dtype and shape as FORM numbers."""
     shape = [*tensor.shape, *([0] * (_DIMENSIONS - tensor.dim()))]
-    return [KINDS.index(kind), _code(tensor.dtype), tensor.dim(), *shape]
+    return [KINDS.index(kind), dtype_code(tensor.dtype), tensor.dim(), *shape]
 
 
 def decode_form(numbers: list[int]) -> tuple[str, torch.dtype, tuple[int, ...]]:
@@ -120,13 +121,15 @@ def form_in_words(numbers: list[int]) -> str:
     return f"{_article(kind)} of {'x'.join(map(str, shape)) or '1'} {dtype_name(dtype)}"
 
 
-def _code(dtype: torch.dtype) -> int:
+@functools.cache
+def dtype_code(dtype: torch.dtype) -> int:
+    """A number for a dtype, the same in every process."""
     return zlib.crc32(str(dtype).encode())
 
 
 @functools.cache
 def _by_code() -> dict[int, torch.dtype]:
-    return {_code(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+    return {dtype_code(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
 
 
 def divide(tensor: torch.Tensor, size: int) -> torch.Tensor:
@@ -135,17 +138,12 @@ def divide(tensor: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def from_tensor(kind: str, tensor: torch.Tensor) -> Any:
-    """The result as the kind that came in."""
+    """A tensor as a value of this kind."""
     if kind == "tensor":
         return tensor
     if kind == "array":
         return tensor.numpy()
-    return tensor.tolist()  # of no dimension: a number
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Such as "float32"."""
-    return str(dtype).removeprefix("torch.")
+    return tensor.tolist()  # (of a tensor without dimensions this is a number)
 
 
 def _article(noun: str) -> str:

@@ -1,7 +1,7 @@
-"""One rank's place among all: the groups that it is in, each with what it announces and what carries it.
+"""The communication of one rank with all others: its transports, and the groups that it is in.
 
-World    the transports of all ranks, and the groups made so far
-Group    some ranks: Matcher (what is announced), Arena (shared memory, if they have it), gloo or NCCL group
+World    the transports, and the groups made so far
+Group    some ranks: a Matcher (announcements), an Arena (shared memory, if they have it), a gloo or NCCL group
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from minipar.comm.matching import Collective, Matcher, Starter
 from minipar.comm.transport.arena import Arena, Exchange, Steps
 from minipar.comm.transport.gloo import TIMEOUT, Gloo
 from minipar.comm.transport.interface import Messages, Reader, Transport
-from minipar.comm.transport.local import Local
+from minipar.comm.transport.local import LocalTransport
 from minipar.comm.transport.nccl import Nccl
 from minipar.comm.transport.sockets import Sockets
 from minipar.errors import RankError
@@ -30,7 +30,7 @@ CLOSED = "this Communicator is closed; communicator.create() makes a new one"
 
 
 class Way(NamedTuple):
-    """One collective in its three ways: shared.py and backend.py of transport/, and playing.py."""
+    """The three implementations of one collective: in shared.py and backend.py of transport/, and in playing.py."""
 
     shared: Callable[..., Steps]
     backend: Callable[..., Any]
@@ -38,7 +38,7 @@ class Way(NamedTuple):
 
 
 class World:
-    """What one rank has of the communication among all. `host` carries tensors on the CPU."""
+    """One rank's part of the communication among all. `host` carries tensors on the CPU."""
 
     def __init__(
         self, store: dist.Store, rank: int, size: int, device: torch.device, backend: str, host: Transport
@@ -49,7 +49,7 @@ class World:
         self.closed = False
         self.pending: set[Handle] = set()
         self.starter = Starter("starts collectives")
-        self.groups: dict[tuple[Transport, tuple[int, ...]], Group] = {}
+        self.groups: dict[tuple[Transport, tuple[int, ...]], RankGroup] = {}
         self.host = host
         self.group(self.everyone, host)
         self.messages: Messages = host.messages
@@ -58,7 +58,7 @@ class World:
         if backend == "nccl" and size > 1:
             self.gpus = Nccl(store, rank, size, device, host)
 
-    def group(self, members: tuple[int, ...], transport: Transport) -> Group:
+    def group(self, members: tuple[int, ...], transport: Transport) -> RankGroup:
         """Those ranks, made at the first use, which waits for all of them."""
         found = self.groups.get((transport, members))
         if found is None:
@@ -68,11 +68,11 @@ class World:
                 raise RankError(
                     f"group {members}: must be sorted ranks of 0 to {self.size - 1}, this rank {self.rank} among them"
                 )
-            found = self.groups[transport, members] = Group(self, transport, members)
+            found = self.groups[transport, members] = RankGroup(self, transport, members)
         return found
 
     def close(self) -> None:
-        """Give up all groups. Later use raises RankError."""
+        """Close all groups. Later use raises RankError."""
         if self.closed:
             return
         self.closed = True
@@ -87,7 +87,7 @@ class World:
         self.host = self.gpus = self.messages = self.reader = closed
 
 
-class Group:
+class RankGroup:
     """Some ranks of a world, this one among them: made by all of them together."""
 
     def __init__(self, world: World, transport: Transport, members: tuple[int, ...]) -> None:
@@ -107,7 +107,7 @@ class Group:
 
     @property
     def backend(self) -> Any:
-        """Its gloo or NCCL group; the first use waits for all members, which nothing can interrupt."""
+        """Its gloo or NCCL group; the first use waits for all members, and this wait cannot be interrupted."""
         if self.made is None:
             self._meet()
             self.made = self.transport.process_group(self.members)
@@ -136,13 +136,13 @@ class Group:
         if small is None and shared and self.arena is not None:
             exchange = Exchange(self.arena, way.shared(self.arena, *args))
         elif small is None and not shared:
-            self.backend  # noqa: B018  (made while all are here)
+            self.backend  # noqa: B018  (this makes it while all ranks are here)
         return self.matcher.submit(
             text, lambda _: way.backend(self.backend, self.index, *args), key, False, small, alone, exchange
         )
 
     def _meet(self, row: list[int] | None = None) -> list[list[int]]:
-        """Wait until all are here; the numbers that each has brought."""
+        """Wait until all members are here; returns the numbers that each has brought."""
         found: list[list[int]] = []
         mine = torch.tensor(row or [], dtype=torch.int64)
         small = (mine, lambda rows, _: found.extend(one.tolist() for one in rows))
@@ -150,13 +150,13 @@ class Group:
         return found
 
     def wait(self, work: Collective) -> None:
-        """Return when a collective of this group is complete. Who asks what this rank waits in is told; an interrupt
-        can come between."""
+        """Return when a collective of this group is complete. Meanwhile the driver can see what this rank waits for,
+        and the wait can be interrupted."""
         Handle(work, None, self.world.pending).wait()
 
 
 class _Closed:
-    """Stands where messages and groups were."""
+    """Takes the place of messages and groups that were closed: every use is an error."""
 
     def __getattr__(self, name: str) -> Any:
         raise RankError(CLOSED)
@@ -171,7 +171,7 @@ def of_rank(context: Context, count: int) -> World:
     store = dist.PrefixStore(str(count), dist.FileStore(context.store, size))
     gloo = Gloo(store, rank, size, loopback=True, without="transport='gloo'")
     path = f"{context.store}-{count}"
-    host = gloo if context.transport == "gloo" else Local(path, gloo, Sockets(rank, path))
+    host = gloo if context.transport == "gloo" else LocalTransport(path, gloo, Sockets(rank, path))
     return World(store, rank, size, torch.device(context.device), context.backend, host)
 
 
@@ -194,12 +194,12 @@ def under_torchrun(count: int) -> World:
     one_machine = local_size == size
     gloo = Gloo(store, rank, size, loopback=one_machine, without="ranks may be on several machines")
     # Boards have names only while groups are made; sockets need a folder for as long as ranks live, which nobody has.
-    host = Local(_agree_on_boards(store, rank), gloo, None) if one_machine else gloo
+    host = LocalTransport(_agree_on_boards(store, rank), gloo, None) if one_machine else gloo
     return World(store, rank, size, device, "nccl" if cuda else "gloo", host)
 
 
 def _agree_on_boards(store: dist.Store, rank: int) -> str:
-    """How the files of one machine's boards begin."""
+    """The beginning of the file names of one machine's boards, the same on all ranks."""
     if rank == 0:
         store.set("boards", os.path.join(tempfile.gettempdir(), f"minipar-{secrets.token_hex(16)}"))
     return str(store.get("boards").decode())

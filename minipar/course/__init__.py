@@ -1,1 +1,1 @@
-"""What the lessons need beside the engine: checks of exercises, copies of notebooks, the lessons' own experiments."""
+"""What the lessons need besides the engine: checks of exercises, copies of notebooks, the lessons' own experiments."""

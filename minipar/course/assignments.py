@@ -1,4 +1,4 @@
-"""Exercises of a lesson from their one source, a notebook with the solutions in it: lessons/solutions/NN_name.ipynb.
+"""Make the exercises of a lesson from their one source, a notebook with solutions: lessons/solutions/NN_name.ipynb.
 
     | cell, in nbgrader's convention                         | in the lesson           | in an assignment  |
     |--------------------------------------------------------|-------------------------|-------------------|
@@ -7,8 +7,8 @@
     | answer: functions, ### BEGIN SOLUTION ... END SOLUTION | one cell: stubs, and    | stubs             |
     | check: verdict = exercise.check(mine, tasks.NAME), ... | exercise.check(mine, ...) | no hidden tests |
 
-A stub is the function with `raise NotImplementedError` in the place of its solution. Notebooks are the JSON of their
-files (nbformat 4.5). Cells tagged `solution`, such as a remark on the answer, are left out of both.
+A stub is the function with `raise NotImplementedError` in the place of its solution. Here a notebook is the JSON of its
+file (nbformat 4.5). Cells tagged `solution`, such as a remark on the answer, are left out of both.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def stripped(text: str) -> str:
 
 
 def assignment(solutions: Notebook) -> Notebook:
-    """What students get: stubs, no hidden tests, no outputs; what nbgrader knows of a cell stays."""
+    """The notebook for students: stubs, no hidden tests, no outputs; nbgrader's metadata of cells stays."""
     made = copy.deepcopy(solutions)
     made["cells"] = [cell for cell in made["cells"] if not _remark(cell)]
     for cell in made["cells"]:
@@ -70,7 +70,7 @@ def assignment(solutions: Notebook) -> Notebook:
 
 
 def cleared(notebook: Notebook) -> Notebook:
-    """Without outputs, and without the hash of what was run."""
+    """A notebook without outputs, and without the hash of the sources that were run."""
     made = copy.deepcopy(notebook)
     made["metadata"].pop("minipar", None)
     for cell in made["cells"]:
@@ -89,7 +89,7 @@ def exercises(solutions: Notebook) -> list[Cell]:
             if found is None:
                 raise PlanError(f"cell {cell['id']}: a check cell has a line `verdict = exercise.check(...)`")
             made[-1]["source"] = f"{source(made[-1])}\n\n\n{found[1]}".splitlines(keepends=True)
-        elif made or cell["cell_type"] == "code":  # the title is the lesson's own affair
+        elif made or cell["cell_type"] == "code":  # (the lesson has a title of its own)
             tags = cell["metadata"].get("tags")
             cell["metadata"] = {"tags": tags} if tags else {}
             made.append(cell)
@@ -99,9 +99,9 @@ def exercises(solutions: Notebook) -> list[Cell]:
 
 
 def with_exercises(lesson: Notebook, solutions: Notebook) -> Notebook:
-    """A lesson with its part "Exercises" made anew: all between the cell with that heading and the last cell.
+    """A lesson with a new part "Exercises": all cells between the cell with that heading and the last cell.
 
-    Where an exercise is what it was, its outputs stay. PlanError if there is no such heading.
+    The outputs of an exercise stay if it has not changed. PlanError if there is no such heading.
     """
     first, last = part(lesson)
     had = {source(cell): cell for cell in lesson["cells"][first:last]}
@@ -110,7 +110,7 @@ def with_exercises(lesson: Notebook, solutions: Notebook) -> Notebook:
 
 
 def with_install(lesson: Notebook) -> Notebook:
-    """A lesson with the cell that installs minipar where it is missing, after the title. Elsewhere it does nothing."""
+    """A lesson with a cell after the title that installs minipar if it is missing, and else does nothing."""
     metadata = {"jupyter": {"source_hidden": True}, "tags": ["remove-cell"]}  # (the tag is for the book)
     cell: dict[str, Any] = {
         "cell_type": "code",

@@ -3,9 +3,10 @@
     curves()           runs each of METHODS on real ranks: the mean loss of every step
     plot(curves)       all of them in one picture
 
-Every method sees the same rows in the same order, with the same learning rate and momentum. What is synchronous updates
-once a step; PipeDream and AMPNet update after every micro-batch, by gradients that are late; PipeDream-2BW once a step,
-one step late. The corrected ones begin with a lower learning rate on ranks whose gradients are later (`correction.py`).
+Every method gets the same rows in the same order, with the same learning rate and momentum. A synchronous method
+updates once a step; PipeDream and AMPNet update after every micro-batch, by late gradients; PipeDream-2BW updates once
+a step, one step late. The corrected methods begin with a lower learning rate on ranks whose gradients are later
+(`correction.py`).
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def curves(
     data: Any = None,
     seed: int = 0,
 ) -> dict[str, list[float]]:
-    """The mean loss of each step of each method, a step being `batch` rows in `microbatches` parts.
+    """The mean loss of each step of each method; a step is `batch` rows in `microbatches` parts.
 
     cluster   of `ranks` ranks; default: made for this call
     data      default: the handwritten digits
@@ -78,7 +79,7 @@ def curves(
 
 
 def by_step(losses: Sequence[float], steps: int) -> list[float]:
-    """Losses of mini-batches, as means over those of each step."""
+    """For each step the mean over the losses of its mini-batches."""
     k = len(losses) // steps
     return [sum(losses[s * k : (s + 1) * k]) / k for s in range(steps)]
 

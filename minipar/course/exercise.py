@@ -1,12 +1,13 @@
-"""Checks for the exercises of the lessons: at once, in words that teach, and not passed by a stub.
+"""Checks for the exercises of the lessons. They answer at once, in words that teach, and a stub does not pass them.
 
     exercise.check(step_time, tasks.GPIPE_TIME)                                         a function of numbers
     exercise.check(mine, exercise.Target(stages=4, microbatches=8, time=33, activations=4))      a schedule
 
-A task says what is asked; the engine itself judges: `simulate` knows the right number, `verify` whether a schedule can
-run, the predicted trace what it costs. A verdict shows itself, and is true only if everything asked was met.
+A task says what is asked for, and the engine itself judges: `simulate` gives the right number, `verify` says whether a
+schedule can run, and the predicted trace says what it costs. A verdict shows itself, and is true only if all that was
+asked for is met.
 
-Tasks stand in `exercises/`, one module a topic, made of the kinds that are named here.
+Tasks are in `exercises/`, one module for each topic, made of the kinds that are named here.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Notebooks as they are kept: without the state of widgets, which a kernel that is gone cannot draw.
+"""Store notebooks without the state of widgets, which cannot be drawn without their kernel.
 
     output   {widget-view, image/png, text/plain}  ->  {image/png, text/plain}
     metadata {widgets: megabytes}                  ->  {}
 
-A saved widget shows "model not found" in a trusted JupyterLab, nothing in an HTML export, and hides the picture that
-stands beside it. What has a picture or text keeps that; a widget that has neither is left alone, and named.
+A saved widget shows "model not found" in a trusted JupyterLab, nothing in an HTML export, and hides the picture in the
+same output. An output with a picture or text keeps that; a widget without either is not changed, but named.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Frozen(NamedTuple):
 
 
 def freeze(text: str) -> Frozen:
-    """A notebook's text without widget state. MiniparError if it is none."""
+    """A notebook's text without widget state. MiniparError if it is not a notebook."""
     try:
         notebook = json.loads(text)
         cells = notebook["cells"]
@@ -62,7 +62,7 @@ def freeze(text: str) -> Frozen:
 
 
 def freeze_files(paths: Sequence[str | os.PathLike[str]], check: bool = False) -> dict[str, Any]:
-    """Freeze notebooks in place (of a folder all in it); with `check` only say what would change."""
+    """Freeze notebooks in place (for a folder, all in it); with `check` only say what would change."""
     found: list[Path] = []
     for path in map(Path, paths):
         if not path.exists():

@@ -1,4 +1,4 @@
-"""The lessons as files: where they are, what they are called, and copies of them: `minipar lessons`.
+"""The lessons as files, for `minipar lessons`: their folder, their names, and copies of them.
 
     checkout              lessons/NN_name.ipynb and lessons/solutions/NN_name.ipynb
     installed package     minipar/lessons/..., which the wheel carries (pyproject.toml)
@@ -40,7 +40,7 @@ class Copied(NamedTuple):
 
 
 def folder() -> Path:
-    """Where the lessons are. PlanError if this installation has none."""
+    """The folder of the lessons. PlanError if this installation has none."""
     home = Path(__file__).parents[1]
     for place in (home / "lessons", home.parent / "lessons"):
         if any(place.glob(NAMES)):
@@ -79,16 +79,17 @@ def _lesson(path: Path) -> Lesson:
 
 
 def copy_lessons(target: Path) -> Copied:
-    """The lessons as they are, with their outputs, to read and to work in; solutions beside them, as links expect."""
+    """Copy the lessons with their outputs, to read and to work in; with the solutions, to which they link."""
     home = folder()
     pages = [home / "README.md", *sorted(home.glob("*.ipynb")), *sorted(home.glob(f"solutions/{NAMES}"))]
     return _copied(target, ((path.relative_to(home), path.read_text(encoding="utf-8")) for path in pages))
 
 
 def export(target: Path, solutions: bool = False) -> Copied:
-    """The exercises as assignments: stubs and checks, with nbgrader's marks but without what it hides from students.
+    """Write the exercises as assignments: stubs and checks, with nbgrader's marks but without what it hides from
+    students.
 
-    solutions: what teachers have: solution regions and hidden tests, as `nbgrader generate_assignment` reads them.
+    solutions: write the teachers' version, with solution regions and hidden tests, for `nbgrader generate_assignment`.
     """
     made = []
     for path in sorted(folder().glob(f"solutions/{NAMES}")):
@@ -117,7 +118,8 @@ def _copied(target: Path, files: Iterable[tuple[Path, str]]) -> Copied:
 def opening(name: str | None) -> list[str]:
     """The command that opens a lesson, or the folder of all, in JupyterLab.
 
-    Of an installed package a working copy is made first, in ./minipar-lessons: site-packages is no place to write in.
+    For an installed package it first makes a working copy in ./minipar-lessons, since nobody should write in
+    site-packages.
     """
     if shutil.which("jupyter-lab", path=str(Path(sys.executable).parent)) is None:
         raise PlanError('JupyterLab is not installed beside this Python: pip install "minipar[lab]"')
@@ -130,7 +132,7 @@ def opening(name: str | None) -> list[str]:
 
 
 def open_lesson(name: str | None) -> dict[str, Any]:
-    """Open a lesson, until JupyterLab is closed."""
+    """Open a lesson; returns when JupyterLab is closed."""
     command = opening(name)
     subprocess.run(command, check=False)
     return {"command": command}

@@ -2,18 +2,19 @@
 
 The executor (executor.py) interprets instructions by the rule of `program/rule.py`, and knows no strategy. Autograd's
 graph of a forward is cut, by `detach` and without a copy, wherever a backward instruction of the same micro-batch
-begins. So one fused forward can have a backward in several pieces, with collectives between them. Of a piece only the
-graph's edges are kept, not its output, so that the output is free as soon as it is sent (compute.py, graph_cuts.py).
+begins. So one fused forward can have a backward in several pieces, with collectives between them. A piece keeps only
+the graph's edges and not its output, so that the output is free as soon as it is sent (compute.py, graph_cuts.py).
 Where an operation cannot run twice (a shared parameter, a hook, a custom function), the input half of a split backward
-does all of it, and the weight half adds what was found (split_backward.py).
+computes all gradients, and the weight half only adds them up (split_backward.py).
 
-How a rank calls a layer is composed when the rank is built: around the module stands only what this program needs of
-this layer, such as dropout by row, copies of what autograd keeps, or the loss (layer_calls.py). Each parameter group
-has one owner, which knows whether it is whole, a slice, a float32 copy, or of several versions (owners.py).
+The call of a layer is composed when the rank is built: the module is wrapped only in what this program needs for this
+layer, such as dropout by row, copies of what autograd keeps, or the loss (layer_calls.py). Each parameter group has one
+owner, which knows whether the group is whole, a slice, a float32 copy, or has several versions (owners.py).
 
-Measured times are clock readings: of compute from its start to its end; of a SEND the hand-over to the transport; of a
-RECV from being posted to being read; of a collective from its start until its last message was reported done. A rank's
-own work on a message belongs to the compute instruction before the SEND, or to the first one that reads what came.
+Measured times are clock readings. A compute instruction is timed from its start to its end, a SEND while it gives its
+message to the transport, a RECV from when it is posted until it is read, and a collective from its start until its last
+message is reported done. A rank's own work on a message counts in the compute instruction before the SEND, or in the
+first one that reads the message.
 
 Emulated devices (emulation.py): `prediction/emulated.py` turns a `DeviceSpec` into seconds for each instruction, for
 the prediction and for the delays of the run alike. A compute instruction is followed by a sleep until its device would

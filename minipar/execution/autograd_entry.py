@@ -1,8 +1,8 @@
-"""Autograd's engine, entered where a program enters it: at edges of the graph, with gradients that have arrived.
+"""Start autograd's engine where a program needs it: at edges of the graph, with gradients that have arrived.
 
-torch.autograd.backward first compares all shapes in Python, with what it has for symbolic ones. That takes some 50 us a
-call, as long as a small layer, and the engine checks them again. So they are handed straight to it, by the function
-that torch.autograd itself calls next; where a version of torch has no such function, by torch.autograd.
+torch.autograd.backward first compares all shapes in Python, with its code for symbolic shapes. That takes some 50 us a
+call, as long as a small layer, and the engine checks the shapes again. So this module calls the engine by the function
+that torch.autograd itself calls next. Where a version of torch has no such function, it calls torch.autograd.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ def backward(
     parameters: Sequence[Tensor] = (),
     alone: Sequence[Tensor] = (),
 ) -> None:
-    """Add to `.grad` of all leaves behind some edges, or of some of these; a gradient of None is 1, of a scalar.
+    """Add gradients to `.grad` of all leaves behind some edges, or of `parameters` only if there are any.
 
-    alone   leaves whose `.grad` is that of this backward alone while it runs: see `hooked`
+    gradients   one for each edge; None stands for 1, the gradient of a scalar
+    alone       leaves whose `.grad` has only the gradient of this backward while it runs: see `hooked`
 
-    RuntimeError if a gradient has another shape than what it is of.
+    RuntimeError if a gradient has another shape than its tensor.
     """
     if alone:
         add(alone, added(alone, lambda: backward(ends, gradients, parameters)))
@@ -39,16 +40,16 @@ def backward(
 
 
 def hooked(leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Those with hooks that run when their gradient was accumulated, and may change it.
+    """The leaves with hooks that run after their gradient was accumulated, and may change it.
 
-    Such a hook shall see the gradient of one micro-batch, however many there are: then one that halves the gradient of
-    a whole batch also halves the sum of all parts.
+    Such a hook must see the gradient of one micro-batch at a time: then a hook that halves the gradient of a whole
+    batch also halves the sum over its micro-batches.
     """
     return [leaf for leaf in leaves if leaf._post_accumulate_grad_hooks]
 
 
 def added(leaves: Sequence[Tensor], run: Callable[[], None]) -> list[Tensor | None]:
-    """What `run` adds to `.grad` of some leaves (None for nothing), which stays as it was."""
+    """What `run` adds to `.grad` of some leaves (None for nothing). `.grad` itself stays as it was."""
     before = [leaf.grad for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None

@@ -14,8 +14,8 @@ from minipar.program import Instruction, Local, Program, Synchronous, Value
 class BatchRows:
     """The rows of one rank's micro-batches, for the steps of one pass through a program.
 
-    parts    per step what this rank has of the batch, from its first instruction on
-    counts   per step the number of rows of each micro-batch; of a slice of sequences see `count`
+    parts    per step this rank's part of the batch, from the step's first instruction on
+    counts   per step the number of rows of each micro-batch; for slices of sequences see `count`
     """
 
     def __init__(self, program: Program, rank: int, loss: Any) -> None:
@@ -27,7 +27,8 @@ class BatchRows:
         self.batches, self.base = batches, base
         self.parts: dict[int, BatchPart] = {}
         self.counts: dict[int, list[int]] = {}
-        self._weights: dict[int, tuple[float, float]] = {}  # what the loss is a mean of, and the whole batch
+        # step -> (how much the rows count whose mean the loss is, how much the whole batch counts)
+        self._weights: dict[int, tuple[float, float]] = {}
 
     def part(self, step: int) -> BatchPart:
         """What this rank has of the batch of a step."""
@@ -38,14 +39,14 @@ class BatchRows:
             if not isinstance(found, BatchPart):
                 found = part_of_whole(found, self.program, self.rank, self.loss)
             weight = found.weight
-            if isinstance(self.program.contract, Local):  # the mean is over the replica's rows; all are there
+            if isinstance(self.program.contract, Local):  # the mean is over the replica's rows, and it has all of them
                 found = found._replace(weight=counted(take_rows(found.y, _mine(found)), self.loss))
             self._weights[step] = (found.weight, weight)
             self.parts[step] = found
         return self.parts[step]
 
     def count(self, value: Value | Instruction) -> int:
-        """The rows of a micro-batch. Of a slice the number also says which one it is: equal numbers, equal shapes."""
+        """The rows of a micro-batch. For a slice the number also says which one: equal numbers mean equal shapes."""
         counts = self.counts.get(value.step)
         if counts is None:
             slices = self.program.slice_count
@@ -63,12 +64,12 @@ class BatchRows:
         return sum(own for own, _ in found) / whole if whole else 1.0
 
     def forget(self, step: int) -> None:
-        """A step is over, and its batch is not needed any more."""
+        """Forget the batch of a step that is over."""
         self.parts.pop(step, None)
         self.counts.pop(step, None)
 
     def nbytes(self, inputs: bool, targets: bool) -> int:
-        """Bytes of the inputs and of the targets that are there, where the rank uses them."""
+        """Bytes of the batches that are in memory: of their inputs and of their targets, each only if asked for."""
         used = [(part.x, inputs, _mine(part)) for part in self.parts.values()]
         used += [(part.y, targets, _mine(part)) for part in self.parts.values()]
         return sum(count_bytes(take_rows(values, rows)) for values, wanted, rows in used if wanted)

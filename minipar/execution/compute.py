@@ -1,11 +1,11 @@
 """Forwards, recomputations and backwards of one rank: autograd's graph, cut where the program cuts it.
 
-    F 0:4     given --layers 0,1--> detach --layers 2,3--> handed on      two pieces, if B 2:4 and B 0:2 are two
+    F 0:4     input --layers 0,1--> detach --layers 2,3--> output      two pieces, if B 2:4 and B 0:2 are two
     B 2:4           the gradient of the second piece's input goes to the end of the first one
     B 0:2
 
-Of a piece only the graph's edges are kept, not its output. A forward whose `saved` values are not written keeps no
-graph at all: a recomputation makes it later.
+A piece keeps only the edges of its graph, not its output. A forward whose `saved` values are not written keeps no graph
+at all: a recomputation makes it later.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from minipar.execution import autograd_entry, layer_calls, naming_layers, repart
 from minipar.execution.batch_rows import BatchRows
 from minipar.execution.finite import Finite
 from minipar.execution.fitting import row_major
-from minipar.execution.layer_calls import Call, Key, LayerCall, Made, Sizes
+from minipar.execution.layer_calls import Call, LayerCall, Made, Sizes
 from minipar.execution.mean_loss import Loss, MeanLoss, Target
 from minipar.execution.remembered import Remembered, will_run_again
 from minipar.execution.saved_tensors import SavedTensors
-from minipar.execution.sequence_state import Carrying, carried, on_slices
+from minipar.execution.sequence_state import SequenceState, carried, on_slices
 from minipar.execution.split_backward import Arrived, input_half, left, noting_hooks, weight_half
 from minipar.execution.tails import Tails
 from minipar.execution.untouched_inputs import UntouchedInputs
 from minipar.models import randomness
 from minipar.models.tensors import count_bytes, detach, differentiable, map_tensors, take_rows
-from minipar.program import COPIES, Instruction, Op, Program, Value, grad_output, home, output
+from minipar.program import COPIES, Instruction, LayerRun, Op, Program, Value, grad_output, home, output
 from minipar.program.graph_cuts import pieces_of
 from minipar.strategies.passes import host_layers, offload
 
 
 def _told(backward: Callable[[Compute, Instruction, dict[Value, Any]], None]) -> Any:
-    """An exception in a backward is told with the layers that it is of: those of one call of autograd's engine."""
+    """Raise an exception of a backward again, with the names of the layers of this call of autograd's engine."""
 
     def run(self: Compute, ins: Instruction, live: dict[Value, Any]) -> None:
         try:
@@ -62,9 +62,9 @@ class Compute:
 
     rows     the rows of the batch that it works on
     losses   this rank's shares of the step's mean, per step of the program
-    sizes    bytes of values as they were first met
+    sizes    bytes of values as they were first measured
     kept     what autograd keeps of layers that are offloaded
-    finite   looks at the losses, if somebody asks for it
+    finite   checks the losses; None if nobody asks for it
     """
 
     def __init__(
@@ -90,13 +90,12 @@ class Compute:
         self.loss = MeanLoss(loss, program, rank)
         self.finite: Finite | None = None
         self.sizes: Sizes = {}
-        self.form_sizes: dict[
-            tuple[str, int, int, str], int
-        ] = {}  # the same of values in another form, and what changes
-        self.kept: dict[Key, SavedTensors] = {}
-        self.left: dict[Key, list[Arrived]] = {}  # between the halves of a backward
+        # Bytes of values in another form, and of the tensors that change their form.
+        self.form_sizes: dict[tuple[str, int, int, str], int] = {}
+        self.kept: dict[LayerRun, SavedTensors] = {}
+        self.left: dict[LayerRun, list[Arrived]] = {}  # between the halves of a backward
         self.trained: dict[tuple[int, ...], list[Tensor]] = {}
-        self.graphs: dict[Key, tuple[Any, list[tuple[int, Any]]]] = {}
+        self.graphs: dict[LayerRun, tuple[Any, list[tuple[int, Any]]]] = {}
         self.tails = Tails()
         self.untouched = UntouchedInputs(self.layers, self.sizes)
         self.follow(program)
@@ -105,7 +104,7 @@ class Compute:
         """Compute for this program from now on, on the same layers."""
         row = program.ranks[self.rank]
         self.program, self.pieces = program, pieces_of(program, self.rank)
-        self.carrying = Carrying(program)
+        self.sequence = SequenceState(program)
         self.again = will_run_again(program, self.rank)
         # A forward whose backward is split must know of the hooks on tensors.
         self.noting = noting_hooks if any(ins.op is Op.BACKWARD_INPUT for ins in row) else nullcontext
@@ -121,15 +120,15 @@ class Compute:
         ends = {ins.layers[-1] for ins in row if ins.op is Op.RECOMPUTE} - {self.program.layers - 1}
         return {layer: self._call_of(layer, passing, away, layer in ends) for layer in self.layers}
 
-    def _call_of(self, layer: int, passing: bool, away: set[Key], ends: bool) -> LayerCall:
+    def _call_of(self, layer: int, passing: bool, away: set[LayerRun], ends: bool) -> LayerCall:
         """How this rank calls a layer, from the module outwards.
 
-        passing   parameters are let go of while the program runs
-        away      layers and micro-batches of which what autograd keeps is copied away
-        ends      some recomputation ends with this layer
+        passing   whether parameters are freed while the program runs
+        away      layers and micro-batches whose saved tensors are copied away
+        ends      whether some recomputation ends with this layer
         """
-        module, sizes, sliced = self.layers[layer], self.sizes, self.carrying.count > 1
-        run = on_slices(self.carrying, layer, module, sizes) if sliced else layer_calls.plain(module)
+        module, sizes, sliced = self.layers[layer], self.sizes, self.sequence.count > 1
+        run = on_slices(self.sequence, layer, module, sizes) if sliced else layer_calls.plain(module)
         if passing:
             run = layer_calls.apart_from_parameters(run, module)
         if layer == self.program.layers - 1:
@@ -156,7 +155,7 @@ class Compute:
         self.losses: list[Tensor | float] = [0.0] * self.program.losses
 
     def work(self, ins: Instruction, live: dict[Value, Any]) -> None:
-        """A compute instruction on layers, of whatever kind."""
+        """Run a compute instruction on layers, of any kind."""
         kinds = {Op.BACKWARD: self.backward, Op.BACKWARD_INPUT: self.backward_input}
         kinds[Op.BACKWARD_WEIGHT] = self.backward_weight
         kinds.get(ins.op, self.forward)(ins, live)
@@ -164,7 +163,7 @@ class Compute:
     # forward ---------------------------------------------------------------------------------------------------------
 
     def forward(self, ins: Instruction, live: dict[Value, Any]) -> None:
-        """A forward or a recomputation. Generators are left as they were."""
+        """Run a forward or a recomputation. Random generators are left as they were."""
         if self.rows.count(ins):
             with randomness.untouched(self.generators):
                 self._forward(ins, live)
@@ -175,7 +174,7 @@ class Compute:
         rows = part.rows[ins.microbatch]
         here = range(rows.start - part.start, rows.stop - part.start)
         value = self._input(ins, part.x, here, live)
-        start = self.carrying.start(ins, value)
+        start = self.sequence.start(ins, value)
         trained = {saved.index for saved in ins.writes if saved.kind == "saved"}
         step, count = self.rows.base + ins.step, self.rows.count(ins)
         for piece in self.pieces[ins.layers, ins.microbatch]:
@@ -202,7 +201,7 @@ class Compute:
                 live[handed_on] = value
 
     def _input(self, ins: Instruction, x: Any, rows: range, live: dict[Value, Any]) -> Any:
-        """What an instruction's layers are given: rows of the batch, or what other layers have handed on."""
+        """The input of an instruction's layers: rows of the batch, or outputs of other layers."""
         if ins.layers[0] > 0:
             found = [live[self._output(a, ins)] for a in self.program.wiring.inputs[ins.layers[0]]]
             return found[0] if len(found) == 1 else tuple(found)
@@ -211,7 +210,7 @@ class Compute:
         def placed(tensor: Tensor) -> Tensor:
             return tensor.to(device, torch.bfloat16 if narrow and tensor.is_floating_point() else tensor.dtype)
 
-        return map_tensors(self.carrying.cut(take_rows(x, rows), ins), placed)
+        return map_tensors(self.sequence.cut(take_rows(x, rows), ins), placed)
 
     def _output(self, layer: int, ins: Instruction, written: bool = False) -> Value:
         """The output of a layer, in the form in which an instruction reads or writes it."""
@@ -229,15 +228,15 @@ class Compute:
         """What the output of the last layer is compared with."""
         device = self.place_of(self.program.layers - 1)
         y = map_tensors(take_rows(part.y, rows), lambda t: t.to(device))
-        return self.loss.target(y, self.carrying.cut(y, ins), self.carrying.share(y, ins), part.weight)
+        return self.loss.target(y, self.sequence.cut(y, ins), self.sequence.share(y, ins), part.weight)
 
     def _run_piece(self, given: Any, call: Call) -> Made:
-        """Layers of one piece of the graph, one after the other."""
+        """Run the layers of one piece of the graph, one after the other."""
         value, loss, layer = given, None, call.piece[0]
         try:
             for layer in call.piece:
                 value, loss = self.calls[layer](value, call)
-            if call.target is not None and loss is None:
+            if call.target is not None and loss is None:  # (without a graph: see `layer_calls.with_loss`)
                 loss = self.loss(value, call.target)
         except MiniparError:
             raise
@@ -269,17 +268,17 @@ class Compute:
         for piece in reversed(self.pieces[ins.layers, i]):
             given, edges = self.graphs.pop((piece[-1], i, step))
             ends, grads = _reached(edges, self._taken(piece, ins, received))
-            self.carrying.arriving(piece, ins, live, ends, grads)
+            self.sequence.arriving(piece, ins, live, ends, grads)
             if ends:
                 autograd_entry.backward(ends, grads, alone=autograd_entry.hooked(self._parameters(piece)))
             received = [t.grad for t in differentiable(given)]
-            self.carrying.hand_back(piece, ins, live)
+            self.sequence.hand_back(piece, ins, live)
         self._forget(ins)
         self._hand_back(ins, given, received, live)
 
     @_told
     def backward_input(self, ins: Instruction, live: dict[Value, Any]) -> None:
-        """The input half of a backward; what it leaves is `saved_weight`. See `execution/split_backward.py`."""
+        """Run the input half of a backward; what it leaves is `saved_weight`. See `execution/split_backward.py`."""
         i, step = ins.microbatch, ins.step
         if not self.rows.count(ins):
             return
@@ -298,13 +297,13 @@ class Compute:
 
     @_told
     def backward_weight(self, ins: Instruction, live: dict[Value, Any]) -> None:
-        """The weight half, from where the input half left off."""
+        """Run the weight half of a backward, from the gradients that the input half kept."""
         if self.rows.count(ins):
             for piece in reversed(self.pieces[ins.layers, ins.microbatch]):
                 weight_half(self.left.pop((piece[-1], ins.microbatch, ins.step)))
 
     def _forget(self, ins: Instruction) -> None:
-        """The backward of some layers has run: they will not run again, and what autograd kept of them is gone."""
+        """Forget what was kept for the backward of some layers, which has run."""
         for layer in ins.layers if self.kept or self.again else ():
             self.kept.pop((layer, ins.microbatch, ins.step), None)
             self.remembered[layer].forget((ins.microbatch, ins.step))
@@ -319,7 +318,7 @@ class Compute:
     def _weigh_left(
         self, piece: tuple[int, ...], arrived: list[Arrived], rows: int, split: bool, given: Any, grads: list[Any]
     ) -> None:
-        """Note what each layer's input half left; of one that is not split, all that there was."""
+        """Note the bytes that each layer's input half left. If it did nothing (not `split`), it left everything."""
         owner = {id(p): layer for layer in piece for p in self.layers[layer].parameters()}
         found = dict.fromkeys(piece, 0)
         if split:
@@ -332,8 +331,8 @@ class Compute:
         self.sizes.update({("saved_weight", layer, rows): size for layer, size in found.items()})
 
     def _arrived(self, ins: Instruction, live: dict[Value, Any]) -> list[Tensor | None] | None:
-        """The gradient of what an instruction hands on, the sum of all readers', each tensor's None where no reader has
-        one; None of the last layer."""
+        """The gradients of the tensors of an instruction's output, each the sum over all layers that read it; None for
+        a tensor where no reader has one. For the last layer of the model, None."""
         out = self.program.wiring.out[ins.layers[-1]]
         found = [live[self._gradient(e, ins)] for e in out]
         if len(out) > 1:
@@ -355,8 +354,8 @@ class Compute:
     def _hand_back(
         self, ins: Instruction, given: Any, received: list[Tensor | None] | None, live: dict[Value, Any]
     ) -> None:
-        """The gradients of an instruction's inputs, each to the layer that it is from. Where there is none, zeros are
-        sent by a transport that posts receives by their size, and copied."""
+        """Write the gradients of an instruction's inputs, one value for each layer that an input comes from. A missing
+        gradient becomes zeros if its value is copied, or sent by a transport that posts receives by their size."""
         first, layer = self.program.first_trainable, ins.layers[0]
         into = self.program.wiring.into[layer]
         start = 0
@@ -372,7 +371,7 @@ class Compute:
                 self.weigh(value, mine)
 
     def weigh(self, value: Value, content: Any) -> None:
-        """Note the size of a value that this rank got or made at the border of its layers."""
+        """Note the size of a value that this rank received, or of a gradient that it made."""
         key = (value.kind, self.program.source(value), self.rows.count(value))
         if key not in self.sizes:
             self.sizes[key] = count_bytes(content)
@@ -393,9 +392,9 @@ def _reached(
 ) -> tuple[list[Any], list[Tensor | None]]:
     """Where a backward begins: the ends of a graph that a gradient has reached, and these gradients.
 
-    edges      of each end which tensor of the output it is
-    received   gradients of these tensors; None where there is none, as in front of a `detach`, whose layers have no
-               backward in plain torch either. Without `received` the end is the loss, whose gradient is 1
+    edges      for each end, which tensor of the output it is, and its edge in the graph
+    received   gradients of these tensors; None where there is none, as before a `detach`: plain torch runs no backward
+               there either. If `received` is None, the end is the loss, whose gradient is 1
     """
     if received is None:
         return [edge for _, edge in edges], [None for _ in edges]

@@ -1,4 +1,4 @@
-"""Learning rates for stale gradients: where they are late, small steps first.
+"""Learning rates for stale gradients: the later they are, the smaller are the first steps.
 
     lr of update k on a rank whose gradients are tau updates old:    lr / tau ** (1 - min(k / steps, 1))
 
@@ -41,7 +41,7 @@ class ByStaleness:
         return self.make(parameters)
 
     def slow(self, optimizer: torch.optim.Optimizer, updates: int) -> None:
-        """Let an optimizer begin with lower rates, whose gradients are so many updates old."""
+        """Let an optimizer whose gradients are `updates` updates old begin with lower learning rates."""
         done, rates = 0, list[Any]()
 
         def scale(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from minipar.errors import PlanError
+from minipar.models.tensors import dtype_name
 
 _PARTS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 _COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
@@ -44,18 +45,19 @@ def main_type(model: nn.Module) -> torch.dtype | None:
 
 
 def convert(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give the numbers of a model this type, in place; what is tied or shared stays so.
+    """Give the numbers of a model this type, in place; tied and shared tensors stay so.
 
-    A model that mixes types stays as it is if `dtype` is its main type. PlanError, naming what is of another type,
-    if not.
+    A model that mixes types stays as it is if `dtype` is its main type; if not, a PlanError names a tensor of another
+    type.
     """
     main = main_type(model)
     if main is None:
         return
     other = _of_another_type(model, main)
     if other and dtype is not main:
+        name = dtype_name(main)
         raise PlanError(
-            f"dtype={_name(dtype)}: the model is of {_name(main)}, but {other}; possible is dtype=torch.{_name(main)}, "
+            f"dtype={dtype_name(dtype)}: the model is of {name}, but {other}; possible is dtype=torch.{name}, "
             "which leaves everything as it is, or a model of one type"
         )
     if not other:
@@ -68,19 +70,19 @@ def narrow(model: nn.Module) -> None:
 
 
 def check_narrow(model: nn.Module) -> None:
-    """PlanError, naming it, for what has no place with precision=bf16: what is of another type than the rest of the
-    model, and complex parameters that are trained."""
+    """Raise a PlanError for a model that cannot have precision=bf16: one that mixes types, or that trains complex
+    parameters. The error names the tensor."""
     main = main_type(model)
     if main is None:
         return
     if other := _of_another_type(model, main):
         raise PlanError(
-            f"precision=bf16: the model is of {_name(main)}, but {other}; possible are a model of one type, and "
+            f"precision=bf16: the model is of {dtype_name(main)}, but {other}; possible are a model of one type, and "
             "precision=float32"
         )
     for name, p in model.named_parameters():
         if p.is_complex() and p.requires_grad:
-            raise PlanError(f"precision=bf16: {name} is {_name(p.dtype)}, of which there is no bfloat16; "
+            raise PlanError(f"precision=bf16: {name} is {dtype_name(p.dtype)}, of which there is no bfloat16; "
                             "possible is precision=float32")  # fmt: skip
 
 
@@ -89,7 +91,7 @@ def _of_another_type(model: nn.Module, main: torch.dtype) -> str:
     for name, tensor in _named(model):
         kind = tensor.dtype
         if (tensor.is_floating_point() or tensor.is_complex()) and _PARTS.get(kind, kind) is not main:
-            return f"{name} is {_name(kind)}"
+            return f"{name} is {dtype_name(kind)}"
     return ""
 
 
@@ -115,7 +117,3 @@ def _change(model: nn.Module, dtype: torch.dtype) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.dtype is not matching(buffer, dtype):
                 module._buffers[name] = changed(buffer)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -1,8 +1,8 @@
-"""A rank that decides as it runs, by the rule of `strategies.ampnet`: what has arrived is done, backwards first.
+"""A rank that decides as it runs, by the rule of `strategies.ampnet`: it works on what has arrived, backwards first.
 
 The rank's program gives the instructions of each forward and backward, with their messages, in one possible order.
-Links keep their order, so what comes next on each of them is known; whether it is there, the rank looks. It waits
-where nothing is. What it has decided is the program as it happened.
+Links keep their order, so the rank knows which message comes next on each of them, and checks whether it has arrived.
+If none has, the rank waits. Its decisions, in order, are the program as it happened.
 """
 
 from __future__ import annotations
@@ -10,17 +10,31 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from minipar.cluster import notes
+from minipar.cluster import Cluster, notes
 from minipar.comm.links import Links
+from minipar.errors import PlanError
 from minipar.program import Action, Forward, Instruction, Op, Program, Staleness, Value, grad_output, output
 from minipar.strategies.passes.versions import BlockKey, place_of
 from minipar.strategies.schedules.ampnet import choose
 
-_LOOK = 0.05  # seconds of a wait, after which the rank looks again
+_LOOK = 0.05  # seconds of a wait, after which the rank checks again
 _SOON = 2e-4  # the same while the message of an emulated device is under way
 
 
-class Deciding:
+def check_carrier(cluster: Cluster, what: str) -> None:
+    """PlanError, naming `what` is to run, where ranks cannot see whether a message is here: over gloo and NCCL a
+    receive is posted, and then waited for."""
+    carrier = cluster.carrier
+    if carrier == "local" or cluster.size == 1:
+        return
+    over, way = ("NCCL", "device='cpu'") if carrier == "nccl" else ("transport='gloo'", "transport='local'")
+    raise PlanError(
+        f"{what}: its ranks decide as they run by the messages that are here, which nobody sees over {over}; "
+        f"possible are Cluster({cluster.size}, {way}) and the other schedules"
+    )
+
+
+class DynamicSchedule:
     """The walk of one rank through its program, in the order that it decides; kept from pass to pass.
 
     order      forwards and backwards as they were decided
@@ -42,7 +56,7 @@ class Deciding:
         self.before, self.after = held[0] - 1, held[-1]  # the layers whose outputs and gradients arrive
 
     def walk(self) -> Iterator[tuple[int, Instruction]]:
-        """Instructions with their indices, each when it is its turn."""
+        """Yield the instructions with their indices, in the order that the rank decides."""
         row, ranks, m = self.program.ranks[self.rank], len(self.program.ranks), self.program.microbatches
         self.order: list[Action] = []
         self.executed: list[int] = []
@@ -79,14 +93,14 @@ class Deciding:
         return i, step
 
     def _here(self, value: Value, peer: int, k: int, begun: int | None = None) -> bool:
-        """Whether the k-th message from a peer is there. (The gradient of what has not begun is not.)"""
+        """Whether the k-th message from a peer has arrived. (A micro-batch that has not begun has no gradient yet.)"""
         if not 0 <= peer < len(self.program.ranks) or k >= (self.total if begun is None else begun):
             return False
         arrival = self.links.look((value,), peer)
         return arrival is not None and arrival <= time.perf_counter()
 
     def _wait(self, forwards: int, backwards: int, since: float) -> None:
-        """Until some message comes, or for a short time."""
+        """Wait until some message arrives, or for a short time."""
         peers = [self.rank - 1] * (self.rank > 0 and forwards < self.total)
         peers += [self.rank + 1] * (self.rank + 1 < len(self.program.ranks) and backwards < forwards)
         if self.links.emulated:

@@ -14,7 +14,7 @@ Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 def check_update(update: Update, why: str) -> None:
-    """`check_elementwise` of every group of a whole model's optimizer."""
+    """Call `check_elementwise` for every group of a whole model's optimizer."""
     for k in range(len(update.whole.param_groups)):
         check_elementwise(update.of_group(k), why, update.name)
 

@@ -81,11 +81,11 @@ class Pacing:
 class Pace:
     """An emulated parameter server: one thread that receives, updates and sends, one thing after another.
 
-    What is done at once counts as done when the device would have done it. Times are of the clock that all processes
-    of a machine share.
+    Real work is done at once, but counts as done when the device would have done it. Times are of the clock that all
+    processes of a machine share.
 
-    now    the emulated time of what is being dealt with
-    busy   until when the device has something to do
+    now    the emulated time of the event that is being handled
+    busy   until when the device is busy
     """
 
     now: float = 0.0
@@ -94,15 +94,15 @@ class Pace:
     _number: itertools.count[int] = field(default_factory=itertools.count)
 
     def hear(self, moment: float) -> None:
-        """Something came at this emulated time; 0: now."""
+        """A message came at this emulated time; 0 means now."""
         self.now = moment or time.perf_counter()
 
     def later(self, moment: float, then: Callable[[], None]) -> None:
         heapq.heappush(self._timers, (moment, next(self._number), then))
 
     def work(self, seconds: float, then: Callable[[float, float], None]) -> float:
-        """Be busy for so long, after what is to be done before; when that ends. `then` is told when it began and
-        ended, as the clock was read."""
+        """Keep the device busy for `seconds` after all earlier work; returns when that ends. `then` is called with
+        clock readings of its begin and end."""
         begin = max(self.now, self.busy)
         self.busy = end = begin + seconds
         read: list[float] = []
@@ -111,7 +111,7 @@ class Pace:
         return end
 
     def left(self, most: float) -> float:
-        """Seconds until there is something to do, at most so many."""
+        """Seconds until the next thing is due, at most `most`."""
         return max(0.0, min(most, self._timers[0][0] - time.perf_counter())) if self._timers else most
 
     @property
@@ -119,7 +119,7 @@ class Pace:
         return not self._timers
 
     def go_on(self) -> bool:
-        """Do the next thing whose time has come; whether there was one."""
+        """Do the next thing if it is due; returns whether it was."""
         clock = time.perf_counter()
         if not self._timers or self._timers[0][0] > clock:
             return False
@@ -129,20 +129,23 @@ class Pace:
         return True
 
     def forget(self) -> None:
-        """Nothing that was begun counts any more."""
+        """Forget everything that was begun."""
         self._timers.clear()
         self.busy = 0.0
 
 
 @dataclass
 class Joined:
-    """A collective that this rank has joined: when each rank did, once that is known, and so when it ends."""
+    """A collective that this rank has joined, and when each rank did."""
 
     index: int
     times: Tensor  # emulated time of joining, per rank of the group; complete when `handle` is
     handle: Handle
-    arrived: bool = False
-    end: float = 0.0
+    last: float | None = None  # when the last rank did, once that is known
+
+    def arrived(self) -> None:
+        """The times of all ranks are there."""
+        self.last = float(self.times.max())
 
 
 @dataclass
@@ -171,14 +174,14 @@ class EmulatedDevice:
             self.wait(self.now + duration, index)
 
     def sent(self, index: int, peer: int, size: int) -> float:
-        """A message of `size` bytes leaves now: when it arrives."""
+        """Send a message of `size` bytes now; returns when it arrives."""
         d = self.delays
         occupied, latency = d.transfer.get(index, (size / d.bandwidth if d.bandwidth else 0.0, d.latency))
         self.links[peer].send(self.now, occupied, latency)
         return self.links[peer][-1]
 
     def copied(self, ins: Instruction, size: int) -> float | None:
-        """An OFFLOAD or FETCH of `size` bytes begins now: when it ends; None: when the real one does."""
+        """Begin an OFFLOAD or FETCH of `size` bytes now; returns when it ends. None: when the real copy ends."""
         to_disk = any(tier(value) == "disk" for value in (ins.reads[0], ins.writes[0]))
         rate = self.delays.disk_bandwidth if to_disk else self.delays.host_bandwidth
         if rate is None:
@@ -194,15 +197,15 @@ class EmulatedDevice:
         return joined
 
     def end_of(self, joined: Joined, group: tuple[int, ...]) -> float | None:
-        """When a collective ends; None while that is not known. Those of a group go in order."""
-        free = 0.0
+        """When a collective ends; None while that is not known. Those of a group go in order. Two threads ask: each
+        lines them up anew."""
+        line = Link()
         for each in self.collectives.get(group, ()):
-            if not each.arrived:
+            if each.last is None:
                 return None
-            each.end = max(free, float(each.times.max())) + self.delays.collective[each.index]
+            _, end = line.send(each.last, self.delays.collective[each.index], 0.0)
             if each is joined:
-                return each.end
-            free = each.end
+                return end
         return None
 
     def wait(self, until: float, index: int) -> None:
@@ -231,7 +234,7 @@ class EmulatedDevice:
             return
         for each in self.collectives[group]:
             each.handle.wait()
-            each.arrived = True
+            each.arrived()
             if each is joined:
                 break
         end = self.end_of(joined, group)

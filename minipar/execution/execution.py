@@ -27,6 +27,7 @@ from minipar.data.batches import Batch, BatchPart, check_batch, gives_rows, read
 from minipar.errors import PlanError
 from minipar.execution.affinity import on_own_core
 from minipar.execution.dtypes import check_narrow, convert, matching, narrow
+from minipar.execution.dynamic_schedule import check_carrier
 from minipar.execution.elementwise import check_update
 from minipar.execution.emulation import Delays, delays
 from minipar.execution.executor import Executor, Gradient, PassRecord, Shard
@@ -38,7 +39,7 @@ from minipar.execution.measuring.profiler import profile
 from minipar.execution.memory.tape import record
 from minipar.execution.memory.watching import SERIES, Watching
 from minipar.execution.owners import Slice, assemble
-from minipar.execution.saving.contents import dtype_name, outline_of
+from minipar.execution.saving.contents import outline_of
 from minipar.execution.saving.folder import Header
 from minipar.execution.saving.keeping import NOTHING, Share, Storing
 from minipar.execution.sliced import ranges_of
@@ -48,7 +49,7 @@ from minipar.models.losses import check_loss, scalar, try_loss
 from minipar.models.network import Network, edges_of
 from minipar.models.parameter_groups import shape_of
 from minipar.models.randomness import split_sensitive
-from minipar.models.tensors import count_bytes, count_rows, layers_of, map_tensors, single, take_rows
+from minipar.models.tensors import count_bytes, count_rows, dtype_name, layers_of, map_tensors, single, take_rows
 from minipar.prediction.emulated import EmulatedCosts
 from minipar.prediction.oversubscription import available_cores, best_way
 from minipar.prediction.profiled import ProfiledCosts, microbatch_rows
@@ -78,14 +79,15 @@ class Job:
     """Everything that a rank must know to do its part.
 
     model       a function that makes the layers, or the layers themselves
-    data        has `batch(step, size) -> (x, y)`; or one fixed pair (x, y). Where `batch` has a parameter `rows`,
-                each rank asks for its own ones (a range); `length(step, size)` says if a step has fewer than `size`.
-                A torch Dataset becomes `data.Rows`. Of iterables `minipar.data.loading.read_ahead` makes such data
+    data        has `batch(step, size) -> (x, y)`, or is one fixed pair (x, y). Where `batch` has a parameter `rows`,
+                each rank asks for its own rows (a range); `length(step, size)` says how many rows a step has if they
+                are fewer than `size`. A torch Dataset becomes `data.Rows`; `minipar.data.loading.read_ahead` makes such
+                data of an iterable
     batch       rows of a step, over all replicas and micro-batches
     optimizer   makes an optimizer of the whole model's parameters (see `updating`)
     scheduler   makes a scheduler of that optimizer, which steps once after each update
-    evaluate    put the model in evaluation mode; else every module has the mode that the model function gave it. None:
-                where a program trains nothing of a model that could be trained
+    evaluate    True: put the model in evaluation mode. False: every module keeps the mode that the model function gave
+                it. None: evaluation mode if the program trains nothing of a model that could be trained
     on_nan      where the loss of a micro-batch is not finite: "stop", "warn" or "ignore"
     annotations with tensor parallelism, the forms of some tensors by name (`sharding/propagation.py`); None: Megatron's
     """
@@ -179,13 +181,14 @@ class Passed:
     overruns: list[list[int]]
     orders: list[list[Action]]  # of ranks that decide as they run
     series: dict[int, Series]  # of the last passes, if memory was tracked
-    share: Share  # of the state, if it was to come back
+    share: Share  # this rank's share of the state, if the driver asked for it
 
 
 @dataclass(frozen=True)
 class Execution:
-    """A program as it ran: where the ranks decided, in the order that they chose in the pass of the trace.
+    """A program as it ran, and what came of it.
 
+    program     the program; where ranks decide as they run, in the order that they chose in the pass of the trace
     losses      the mean loss of every step, before its update; of asynchronous programs, of every mini-batch
     gradients   per update the gradients by parameter name, if they were kept
     times       seconds of every pass through the program (and of the rest)
@@ -227,7 +230,8 @@ def execute(
     memory      follow every storage of every rank: the trace then has `series` (it takes time: not for timing)
     rest        run once after these: the same program for fewer steps
     storing     go on from a saved run; save this one; bring its state back in `Execution.shares`
-    Raises ProgramError if verify refuses it; PlanError if the cluster has another number of ranks; what a rank
+    Raises ProgramError if verify refuses it; PlanError if the cluster has another number of ranks, or if its ranks
+    cannot see which messages are here, where the program needs that; what a rank
     raises, such as DeviceOutOfMemory on emulated devices of limited memory; RankDied.
     """
     count = len(program.ranks)
@@ -239,6 +243,8 @@ def execute(
     ending = Ending(callback is not None)
     tell = Following(programs, report, watch, callback, storing.first, ending.ask)
     with nullcontext(cluster) if cluster is not None else Cluster(count) as ranks:
+        if program.in_flight is not None:
+            check_carrier(ranks, f"program {program.name!r}")
         if costs is None and ranks.emulates is not None and ranks.emulates.emulates:
             costs = emulated_costs(program, ranks.emulates, job, ranks)
         slow = [_delays(costs, rank, rest) for rank in range(count)] if costs is not None else None
@@ -270,7 +276,7 @@ def execute(
 
 
 def _whole(found: Sequence[dict[str, Gradient]], local: bool = False) -> dict[str, Tensor]:
-    """Gradients by name, from what each rank has of them: all, a slice or a shard; of `local` replicas the sum."""
+    """Whole gradients by name, from whole ones, slices and shards of the ranks. Those of `local` replicas are added."""
     shards: dict[str, dict[int, list[dict[str, Gradient]]]] = {}
     cuts: dict[str, Cut] = {}
     plain: list[dict[str, Gradient]] = [{} for _ in found]
@@ -289,7 +295,7 @@ def _whole(found: Sequence[dict[str, Gradient]], local: bool = False) -> dict[st
 
 
 def _unsliced(found: Sequence[dict[str, Gradient]], local: bool) -> dict[str, Tensor]:
-    """Gradients by name, from what each rank has of them: all, or a slice; of `local` replicas the sum."""
+    """Whole gradients by name, from what each rank has: whole ones, or slices. Those of `local` replicas are added."""
     slices: dict[str, list[Slice]] = {}
     whole: dict[str, Tensor] = {}
     for of_rank in found:
@@ -322,7 +328,7 @@ def _delays(costs: EmulatedCosts, rank: int, rest: Program | None) -> tuple[Dela
 
 
 def emulated_note(spec: DeviceSpec, overruns: Sequence[Sequence[int]]) -> str:
-    """What every picture of a run on emulated devices says."""
+    """The note in every picture of a run on emulated devices."""
     count = sum(map(len, overruns))
     late = f"; {several(count, 'overrun')}: real work took longer than the device would have" if count else ""
     return f"emulated device {spec}: real work and real clock readings, delayed to its speed{late}"
@@ -343,9 +349,9 @@ def _measured(program: Program, passed: Sequence[Passed], k: int) -> Trace:
 
 
 class Ending:
-    """How a run is ended between two of its passes: the driver makes a file, and the ranks agree whether it is there.
+    """Ends a run between two of its passes: the driver makes a file, and the ranks agree whether it exists.
 
-    path   "": nobody asks
+    path   of that file; "" if nobody can end the run
     """
 
     def __init__(self, used: bool) -> None:
@@ -364,7 +370,7 @@ class Ending:
             pass
 
     def reached(self, comm: communicator.Communicator) -> bool:
-        """In the ranks, all of them, before a pass: whether it is not to begin."""
+        """In all ranks, before a pass: whether the run ends here."""
         return bool(self.path) and bool(comm.allreduce(int(comm.rank == 0 and os.path.exists(self.path))))
 
 
@@ -469,9 +475,9 @@ def _sizes(executor: Executor) -> dict[Value, int]:
 
 
 class Facts(NamedTuple):
-    """What is known of a job before it runs: shape, profile, bytes of a batch's x and y, layers that feel the split;
-    what each layer allocates in order, and how fast tensors are copied away, if that was asked for; the class of the
-    scheduler."""
+    """What is known of a job before it runs: shape, profile, bytes of a batch's x and y, the layers whose results
+    depend on how the batch is split; if asked for, what each layer allocates in order, and how fast tensors are copied
+    away; the class of the scheduler."""
 
     shape: Shape
     profile: Profile
@@ -495,8 +501,8 @@ def profile_job(
 ) -> Facts:
     """In one rank: the facts of a job, its layers profiled for these numbers of rows, as the plan will have them.
 
-    memory   also what each layer allocates, in order; `split`: in the halves of its backward, too
-    sliced   who updates slices of parameters, if anybody does: an optimizer that cannot is refused
+    memory   also record what each layer allocates, in order; `split`: in the halves of its backward, too
+    sliced   what updates slices of parameters, for errors; "" if nothing does. An optimizer that cannot is refused
     parts    micro-batches of a step, on all replicas: a loss that is not the weighted mean of theirs is refused
     """
     plan = plan or Plan()
@@ -547,7 +553,7 @@ def _try_loss(job: Job, model: nn.Module, x: Any, precision: str, parts: int) ->
         try:
             output = model(map_tensors(take_rows(x, range(_TRIED)), lambda t: t.to(device, copy=True)))
         except Exception:
-            return None, ""  # the profile comes to it layer by layer, and says which one it is
+            return None, ""  # (the profile then runs layer by layer, and its error names the layer)
         finally:
             for buffer, values in before:
                 buffer.copy_(values)

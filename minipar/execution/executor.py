@@ -10,10 +10,9 @@ It is an interpreter: it knows no strategy.
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -29,13 +28,13 @@ from minipar.errors import RankError
 from minipar.execution import naming_layers, repartition
 from minipar.execution.compute import Compute
 from minipar.execution.dtypes import check_narrow, narrow
-from minipar.execution.dynamic_schedule import Deciding
+from minipar.execution.dynamic_schedule import DynamicSchedule
 from minipar.execution.elementwise import check_update
 from minipar.execution.emulation import Delays, EmulatedDevice, stamp_later
 from minipar.execution.fitting import check_fit
 from minipar.execution.following import Walked
 from minipar.execution.mean_loss import Loss
-from minipar.execution.offloading import Copy, Offloading, frozen_parameters
+from minipar.execution.offloading import Offloading, TierCopy, frozen_parameters
 from minipar.execution.owners import Slice
 from minipar.execution.state import State
 from minipar.execution.updating import Optimizer, Scheduler, Update, forms_of
@@ -91,13 +90,13 @@ class PassRecord:
 
 
 class _Prepared(NamedTuple):
-    """What the walk needs of an instruction, found out once."""
+    """What the loop needs to know of an instruction, computed once."""
 
-    label: bytes  # what this rank is doing, should it die
+    label: bytes  # says what this rank was doing, if it dies
     arriving: tuple[Value, ...]  # what it reads that it may have to wait for
     graded: tuple[int, ...]  # groups whose gradients it writes
     dropped: tuple[Value, ...]  # what it frees of `live`
-    released: tuple[Value, ...]  # parameters that it lets go
+    released: tuple[Value, ...]  # parameters that it frees
 
 
 def _lines(instructions: Sequence[Instruction]) -> list[_Prepared]:
@@ -116,26 +115,26 @@ def _lines(instructions: Sequence[Instruction]) -> list[_Prepared]:
 
 
 class MemoryWatch(Protocol):
-    """What looks on while a rank runs, such as a memory tracker."""
+    """An observer of a rank that runs, such as a memory tracker."""
 
     def at(self, index: int) -> None:
-        """The walk has come to an instruction; it ends where the next one begins."""
+        """The rank has come to an instruction, which ends where the next one begins."""
 
     def received(self, content: Any) -> None:
         """A message was received."""
 
     def aside(self) -> AbstractContextManager[None]:
-        """While entered: what is done for the record only, and not by the rank's device."""
+        """While entered, new memory belongs to the host and does not count as the device's."""
 
 
 class Executor:
     """One rank's part of a program: layers, optimizer, links and buffers, kept from step to step.
 
-    layers      all layers of the model; those that this rank does not hold may be of any kind, and are let go
+    model       all layers of the model; those that this rank does not hold may be of any kind, and are not kept
     loss        loss(output, y) -> scalar mean over the rows (or target elements) of a micro-batch
     optimizer   makes an optimizer of the whole model's parameters, given as a list, or as pairs with their names
     scheduler   makes a scheduler of it, which steps once for each update
-    delays      of the emulated device that this rank is, if it is one
+    delays      of the emulated device, if this rank is one
     """
 
     def __init__(
@@ -162,10 +161,6 @@ class Executor:
         self.comm = comm
         self.compute = Compute(program, comm.rank, comm.device, layers, loss, seed, comm.posts)
         self.compute.names = naming_layers.names_of(model)
-        if any(value.kind == "grad_output" for ins in program.ranks[comm.rank] for value in ins.reads):
-            # Autograd imports this at the first backward from a given gradient: half a second in the middle of a trace.
-            with suppress(ImportError):
-                importlib.import_module("torch.fx.experimental.symbolic_shapes")
         own = {id(p) for layer in self.compute.layers.values() for p in layer.parameters()}
         groups = [[p for p in params if id(p) in own] for params in parameters_of(layers)]
         self.cuts: Mapping[str, Cut] = getattr(container, "cuts", {})  # of parameters that sharing ranks have parts of
@@ -176,12 +171,12 @@ class Executor:
         self.optimizers = {k: o for k, o in self.state.optimizers.items() if k not in on_host}  # those of the device
         frozen = frozen_parameters(program, layers, self.compute.layers.values())
         if program.precision == "bf16":
-            # What is not trained: frozen parameters (before they go), buffers.
+            # These are the tensors that are not trained: buffers, and frozen parameters before they are offloaded.
             narrow(nn.ModuleList(self.compute.layers.values()))
         self.offloading = Offloading(program, comm.rank, self.state, self.compute.kept, frozen)
         self.live: dict[Value, Any] = {}
         self.watch: MemoryWatch | None = None
-        self.walked: Walked | None = None  # tells of a pass while it goes on
+        self.walked: Walked | None = None  # reports a pass while it runs
         self.follow(program, delays)
 
     def follow(self, program: Program, delays: Delays | None = None) -> None:
@@ -192,7 +187,7 @@ class Executor:
         comm.prepare({ins.group for ins in self.instructions if ins.group})
         self.device = EmulatedDevice(delays) if delays is not None else None
         self.links = Links(program, comm, self.compute.rows.count, delays is not None and delays.links)
-        self.deciding = Deciding(program, comm.rank, self.links) if program.in_flight is not None else None
+        self.dynamic = DynamicSchedule(program, comm.rank, self.links) if program.in_flight is not None else None
         self.lines = _lines(self.instructions)
 
     def run(
@@ -230,7 +225,7 @@ class Executor:
         note, lines = notes.note, self.lines
         # Local names: a member of an Enum is slow to look up, many times for each instruction.
         FORWARD, RECOMPUTE, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, SEND, RECV, STEP = _WALKED
-        for index, ins in enumerate(instructions) if self.deciding is None else self.deciding.walk():
+        for index, ins in enumerate(instructions) if self.dynamic is None else self.dynamic.walk():
             op = ins.op
             line = lines[index]
             note(line.label)
@@ -304,16 +299,16 @@ class Executor:
             tell(self._order(size - 1), last=True)
         overruns = [] if device is None else device.overruns
         losses = [float(loss) for loss in compute.losses]
-        if self.deciding is None:
+        if self.dynamic is None:
             return PassRecord(losses, starts, ends, self.gradients, overruns)
-        walked = self.deciding.executed
+        walked = self.dynamic.executed
         late = [k for k, index in enumerate(walked) if index in overruns]
         starts, ends = ([times[index] for index in walked] for times in (starts, ends))
-        return PassRecord(losses, starts, ends, self.gradients, late, self.deciding.order)
+        return PassRecord(losses, starts, ends, self.gradients, late, self.dynamic.order)
 
     def _order(self, index: int) -> Sequence[int]:
         """The instructions walked so far, the last of them `index`."""
-        return range(index + 1) if self.deciding is None else self.deciding.executed
+        return range(index + 1) if self.dynamic is None else self.dynamic.executed
 
     # waiting ---------------------------------------------------------------------------------------------------------
 
@@ -336,7 +331,7 @@ class Executor:
                     self.device.arrived(arrival, index)
             self.ends[index] = time.perf_counter()
             return
-        if isinstance(what, Copy):
+        if isinstance(what, TierCopy):
             what.wait()
             self.offloading.settle()
             if what.end is not None and self.device is not None:
@@ -373,7 +368,7 @@ class Executor:
         def done() -> None:
             if device is None or joined is None:
                 return stamp()
-            joined.arrived = True
+            joined.arrived()
             end = device.end_of(joined, group)
             return None if end is None else stamp_later(end, stamp)
 
@@ -384,7 +379,7 @@ class Executor:
             (handles[-1] if joined is None else joined.handle).when_done(done)
 
     def _on_host(self, ins: Instruction) -> None:
-        """Compute layers on the host: with the host's values, as if they were the device's."""
+        """Compute layers on the host, with the host's values in place of the device's."""
         here = {home(value): self.live[value] for value in ins.reads if value in self.live}
         reads, writes, frees = (tuple(map(home, values)) for values in (ins.reads, ins.writes, ins.frees))
         plain = ins._replace(reads=reads, writes=writes, frees=frees)
@@ -405,7 +400,7 @@ class Executor:
         copy.when_copied(done if copy.end is None else partial(stamp_later, copy.end, done))
 
     def _aside(self) -> AbstractContextManager[None]:
-        """While entered, what is made belongs to the host and not to the device."""
+        """While entered, new memory belongs to the host and not to the device."""
         return nullcontext() if self.watch is None else self.watch.aside()
 
     def _step(self, ins: Instruction) -> None:
@@ -427,7 +422,7 @@ class Executor:
         self.state.step(ins)
 
     def size(self, value: Value) -> int:
-        """Bytes of a value on this rank, as measured when it was there."""
+        """Bytes of a value on this rank, as they were measured."""
         value = home(value)
         if value.microbatch >= 0:
             found = self.compute.form_sizes.get((value.kind, value.index, self.compute.rows.count(value), value.form))

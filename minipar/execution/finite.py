@@ -1,4 +1,4 @@
-"""A loss that is not a number: found where it is computed, before anything is updated by it."""
+"""Find a loss that is not a finite number where it is computed, before any update uses it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ CHOICES = ("stop", "warn", "ignore")
 
 
 def check_choice(on_nan: str) -> str:
-    """What `on_nan` is, or a PlanError."""
+    """`on_nan` itself; PlanError if it is unknown."""
     if on_nan not in CHOICES:
         raise PlanError(f"on_nan={on_nan}: unknown; possible are {', '.join(CHOICES)}")
     return on_nan
 
 
 class Finite:
-    """In a rank: looks at the loss of each micro-batch that it computes.
+    """In a rank: checks the loss of each micro-batch that it computes.
 
     on_nan   "stop": NotFinite at the first one that is not finite; "warn": `report` it once; "ignore": nothing
     """
@@ -30,7 +30,7 @@ class Finite:
         self.rank, self.on_nan, self._report = rank, on_nan, report
 
     def __call__(self, loss: Tensor, step: int, microbatch: int, rows: range) -> None:
-        """The loss of these rows of a step's batch."""
+        """Check the loss of these rows of a step's batch."""
         value = float(loss)
         if self.on_nan == "ignore" or math.isfinite(value):
             return

@@ -47,7 +47,7 @@ def check_fit(program: Program, layers: Sequence[nn.Module], edges: Edges = ()) 
 
 
 def check_parameters(layers: Sequence[nn.Module]) -> None:
-    """Refuse what cannot be trained by name: `RankError`."""
+    """Refuse parameters that cannot be trained: `RankError` with their names."""
     for k, layer in enumerate(layers):
         for name, module in layer.named_modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
@@ -67,7 +67,7 @@ def check_parameters(layers: Sequence[nn.Module]) -> None:
 
 
 def check_types(program: Program, layers: Sequence[nn.Module]) -> None:
-    """Refuse what replicas cannot share out in slices: trained numbers of several types. `RankError`."""
+    """Refuse what replicas cannot divide into slices: trained numbers of several types. `RankError`."""
     if not program.sharded:
         return
     first: dict[torch.dtype, str] = {}
@@ -84,7 +84,7 @@ def check_types(program: Program, layers: Sequence[nn.Module]) -> None:
 
 
 def row_major(layer: nn.Module) -> nn.Module:
-    """The layer, its parameters laid row by row: as messages, buckets, slices and files have them."""
+    """The layer, with its parameters made contiguous, row by row: messages, buckets, slices and files need that."""
     for p in layer.parameters():
         if not p.is_contiguous():
             p.data = p.data.contiguous(memory_format=torch.contiguous_format)

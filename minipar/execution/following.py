@@ -1,13 +1,13 @@
-"""A run as it goes on: what its ranks tell after each pass becomes one `Moment`, at most ten of them a second.
+"""Follow a run while it goes on: what its ranks report after each pass becomes a `Moment`, at most ten a second.
 
 rank 0  pass 0 ... pass 1 ... pass 2        each rank sends its losses, and now and then its clock readings;
 rank 1  pass 0 ... pass 1 ... pass 2        when all have sent those of a pass, there is a trace of it
 
-An asynchronous pipeline is one long pass, whose steps overlap. There the ranks tell in the midst of it:
+An asynchronous pipeline is one long pass, whose steps overlap. There the ranks report in the middle of the pass:
 
-rank 0   ..F3 B1 F4 B2 F5|B3 ..      each rank tells now and then what it has walked since it last told;
-rank 1   ..F2 B2 F3 B3 F4|B4 ..      of the last step that all ranks have done, and all have told the whole time
-         step 1 |<-- 3 -->|          of, there is a trace: of that time, with what runs of its neighbours
+rank 0   ..F3 B1 F4 B2 F5|B3 ..      each rank reports now and then what it has walked since its last report;
+rank 1   ..F2 B2 F3 B3 F4|B4 ..      the trace shows the time of the last step that all ranks have done and fully
+         step 1 |<-- 3 -->|          reported, together with the parts of other steps that ran in that time
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Span = tuple[Instruction, float, float]  # an instruction and when it ran
 class Moment:
     """Where a run is: `step` of `steps` steps are done, with these losses, after so many seconds.
 
-    `trace` is the last pass through the program of which all ranks told the times: measured, without memory. Where
+    `trace` is the last pass through the program whose times all ranks have reported: measured, without memory. Where
     steps overlap (asynchronous pipelines, sync=ps) it is the time of one step, and its `note` says so.
     """
 
@@ -58,13 +58,13 @@ Observer = Callable[[Moment], None]
 class StepInfo:
     """One training step that is done.
 
-    step            its number, from 0 on (of a run that was resumed from where it goes on)
+    step            its number, from 0 on (a resumed run counts on from the saved step)
     loss            the mean loss of its whole batch, before its update
     learning_rates  of its update, one for each parameter group of the optimizer
     gradient_norm   of all gradients together, before clipping; None where there is no such gradient: replicas that
                     train by themselves (local_steps), asynchronous plans
 
-    Of an asynchronous plan a step is here a mini-batch: what `Run.losses` has a loss of.
+    For an asynchronous plan a step is here a mini-batch: `Run.losses` has one loss for each.
     """
 
     step: int
@@ -74,7 +74,7 @@ class StepInfo:
 
     @property
     def learning_rate(self) -> float:
-        """That of the first parameter group."""
+        """The learning rate of the first parameter group."""
         return self.learning_rates[0] if self.learning_rates else 0.0
 
 
@@ -82,8 +82,8 @@ Callback = Callable[[StepInfo], object]
 
 
 class News(NamedTuple):
-    """What a rank tells of a pass: its parts of the losses, and when its instructions began and ended. Where somebody
-    wants to know: learning rates of each update, and its part of the square of the gradient's norm."""
+    """What a rank reports of a pass: its parts of the losses, and when its instructions began and ended. If there is a
+    callback: also the learning rates of each update, and its part of the square of the gradient's norm."""
 
     done: int
     losses: list[float]
@@ -93,18 +93,18 @@ class News(NamedTuple):
 
 
 class Warned(NamedTuple):
-    """What a rank warns of, once for all ranks."""
+    """A warning of a rank; the driver shows one for all ranks."""
 
     text: str
 
 
 class Stretch(NamedTuple):
-    """What a rank tells in the midst of a pass.
+    """What a rank reports in the middle of a pass.
 
     run      which pass it is
-    until    up to when this is all that it has walked
+    until    the time up to which the reports are complete
     walked   (place in the order in which it walks, index of the instruction, start, end)
-    losses   of mini-batches, those that have changed
+    losses   of the mini-batches whose loss has changed
     """
 
     run: int
@@ -117,7 +117,7 @@ class Stretch(NamedTuple):
 
 
 class Walked:
-    """In a rank: tells what it has walked, at most once in `every` seconds. Called after an instruction."""
+    """In a rank: reports what it has walked, at most once in `every` seconds. Called after an instruction."""
 
     def __init__(self, report: Callable[[Stretch], None], every: float) -> None:
         self._report, self._every, self._run = report, every, -1
@@ -125,7 +125,7 @@ class Walked:
     def begin(self, starts: Sequence[float], ends: Sequence[float], losses: Sequence[SupportsFloat]) -> None:
         """A pass begins, which writes its times and losses to these lists."""
         self._starts, self._ends, self._losses = starts, ends, losses
-        self._told, self._held = 0, list[int]()  # places walked and told; of those the ones that had not ended
+        self._told, self._held = 0, list[int]()  # number of places seen; those of them that had not ended
         self._known: list[SupportsFloat] = [0.0] * len(losses)
         self._last = time.perf_counter()
         self._run += 1
@@ -147,9 +147,10 @@ class Walked:
 
 
 class Telling:
-    """In a rank: what to tell. The times of a pass only now and then, at the same passes on all ranks if they can.
+    """In a rank: decides what to report. Times of a pass are reported only now and then, if possible by all ranks for
+    the same passes.
 
-    walked    of an asynchronous program, what tells in the midst of a pass; it sends through `report`
+    walked    reports in the middle of a pass, through `report`; None if the program is not asynchronous
     """
 
     def __init__(self, watched: bool, program: Program | None = None, report: Callable[[Any], None] = print) -> None:
@@ -170,7 +171,7 @@ class Telling:
 
 
 class UnderWay:
-    """In the driver: what all ranks have told of one pass of an asynchronous program.
+    """In the driver: what all ranks have reported of one pass of an asynchronous program.
 
     done    steps that all ranks have done, from the first one on
     losses  of the mini-batches in them
@@ -184,7 +185,7 @@ class UnderWay:
         self._losses: list[dict[int, float]] = [{} for _ in program.ranks]  # each rank's part
         self._left = [Counter(ins.step for ins in row if ins.microbatch >= 0) for row in program.ranks]
         self._spans: dict[int, tuple[float, float]] = {}  # of steps: first start and last end
-        self._shown = 0  # steps that are over for good, since all ranks have told the time of the last of them
+        self._shown = 0  # steps that all ranks have reported up to their end
 
     def heard(self, rank: int, part: Stretch) -> None:
         self._until[rank] = part.until
@@ -222,7 +223,7 @@ class UnderWay:
 
 
 def window(program: Program, rows: Sequence[Sequence[Span]], first: float, last: float, note: str) -> Trace:
-    """A trace of what ran between two times, and of the messages that were sent and arrived; memory is not known."""
+    """A trace of what ran between two times, with the messages whose both ends ran then; memory is not known."""
     seen = [[one for one in row if one[2] > first and one[1] < last] for row in rows]
     ends_of = Counter(_key(rank, ins) for rank, row in enumerate(seen) for ins, _, _ in row if ins.op in _MESSAGES)
     kept = [
@@ -237,7 +238,7 @@ def window(program: Program, rows: Sequence[Sequence[Span]], first: float, last:
 
 
 def _key(rank: int, ins: Instruction) -> tuple[object, ...]:
-    """The same for a SEND and its RECV."""
+    """A key that a SEND and its RECV share."""
     ends = (rank, ins.peer) if ins.op is Op.SEND else (ins.peer, rank)
     return (*ends, message(ins))
 
@@ -250,7 +251,7 @@ class Paced:
         self._begun = self._shown = time.monotonic()
 
     def __call__(self, step: int, losses: Callable[[], list[float]], trace: Callable[[], Trace | None]) -> None:
-        """`step` steps are done; losses and trace are asked for if they are shown."""
+        """`step` steps are done. `losses` and `trace` are called only if the moment is shown."""
         now = time.monotonic()
         if self._watch is not None and (step == self._steps or now - self._shown >= EVERY):
             self._shown = now
@@ -258,11 +259,11 @@ class Paced:
 
 
 class Following:
-    """In the driver: gathers what ranks tell; calls `report(k, loss)` after each pass with the loss of its last step,
-    `watch` at most every 0.1 s, and `callback` for each step of a pass that is over, in order.
+    """In the driver: gathers what ranks report. It calls `report(k, loss)` after each pass with the loss of its last
+    step, `watch` at most every 0.1 s, and `callback` for each step of a pass that is over, in order.
 
     first   the number of the first step
-    stop    called when `callback` has returned False; then it is called no more
+    stop    called when `callback` has returned False; after that `callback` is not called any more
     """
 
     def __init__(
@@ -312,7 +313,7 @@ class Following:
         return None
 
     def _call_back(self, losses: list[float], of_rank: Sequence[News]) -> None:
-        """Tell the callback of each step of a pass."""
+        """Call the callback for each step of a pass."""
         rates = next((n.rates for n in of_rank if n.rates is not None), None) or [()]
         squares = [n.squares for n in of_rank if n.squares is not None]
         for k, loss in enumerate(losses):
@@ -326,17 +327,17 @@ class Following:
                 self._stop()
 
     def _midst(self, rank: int, part: Stretch) -> None:
-        """A rank tells in the midst of a pass."""
+        """Take a rank's report from the middle of a pass."""
         if part.run not in self._under_way:
             self._under_way[part.run] = UnderWay(self._programs[part.run])
         now = self._under_way[part.run]
         now.heard(rank, part)
-        if now.done < now.program.steps:  # (or the end of the pass is told next)
+        if now.done < now.program.steps:  # (else the report of the whole pass comes next)
             self._tell(self._steps + now.done, lambda: self._losses + now.losses, lambda: now.trace or self._trace)
 
 
 def warn_once(news: Warned, known: set[str]) -> None:
-    """In the driver: warn of the first thing that a rank warns of, and of no more of its kind."""
+    """In the driver: show the first warning of any rank, and no later one."""
     if not known:
         warnings.warn(news.text, stacklevel=2)
     known.add(news.text)
@@ -350,7 +351,7 @@ def passed(program: Program, times: Sequence[tuple[list[float], list[float]]]) -
 
 
 class Screen:
-    """A watcher for terminals: progress, loss and the timeline of the last step, drawn over each other.
+    """An observer for terminals: it draws progress, loss and the timeline of the last step over the picture before.
 
     Where there is no terminal, only the last picture is written.
     """

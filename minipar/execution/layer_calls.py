@@ -2,8 +2,8 @@
 
     seeded(by_row(remembering(shortened(weighed(with_loss(plain(module)))))))
 
-Every function here makes one call out of another one, and has one idea. `Compute` chooses among them when a rank is
-built: what a layer does not need is not there when it runs.
+Every function here wraps one call in another one and adds one idea. `Compute` chooses among them when a rank is built,
+so that a layer runs without the wrappers that it does not need.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from minipar.execution.saved_tensors import SavedTensors
 from minipar.execution.tails import Tails
 from minipar.models import randomness
 from minipar.models.tensors import count_bytes, map_tensors, tensors
-from minipar.program import Instruction, Op, Value
+from minipar.program import Instruction, LayerRun, Op, Value
 
 Made = tuple[Any, Tensor | None]  # a layer's output; and of the last layer of a model, the loss
 Sizes = dict[tuple[str, int, int], int]  # bytes of values as they were first met: (kind, layer, rows) -> bytes
-Key = tuple[int, int, int]  # layer, micro-batch, step
 
 
 class Call(NamedTuple):
@@ -34,9 +33,9 @@ class Call(NamedTuple):
     step        of the run
     batch_rows  the rows of the micro-batch in the step's batch
     start       the first token of a slice
-    rows        how many rows there are, as `BatchRows.count` says: equal numbers, equal shapes
-    target      of the piece with the last layer of the model
-    unread      nobody reads the numbers of the piece's output, only its graph is wanted
+    rows        how many rows there are, as `BatchRows.count` says: equal numbers mean equal shapes
+    target      for the piece with the last layer of the model; else None
+    unread      whether only the graph of the piece is needed, and nobody reads the numbers of its output
     """
 
     piece: tuple[int, ...]
@@ -59,9 +58,12 @@ def plain(module: nn.Module) -> LayerCall:
 
 
 def with_loss(run: LayerCall, loss: MeanLoss) -> LayerCall:
-    """The last layer of a model: with the loss of its output, in the same graph.
+    """Call the last layer of a model together with the loss of its output, in the same graph.
 
-    Without a graph the caller asks for the loss, when it has let go of the layer's input.
+    There are two places for the loss, since each can do what the other cannot. Here what autograd keeps of the loss is
+    weighed and copied away with what it keeps of the layer. But every call around this one holds the layer's input
+    until it returns. Without a graph nobody needs that input any more: then `Compute` asks for the loss after these
+    calls, so that the input and what the loss makes are never there together.
     """
 
     def call_with_loss(x: Any, call: Call) -> Made:
@@ -73,7 +75,7 @@ def with_loss(run: LayerCall, loss: MeanLoss) -> LayerCall:
 
 
 def apart_from_parameters(run: LayerCall, module: nn.Module) -> LayerCall:
-    """A layer whose parameters are let go of: an output that is a parameter, or a view of one, is copied."""
+    """For a layer whose parameters are freed: copy an output that is a parameter, or a view of one."""
 
     def call_apart(x: Any, call: Call) -> Made:
         output, loss = run(x, call)
@@ -86,9 +88,9 @@ def apart_from_parameters(run: LayerCall, module: nn.Module) -> LayerCall:
 def weighed(
     run: LayerCall, layer: int, module: nn.Module, sizes: Sizes, beside: Callable[[int, Call], Any]
 ) -> LayerCall:
-    """The first time with so many rows: note the bytes of what the layer hands on, and of what autograd keeps of it.
+    """Note the bytes of the layer's output, and of the tensors that autograd saves, once for each number of rows.
 
-    beside   what the layer takes and hands on beside its input and output
+    beside   what the layer takes and gives beside its input and output
     """
 
     def call_weighed(x: Any, call: Call) -> Made:
@@ -117,12 +119,12 @@ def keeping(
     layer: int,
     module: nn.Module,
     sizes: Sizes,
-    away: Container[Key],
-    kept: dict[Key, SavedTensors],
+    away: Container[LayerRun],
+    kept: dict[LayerRun, SavedTensors],
 ) -> LayerCall:
-    """What autograd keeps of these micro-batches is copied away, and comes back: see `saved_tensors.py`.
+    """For micro-batches whose saved tensors are copied away and back: see `saved_tensors.py`.
 
-    away        layers and micro-batches of which that is so; all others are called as `otherwise`
+    away        the layers and micro-batches for which that is so; all others are called as `otherwise`
     kept        gets what autograd keeps of them
     """
 
@@ -144,7 +146,7 @@ def keeping(
 
 
 def shortened(run: LayerCall, layer: int, module: nn.Module, sizes: Sizes, tails: Tails) -> LayerCall:
-    """The end of a recomputation whose output nobody reads leaves out what its backward does not need."""
+    """At the end of a recomputation whose output nobody reads, leave out what its backward does not need."""
 
     def call_shortened(x: Any, call: Call) -> Made:
         if call.unread and layer == call.piece[-1] and ("saved", layer, call.rows) in sizes:
@@ -154,7 +156,7 @@ def shortened(run: LayerCall, layer: int, module: nn.Module, sizes: Sizes, tails
     return call_shortened
 
 
-def remembering(run: LayerCall, layer: int, remembered: Remembered, again: Container[Key]) -> LayerCall:
+def remembering(run: LayerCall, layer: int, remembered: Remembered, again: Container[LayerRun]) -> LayerCall:
     """A layer with buffers or generators of its own runs again as it ran the first time.
 
     again   layers and micro-batches that run forward more than once
@@ -172,7 +174,7 @@ def remembering(run: LayerCall, layer: int, remembered: Remembered, again: Conta
 
 
 def by_row(run: LayerCall, dropouts: Sequence[randomness.RowDropout]) -> LayerCall:
-    """A layer with dropout, which goes by rows of the whole batch."""
+    """Tell the dropouts of a layer which rows of the whole batch it is given."""
 
     def call_by_row(x: Any, call: Call) -> Made:
         rows = call.batch_rows
@@ -183,7 +185,7 @@ def by_row(run: LayerCall, dropouts: Sequence[randomness.RowDropout]) -> LayerCa
 
 
 def seeded(run: LayerCall, layer: int, seed: int, generators: Sequence[torch.Generator]) -> LayerCall:
-    """What a layer draws from torch's generators depends on the seed, the step, the rows and the layer alone."""
+    """Seed torch's generators, so that a layer's draws depend on the seed, the step, the rows and the layer alone."""
 
     def call_seeded(x: Any, call: Call) -> Made:
         number = randomness.draw_seed(seed, call.step, call.batch_rows.start, layer, call.start)

@@ -1,8 +1,8 @@
-"""The mean loss of a step, of which every micro-batch, and every slice of sequences, gives its share.
+"""The mean loss of a step, to which every micro-batch, and every slice of sequences, adds its share.
 
     loss of a step = the sum over micro-batches of (mean loss of a micro-batch * what it counts / what the step counts)
 
-Rows count, or target elements, or what the loss says that it counts: see `models/losses.py`.
+What is counted are rows, or target elements, or what the loss itself counts: see `models/losses.py`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class MeanLoss:
     def target(self, y: Any, mine: Any, share: float, weight: float) -> Target:
         """The target of an instruction.
 
-        y       the targets of its micro-batch; mine: those of its tokens, which are this share of a row's tokens
+        y       the targets of its micro-batch
+        mine    the targets of its tokens; `share` is their part of a row's tokens
         weight  how much the step's batch counts
         """
         whole = weight if self.every is None else (counted(y, self.loss) or 1) * self.every

@@ -1,4 +1,4 @@
-"""A layer's exception, told with the layer's number and name, where it ran, and what it was given."""
+"""A layer's exception, with the layer's number and name, where it ran, and what it was given."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from minipar.errors import RankError
-from minipar.models.tensors import named_tensors
+from minipar.models.tensors import dtype_name, named_tensors
 
 _SHOWN = 4  # tensors of an input that are listed
 
@@ -25,12 +25,12 @@ def title(number: int, layer: nn.Module, names: Sequence[str] = ()) -> str:
 
 
 def raised(who: str, error: Exception, where: str, given: Any = None) -> RankError:
-    """What to raise from an exception of a layer or a loss: one that names it.
+    """The error to raise for an exception of a layer or a loss; it names the layer.
 
     who     such as `title(...)`, or "the loss"; where: such as "in the profile", or the rank and the micro-batch
-    given   what the layer was given: its shapes and dtypes are told
+    given   what the layer was given: the error lists its shapes and dtypes
     """
-    forms = [f"{name} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in named_tensors(given, "x")]
+    forms = [f"{name} {tuple(t.shape)} {dtype_name(t.dtype)}" for name, t in named_tensors(given, "x")]
     listed = "; given " + ", ".join(forms[:_SHOWN]) + ", ..." * (len(forms) > _SHOWN) if forms else ""
     lines = str(error).strip().splitlines()
     reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,15 +1,15 @@
 """The copies of one rank between its device and the slower tiers: what OFFLOAD and FETCH do.
 
-    saved            what autograd keeps of a layer (`saved_tensors.py`): to a store, and the storages are let go
+    saved            what autograd keeps of a layer (`saved_tensors.py`): to a store, and the storages are freed
     grad             to the `.grad` of the parameters' copies on the host, on which the optimizer works
     param            from those copies, or from a store; on the device its storage has size 0 in between. It is resized,
                      never replaced: what autograd saved (the transpose of a weight) is a view of it
     host param,      the optimizer's copies and its state: to the disk and back
     host optimizer_state
 
-Copies run on threads, one per tier and direction, and are started and let go of by the rank's own thread. When a store
-has no room, what should have gone stays where it is, the step goes on with it, and the error is raised at its end:
-then parameters and optimizer are those after the step, and the run can go on.
+Copies run on threads, one per tier and direction. The rank's own thread starts them, and frees what they have copied.
+When a store has no room, the tensors stay where they are, the step goes on with them, and the error is raised at its
+end: then parameters and optimizer are those after the step, and the run can go on.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ from minipar.execution.memory.stores import HostStore, Tier, move
 from minipar.execution.saved_tensors import SavedTensors
 from minipar.execution.state import State
 from minipar.models.tensors import count_bytes, map_tensors, tensors
-from minipar.program import COPIES, Instruction, Op, Program, Value, home, host, tier
-
-Key = tuple[int, int, int]  # layer, micro-batch, step
+from minipar.program import COPIES, Instruction, LayerRun, Op, Program, Value, home, host, tier
 
 
 def _nothing() -> None:
@@ -44,7 +42,7 @@ def _any_time(ins: Instruction) -> bool:
     return ins.op is Op.FETCH or ins.reads[0].kind != "saved"
 
 
-class Copy:
+class TierCopy:
     """A copy that is under way: `settle` when `arrived`, on the rank's own thread."""
 
     def __init__(
@@ -79,7 +77,7 @@ class Copy:
         self._arrived.wait()
 
     def forget(self) -> None:
-        """Hold nothing any more (a future knows who waits for it: without this, both would hold each other)."""
+        """Drop all references (a future refers to its callback: without this, both would keep each other alive)."""
         self.futures, self.let_go = (), _nothing
 
     def error(self) -> StoreError | None:
@@ -94,7 +92,7 @@ class Copy:
 
 
 class Offloading:
-    """What one rank has away from its device, kept from step to step.
+    """What one rank has copied away from its device, kept from step to step.
 
     kept     per layer, micro-batch and step: what autograd keeps of it
     frozen   per group its frozen parameters on this rank
@@ -105,7 +103,7 @@ class Offloading:
         program: Program,
         rank: int,
         state: State,
-        kept: dict[Key, SavedTensors],
+        kept: dict[LayerRun, SavedTensors],
         frozen: Sequence[Sequence[Tensor]],
     ) -> None:
         copies = [ins for ins in program.ranks[rank] if ins.op in COPIES]
@@ -114,7 +112,7 @@ class Offloading:
         held = program.state[rank] if program.state else frozenset()
         self.held = frozenset(value for value in held if value.index not in state.at_home)  # (those never move)
         self.stores: dict[str, Tier] = {}
-        self.under_way: list[tuple[Instruction, Copy]] = []
+        self.under_way: list[tuple[Instruction, TierCopy]] = []
         self.failed: StoreError | None = None
         self._stays: set[Value] = set()  # what could not be copied away
         self._unwritten: dict[Value, Any] = {}  # contents that are on their way
@@ -126,12 +124,12 @@ class Offloading:
         self.stores["host"] = HostStore(program.room)
         if any(tier(value) == "disk" for ins in copies for value in (ins.reads[0], ins.writes[0])):
             self.stores["disk"] = DiskStore(program.folder or None, program.room)
-        # (at the latest when nobody needs it any more: after an error)
+        # (after an error nobody calls `close`: then the finalizer does the same)
         self._finish = weakref.finalize(self, _close, list(self._threads.values()), list(self.stores.values()))
         self._begin()
 
     def close(self) -> None:
-        """Let everything go, files included."""
+        """End the threads and free everything, files included."""
         if self.stores:
             self._finish()
 
@@ -140,7 +138,7 @@ class Offloading:
         return value.kind in ("param", "param_shard") and value not in self.held
 
     def _begin(self) -> None:
-        """Bring what is away between steps to where it belongs."""
+        """Move everything to where it is kept between steps."""
         for g in self._away:
             for p in (*self.state.owners[g].owned, *self.frozen[g]):
                 if p.untyped_storage().nbytes() != _bytes([p]) or not p.is_contiguous():
@@ -160,7 +158,7 @@ class Offloading:
 
     @contextmanager
     def all_here(self) -> Iterator[None]:
-        """Between steps: while entered, everything is in memory, to be saved or to be filled anew."""
+        """Between steps: while entered, everything is in memory, to be saved or restored."""
         away = [value for value in sorted(self.held) if tier(value) != "device"] if self.stores else []
         stored = [value for value in away if tier(value) == "disk" or not self._masters(value.index)]
         for value in stored:
@@ -216,7 +214,7 @@ class Offloading:
 
     # copies ----------------------------------------------------------------------------------------------------------
 
-    def start(self, ins: Instruction, live: dict[Value, Any]) -> Copy:
+    def start(self, ins: Instruction, live: dict[Value, Any]) -> TierCopy:
         """Start the copy of an OFFLOAD or FETCH. (What it makes on the host is made here: call it aside.)"""
         source, target = ins.reads[0], ins.writes[0]
         try:
@@ -231,14 +229,14 @@ class Offloading:
             else:
                 copy = self._fetch(source, target)
         except StoreError as error:
-            copy = Copy(failed=error)
+            copy = TierCopy(failed=error)
         self.under_way.append((ins, copy))
         return copy
 
     def settle(self) -> None:
-        """Let go of what has been copied away, on the rank's own thread.
+        """Free what has been copied away, on the rank's own thread.
 
-        Of what autograd keeps only when the program waits for the copy: how much memory a step needs should not
+        What autograd keeps is freed only when the program waits for its copy: the memory that a step needs should not
         depend on the link's speed.
         """
         for entry in [
@@ -259,7 +257,7 @@ class Offloading:
             copy.forget()
 
     def finish(self) -> None:
-        """All copies are done: raise the error of the first one that failed."""
+        """Wait for all copies, and raise the error of the first one that failed."""
         for _, copy in self.under_way:
             copy.wait()
         self.settle()
@@ -273,50 +271,50 @@ class Offloading:
         return [] if found is None else [slot.bytes() for slot in found.slots]
 
     def release(self, value: Value) -> None:
-        """Let the parameters of a group go from the device, which are elsewhere, too."""
+        """Free the device's copy of a group's parameters, which another tier has, too."""
         g = value.index
         if g not in self._away or (value.kind == "param" and g in self.program.scattered):
             return
         if not any(value.index == g and "param" in value.kind for value in self._stays):
             _resize(self._device(g), False)
 
-    def _saved(self, op: Op, source: Value, target: Value) -> Copy:
+    def _saved(self, op: Op, source: Value, target: Value) -> TierCopy:
         value = home(source)
         found = self.kept.get((value.index, value.microbatch, value.step))
         if found is None:  # a micro-batch without rows
-            return Copy()
+            return TierCopy()
         store = self.stores[tier(target if op is Op.OFFLOAD else source)]
-        if value in self._stays:  # it could not go
+        if value in self._stays:  # it could not be copied away
             self._stays.discard(value)
             _drop(store, [(value, k) for k in range(len(found.slots))])
-            return Copy()
+            return TierCopy()
         if op is Op.OFFLOAD:
             for slot in found.slots:
                 slot.check()
             futures = [store.put((value, k), slot.bytes()) for k, slot in enumerate(found.slots)]
-            return Copy(futures, found.nbytes, found.let_go)
+            return TierCopy(futures, found.nbytes, found.let_go)
         futures = [store.fetch((value, k), slot.make()) for k, slot in enumerate(found.slots)]
-        return Copy(futures, found.nbytes, partial(_drop, store, [(value, k) for k in range(len(futures))]))
+        return TierCopy(futures, found.nbytes, partial(_drop, store, [(value, k) for k in range(len(futures))]))
 
-    def _gradient(self, g: int) -> Copy:
+    def _gradient(self, g: int) -> TierCopy:
         pairs = []
         for p, master in zip(self.state.owners[g].owned, self.state.owners[g].masters, strict=True):
             if p.grad is not None:
                 master.grad = torch.empty_like(master)
                 pairs.append((p.grad, master.grad))
         self.state.forget_gradient(g)
-        return Copy([self._threads[Op.OFFLOAD].submit(move, *pair) for pair in pairs], _bytes(a for a, _ in pairs))
+        return TierCopy([self._threads[Op.OFFLOAD].submit(move, *pair) for pair in pairs], _bytes(a for a, _ in pairs))
 
-    def _hand_over(self, ins: Instruction, live: dict[Value, Any]) -> Copy:
+    def _hand_over(self, ins: Instruction, live: dict[Value, Any]) -> TierCopy:
         """A checkpoint; or what layers on the host and layers on the device hand on to each other."""
         source, target = ins.reads[0], ins.writes[0]
         if source not in live:  # a micro-batch without rows
-            return Copy()
+            return TierCopy()
         content = live.pop(source)
         if target in self._stays:
             live[target] = self._unwritten.pop(target)
             self._stays.discard(target)
-            return Copy()
+            return TierCopy()
         tiers = {"device": self.device, "host": torch.device("cpu"), "disk": torch.device("meta")}
         there = tiers[tier(target)]
         live[target] = map_tensors(content, lambda t: torch.empty(t.shape, dtype=t.dtype, device=there))
@@ -329,7 +327,7 @@ class Offloading:
             else:
                 store.hold(target, count_bytes(content))
                 jobs = [self._threads[ins.op].submit(move, a.detach(), b) for a, b in zip(old, new, strict=True)]
-            return Copy(jobs, count_bytes(content), partial(self._unwritten.pop, source, None))
+            return TierCopy(jobs, count_bytes(content), partial(self._unwritten.pop, source, None))
         store = self.stores[tier(source)]
         if tier(source) == "disk":
             keys: list[Hashable] = [(source, k) for k in range(len(new))]
@@ -337,24 +335,24 @@ class Offloading:
         else:
             keys = [source]
             jobs = [self._threads[ins.op].submit(move, a.detach(), b) for a, b in zip(old, new, strict=True)]
-        return Copy(jobs, count_bytes(new), partial(_drop, store, keys))
+        return TierCopy(jobs, count_bytes(new), partial(_drop, store, keys))
 
-    def _put(self, source: Value, target: Value) -> Copy:
+    def _put(self, source: Value, target: Value) -> TierCopy:
         store, found = self.stores[tier(target)], self._tensors(source)
         futures = [store.put((target, k), tensor) for k, tensor in enumerate(found)]
-        return Copy(futures, _bytes(found), lambda: _resize(found, False))
+        return TierCopy(futures, _bytes(found), lambda: _resize(found, False))
 
-    def _fetch(self, source: Value, target: Value) -> Copy:
+    def _fetch(self, source: Value, target: Value) -> TierCopy:
         found, masters = self._tensors(target), self._masters(source.index)
         if target in self._stays:
-            return Copy()
+            return TierCopy()
         if tier(target) == "host" or target.index in self._away:  # (others may be part of a larger storage)
             _resize(found, True)
         if masters and (tier(source) == "host" or host(home(source)) in self._stays):
             jobs = [self._threads[Op.FETCH].submit(move, *pair) for pair in zip(masters, found, strict=True)]
         else:
             jobs = [self.stores[tier(source)].fetch((source, k), tensor) for k, tensor in enumerate(found)]
-        return Copy(jobs, _bytes(found))
+        return TierCopy(jobs, _bytes(found))
 
 
 def _close(threads: list[ThreadPoolExecutor], stores: list[Tier]) -> None:

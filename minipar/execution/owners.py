@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from minipar.execution.updating import Piece, whole_piece
+from minipar.execution.updating import Updated, whole_piece
 from minipar.models.tensors import count_bytes
 from minipar.program import Group, Instruction, Value
 
@@ -59,7 +59,7 @@ class Owner:
         self.trained: Sequence[nn.Parameter] = params
         self.summed: Sequence[nn.Parameter] = params
         self.masters: Sequence[nn.Parameter] = ()
-        self.pieces: Sequence[Piece] = ()
+        self.pieces: Sequence[Updated] = ()
 
     def work_on_host(self) -> None:
         """Let the optimizer work on copies on the host, where gradients are brought."""
@@ -85,29 +85,29 @@ class Owner:
         """A new pass through the program."""
 
     def show(self, value: Value) -> None:
-        """The next instruction reads this value of the group: let the layers see it."""
+        """The next instruction reads this value of the group: let the layers use it."""
 
     def release(self, value: Value) -> None:
-        """The program lets a value of the group go."""
+        """The program frees a value of the group."""
 
     def let_gradient_go(self) -> None:
-        """The gradient is not needed on the device any more."""
+        """Free the gradient, which the device does not need any more."""
         for p in (*self.params, *self.owned):
             p.grad = None
 
     # a step ----------------------------------------------------------------------------------------------------------
 
     def take_gradients(self, ins: Instruction) -> None:
-        """Before a STEP: give the optimizer the gradients, and room for what it makes."""
+        """Before a STEP: give the optimizer the gradients, and room for its states."""
 
     def finish_update(self) -> None:
-        """After a STEP: its gradients are let go of, and the layers see what it made."""
+        """After a STEP: free its gradients, and let the layers use the new parameters."""
         for p in (*self.params, *self.owned, *self.trained, *(piece.parameter for piece in self.pieces)):
             p.grad = None
         self.show_update()
 
     def show_update(self) -> None:
-        """Let the layers compute with what the optimizer has made."""
+        """Let the layers use what the optimizer has made."""
 
     # questions -------------------------------------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ class Owner:
         return found
 
     def nbytes(self, kind: str) -> int:
-        """Bytes of a value of the group, of this kind; of the optimizer's what is there beside its own states."""
+        """Bytes of the group's value of this kind; for the optimizer's, only what it has beside its own states."""
         return {
             "param": sum(self.group.tensors) + self.group.frozen,
             "grad": count_bytes(self.params),
@@ -135,7 +135,7 @@ class Owner:
 
 
 class Wide(Owner):
-    """With precision=bf16 the optimizer has float32 copies, of which the layers' parameters are made anew."""
+    """With precision=bf16 the optimizer updates float32 copies, which are then rounded into the layers' parameters."""
 
     copies_are = "optimizer"
 

@@ -20,17 +20,17 @@ from torch import Tensor, nn
 from minipar.comm.communicator import Communicator
 from minipar.comm.handles import Handle
 from minipar.execution.owners import Owner, Slice
-from minipar.execution.updating import Elements, Piece
+from minipar.execution.updating import Elements, Updated
 from minipar.models.tensors import count_bytes
 from minipar.program import Group, Instruction, Value
 
 
-class Sliced(Owner):
+class SlicedGroup(Owner):
     """This rank's slice of a group: the k-th of N, all of one size.
 
     flat        the parameters of the layers, end to end, with zeros behind them
     part        the slice
-    scattered   whether the layers' parameters are there only while they are gathered
+    scattered   whether the layers' parameters exist only while they are gathered
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Sliced(Owner):
         own = tuple(names[id(p)] for p in self.params)
         runs = [Elements(names[id(p)], tuple(p.shape), begin, end, at) for p, begin, end, at in self.places()]
         if len({group_of.get(name) for name in own}) == 1:
-            self.pieces = [Piece(whole, own, tuple(runs), True)]
+            self.pieces = [Updated(whole, own, tuple(runs), True)]
             return
         together: list[list[Elements]] = []
         for run in runs:
@@ -77,7 +77,7 @@ class Sliced(Owner):
                 together.append([run])
         self._cuts = [(some[0].place, some[-1].place + some[-1].end - some[-1].begin) for some in together]
         self.pieces = [
-            Piece(
+            Updated(
                 nn.Parameter(whole.data[begin:end]),
                 tuple(run.name for run in some),
                 tuple(run._replace(place=run.place - begin) for run in some),
@@ -144,7 +144,7 @@ class Sliced(Owner):
         }[kind]
 
 
-def pack_gradients(slices: Sequence[Sliced], device: torch.device) -> Tensor:
+def pack_gradients(slices: Sequence[SlicedGroup], device: torch.device) -> Tensor:
     """Whole gradients of some groups in one message: first what goes to the first rank, and so on; they are freed.
 
     A parameter may lie across the border of two slices.
@@ -177,7 +177,7 @@ def pack_gradients(slices: Sequence[Sliced], device: torch.device) -> Tensor:
 
 
 def _runs(start: int, count: int, size: int) -> list[tuple[int, int, int, int]]:
-    """Elements start to start + count of what is cut into slices of `size`, slice by slice.
+    """Elements start to start + count of a tensor that is cut into slices of `size`, slice by slice.
 
     Of each run: its begin and end, counted from `start`; the slice; and its place in the slice.
     """

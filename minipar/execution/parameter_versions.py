@@ -37,7 +37,7 @@ class Leading(Owner):
 
 
 class Versions(Leading):
-    """Several versions, each as long as an instruction still reads it. The newest one is what the optimizer updates.
+    """Several versions, each kept as long as an instruction still reads it. The optimizer updates the newest one.
 
     versions   by number, which counts the updates of this pass
     """

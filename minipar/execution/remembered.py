@@ -1,11 +1,11 @@
-"""What a layer's forward changes beside its output: running statistics, counters, generators of its own.
+"""What a layer's forward changes besides computing its output: running statistics, counters, its own generators.
 
     FORWARD      count 3 -> 4       the 3 is kept, if this forward will run again
-    RECOMPUTE    count 3 -> 4, on a copy; then the layer has again what it had, such as 9 after other micro-batches
+    RECOMPUTE    count 3 -> 4, on a copy; then the layer gets its own count back, such as 9 after other micro-batches
 
-So a recomputation computes what the forward did, and counts nothing twice. Which buffers change is seen as a layer
-runs: of all others nothing is copied after the first run. (Running statistics of norms are written past the versions
-that tensors have, so these count as changing.) Not seen are changes of plain attributes: use `register_buffer`.
+So a recomputation repeats the forward exactly, and counts nothing twice. The runs of a layer show which buffers
+change; the others are not copied after the first run. (Norms write their running statistics without changing a tensor's
+version, so these always count as changing.) Changes of plain attributes are not seen: use `register_buffer`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from minipar.program import Op, Program
 
-Key = tuple[int, int]  # micro-batch, step
+MicrobatchRun = tuple[int, int]  # micro-batch, step
 
 
 class _Buffer(NamedTuple):
-    """Where a buffer stands."""
+    """A buffer's module and name."""
 
     module: nn.Module
     name: str
@@ -43,13 +43,13 @@ class Remembered:
             place for place in self._places if isinstance(place.module, nn.modules.batchnorm._NormBase)
         }
         self._first = True
-        self._kept: dict[Key, tuple[dict[_Buffer, Tensor], list[Tensor]]] = {}
+        self._kept: dict[MicrobatchRun, tuple[dict[_Buffer, Tensor], list[Tensor]]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._places or self._generators)
 
     @contextmanager
-    def first(self, key: Key) -> Iterator[None]:
+    def first(self, key: MicrobatchRun) -> Iterator[None]:
         """While entered, the layer runs forward, and will run again."""
         found = {place: place.now() for place in self._places}
         versions = {place: t._version for place, t in found.items() if t is not None}
@@ -66,12 +66,12 @@ class Remembered:
         self._kept[key] = {place: t for place, t in before.items() if place in self._changing}, generators
 
     @contextmanager
-    def again(self, key: Key) -> Iterator[None]:
+    def again(self, key: MicrobatchRun) -> Iterator[None]:
         """While entered, the layer runs again as it ran then; afterwards it has what it had before."""
         kept, generators = self._kept.get(key, ({}, []))
         now = {place: place.now() for place in self._places if place in self._changing}
         states = [g.get_state() for g in self._generators]
-        copies: dict[int, Tensor] = {}  # (a buffer may stand in two places)
+        copies: dict[int, Tensor] = {}  # (two modules may have the same buffer)
         for place, t in now.items():
             if t is not None:
                 place.module._buffers[place.name] = copies.setdefault(id(t), kept.get(place, t).detach().clone())
@@ -85,7 +85,7 @@ class Remembered:
             for g, state in zip(self._generators, states, strict=True):
                 g.set_state(state)
 
-    def forget(self, key: Key) -> None:
+    def forget(self, key: MicrobatchRun) -> None:
         """The backward has run."""
         self._kept.pop(key, None)
 

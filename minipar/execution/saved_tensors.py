@@ -1,9 +1,9 @@
-"""What autograd keeps of one layer from its forward to its backward, so that it can go and come back in between.
+"""What autograd keeps of one layer from its forward to its backward, so that it can be copied away and back in between.
 
     forward     autograd saves a tensor -> it gets a note instead: which storage, and where in it
-    OFFLOAD     the storages are copied away, and let go
-    FETCH       there are storages of the same bytes again
-    backward    autograd asks for the tensor -> a view of the storage that is there now
+    OFFLOAD     the storages are copied away, and freed
+    FETCH       new storages get the same bytes
+    backward    autograd asks for the tensor -> a view of the present storage
 
 Storages that somebody else keeps stay where they are: parameters, the layer's input, its output, the loss's targets.
 """
@@ -78,7 +78,7 @@ class SavedTensors:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def settle(self, output: Iterable[Tensor]) -> None:
-        """The forward is done: what it hands on stays."""
+        """The forward is done: leave out the storages of its output, which stay."""
         handed_on = storages(output)
         self.slots = [slot for key, slot in self._slots.items() if key not in handed_on]
         self._known, self._slots = {}, {}
@@ -88,7 +88,7 @@ class SavedTensors:
         return sum(slot.nbytes for slot in self.slots)
 
     def let_go(self) -> None:
-        """All storages have been copied away."""
+        """Free all storages, which have been copied away."""
         for slot in self.slots:
             slot.let_go()
 

@@ -19,13 +19,13 @@ from minipar.program import Instruction, Op, Program, Value, carry, grad_carry
 
 
 class _Flow(NamedTuple):
-    """Of one layer and slice: what it was given of the slice before, and where the gradient of what it gave enters."""
+    """For one layer and slice: the carry that it was given, and the edges at which its own carry's gradient enters."""
 
     given: Any
     edges: list[tuple[int, Any]]
 
 
-class Carrying:
+class SequenceState:
     """The slices of sequences on a rank, and what its layers carry from each one to the next.
 
     count   slices of a sequence; of a program that cuts none it is 1, and a micro-batch is its own only slice
@@ -38,7 +38,7 @@ class Carrying:
         self.flows: dict[tuple[int, int, int], _Flow] = {}
 
     def cut(self, value: Any, ins: Instruction) -> Any:
-        """Of inputs or targets of a micro-batch, the tokens that an instruction works on."""
+        """The tokens that an instruction works on, of inputs or targets of a micro-batch."""
         return value if self.count == 1 else sliced.cut(value, self.slices, ins.microbatch % self.count)
 
     def share(self, y: Any, ins: Instruction) -> float:
@@ -64,7 +64,7 @@ class Carrying:
                 grads.append(live[grad_carry(layer, ins.microbatch, ins.step)][k])
 
     def hand_back(self, piece: tuple[int, ...], ins: Instruction, live: dict[Value, Any]) -> None:
-        """The backward of a piece is done: the gradients of what it was given of the slice before."""
+        """After the backward of a piece: write the gradients of the carries that it was given."""
         for layer in self.carries.intersection(piece):
             flow = self.flows.pop((layer, ins.microbatch, ins.step))
             if ins.microbatch % self.count:
@@ -73,22 +73,22 @@ class Carrying:
                 live[grad_carry(layer, ins.microbatch - 1, ins.step)] = found
 
 
-def on_slices(carrying: Carrying, layer: int, module: nn.Module, sizes: Sizes) -> LayerCall:
+def on_slices(state: SequenceState, layer: int, module: nn.Module, sizes: Sizes) -> LayerCall:
     """The call of a layer on a slice: it takes what the slice before carried on, and carries on to the next one."""
-    carries = layer in carrying.carries
+    carries = layer in state.carries
 
     def run(x: Any, call: Call) -> Made:
         ins, live = call.ins, call.live
         i, step, given = ins.microbatch, ins.step, None
-        if carries and i % carrying.count:
+        if carries and i % state.count:
             before = live[carry(layer, i - 1, step)]
-            given = detach(before, requires_grad=torch.is_grad_enabled() and layer >= carrying.first)
+            given = detach(before, requires_grad=torch.is_grad_enabled() and layer >= state.first)
         output, after = module(x, call.start, given)
-        more = carries and (i + 1) % carrying.count > 0
+        more = carries and (i + 1) % state.count > 0
         if carries and torch.is_grad_enabled():
             ends = differentiable(after) if more else []
             edges = [(k, get_gradient_edge(t)) for k, t in enumerate(ends) if t.requires_grad]
-            carrying.flows[layer, i, step] = _Flow(given, edges)
+            state.flows[layer, i, step] = _Flow(given, edges)
         handed_on = after if more and ins.op is Op.FORWARD else None
         if more and ins.op is Op.FORWARD:
             live[carry(layer, i, step)] = detach(handed_on)

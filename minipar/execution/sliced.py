@@ -1,4 +1,4 @@
-"""Slices of sequences on a rank: which layers take them (see `models/sliced.py`), and what each slice has."""
+"""Slices of sequences on a rank: how they are cut, and how a layer runs on one (see `models/sliced.py`)."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def ranges_of(plan: Plan, shape: Shape, values: Iterable[Any]) -> list[range]:
 
 
 def tokens_in(value: Any) -> int:
-    """The tokens of a slice that a layer hands on: dimension 1 of its first tensor."""
+    """The number of tokens in a slice's value: dimension 1 of its first tensor."""
     first = tensors(value)[0]
     return first.shape[1]
 
 
 class Alone:
-    """A layer on one slice of sequences, by itself, to be measured: a function of its input."""
+    """A layer on one slice of sequences, as a function of its input, so that it can be measured by itself."""
 
     def __init__(self, layer: nn.Module, start: int, before: Any, more: bool, trains: bool) -> None:
         self.layer, self.start, self.before, self.more, self.trains = layer, start, before, more, trains
@@ -79,12 +79,12 @@ class Alone:
         return self.given, self.handed_on
 
     def sizes(self, known: Any) -> tuple[int, int]:
-        """Bytes of what it carries on and of its gradient; tensors that are `known` are counted elsewhere."""
+        """Bytes of the tensors for the next slice, and of their gradients; `known` tensors are counted elsewhere."""
         return carry_sizes(self.handed_on, known)
 
 
 def carry_sizes(handed_on: Any, known: Any) -> tuple[int, int]:
-    """Bytes of what a layer carries on to the next slice, by storage, without `known` tensors; and of its gradient."""
+    """Bytes of the tensors that a layer gives to the next slice, by storage, without `known`; and of the gradients."""
     before = storages(tensors(known)).keys()
     size = sum(n for key, n in storages(tensors(handed_on)).items() if key not in before)
     return size, count_bytes(differentiable(handed_on))

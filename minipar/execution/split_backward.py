@@ -4,8 +4,8 @@
              \\                \\                         what gelu saved is let go
               w2               w1           weight half: from N2 to w2 and from N1 to w1, nothing in between again
 
-What reaches parameters but no input (a bias handed on, a product with a detached input) waits whole for the weight
-half. A piece of the graph without inputs (the first layer that is trained) has nothing to do in the input half.
+A part of the graph that leads to parameters but to no input (a bias as an output, a product with a detached input) is
+left whole for the weight half. A piece without inputs (the first layer that is trained) has an empty input half.
 
 An operation at which the weight half begins (N2, N1) runs twice, each time for some of its gradients. Where that is not
 sound, the input half does all of it, and the weight half only adds the gradients that were found:
@@ -51,9 +51,9 @@ class Arrived(NamedTuple):
 class _Ways(NamedTuple):
     """The operations of a graph that is split.
 
-    starts    on a way to an input, with these parameters behind them off all such ways
-    between   the others on a way to an input
-    aside     the parameters behind ends from which no way leads to an input
+    starts    operations on a way to an input from which other ways lead to parameters; with these parameters
+    between   the other operations on a way to an input
+    aside     ends from which no way leads to an input, by number, with the parameters behind them
     """
 
     starts: list[tuple[Node, list[Tensor]]]
@@ -63,9 +63,9 @@ class _Ways(NamedTuple):
 
 @contextmanager
 def noting_hooks() -> Iterator[None]:
-    """While entered, tensors that get a hook are noted in the graph, which tells nobody of its hooks on tensors.
+    """While entered, note in the graph which tensors get a hook: the graph itself does not show hooks on tensors.
 
-    A forward whose backward is split runs in it.
+    A forward whose backward is split runs inside of it.
     """
     kind: Any = torch.Tensor
     register, retain = kind.register_hook, kind.retain_grad
@@ -136,7 +136,7 @@ def _all_at_once(
     inputs: Sequence[Tensor],
     parameters: Sequence[Tensor],
 ) -> tuple[list[Tensor | None], list[Arrived]]:
-    """Both halves in the first one: only the gradients of the parameters are left to be added."""
+    """Do both halves in the first one: the weight half then only adds the gradients of the parameters."""
     found = autograd_entry.added([*inputs, *parameters], lambda: autograd_entry.backward(ends, gradients))
     pairs = zip(parameters, found[len(inputs) :], strict=True)
     return found[: len(inputs)], [Arrived([], [g], [p]) for p, g in pairs if g is not None]
@@ -154,7 +154,7 @@ def weight_half(arrived: Sequence[Arrived]) -> None:
 def left(arrived: Iterable[Arrived], known: Iterable[Tensor] = ()) -> list[int]:
     """Bytes that each of these keeps from one half to the other: gradients, and what its operation saved.
 
-    known   tensors that are there anyway, such as parameters. A storage counts once.
+    known   tensors that exist in any case, such as parameters. A storage counts once.
     """
     seen = set(storages(known))
     sizes = []
@@ -168,7 +168,7 @@ def left(arrived: Iterable[Arrived], known: Iterable[Tensor] = ()) -> list[int]:
 
 
 def _ways(ends: Sequence[GradientEdge], inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> _Ways | None:
-    """Which operations are on the ways to the inputs; None if the halves cannot be told apart."""
+    """Which operations are on the ways to the inputs; None if the halves cannot be separated."""
     goals = {get_gradient_edge(x).node for x in inputs}
     owner = {get_gradient_edge(p).node: p for p in parameters}
     leads = dict.fromkeys(owner, False) | dict.fromkeys(goals, True)

@@ -19,7 +19,7 @@ from minipar.comm.communicator import Communicator
 from minipar.comm.handles import Handle, Then
 from minipar.execution.correction import ByStaleness
 from minipar.execution.owners import Owner, Slice, Wide
-from minipar.execution.parameter_slices import Sliced, pack_gradients
+from minipar.execution.parameter_slices import SlicedGroup, pack_gradients
 from minipar.execution.parameter_versions import Leading, Versions
 from minipar.execution.updating import Count, OptimizerPart, Update
 from minipar.models.tensors import count_bytes
@@ -60,7 +60,7 @@ class State:
         self.program, self.comm, self.groups, self.update = program, comm, groups, update
         _, self.at_home = host_layers.computed(instructions)  # groups of layers that are computed on the host
         self.owners = choose_owners(program, comm, groups, self.at_home)
-        self.slices = {owner.number: owner for owner in self.owners if isinstance(owner, Sliced)}
+        self.slices = {owner.number: owner for owner in self.owners if isinstance(owner, SlicedGroup)}
         self.versions = any(isinstance(owner, Versions) for owner in self.owners)
         self.sums: dict[tuple[int, ...], Tensor] = {}  # of the gradients of a bucket, this rank's slices
         self.squares = torch.zeros(1, dtype=torch.float64, device=comm.device)
@@ -89,7 +89,7 @@ class State:
                 self.owners[value.index].show(value)
 
     def release(self, value: Value) -> None:
-        """Let parameters of a group go."""
+        """Free the parameters of a group."""
         self.owners[value.index].release(value)
 
     # collectives -----------------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ class State:
         return self.buckets.all_reduce(ins, self.comm)
 
     def _average(self, ins: Instruction, share: float) -> list[Handle]:
-        """Average parameters over the replicas, in one message for each dtype: a sum of what was weighed before."""
+        """Average parameters over the replicas, in one message for each dtype: a sum of tensors with weights."""
         handles: list[Handle] = []
         whole = [p for g in ins.layers for p in self.owners[g].trained]
         for dtype in dict.fromkeys(p.dtype for p in whole):
@@ -165,7 +165,7 @@ class State:
                 p.grad.mul_(factor)
 
     def step(self, ins: Instruction) -> None:
-        """Update what a STEP works on, and let its gradients go."""
+        """Update what a STEP works on, and free its gradients."""
         part, schedule = self.updates[ins.layers], self.update.schedule
         number = self.count.next(ins.layers)
         if schedule is not None:
@@ -177,12 +177,12 @@ class State:
         self._forget_sums(ins.layers)
 
     def forget_gradient(self, g: int) -> None:
-        """Let the gradient of a group go from the device: it is on its way to the host."""
+        """Free the device's gradient of a group, which is on its way to the host."""
         self.owners[g].let_gradient_go()
         self._forget_sums([g])
 
     def _forget_sums(self, groups: Iterable[int]) -> None:
-        """The gradients of some groups start anew."""
+        """Forget the summed gradients of some groups, which begin again from nothing."""
         self.buckets.clear(groups)
         self.sums = {
             layers: sums
@@ -234,7 +234,7 @@ def choose_owners(
         holders = max(1, program.holders[g] // (program.tp if group.form == "S" else 1))
         if g in sliced:
             place = program.replica(comm.rank), program.replicas, comm.device
-            found.append(Sliced(g, params, group, *place, narrow, g in program.scattered))
+            found.append(SlicedGroup(g, params, group, *place, narrow, g in program.scattered))
             found[g].holders = 1 if group.form == "S" else program.tp
         elif g in versioned:
             kind = Leading if program.in_flight is not None else Versions

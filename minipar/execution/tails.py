@@ -3,17 +3,19 @@
     forward      h = gelu(u)     y = x + h W + b
     recompute    h = gelu(u)     y: memory of its size, with nothing in it
 
-The backward of `h W + b` reads h and W, that of a sum nothing: nobody reads y, if the program does not hand it on. In a
-block of a transformer this last product is a third of the forward. The graph of autograd is made as always.
+The backward of `h W + b` reads h and W, and that of a sum reads nothing: so nobody reads y, unless the program sends it
+or gives it to another layer. In a block of a transformer this last product is a third of the forward. The graph of
+autograd is made as always.
 
-Which operations these are is found the first time, by what is still there when the output is gone: saved by autograd,
-or kept by a nested checkpoint, say. Later runs follow that list, operation by operation; a layer that then does
+The first run finds these operations, by what still exists when the output is freed: tensors saved by autograd, or kept
+by a nested checkpoint, for example. Later runs follow that list, operation by operation; a layer that then does
 something else runs again as a whole, and is never shortened from then on.
 
-Why that is right: a number that is missing is the result of an operation in the list. It could be read by the caller,
-who promises not to; by an operation, and then this one is missing as well, or it is not the one in the list; or past
-all operations, as `numpy()` and kernels of extensions do. The last is not seen, so only layers are shortened whose code
-is known to do none of it: modules of torch.nn and minipar.models, without hooks. All others run whole.
+Why that is right: a number that is missing is the result of an operation in the list. There are three ways to read it.
+The caller could, but promises not to. An operation could, but then its own result is missing as well, or it is not the
+operation in the list. And code could read it without an operation, as `numpy()` and kernels of extensions do. That is
+not seen, so only layers are shortened whose code is known not to do it: modules of torch.nn and minipar.models, without
+hooks. All others run whole.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ _UNKNOWABLE = (torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_outpu
 
 
 class _Made(NamedTuple):
-    """What an operation made, and from what: enough to stand in for it, if it is called with the same once more."""
+    """The form of an operation's inputs and of its result: enough to replace the result of a call of the same form."""
 
     form: tuple[Any, ...]
     size: tuple[int, ...]
@@ -110,7 +112,7 @@ class Tails:
         return module(given)
 
     def settle(self) -> None:
-        """Whatever is still there of the watched run, now that its output is gone, somebody may read."""
+        """The output of the watched run is freed: what still exists of that run may be read, and must be computed."""
         if self._watching is not None:
             key, watch = self._watching
             self._known[key] = watch.tail()

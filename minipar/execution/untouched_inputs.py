@@ -1,7 +1,7 @@
-"""Layers may write into their input; what a piece of the graph is given stays as it was nevertheless.
+"""Layers may write into their input; the input of a piece of the graph does not change nevertheless.
 
-That is somebody else's rows, a message, or a leaf of the graph. Layers that write into it are found the first time that
-they run: then everything is put back, and they run once more on a copy, as they do from then on.
+The input may be needed again: it is rows of the data set, a message, or a leaf of the graph. The first run finds layers
+that write into it: then everything is restored, and the piece runs again on a copy, as it always does from then on.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from minipar.models.tensors import Unchanged, map_tensors, overwrites
 
 
 class UntouchedInputs:
-    """Runs pieces of the graph so that their inputs stay as they were.
+    """Runs pieces of the graph so that their inputs do not change.
 
     layers   all that this rank holds
-    sizes    what the layers' calls note, which a run that does not count must not change
+    sizes    what the layers' calls note; a run that is repeated on a copy must not change it
     """
 
     def __init__(self, layers: Mapping[int, nn.Module], sizes: Sizes) -> None:
@@ -55,7 +55,7 @@ class UntouchedInputs:
         try:
             made = self._run(run, given, call._replace(unread=False))
             if seen.versions_are() and seen.equals(copies):
-                # (A layer that is weighed gets a copy of its own, behind which nothing is seen: once more, then.)
+                # (A layer that is weighed is given a copy, so its writes were not seen: then the piece is tried again.)
                 if self.sizes.keys() == sizes.keys() or self.overwriting.isdisjoint(piece[1:]):
                     self._tried.add(key)
                 return given, made

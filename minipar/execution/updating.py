@@ -29,12 +29,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from minipar.errors import MiniparError, PlanError, SaveError
 from minipar.execution.correction import ByStaleness
+from minipar.models.tensors import dtype_name, dtype_named
 
 Plain = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 ByName = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 Optimizer = Plain | ByName
 Scheduler = Callable[[torch.optim.Optimizer], LRScheduler]
-Settings = list[dict[str, Any]]  # of every group of the whole model's optimizer, without its parameters
+GroupSettings = list[dict[str, Any]]  # of every group of the whole model's optimizer, without its parameters
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Named:
 
 
 def named(make: ByName) -> ByName:
-    """Say that a function makes an optimizer of (name, parameter) pairs, whatever its parameter is called.
+    """Say that a function makes an optimizer of (name, parameter) pairs; its argument may have any name.
 
     A function whose first parameter is called `named_parameters` is given such pairs anyway. The names are those of
     the whole model's `named_parameters()`, a tied parameter has the first of its names.
@@ -64,7 +65,7 @@ def takes_names(factory: Any) -> bool:
         return True
     try:
         first = next(iter(inspect.signature(factory).parameters), "")
-    except (TypeError, ValueError):  # a callable that does not tell
+    except (TypeError, ValueError):  # a callable without a signature
         return False
     return first == "named_parameters"
 
@@ -101,7 +102,7 @@ class Elements(NamedTuple):
     place: int
 
 
-class Piece(NamedTuple):
+class Updated(NamedTuple):
     """What an optimizer of a rank updates: a parameter, or a slice that has runs of several.
 
     names   of the parameters that it stands for; a rank may have nothing of some of them
@@ -113,9 +114,9 @@ class Piece(NamedTuple):
     sliced: bool = False
 
 
-def whole_piece(name: str, parameter: nn.Parameter) -> Piece:
+def whole_piece(name: str, parameter: nn.Parameter) -> Updated:
     shape = tuple(parameter.shape)
-    return Piece(parameter, (name,), (Elements(name, shape, 0, parameter.numel(), 0),))
+    return Updated(parameter, (name,), (Elements(name, shape, 0, parameter.numel(), 0),))
 
 
 @dataclass
@@ -125,7 +126,7 @@ class OptimizerPart:
     optimizer: torch.optim.Optimizer
     which: list[int]
 
-    def follow(self, settings: Settings) -> None:
+    def follow(self, settings: GroupSettings) -> None:
         """Take the settings of the whole model's groups."""
         for group, k in zip(self.optimizer.param_groups, self.which, strict=True):
             group.update(settings[k])
@@ -143,7 +144,7 @@ class Update:
         self.whole, stands = self._make(factory)
         names = {id(p): name for name, p in stands.items()}
         self.group_of: dict[str, int] = {}
-        self.schedule: Schedule | None = None
+        self.schedule: OptimizerSchedule | None = None
         if not stands:
             return
         for k, group in enumerate(self.whole.param_groups):
@@ -155,7 +156,7 @@ class Update:
                     )
                 self.group_of[names[id(p)]] = k
         if scheduler is not None:
-            self.schedule = Schedule(self.whole, scheduler)
+            self.schedule = OptimizerSchedule(self.whole, scheduler)
 
     @property
     def name(self) -> str:
@@ -187,7 +188,7 @@ class Update:
         found = settings_of(self.whole) if self.schedule is None else self.schedule.at(update)
         return tuple(float(group.get("lr", float("nan"))) for group in found)
 
-    def part(self, pieces: Sequence[Piece], late_by: int | None = None) -> OptimizerPart:
+    def part(self, pieces: Sequence[Updated], late_by: int | None = None) -> OptimizerPart:
         """The optimizer of some pieces. late_by: their gradients are so many updates old (see `correction`)."""
         made, stands = self._make(self.factory)
         if isinstance(self.factory, ByStaleness) and late_by is not None:
@@ -238,7 +239,7 @@ class Update:
         return max(range(len(counts)), key=counts.__getitem__, default=0)
 
 
-def _elements(piece: Piece, key: str, stands: dict[str, nn.Parameter], before: dict[Any, Any]) -> Any:
+def _elements(piece: Updated, key: str, stands: dict[str, nn.Parameter], before: dict[Any, Any]) -> Any:
     """What a state begins with, of the elements of a piece."""
     first = stands[piece.names[0]]
     value = before[first][key]
@@ -260,7 +261,7 @@ def _copy(value: Any) -> Any:
 # settings and their scheduler -----------------------------------------------------------------------------------------
 
 
-def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
+def settings_of(optimizer: torch.optim.Optimizer) -> GroupSettings:
     """What the groups of an optimizer say, without their parameters."""
     return [
         {key: _copy(value) for key, value in group.items() if key not in ("params", "param_names")}
@@ -268,10 +269,10 @@ def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
     ]
 
 
-class Schedule:
+class OptimizerSchedule:
     """What a scheduler makes of the settings, update by update, counted from 0 in this run.
 
-    Raises PlanError where it is no scheduler that steps by itself.
+    Raises PlanError if it is not a scheduler whose `step()` needs no arguments.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, scheduler: Scheduler) -> None:
@@ -279,7 +280,7 @@ class Schedule:
         self._settings = {0: settings_of(optimizer)}
         self._last = 0
 
-    def at(self, update: int) -> Settings:
+    def at(self, update: int) -> GroupSettings:
         """The settings of an update. Those that were forgotten cannot be had again."""
         while self._last < update:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # (or the scheduler warns)
@@ -289,12 +290,12 @@ class Schedule:
         return self._settings[update]
 
     def forget(self, update: int) -> None:
-        """Nobody asks for the settings of the updates before this one any more."""
+        """Forget the settings of the updates before this one."""
         self.at(update)
         self._settings = {k: found for k, found in self._settings.items() if k >= update}
 
     def saved(self, update: int) -> dict[str, Any]:
-        """As plain JSON data what `load` takes, where `update` updates are done and no more were asked for."""
+        """What `load` takes, as plain JSON data, after `update` updates. (`at` was not called for a later update.)"""
         settings = self.at(update)
         return {
             "class": class_name(self.scheduler),
@@ -303,13 +304,13 @@ class Schedule:
         }
 
     def load(self, saved: dict[str, Any] | None) -> None:
-        """Go on from what `saved` gave, if it was a scheduler of the same class."""
+        """Go on from a saved state, if it is that of a scheduler of the same class."""
         load_scheduler(self.scheduler, self.optimizer, saved)
         self._last, self._settings = 0, {0: settings_of(self.optimizer)}
 
 
 def make_scheduler(make: Scheduler, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """The user's scheduler of an optimizer; PlanError for what does not step by itself."""
+    """The user's scheduler of an optimizer; PlanError if its `step()` needs arguments."""
     made = make(optimizer)
     step = getattr(made, "step", None)
     if not callable(step) or not hasattr(made, "state_dict"):
@@ -342,7 +343,7 @@ def load_scheduler(scheduler: LRScheduler, optimizer: torch.optim.Optimizer, sav
 
 
 def other_scheduler(saved: dict[str, Any] | None, mine: str) -> str:
-    """What to warn of where a run goes on without the scheduler that it was saved with, or ""."""
+    """The warning for a run that goes on without the scheduler it was saved with, or "" if none is needed."""
     before = "" if saved is None else saved["class"]
     if before == mine or not before:
         return ""
@@ -386,7 +387,7 @@ def _plain(value: Any, where: str) -> Any:
         kind = "counter" if isinstance(value, Counter) else "table"
         return {kind: [[_plain(k, where), _plain(v, f"{where}.{k}")] for k, v in value.items()]}
     if isinstance(value, Tensor) and value.numel() == 1:
-        return {"tensor": value.item(), "dtype": str(value.dtype).removeprefix("torch."), "dim": value.dim()}
+        return {"tensor": value.item(), "dtype": dtype_name(value.dtype), "dim": value.dim()}
     raise SaveError(
         f"{where} is a {type(value).__name__}, which cannot be saved; possible are numbers, texts, and lists of them"
     )
@@ -399,7 +400,7 @@ def _found(data: Any) -> Any:
     if not isinstance(data, dict):
         return data
     if "tensor" in data:
-        return torch.full((1,) * data["dim"], data["tensor"], dtype=getattr(torch, data["dtype"]))
+        return torch.full((1,) * data["dim"], data["tensor"], dtype=dtype_named(data["dtype"]))
     if "tuple" in data:
         return tuple(_found(v) for v in data["tuple"])
     pairs = next(iter(data.values()))

@@ -13,7 +13,9 @@ because a layer is the smallest unit of a program. A profile measures the layer 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -45,6 +47,10 @@ def choose(layers: Iterable[nn.Module], again: bool) -> None:
     """Say whether the marked parts of these layers run again in backward, or keep their values."""
     for part in _parts(layers):
         part.again = again
+    if again:
+        # Autograd imports this at the first backward from a given gradient: half a second in the middle of a trace.
+        with suppress(ImportError):
+            importlib.import_module("torch.fx.experimental.symbolic_shapes")
 
 
 def check(layers: Iterable[nn.Module]) -> None:

@@ -26,6 +26,21 @@ _CONSTANTS = (
 )  # fmt: skip
 
 
+@cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """Such as "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+@cache
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype of a `dtype_name`. ValueError for a name that this version of torch does not know."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"dtype {name!r}: unknown to this version of torch")
+    return found
+
+
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """The layers of a sequential model, in order. A layer that is used twice is here twice (in `children` it is
     once)."""
@@ -195,7 +210,7 @@ def spec(value: Any) -> Any:
     Errors: TypeError for a value that cannot be made on another rank.
     """
     if isinstance(value, Tensor):
-        return {"dtype": _name(value.dtype), "shape": list(value.shape)}
+        return {"dtype": dtype_name(value.dtype), "shape": list(value.shape)}
     if isinstance(value, (tuple, list)):
         return [_path(type(value)), [spec(part) for part in value]]
     if isinstance(value, Mapping):
@@ -214,18 +229,6 @@ def spec(value: Any) -> Any:
 def has_tensors(form: Any) -> bool:
     """Whether the value that `spec` described as `form` contains tensors."""
     return "dtype" in form if isinstance(form, dict) else any(map(has_tensors, form[1]))
-
-
-@cache
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-@cache
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    assert isinstance(found, torch.dtype)
-    return found
 
 
 _PLAIN: dict[str, type] = {
@@ -262,6 +265,6 @@ def allocate(form: Any, device: torch.device) -> Any:
     if isinstance(form, dict):
         if "is" in form:
             return form["is"]
-        return torch.empty(form["shape"], dtype=_dtype(form["dtype"]), device=device)
+        return torch.empty(form["shape"], dtype=dtype_named(form["dtype"]), device=device)
     kind, parts, *keys = form
     return _rebuilt(_type(kind), [allocate(part, device) for part in parts], *keys)

@@ -1,8 +1,8 @@
-r"""Graphs of work and where it is placed: a placement becomes a Program, and `simulate` says how long a step takes.
+r"""Graphs of work and their placements: a placement becomes a Program, and `simulate` says how long a step takes.
 
         b               placement 0 1 0 1 of a, b, c, d          rank 0   F a | F c | ...
       /   \                                                      rank 1         F b | F d | ...
-    a       d           any node on any rank: stages need not be neighbours, and branches run side by side
+    a       d           any node on any rank: its nodes need not be neighbours, and branches run in parallel
       \   /
         c               (a chain is the graph whose nodes have one successor each)
 
@@ -11,9 +11,9 @@ instruction's place is the time at which it could begin if ranks had nothing els
 before. These times grow along every edge, so no order can deadlock. Messages are inserted by the pass that all plans
 use (`strategies/passes/transfers.py`), and the program goes to the simulator that all plans go to.
 
-These programs hold no parameters and free nothing: they compare placements, and `verify` has nothing to say of them. A
-model with these edges (`minipar.models.network.Network`) trains on a placement that was found by
-`Plan(pp=ranks, place=placement)`, whose programs are verified (`strategies/branches.py`).
+These programs hold no parameters and free nothing: they only compare placements, and are not meant for `verify`. To
+train a model with these edges (`minipar.models.network.Network`) on a placement, use `Plan(pp=ranks, place=placement)`,
+whose programs are verified (`strategies/branches.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Graph:
     """Work with dependencies, for one micro-batch.
 
     costs      time of each node, forward and backward together; a third of it is the forward
-    sizes      bytes that each node hands on, to every successor, and gets back as a gradient
+    sizes      bytes of each node's output, which every successor gets, and of its gradient, which comes back
     edges      (from, to), with from < to: nodes are in topological order; default a chain
     bandwidth  bytes per unit of time of each link
     """
@@ -126,7 +126,7 @@ def program_of(graph: Graph, placement: Sequence[int], microbatches: int) -> Pro
 
 @lru_cache(maxsize=4)
 def _instructions(graph: Graph, microbatches: int) -> list[tuple[int, int, Instruction, Instruction]]:
-    """(node, micro-batch, its forward, its backward): they read and write the same wherever they are placed."""
+    """(node, micro-batch, its forward, its backward): what they read and write does not depend on the placement."""
     found = []
     for k in range(len(graph.costs)):
         gradients = [e for e, (_, b) in enumerate(graph.edges or ()) if b == k]
@@ -140,7 +140,7 @@ def _instructions(graph: Graph, microbatches: int) -> list[tuple[int, int, Instr
 
 
 def _earliest(graph: Graph, placement: Sequence[int]) -> tuple[list[float], list[float]]:
-    """When each node's forward and backward could begin, with ranks that have nothing else to do."""
+    """When each node's forward and backward could begin, if ranks had nothing else to do."""
 
     def hop(a: int, b: int) -> float:
         return graph.sizes[a] / graph.bandwidth if placement[a] != placement[b] else 0.0

@@ -6,7 +6,7 @@
     minimise    sum over s of t_s  +  (m - 1) T                    T: the slowest stage
     subject to  t_s <= T
                 u[l + 1, s] <= u[l, s]                             a stage is a run of neighbours
-                u[l, s] <= u[l, s + 1]                             stages stand in order
+                u[l, s] <= u[l, s + 1]                             stages are in order
                 at least one layer on every stage
     where       t_s = sum of cost_l (u[l, s] - u[l, s-1]) / speed_s  +  sum of cut_l (u[l, s] - u[l+1, s])
 
@@ -34,7 +34,7 @@ from minipar.errors import PlanError
 class LinearPartition(Partition):
     """A partition as the solver found it.
 
-    bound    no partition is faster: the optimum of the relaxation, in which layers may be divided
+    bound    the optimum of the relaxation, in which layers may be divided: no partition is faster
     """
 
     bound: float = 0.0
@@ -93,7 +93,7 @@ def _problem(work: np.ndarray, cuts: np.ndarray, rates: np.ndarray, microbatches
                 if stage >= 0:
                     times[s, at(l, stage)] += sign * work[l] / rates[s]
                     layers_on[s, at(l, stage)] += sign
-            if l + 1 < n:  # behind the last layer there is no cut
+            if l + 1 < n:  # (there is no cut after the last layer)
                 times[s, at(l, s)] += cuts[l]
                 times[s, at(l + 1, s)] -= cuts[l]
     slowest = np.zeros(n * p + 1)

@@ -1,4 +1,4 @@
-"""Learned placement: a policy network puts nodes on ranks, the simulator says how long a step takes, and it learns.
+"""Learned placement: a policy network puts nodes on ranks, and learns from the step time that the simulator gives.
 
     node 0 --LSTM--> rank 2 --LSTM--> rank 0 --LSTM--> ...         one placement, node by node
                features of the node, ranks of its predecessors, work of every rank so far
@@ -6,11 +6,12 @@
     policy  <- policy + rate * (reward - mean reward of the other 15) * gradient of log probability
 
 The idea is Mirhoseini et al.'s ("Device Placement Optimization with Reinforcement Learning", 2017), who measured real
-steps, for many hours on many machines. Here it is a contrast, not a planner: `compare` gives hill climbing and random
-search as many calls of the same simulator, puts the dynamic program's answer beside them, and says who wins.
+steps, for many hours on many machines. Here it serves as a contrast, not as a planner: `compare` gives hill climbing
+and random search as many calls of the same simulator, adds the dynamic program's answer, and says which one is best.
 
-The dynamic program gives neighbours in topological order to a rank, which is what pipelines want and is exact for that
-(`minipar.costs.partition`). The others may put any node anywhere, so they can balance work better, and send more.
+The dynamic program gives each rank neighbours in topological order, as pipelines need, and finds the best such division
+(`minipar.costs.partition`). The other methods may put any node on any rank: they can balance work better, but send
+more.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class OutOfCalls(Exception):
 
 
 class Simulator:
-    """Step times of placements, each call counted, also of one that was tried before (which costs no time)."""
+    """Gives step times of placements, and counts every call, also for a placement that was tried before."""
 
     def __init__(self, graph: Graph, ranks: int, microbatches: int, budget: int) -> None:
         self.graph, self.ranks, self.microbatches, self.budget = graph, ranks, microbatches, budget
@@ -75,10 +76,10 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class SearchComparison:
     """Searches on one graph, the best first.
 
-    ideal   step time if all work were divided evenly and messages were free: nothing is faster
+    ideal   step time if all work were divided evenly and messages were free: no placement is faster
     """
 
     graph: Graph
@@ -94,7 +95,7 @@ class Comparison:
         return self.found[0].method
 
     def table(self) -> list[tuple[str, ...]]:
-        """Per method, as text: step time, that over the ideal one, calls of the simulator, placement."""
+        """A row of text per method: step time, step time / ideal, calls of the simulator, placement."""
         head = ("method", "step time", "over ideal", "simulator calls", "placement")
         rows = [
             (
@@ -114,7 +115,7 @@ class Comparison:
         return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """The table that a notebook shows."""
         head, *rows = self.table()
         lines = ["<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head) + "</tr>"]
         lines += ["<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows]
@@ -156,7 +157,7 @@ def _digit(rank: int) -> str:
     return str(rank) if rank < 10 else f"[{rank}]"
 
 
-def compare(graph: Graph, ranks: int, microbatches: int = 4, budget: int = 640, seed: int = 0) -> Comparison:
+def compare(graph: Graph, ranks: int, microbatches: int = 4, budget: int = 640, seed: int = 0) -> SearchComparison:
     """Place a graph by a learned policy, random search and hill climbing, each with `budget` calls of the simulator,
     and by the dynamic program, which needs none; the same result for the same seed on the same machine.
 
@@ -178,7 +179,7 @@ def compare(graph: Graph, ranks: int, microbatches: int = 4, budget: int = 640, 
     for method, search in searches.items():
         found.append(_run(method, search, Simulator(graph, ranks, microbatches, budget)))
     ideal = microbatches * sum(graph.costs) / ranks
-    return Comparison(graph, ranks, microbatches, budget, ideal, tuple(sorted(found, key=lambda one: one.time)))
+    return SearchComparison(graph, ranks, microbatches, budget, ideal, tuple(sorted(found, key=lambda one: one.time)))
 
 
 def _run(method: str, search: Search, simulator: Simulator) -> Found:
@@ -197,7 +198,8 @@ def _run(method: str, search: Search, simulator: Simulator) -> Found:
 def contiguous(graph: Graph, ranks: int, microbatches: int) -> Placement:
     """The dynamic program's placement: stages of neighbours in topological order.
 
-    A cut between two nodes of that order costs what every node before it hands on to one behind it, once each way.
+    A cut between two nodes of that order costs the outputs that cross it, of nodes before it that a node after it
+    reads, once in each direction.
     """
     last = [max((b for a, b in graph.edges or () if a == k), default=k) for k in range(len(graph.costs))]
     crossing = [
@@ -209,7 +211,7 @@ def contiguous(graph: Graph, ranks: int, microbatches: int) -> Placement:
 
 
 def sample_randomly(simulator: Simulator, seed: int) -> Iterator[tuple[Placement, float]]:
-    """Placements without any plan."""
+    """Random placements."""
     random = np.random.default_rng(seed)
     while True:
         placement = tuple(random.integers(simulator.ranks, size=len(simulator.graph.costs)).tolist())
@@ -217,7 +219,7 @@ def sample_randomly(simulator: Simulator, seed: int) -> Iterator[tuple[Placement
 
 
 def climb(simulator: Simulator, seed: int) -> Iterator[tuple[Placement, float]]:
-    """One node moves, or two change places, and stays there unless it got worse; a new start when nothing helps."""
+    """Move one node, or swap two, and keep that unless the step gets slower. If nothing helps, start again."""
     random = np.random.default_rng(seed)
     n, ranks = len(simulator.graph.costs), simulator.ranks
     while True:
@@ -285,7 +287,8 @@ class Policy(nn.Module):
 def learn(
     simulator: Simulator, seed: int, rate: float = 1e-2, entropy_bonus: float = 0.02
 ) -> Iterator[tuple[Placement, float]]:
-    """REINFORCE; the baseline of a placement is the mean reward of the others of its update, so it favours none."""
+    """REINFORCE. The baseline of a placement is the mean reward of the other placements of its update, so that it does
+    not bias the gradient."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         policy = Policy(simulator.graph, simulator.ranks)

@@ -1,4 +1,7 @@
-"""Finds plans near a plan that does not fit: each one is compiled, and its memory is predicted from tapes of layers."""
+"""Finds plans near a plan that does not fit: each one is compiled, and its memory is predicted from tapes of layers.
+
+Which plans are near is the idea of neighbours.py.
+"""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ from minipar.costs.protocol import Costs
 from minipar.costs.unit import UnitCosts
 from minipar.errors import PlanError
 from minipar.prediction.profiled import ProfiledCosts
-from minipar.program import COPIES, SERVICE, Instruction, Op, Program, Value, repartitions
-from minipar.program.comm_volume import carried, changing, hops, whole_of
+from minipar.program import COPIES, Instruction, Op, Program, Value, repartitions
+from minipar.program.comm_volume import hops, of_collective, of_message
 
 
 def as_emulated(profile: Profile, spec: DeviceSpec | None) -> Profile:
@@ -91,11 +91,7 @@ class EmulatedCosts:
         if self.spec.bandwidth is None:
             by_function = self.transfers_by_function
             return self._table[0].transfer(rank, ins) if by_function else (0.0, self.spec.latency or 0.0)
-        if ins.op in SERVICE:
-            size: float = sum(part.bytes for part in ins.parts)
-        else:
-            own = self._own("the size of a message")
-            size = sum(own.size(rank, value) for value in ins.reads)
+        size = of_message(lambda rank, value: self._own("the size of a message").size(rank, value), rank, ins)
         return (size / self.spec.bandwidth, self.spec.latency or 0.0) if size else (0.0, 0.0)
 
     def _copy(self, rank: int, ins: Instruction) -> tuple[float, float]:
@@ -111,21 +107,22 @@ class EmulatedCosts:
             return self._table[0].collective(ins)
         # A ring: for each hop a rank sends n - 1 messages, which together have (n - 1) / n of the bytes.
         n = len(ins.group)
-        size: float = sum(part.bytes for part in ins.parts)
         if repartitions(ins):
-            size = whole_of(ins, self._own("the size of a message").size(ins.group[0], changing(ins)))
-            occupied = hops(ins) * (n - 1) / n * size / self.spec.bandwidth if self.spec.bandwidth else 0.0
-            return hops(ins) * (n - 1) * (self.spec.latency or 0.0) + occupied
-        if ins.op is Op.ALL_REDUCE:
-            size = sum(sum(self.program.groups[g].tensors) for g in ins.layers) * carried(ins, self.program)
-            if self.program.algorithm:
-                from minipar.prediction import choice  # (choice imports the simulator)
+            size = of_collective(self.program, self._own("the size of a message").size, ins.group[0], ins)
+        else:
+            size = of_collective(self.program, self._gradient, ins.group[0], ins)
+        if self.program.algorithm and ins.op is Op.ALL_REDUCE and not repartitions(ins):
+            from minipar.prediction import choice  # (choice imports the simulator)
 
-                beta = 1 / self.spec.bandwidth if self.spec.bandwidth else 0.0
-                each, name = round(size / max(1, len(ins.parts))), self.program.algorithm
-                return len(ins.parts) * choice.by_links(name, n, each, self.spec.latency or 0.0, beta)
+            beta = 1 / self.spec.bandwidth if self.spec.bandwidth else 0.0
+            each, name = round(size / max(1, len(ins.parts))), self.program.algorithm
+            return len(ins.parts) * choice.by_links(name, n, each, self.spec.latency or 0.0, beta)
         occupied = hops(ins) * (n - 1) / n * size / self.spec.bandwidth if self.spec.bandwidth else 0.0
-        return len(ins.parts) * hops(ins) * (n - 1) * (self.spec.latency or 0.0) + occupied
+        return max(1, len(ins.parts)) * hops(ins) * (n - 1) * (self.spec.latency or 0.0) + occupied
+
+    def _gradient(self, _rank: int, value: Value) -> int:
+        """Bytes of a gradient, which need no profile."""
+        return sum(self.program.groups[value.index].tensors)
 
     def size(self, rank: int, value: Value) -> float:
         if self.own is not None:

@@ -30,7 +30,7 @@ from minipar.wording import several
 
 
 @dataclass(frozen=True)
-class OnPaper:
+class Estimate:
     """The predicted step of a plan, and the memory of each rank. If messages of one step travel during the next step,
     the trace has several steps."""
 
@@ -49,7 +49,7 @@ class OnPaper:
         return [rank.total for rank in self.ranks]
 
 
-def predict(plan: Plan | str, model: str, device: DeviceSpec | str, batch: int) -> OnPaper:
+def predict(plan: Plan | str, model: str, device: DeviceSpec | str, batch: int) -> Estimate:
     """A step of `batch` rows of a model, given by its name (`models.table`), on devices of one kind.
 
     Errors: PlanError for a plan that cannot run with these rows, for slices, and for a device without flops.
@@ -69,7 +69,7 @@ def predict(plan: Plan | str, model: str, device: DeviceSpec | str, batch: int) 
     element = PRECISIONS[plan.precision].activation
     program = plan.compile(shapes.shape(model, element_size=element), costs=measured)
     trace = simulate(program, EmulatedCosts(program, spec, ProfiledCosts(program, measured, batch)))
-    return OnPaper(plan, trace, memory_formula.per_rank(plan, model, batch))
+    return Estimate(plan, trace, memory_formula.per_rank(plan, model, batch))
 
 
 def profile(model: str, rows: Iterable[int], precision: str = "float32", selective: bool = False) -> Profile:

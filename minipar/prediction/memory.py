@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from minipar.prediction.recorded import LayerTape, Piece, Sizes, Storage, Tape, Tapes, keeps
+from minipar.prediction.recorded import GraphPiece, LayerTape, Sizes, Storage, Tape, Tapes, keeps
 from minipar.prediction.split_backward import input_half, weight_half
 from minipar.program import (
     COLLECTIVES,
@@ -45,7 +45,7 @@ from minipar.trace.memory_series import Series
 def predict_memory(
     program: Program,
     rank: int,
-    pieces: dict[tuple[Piece, int], list[Piece]],
+    pieces: dict[tuple[GraphPiece, int], list[GraphPiece]],
     tapes: Tapes,
     sizes: Sizes,
     data: int,
@@ -92,7 +92,7 @@ class Walk:
         self,
         program: Program,
         rank: int,
-        pieces: dict[tuple[Piece, int], list[Piece]],
+        pieces: dict[tuple[GraphPiece, int], list[GraphPiece]],
         tapes: Tapes,
         sizes: Sizes,
         data: int,

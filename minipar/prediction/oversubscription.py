@@ -110,7 +110,7 @@ def walk_shared(
             return True
         return False
 
-    def wake(stream: Link | GroupStream) -> None:
+    def wake(stream: Link) -> None:
         for rank in stream.waiters:
             loop.at(loop.now, partial(advance, rank))
         stream.waiters.clear()

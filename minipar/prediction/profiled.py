@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from minipar.costs.measured import Profile
 from minipar.costs.rates import ORDINARY, Calibration, Copies
 from minipar.program import COMPUTE, COPIES, SERVICE, Instruction, Op, Program, Value, home, output, repartitions, tier
-from minipar.program.comm_volume import carried, changes, changing, hops, summed, whole_of
+from minipar.program.comm_volume import changes, hops, of_collective, of_message
 from minipar.program.rows import split_rows
 from minipar.strategies.shares import shares_of
 
@@ -121,8 +121,7 @@ class ProfiledCosts:
                 line = copies.to_host if away else copies.from_host
             count = max(1, len(self.program.groups[value.index].tensors)) if value.microbatch < 0 else 1
             return self.size(rank, value) * line.per_byte + count * line.fixed, 0.0
-        served = ins.op in SERVICE
-        size = sum(part.bytes for part in ins.parts) if served else sum(self.size(rank, value) for value in ins.reads)
+        size = of_message(self.size, rank, ins)
         if size and self.calibration is not None:
             if ins.op in SERVICE:  # (the work of both ranks counts as the server's time)
                 line = self.calibration.message(rank, ins.peer)
@@ -132,19 +131,12 @@ class ProfiledCosts:
 
     def collective(self, ins: Instruction) -> float:
         n = len(ins.group)
-        size: float = sum(part.bytes for part in ins.parts)
-        if ins.op is Op.ALL_REDUCE and not repartitions(ins):
-            size = sum(self.size(ins.group[0], value) for value in summed(ins)) * carried(ins, self.program)
-        if repartitions(ins):
-            size = whole_of(ins, self.size(ins.group[0], changing(ins)))
-            if self.calibration is not None:
-                return hops(ins) / 2 * self.calibration.sum_over(n, size)
-            return hops(ins) * ((n - 1) * self.latency + (n - 1) / n * size / self.bandwidth)
-        if self.program.algorithm and ins.op is Op.ALL_REDUCE:
-            return len(ins.parts) * self._by_algorithm(n, round(size / max(1, len(ins.parts))))
+        size, messages = of_collective(self.program, self.size, ins.group[0], ins), max(1, len(ins.parts))
+        if self.program.algorithm and ins.op is Op.ALL_REDUCE and not repartitions(ins):
+            return messages * self._by_algorithm(n, round(size / messages))
         if self.calibration is not None:  # (measured for sums, in which the bytes travel twice)
-            return hops(ins) / 2 * len(ins.parts) * self.calibration.sum_over(n, size / max(1, len(ins.parts)))
-        return hops(ins) * (len(ins.parts) * (n - 1) * self.latency + (n - 1) / n * size / self.bandwidth)
+            return hops(ins) / 2 * messages * self.calibration.sum_over(n, size / messages)
+        return hops(ins) * (messages * (n - 1) * self.latency + (n - 1) / n * size / self.bandwidth)
 
     def _by_algorithm(self, ranks: int, nbytes: int) -> float:
         """Seconds of a sum by the program's own algorithm."""

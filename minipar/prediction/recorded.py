@@ -14,7 +14,7 @@ from minipar.program import Value
 # are also its carry, "carry"; the gradient of that, "grad_carried" (only its free); the carry that it got, "carried";
 # and the gradient of that one, which it makes, "grad_carry".
 Tape = tuple[tuple[int, str], ...]
-Piece = tuple[int, ...]
+GraphPiece = tuple[int, ...]
 
 
 class LayerTape(NamedTuple):

@@ -21,11 +21,11 @@ from minipar.program.server_rule import Consistency, Kind, Mode, Row
 from minipar.strategies import served_order
 from minipar.strategies.shares import shares_of
 
-Key = tuple[int, Op, int, int, tuple[int, ...]]  # rank, what, peer, step, groups
-Times = dict[Key, tuple[float, float]]
+InstructionKey = tuple[int, Op, int, int, tuple[int, ...]]  # rank, what, peer, step, groups
+Times = dict[InstructionKey, tuple[float, float]]
 
 
-def key_of(rank: int, ins: Instruction, count: int = -1) -> Key:
+def key_of(rank: int, ins: Instruction, count: int = -1) -> InstructionKey:
     """A key for an instruction whose place in the final program is not known yet. For compute it has `count`, the place
     in its step."""
     if ins.op is Op.APPLY:
@@ -72,7 +72,9 @@ class _Simulated:
     cores: float
     times: Times = field(default_factory=dict)
     order: list[Row] = field(default_factory=list)
-    queues: dict[int, deque[tuple[float, Key, Callable[[], None]]]] = field(default_factory=lambda: defaultdict(deque))
+    queues: dict[int, deque[tuple[float, InstructionKey, Callable[[], None]]]] = field(
+        default_factory=lambda: defaultdict(deque)
+    )
 
     def __post_init__(self) -> None:
         program, serving = self.program, self.program.serving
@@ -106,7 +108,7 @@ class _Simulated:
     def _later(self, delay: float, then: Callable[[], None]) -> None:
         self.loop.at(self.loop.now + delay, then)
 
-    def _work(self, rank: int, seconds: float, key: Key, then: Callable[[], None]) -> None:
+    def _work(self, rank: int, seconds: float, key: InstructionKey, then: Callable[[], None]) -> None:
         """Let a rank do some work after all work that it got before."""
         self.queues[rank].append((seconds, key, then))
         self._next_of_queue(rank)

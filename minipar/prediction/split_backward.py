@@ -11,12 +11,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from minipar.prediction.recorded import frees
-from minipar.program import Instruction, grad, grad_output
+from minipar.program import Instruction, LayerRun, grad, grad_output
 
 if TYPE_CHECKING:
     from minipar.prediction.memory import Storage, Walk
-
-Key = tuple[int, int, int]  # layer, micro-batch, step
 
 
 def input_half(walk: Walk, ins: Instruction) -> None:
@@ -45,7 +43,7 @@ def input_half(walk: Walk, ins: Instruction) -> None:
     walk.hand_back(ins, above)
 
 
-def _play(walk: Walk, key: Key, received: Storage | None, freed: list[tuple[int, int]]) -> Storage | None:
+def _play(walk: Walk, key: LayerRun, received: Storage | None, freed: list[tuple[int, int]]) -> Storage | None:
     """Play the input half of one layer. Returns the gradient of its input. `freed` gets what is freed when the piece is
     done."""
     layer, i, _ = key
@@ -75,7 +73,7 @@ def _play(walk: Walk, key: Key, received: Storage | None, freed: list[tuple[int,
     return None
 
 
-def _let_go(walk: Walk, key: Key, *, inputs: bool) -> None:
+def _let_go(walk: Walk, key: LayerRun, *, inputs: bool) -> None:
     """Release the layer's output, and with `inputs` its inputs, if the weight half does not need them."""
     later = walk.tape(key[0], key[1]).weight_half
     if inputs and not frees(later, "input"):

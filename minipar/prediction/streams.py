@@ -1,4 +1,9 @@
-"""What simulated ranks share: links carry messages in order, and groups run collectives in order."""
+"""What ranks share, simulated or emulated: links, which carry messages in order, and groups, which run collectives in
+order.
+
+A collective occupies its group as a message occupies its link: it begins when its last rank has joined it and the one
+before it has ended.
+"""
 
 from __future__ import annotations
 
@@ -38,18 +43,13 @@ class Link(list[float]):
         return k, self.reached[k - ahead] if k >= ahead else 0.0
 
 
-class GroupStream(list[float]):
-    """The end times of a group's collectives, in order. The k-th is known when all ranks have joined that
-    collective."""
+class GroupStream(Link):
+    """End times of a group's collectives, in order; the k-th is known when all its ranks have joined it."""
 
     def __init__(self, group: tuple[int, ...]) -> None:
         super().__init__()
         self.joined = dict.fromkeys(group, 0)
         self.open: dict[int, list[tuple[int, int, float]]] = {}
-        self.waiters: list[int] = []
-
-    def __bool__(self) -> bool:
-        return True
 
     def join(
         self,
@@ -68,13 +68,13 @@ class GroupStream(list[float]):
         members = self.open.setdefault(k, [])
         members.append((rank, index, now))
         if len(members) == len(self.joined):
-            free = self[-1] if len(self) else 0.0
-            self.append(max(free, max(t for _, _, t in members)) + costs.collective(ins))
+            before = self.free
+            _, end = self.send(max(t for _, _, t in members), costs.collective(ins), 0.0)
             for r, i, t in members:
-                starts[r][i], ends[r][i] = max(t, free), self[-1]
+                starts[r][i], ends[r][i] = max(t, before), end
             del self.open[k]
         return k
 
 
 # Where a value that is under way comes from: its link or group, its number there, the index of the instruction.
-Slot = tuple[Link | GroupStream, int, int]
+Slot = tuple[Link, int, int]

@@ -44,6 +44,7 @@ from minipar.program.mesh import Mesh
 from minipar.program.rule import Turn, Wait, order
 from minipar.program.values import (
     TIERS,
+    LayerRun,
     Value,
     buffer,
     carry,
@@ -93,6 +94,7 @@ __all__ = [
     "Forward",
     "Group",
     "Instruction",
+    "LayerRun",
     "Local",
     "Mesh",
     "Op",

@@ -1,8 +1,36 @@
-"""What the messages of a collective carry, and how often they travel. Predictions and traces both use this."""
+"""What a program sends: the bytes of each instruction, by rank, by link and by kind of value.
+
+Predictions and traces read the same numbers here. `size(rank, value)` gives the bytes of a value: of a profile, or of
+a trace.
+"""
 
 from __future__ import annotations
 
-from minipar.program import Instruction, Op, Program, Value, grad, piece_of
+from collections.abc import Callable
+
+from minipar.program import (
+    COLLECTIVES,
+    SERVICE,
+    Instruction,
+    Op,
+    Program,
+    Value,
+    collectives,
+    grad,
+    home,
+    piece_of,
+    repartitions,
+)  # fmt: skip
+
+Size = Callable[[int, Value], float]
+Receiver = int | tuple[int, ...]  # a rank, or the group that a collective of the backend's own is among
+_NAMES = {
+    Op.ALL_REDUCE: "allreduce",
+    Op.REDUCE_SCATTER: "reduce_scatter",
+    Op.ALL_GATHER: "all_gather",
+    Op.ALL_TO_ALL: "all_to_all",
+    Op.NORM: "allreduce",
+}
 
 _CHANGING = "changing_"
 
@@ -14,19 +42,14 @@ def summed(ins: Instruction) -> tuple[Value, ...]:
 
 
 def changing(ins: Instruction) -> Value:
-    """What a collective that gives a value another form works on: those tensors of the value whose form changes, as
-    this rank has them before. Nothing reads it; costs and traces know its size."""
+    """The tensors of a value to which a collective gives another form, as this rank has them before. No instruction
+    reads this value; costs and traces know its size."""
     return ins.reads[0]._replace(kind=_CHANGING + ins.reads[0].kind)
 
 
 def changes(value: Value) -> str:
-    """The kind of value of which this is the part that changes its form; "" of any other value."""
+    """The kind of value whose changing tensors this value stands for; "" for any other value."""
     return value.kind.removeprefix(_CHANGING) if value.kind.startswith(_CHANGING) else ""
-
-
-def whole_of(ins: Instruction, part: float) -> float:
-    """Bytes of the tensor that such a collective works on, when a rank has `part` bytes of it before."""
-    return part * (len(ins.group) if ins.op is Op.ALL_GATHER else 1)
 
 
 def carried(ins: Instruction, program: Program) -> float:
@@ -45,3 +68,79 @@ def carried(ins: Instruction, program: Program) -> float:
 def hops(ins: Instruction) -> int:
     """How often the bytes of a collective travel: twice where every rank gets the whole sum, otherwise once."""
     return 2 if ins.op is Op.ALL_REDUCE or ins.op is Op.NORM else 1
+
+
+def of_collective(program: Program, size: Size, rank: int, ins: Instruction) -> float:
+    """Bytes of the tensor that a collective works on."""
+    if repartitions(ins):
+        return size(rank, changing(ins)) * (len(ins.group) if ins.op is Op.ALL_GATHER else 1)
+    if ins.op is Op.ALL_REDUCE:
+        return sum(size(rank, value) for value in summed(ins)) * carried(ins, program)
+    return sum(part.bytes for part in ins.parts)
+
+
+def of_message(size: Size, rank: int, ins: Instruction) -> float:
+    """Bytes of a message from one rank to another, or between a worker and a parameter server."""
+    return sum(part.bytes for part in ins.parts) if ins.op in SERVICE else sum(size(rank, value) for value in ins.reads)
+
+
+def sent(program: Program, size: Size, rank: int, ins: Instruction) -> int:
+    """Bytes that a rank puts on the wire for one instruction: of a collective `hops` (n-1)/n of its size."""
+    if ins.op is Op.SEND or ins.op is Op.PUSH or ins.op is Op.REPLY:
+        return round(of_message(size, rank, ins))
+    if ins.op in COLLECTIVES:
+        n = len(ins.group)
+        return round(round(of_collective(program, size, rank, ins)) * hops(ins) * (n - 1) / n)
+    return 0
+
+
+def by_link(program: Program, size: Size, algorithm: str = "backend") -> dict[tuple[int, Receiver], int]:
+    """Bytes sent for each (source, target). Of collectives the target is the group where the backend chooses the way;
+    or the ranks that an algorithm of `program.collectives` sends to, such as "ring". PlanError for others."""
+    links: dict[tuple[int, Receiver], int] = {}
+    for rank, row in enumerate(program.ranks):
+        for ins in row:
+            if ins.op is Op.SEND:
+                found: dict[Receiver, int] = {ins.peer: sent(program, size, rank, ins)}
+            elif ins.op not in COLLECTIVES:
+                continue
+            elif algorithm == "backend":
+                found = {ins.group: sent(program, size, rank, ins)}
+            else:
+                found = _by_algorithm(program, size, rank, ins, algorithm)
+            for target, count in found.items():
+                if count:
+                    links[rank, target] = links.get((rank, target), 0) + count
+    return links
+
+
+def _by_algorithm(program: Program, size: Size, rank: int, ins: Instruction, algorithm: str) -> dict[Receiver, int]:
+    """What a rank sends to each other one in a collective by an algorithm."""
+    whole = round(of_collective(program, size, rank, ins))
+    moves = collectives.program(_NAMES[ins.op], algorithm, len(ins.group), whole)
+    found: dict[Receiver, int] = {}
+    for move in moves.ranks[ins.group.index(rank)]:
+        if move.op is Op.SEND:
+            target = ins.group[move.peer]
+            found[target] = found.get(target, 0) + sum(moves.chunks[c] for c in move.layers)
+    return found
+
+
+def by_kind(program: Program, size: Size) -> dict[str, int]:
+    """Bytes sent by all ranks together, for each kind of value, such as "grad" and "output"."""
+    kinds: dict[str, int] = {}
+    for rank, row in enumerate(program.ranks):
+        for ins in row:
+            if count := sent(program, size, rank, ins):
+                kind = home(ins.writes[0] if ins.op is Op.NORM else ins.reads[0]).kind
+                kinds[kind] = kinds.get(kind, 0) + count
+    return kinds
+
+
+def in_words(links: dict[tuple[int, Receiver], int]) -> dict[str, int]:
+    """The same by text: `0 -> 1`, or `0 -> 0,1,2,3` for what rank 0 sends within that group."""
+
+    def text(target: Receiver) -> str:
+        return str(target) if isinstance(target, int) else ",".join(map(str, target))
+
+    return {f"{source} -> {text(target)}": size for (source, target), size in links.items()}

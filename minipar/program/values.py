@@ -37,6 +37,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 TIERS = ("device", "host", "disk")  # from the fastest to the largest
+LayerRun = tuple[int, int, int]  # a layer on a micro-batch: layer, micro-batch, step
 
 
 class Value(NamedTuple):

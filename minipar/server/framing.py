@@ -1,12 +1,13 @@
-"""Messages of the parameter server: a fixed header, then raw bytes, over Unix or TCP sockets that prove who they are.
+"""Messages of the parameter server: a fixed header, then raw bytes, over Unix or TCP sockets, after mutual proofs.
 
     server -> client   32 random bytes                       nothing else is read before the proof;
     client -> server   32 random bytes | proof               a proof is the HMAC-SHA256 of both numbers under the token
     server -> client   proof
     both               header (what, key, worker, step, version, number, bytes, times) | bytes ...
 
-Nothing that a peer sends is unpickled or evaluated: payloads are tensors' bytes, straight into memory that is there,
-and small JSON texts. TCP_NODELAY, or a header would wait for the acknowledgement of the message before (44 ms).
+Nothing that a peer sends is unpickled or evaluated: payloads are tensors' bytes, which are read straight into memory of
+their size, and small JSON texts. TCP_NODELAY is set: else a header would wait for the acknowledgement of the message
+before (44 ms).
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from torch import Tensor
 HEADER = struct.Struct("<iiiqqqqqq")
 _CREDENTIALS = struct.Struct("3i")  # of the process at the other end of a Unix socket: process, user, group
 NONCE = PROOF = 32
-_BUFFER = 4 << 20  # asked for; the kernel gives what its limits allow
-_STAGE = 1 << 14  # bytes that are taken in before it is known where they belong
+_BUFFER = 4 << 20  # bytes that are requested; the kernel gives what its limits allow
+_STAGE = 1 << 14  # bytes that are received before it is known where they belong
 MOST_TEXT = 1 << 16  # bytes of a text
 
 
@@ -35,22 +36,22 @@ class What(IntEnum):
     HELLO = 1  # client: who it is (JSON)
     WELCOME = 2  # server: the number of its incarnation
     PUSH = 3  # worker: its part of one key's gradient
-    ACK = 4  # worker to server 0: tell me when this step's gradient is at all servers; and the answer
+    ACK = 4  # worker to server 0: request to say when this step's gradient is at all servers; and the answer
     PULL = 5  # worker to server 0
     ANSWER = 6  # a server's parameters
     LEAVE = 7  # worker to server 0
-    REFUSED = 8  # server: why (text), before it closes the connection
+    REFUSED = 8  # server: the reason (text), before it closes the connection
     CLOSED = 9  # server: it has ended
     HAVE = 10  # other server to server 0: a step's gradient is whole here
-    ROW = 11  # server 0 to the others: the next line of the order
-    SAVE = 12  # the same: write a snapshot
-    SAVED = 13  # other server to server 0: it is on the disk
+    ROW = 11  # server 0 to the others: the next row of the order
+    SAVE = 12  # server 0 to the others: write a snapshot
+    SAVED = 13  # other server to server 0: the snapshot is on the disk
     RESTORE = 14  # server 0 to the others: go back to a snapshot
-    FORGET = 15  # the same: a worker began anew; what it pushed before and is not known whole is void
+    FORGET = 15  # server 0 to the others: a worker began anew; its earlier gradients count only if they are whole
 
 
-PUSH = What.PUSH  # (a name of its own is found faster than a member)
-FROM_WORKERS = frozenset((What.PULL, What.ACK, What.LEAVE))  # without bytes, as those between servers
+PUSH = What.PUSH  # (a global name is found faster than a member of an Enum)
+FROM_WORKERS = frozenset((What.PULL, What.ACK, What.LEAVE))  # these have no bytes, like those between servers
 BETWEEN_SERVERS = frozenset((What.HAVE, What.ROW, What.SAVE, What.SAVED, What.FORGET, What.CLOSED))
 
 
@@ -62,8 +63,8 @@ class Message(NamedTuple):
     version: int = 0
     number: int = 0
     size: int = 0
-    moment: int = 0  # on emulated links, in ns: when it begins to arrive, or was said; 0: with the message before
-    lasts: int = 0  # and how long the link takes for it
+    moment: int = 0  # on emulated links, in ns: when it begins to arrive, or was sent; 0: with the message before
+    lasts: int = 0  # on emulated links, in ns: how long the link is busy with it
 
 
 def nanoseconds(moment: float) -> int:
@@ -77,7 +78,7 @@ def seconds(moment: int) -> float:
 
 
 class Stage:
-    """Bytes that have come and were not taken yet: short messages come whole, and several of them, in one call."""
+    """Bytes that were received and not used yet: one call can receive several short messages."""
 
     def __init__(self, ahead: bytes = b"") -> None:
         self.memory = memoryview(bytearray(max(_STAGE, len(ahead))))
@@ -88,7 +89,7 @@ class Stage:
         return self.stop - self.start
 
     def room(self) -> memoryview:
-        """Where more can come, after what is there."""
+        """Memory for more bytes, behind those that are there."""
         if not self.start and not self.stop:
             return self.memory
         rest = self.stop - self.start
@@ -97,13 +98,13 @@ class Stage:
         return self.memory[rest:]
 
     def header(self) -> Message:
-        """Take a header, which is there."""
+        """Take a header, all of which must be there."""
         start = self.start
         self.start += HEADER.size
         return Message(*HEADER.unpack_from(self.memory, start))
 
     def take(self, into: memoryview) -> int:
-        """Take what is there, at most so much; how much it was."""
+        """Take the bytes that are there, at most as many as fit in `into`; returns how many."""
         size = min(len(into), self.stop - self.start)
         into[:size] = self.memory[self.start : self.start + size]
         self.start += size
@@ -140,7 +141,7 @@ def listen(address: str) -> socket.socket:
 
 
 def prepare(connection: socket.socket) -> None:
-    """Large buffers; over TCP no delay, and an end when the other host is gone."""
+    """Give a socket large buffers; over TCP also no delay, and an end when the other host is gone."""
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         connection.setsockopt(socket.SOL_SOCKET, option, _BUFFER)
     if connection.family == socket.AF_INET:
@@ -159,7 +160,7 @@ def process_behind(connection: socket.socket) -> int:
 
 
 def at_work(process: int) -> bool:
-    """Whether a process of this machine is there and was not stopped: then it goes on, however long it computes."""
+    """Whether a process of this machine exists and was not stopped: then it goes on, however long it computes."""
     try:
         with open(f"/proc/{process}/stat") as file:
             state = file.read().rpartition(")")[2].split()[0]  # (its name, in brackets, may hold anything)

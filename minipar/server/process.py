@@ -1,26 +1,607 @@
-"""The parameter server: it takes gradients, updates its part of the parameters, and hands them out.
+"""The parameter server: it takes gradients, updates its part of the parameters, and sends them to workers.
 
     worker  PUSH ...........> every server     each keeps its part of the gradient, and tells server 0 when it is whole
             PULL ...........> server 0         ANSWER <.......... every server
-    server 0  decides what happens next (program/server_rule.py), and the others do the same, line by line
+    server 0  decides what happens next (program/server_rule.py), and the others do the same, row by row
 
-So there is one order of updates and answers for all servers: they always take the same gradients, whoever was late at
-which of them. Server 0 keeps that order, from which a run can be replayed exactly.
+So there is one order of updates and answers for all servers: they always take the same gradients, in whatever order
+these arrive at each server. Server 0 keeps that order, from which a run can be replayed exactly.
 
-A server that dies takes the others back with it, to the newest snapshot that all of them have; workers connect again
-and go on there. What was pushed and acknowledged before that snapshot is in it. A gradient has a name (worker, step,
-key), and counts once, however often it is sent.
+When a server dies, all servers go back to the newest snapshot that all of them have; workers connect again and go on
+there. What was pushed and acknowledged before that snapshot is in it. A gradient has a name (worker, step, key), and
+counts once, however often it is sent.
 """
 
 from __future__ import annotations
 
+import secrets
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from minipar.server.ordering import Server
-from minipar.server.served import Served, Settings
+from minipar.errors import RankError
+from minipar.execution.emulation import Pace, Pacing
+from minipar.execution.updating import Form, Optimizer, Scheduler
+from minipar.program.server_rule import ANSWER, APPLY, DROP, JOIN, SYNC, TAKE, Kind, Mode, Row, again
+from minipar.server import snapshot
+from minipar.server.connection import Peer, Refused
+from minipar.server.framing import (
+    BETWEEN_SERVERS,
+    FROM_WORKERS,
+    MOST_TEXT,
+    PUSH,
+    Message,
+    What,
+    at_work,
+    listen,
+    nanoseconds,
+    seconds,
+)
+from minipar.server.rendezvous import Introduction, ServerHandle, present, read_handle
+from minipar.server.shard import Shard, digest, pieces_of
+from minipar.server.switchboard import Done, Switchboard
+
+_NOTHING = memoryview(b"")
+_LOOK = 0.2  # seconds between two searches for silent workers
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a group of servers works.
+
+    workers         expected from the start; more may come
+    steps           of a worker (async, ssp), or updates (sync, k-of-n), after which everything ends
+    optimizer       makes the optimizer of the whole model, of which each server has a part; it must work element by
+                    element
+    scheduler       makes a scheduler of it, which steps once for each update
+    forms           the parameters that the optimizer is made of, in the model's order; (): the keys
+    snapshot_every  updates between two snapshots; None: no snapshots, and the run ends when a server dies
+    patience        seconds after which a worker that is gone or hangs is removed; None: never. Over a Unix socket a
+                    worker hangs if its process was stopped, and not while that computes; over TCP, where the server
+                    cannot see the process, it hangs if it sends nothing for so long
+    on_death        "continue" without it, or "abort"
+    together        whether no worker begins before all that are expected have asked for parameters
+    pacing          of emulated devices; None: nothing is delayed
+    """
+
+    workers: int
+    steps: int
+    optimizer: Optimizer
+    mode: Mode = SYNC
+    snapshot_every: int | None = None
+    patience: float | None = 30.0
+    on_death: str = "continue"
+    together: bool = False
+    pacing: Pacing | None = None
+    scheduler: Scheduler | None = None
+    forms: tuple[Form, ...] = ()
+
+
+class ServerEvent(NamedTuple):
+    """What a server did, and when (time.perf_counter). `kind` 0: it received a piece of tensor `which`; otherwise as
+    in Row, and `which` is the version."""
+
+    kind: int
+    worker: int
+    step: int
+    which: int
+    start: float
+    end: float
+    bytes: int = 0
+
+
+@dataclass
+class Served:
+    """What a server brings back. `order` is server 0's; `values` are its pieces of the parameters, as bytes."""
+
+    values: Tensor
+    order: list[Row] = field(default_factory=list)
+    events: list[ServerEvent] = field(default_factory=list)
+    silent: list[tuple[int, int, float]] = field(default_factory=list)  # (worker, step, seconds) of removed workers
+    restored: list[int] = field(default_factory=list)  # versions that this process went back to
+    received: int = 0  # bytes of gradients
+    sent: int = 0  # bytes of parameters
+    states: dict[int, int] = field(default_factory=dict)  # bytes that the optimizer keeps, by tensor
+
+
+def rows_of(table: Tensor) -> list[Row]:
+    """An order, from the table of numbers by which a snapshot stores it."""
+    return [Row(Kind(row[0]), *row[1:]) for row in table.tolist()]
+
+
+class Arrivals:
+    """At server 0: which servers have a gradient whole, and which workers pull before all servers have theirs."""
+
+    def __init__(self, servers: int) -> None:
+        self.servers = servers
+        self.at: dict[tuple[int, int, int], set[int]] = {}  # worker, step, life
+        self.early: set[int] = set()
+
+    def coming(self, worker: int, step: int, life: int) -> None:
+        """A gradient is on an emulated link: a pull of its worker waits for it."""
+        self.at.setdefault((worker, step, life), set())
+
+    def whole(self, worker: int, step: int, life: int, server: int) -> bool:
+        """A gradient is whole at a server. Returns whether it is whole at all of them now."""
+        if self.servers == 1:
+            self.at.pop((worker, step, life), None)
+            return True
+        found = self.at.setdefault((worker, step, life), set())
+        found.add(server)
+        if len(found) < self.servers:
+            return False
+        del self.at[worker, step, life]
+        return True
+
+    def wait(self, worker: int) -> bool:
+        """A worker pulls. Returns whether it must wait, since a gradient that it pushed is not at all servers yet."""
+        if self.at and any(key[0] == worker for key in self.at):
+            self.early.add(worker)
+        return worker in self.early
+
+    def awaited(self, worker: int) -> bool:
+        """Whether a worker had pulled before its gradient was at all servers; forgets it."""
+        there = worker in self.early
+        self.early.discard(worker)
+        return there
+
+    def forget(self, worker: int, life: int) -> None:
+        """A worker began anew, in this life: forget its earlier ones."""
+        self.early.discard(worker)
+        self.at = {key: found for key, found in self.at.items() if key[0] != worker or key[2] == life}
+
+
+class Server:
+    """One server: a loop over its connections. Server 0 leads: it decides, and the others follow."""
+
+    def __init__(
+        self,
+        folder: str,
+        number: int,
+        settings: Settings,
+        values: Sequence[Tensor],
+        reach: Callable[[str], None],
+        report: Callable[[object], None],
+    ) -> None:
+        handle: ServerHandle = read_handle(folder)
+        self.folder, self.number, self.settings, self.handle = folder, number, settings, handle
+        self.reach, self.report = reach, report
+        self.count = len(handle.addresses)
+        self.values = [value.detach().clone() for value in values]
+        self.shard = self._new_shard()
+        self.digest = digest(handle.keys, self.count)
+        self.served = Served(self.shard.flat)
+        self.board = Switchboard(listen(handle.addresses[number]), handle.token, self._target, self._done, self._gone)
+        self.pace = Pace() if settings.pacing is not None else None
+        self.incarnation = 0
+        self.over = handle.closed
+        self.on: dict[int, Done] = {
+            What.HELLO: self._hello,
+            What.PUSH: self._pushed,
+            What.PULL: self._pull,
+            What.ACK: self._ask,
+            What.LEAVE: self._leave,
+            What.HAVE: lambda peer, m: self._whole(m.worker, m.step, m.number, peer.server),
+            What.ROW: self._row,
+            What.SAVE: self._save_too,
+            What.SAVED: lambda peer, m: self.saved.add(peer.server),
+            What.FORGET: lambda peer, m: self._forget(m.worker, m.number),
+            What.CLOSED: self._closed,
+        }
+        self._fresh()
+
+    def _new_shard(self) -> Shard:
+        keys = self.handle.keys
+        mine, settings = pieces_of(keys, self.count)[self.number], self.settings
+        return Shard(keys, mine, self.values, settings.optimizer, settings.scheduler, settings.forms)
+
+    def _fresh(self) -> None:
+        """Begin without connections, and without any knowledge of workers and servers."""
+        self.board.drop_all()
+        if self.pace is not None:
+            self.pace.forget()
+        self.workers: dict[int, Peer] = {}
+        self.others: dict[int, Peer] = {}  # the other servers, at server 0; server 0, at the others
+        self.lists: dict[int, list[int]] = {}  # snapshots of the other servers
+        self.lives: dict[int, int] = {}
+        self.arrivals = Arrivals(self.count)
+        self.heard: dict[int, float] = {}
+        self.requests: dict[int, int] = {}
+        self.saved: set[int] = set()  # servers that have the newest snapshot
+        self.ending: set[int] | None = None  # servers that have come to the end
+        self.questions: dict[int, int] = {}  # worker -> step: it waits until that gradient is at all servers
+        self.taking: list[Row] = []
+        self.ready = self.broken = False
+
+    # the loop --------------------------------------------------------------------------------------------------------
+
+    def run(self) -> Served:
+        if self.over:  # it was started again after the end
+            self._restore(max(snapshot.numbers(self.folder, self.number), default=0), 0)
+        else:
+            self._meet()
+        looked = time.monotonic()
+        while not self.over:
+            self.board.wait(_LOOK if self.pace is None else self.pace.left(_LOOK))
+            if self.broken:
+                self._meet()
+                continue
+            while self.pace is not None and self.pace.go_on():
+                self._decide_first()
+            if self.number == 0:
+                if time.monotonic() - looked > _LOOK:
+                    looked = time.monotonic()
+                    self._look_for_silent()
+                self._decide()
+        while self.pace is not None and not self.pace.idle:
+            time.sleep(self.pace.left(_LOOK))
+            self.pace.go_on()
+        self.served.values, self.served.states = self.shard.flat, self.shard.state_bytes()
+        return self.served
+
+    def _gone(self, peer: Peer) -> None:
+        """A connection has ended. Without another server nothing can go on; without a worker, all the others can."""
+        if peer.server >= 0 and self.others.get(peer.server) is peer:
+            del self.others[peer.server]
+            self.lists.pop(peer.server, None)
+            self.broken = True
+        if self.workers.get(peer.worker) is peer:
+            del self.workers[peer.worker]
+
+    # servers among themselves ----------------------------------------------------------------------------------------
+
+    def _meet(self) -> None:
+        """Let all servers go back to the newest snapshot that all of them have; the first time, to the beginning."""
+        self._fresh()
+        mine = snapshot.numbers(self.folder, self.number)
+        if self.number:
+            return self._follow(mine)
+        while len(self.lists) < self.count - 1:
+            self.board.wait(_LOOK)
+        common = max(set(mine).intersection(*self.lists.values()), default=0)
+        self.next_snapshot = 1 + max([0, *mine, *(n for found in self.lists.values() for n in found)])
+        self._restore(common, 1 + secrets.randbelow(1 << 62))
+        for peer in self.others.values():
+            self.board.tell(peer, Message(What.RESTORE, number=common, version=self.incarnation))
+        self.heard = dict.fromkeys(self.rule.members, time.monotonic())
+        self.ready = True
+
+    def _follow(self, mine: list[int]) -> None:
+        found = present(self.handle, Introduction(self.digest, server=self.number, snapshots=mine))
+        if found is None:
+            self.over = True
+            return
+        connection, order = found
+        self._restore(order.number, order.version)
+        self.ready = True
+        peer = self.board.adopt(connection.socket, connection.stage.rest())
+        peer.server = 0
+        self.others[0] = peer
+
+    def _restore(self, number: int, incarnation: int) -> None:
+        order: list[Row] = []
+        if number:
+            tensors, facts = snapshot.read(self.folder, self.number, number)
+            self.shard.restore(tensors, facts)
+            order = rows_of(tensors["order"])
+        elif self.incarnation:
+            self.shard = self._new_shard()
+        snapshot.remove_after(self.folder, self.number, number)
+        self.served.order = order
+        self.rule = again(self.settings.mode, self.settings.workers, self.settings.steps, order)
+        if self.settings.together:
+            here = {row.worker for row in order if row.kind is JOIN}
+            self.rule.absent = set(range(self.settings.workers)) - here
+        for worker, step in facts["reported"] if number else ():
+            self.rule.push(worker, step)
+        self.served.events = [e for e in self.served.events if e.kind != APPLY or e.which < self.rule.version]
+        if self.incarnation or number:
+            self.served.restored.append(self.rule.version)
+            self.report(("restored", number))
+        self.incarnation = incarnation
+
+    def _save(self, number: int) -> None:
+        tensors, facts = self.shard.state()
+        rows = self.served.order if self.number == 0 else []
+        tensors["order"] = torch.tensor(rows, dtype=torch.int64).reshape(-1, 4)
+        facts["reported"] = list(self.rule.pushed.items())  # gradients that are whole, and in no update yet
+        snapshot.write(self.folder, self.number, number, tensors, facts, self.reach)
+
+    def _save_all(self) -> None:
+        """Server 0: write a snapshot on all servers, at the same place of the order."""
+        self.saved = set()
+        for peer in self.others.values():
+            self.board.tell(peer, Message(What.SAVE, number=self.next_snapshot))
+        self._save(self.next_snapshot)
+        self.saved.add(0)
+        self.next_snapshot += 1
+
+    # messages --------------------------------------------------------------------------------------------------------
+
+    def _target(self, peer: Peer, message: Message) -> memoryview:
+        """Memory for the bytes of a message. A message that no correct peer sends is refused before it is read."""
+        what, size = message.what, message.size
+        if what == PUSH and peer.worker >= 0:
+            return self._room(peer, message)
+        if what == What.HELLO and peer.worker < 0 and peer.server < 0 and 0 < size <= MOST_TEXT:
+            peer.text = memoryview(bytearray(size))
+            return peer.text
+        expected = FROM_WORKERS if peer.worker >= 0 else BETWEEN_SERVERS if peer.server >= 0 else ()
+        if size or what not in expected:
+            raise Refused(f"message {what} of {size} bytes is none that server {self.number} expects")
+        return _NOTHING
+
+    def _room(self, peer: Peer, message: Message) -> memoryview:
+        """Memory for a piece of a gradient."""
+        key, size, step = message.key, message.size, message.step
+        piece = self.shard.by_tensor.get(key)
+        if piece is None or piece.size != size or not 0 <= message.version <= message.number:
+            known = "another" if piece is None else f"one of {piece.size} bytes"
+            raise Refused(f"key {key}: {size} bytes were pushed, but server {self.number} keeps {known}")
+        peer.since = time.perf_counter()
+        if not self.rule.known(peer.worker, step):
+            pushed = self.shard.pushing(peer.worker, peer.life, step, message.version, message.number)
+            if key in pushed.missing:
+                return pushed.room.bytes[key]
+        return memoryview(bytearray(size))  # (this piece was received before, and does not count twice)
+
+    def _done(self, peer: Peer, message: Message) -> None:
+        if peer.worker >= 0:
+            self.heard[peer.worker] = time.monotonic()
+        if self.pace is None:
+            self.on[message.what](peer, message)
+            return
+        self.pace.hear(0.0 if message.what == PUSH else seconds(message.moment))
+        self.on[message.what](peer, message)
+        self._decide_first()
+
+    def _decide_first(self) -> None:
+        """Server 0, emulated: decide at the emulated time of one event, before the next event counts."""
+        if self.number == 0 and self.ready and not self.broken and not self.over:
+            self._decide()
+
+    def _pull(self, peer: Peer, message: Message) -> None:
+        self.requests[peer.worker] = message.number
+        if not self.arrivals.wait(peer.worker):
+            self.rule.ask(peer.worker)
+
+    def _ask(self, peer: Peer, message: Message) -> None:
+        self.questions[peer.worker] = message.step
+        if self.rule.known(peer.worker, message.step):
+            self._acknowledge(peer.worker, message.step)
+
+    def _leave(self, peer: Peer, message: Message) -> None:
+        if peer.worker in self.rule.members:
+            self._tell_row(self.rule.leave(peer.worker))
+
+    def _row(self, peer: Peer, message: Message) -> None:
+        row = Row(Kind(message.key), message.worker, message.step, message.version)
+        self.rule.follow(row)
+        self._do(row, message.number)
+
+    def _save_too(self, peer: Peer, message: Message) -> None:
+        self._save(message.number)
+        self.board.tell(peer, Message(What.SAVED, number=message.number))
+
+    def _closed(self, peer: Peer, message: Message) -> None:
+        if self.number == 0:
+            assert self.ending is not None
+            self.ending.add(peer.server)
+        else:
+            self.board.tell(peer, Message(What.CLOSED))
+            self.over = self.handle.closed
+
+    def _hello(self, peer: Peer, message: Message) -> None:
+        who = Introduction.read(bytes(peer.text))
+        if who is None:
+            raise Refused(f"server {self.number} does not understand who is there")
+        if who.keys != self.digest:
+            raise Refused(f"server {self.number} keeps other keys, shapes or dtypes; connect by its folder")
+        worker, life = who.worker, who.life
+        if who.server > 0 and self.number == 0:
+            peer.server = who.server
+            self.others[who.server] = peer
+            self.lists[who.server] = who.snapshots
+            return
+        if worker < 0 or not self.ready:
+            peer.ended = True  # (not yet: the client will try again)
+            return
+        old = self.workers.get(worker)
+        if old is not None and old is not peer:
+            self.board.drop(old)
+        peer.worker, peer.life = worker, life
+        self.workers[worker] = peer
+        self.board.tell(peer, Message(What.WELCOME, number=self.incarnation))
+        if self.number == 0:
+            self.heard[worker] = time.monotonic()
+            if self.lives.get(worker) != life or worker not in self.rule.members:
+                self.lives[worker] = life
+                if worker not in self.rule.pushed:
+                    self._forget(worker, life)
+                    for other in self.others.values():
+                        self.board.tell(other, Message(What.FORGET, worker=worker, number=life))
+                self._tell_row(self.rule.join(worker))
+
+    def _forget(self, worker: int, life: int) -> None:
+        """A worker began anew: drop the parts of its earlier gradient, which may not be mixed with the new ones."""
+        for pushed in list(self.shard.pushed.values()):
+            if pushed.worker == worker and pushed.life != life:
+                self.shard.let_go(pushed)
+        self.arrivals.forget(worker, life)
+
+    def _pushed(self, peer: Peer, message: Message) -> None:
+        """A piece of a gradient was received. On an emulated link it arrives later, with those that travel with it."""
+        if self.pace is None or not (message.moment or peer.coming):
+            self._keep(peer, message, peer.since, time.perf_counter())
+        elif message.moment:
+            pace, together, lasts = self.pace, [message], seconds(message.lasts)
+            peer.coming = together
+            if not self.rule.known(peer.worker, message.step):
+                self.arrivals.coming(peer.worker, message.step, peer.life)
+
+            def arrive(start: float, end: float) -> None:
+                if peer.coming is together:
+                    peer.coming = []
+                for each in together:
+                    self._keep(peer, each, start, end)
+
+            def begin() -> None:
+                pace.work(lasts, arrive)
+
+            pace.later(seconds(message.moment), begin)
+        else:
+            peer.coming.append(message)
+
+    def _keep(self, peer: Peer, message: Message, start: float, end: float) -> None:
+        """Keep a piece of a gradient that has arrived. The last piece makes the gradient whole."""
+        worker, step, key = peer.worker, message.step, message.key
+        pushed = self.shard.pushed.get((worker, peer.life))
+        if pushed is None or key not in pushed.missing or self.rule.known(worker, step):
+            return
+        pushed.missing.discard(key)
+        self.served.received += message.size
+        self.served.events.append(ServerEvent(0, worker, step, key, start, end, message.size))
+        if pushed.missing:
+            return
+        if self.number == 0:
+            self._whole(worker, step, peer.life, 0)
+        else:
+            self.board.tell(
+                self.others.get(0), Message(What.HAVE, 0, worker, step, number=peer.life, moment=self._moment())
+            )
+
+    def _moment(self) -> int:
+        """The emulated time of the present event, for a message about it."""
+        return 0 if self.pace is None else nanoseconds(self.pace.now)
+
+    def _whole(self, worker: int, step: int, life: int, server: int) -> None:
+        """Server 0: a gradient is whole at a server. If it is now whole at all of them, it counts."""
+        if self.arrivals.whole(worker, step, life, server):
+            self.rule.push(worker, step)
+            self._acknowledge(worker, step)
+            if self.arrivals.awaited(worker):
+                self.rule.ask(worker)
+
+    def _acknowledge(self, worker: int, step: int) -> None:
+        """A step's gradient is at all servers: say so to the worker, if it waits for that."""
+        if self.questions.get(worker) == step:
+            del self.questions[worker]
+            self.board.tell(self.workers.get(worker), Message(What.ACK, worker=worker, step=step))
+
+    # what happens ----------------------------------------------------------------------------------------------------
+
+    def _decide(self) -> None:
+        """Server 0: do everything that is ready, and let the other servers do it, too."""
+        every = self.settings.snapshot_every
+        while rows := self.rule.decide():
+            for row in rows:
+                self._tell_row(row)
+            due = every and rows[-1].kind is APPLY and self.rule.version % every == 0
+            if due and len(self.saved) in (0, self.count):  # (not before all servers have the last snapshot)
+                self._save_all()
+        if not self.rule.members:
+            self._end()
+
+    def _tell_row(self, row: Row) -> None:
+        number, moment = self.requests.get(row.worker, 0) if row.kind is ANSWER else 0, self._moment()
+        for peer in self.others.values():
+            self.board.tell(peer, Message(What.ROW, row.kind, row.worker, row.step, row.version, number, 0, moment))
+        self.served.order.append(row)
+        self._do(row, number)
+
+    def _do(self, row: Row, number: int) -> None:
+        """Do what a row of the order says, on this server's part."""
+        kind = row.kind
+        if kind is TAKE:
+            self.taking.append(row)
+        elif kind is ANSWER:
+            self._answer(row, number)
+        else:
+            start = time.perf_counter()
+            if kind is APPLY:
+                found = [self.shard.find(take.worker, take.step) for take in self.taking]
+                self.taking.clear()
+                self.reach("apply")
+                self.shard.apply([pushed for pushed in found if pushed is not None])
+                self.reach("apply")
+            elif kind is DROP:
+                late = self.shard.find(row.worker, row.step)
+                if late is not None:
+                    self.shard.let_go(late)
+            end = time.perf_counter()
+            if self.pace is None or kind is not APPLY:
+                self.served.events.append(ServerEvent(kind, row.worker, row.step, row.version, start, end))
+                return
+            assert self.settings.pacing is not None
+            known = self.settings.pacing.updates
+            self.pace.work(
+                end - start if known is None else known[self.number],
+                lambda a, b: self.served.events.append(ServerEvent(kind, row.worker, row.step, row.version, a, b)),
+            )
+
+    def _answer(self, row: Row, number: int) -> None:
+        _, worker, step, version = row
+        peer, flat, start = self.workers.get(worker), self.shard.flat, time.perf_counter()
+        if peer is None:
+            return
+        self.heard[worker] = time.monotonic()
+        data = self.shard.bytes if step < self.settings.steps else _NOTHING  # (after the last step nothing is needed)
+
+        def note(start: float, end: float) -> None:
+            self.served.events.append(ServerEvent(ANSWER, worker, step, version, start, end, len(data)))
+
+        def written(flat: Tensor = flat) -> None:  # (the default keeps the tensor alive until then)
+            self.served.sent += len(data)
+            if self.pace is None or not len(data):
+                note(start, time.perf_counter())
+
+        moment = 0
+        if self.pace is not None and len(data):
+            assert self.settings.pacing is not None
+            occupied, delay = self.settings.pacing.replies[self.number][worker, step]
+            moment = nanoseconds(self.pace.work(occupied, note) + delay)
+        self.shard.readers.append(peer)
+        message = Message(What.ANSWER, self.settings.steps, worker, step, version, number, 0, moment)
+        self.board.tell(peer, message, data, written)
+
+    def _look_for_silent(self) -> None:
+        """Remove workers that are gone or hang. A worker that computes for a long time does not hang."""
+        patience = float("inf") if self.settings.patience is None else self.settings.patience
+        for worker in list(self.rule.members):
+            seconds = time.monotonic() - self.heard.setdefault(worker, time.monotonic())
+            if seconds < patience or worker in {*self.rule.asking, *self.rule.pushed, *self.arrivals.early}:
+                continue
+            peer = self.workers.get(worker)
+            if worker in self.rule.absent if peer is None else peer.process and at_work(peer.process):
+                continue  # (before a worker has connected for the first time, its cluster watches it)
+            step = self.rule.clocks[worker] if self.rule.mode.each else self.rule.version
+            if self.settings.on_death == "abort":
+                raise RankError(f"worker {worker} has said nothing for {seconds:.1f} s, in step {step}")
+            self.served.silent.append((worker, step, seconds))
+            self._tell_row(self.rule.leave(worker, removed=True))
+            self.lives.pop(worker, None)
+            if peer is not None:
+                self.board.drop(self.workers.pop(worker))
+                self.report(("silent", worker))  # (a worker without a connection has ended, or is starting again)
+
+    def _end(self) -> None:
+        """Server 0: all workers are done. Save the last state, and end when all servers have."""
+        if self.ending is None:
+            self.ending = {0}
+            if self.settings.snapshot_every:
+                self._save_all()
+            for peer in self.others.values():
+                self.board.tell(peer, Message(What.CLOSED))
+        if len(self.ending) == self.count:
+            self.handle.close()
+            for peer in (*self.others.values(), *self.workers.values()):
+                self.board.tell(peer, Message(What.CLOSED))
+            self.over = True
 
 
 def serve(
@@ -31,11 +612,11 @@ def serve(
     reach: Callable[[str], None] = lambda point: None,
     report: Callable[[object], None] = lambda fact: None,
 ) -> Served:
-    """Be server `number` of those that `meeting.open_folder` made a folder for, until all workers are done.
+    """Be server `number` of those that `rendezvous.open_folder` made a folder for, until all workers are done.
 
     values   the initial parameters, in the order of the keys
     reach    called at the points where a fault campaign ends processes: "apply" and "snapshot"
-    report   told ("silent", worker) when a worker is waited for no longer, ("restored", number of the snapshot)
+    report   called with ("silent", worker) when a worker is removed, and with ("restored", number of the snapshot)
 
     A server that is started again in the same folder goes on from a snapshot.
     """

@@ -9,7 +9,7 @@
             ps.push(name, parameter.grad)
 
 A step begins with the parameters, all of one version, and ends when every key was pushed. When a server dies, the
-worker connects again by itself; what it pushed and nobody remembers is void, and `next_step` says where it goes on.
+worker connects again by itself; gradients that the servers have lost are void, and `next_step` says where it goes on.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from minipar.errors import RankError, ServerClosed
+from minipar.models.tensors import dtype_name
 from minipar.server.connection import Connection
 from minipar.server.framing import Message, What, bytes_of, nanoseconds, seconds
 from minipar.server.rendezvous import RETRY, Introduction, ServerHandle, read_handle
@@ -38,9 +39,9 @@ def connect(
     patience: float = 30.0,
     reach: Callable[[str], None] = lambda point: None,
 ) -> Servers:
-    """Connect to the servers of a folder as a worker of this number; one that was there before is its predecessor.
+    """Connect to the servers of a folder as the worker of this number; it replaces an earlier worker of that number.
 
-    patience   seconds to look for servers that are not there (yet, or for the moment)
+    patience   seconds to wait for servers that have not started, or start again
     reach      called at the points where a fault campaign ends processes: "push" and "pull"
 
     Raises RankError if there are none, ServerClosed if they have ended.
@@ -65,25 +66,25 @@ class Servers:
         self._parts = [frozenset((k, server) for server, _ in homes) for k, homes in enumerate(self._homes)]
         self._places = frozenset().union(*self._parts)
         self._cut = [k for k, homes in enumerate(self._homes) if len(homes) > 1]
-        # What the servers keep, each in one run of bytes; a key that is cut gets memory of its own.
+        # Copies of what the servers keep, one run of bytes for each server; a key that is cut has memory of its own.
         self._flats = [torch.zeros(length(pieces), dtype=torch.uint8) for pieces in self._pieces]
         self._bytes = [bytes_of(flat) for flat in self._flats]
         self._size = sum(len(one) for one in self._bytes)
         self._values = [self._home_of(k) for k in range(len(self.keys))]
         self._kinds = [(value.shape, value.dtype) for value in self._values]
-        self.lines: list[Connection] = []
+        self.connections: list[Connection] = []
         self.incarnation = 0
         self.life = 0
         self.request = 0
         self.step = self.version = -1  # that this worker is at
-        self.void = True  # the servers went back before the beginning of this step: it has to be begun again
+        self.void = True  # whether the servers went back before the beginning of this step: it must begin again
         self.rows, self.of = 1, 1
         self.missing: set[tuple[int, int]] = set()  # parts of keys, by server, that this step has not pushed yet
-        self.pushed: dict[int, Tensor] = {}  # the others, until all servers have the step
+        self.pushed: dict[int, Tensor] = {}  # gradients that were pushed, until all servers have the step
         self.unacknowledged = -1  # the step that servers may not have yet
         self.sent = self.received = 0  # bytes of gradients, and of parameters
-        self.arrived = 0.0  # on emulated links: when the last of a step's parameters are there
-        self._timing = 0, 0  # of the next message
+        self.arrived = 0.0  # on emulated links: when the last of a step's parameters arrive
+        self._timing = 0, 0  # `moment` and `lasts` of the next message
         self._again()
 
     def _home_of(self, k: int) -> Tensor:
@@ -96,7 +97,7 @@ class Servers:
     # connections -----------------------------------------------------------------------------------------------------
 
     def _again(self) -> bool:
-        """Connect to all servers. Whether they still know what this worker pushed; if not, its step is void."""
+        """Connect to all servers. Returns whether they still have what this worker pushed; if not, its step is void."""
         until, pause = time.monotonic() + self.patience, RETRY
         while True:
             self._let_go()
@@ -115,66 +116,67 @@ class Servers:
                 return found == self.incarnation or self._rewound(found)
 
     def _introduce(self, life: int) -> int:
-        """The incarnation of the servers; 0 if they are not of one, since they are just going back."""
+        """Introduce this worker. Returns the incarnation of the servers; 0 if they differ, while servers go back."""
         hello = Introduction(digest(self.keys, len(self._pieces)), self.worker, life).text()
         found = set()
         lead_last = range(len(self._pieces) - 1, -1, -1)  # so that all others know this worker when it joins
-        lines: dict[int, Connection] = {}
+        connections: dict[int, Connection] = {}
         for server in lead_last:
-            line = lines[server] = Connection(self.handle.addresses[server], self.handle.token, 2.0)
-            self.lines = list(lines.values())  # (to be closed, should the next one fail)
-            line.send(Message(What.HELLO), hello)
-            line.wait(2.0)
-            found.add(self._take(line, What.WELCOME).number)
-            line.wait(None)
-        self.lines = [lines[server] for server in range(len(self._pieces))]
+            connection = connections[server] = Connection(self.handle.addresses[server], self.handle.token, 2.0)
+            self.connections = list(connections.values())  # (to be closed, should the next one fail)
+            connection.send(Message(What.HELLO), hello)
+            connection.wait(2.0)
+            found.add(self._take(connection, What.WELCOME).number)
+            connection.wait(None)
+        self.connections = [connections[server] for server in range(len(self._pieces))]
         self.life = life
         return found.pop() if len(found) == 1 else 0
 
     def _rewound(self, incarnation: int) -> bool:
-        """The servers went back, or are met for the first time: what this worker has done since is void."""
+        """The servers went back, or this is the first connection: what this worker has done since then is void."""
         first = self.incarnation == 0
         self.incarnation = incarnation
-        self.void = True  # (keys go on to be pulled and pushed until the step is through, to no effect)
+        self.void = True  # (until the end of the step, pulls and pushes have no effect)
         self.pushed.clear()
         self.unacknowledged = -1
-        if not first:  # the next step is computed anew: not to be mixed with what they may still have of it
+        if not first:  # (a new life, since its next gradients may not be mixed with parts that servers still have)
             self.life = 0
             self._again()
         return False
 
     def _let_go(self) -> None:
-        for line in self.lines:
-            line.close()
-        self.lines = []
+        for connection in self.connections:
+            connection.close()
+        self.connections = []
 
-    def _take(self, line: Connection, wanted: What, into: memoryview | None = None) -> Message:
-        """The next message of this kind, see `Line.receive`; acknowledgements are noted on the way."""
+    def _take(self, connection: Connection, wanted: What, into: memoryview | None = None) -> Message:
+        """The next message of this kind, see `Connection.receive`; acknowledgements before it are noted."""
         while True:
-            message = line.receive(into)
+            message = connection.receive(into)
             if message.what == What.ACK and message.step == self.unacknowledged:
                 self.unacknowledged = -1
                 self.pushed.clear()
             if message.what == wanted:
                 return message
             if message.what == What.REFUSED:
-                raise RankError(f"worker {self.worker}: {line.text(message.size)}")
+                raise RankError(f"worker {self.worker}: {connection.text(message.size)}")
             if message.what == What.CLOSED:
                 raise ServerClosed(f"worker {self.worker}: the servers of {self.handle.folder} have ended")
             if message.what == What.ANSWER:  # to an earlier request
-                line.read(memoryview(bytearray(message.size)))
+                connection.read(memoryview(bytearray(message.size)))
 
     # steps -----------------------------------------------------------------------------------------------------------
 
     def next_step(self) -> int | None:
-        """Wait as the mode demands, and get the parameters of this worker's next step: its number. None at the end."""
+        """Wait as the mode demands, and get the parameters of this worker's next step. Returns the step's number, or
+        None at the end."""
         while True:
             try:
                 self._pull()
                 if self.step < self._steps:
                     return self.step
-                self.lines[0].send(Message(What.LEAVE))
-                self._take(self.lines[0], What.CLOSED)
+                self.connections[0].send(Message(What.LEAVE))
+                self._take(self.connections[0], What.CLOSED)
                 self._let_go()
                 return None
             except ServerClosed:
@@ -190,14 +192,14 @@ class Servers:
         while True:
             try:
                 self.request += 1
-                self.lines[0].send(Message(What.PULL, number=self.request, moment=self._timing[0]))
+                self.connections[0].send(Message(What.PULL, number=self.request, moment=self._timing[0]))
                 self._timing, self.arrived = (0, 0), 0.0
                 self.reach("pull")
-                for server, line in enumerate(self.lines):
+                for server, connection in enumerate(self.connections):
                     into = self._bytes[server]
                     while True:
-                        answer = self._take(line, What.ANSWER, into)
-                        line.read(into[: answer.size])
+                        answer = self._take(connection, What.ANSWER, into)
+                        connection.read(into[: answer.size])
                         self.arrived = max(self.arrived, seconds(answer.moment))
                         if answer.number == self.request:
                             break
@@ -210,7 +212,7 @@ class Servers:
         if answer.size:
             self.received += self._size
         self.pushed.clear()
-        self.unacknowledged = -1  # (nobody gets an answer before that)
+        self.unacknowledged = -1  # (no worker gets an answer before that)
         self.missing = set(self._places)
         for k in self._cut:
             whole = bytes_of(self._values[k])
@@ -219,24 +221,24 @@ class Servers:
                 whole[piece.start : piece.stop] = part[piece.place : piece.place + piece.size]
 
     def pull(self, index: str | int) -> Tensor:
-        """The parameter of a key, as it was when this step began. The tensor is the worker's copy: it changes at the
-        next step."""
+        """The parameter of a key, as it was when this step began. The tensor is the worker's copy: it changes when the
+        next step begins."""
         k = self._find(index, "pull")
         if not self.missing and self.next_step() is None:
             raise ServerClosed(f"worker {self.worker}: pull({index!r}) after the last step")
         return self._values[k]
 
     def push(self, index: str | int, gradient: Tensor, server: int | None = None) -> None:
-        """Send the gradient of a key; with that of the last key the step is done. Returns when it has been handed to
-        the system. What becomes of the step while servers go back is for `next_step` to say.
+        """Send the gradient of a key; with that of the last key the step is done. Returns when the system has taken it.
+        If servers go back meanwhile, `next_step` says whether this step must be done again.
 
-        server   only the part of this one; default: of all that keep something of the key
+        server   send only the part of this server; default: of all that keep something of the key
 
         Raises RankError for a key, shape or dtype that the servers do not have, and ServerClosed.
         """
         k = self._find(index, "push")
         if (gradient.shape, gradient.dtype) != self._kinds[k]:
-            kind = f"{str(gradient.dtype).removeprefix('torch.')} {tuple(gradient.shape)}"
+            kind = f"{dtype_name(gradient.dtype)} {tuple(gradient.shape)}"
             raise RankError(
                 f"worker {self.worker}: push of key {index!r} as {kind}; the servers have it as {self.keys[k]}"
             )
@@ -261,12 +263,12 @@ class Servers:
             if server is None or server == home:
                 message = Message(What.PUSH, k, self.worker, self.step, self.rows, self.of, 0, *self._timing)
                 self._timing = 0, 0
-                self.lines[home].send(message, data[piece.start : piece.stop])
+                self.connections[home].send(message, data[piece.start : piece.stop])
                 self.sent += piece.size
         self.reach("push")
 
     def _resend(self) -> None:
-        """What was not acknowledged, once more; servers that have some of it take only the rest."""
+        """Send everything that was not acknowledged once more; servers that have some of it take only the rest."""
         for k in list(self.pushed):
             self._send(k)
 
@@ -274,20 +276,21 @@ class Servers:
         """Wait until all servers have the gradient of this step."""
         while self.unacknowledged >= 0:
             try:
-                self.lines[0].send(Message(What.ACK, worker=self.worker, step=self.unacknowledged))
-                self._take(self.lines[0], What.ACK)
+                self.connections[0].send(Message(What.ACK, worker=self.worker, step=self.unacknowledged))
+                self._take(self.connections[0], What.ACK)
             except ConnectionError:
                 if self._again():
                     self._resend()
 
     def pace(self, moment: float, lasts: float = 0.0) -> None:
         """On emulated links: the next message begins to arrive at this moment (`time.perf_counter`), and occupies its
-        link for so many seconds, with all that follow up to the next call of this."""
+        link for so many seconds, together with all messages up to the next call of this."""
         self._timing = nanoseconds(moment), nanoseconds(lasts)
 
     def weigh(self, rows: int, of: int) -> None:
-        """What is pushed from now on is the gradient of so many rows of a step's, scaled by rows / of. An update is of
-        the mean over the rows that it takes. Default: 1 of 1, so that the gradients of an update are averaged."""
+        """Say that gradients pushed from now on are of `rows` of the `of` rows of a step, and scaled by rows / of. An
+        update is of the mean over the rows that it takes. Default: 1 of 1, so that gradients of an update are averaged.
+        """
         if not 0 <= rows <= of:
             raise RankError(f"worker {self.worker}: {rows} of {several(of, 'row')}; must be from 0 to {of}")
         self.rows, self.of = rows, of
@@ -298,13 +301,13 @@ class Servers:
             raise RankError(
                 f"worker {self.worker}: {verb} of key {index!r}, which is unknown; the servers have {known}"
             )
-        if not self.lines:
+        if not self.connections:
             raise ServerClosed(f"worker {self.worker}: {verb} of key {index!r} at servers that have ended")
         return self._number[index]
 
     def close(self) -> None:
-        """Go: the servers no longer wait for this worker."""
-        if self.lines:
+        """Leave: the servers no longer wait for this worker."""
+        if self.connections:
             with contextlib.suppress(ConnectionError):
-                self.lines[0].send(Message(What.LEAVE))
+                self.connections[0].send(Message(What.LEAVE))
         self._let_go()

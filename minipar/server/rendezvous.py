@@ -1,9 +1,9 @@
 """Where workers find servers: a folder that only their user can open, with addresses, the token and the keys.
 
-handle.json          addresses, token, keys (written once, before anybody starts)
+handle.json          addresses, token, keys (written once, before any server starts)
 0, 1, ...            Unix sockets of the servers
 snapshot-3.0         see snapshot.py
-closed               the servers have ended: nobody need try again
+closed               exists when the servers have ended
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from dataclasses import asdict, dataclass, field
 from minipar.errors import RankError
 from minipar.server.connection import Connection
 from minipar.server.framing import Message, What
-from minipar.server.shard import Key, pieces_of
+from minipar.server.shard import ParameterKey, pieces_of
 
-RETRY = 0.01  # seconds between two looks for somebody who is not there
+RETRY = 0.01  # seconds between two tries to connect
 
 
 @dataclass(frozen=True)
 class ServerHandle:
-    """What everybody must know to take part."""
+    """What servers and workers must know to take part."""
 
     folder: str
     addresses: tuple[str, ...]
     token: bytes
-    keys: tuple[Key, ...]
+    keys: tuple[ParameterKey, ...]
 
     @property
     def closed(self) -> bool:
@@ -43,9 +43,9 @@ class ServerHandle:
 
 
 def open_folder(
-    folder: str, keys: Sequence[Key], servers: int = 1, tcp: bool = False, host: str = "127.0.0.1"
+    folder: str, keys: Sequence[ParameterKey], servers: int = 1, tcp: bool = False, host: str = "127.0.0.1"
 ) -> ServerHandle:
-    """Write the handle of new servers to a folder, which is made if it is not there. Unix sockets, or TCP at `host`."""
+    """Write the handle of new servers to a folder, which is made if needed. They use Unix sockets, or TCP at `host`."""
     if servers < 1:
         raise RankError(f"servers={servers}: must be at least 1")
     if not all(pieces_of(keys, servers)):
@@ -68,7 +68,7 @@ def read_handle(folder: str) -> ServerHandle:
             data = json.load(file)
     except OSError as error:
         raise RankError(f"{folder}: no parameter server has its handle there") from error
-    keys = tuple(Key(name, tuple(shape), dtype) for name, shape, dtype in data["keys"])
+    keys = tuple(ParameterKey(name, tuple(shape), dtype) for name, shape, dtype in data["keys"])
     return ServerHandle(folder, tuple(data["addresses"]), bytes.fromhex(data["token"]), keys)
 
 
@@ -80,11 +80,11 @@ def _free_port(host: str) -> int:
 
 @dataclass(frozen=True)
 class Introduction:
-    """The first message of everybody who connects to a server: a worker and its life, or another server.
+    """The first message of a client that connects to a server: a worker and its life, or another server.
 
-    keys        `shard.digest` of what it believes the servers keep
+    keys        `shard.digest` of the keys that it expects
     life        of a worker: another number each time that it begins anew
-    snapshots   of a server: those that it can read
+    snapshots   of a server: the numbers of those that it can read
     """
 
     keys: str
@@ -98,7 +98,7 @@ class Introduction:
 
     @staticmethod
     def read(text: bytes) -> Introduction | None:
-        """What somebody has sent; None where it is no introduction."""
+        """The introduction in a received text; None if it is not one."""
         try:
             data = json.loads(text)
             worker, life, server = (int(data[name]) for name in ("worker", "life", "server"))
@@ -108,15 +108,15 @@ class Introduction:
 
 
 def present(handle: ServerHandle, who: Introduction) -> tuple[Connection, Message] | None:
-    """A server presents itself to server 0, and waits for its word, which comes when all others are there, too.
+    """Introduce a server to server 0, and wait for its answer, which comes when all other servers are there, too.
 
     None when the servers have ended meanwhile.
     """
     while True:
         try:
-            line = Connection(handle.addresses[0], handle.token, 2.0)
-            line.send(Message(What.HELLO), who.text())
-            return line, line.receive()
+            connection = Connection(handle.addresses[0], handle.token, 2.0)
+            connection.send(Message(What.HELLO), who.text())
+            return connection, connection.receive()
         except (OSError, ConnectionError):
             if handle.closed:
                 return None

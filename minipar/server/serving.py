@@ -1,6 +1,6 @@
 """execute() for parameter servers: workers and servers on real processes, and the program as it happened.
 
-    rank 0, 1, ...   a worker: pulls, walks its instructions of the step, pushes, tells the driver, and again
+    rank 0, 1, ...   a worker: for each step it pulls, walks its instructions, pushes, and reports to the driver
     the last ranks   a server: follows the rule, and brings back the order of what it did
     driver           waits; where on_death=continue it starts ranks that die again
 
@@ -44,18 +44,16 @@ from minipar.program import COMPUTE, Instruction, Op, Program, Value
 from minipar.program.rows import split_rows
 from minipar.program.server_rule import Kind, Mode, Row
 from minipar.server import pushing, rendezvous
-from minipar.server.at_work import AtWork
-from minipar.server.process import serve
-from minipar.server.replaying import Step, losses_of
-from minipar.server.served import Served, Settings
-from minipar.server.shard import Key, key_of, pieces_of, view
+from minipar.server.process import Served, Settings, serve
+from minipar.server.shard import ParameterKey, key_of, pieces_of, view
+from minipar.server.steps import Progress, Step, losses_of
 from minipar.strategies import served_order
 from minipar.strategies.served_order import completed
 from minipar.strategies.shares import shares_of
 from minipar.trace import Trace
 
-_REVIVALS = 100  # deaths of ranks in one run that are no reason to give up
-_TRIES = 3  # deaths of one rank, without a step in between, after which starting it again is of no use
+_REVIVALS = 100  # deaths of ranks in one run after which it goes on
+_TRIES = 3  # deaths of one rank, without a step in between, after which it is not started again
 
 
 @dataclass(frozen=True)
@@ -63,8 +61,8 @@ class Service:
     """What parameter servers did in a run.
 
     order        of updates and answers, the same at all servers
-    deaths       ranks that died and were started again, with their last words
-    silent       (worker, step, seconds) of workers that were waited for no longer
+    deaths       ranks that died and were started again, with the reason of each death
+    silent       (worker, step, seconds) of workers that were removed
     received     bytes of gradients, per server
     sent         bytes of parameters, per server
     parameters   at the end, by name
@@ -97,15 +95,15 @@ def execute_served(
     snapshot_every: int | None = None,
     patience: float | None = 30.0,
 ) -> tuple[Execution, Service]:
-    """Run a program with parameter servers, all its steps; what came of it, and what the servers did.
+    """Run all steps of a program with parameter servers. Returns the execution, and what the servers did.
 
     watch            called with a `Moment` of the run at most ten times a second
     on_death         "abort": the death of a rank is raised; "continue": it starts again and goes on
     slow             delays of emulated devices, one for each worker
     pacing           of the servers, where links are emulated, too
     snapshot_every   updates between two snapshots of the servers; default with on_death="continue": 10
-    patience         seconds after which a worker that is gone or was stopped is waited for no longer; one that
-                     computes is waited for, however long it takes
+    patience         seconds after which a worker that is gone or was stopped is removed; the servers wait for one that
+                     computes, however long it takes
 
     Raises RankDied where a rank dies again and again without doing a step in between.
     """
@@ -118,12 +116,12 @@ def execute_served(
     deaths: list[str] = []
     tries: Counter[int] = Counter()  # deaths of each rank since something was done
     warned: set[str] = set()
-    at_work, tell = AtWork(program), Paced(watch, program.steps)
+    progress, tell = Progress(program), Paced(watch, program.steps)
 
     def hear(rank: int, fact: Any) -> None:
         if isinstance(fact, Revived):
             deaths.append(fact.line)
-            at_work.gone(rank)
+            progress.gone(rank)
             tries[rank] += 1
             if tries[rank] >= _TRIES:
                 what = "a step" if rank < workers else "a new step of any worker"
@@ -136,15 +134,15 @@ def execute_served(
             steps[fact.worker, fact.step] = fact
             report(len(steps))
             if watch is not None:
-                at_work.heard(fact)
-                if at_work.done < program.steps:  # (or the run is over soon, and its losses are told then)
-                    tell(at_work.done, lambda: at_work.losses, lambda: at_work.trace)
+                progress.heard(fact)
+                if progress.done < program.steps:  # (else the run is over soon, and its final losses are shown then)
+                    tell(progress.done, lambda: progress.losses, lambda: progress.trace)
         elif isinstance(fact, Warned):
             warn_once(fact, warned)
         elif isinstance(fact, int):
             report(fact)
         elif fact[0] == "silent":
-            at_work.gone(fact[1])
+            progress.gone(fact[1])
             cluster.end_rank(fact[1])
 
     try:
@@ -162,12 +160,12 @@ def execute_served(
     steps |= {(one.worker, one.step): one for told in found[:workers] for one in told}
     served: list[Served] = found[workers:]
     result = _result(program, keys, steps, served, deaths, keep_gradients, job.batch)
-    tell(program.steps, lambda: result[0].losses, lambda: at_work.trace)
+    tell(program.steps, lambda: result[0].losses, lambda: progress.trace)
     return result
 
 
 def pacing_of(costs: EmulatedCosts) -> Pacing:
-    """What emulated servers need of the costs of their program."""
+    """The part of a program's costs that emulated servers need."""
     program = costs.program
     servers = range(program.workers, len(program.ranks))
     replies = tuple(
@@ -193,7 +191,7 @@ def pacing_of(costs: EmulatedCosts) -> Pacing:
 
 def _result(
     program: Program,
-    keys: tuple[Key, ...],
+    keys: tuple[ParameterKey, ...],
     steps: dict[tuple[int, int], Step],
     served: list[Served],
     deaths: list[str],
@@ -205,7 +203,7 @@ def _result(
     taken = [steps[order[k].worker, order[k].step] for k in done if (order[k].worker, order[k].step) in steps]
     losses = losses_of(taken, program.steps)
     assert program.serving is not None
-    if program.serving.mode == "sync":  # (its program was known; arrivals in another order are the same program)
+    if program.serving.mode == "sync":  # (the program was known before; another order of arrivals does not change it)
         gradients = [_summed([t for t in taken if t.step == s]) for s in range(program.steps)]
     else:
         program = served_order.as_it_happened(program, order, shares_of(program.groups, program.serving.servers))
@@ -228,7 +226,7 @@ def _result(
 
 
 def _size(program: Program, taken: list[Step], served: list[Served], batch: int) -> Callable[[int, Value], int]:
-    """Bytes of a value, as measured when it was there."""
+    """Bytes of a value, as they were measured."""
     servers = program.serving.servers if program.serving else 1
     shares = shares_of(program.groups, servers)
     rows = [len(r) for r in split_rows(batch, program.workers * program.microbatches)]
@@ -256,7 +254,7 @@ def _size(program: Program, taken: list[Step], served: list[Served], batch: int)
 
 
 def _summed(steps: list[Step]) -> dict[str, Tensor]:
-    """The gradient of a step, from what each worker has of it."""
+    """The gradient of a step: the sum of the workers' parts."""
     found: dict[str, Tensor] = {}
     for step in sorted(steps, key=lambda t: t.worker):
         for name, gradient in step.gradients.items():
@@ -264,8 +262,8 @@ def _summed(steps: list[Step]) -> dict[str, Tensor]:
     return found
 
 
-def _times(program: Program, taken: list[Step], served: list[Served], keys: tuple[Key, ...]) -> Times:
-    """When instructions ran, as the ranks tell it."""
+def _times(program: Program, taken: list[Step], served: list[Served], keys: tuple[ParameterKey, ...]) -> Times:
+    """When instructions ran, as the ranks report it."""
     times: Times = {}
     blocks: list[dict[int, list[Any]]] = [{} for _ in range(program.workers)]
     for w in range(program.workers):
@@ -293,7 +291,7 @@ def _times(program: Program, taken: list[Step], served: list[Served], keys: tupl
     return times
 
 
-def _assembled(keys: tuple[Key, ...], served: list[Served]) -> dict[str, Tensor]:
+def _assembled(keys: tuple[ParameterKey, ...], served: list[Served]) -> dict[str, Tensor]:
     """The parameters at the end, from the servers' pieces."""
     found = {key: torch.empty(torch.Size(key.shape).numel(), dtype=key.type) for key in keys}
     for pieces, one in zip(pieces_of(keys, len(served)), served, strict=True):
@@ -314,8 +312,8 @@ def _trained(job: Job) -> tuple[nn.Module, list[nn.Module], list[list[nn.Paramet
     return model, layers, parameters_of(layers), {id(p): name for name, p in model.named_parameters()}
 
 
-def _keys(job: Job, name: str) -> tuple[tuple[Key, ...], tuple[Form, ...]]:
-    """What servers and workers call the parameters; and what the optimizer is made of."""
+def _keys(job: Job, name: str) -> tuple[tuple[ParameterKey, ...], tuple[Form, ...]]:
+    """The keys of the parameters, for servers and workers; and the parameters that the optimizer is made of."""
     model, _, groups, names = _trained(job)
     forms = forms_of(model)
     check_update(Update(job.optimizer, forms, job.scheduler), f"program {name!r} cuts parameters over servers")
@@ -338,14 +336,14 @@ def _take_part(
         values = [p.detach() for group in groups for p in group]
         return serve(folder, rank - program.workers, settings, values, report=_only_silence)
     done: list[Step] = []
-    dying = settings.on_death == "continue"  # what it has done is told at once
+    dying = settings.on_death == "continue"  # (then every step is reported at once, as this rank may die)
 
     def tell(step: Step) -> None:
         worker.report(step if dying else step._replace(gradients={}) if watched else rank)
         if not dying:
             done.append(step)
 
-    with contextlib.suppress(ServerClosed):  # it was started again when all was over
+    with contextlib.suppress(ServerClosed):  # (it was started again after the end)
         _work(job, program, folder, keep_gradients, slow[rank] if slow else None, tell)
     return done
 
@@ -363,7 +361,7 @@ def _work(
     delays: Delays | None,
     tell: Callable[[Step], None],
 ) -> None:
-    """A worker, until the servers have all their updates."""
+    """Be a worker until the servers have done all their updates."""
     rank = worker.context().rank
     model, layers, groups, names = _trained(job)
     randomness.replace_dropout(model, job.seed)
@@ -373,8 +371,8 @@ def _work(
     blocks: dict[int, list[tuple[int, Instruction]]] = {}
     for index, ins in enumerate(program.ranks[rank]):
         blocks.setdefault(ins.step, []).append((index, ins))
-    ps = pushing.connect(folder, rank)  # (first of all: the servers see who is at work)
-    spare = copy.deepcopy(model)  # first calls take longer: not the first step's fault
+    ps = pushing.connect(folder, rank)  # (at once, so that the servers see this worker's process)
+    spare = copy.deepcopy(model)  # to warm up: first calls take longer, and should not count in the first step
     _run(_computing(program, rank, layers_of(spare), job), parameters_of(layers_of(spare)), blocks[0])
     del spare
     compute = _computing(program, rank, layers, job)
@@ -431,7 +429,7 @@ def _run(
     device: EmulatedDevice | None = None,
     ps: pushing.Servers | None = None,
 ) -> list[tuple[float, float]]:
-    """Walk a worker's instructions of one step; when each of them ran. `push` takes a gradient for a server."""
+    """Walk a worker's instructions of one step. Returns when each of them ran. `push` takes a gradient for a server."""
     live: dict[Value, Any] = {}
     times = []
     for index, ins in block:

@@ -1,7 +1,7 @@
 """What one parameter server keeps: its part of the parameters, its optimizer, and gradients that wait to be applied.
 
 flat      [ weight . . . . | bias . | next weight's first half ]     one run of bytes, sent as it is
-pushed    [ . . . . . . . . . . . . . . . . . . . . . . . . . . ]     one for each gradient that is there, same layout
+pushed    [ . . . . . . . . . . . . . . . . . . . . . . . . . . ]     one for each gradient that waits, same layout
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from minipar.execution.updating import Elements, Form, Optimizer, Scheduler, Update
-from minipar.execution.updating import Piece as Updated
+from minipar.execution.updating import Elements, Form, Optimizer, Scheduler, Update, Updated
+from minipar.models.tensors import dtype_name, dtype_named
+from minipar.server.connection import Peer
 from minipar.server.framing import bytes_of
-from minipar.server.peer import Peer
 from minipar.strategies.shares import Piece, cut
 
 
-class Key(NamedTuple):
+class ParameterKey(NamedTuple):
     """A parameter as servers and workers name it: any text or number, shape, dtype ("float32")."""
 
     name: str | int
@@ -31,8 +31,7 @@ class Key(NamedTuple):
 
     @property
     def type(self) -> torch.dtype:
-        found: torch.dtype = getattr(torch, self.dtype)
-        return found
+        return dtype_named(self.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -42,22 +41,22 @@ class Key(NamedTuple):
         return f"{self.dtype} {tuple(self.shape)}"
 
 
-def key_of(name: str | int, tensor: Tensor) -> Key:
-    return Key(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+def key_of(name: str | int, tensor: Tensor) -> ParameterKey:
+    return ParameterKey(name, tuple(tensor.shape), dtype_name(tensor.dtype))
 
 
-def pieces_of(keys: Sequence[Key], servers: int) -> list[list[Piece]]:
+def pieces_of(keys: Sequence[ParameterKey], servers: int) -> list[list[Piece]]:
     """What each server keeps."""
     return cut([key.nbytes for key in keys], servers, [key.type.itemsize for key in keys])
 
 
-def digest(keys: Sequence[Key], servers: int) -> str:
-    """What a worker and a server compare before they talk of the same keys."""
+def digest(keys: Sequence[ParameterKey], servers: int) -> str:
+    """A hash of the keys: a worker and a server compare it first, to be sure that they have the same ones."""
     return hashlib.sha256(json.dumps([servers, [list(key) for key in keys]]).encode()).hexdigest()
 
 
-def view(flat: Tensor, key: Key, piece: Piece) -> Tensor:
-    """A piece's elements in what a server keeps, in memory order."""
+def view(flat: Tensor, key: ParameterKey, piece: Piece) -> Tensor:
+    """A piece's elements in the memory of a server, in memory order."""
     return flat[piece.place : piece.place + piece.size].view(key.type)
 
 
@@ -68,7 +67,7 @@ def length(pieces: Sequence[Piece]) -> int:
 class Room:
     """Memory for one gradient, and the pieces in it: made once and used again for the next gradients."""
 
-    def __init__(self, keys: Sequence[Key], pieces: Sequence[Piece], flat: Tensor) -> None:
+    def __init__(self, keys: Sequence[ParameterKey], pieces: Sequence[Piece], flat: Tensor) -> None:
         self.flat = flat
         whole = bytes_of(flat)
         self.bytes = {p.tensor: whole[p.place : p.place + p.size] for p in pieces}
@@ -77,7 +76,7 @@ class Room:
 
 @dataclass
 class Pushed:
-    """A worker's gradient of one step, as far as it is here. It is the gradient of `rows` of the `of` rows of a step,
+    """A worker's gradient of one step, as far as it has arrived. It is of `rows` of the `of` rows of the step, and
     already scaled by rows / of."""
 
     worker: int
@@ -94,7 +93,7 @@ class Shard:
 
     def __init__(
         self,
-        keys: Sequence[Key],
+        keys: Sequence[ParameterKey],
         pieces: Sequence[Piece],
         values: Sequence[Tensor],
         optimizer: Optimizer,
@@ -115,9 +114,9 @@ class Shard:
         self.update, self.updates = Update(optimizer, forms, scheduler), 0
         updated = [_updated(keys[p.tensor], p, own) for p, own in zip(pieces, self.parameters, strict=True)]
         self.part = self.update.part(updated)
-        # (a server may have nothing to keep, where servers outnumber elements)
+        # (a server may keep nothing, if there are more servers than elements)
         self.optimizer = self.part.optimizer if self.part.which else None
-        self.readers: list[Peer] = []  # who may still be reading `flat`
+        self.readers: list[Peer] = []  # peers to which `flat` may still be on its way
         self.spare: list[Room] = []
         self.pushed: dict[tuple[int, int], Pushed] = {}  # by worker and life
         # Runs of pieces of one type are summed in one go.
@@ -136,7 +135,7 @@ class Shard:
     # gradients
 
     def pushing(self, worker: int, life: int, step: int, rows: int, of: int) -> Pushed:
-        """Where a worker's gradient of a step goes: the one that has begun to come, or a new one."""
+        """The place for a worker's gradient of a step: the one that has begun to arrive, or a new one."""
         found = self.pushed.get((worker, life))
         if found is None or found.step != step:
             if found is not None:
@@ -161,7 +160,7 @@ class Shard:
         self.spare.append(pushed.room)
 
     def apply(self, taken: Sequence[Pushed]) -> None:
-        """Sum gradients, in this order, into the gradient of the mean over their rows; update; let them go."""
+        """Sum gradients, in this order, into the gradient of the mean over their rows; update; free the gradients."""
         if not taken:
             return
         if self.optimizer is not None:
@@ -183,7 +182,7 @@ class Shard:
             self.let_go(pushed)
 
     def _add(self, taken: Sequence[Pushed], scale: float) -> None:
-        """The sum of gradients, scaled, in the room of the first."""
+        """Sum gradients and scale the sum, in the memory of the first."""
         for dtype, start, stop in self.runs:
             sums = taken[0].room.flat[start:stop].view(dtype)
             for other in taken[1:]:
@@ -192,7 +191,7 @@ class Shard:
                 sums *= scale
 
     def _spare_readers(self) -> None:
-        """Before an update: answers that are still being sent keep the parameters they have; others get a copy."""
+        """Before an update: if answers are still being sent, they keep the old memory, and the update gets a copy."""
         if any(peer.busy for peer in self.readers):
             flat = torch.empty_like(self.flat)
             flat.copy_(self.flat)
@@ -216,7 +215,7 @@ class Shard:
     # snapshots
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Everything, as tensors by name and a few facts. What is not whole yet is left out."""
+        """Everything, as tensors by name and a few facts. Gradients that are not whole are left out."""
         tensors = {"parameters": self.flat}
         numbers: dict[str, Any] = {}
         for k, parameter in enumerate(self.parameters if self.optimizer else ()):
@@ -233,7 +232,7 @@ class Shard:
         return tensors, {"numbers": numbers, "pushed": facts, "updates": self.updates}
 
     def restore(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        """Back to what `state` gave."""
+        """Go back to what `state` gave."""
         self._take(tensors["parameters"].clone())
         self.readers = []
         self.pushed = {
@@ -261,7 +260,7 @@ class Shard:
         self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
 
 
-def _updated(key: Key, piece: Piece, own: nn.Parameter) -> Updated:
+def _updated(key: ParameterKey, piece: Piece, own: nn.Parameter) -> Updated:
     """A piece as its optimizer knows it."""
     begin, size = piece.start // key.type.itemsize, own.numel()
     return Updated(own, (str(key.name),), (Elements(str(key.name), key.shape, begin, begin + size, 0),), True)

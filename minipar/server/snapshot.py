@@ -1,10 +1,10 @@
-"""Snapshots of a parameter server on the disk: each whole or not there, at any moment and after any end.
+"""Snapshots of a parameter server on the disk: at any moment, and after any crash, each one is whole or does not exist.
 
     snapshot-3.0 .tmp  -> written, flushed, renamed, the folder flushed ->  snapshot-3.0      (number 3 of server 0)
 
 The two newest stay: while one server is still writing number n, another may have it already, so that number n - 1 is
-the newest that all have. A snapshot is a safetensors file: tensors by name, and one JSON text. It cannot have complex
-tensors: they stand there as pairs of real numbers.
+the newest that all have. A snapshot is a safetensors file: tensors by name, and one JSON text. Such a file cannot have
+complex tensors, so these are stored as pairs of real numbers.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def read(folder: str, server: int, number: int) -> tuple[dict[str, Tensor], dict
 
 
 def remove_after(folder: str, server: int, number: int) -> None:
-    """Forget the snapshots of a time that is void: all are back at this number."""
+    """Remove the snapshots after this number, to which all servers have gone back."""
     for later in numbers(folder, server):
         if later > number:
             os.unlink(_path(folder, server, later))

@@ -1,4 +1,4 @@
-"""All connections of a server, behind one selector: nobody is waited for while others have something to say."""
+"""All connections of a server, behind one selector: the server never waits for one peer while another has a message."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import selectors
 import socket
 from collections.abc import Callable
 
+from minipar.server.connection import Peer, Refused
 from minipar.server.framing import MOST_TEXT, Message, What
 from minipar.server.looking import Looking
-from minipar.server.peer import Peer, Refused
 
 Target = Callable[[Peer, Message], memoryview]
 Done = Callable[[Peer, Message], None]
 
 
 class Switchboard:
-    """Peers as they come to a listening socket.
+    """The peers that have connected to a listening socket.
 
     target, done   as in Peer
     gone           called when a connection has ended
@@ -29,11 +29,11 @@ class Switchboard:
         self.selector.register(listener, selectors.EVENT_READ)
         self.looking = Looking()
         self.peers: set[Peer] = set()
-        self.writing: set[Peer] = set()  # where the selector waits for room to write, too
-        self.unread: list[Peer] = []  # had more to say than its turn was long
+        self.writing: set[Peer] = set()  # those for which the selector also waits for room to write
+        self.unread: list[Peer] = []  # those with messages left, since they had more than one turn handles
 
     def wait(self, seconds: float) -> None:
-        """Until something comes or can be written, at most so long; and see to it."""
+        """Wait until something arrives or can be written, at most so long, and handle it."""
         unread, self.unread = self.unread, []
         ready = self.selector.select(0) if unread else self.looking.find(self._ready) or self.selector.select(seconds)
         for peer in unread:
@@ -60,7 +60,7 @@ class Switchboard:
         self.add(Peer(connection, self.token, self.target, self.done))
 
     def adopt(self, connection: socket.socket, ahead: bytes = b"") -> Peer:
-        """A connection that this process has made itself, as a client, and what it has read of it already."""
+        """Add a connection that this process has made itself, as a client. `ahead`: bytes that it has read already."""
         peer = Peer(connection, b"", self.target, self.done, ahead)
         self.add(peer)
         if ahead:
@@ -91,7 +91,7 @@ class Switchboard:
                 self.unread.append(peer)
 
     def _watch(self, peer: Peer) -> None:
-        """Wait for room to write only where something is to be written."""
+        """Let the selector wait for room to write only if something is to be written."""
         if peer.busy is not (peer in self.writing) and peer in self.peers:
             self.writing.symmetric_difference_update((peer,))
             self.selector.modify(peer, selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.busy else 0))
@@ -103,7 +103,7 @@ class Switchboard:
         data: memoryview | bytes = b"",
         written: Callable[[], None] | None = None,
     ) -> None:
-        """Send a peer a message, if it is there; see `Peer.send`."""
+        """Send a message to a peer, if it is connected; see `Peer.send`."""
         if peer is not None and not peer.ended:
             peer.send(message, data, written)
             self._watch(peer)

@@ -22,7 +22,7 @@ from minipar.models.tensors import tensors
 from minipar.program.forms import PARTIAL, WHOLE, Forms, text_of
 from minipar.sharding import local
 from minipar.sharding.forms import Placement, cut
-from minipar.sharding.graph import Graph, Layer, Operator, Slot
+from minipar.sharding.graph import Graph, Layer, Operator
 from minipar.sharding.nodes import Cut, Held, Node
 from minipar.sharding.propagation import Divided, Sharding
 
@@ -215,7 +215,7 @@ def with_rows(given: Any, rows: int) -> Any:
     """The numbers for so many rows."""
     if isinstance(given, Size):
         return given.of(rows)
-    if isinstance(given, (list, tuple)) and not isinstance(given, Slot):
+    if isinstance(given, (list, tuple)):
         return type(given)(with_rows(one, rows) for one in given)
     return given
 
@@ -332,7 +332,7 @@ class CapturedNode(Node):
         else:
             found = keyed[name, str(read)] if (name, str(read)) in keyed else there[name]
         if read.kind == "P" and (name in self.own or self.recipe.written[name].whole):
-            return _AsPart.apply(found, self.recipe.place.index)  # type: ignore[no-any-return]
+            return _AsPart.apply(found, self.recipe.place.index)
         return found
 
 
@@ -341,11 +341,11 @@ class _AsPart(torch.autograd.Function):
     gradient, as that of a sum is."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, index: int) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, whole: Tensor, index: int) -> Tensor:
         return whole.clone() if index == 0 else torch.zeros_like(whole)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
 

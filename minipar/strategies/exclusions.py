@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Choice:
+class KeyValues:
     """Some of the values of a key.
 
     words     the values, described for a table
@@ -44,8 +44,8 @@ class Choice:
 class Exclusion:
     """Two choices that a plan cannot have together."""
 
-    one: Choice
-    other: Choice
+    one: KeyValues
+    other: KeyValues
     why: str
     fundamental: bool = False
 
@@ -73,65 +73,65 @@ def shown(value: object) -> str:
 
 # choices --------------------------------------------------------------------------------------------------------------
 
-REPLICAS = Choice("dp", "dp of 2 or more", lambda plan: plan.dp > 1, "dp=1")
-STAGES = Choice("pp", "pp of 2 or more", lambda plan: plan.pp > 1, "pp=1")
-ROUNDS = Choice("accumulate", "accumulate of 2 or more", lambda plan: plan.accumulate > 1, "accumulate=1")
-SPLIT = Choice("split", "split", lambda plan: plan.split is not None, "no split=")
-CHUNKS = Choice("chunks", "chunks", lambda plan: plan.chunks is not None, "no chunks=")
-PLACE = Choice("place", "place", lambda plan: plan.place is not None, "no place=")
-MESSAGES = Choice("bucket", "bucket", lambda plan: plan.bucket is not None, "no bucket=")
-WHOLES = Choice(
+REPLICAS = KeyValues("dp", "dp of 2 or more", lambda plan: plan.dp > 1, "dp=1")
+STAGES = KeyValues("pp", "pp of 2 or more", lambda plan: plan.pp > 1, "pp=1")
+ROUNDS = KeyValues("accumulate", "accumulate of 2 or more", lambda plan: plan.accumulate > 1, "accumulate=1")
+SPLIT = KeyValues("split", "split", lambda plan: plan.split is not None, "no split=")
+CHUNKS = KeyValues("chunks", "chunks", lambda plan: plan.chunks is not None, "no chunks=")
+PLACE = KeyValues("place", "place", lambda plan: plan.place is not None, "no place=")
+MESSAGES = KeyValues("bucket", "bucket", lambda plan: plan.bucket is not None, "no bucket=")
+WHOLES = KeyValues(
     "bucket", "bucket=flat, auto, 4x or layers",
     lambda plan: not isinstance(plan.messages, (int, float)) and plan.messages != "none", "bucket=none or a size",
 )  # fmt: skip
-LATE_SUMS = Choice(
+LATE_SUMS = KeyValues(
     "overlap", "overlap=none, priority", lambda plan: plan.overlap != "backward", "overlap=backward"
 )  # fmt: skip
-OVERLAPPED = Choice("overlap", "overlap=backward, priority", lambda plan: plan.overlap != "none", "overlap=none")
-PRIORITY = Choice("overlap", "overlap=priority", lambda plan: plan.overlap == "priority", "overlap=backward")
-LOCAL = Choice("local_steps", "local_steps", lambda plan: plan.local_steps > 0, "local_steps=0")
-COMPRESSED = Choice("compress", "compress", lambda plan: plan.compress != "none", "compress=none")
-BUDGET = Choice(
+OVERLAPPED = KeyValues("overlap", "overlap=backward, priority", lambda plan: plan.overlap != "none", "overlap=none")
+PRIORITY = KeyValues("overlap", "overlap=priority", lambda plan: plan.overlap == "priority", "overlap=backward")
+LOCAL = KeyValues("local_steps", "local_steps", lambda plan: plan.local_steps > 0, "local_steps=0")
+COMPRESSED = KeyValues("compress", "compress", lambda plan: plan.compress != "none", "compress=none")
+BUDGET = KeyValues(
     "checkpoint", "checkpoint of a budget", lambda plan: budget_of(plan.checkpoint) is not None, "checkpoint=sqrt"
 )
-ZERO = Choice("zero", "zero=1, 2, 3", lambda plan: plan.zero > 0, "zero=0")
-ZERO_BELOW_3 = Choice("zero", "zero=1, 2", lambda plan: plan.zero in (1, 2), "zero=0 or zero=3")
-INFERENCE = Choice("inference", "inference", lambda plan: plan.inference, "inference=false")
-CLIP = Choice("clip", "clip", lambda plan: plan.clip is not None, "clip=none")
-BF16 = Choice("precision", "precision=bf16", lambda plan: plan.precision == "bf16", "precision=float32")
-OFFLOAD = Choice("offload", "offload", lambda plan: bool(plan.offload), "offload=none")
-OFFLOADED_STATE = Choice(
+ZERO = KeyValues("zero", "zero=1, 2, 3", lambda plan: plan.zero > 0, "zero=0")
+ZERO_BELOW_3 = KeyValues("zero", "zero=1, 2", lambda plan: plan.zero in (1, 2), "zero=0 or zero=3")
+INFERENCE = KeyValues("inference", "inference", lambda plan: plan.inference, "inference=false")
+CLIP = KeyValues("clip", "clip", lambda plan: plan.clip is not None, "clip=none")
+BF16 = KeyValues("precision", "precision=bf16", lambda plan: plan.precision == "bf16", "precision=float32")
+OFFLOAD = KeyValues("offload", "offload", lambda plan: bool(plan.offload), "offload=none")
+OFFLOADED_STATE = KeyValues(
     "offload",
     "offload=optimizer, parameters",
     lambda plan: bool(set(plan.offload) - {"activations"}),
     "offload=none, offload=activations",
 )
-OFFLOADED_PARAMETERS = Choice(
+OFFLOADED_PARAMETERS = KeyValues(
     "offload", "offload=parameters", lambda plan: "parameters" in plan.offload, "offload=optimizer"
 )
-OFFLOADED_ACTIVATIONS = Choice(
+OFFLOADED_ACTIVATIONS = KeyValues(
     "offload", "offload=activations", lambda plan: "activations" in plan.offload, "checkpoint="
 )
-HOST_LAYERS = Choice("host_layers", "host_layers", lambda plan: bool(plan.host_layers), "host_layers=none")
-SERVERS = Choice("sync", "sync=ps", lambda plan: plan.sync == "ps", "sync=allreduce")
-ALGORITHM = Choice("algorithm", "algorithm", lambda plan: plan.algorithm != "default", "algorithm=default")
-UNFLUSHED = Choice(
+HOST_LAYERS = KeyValues("host_layers", "host_layers", lambda plan: bool(plan.host_layers), "host_layers=none")
+SERVERS = KeyValues("sync", "sync=ps", lambda plan: plan.sync == "ps", "sync=allreduce")
+ALGORITHM = KeyValues("algorithm", "algorithm", lambda plan: plan.algorithm != "default", "algorithm=default")
+ASYNCHRONOUS = KeyValues(
     "schedule", "schedule without flushes", lambda plan: plan.asynchronous, "a synchronous schedule such as 1f1b"
 )
-DECIDING = Choice(
+DYNAMIC = KeyValues(
     "schedule",
     "schedule that decides as it runs",
     lambda plan: plan.deciding,
     "a schedule with an order such as pipedream",
 )
-SLICED = Choice(
+SLICED = KeyValues(
     "schedule", "schedule of slices of sequences", lambda plan: plan.slice_count > 1, "a schedule of rows such as 1f1b"
 )
-HALVES = Choice(
+HALVES = KeyValues(
     "schedule", "schedule of backwards in halves", lambda plan: plan.splits,
     "a schedule of whole backwards such as 1f1b", late=True,
 )  # fmt: skip
-COPIES = Choice(
+COPIES = KeyValues(
     "schedule", "schedule with copies of a stage", lambda plan: plan.copies,
     "a schedule of one copy such as 1f1b", late=True,
 )  # fmt: skip
@@ -148,7 +148,7 @@ def _needs_a_row(plan: Plan) -> bool:
     )
 
 
-IN_A_ROW = Choice(
+IN_A_ROW = KeyValues(
     "schedule", "schedule of stages in another order", _needs_a_row, "naive, gpipe, 1f1b, looped-bfs, zb-h1"
 )  # fmt: skip
 
@@ -196,20 +196,20 @@ EXCLUSIONS = (
     Exclusion(SERVERS, LOCAL, "workers push the gradients of every step"),
     Exclusion(SERVERS, PRIORITY, "pushes go in the order of the backward"),
     Exclusion(SERVERS, HALVES, "a push follows a whole backward"),
-    Exclusion(REPLICAS, UNFLUSHED, "its replicas would wait for each other"),
-    Exclusion(ROUNDS, UNFLUSHED, "it updates without rounds; microbatches= or update_every= say how often"),
-    Exclusion(ZERO, UNFLUSHED, "it has no replicas"),
-    Exclusion(OFFLOADED_STATE, UNFLUSHED, f"{_ON_DEVICE}, and so does what updates them"),
-    Exclusion(HOST_LAYERS, UNFLUSHED, _ON_DEVICE),
-    Exclusion(CLIP, UNFLUSHED, "the norm of all gradients is known only after a flush", fundamental=True),
-    Exclusion(BF16, UNFLUSHED, "the float32 parameters of the optimizer have no versions"),
-    Exclusion(INFERENCE, UNFLUSHED, "nothing is updated", fundamental=True),
-    Exclusion(SERVERS, UNFLUSHED, "its ranks are stages, and no replicas that push to servers"),
-    Exclusion(LOCAL, UNFLUSHED, "it has no replicas"),
-    Exclusion(COMPRESSED, UNFLUSHED, _NO_SUMS),
-    Exclusion(LATE_SUMS, UNFLUSHED, _NO_SUMS),
-    Exclusion(MESSAGES, UNFLUSHED, _NO_SUMS),
-    Exclusion(ALGORITHM, UNFLUSHED, _NO_SUMS),
+    Exclusion(REPLICAS, ASYNCHRONOUS, "its replicas would wait for each other"),
+    Exclusion(ROUNDS, ASYNCHRONOUS, "it updates without rounds; microbatches= or update_every= say how often"),
+    Exclusion(ZERO, ASYNCHRONOUS, "it has no replicas"),
+    Exclusion(OFFLOADED_STATE, ASYNCHRONOUS, f"{_ON_DEVICE}, and so does what updates them"),
+    Exclusion(HOST_LAYERS, ASYNCHRONOUS, _ON_DEVICE),
+    Exclusion(CLIP, ASYNCHRONOUS, "the norm of all gradients is known only after a flush", fundamental=True),
+    Exclusion(BF16, ASYNCHRONOUS, "the float32 parameters of the optimizer have no versions"),
+    Exclusion(INFERENCE, ASYNCHRONOUS, "nothing is updated", fundamental=True),
+    Exclusion(SERVERS, ASYNCHRONOUS, "its ranks are stages, and no replicas that push to servers"),
+    Exclusion(LOCAL, ASYNCHRONOUS, "it has no replicas"),
+    Exclusion(COMPRESSED, ASYNCHRONOUS, _NO_SUMS),
+    Exclusion(LATE_SUMS, ASYNCHRONOUS, _NO_SUMS),
+    Exclusion(MESSAGES, ASYNCHRONOUS, _NO_SUMS),
+    Exclusion(ALGORITHM, ASYNCHRONOUS, _NO_SUMS),
     Exclusion(ALGORITHM, OVERLAPPED, "its messages are the rank's own work"),
     Exclusion(ALGORITHM, ZERO, _WHOLE_SUMS),
     Exclusion(ALGORITHM, COMPRESSED, _WHOLE_SUMS),
@@ -221,7 +221,7 @@ EXCLUSIONS = (
     Exclusion(BUDGET, SLICED, _AS_SLICES),
     Exclusion(OFFLOADED_ACTIVATIONS, SLICED, _AS_SLICES),
     Exclusion(HOST_LAYERS, SLICED, _AS_SLICES),
-    Exclusion(OFFLOADED_ACTIVATIONS, DECIDING, "copies stand in an order, which its ranks do not keep to"),
+    Exclusion(OFFLOADED_ACTIVATIONS, DYNAMIC, "copies stand in an order, which its ranks do not keep to"),
     Exclusion(OFFLOADED_ACTIVATIONS, HALVES, "its backwards are split, and the halves need what was saved twice"),
     Exclusion(ZERO, COPIES, "whole gradients are summed over the copies in every step"),
     Exclusion(LOCAL, COPIES, "whole gradients are summed over the copies in every step"),

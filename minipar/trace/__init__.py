@@ -16,11 +16,10 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minipar.errors import MiniparError
-from minipar.program import COLLECTIVES, COMPUTE, Instruction, Op, Program, Value, repartitions, version_of
-from minipar.program.comm_volume import carried, changing, hops, summed, whole_of
+from minipar.program import COMPUTE, Instruction, Op, Program, Value, comm_volume, version_of
 from minipar.program.verify import service
 from minipar.program.verify.staleness import alive
-from minipar.trace.lifetimes import lifetimes
+from minipar.trace.lifetimes import KINDS, lifetimes
 from minipar.trace.memory_series import Curve, Series
 from minipar.wording import several
 
@@ -241,44 +240,27 @@ class Trace:
         return worst
 
     def sent(self, rank: int, ins: Instruction) -> int:
-        """Bytes that a rank sends for one instruction; for a collective of n ranks, `hops` (n-1)/n of its size."""
-        if self.unit != "bytes":
-            return 0
-        if ins.op is Op.SEND:
-            return round(sum(self.size(rank, value) for value in ins.reads))
-        if ins.op is Op.PUSH or ins.op is Op.REPLY:
-            return sum(part.bytes for part in ins.parts)
-        if ins.op in COLLECTIVES:
-            n = len(ins.group)
-            return round(self.whole(rank, ins) * hops(ins) * (n - 1) / n)
-        return 0
-
-    def whole(self, rank: int, ins: Instruction) -> int:
-        """Bytes of the tensor that a collective works on."""
-        if repartitions(ins):
-            return round(whole_of(ins, self.size(rank, changing(ins))))
-        if ins.op is Op.ALL_REDUCE:
-            return round(sum(self.size(rank, value) for value in summed(ins)) * carried(ins, self.program))
-        return sum(part.bytes for part in ins.parts)
+        """Bytes that a rank puts on the wire for one instruction: of a collective on n ranks (n-1)/n of its size, and
+        twice that of a sum."""
+        return comm_volume.sent(self.program, self.size, rank, ins) if self.unit == "bytes" else 0
 
     def bytes_sent(self) -> list[int]:
         """For each rank, the bytes sent in the whole program."""
         return [sum(self.sent(rank, ins) for ins in row) for rank, row in enumerate(self.program.ranks)]
 
-    def bytes_by_link(self, algorithm: str = "backend") -> dict[tuple[int, int | tuple[int, ...]], int]:
-        """Bytes sent for each (source, target). For collectives of the backend the target is the whole group. With the
-        name of an algorithm, such as "ring", the targets are the ranks that it sends to. Errors: PlanError for an
-        unknown algorithm."""
-        from minipar.trace import traffic
-
-        return traffic.by_link(self, algorithm)
+    def bytes_by_link(self, algorithm: str = "backend") -> dict[tuple[int, comm_volume.Receiver], int]:
+        """Bytes sent for each (source, target). Of collectives the target is the group where the backend chooses the
+        way; or the ranks that an algorithm of `program.collectives` sends to, such as "ring". PlanError for others."""
+        return comm_volume.by_link(self.program, self.size, algorithm) if self.unit == "bytes" else {}
 
     def bytes_by_kind(self) -> dict[str, int]:
         """Bytes sent by all ranks together for each kind of value: parameters, gradients, activations (with their
         gradients), ..."""
-        from minipar.trace import traffic
-
-        return traffic.by_kind(self)
+        kinds: dict[str, int] = {}
+        sent = comm_volume.by_kind(self.program, self.size) if self.unit == "bytes" else {}
+        for kind, size in sent.items():
+            kinds[KINDS[kind]] = kinds.get(KINDS[kind], 0) + size
+        return dict(sorted(kinds.items()))
 
     def messages_per_microbatch(self) -> float:
         """Point-to-point messages per micro-batch of one replica."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from minipar.errors import MiniparError
 from minipar.trace import Trace, labels
 from minipar.trace.critical_path import messages
-from minipar.trace.figure import BENEATH, INK, LOOKS, MUTED, PAPER, RULE, Bars, Sheet
+from minipar.trace.figure import BENEATH, INK, LOOKS, MUTED, PAPER, RULE, Bars, FigureLayout
 from minipar.trace.terminal import text
 from minipar.trace.webpage import page, table
 
@@ -75,19 +75,19 @@ def draw(
         raise MiniparError(f"width={width}: must be from 4 to 100 inches")
     with matplotlib.style.context("default"), matplotlib.rc_context({"hatch.linewidth": 0.7}):
         bars = [_bars(trace, clock.scale, span) for trace in traces]
-        sheet = Sheet(traces, bars, width, title or traces[0].program.name or "a program made by hand", memory)
-        lowest = timeline = sheet.axes(sheet.top, sheet.timeline)
-        _draw_timeline(timeline, sheet, span, numbers)
+        layout = FigureLayout(traces, bars, width, title or traces[0].program.name or "a program made by hand", memory)
+        lowest = timeline = layout.axes(layout.top, layout.timeline)
+        _draw_timeline(timeline, layout, span, numbers)
         if arrows:
-            _draw_arrows(timeline, sheet, clock.scale)
+            _draw_arrows(timeline, layout, clock.scale)
         if memory:
-            lowest = sheet.axes(sheet.memory_top, sheet.memory)
-            _draw_memory(lowest, sheet, clock.scale)
+            lowest = layout.axes(layout.memory_top, layout.memory)
+            _draw_memory(lowest, layout, clock.scale)
             timeline.tick_params(labelbottom=False)
-        for axes in sheet.figure.axes:
-            axes.set_xlim(span[0], span[1] + (0 if window else 2 / sheet.points(span)))  # room for the last edge
+        for axes in layout.figure.axes:
+            axes.set_xlim(span[0], span[1] + (0 if window else 2 / layout.points(span)))  # room for the last edge
         lowest.set_xlabel(clock.label, color=INK, fontsize=8.5)
-    return sheet.figure
+    return layout.figure
 
 
 def svg(traces: Sequence[Trace], **options: Any) -> str:
@@ -133,21 +133,21 @@ def _bars(trace: Trace, scale: float, span: Span) -> Bars:
     return {kind: found for kind, found in seen.items() if len(found)}
 
 
-def _draw_timeline(axes: Axes, sheet: Sheet, span: Span, numbers: bool) -> None:
-    points = sheet.points(span)
-    for t, bars in enumerate(sheet.bars):
-        outlined = sheet.count == 2 and t == 0
+def _draw_timeline(axes: Axes, layout: FigureLayout, span: Span, numbers: bool) -> None:
+    points = layout.points(span)
+    for t, bars in enumerate(layout.bars):
+        outlined = layout.count == 2 and t == 0
         for kind, found in bars.items():
-            top, bottom = sheet.zone(kind, t)
-            _draw_bars(axes, kind, found, found[:, 0] * sheet.pitch, (top, bottom), points, outlined, sheet.names[t])
+            top, bottom = layout.zone(kind, t)
+            _draw_bars(axes, kind, found, found[:, 0] * layout.pitch, (top, bottom), points, outlined, layout.names[t])
             if numbers and kind not in BENEATH:
-                height = (bottom - top) * sheet.lane * 72
-                middle = found[:, 0] * sheet.pitch + (top + bottom) / 2
+                height = (bottom - top) * layout.lane * 72
+                middle = found[:, 0] * layout.pitch + (top + bottom) / 2
                 _draw_numbers(axes, found, middle, points, height, INK if outlined else LOOKS[kind].ink)
-    lanes = sheet.ranks * sheet.pitch
-    axes.set_ylim(lanes - (sheet.pitch - sheet.count), 0)
+    lanes = layout.ranks * layout.pitch
+    axes.set_ylim(lanes - (layout.pitch - layout.count), 0)
     axes.spines["left"].set_visible(False)
-    _label_lanes(axes, sheet)
+    _label_lanes(axes, layout)
 
 
 def _draw_bars(
@@ -207,47 +207,47 @@ def _draw_numbers(axes: Axes, bars: np.ndarray, y: np.ndarray, points: float, he
         )
 
 
-def _label_lanes(axes: Axes, sheet: Sheet) -> None:
+def _label_lanes(axes: Axes, layout: FigureLayout) -> None:
     """Rank names at the left and idle time at the right, on every lane or on as many ranks as there is room for."""
     places, lanes = [], []
-    roomy = sheet.lane >= 0.15
+    roomy = layout.lane >= 0.15
     every = 1
-    while every * sheet.pitch * sheet.lane < 0.15:
+    while every * layout.pitch * layout.lane < 0.15:
         every *= 2
-    for rank in range(0, sheet.ranks, every):
-        if sheet.count == 1 or not roomy:
-            low, high = sheet.zone("forward", 0)[0], sheet.zone("forward", sheet.count - 1)[1]
-            places.append(rank * sheet.pitch + (low + high) / 2)
+    for rank in range(0, layout.ranks, every):
+        if layout.count == 1 or not roomy:
+            low, high = layout.zone("forward", 0)[0], layout.zone("forward", layout.count - 1)[1]
+            places.append(rank * layout.pitch + (low + high) / 2)
             lanes.append(f"rank {rank}")
             continue
-        for t, name in enumerate(sheet.names):
-            places.append(rank * sheet.pitch + sum(sheet.zone("forward", t)) / 2)
+        for t, name in enumerate(layout.names):
+            places.append(rank * layout.pitch + sum(layout.zone("forward", t)) / 2)
             lanes.append(f"rank {rank} {name}" if t == 0 else name)
     axes.set_yticks(places, lanes)
     axes.tick_params(axis="y", length=0)
-    if roomy and sheet.ranks > 1:
-        lines = [rank * sheet.pitch - (sheet.pitch - sheet.count) / 2 for rank in range(1, sheet.ranks)]
+    if roomy and layout.ranks > 1:
+        lines = [rank * layout.pitch - (layout.pitch - layout.count) / 2 for rank in range(1, layout.ranks)]
         axes.hlines(lines, 0, 1, transform=axes.get_yaxis_transform(), color=RULE, linewidth=0.6, zorder=0)
     if not roomy:
         return
-    inch = 1 / (sheet.width - sheet.left - sheet.right)
-    for t, trace in enumerate(sheet.traces):
-        for rank in range(sheet.ranks):
-            y = rank * sheet.pitch + sum(sheet.zone("forward", t)) / 2
+    inch = 1 / (layout.width - layout.left - layout.right)
+    for t, trace in enumerate(layout.traces):
+        for rank in range(layout.ranks):
+            y = rank * layout.pitch + sum(layout.zone("forward", t)) / 2
             words, across = labels.share(trace, rank), axes.get_yaxis_transform()
             axes.text(1 + 0.1 * inch, y, words, transform=across, size=8, color=MUTED, va="center_baseline")
 
 
-def _draw_arrows(axes: Axes, sheet: Sheet, scale: float) -> None:
+def _draw_arrows(axes: Axes, layout: FigureLayout, scale: float) -> None:
     """Draw an arrow from the end of each SEND to the end of its RECV."""
-    for t, trace in enumerate(sheet.traces):
+    for t, trace in enumerate(layout.traces):
         pairs = messages(trace.program)
         if not 0 < len(pairs) <= MANY_MESSAGES:
             continue
-        zone = sheet.zone("message", t)
-        below = (zone[0] + zone[1]) / 2 if sheet.beneath else zone[1]
-        tails = [((trace.ends[r][k] - trace.span[0]) * scale, r * sheet.pitch + below) for (r, k), _ in pairs]
-        heads = [((trace.ends[r][k] - trace.span[0]) * scale, r * sheet.pitch + below) for _, (r, k) in pairs]
+        zone = layout.zone("message", t)
+        below = (zone[0] + zone[1]) / 2 if layout.beneath else zone[1]
+        tails = [((trace.ends[r][k] - trace.span[0]) * scale, r * layout.pitch + below) for (r, k), _ in pairs]
+        heads = [((trace.ends[r][k] - trace.span[0]) * scale, r * layout.pitch + below) for _, (r, k) in pairs]
         x, y = zip(*tails, strict=True)
         dx, dy = zip(*((b[0] - a[0], b[1] - a[1]) for a, b in zip(tails, heads, strict=True)), strict=True)
         axes.quiver(
@@ -259,20 +259,20 @@ def _draw_arrows(axes: Axes, sheet: Sheet, scale: float) -> None:
 # memory ---------------------------------------------------------------------------------------------------------------
 
 
-def _draw_memory(axes: Axes, sheet: Sheet, scale: float) -> None:
+def _draw_memory(axes: Axes, layout: FigureLayout, scale: float) -> None:
     """A step curve for each rank, or only for the highest rank if there are many. Peaks are marked and listed
     beside."""
-    mib = sheet.traces[0].unit == "bytes"
+    mib = layout.traces[0].unit == "bytes"
     highest = 0.0
-    for line in range(len(sheet.key)):
-        colour = RANK_COLOURS[line] if sheet.curves else INK
-        for t, trace in enumerate(sheet.traces):
-            times, values = _curve(trace, sheet.curves[line][0] if sheet.curves else -1, scale)
+    for line in range(len(layout.key)):
+        colour = RANK_COLOURS[line] if layout.curves else INK
+        for t, trace in enumerate(layout.traces):
+            times, values = _curve(trace, layout.curves[line][0] if layout.curves else -1, scale)
             values = values / 2**20 if mib else values
-            dashed = sheet.count == 2 and t == 0
+            dashed = layout.count == 2 and t == 0
             axes.step(
                 times, values, where="post", color=colour, linewidth=1.2, zorder=3 if dashed else 2.5,
-                linestyle=(4 * line, (4, 2)) if dashed else "solid", label=f"{sheet.names[t]} {sheet.key[line][0]}",
+                linestyle=(4 * line, (4, 2)) if dashed else "solid", label=f"{layout.names[t]} {layout.key[line][0]}",
             )  # fmt: skip
             peak = int(values.argmax())
             axes.plot(times[peak], values[peak], RANK_MARKERS[line], color=colour, markersize=4.5, zorder=5)
@@ -282,12 +282,12 @@ def _draw_memory(axes: Axes, sheet: Sheet, scale: float) -> None:
     axes.locator_params(axis="y", nbins=4 if mib else 5, integer=not mib)  # there is no half activation
     axes.grid(axis="y", color=RULE, linewidth=0.6)
 
-    line_height, inch = 0.15 / sheet.memory, 1 / (sheet.width - sheet.left - sheet.right)  # in parts of the panel
-    for k, words in enumerate(sheet.key_head):
+    line_height, inch = 0.15 / layout.memory, 1 / (layout.width - layout.left - layout.right)  # in parts of the panel
+    for k, words in enumerate(layout.key_head):
         axes.text(1 + 0.1 * inch, 1 - k * line_height, words, transform=axes.transAxes, size=7.5, color=MUTED, va="top")
-    for k, (label, words) in enumerate(sheet.key):
-        y = 1 - (k + len(sheet.key_head) + 0.5) * line_height
-        colour = RANK_COLOURS[k] if sheet.curves else INK
+    for k, (label, words) in enumerate(layout.key):
+        y = 1 - (k + len(layout.key_head) + 0.5) * line_height
+        colour = RANK_COLOURS[k] if layout.curves else INK
         axes.plot(
             1 + 0.15 * inch, y, RANK_MARKERS[k], color=colour, markersize=4.5, transform=axes.transAxes, clip_on=False
         )

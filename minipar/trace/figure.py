@@ -1,4 +1,4 @@
-"""The sheet of a picture: colours, the figure's measures in inches, and its words (title, facts, legend).
+"""The layout of a picture: colours, the figure's measures in inches, and its words (title, facts, legend).
 
 title                                     all places are measured from the top in inches, so that texts do
 facts, one line a trace                   not overlap and none is cut off, for any number of ranks
@@ -57,7 +57,7 @@ LINES = 8  # memory curves; beyond this one curve shows the highest rank
 Bars = dict[str, "np.ndarray"]  # kind -> rows of (rank, start, end, micro-batch), on the time axis
 
 
-class Sheet:
+class FigureLayout:
     """An empty picture of one trace or two, with its words; `axes` adds a panel.
 
     `bars[t]` has the bars of trace t, without the kinds for which there is no room.

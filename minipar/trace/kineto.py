@@ -37,7 +37,7 @@ UPDATE = re.compile(r"adam|sgd|multi_tensor_apply", re.IGNORECASE)
 COPIES = ("gpu_memcpy", "gpu_memset")
 
 
-class Slice(NamedTuple):
+class CompleteEvent(NamedTuple):
     """One complete event: start and end in whole nanoseconds."""
 
     start: int
@@ -149,7 +149,7 @@ def _complete(data: dict[str, Any]) -> list[dict[str, Any]]:
     return [event for event in data["traceEvents"] if isinstance(event, dict) and event.get("ph") == "X"]
 
 
-def _slice(label: str, event: dict[str, Any], shift: int = 0) -> Slice:
+def _slice(label: str, event: dict[str, Any], shift: int = 0) -> CompleteEvent:
     name, ts, dur = str(event.get("name", "")), event.get("ts"), event.get("dur")
     if not (isinstance(ts, (int, float)) and isinstance(dur, (int, float)) and math.isfinite(ts + dur)):
         raise MiniparError(f"{label}: the event `{name}` has ts={ts!r} and dur={dur!r}: both must be numbers")
@@ -159,10 +159,10 @@ def _slice(label: str, event: dict[str, Any], shift: int = 0) -> Slice:
     args = event.get("args")
     thread = (event.get("pid"), event.get("tid"))
     cat = str(event.get("cat", ""))
-    return Slice(start, start + round(dur * 1000), name, cat, thread, args if isinstance(args, dict) else {})
+    return CompleteEvent(start, start + round(dur * 1000), name, cat, thread, args if isinstance(args, dict) else {})
 
 
-def _outermost(slices: Iterable[Slice]) -> list[Slice]:
+def _outermost(slices: Iterable[CompleteEvent]) -> list[CompleteEvent]:
     """The slices of each thread that are not inside another slice."""
     ends: dict[tuple[Any, Any], int] = {}
     found = []
@@ -177,7 +177,7 @@ def _outermost(slices: Iterable[Slice]) -> list[Slice]:
 class Inside:
     """Says whether a moment of a thread is inside one of these slices."""
 
-    def __init__(self, slices: Iterable[Slice]) -> None:
+    def __init__(self, slices: Iterable[CompleteEvent]) -> None:
         self.spans: dict[tuple[Any, Any], list[tuple[int, int]]] = {}
         for piece in _outermost(slices):
             self.spans.setdefault(piece.thread, []).append((piece.start, piece.end))
@@ -223,7 +223,7 @@ def _instructions(label: str, data: dict[str, Any], row: int, order: dict[int, i
     return found
 
 
-def _on_cpu(slices: list[Slice]) -> list[Slice]:
+def _on_cpu(slices: list[CompleteEvent]) -> list[CompleteEvent]:
     """The slices of a trace without kernels: outermost operators and optimizer steps of each thread, and messages."""
     sent = [s for s in slices if MESSAGE.search(s.name) and not CALL.search(s.name)]
     work = [s for s in slices if s.cat == "cpu_op" or (s.cat == "user_annotation" and STEP.match(s.name))]
@@ -231,7 +231,7 @@ def _on_cpu(slices: list[Slice]) -> list[Slice]:
     return _outermost(sent) + [s for s in outer if not (sent and CALL.search(s.name))]
 
 
-def _compute(piece: Slice, launch: Slice | None, backward: Inside, step: Inside) -> Op:
+def _compute(piece: CompleteEvent, launch: CompleteEvent | None, backward: Inside, step: Inside) -> Op:
     if launch is not None:
         if step(launch.thread, launch.start):
             return Op.STEP
@@ -242,7 +242,7 @@ def _compute(piece: Slice, launch: Slice | None, backward: Inside, step: Inside)
     return Op.STEP if launch is None and UPDATE.search(piece.name) else Op.FORWARD
 
 
-def _copy(piece: Slice) -> Instruction:
+def _copy(piece: CompleteEvent) -> Instruction:
     words = piece.name.split()
     if len(words) > 1 and words[1] in ("DtoH", "HtoD", "DtoD", "PtoP"):
         op = Op.OFFLOAD if words[1] == "DtoH" else Op.FETCH
@@ -250,7 +250,7 @@ def _copy(piece: Slice) -> Instruction:
     return Instruction(Op.FETCH, (), -1, 0, stream="copy", name=piece.name)
 
 
-def _message(piece: Slice, row: int, order: dict[int, int]) -> Instruction:
+def _message(piece: CompleteEvent, row: int, order: dict[int, int]) -> Instruction:
     """A message or collective. The other ranks are known only if the profiler wrote them, as it does for NCCL."""
     what = str(piece.args.get("Collective name") or piece.name).lower()
     for word, op, other in (("send", Op.SEND, "Dst Rank"), ("recv", Op.RECV, "Src Rank")):

@@ -29,7 +29,7 @@ class Entry(NamedTuple):
     version: int
 
 
-class Order(NamedTuple):
+class RecordedOrder(NamedTuple):
     """What every rank did, in order.
 
     ranks          the entries of each rank
@@ -53,7 +53,7 @@ class Order(NamedTuple):
         )
 
 
-def order_of(program: Program) -> Order:
+def order_of(program: Program) -> RecordedOrder:
     """The order that a program states. For a run that decided, use `Execution.program` or `Trace.program`.
 
     Errors: PlanError for a synchronous program, and for one whose ranks have not decided yet."""
@@ -76,4 +76,4 @@ def order_of(program: Program) -> Order:
                 entries[what, i] = Entry(what, i, max(before, *map(version_of, ins.reads)))
         ranks.append(tuple(entries.values()))
     delays = tuple(delay(program, rank) for rank in range(len(program.ranks)))
-    return Order(tuple(ranks), program.placement, program.microbatches, program.contract.every, delays)
+    return RecordedOrder(tuple(ranks), program.placement, program.microbatches, program.contract.every, delays)

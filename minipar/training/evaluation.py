@@ -1,10 +1,10 @@
-"""evaluate(): a model's loss, and what else one wants to know of it, over data; forward only, on the ranks of a plan.
+"""evaluate(): a model's loss and other metrics over data, by forwards only, on the ranks of a plan.
 
     every micro-batch    output, y  ->  sum and count of the loss, and of each metric    (ranks with the last layer)
     at the end           sum of the sums / sum of the counts                             (the driver)
 
-So each row (or target element) counts once, however the data were cut: into batches of which the last is shorter, over
-replicas, into micro-batches.
+So each row (or target element) counts once, however the data are divided: into batches (the last one may be shorter),
+over replicas, and into micro-batches.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from minipar.strategies.keys import at_least_1
 from minipar.strategies.plan import Plan
 from minipar.wording import several
 
-Metric = Callable[[Any, Any], tuple[Any, Any]]  # of (output, y): a sum, and of how many
+Metric = Callable[[Any, Any], tuple[Any, Any]]  # (output, y) -> (sum, count)
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """What `evaluate` found.
 
-    loss      the mean over all that counts in it
-    count     how much that is: rows, or target elements
-    metrics   of each its sum over its count, by name
+    loss      the mean over everything that is counted
+    count     how much is counted: rows, or target elements
+    metrics   by name, the sum of each over its count
     outputs   of all rows in the order of the data, on the CPU, if they were asked for
     """
 
@@ -75,12 +75,12 @@ def evaluate(
     model       as for `train`
     data        a pair (x, y) or a torch Dataset, which are cut into batches; a DataLoader or any iterable of batches;
                 or a data set with `batch(step, size)`, of which `batches` are taken
-    plan        its layout is used: replicas, stages, micro-batches and precision. (Parameters are whole on the ranks
-                that have them; ranks for parameter servers are replicas more.)
+    plan        only its layout is used: replicas, stages, micro-batches and precision. (Parameters are whole on the
+                ranks that have them; ranks for parameter servers become further replicas.)
     state       the parameters: a `Run`, a folder with a saved run, or a state dict; default: those that the model has
     batch       rows of a batch, where the data do not say
     loss        loss(output, y) -> scalar mean, or (sum, count)
-    metrics     by name functions of (output, y) that give (sum, count), such as (how many are right, how many)
+    metrics     functions by name; each takes (output, y) and gives (sum, count), such as (number right, number)
     outputs     bring the model's outputs back, too
 
     Raises PlanError where plan, model and data do not fit together; SaveError for a state of another model.
@@ -99,7 +99,7 @@ def evaluate(
 
 
 def layout_of(plan: Plan, shape: Shape) -> Plan:
-    """The plan that evaluates where another one trains."""
+    """The plan that evaluates on the ranks on which this one trains."""
     if plan.sync == "ps":
         return Plan(dp=plan.ranks, microbatches=plan.microbatches, inference=True)
     split = plan.split if isinstance(plan.split, tuple) and len(plan.split) == plan.pp else None
@@ -135,7 +135,7 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Listed:
-    """Batches that are there."""
+    """A list of batches."""
 
     pairs: tuple[tuple[Any, Any], ...]
 
@@ -181,7 +181,7 @@ def state_of(state: Any) -> dict[str, Tensor]:
     if isinstance(state, Mapping):
         return {str(name): values.detach().cpu() for name, values in state.items() if isinstance(values, Tensor)}
     service = getattr(state, "service", None)
-    if service is not None:  # parameter servers bring them back themselves
+    if service is not None:  # (parameter servers return them themselves)
         return dict(service.parameters)
     if hasattr(state, "shares"):
         return keeping.model_of(state.shares, "evaluate(state=run)")
@@ -193,7 +193,7 @@ def state_of(state: Any) -> dict[str, Tensor]:
 
 
 def load(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Put values into a whole model by name. What is tied may be named once. SaveError if they are of another model."""
+    """Put values into a whole model by name. A tied tensor may be named once. SaveError if they do not fit it."""
     mine: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     every: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     every |= dict(model.named_buffers(remove_duplicate=False))
@@ -227,9 +227,9 @@ class _Totals(NamedTuple):
 
 
 class _Adding:
-    """Stands for the loss in the last layer: adds up what is asked for, micro-batch by micro-batch."""
+    """Takes the place of the loss in the last layer: it adds up what is asked for, micro-batch by micro-batch."""
 
-    ignore_index = torch.iinfo(torch.int64).min  # no target: every micro-batch is seen
+    ignore_index = torch.iinfo(torch.int64).min  # no target has this value, so no micro-batch is skipped
 
     def __init__(self, loss: Loss, metrics: Mapping[str, Metric], outputs: bool) -> None:
         self.loss, self.metrics, self.wanted = loss, metrics, outputs
@@ -266,7 +266,7 @@ def _evaluate(
     metrics: Mapping[str, Metric],
     outputs: bool,
 ) -> _Totals | None:
-    """In every rank: its part of all batches; None from a rank without the last layer."""
+    """In every rank: run its part of all batches. Returns the sums; None on a rank without the last layer."""
     rank = worker.context().rank
     model = job.build()
     if values:
@@ -292,7 +292,7 @@ def _together(found: Sequence[_Totals], metrics: Mapping[str, Metric], outputs: 
 
 
 def _joined(parts: Sequence[Any]) -> Any:
-    """The rows of several outputs of one structure, one behind the other."""
+    """The rows of several outputs of one structure, one after the other."""
     first = parts[0]
     if isinstance(first, Tensor):
         return torch.cat(list(parts)) if first.dim() else torch.stack(list(parts))

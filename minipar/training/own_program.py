@@ -1,4 +1,4 @@
-"""train(program=...): what runs is a program of the user's, and the plan only says what it was made from."""
+"""train(program=...): the user's own program runs, and the plan only says what it was made from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Own = Program | Callable[[Shape], Program] | None
 
 
 def plan_of(plan: Plan | str | None, program: Own) -> Plan:
-    """The plan of a training: the given one; or what a program was compiled from, which is its name; or one device.
+    """The plan of a training: the given one; or the one that the program was compiled from, by its name; or one device.
 
     Errors: PlanError for a program whose name is no plan, or that is no program.
     """

@@ -1,11 +1,11 @@
 """The driver's side of the reference: a job goes to a process that knows nothing of the engine; see `reference.py`.
 
     driver    job as plain values --> process of plain torch --> losses, gradients, parameters, buffers
-                                      (started by the path of reference.py; it never imports minipar, unless what the
-                                      user wrote does)
+                                      (started by the path of reference.py; it never imports minipar, unless the user's
+                                      own code does)
 
 The process is started at the first job, which takes as long as importing torch, and kept for the next ones. It is
-killed when the driver is interrupted while it waits, and ends when the driver ends.
+killed if the driver is interrupted while it waits for it, and ends when the driver ends.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from minipar.execution.updating import plain_schedule, takes_names
 from minipar.models.losses import Weighted
 from minipar.program.server_rule import Kind, Row
 from minipar.strategies.served_order import completed
-from minipar.trace.recorded_order import Order
+from minipar.trace.recorded_order import RecordedOrder
 from minipar.training import reference
 from minipar.training.reference import Reference
 
@@ -55,9 +55,9 @@ def train_reference(
     threads: int = 1,
     report: Report = lambda step: None,
 ) -> Reference:
-    """A job in plain torch, on so many threads.
+    """Run a job in plain torch, on so many threads.
 
-    replicas   how many train by themselves, with how many micro-batches each, for how many steps between averages
+    replicas   for Local SGD: number of replicas, micro-batches of each, steps between averages
     report     called with every step that is done
     Raises what the user's code raises there, with its traceback in a note; RankDied if the process dies.
     """
@@ -72,15 +72,15 @@ def train_reference(
 
 def replay_order(
     job: Job,
-    order: Order,
+    order: RecordedOrder,
     *,
     keep_gradients: bool = True,
     storing: Storing = NOTHING,
     threads: int = 1,
     report: Report = lambda step: None,
 ) -> Reference:
-    """A job by the recorded order of an asynchronous pipeline, in plain torch. ProgramError for an order that cannot
-    be, as it uses what is not there; else as `train_reference`."""
+    """Run a job in plain torch by the recorded order of an asynchronous pipeline. ProgramError for an impossible order,
+    which uses values that do not exist; other errors as for `train_reference`."""
     rows = tuple(tuple(tuple(entry) for entry in row) for row in order.ranks)
     options = {"order": (rows, *order[1:]), "keep_gradients": keep_gradients, "first": storing.first}
     return ask(task_of(job, "order", options, storing), threads, report)
@@ -89,8 +89,8 @@ def replay_order(
 def replay_service(
     job: Job, order: list[Row], workers: int, steps: int, microbatches: int, threads: int = 1
 ) -> Reference:
-    """A job by the recorded order of parameter servers, in plain torch: every gradient at the parameters that its
-    worker was given, every update of the gradients that it took."""
+    """Run a job in plain torch by the recorded order of parameter servers: every gradient is computed with the
+    parameters that its worker was given, and every update uses the gradients that the servers took."""
     done = completed(order)
     wanted = {id(answer) for answer in done.values()}
     events: list[tuple[Any, ...]] = []
@@ -143,8 +143,8 @@ def ask(task: Mapping[str, Any], threads: int = 1, report: Report = lambda step:
 
 
 def prepare() -> None:
-    """Start this driver's process of plain torch, if there is none yet, and wait until it has imported torch: else it
-    would do so while something is timed."""
+    """Start this driver's process of plain torch, if there is none yet, and wait until it has imported torch: else the
+    import would disturb a measurement."""
     with _lock:
         _process().await_ready()
 
@@ -159,7 +159,7 @@ class Plain:
             self.process = subprocess.Popen(
                 command,
                 pass_fds=(theirs.fileno(),),
-                stdin=subprocess.PIPE,  # its end tells the process that the driver has ended
+                stdin=subprocess.PIPE,  # when it closes, the process knows that the driver has ended
                 start_new_session=True,  # the notebook's stop button signals the kernel's whole group
                 env=launch.child_environment(),
             )
@@ -200,7 +200,7 @@ class Plain:
             return Reference(gradients=gradients, parameters=parameters, buffers=buffers, **found)
 
     def end(self) -> int:
-        """Kill it; its exit status."""
+        """Kill it; returns its exit status."""
         self.asked = False
         with contextlib.suppress(OSError):
             self.process.kill()
@@ -212,7 +212,7 @@ class Plain:
 
 
 _lock = threading.RLock()
-_processes: dict[int, Plain] = {}  # by pid: a process that the driver forked must not use the driver's
+_processes: dict[int, Plain] = {}  # by the driver's pid, so that a process that it forks does not use the same one
 
 
 def _process() -> Plain:
@@ -239,7 +239,7 @@ def _error(name: str, message: str, text: str, data: bytes | None) -> Exception:
     if name == reference.ImpossibleOrder.__name__:
         return reference.ImpossibleOrder(message)
     if data is not None:
-        with contextlib.suppress(Exception):  # such as a class whose __init__ takes other arguments than it hands on
+        with contextlib.suppress(Exception):  # such as a class whose __init__ takes other arguments than Exception's
             error = cloudpickle.loads(data)
     note = f"raised in plain torch, in a process of its own:\n{text.rstrip()}"
     if not isinstance(error, Exception):
@@ -251,8 +251,8 @@ def _error(name: str, message: str, text: str, data: bytes | None) -> Exception:
     return error
 
 
-# Pickling: what looks at the same memory does so at the other end as well, which torch's own pickling of single tensors
-# would not keep.
+# Pickling: tensors that share memory share it in the other process as well. torch's own pickling of single tensors
+# would not keep that.
 
 
 class _Pickler(cloudpickle.Pickler):

@@ -2,14 +2,14 @@
 
 This file shares nothing with the engine: it imports the standard library, torch and cloudpickle, and runs in a process
 of its own (`plainly.py` starts it by this file's path and talks to it). So a mistake of the engine cannot be here as
-well, unless somebody makes it twice. What the engine documents is written down here again, in the plainest way:
+well, unless somebody makes it twice. It implements again what the engine documents, in the plainest way:
 
     model     made after torch.manual_seed(seed); converted to `dtype` as `convert` says; in the modes that it has
     step      value = loss(model(x), y); value.backward(); clip; update           x, y: the whole batch
-    dropout   only of nn.Dropout in training mode the random numbers are others: see `Masks`. `replaced` says of which
+    dropout   nn.Dropout in training mode has other random numbers than torch's: see `Masks`; `replaced` lists these
     draws     torch's generators are seeded before each layer, as the engine seeds them: see `Masks`, too
 
-Besides the synchronous step there are three plain loops for what is meant to give other numbers than one device: Local
+Besides the synchronous step there are three plain loops for strategies that give other numbers than one device: Local
 SGD, a recorded order of an asynchronous pipeline, and a recorded order of parameter servers.
 """
 
@@ -54,9 +54,9 @@ class Reference:
     losses       of every step, before its update
     gradients    of every update by parameter name (empty if not kept)
     parameters   after the last step, by name
-    buffers      the same
+    buffers      after the last step, by name
     statistics   names of those buffers that are statistics of a batch (running mean and variance of norms in training
-                 mode), which no training in parts can equal
+                 mode): training with a split batch cannot give the same ones
     replaced     names of the modules whose random numbers were replaced by those that the engine draws
     seconds      of a step
     """
@@ -114,17 +114,17 @@ def _part_type(dtype: torch.dtype) -> torch.dtype:
 
 
 class Masks:
-    """Dropout as the engine documents it: whether an element is kept depends on its row and not on how often or in what
-    order random numbers were drawn. `step` and `row` (the first one) say what the model sees next.
+    """Dropout as the engine documents it: whether an element is kept depends on its row and not on how many random
+    numbers were drawn before. `step` and `row` (the first one) say what the model is given next.
 
         key of a row      mix(row * G + number of (seed, name, step))       all in 64 bits, unsigned
         element j of it   mix(key + (j + 1) * G) / 2**64 >= p: kept, and divided by 1 - p
 
     with G the golden ratio in 64 bits, and mix the last steps of splitmix64. Where a layer has made k rows of each of
-    the `rows` that the model sees, they are counted from k times `row` on.
+    the `rows` that the model was given, they are counted from k times `row` on.
 
-    All else that draws does so from torch's generators. Before each layer of the model they are seeded with a number of
-    (seed, step, row, number of the layer): see `seed_of`.
+    All other modules draw from torch's generators. Before each layer of the model these are seeded with a number that
+    depends on (seed, step, row, number of the layer): see `seed_of`.
     """
 
     def __init__(self, model: nn.Module, seed: int) -> None:
@@ -135,7 +135,7 @@ class Masks:
                 self.names.append(name)
                 module.forward = partial(self._drop, module, name)  # type: ignore[method-assign]
         layers = [layer for layer in model._modules.values() if layer is not None]
-        self.numbers: dict[int, list[int]] = {}  # of a module, which layers it is
+        self.numbers: dict[int, list[int]] = {}  # id of a module -> the numbers that it has as a layer
         for number, layer in enumerate(layers):
             self.numbers.setdefault(id(layer), []).append(number)
         for layer in {id(layer): layer for layer in layers}.values():
@@ -144,12 +144,12 @@ class Masks:
         self.at(0, 0)
 
     def at(self, step: int, row: int, layer: int = 0, rows: int = 0) -> None:
-        """What the model sees next: so many rows of a step from `row` on. Called are its layers from `layer` on."""
+        """Say what the model is given next: `rows` rows of a step from `row` on. Its layers run from `layer` on."""
         self.step, self.row, self.rows, self.inside = step, row, rows, 0
         self.left = {key: [k for k in numbers if k >= layer] for key, numbers in self.numbers.items()}
 
     def _enter(self, layer: nn.Module, given: Any) -> None:
-        if self.inside == 0 and self.left[id(layer)]:  # (inside of a layer nothing is seeded)
+        if self.inside == 0 and self.left[id(layer)]:  # (a layer that runs inside of another one is not seeded)
             torch.manual_seed(self.seed_of(self.left[id(layer)].pop(0)))
         self.inside += 1
 
@@ -158,7 +158,7 @@ class Masks:
 
     def seed_of(self, layer: int) -> int:
         """What torch's generators are seeded with before a layer runs."""
-        words = "draws", self.seed, self.step, self.row, layer, 0  # (the last one: no token was left out)
+        words = "draws", self.seed, self.step, self.row, layer, 0  # (the last one is the first token)
         digest = hashlib.blake2b("\0".join(map(str, words)).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") % 2**63
 
@@ -173,7 +173,7 @@ class Masks:
         first = self.row * (len(x) // self.rows if self.rows and len(x) % self.rows == 0 else 1)
         keys = torch.tensor([_signed((first + r) * golden + start) for r in range(len(x))], dtype=torch.int64)
         elements = torch.arange(1, x[:1].numel() + 1) * _signed(golden)
-        bits = _shift(_mix(_mix(keys)[:, None] + elements[None, :]), 11)  # 53 of them, as many as a double has
+        bits = _shift(_mix(_mix(keys)[:, None] + elements[None, :]), 11)  # 53 bits, as in a double's mantissa
         kept = bits.to(torch.float64) / 2**53 >= module.p
         return x * (kept.view(x.shape).to(x.device, x.dtype) / (1 - module.p))
 
@@ -184,7 +184,7 @@ def _signed(number: int) -> int:
 
 
 def _shift(numbers: Tensor, by: int) -> Tensor:
-    """The 64 bits of each number moved to the right, with zeros behind."""
+    """The 64 bits of each number shifted to the right; zeros come in from the left."""
     return torch.bitwise_and(torch.bitwise_right_shift(numbers, by), (1 << (64 - by)) - 1)
 
 
@@ -210,7 +210,7 @@ def statistics_of(model: nn.Module) -> list[str]:
 
 def reader(data: Any, size: int, dtype: torch.dtype) -> Batches:
     """step -> (x, y), the whole batch: of a data set, or always the same pair. Floating numbers become `dtype`, complex
-    ones the matching type. They are copies, as a layer or a loss may write into them."""
+    ones the matching type. All are copies, since a layer or a loss may write into them."""
     complexes = {torch.float32: torch.complex64, torch.float64: torch.complex128}
 
     def cast(tensor: Tensor) -> Tensor:
@@ -258,13 +258,13 @@ def rows_in(value: Any, rows: range) -> Any:
 
 
 def split_evenly(count: int, parts: int) -> list[range]:
-    """So many rows in so many parts, as equal as possible, the larger ones first."""
+    """Divide so many rows into so many parts, as equal as possible, the larger ones first."""
     sizes = [count // parts + (k < count % parts) for k in range(parts)]
     return [range(sum(sizes[:k]), sum(sizes[: k + 1])) for k in range(parts)]
 
 
 def mean_of(value: Any) -> Tensor:
-    """The mean that a loss gives: itself, or of (sum, count) the quotient."""
+    """The mean that a loss gives: the value itself, or the quotient of (sum, count)."""
     found = value[0] / value[1] if isinstance(value, tuple) else value
     if not isinstance(found, Tensor):
         raise TypeError(f"the loss gave a {type(found).__name__}; it must be a scalar tensor, or (sum, count)")
@@ -281,8 +281,8 @@ def setting(loss: Any, name: str, default: Any = None) -> Any:
 
 
 def weight_of(y: Any, loss: Loss) -> float:
-    """What the mean over these targets is a mean of: `loss.count(y)` where there is one; else of whole numbers those
-    that are not `ignore_index`, each by its class's weight; else the rows."""
+    """How much these targets count in a mean: `loss.count(y)` if there is one. Else, for targets of whole numbers, the
+    number that are not `ignore_index`, each with its class's weight. Else the number of rows."""
     count = setting(loss, "count")
     if callable(count):
         return float(count(y))
@@ -298,11 +298,11 @@ def weight_of(y: Any, loss: Loss) -> float:
 
 
 class How(NamedTuple):
-    """How the user's optimizer is made, and what steps with it.
+    """How the user's optimizer and scheduler are made.
 
     by_name     it is made of pairs (name, parameter), else of parameters
     scheduler   makes a scheduler of it, which steps once after each update
-    saved       what the scheduler goes on from, if it is of this class: class, state, settings of the groups
+    saved       the scheduler's saved state (class, state, settings of the groups), used if it has the same class
     """
 
     by_name: bool = False
@@ -318,7 +318,7 @@ class Update:
 
     def __init__(self, optimizer: Any, how: How, named: Mapping[str, nn.Parameter], late: int | None = None) -> None:
         self.optimizer: torch.optim.Optimizer = optimizer(list(named.items() if how.by_name else named.values()))
-        if late is not None and hasattr(optimizer, "slow"):  # it has other learning rates for late gradients
+        if late is not None and hasattr(optimizer, "slow"):  # (it has lower learning rates for late gradients)
             optimizer.slow(self.optimizer, late)
         self.scheduler = None if how.scheduler is None else how.scheduler(self.optimizer)
         if how.saved is not None and self.scheduler is not None:
@@ -335,7 +335,7 @@ class Update:
         self.optimizer.zero_grad()
         if self.scheduler is not None:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch minds where the optimizer has not stepped yet
+                warnings.simplefilter("ignore")  # (torch warns if the optimizer has not stepped yet)
                 self.scheduler.step()
 
 
@@ -360,8 +360,9 @@ def train_plainly(
     """Train `model` for `steps` steps, as anyone would without minipar. The model is changed in place.
 
     clip        scale gradients down to this norm; those that are kept are scaled
-    first       the first step, after what `begin(model, optimizer)` put into both
-    inference   only the losses, nothing is trained
+    first       the number of the first step
+    begin       called before it with model and optimizer, to restore a saved run
+    inference   only compute the losses, and train nothing
     """
     masks = Masks(model, seed)
     statistics = statistics_of(model)
@@ -376,7 +377,7 @@ def train_plainly(
         masks.at(step, 0)
         with torch.set_grad_enabled(not inference):
             value = mean_of(loss(model(x), y))
-        if names and value.requires_grad:  # (behind a detach nothing is trained)
+        if names and value.requires_grad:  # (after a detach nothing is trained)
             value.backward()
             if clip is not None:
                 torch.nn.utils.clip_grad_norm_(names.values(), clip)
@@ -426,9 +427,9 @@ def train_locally(
     how: How = PLAIN,
     again: Callable[[], nn.Module] | None = None,
 ) -> Reference:
-    """The same of Local SGD: copies of the model, each with its optimizer and its rows, averaged after `every` steps
-    and the last one, by the rows of each. Losses and gradients are averages, too, those of one step. Buffers are those
-    of the first copy.
+    """`train_plainly` for Local SGD: copies of the model, each with its optimizer and its rows, are averaged after
+    every `every` steps and after the last one, weighted by their rows. The losses and gradients of a step are averages,
+    too. Buffers are those of the first copy.
 
     again   makes the model once more (a copy would lack the hooks of its parameters)
     """
@@ -482,13 +483,13 @@ FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 
 
 class ImpossibleOrder(Exception):
-    """A recorded order that cannot be: it uses what is not there."""
+    """A recorded order is impossible: it uses something that does not exist."""
 
 
 class Entry(NamedTuple):
-    """One thing that a rank did: `what` with micro-batch `microbatch` (counted through the run); an update is of none.
+    """One thing that a rank did: `what` with micro-batch `microbatch` (counted over the run); an update has none.
 
-    version   of the rank's parameters: used by a forward or backward, made by an update
+    version   of the rank's parameters: the one that a forward or backward used, or that an update made
     """
 
     what: str
@@ -497,7 +498,7 @@ class Entry(NamedTuple):
 
 
 class Order(NamedTuple):
-    """What every rank did, in the order in which it did; the same as `recorded_order.Order`, which has the words."""
+    """What every rank did, in its order; the same as `recorded_order.Order`, which documents it."""
 
     ranks: Sequence[Sequence[Entry]]
     layers: Sequence[Sequence[int]]
@@ -519,8 +520,8 @@ def replay_order(
     begin: Begin = lambda model, optimizer: None,
     how: How = PLAIN,
 ) -> Reference:
-    """Train by a recorded order, and by nothing else: every version of the parameters is a copy, every forward has
-    leaves of its own. Raises ImpossibleOrder."""
+    """Train by a recorded order, and by nothing else: every version of the parameters is a copy, and every forward has
+    its own leaves of the graph. Raises ImpossibleOrder."""
     order = order._replace(ranks=[[Entry(*entry) for entry in row] for row in order.ranks])
     masks, statistics = Masks(model, seed), statistics_of(model)
     run = _Ordered(model, batches, loss, optimizer, how, order, masks, first)
@@ -582,7 +583,7 @@ class _Rank:
 
 
 class _Ordered:
-    """The state of a replay. `outputs` and `arrived` are what a rank is given for a micro-batch: values, gradients."""
+    """The state of a replay. `outputs` and `arrived` are the values and gradients that ranks are given."""
 
     def __init__(
         self,
@@ -637,7 +638,7 @@ class _Ordered:
         return self.ranks[r].versions[entry.version]
 
     def rows(self, i: int) -> tuple[Any, Any, range, float]:
-        """x, y and rows of a micro-batch, and what its own mean counts for."""
+        """x, y and rows of a micro-batch, and the weight of its own mean."""
         m, every = self.order.microbatches, self.order.every
         x, y = self.batches(self.first + i // m)
         rows = split_evenly(row_count(x), m)[i % m]
@@ -672,7 +673,7 @@ class _Ordered:
     def backward(self, r: int, entry: Entry) -> None:
         i, rank = entry.microbatch, self.ranks[r]
         given, ends, leaves = self.graphs.pop((r, i))
-        for name, leaf in leaves.items():  # the weights as the backward finds them, if no version was kept
+        for name, leaf in leaves.items():  # (the version that this backward uses may be another than the forward's)
             leaf.data.copy_(self.version(r, entry)[name])
         wanted = _smooth(given) if r else []
         arrived = self.arrived.pop((r, i), [None] * len(ends))
@@ -718,13 +719,13 @@ def replay_service(
     seed: int = 0,
     how: How = PLAIN,
 ) -> Reference:
-    """Train by what servers did, one event after another:
+    """Train in the recorded order of the servers, one event after another:
 
-        ("answer", worker, step)          a worker got the parameters as they are, and did this step with them
-        ("arrive", worker, step, taken)   its gradient came, and is part of the next update if it was taken
-        ("apply",)                        an update, of the gradients taken since the last one
+        ("answer", worker, step)          a worker got the current parameters, and did this step with them
+        ("arrive", worker, step, taken)   its gradient arrived, and is part of the next update if it was taken
+        ("apply",)                        an update, with the gradients that were taken since the last one
 
-    Losses per step; gradients in the order in which they arrived.
+    There is a loss for each step; gradients are in the order in which they arrived.
     """
     masks, statistics = Masks(model, seed), statistics_of(model)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -745,7 +746,7 @@ def replay_service(
             weight, whole = sum(done.weight for done in taking), taking[0].whole
             for name, p in named.items():
                 p.grad = torch.stack([done.gradients[name] for done in taking]).sum(0)
-                if 0 < weight != whole:  # the mean is over the rows that came
+                if 0 < weight != whole:  # the mean is over the rows whose gradients came
                     p.grad *= whole / weight
             update.step()
             taking = []
@@ -780,7 +781,7 @@ def _worker_step(
 ) -> _Done:
     x, y = batches(step)
     parts = split_evenly(row_count(x), workers * microbatches)[worker * microbatches : (worker + 1) * microbatches]
-    mine = range(parts[0].start, parts[-1].stop)  # (how they were cut into micro-batches changes nothing)
+    mine = range(parts[0].start, parts[-1].stop)  # (the division into micro-batches changes nothing)
     target = rows_in(y, mine)
     whole, weight = weight_of(y, loss), weight_of(target, loss)
     if not weight:
@@ -804,7 +805,7 @@ def go_on(saved: Saved, model: nn.Module, optimizer: torch.optim.Optimizer | Non
     for name, value in [*saved["parameters"].items(), *saved["buffers"].items()]:
         target = parameters[name] if name in parameters else model.get_buffer(name)
         with torch.no_grad():
-            # (What was rounded to be saved, of a run in bfloat16, the model itself has as it was.)
+            # (A run in bfloat16 saves rounded values. If the model's own value rounds to the saved one, it is kept.)
             if target.dtype == value.dtype or not torch.equal(target.to(value.dtype), value):
                 target.copy_(value)
     if optimizer is None:
@@ -824,8 +825,8 @@ def go_on(saved: Saved, model: nn.Module, optimizer: torch.optim.Optimizer | Non
 def gradient_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     """max |g - g1| over all elements / max |g1| over all parameters: 0 is perfect.
 
-    Infinite where one of both has a gradient that the other has not, or one of another shape, or a number that is not
-    finite. A tensor without elements has nothing to compare. Where every g1 is 0, the error is max |g|.
+    It is infinite if one of the two has a gradient that the other does not have, or if shapes differ, or if a number is
+    not finite. A tensor without elements is not compared. If every g1 is 0, the error is max |g|.
     """
     if found.keys() != expected.keys():
         return math.inf
@@ -846,7 +847,7 @@ def gradient_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
 
 # the process ----------------------------------------------------------------------------------------------------------
 # The driver sends jobs, one after another; each answer is any number of ("report", step), and then ("result", ...) or
-# ("error", ...). Every message is its length and a pickle of plain values; what users made is pickled inside it.
+# ("error", ...). Every message is its length and a pickle of plain values; the user's objects are pickled inside of it.
 
 _LENGTH = struct.Struct("!Q")
 
@@ -886,7 +887,7 @@ def packed(named: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def unpacked(named: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors that `packed` wrote down."""
+    """The tensors that `packed` was given."""
     found = {}
     for name, (dtype, shape, data) in named.items():
         kind: torch.dtype = getattr(torch, dtype)
@@ -897,7 +898,7 @@ def unpacked(named: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def run(task: Mapping[str, Any], report: Callable[[int], None] = lambda step: None) -> Reference:
-    """One job.
+    """Run one job.
 
     kind        plain, local, order or service: which of the loops above
     model, data, batch, loss, optimizer, seed, dtype      as the user gave them
@@ -928,7 +929,7 @@ def run(task: Mapping[str, Any], report: Callable[[int], None] = lambda step: No
 
 
 def _answer(sock: socket.socket, job: Mapping[str, Any]) -> None:
-    """Do one job, and tell what came of it."""
+    """Do one job, and send its result or its error."""
     try:
         sys.path[:] = job["path"]
         os.chdir(job["folder"])
@@ -952,7 +953,7 @@ def _answer(sock: socket.socket, job: Mapping[str, Any]) -> None:
 def _tell(sock: socket.socket, error: Exception) -> None:
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     data: bytes | None = None
-    with suppress(Exception):  # the driver then has its name and text
+    with suppress(Exception):  # (without it the driver still has the error's name and text)
         data = cloudpickle.dumps(error)
     send(sock, ("error", type(error).__name__, str(error), text, data))
 
@@ -962,7 +963,7 @@ def main(descriptor: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver kills this process instead
 
     def watch() -> None:
-        """The driver holds the other end of standard input; its end is that of this process, whatever it is at."""
+        """End this process when standard input closes: the driver holds its other end, and has ended then."""
         with suppress(OSError):
             while os.read(0, 1):
                 pass
@@ -970,13 +971,13 @@ def main(descriptor: int) -> None:
 
     threading.Thread(target=watch, daemon=True).start()
     sock = socket.socket(fileno=descriptor)
-    gc.freeze()  # what torch made stays: it is not looked through after every job
+    gc.freeze()  # so that garbage collections after every job skip torch's own objects
     send(sock, ("ready",))
     with suppress(EOFError, ConnectionError):
         while True:
             _answer(sock, receive(sock))
             gc.collect()
-            gc.freeze()  # modules that were imported for it, too
+            gc.freeze()  # (also the modules that the job imported)
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""train(): a plan, a model and data on a cluster; a prediction first, then the run, then both side by side."""
+"""train(): run a plan on a cluster, with a model and data: first a prediction, then the run, to compare both."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ from minipar.costs.measured import Profile
 from minipar.costs.rates import Calibration, Copies
 from minipar.data import loading
 from minipar.errors import MiniparError, PlanError
+from minipar.execution.dynamic_schedule import check_carrier
 from minipar.execution.emulation import delays
 from minipar.execution.execution import Job, Loss, Model, emulated_costs, execute, profile_job
 from minipar.execution.finite import check_choice
 from minipar.execution.following import Callback, Observer
-from minipar.execution.measuring.calibration import calibrate
+from minipar.execution.measuring.calibration import quick_calibration
 from minipar.execution.saving import keeping
 from minipar.execution.saving.folder import open_folder
 from minipar.execution.updating import Optimizer, Scheduler, other_scheduler
 from minipar.models.losses import Counting, Weighted, check_loss
+from minipar.models.tensors import dtype_named
 from minipar.prediction.advice import Measured, advising
 from minipar.prediction.emulated import EmulatedCosts, as_emulated
 from minipar.prediction.memory import with_memory
@@ -48,28 +50,26 @@ from minipar.training import own_program, plainly
 from minipar.training.reference import Reference, gradient_error
 from minipar.wording import several
 
-_QUICK = 0.5  # seconds of a calibration that nobody asked for
-
 
 @dataclass(frozen=True)
 class Run:
     """What a training run gave.
 
     losses        the mean loss of every step, before its update
-    trace         the measured trace of one typical step (the one of median duration, the first left out); of
-                  `program.steps` steps where one begins before the last has ended
+    trace         the measured trace of one typical step (the one of median duration, the first left out); if a step
+                  begins before the one before it has ended, of `program.steps` steps
     predicted     the trace that was predicted before the run
-    step_times    seconds of every step; where one begins before the last has ended, the mean of a program's steps
+    step_times    seconds of every step; if steps overlap in this way, the mean over a program's steps
     reference     losses of plain torch on one process, and its gradients if `check` was asked for
     gradients     of every update by parameter name, if `check` was asked for
+    first_step    0; for a resumed run, how many steps were done before
     service       what parameter servers did, with sync=ps; then program and traces are of the whole run, as it
                   happened, and the reference is a replay of its order, except in mode sync
 
     An asynchronous plan (schedule=pipedream, pipedream-vertical, pipedream-2bw, ampnet) has no steps that begin and end
-    one after another. There a step is `batch` rows in `microbatches` parts; trace and prediction are of the whole run;
-    losses are of each mini-batch (of pipedream and ampnet every micro-batch, of pipedream-2bw every step); and the
+    one after another. There a step is `batch` rows in `microbatches` parts; trace and prediction are of the whole run.
+    There is a loss for each mini-batch: with pipedream and ampnet a micro-batch, with pipedream-2bw a step. And the
     reference is a replay of the recorded order, which `recorded_order.order_of(run.program)` gives.
-    first_step    0, or the steps that were done before, where the run went on from a saved one
     """
 
     plan: Plan
@@ -87,7 +87,7 @@ class Run:
 
     @property
     def prediction_error(self) -> float:
-        """By how much the predicted step time was off, relative to the measured one; negative: predicted too short."""
+        """The relative error of the predicted step time; negative if the prediction was too short."""
         return self.predicted.time / self.trace.time - 1 if self.trace.time else 0.0
 
     @property
@@ -97,7 +97,7 @@ class Run:
 
     @property
     def memory(self) -> list[Peak]:
-        """Per rank the measured peak of the traced step: bytes, the instruction, and who held how much of it."""
+        """Per rank the measured peak of the traced step: bytes, the instruction, and what held how much of it."""
         if not self.trace.series:
             raise MiniparError("memory: needs train(..., memory=True), which follows every allocation of the ranks")
         return [series.peak() for series in self.trace.series]
@@ -109,7 +109,7 @@ class Run:
         return [int(peak) for peak in self.trace.peak_memory()]
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Save parameters, optimizer states and step to a folder, for `minipar.resume`; what it had before is replaced.
+        """Save parameters, optimizer states and step to a folder, for `minipar.resume`; replaces a run saved there.
 
         At every moment the folder has one whole saved run, the old one or the new one. SaveError if it cannot be
         written, or if the ranks did not bring their state back: see `keep` of `train`.
@@ -135,8 +135,8 @@ class Run:
         return self._error_of("parameters", "max_parameter_error")
 
     def max_buffer_error(self) -> float:
-        """The same of buffers that are saved with the model. Where the batch was split, running statistics of norms are
-        left out (`reference.statistics`): they are of each part, and cannot equal the whole batch's."""
+        """The same for the buffers that are saved with the model. If the batch was split, running statistics of norms
+        are left out (`reference.statistics`): those of a part cannot equal the whole batch's."""
         return self._error_of("buffers", "max_buffer_error")
 
     def _error_of(self, kind: str, what: str) -> float:
@@ -195,9 +195,9 @@ def train(
                 Dataset (see `data.Rows`), DataLoader, or iterable of batches (see `data.Batches`). x and y are tensors,
                 or tuples or dicts of them, with the rows in dimension 0; sequences may have another length in each step
     plan        how it is trained in parallel; default one device, or what `program` was compiled from
-    program     what runs in place of what the plan compiles to: a program, or a function that makes one of the model's
-                shape, such as lambda shape: mine(plan.compile(shape)). It is verified, and must agree with the plan's
-                keys; `steps` is a multiple of its own
+    program     runs in place of the plan's own program: a program, or a function that makes one of the model's shape,
+                such as lambda shape: mine(plan.compile(shape)). It is verified, and must agree with the plan's keys;
+                `steps` must be a multiple of the program's steps
     cluster     ranks to run on, plan.ranks of them; default: made for this call
     batch       rows of a step, over all replicas and micro-batches
     loss        loss(output, y) -> scalar mean over rows (or target elements); or (sum, count), or
@@ -206,23 +206,24 @@ def train(
                 (name, parameter), if its own parameter is called `named_parameters` or it is wrapped in `minipar.named`
     scheduler   makes a torch.optim.lr_scheduler of that optimizer, such as partial(CosineAnnealingLR, T_max=steps). It
                 steps once after each update: that of a step, or of each mini-batch of an asynchronous plan
-    keep_modes  with inference=true, leave every module in the mode that the model function gave it, such as dropout
-                that is to stay on; else the model is put in evaluation mode. Training always leaves modes as they are
-    reference   train plain torch on one process beside it, to compare the losses
-    check       that, and keep every gradient of both, to compare them too (memory: twice the model per step)
+    keep_modes  with inference=true, leave every module in the mode that the model function gave it, for example to keep
+                dropout on; else the model is put in evaluation mode. Training always leaves modes as they are
+    reference   also train plain torch on one process, to compare the losses
+    check       do that, and keep every gradient of both, to compare them too (memory: twice the model per step)
     memory      follow every allocation of the ranks, and predict every one: then both traces have `series`, and
-                `Run.memory` says who held the peak (takes time: not for timing)
-    calibration of the cluster, from `calibrate(cluster)`, for the prediction; default: a quick one before the run
+                `Run.memory` says what held the peak (this takes time, so do not use it for timing)
+    calibration of the cluster, from `calibrate(cluster)`, for the prediction; default: a quick one before the first run
+                on this cluster
     resume      a folder with a saved run, of any plan: go on after its last step, with what is given here
     save        a folder that the ranks save the run to, at its end and after every `save_every` steps of it
     keep        bring parameters and optimizer states back, for `Run.save`; default: if all are at most 64 MiB
     watch       called with a `following.Moment` at most ten times a second
-    callback    called with a `StepInfo` of every step, in order: step, loss, learning rates, gradient norm. Returning
-                False ends the run: the steps that the ranks have begun meanwhile are still part of it, and it is saved
-                as at its end. What it raises ends the run at once, unsaved. (Of an asynchronous plan it is called when
-                all is over.)
-    on_nan      where the loss of a micro-batch is not a number or infinite: "stop" raises NotFinite with step, rank and
-                micro-batch before anything is updated by it; "warn" goes on and says so once; "ignore"
+    callback    called with a `StepInfo` of every step, in order: step, loss, learning rates, gradient norm. If it
+                returns False, the run ends: the steps that the ranks have begun meanwhile are still part of it, and it
+                is saved as at its end. If it raises an error, the run ends at once, unsaved. (For an asynchronous plan
+                it is called after the run.)
+    on_nan      what to do if the loss of a micro-batch is infinite or no number: "stop" raises NotFinite with step,
+                rank and micro-batch before any update uses it; "warn" warns once and goes on; "ignore" goes on
 
     annotations with tp of 2 or more, the forms of some operators' outputs or of parameters, by patterns of their names,
                 such as {"*.mlp.0": "S-1 on tp", "*.mlp.2": "P on tp"}; the forms of all others follow. Default: what
@@ -257,6 +258,8 @@ def train(
     storing = keeping.storing(resume, save, every, keep)
     feeding = loading.read_ahead(data, steps, storing.first, seed, batch)
     with feeding as (data, batch), nullcontext(cluster) if cluster is not None else Cluster(plan.ranks) as ranks:
+        if plan.deciding:
+            check_carrier(ranks, f"schedule={plan.schedule}")
         quiet = plan.inference and not keep_modes
         forms = annotations
         if forms is None and plan.tp > 1:
@@ -285,10 +288,10 @@ def train(
             )
         if storing.saved is not None and (told := other_scheduler(storing.saved.header.schedule, facts.scheduler)):
             warnings.warn(f"{storing.saved.folder}: {told}", stacklevel=2)
-        served = plan.sync == "ps"  # whose steps run into each other: one program for all of them
+        served = plan.sync == "ps"  # (its steps overlap, so one program has all of them)
         cores = available_cores() if ranks.device == "cpu" else None
         if calibration is None and plan.ranks > 1 and (ranks.emulates is None or not ranks.emulates.emulates):
-            calibration = calibrate(ranks, seconds=_QUICK, progress=progress, algorithms=plan.algorithm != "default")
+            calibration = quick_calibration(ranks, algorithms=plan.algorithm != "default", progress=progress)
         costs_of = partial(
             costs_for,
             measured=facts.profile,
@@ -428,8 +431,8 @@ def resume(
     Raises SaveError if there is no saved run, if it is damaged, or of another model or optimizer; what `train` raises.
     """
     header = open_folder(folder).header
-    dtype = getattr(torch, header.dtype)
-    known = {"batch": header.batch, "seed": header.seed, "dtype": dtype, "resume": folder}
+    dtype = dtype_named(header.dtype)
+    known: dict[str, Any] = {"batch": header.batch, "seed": header.seed, "dtype": dtype, "resume": folder}
     return train(model, data, header.plan if plan is None else plan, steps=steps, **(known | options))
 
 
@@ -447,7 +450,7 @@ def costs_for(
 
 
 def _of_layers(plan: Plan) -> Plan:
-    """What of a plan a rank must know to profile layers. (It may not know a schedule of the user's own.)"""
+    """The keys of a plan that a rank needs to profile layers. (It may not know a schedule that the user has added.)"""
     if plan.slice_count > 1:
         return plan
     selective = "selective" if plan.checkpoint == "selective" else "none"
@@ -469,10 +472,10 @@ def predict(
 
     cores        shared by all ranks; None: every rank computes on its own
     data_bytes   of a whole batch's x and y; the ranks with the first and the last layer hold their rows of them
-    calibration  of the cluster: what messages and collectives cost, and how much the ranks get done that share the
-                 cores (which is less than the cores could: they are in each other's way)
+    calibration  of the cluster: what messages and collectives cost, and how much ranks that share the cores compute
+                 together (less than the cores could, since they disturb each other)
     device       that every rank emulates; emulated devices share no cores
-    copies       what it takes to copy tensors to the host or the disk, and back
+    copies       what copies of tensors to the host or the disk, and back, cost
     """
     costs = costs_for(program, measured, batch, calibration, device, copies)
     emulated = costs if isinstance(costs, EmulatedCosts) else None

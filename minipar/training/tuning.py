@@ -37,7 +37,7 @@ STEPS = 4  # in a program of which one step's messages travel during the next
 
 @dataclass(frozen=True)
 class BucketCurve:
-    """Seconds of a step for each choice of `bucket`, few and large messages last.
+    """Seconds of a step for each choice of `bucket`; choices with few large messages come last.
 
     measured   medians on the cluster; empty where none was given
     """
@@ -124,7 +124,7 @@ def bucket_curve(
 
 
 def _choices(plan: Plan, shape: Shape) -> tuple[Bucket, ...]:
-    """Sizes that make different buckets (of a plan with priority: different pieces), and both ends."""
+    """Sizes that make different buckets (or, with priority, different pieces), between the two extreme choices."""
     if plan.overlap == "priority":
         largest = max(sum(group.tensors) for group in shape.groups) / 2**20
         return (*(largest / 2**k for k in range(7, -1, -1)), "none")

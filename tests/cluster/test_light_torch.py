@@ -1,4 +1,4 @@
-"""Optimizers in ranks: no compiler is imported for them, and they do what torch's own do."""
+"""Optimizers and the counter of FLOPs in ranks: no compiler is imported for them, and they do what torch's own do."""
 
 from __future__ import annotations
 
@@ -93,6 +93,28 @@ def test_gradients_through_a_step_and_other_peoples_optimizers(cluster: Cluster)
         return float(start.grad), float(parameter), "torch._dynamo" in sys.modules
 
     assert cluster.run(f) == [(1.0, 3.0, False)]
+
+
+def counted() -> tuple[int, int]:
+    """FLOPs of a product's forward and backward."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    x = torch.ones(3, 4, requires_grad=True)
+    with FlopCounterMode(display=False) as forward:
+        y = (x @ torch.ones(4, 5)).sum()
+    with FlopCounterMode(display=False) as backward:
+        y.backward()
+    return forward.get_total_flops(), backward.get_total_flops()
+
+
+def test_the_counter_of_flops_needs_no_compiler_and_counts_the_same(cluster: Cluster) -> None:
+    def f() -> tuple[Any, ...]:
+        first = counted(), "torch._dynamo" in sys.modules
+        import torch._dynamo
+
+        return *first, counted(), bool(torch._dynamo)
+
+    assert cluster.run(f) == [((120, 120), False, (120, 120), True)]
 
 
 def test_torch_that_is_built_differently_is_left_alone() -> None:

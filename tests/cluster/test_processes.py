@@ -1,4 +1,4 @@
-"""What a killed process leaves behind."""
+"""A killed process leaves no processes and no files behind."""
 
 from __future__ import annotations
 

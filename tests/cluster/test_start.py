@@ -1,4 +1,4 @@
-"""What a rank starts from, and that nothing of it stays: busy drivers, data loaders, several clusters at once."""
+"""How ranks start, and that they leave nothing behind: busy drivers, data loaders, several clusters at once."""
 
 from __future__ import annotations
 
@@ -38,6 +38,17 @@ def left(pids: list[int], seconds: float) -> list[int]:
     while (found := [pid for pid in pids if there(pid)]) and time.monotonic() < deadline:
         time.sleep(0.01)
     return found
+
+
+def test_ranks_have_what_the_driver_imported_of_the_package() -> None:
+    import minipar.execution.executor
+
+    def f() -> tuple[bool, int]:
+        return "minipar.execution.executor" in sys.modules, threading.active_count()
+
+    assert minipar.execution.executor.__name__ in sys.modules
+    with Cluster(1, device="cpu", start="fork") as one:
+        assert one.run(f) == [(True, 1)]
 
 
 def test_threads_that_compute_in_the_driver_disturb_no_rank() -> None:

@@ -1,8 +1,8 @@
-"""A campaign of random kills: `python -m tests.comm.kills [CASES] [SEED]`, which `make soak` runs, and parts of tests.
+"""A campaign of random kills: `python -m tests.comm.kills [CASES] [SEED]`. `make soak` runs it; tests use parts of it.
 
-Each case trains a few numbers on 3 workers and 1 or 2 servers in a mode drawn at random, and ends one process with
-SIGKILL at a point drawn at random, which the process reaches by itself. Then everything must be as if nothing had
-happened: the parameters are exactly those of the recorded order replayed in plain torch, and every gradient is in it.
+Each case trains a few numbers on 3 workers and 1 or 2 servers in a random mode, and ends one process with SIGKILL at a
+random point of that process's own work. The result must be as if nothing had happened: the parameters are exactly those
+of a replay of the recorded order in plain torch, and the order contains every gradient.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from minipar.cluster import Cluster, worker
 from minipar.errors import ServerClosed
 from minipar.program.server_rule import Kind, Mode, Row
 from minipar.server import process, pushing, rendezvous
-from minipar.server.served import Settings
+from minipar.server.process import Settings
 from minipar.server.shard import key_of
 
 WORKERS = 3

@@ -1,4 +1,4 @@
-"""Communicator: what ranks can send and sum, and what it says about what they cannot."""
+"""Communicator: what ranks can send and sum, and the errors for what they cannot."""
 
 from __future__ import annotations
 

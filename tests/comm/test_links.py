@@ -1,4 +1,5 @@
-"""What a rank may conclude from a message, which of its own are surely done; and messages that have crossed before."""
+"""Which of a rank's own messages an arriving message acknowledges; and messages that repeat an earlier one are not
+posted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives of one's own by name: in calls of a communicator, in plans, and refused when they are wrong."""
+"""A user's own collectives, by name: in calls of a communicator and in plans; wrong ones are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Formulas for activations and operations, held against the papers' tables and against minipar's own layers."""
+"""Formulas for activations and operations, compared with the papers' tables and with minipar's own layers."""
 
 from __future__ import annotations
 

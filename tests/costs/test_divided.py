@@ -1,4 +1,4 @@
-"""Tensor and expert parallelism on paper: Korthikanti's table 2, and whole models put together again."""
+"""Costs of tensor and expert parallelism: Korthikanti's table 2, and parts that add up to the whole model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Revolve and rotor, against all schedules there are."""
+"""Revolve and rotor, compared with a search of all schedules."""
 
 from functools import cache
 from itertools import product

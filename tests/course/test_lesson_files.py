@@ -1,4 +1,4 @@
-"""`minipar lessons`: the lessons as files; and nbgrader, which takes the solutions as they are."""
+"""`minipar lessons`: the lessons as files; and nbgrader, which accepts the solutions unchanged."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The saved lessons and solutions: freshly run, small, readable without running, free of what belongs to one machine.
+"""The saved lessons and solutions: run after their last edit, small, readable without running, and without traces of
+the machine that ran them.
 
-That their cells still give these outputs is nbval's part: `pytest` collects lessons/ and lessons/solutions/, too.
+nbval checks that their cells still give these outputs: `pytest` collects lessons/ and lessons/solutions/, too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ranks read their own rows only; results are those of the whole batch, also where an epoch ends or a run goes on."""
+"""Ranks read only their own rows; results are those of the whole batch, also when an epoch ends or a run continues."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""The data: the same rows whoever reads them, splits and shards without overlap."""
+"""The data: every reader gets the same rows; splits and shards do not overlap."""
 
 import pickle
 import subprocess
 import sys
+import textwrap
 
 import numpy as np
 import pytest
@@ -70,6 +71,23 @@ def test_digits():
     assert 0 <= x.min() < x.max() == 1
     assert set(y.tolist()) == set(range(10))
     assert source.windows("train") + source.windows("validation") == 1797
+
+
+def test_digits_are_those_of_scikit_learn_which_is_not_imported() -> None:
+    script = """
+        import sys
+        import numpy as np
+        from minipar.data.images import images
+        found = images()
+        print("sklearn" in sys.modules)
+        from sklearn.datasets import load_digits
+        x, y = load_digits(return_X_y=True)
+        split = ["validation" if k % 10 == 9 else "train" for k in range(len(x))]
+        print(all(np.array_equal(found[s][0] * 16, x[[each == s for each in split]])
+                  and np.array_equal(found[s][1], y[[each == s for each in split]]) for s in found))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("False\nTrue\n", "")
 
 
 def test_digits_without_scikit_learn(monkeypatch):

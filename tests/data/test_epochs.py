@@ -1,4 +1,4 @@
-"""Epochs: every row exactly once, whatever the ranks; any step on its own; orders that are evenly likely."""
+"""Epochs: every row exactly once for any number of ranks; any step can be read alone; all orders are equally likely."""
 
 import pickle
 import tracemalloc

@@ -1,4 +1,4 @@
-"""`make book`: the site builds without a network and is read without one."""
+"""`make book`: the site can be built and read without a network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/extending.md: every block runs, and says what it says."""
+"""docs/extending.md: every block runs, and prints what the page shows."""
 
 from __future__ import annotations
 

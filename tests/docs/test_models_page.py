@@ -1,4 +1,4 @@
-"""docs/models_and_data.md: every block runs, and says what it says."""
+"""docs/models_and_data.md: every block runs, and prints what the page shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What docs/schedules.md shows is what happens: its code is run, block by block, its outputs compared."""
+"""docs/schedules.md: its code is run block by block, and its outputs are compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine entered directly gives what torch.autograd gives, and refuses what that refuses."""
+"""Direct calls of the autograd engine give what torch.autograd gives, and refuse what it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""calibrate(): on real ranks, what it finds is finite, and predictions use it (the benchmark says how well)."""
+"""calibrate() on real ranks: its results are finite, and predictions use them (a benchmark measures their errors)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from minipar import Cluster, PlanError, calibrate, simulate, train
 from minipar.costs.rates import Calibration
+from minipar.execution.measuring import calibration
 from minipar.prediction.profiled import ProfiledCosts
 from minipar.strategies.plan import Plan
 from tests.costs.test_rates import PROFILE
@@ -88,3 +89,23 @@ def test_emulated_devices_are_not_calibrated_for_a_prediction():
     with Cluster(2, device="pcie") as cluster:
         run = train(partial(toy, ("linear",)), rows(8), "pp=2 microbatches=2", cluster=cluster, **options)
     assert "calibrated" not in run.predicted.note
+
+
+def test_train_measures_a_cluster_once(monkeypatch):
+    measured = []
+
+    def noting(cluster, **options):
+        measured.append((cluster.size, options["algorithms"]))
+        return calibrate(cluster, **options)
+
+    monkeypatch.setattr(calibration, "calibrate", noting)
+    options = {"loss": nn.functional.mse_loss, "dtype": torch.float64, "steps": 1, "progress": False}
+    learn = partial(train, partial(toy, ("linear",)), rows(8), **options)
+    with Cluster(2, device="cpu") as one, Cluster(2, device="cpu") as other:
+        first, second = (learn("pp=2", cluster=one) for _ in range(2))
+        learn("pp=2", cluster=other)
+        learn("dp=2 algorithm=ring overlap=none", cluster=one)
+        learn("dp=2 algorithm=ring overlap=none", cluster=one)
+    assert measured == [(2, False), (2, False), (2, True)]
+    assert first.predicted.time > 0
+    assert second.predicted.time > 0

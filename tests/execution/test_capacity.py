@@ -1,4 +1,4 @@
-"""Devices of limited memory: to the byte, with a reason and ways out, and the cluster goes on."""
+"""Devices of limited memory: exact to the byte; the error names a reason and remedies; the cluster goes on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from minipar.execution.executor import Executor
 from minipar.execution.memory.capacity import out_of_memory, ways_out
 from minipar.execution.memory.tracker import Tracker
 from minipar.models.parameter_groups import shape_of
-from minipar.prediction.advice import nearby
+from minipar.prediction.neighbours import nearby
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -1,4 +1,4 @@
-"""What a copy to a slower tier takes, measured with the stores themselves."""
+"""How long a copy to a slower tier takes, measured with the stores themselves."""
 
 from __future__ import annotations
 

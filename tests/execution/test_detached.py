@@ -1,4 +1,4 @@
-"""Layers in front of a `detach` have no backward, as in plain torch: none is computed of zeros."""
+"""Layers in front of a `detach` have no backward, as in plain torch: no backward with zeros is computed for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a layer draws, and what its forward counts, is the same however often it runs on a micro-batch."""
+"""A layer's random numbers, and the buffers that its forward updates, do not depend on how often its forward runs on a
+micro-batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Emulated devices: real work and messages, delayed to a device's speed; the prediction is met."""
+"""Emulated devices: real work and messages, delayed to a device's speed; measured times agree with the prediction."""
 
 from __future__ import annotations
 
@@ -178,19 +178,33 @@ def test_split_auto_is_by_what_layers_take_on_the_device() -> None:
     assert as_emulated(profile, TIMES) == as_emulated(profile, None) == profile
 
 
-class Asks(nn.Module):
-    """Has autograd what it imports at its first backward?"""
+class Notes(nn.Module):
+    """Notes which modules there are when a rank computes for the first time."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        assert "torch.fx.experimental.symbolic_shapes" in sys.modules
+        vars(sys).setdefault("noted", set(sys.modules))
         return x
 
 
-def test_what_autograd_imports_is_there_before_a_run_begins() -> None:
-    with Cluster(2, device=TIMES) as fresh:
-        asking = Job(lambda: [Asks(), nn.Linear(16, 16), nn.Linear(16, 16)], job().data, loss=nn.functional.mse_loss)
-        program = Plan.parse("pp=2 schedule=pipedream microbatches=2").compile(shape_of(list(asking.build())))
-        assert execute(program, asking, cluster=fresh).losses
+def imported_since() -> set[str]:
+    """Which of those that take a rank half a second or more."""
+    return {"sympy", "torch.fx.experimental.symbolic_shapes", "torch._dynamo"} & (
+        sys.modules.keys() - vars(sys)["noted"]
+    )
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "1f1b", "zb-h1"])
+def test_nothing_large_is_imported_while_a_run_goes_on(schedule: str) -> None:
+    """Autograd's own way into its engine imports sympy at the first backward, and optimizers the compiler."""
+
+    def layers() -> list[nn.Module]:
+        return [Notes(), nn.Linear(16, 16), Notes(), nn.Linear(16, 16)]
+
+    with Cluster(2, device="cpu") as fresh:
+        noting = Job(layers, job().data, loss=nn.functional.mse_loss)
+        program = Plan.parse(f"pp=2 schedule={schedule} microbatches=2").compile(shape_of(layers()))
+        assert execute(program, noting, cluster=fresh).losses
+        assert fresh.run(imported_since) == [set(), set()]
 
 
 def test_a_cluster_refuses_what_is_no_device() -> None:

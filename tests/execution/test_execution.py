@@ -1,4 +1,4 @@
-"""execute(): programs on real ranks, also programs that no pass made; and what it refuses."""
+"""execute(): programs on real ranks, also programs that no pass has made; and programs that it refuses."""
 
 from __future__ import annotations
 

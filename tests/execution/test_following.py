@@ -1,4 +1,4 @@
-"""A run as it goes on: moments of real ranks, not too many of them, and the picture in a terminal."""
+"""A run while it runs: moments of real ranks, not too many of them, and the picture in a terminal."""
 
 from __future__ import annotations
 

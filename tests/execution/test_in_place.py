@@ -1,4 +1,4 @@
-"""Layers may write into their input in any way, wherever they stand: gradients stay, and so does the user's data."""
+"""Any layer may write into its input in any way: gradients stay correct, and the user's data do not change."""
 
 from __future__ import annotations
 

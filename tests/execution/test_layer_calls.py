@@ -1,4 +1,4 @@
-"""Around a layer's module there is what its rank's program needs, and nothing else."""
+"""A rank's layers and parameter groups get the additions that its program needs, and no others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from minipar import Plan
 from minipar.comm.communicator import Communicator
 from minipar.execution.compute import Compute
 from minipar.execution.owners import Owner, Wide
-from minipar.execution.parameter_slices import Sliced, pack_gradients
+from minipar.execution.parameter_slices import SlicedGroup, pack_gradients
 from minipar.execution.parameter_versions import Versions
 from minipar.execution.state import choose_owners
 from minipar.models import randomness
@@ -80,9 +80,9 @@ def owners_of(text: str, rank: int = 0) -> list[Owner]:
         ("precision=bf16", Wide, torch.bfloat16, torch.float32, False),
         ("offload=optimizer", Owner, torch.float32, torch.float32, True),
         ("precision=bf16 offload=optimizer", Owner, torch.bfloat16, torch.float32, True),
-        ("dp=2 zero=1", Sliced, torch.float32, torch.float32, False),
-        ("dp=2 zero=3 precision=bf16", Sliced, torch.bfloat16, torch.float32, False),
-        ("dp=2 zero=2 offload=optimizer", Sliced, torch.float32, torch.float32, True),
+        ("dp=2 zero=1", SlicedGroup, torch.float32, torch.float32, False),
+        ("dp=2 zero=3 precision=bf16", SlicedGroup, torch.bfloat16, torch.float32, False),
+        ("dp=2 zero=2 offload=optimizer", SlicedGroup, torch.float32, torch.float32, True),
         ("pp=2 schedule=pipedream microbatches=4", Versions, torch.float32, torch.float32, False),
         ("host_layers=0,1,2,3", Owner, torch.float32, torch.float32, False),
     ],
@@ -99,7 +99,7 @@ def test_who_owns_a_group(
 
 
 def test_slices_of_all_ranks_are_the_whole_gradient() -> None:
-    ranks = [cast(list[Sliced], owners_of("dp=3 zero=2", rank)) for rank in range(3)]
+    ranks = [cast(list[SlicedGroup], owners_of("dp=3 zero=2", rank)) for rank in range(3)]
     expected: dict[tuple[int, int], torch.Tensor] = {}
     for g, owner in enumerate(ranks[0]):
         for k, p in enumerate(owner.params):

@@ -1,4 +1,4 @@
-"""What layers hand to each other, and take as rows: dicts and None as well as tuples; tensors of changing length."""
+"""Values between layers, and rows: dicts and None as well as tuples; tensors of changing length."""
 
 from __future__ import annotations
 

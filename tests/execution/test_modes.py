@@ -1,4 +1,4 @@
-"""Modes and types of a model are the user's: frozen norms, dropout that is off, rotary tables, mixtures of types."""
+"""The user chooses a model's modes and types: frozen norms, dropout switched off, rotary tables, mixed types."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Right programs verify; what verifies is right. Judged by a symbolic machine that shares nothing with the verifier."""
+"""verify accepts correct programs, and every program that it accepts is correct. The judge is a symbolic machine that
+shares no code with the verifier."""
 
 from collections import Counter
 from graphlib import CycleError, TopologicalSorter

@@ -1,4 +1,4 @@
-"""An exception in a layer or in the loss says which layer it was, where, and what it was given."""
+"""An exception in a layer or in the loss names the layer, its place, and its input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Offload on real ranks: plain torch's gradients, memory that is really free, a link's speed, and what goes wrong."""
+"""Offload on real ranks: plain torch's gradients, memory that is really freed, a link's speed, and failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Offload on a GPU: pinned memory, copies beside the computation, bytes that the allocator really gets back."""
+"""Offload on a GPU: pinned memory, copies at the same time as computation, bytes that return to the allocator."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """Every strategy in a short form over gloo alone, as ranks on several machines run it: equal to plain torch.
 
-The oracle is that of the random campaign (tests/fuzz): plain torch that knows nothing of the engine. An asynchronous
-plan is compared with a replay of the order in which its ranks worked. Neither rows nor layers divide evenly.
+The oracle is that of the random campaign (tests/fuzz): plain torch without any code of the engine. An asynchronous plan
+is compared with a replay of the order in which its ranks worked. Neither rows nor layers divide evenly.
 
 Over gloo a receive is posted with its size before the message is there. So three things differ from the ranks of one
 machine, and each has a test below: the output of a layer has one form for each number of rows, a gradient that is None
-arrives as zeros, and ranks cannot look for messages, as those of AMPNet do.
+arrives as zeros, and ranks cannot look for messages, as those of AMPNet do: it is refused.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import pytest
 import torch
 from torch import nn
 
-from minipar import Cluster, Plan, execute
+from minipar import Cluster, Plan, execute, train
 from minipar.comm import communicator
-from minipar.errors import RankError
+from minipar.errors import PlanError, RankError
 from minipar.execution.execution import Job
 from minipar.models.parameter_groups import shape_of
 from minipar.strategies import schedules
 from tests.execution.test_execution import growing
-from tests.fuzz.campaign import Pair, Ranks, judge, run
+from tests.fuzz.campaign import Pair, Ranks, judge
 from tests.fuzz.models import Entry, Spec, build, data_of, mse
 from tests.toys import rows
 
@@ -158,6 +158,14 @@ def test_a_gradient_that_is_none_arrives_as_zeros(ranks, decay):
         assert (found == pytest.approx(losses, rel=1e-5)) == (zeros or not decay)
 
 
-def test_ranks_that_decide_as_they_run_are_refused(ranks):
-    with pytest.raises(RankError, match="look for messages; possible are ranks on one machine"):
-        run(pair("pp=2 schedule=ampnet microbatches=3"), ranks)
+def unused() -> nn.Module:
+    raise AssertionError("a model was made of a plan that is refused")
+
+
+def test_ranks_that_decide_as_they_run_are_refused_before_anything_runs(ranks):
+    plan, over = Plan.parse("pp=2 schedule=ampnet microbatches=3"), ranks(2)
+    refusal = r"schedule=ampnet.*transport='gloo'.*Cluster\(2, transport='local'\)"
+    with pytest.raises(PlanError, match=refusal):
+        train(unused, rows(12), plan, cluster=over, progress=False)
+    with pytest.raises(PlanError, match=refusal):
+        execute(plan.compile(layers=4), Job(unused, rows(12)), cluster=over)

@@ -1,4 +1,4 @@
-"""Shapes read off real layers, and profiles that measure without disturbing."""
+"""Shapes found from real layers, and profiles that change nothing in the model."""
 
 import pickle
 import subprocess

@@ -1,4 +1,4 @@
-"""Recomputation on real tensors: the contract holds, forwards are counted, and the peak is that of the program."""
+"""Recomputation on real tensors: gradients equal plain torch's, forwards are counted, and the peak is the program's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder has one whole saved run at every moment, says what is wrong with it, and is read without unpickling."""
+"""A folder contains one complete saved run at every moment; errors name what is wrong; reading does not unpickle."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import torch
 
 from minipar import SaveError
 from minipar.execution.saving import keeping
-from minipar.execution.saving.contents import Piece
-from minipar.execution.saving.folder import INDEX, Header, Row, _checksum, open_folder
+from minipar.execution.saving.contents import SavedSlice
+from minipar.execution.saving.folder import INDEX, Header, SavedParameter, _checksum, open_folder
 from minipar.execution.saving.keeping import Share
 from minipar.execution.saving.storage import Reading
 
@@ -27,9 +27,9 @@ SIZE = 5000
 
 def save(folder, step: int, size: int = SIZE) -> None:
     """A run whose every element is its step."""
-    header = Header(step, 0, 8, "float32", "dp=1 pp=1", "", (Row("0.weight", (size,), "float32", True),))
+    header = Header(step, 0, 8, "float32", "dp=1 pp=1", "", (SavedParameter("0.weight", (size,), "float32", True),))
     values = torch.full((size,), float(step))
-    keeping.save([Share(header, tuple(Piece(f"{kind}/0.weight", (size,), 0, values) for kind in
+    keeping.save([Share(header, tuple(SavedSlice(f"{kind}/0.weight", (size,), 0, values) for kind in
                                       ("parameters", "optimizer/exp_avg")))], folder)  # fmt: skip
 
 

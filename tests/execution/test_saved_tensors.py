@@ -1,4 +1,4 @@
-"""What autograd keeps of a layer: it can go and come back, and nobody else's tensors go with it."""
+"""Tensors that autograd saves for a layer can be moved out and back, and no other tensors move with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The halves of a backward give together what the whole one gives, and the first one touches no parameter."""
+"""The two halves of a backward together give the whole backward's gradients; the first half changes no parameter."""
 
 from __future__ import annotations
 

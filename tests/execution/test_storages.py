@@ -1,4 +1,4 @@
-"""Live storages, followed to the byte: beside torch's profiler, and where following is easy to get wrong."""
+"""Live storages, counted to the byte: compared with torch's profiler, and in cases that are easy to get wrong."""
 
 from __future__ import annotations
 

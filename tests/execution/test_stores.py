@@ -1,4 +1,4 @@
-"""Host and disk stores: what is put comes back bit by bit, capacity holds, damage and full disks are told."""
+"""Host and disk stores: tensors return bit by bit, the capacity is kept, damage and full disks are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank's memory consists of while it runs: kinds, layers, instructions; and off by default."""
+"""The contents of a rank's memory while it runs, by kind, layer and instruction; the tracker is off by default."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ import minipar
 from minipar import PlanError, SaveError, resume, train
 from minipar.execution.correction import ByStaleness
 from minipar.execution.saving.folder import open_folder
-from minipar.execution.updating import Form, Schedule, Update
+from minipar.execution.updating import Form, OptimizerSchedule, Update
 from tests.toys import Tied
 
 pytestmark = pytest.mark.many(3)
@@ -317,7 +317,7 @@ def test_torch_s_own_optimizers_take_names() -> None:
 
 def test_settings_of_past_updates_are_let_go() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    schedule = Schedule(optimizer, partial(lr_scheduler.ExponentialLR, gamma=0.5))
+    schedule = OptimizerSchedule(optimizer, partial(lr_scheduler.ExponentialLR, gamma=0.5))
     assert [schedule.at(k)[0]["lr"] for k in (2, 0, 1)] == [0.25, 1.0, 0.5]
     schedule.forget(2)
     assert list(schedule._settings) == [2]

@@ -1,7 +1,8 @@
-"""The contract where memory is what may go wrong: layers so wide that what they free is used again, for several steps.
+"""Gradients equal plain torch's where memory may be freed too early: layers so wide that freed memory is used again,
+for several steps.
 
 Every way to cut a backward into pieces (buckets smaller than a segment, split backwards, copies to the host, a message
-in between) meets every way to recompute; so do the other keys that decide when memory is let go.
+in between) is combined with every way to recompute, and with the other keys that decide when memory is freed.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """Random models under random plans: `python -m tests.fuzz.campaign [--count N] [--seed S] [--seconds T] [--only SEED]`.
 
-Each pair is a function of one number. It is trained by the engine and by the plain torch of `oracle.py`, and ends as
+One number determines a pair. The engine and the plain torch of `oracle.py` train it. The result is one of
 
     equal     losses, gradients of every step, and parameters and buffers after the last one, within 1e-12
     ran       it cannot be equal (compressed gradients, bfloat16), and gave finite numbers
-    refused   PlanError: what was said is counted, so that unjust refusals are seen
-    invalid   plain torch cannot train the model either (an in-place operation on what autograd keeps): no pair
-    rounding  it differs by what plain torch differs by when its parameters are changed in their last bit
+    refused   PlanError: its messages are counted, so that wrong refusals are found
+    invalid   plain torch cannot train the model either (an in-place operation on a tensor that autograd has saved)
+    rounding  it differs no more than plain torch does when the last bit of its parameters is changed
     WRONG     a number differs
     CRASH     anything else: another error, a rank that died, no end within `LIMIT` seconds
 
-The last two are failures, and are printed with seed, plan and model; a smaller pair that fails the same way is looked
-for with --shrink. Most pairs are compiled and executed directly; some go through `train`, which also profiles.
+The last two are failures, and are printed with seed, plan and model; --shrink searches for a smaller pair that fails in
+the same way. Most pairs are compiled and executed directly; some go through `train`, which also profiles.
 """
 
 from __future__ import annotations

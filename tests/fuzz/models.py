@@ -1,12 +1,12 @@
-"""Random models that nobody would think of, each a function of one number.
+"""Random models, each determined by one number.
 
     spec = draw(random.Random(7), unsplit=False)
     model = build(spec)            an nn.Sequential (or a Network) in float64, the same in every process
 
-A spec is a row of `Entry`s, one for each layer, which say what kind it is, the seed of its numbers, and what it is
-given. `KINDS` has one function for each kind of layer: from dice and what the layer is given (shape of a row, without
-the number of rows, and dtype) to a module, or None where such a layer does not fit. So a layer that keeps the shape
-can be left out of a spec (`without`), which is how a failing model is made small.
+A spec is a list of `Entry`s, one for each layer: its kind, the seed of its numbers, and its input. `KINDS` has one
+function for each kind of layer: it takes a random generator and the layer's input (the shape of a row, without the
+number of rows, and the dtype), and returns a module, or None if such a layer does not fit. So a layer that keeps the
+shape can be removed from a spec (`without`); in this way a failing model is made smaller.
 """
 
 from __future__ import annotations

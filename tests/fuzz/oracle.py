@@ -1,12 +1,12 @@
-"""What a pair of model and plan must give: plain torch loops that share no code with the engine.
+"""The correct result of a pair of model and plan: plain torch loops that share no code with the engine.
 
-    whole(...)     the whole batch, the model as it was built: what every synchronous plan must equal
-    locally(...)   replicas that train by themselves, averaged by their rows: local_steps
+    whole(...)     the whole batch and the original model: every synchronous plan must equal it
+    locally(...)   replicas that train alone, and are averaged with their rows as weights: local_steps
     served(...)    the recorded order of parameter servers
     stale(...)     the recorded order of a pipeline without flushes
 
-Of the model one thing is replaced: nn.Dropout, which draws from a generator in call order, by dropout whose mask is a
-function of (seed, step, row, name), written here anew from that definition.
+One thing in the model is replaced: nn.Dropout draws from a generator in call order; the dropout that replaces it has a
+mask that is a function of (seed, step, row, name). It is written here a second time, from that definition.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Random plans over all keys, as words: `draw(dice, facts)` gives a dict of key to text.
+"""Random plans over all keys, as text: `draw(dice, facts)` gives a dict of key to text.
 
-Most plans are drawn with an eye to what a schedule needs (how many micro-batches, an even number of ranks), so that
-most of them run; "wild" ones are not, and show what is refused.
+Most plans respect what a schedule needs (how many micro-batches, an even number of ranks), so that most of them run;
+"wild" plans do not, and test what is refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The short form of the campaign: random models under random plans, always the same; and the campaign itself."""
+"""The short form of the campaign: random models and plans, the same in every run; and tests of the campaign itself."""
 
 from __future__ import annotations
 

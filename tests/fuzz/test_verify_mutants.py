@@ -1,4 +1,4 @@
-"""What verify accepts is right: mutants of programs of every kind; and what it says of each odd field."""
+"""Programs that verify accepts are correct: mutants of programs of every kind; and its message for each wrong field."""
 
 from dataclasses import replace
 

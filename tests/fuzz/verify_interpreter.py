@@ -1,13 +1,13 @@
-"""What a program does when it runs, found out on symbols: the judge of what `verify` accepts and refuses.
+"""What a program computes, found with symbols instead of numbers. The tests of `verify` compare its verdicts with this.
 
     judge(program)    "" if every rank ends with exactly what the program's contract promises, or what goes wrong
 
-It shares no code with the engine: of minipar it knows the fields of `Program`, `Instruction` and `Value`, and from the
-executor's documentation what each of them makes a rank do. Every value is a term, such as "layer 2 of (layer 1 of
-(rows of micro-batch 0))"; a gradient is a multiset of such terms, one for each contribution. What is freed is gone.
-Messages are queues, collectives are met one after another, a rank waits at the first read of what is on its way. Where
-a field makes the executor fail or work on other data (layers in another order, a group that is not ascending, parts of
-another form), that is wrong, too.
+It shares no code with the engine: it uses only the fields of `Program`, `Instruction` and `Value`, and does what the
+executor's documentation says about each of them. Every value is a term, such as "layer 2 of (layer 1 of (rows of
+micro-batch 0))"; a gradient is a multiset of such terms, one for each contribution. A freed value no longer exists.
+Messages are queues, collectives run one after another, and a rank waits when it first reads a value that has not
+arrived. A field that makes the executor fail or work on other data (layers in another order, a group that is not
+ascending, parts of another form) is wrong, too.
 """
 
 from __future__ import annotations

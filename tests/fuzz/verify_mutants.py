@@ -1,10 +1,11 @@
-"""Mutants of programs of every kind, each judged by `verify` and by an interpreter of its own (verify_interpreter.py).
+"""Mutants of programs of every kind, each judged by `verify` and by a separate interpreter (verify_interpreter.py).
 
     python -m tests.fuzz.verify_mutants --count 20000 --seed 0
 
 A mutant differs from a valid program in one to three places: any field of an instruction or of the program, or the
-order of instructions. verify must refuse it with a ProgramError, or accept it; what it accepts must be right. What it
-refuses although it is right is counted by its reason: verify may ask for order where the executor needs none.
+order of instructions. verify must refuse it with a ProgramError, or accept it; a mutant that it accepts must be
+correct. Correct mutants that it refuses are counted by reason: verify may require an order that the executor does not
+need.
 """
 
 from __future__ import annotations

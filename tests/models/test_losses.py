@@ -1,4 +1,4 @@
-"""Losses that are no plain mean over rows: counted right, or refused with what to do."""
+"""Losses that are not a plain mean over rows: computed correctly, or refused with advice."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""Runs the lessons and keeps what is worth keeping of their outputs: `make lessons`.
+"""Run the lessons and save the useful part of their outputs: `make lessons`.
 
     python tests/notebooks/refresh.py lessons/*.ipynb lessons/solutions/*.ipynb
     python tests/notebooks/refresh.py --generated lessons/*.ipynb     only writes what comes from elsewhere
 
-Before it runs, a lesson's exercises are written anew from lessons/solutions/, and the cell that installs minipar where
-it is missing is put in its place (minipar/course/assignments.py).
+Before a lesson runs, its exercises are written again from lessons/solutions/, and the cell that installs a missing
+minipar is inserted (minipar/course/assignments.py).
 
-A saved lesson must read well where nothing runs (GitHub), compare under nbval, and stay small. So: outputs and pictures
-stay; state of widgets, the clock and the versions of this machine go. The hash of the sources that were run is stored,
-so that a test sees when a lesson was edited and not run again.
+A saved lesson must be readable where nothing runs (GitHub), compare under nbval, and stay small. So outputs and
+pictures are kept; widget states, times and version numbers of this machine are removed. The hash of the sources that
+were run is stored, so that a test finds lessons that were edited and not run again.
 """
 
 from __future__ import annotations

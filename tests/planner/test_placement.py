@@ -1,4 +1,4 @@
-"""Placements of graphs: programs that the simulator runs, and searches that are counted fairly."""
+"""Placements of graphs: programs that the simulator runs, and searches with a fixed number of evaluations."""
 
 from contextlib import suppress
 from dataclasses import replace

@@ -1,4 +1,5 @@
-"""The choice of an algorithm by calibrated cost: simulated with the rates of as many messages as are under way."""
+"""The choice of an algorithm by calibrated cost, which is simulated with the rates for the number of messages that
+travel at once."""
 
 from __future__ import annotations
 

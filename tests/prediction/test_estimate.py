@@ -1,4 +1,4 @@
-"""Plans on paper: times against closed forms, memory against the formulas, and bad input."""
+"""Estimates of plans: times compared with closed forms, memory with the formulas; and bad input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predicted memory, from one layer at a time, beside what the ranks really allocate: every strategy, every rank."""
+"""Memory predicted from one layer at a time, compared with the measured memory: every strategy, every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The formulas of memory with their numbers give the bytes beside them; what is said to fit, fits."""
+"""The formulas of memory, evaluated, give the bytes beside them; a plan that is said to fit does fit."""
 
 from __future__ import annotations
 

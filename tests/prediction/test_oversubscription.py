@@ -1,4 +1,4 @@
-"""Fewer cores than ranks: equal to the plain simulation with cores enough, and exact where the answer is known."""
+"""Fewer cores than ranks: equal to the plain simulation if there are enough cores, and exact if the answer is known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`minipar memory`: JSON keys, the table, large plans in little time, and one line for what cannot be."""
+"""`minipar memory`: JSON keys, the table, large plans in little time, and errors of one line."""
 
 from __future__ import annotations
 

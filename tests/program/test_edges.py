@@ -1,4 +1,4 @@
-"""Edges between layers: how they are numbered, what they say, and which make no model."""
+"""Edges between layers: their numbers, their text, and edges that are refused."""
 
 import pytest
 

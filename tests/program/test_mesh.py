@@ -1,4 +1,4 @@
-"""Mesh: ranks and coordinates are one thing told in two ways, and verify judges by them."""
+"""Mesh: ranks and coordinates determine each other, and verify checks programs with them."""
 
 from dataclasses import replace
 from itertools import product

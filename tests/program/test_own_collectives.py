@@ -1,4 +1,4 @@
-"""Collectives of one's own: the program that a generator of moves makes, and what is refused."""
+"""A user's own collectives: the program that a generator of moves makes, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs: how they print, what they know of themselves, and JSON both ways."""
+"""Programs: how they are printed, their properties, and JSON in both directions."""
 
 import json
 from dataclasses import FrozenInstanceError

@@ -1,4 +1,4 @@
-"""Programs as text: whatever `to_json` writes is read again, and a field that is missing or odd is named."""
+"""Programs as text: everything that `to_json` writes can be read again; errors name a missing or wrong field."""
 
 import json
 

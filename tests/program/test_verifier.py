@@ -1,4 +1,5 @@
-"""verify: every kind of program that cannot run is refused, in one line: which ranks, which instructions, and why."""
+"""verify refuses every kind of program that cannot run. Its error has one line with the ranks, the instructions, and
+the reason."""
 
 import re
 from dataclasses import replace

@@ -21,7 +21,7 @@ from minipar.program.server_rule import Kind, Mode, Row
 from minipar.server import process, pushing, rendezvous, snapshot
 from minipar.server.connection import Connection
 from minipar.server.framing import HEADER, Message, What
-from minipar.server.served import Settings
+from minipar.server.process import Settings
 from minipar.server.shard import Shard, key_of, pieces_of
 from minipar.server.switchboard import Switchboard
 from minipar.strategies.shares import cut
@@ -283,8 +283,8 @@ def test_what_is_sent_twice_counts_once(one_server):
             for k in range(3):
                 ps.push(k, kills.gradient(ps.pull(k), step, who, k))
                 if (step + k) % 2:
-                    ps.lines[0].socket.shutdown(socket.SHUT_RDWR)
-            if step == 2 and ps.lines:
+                    ps.connections[0].socket.shutdown(socket.SHUT_RDWR)
+            if step == 2 and ps.connections:
                 ps._resend()
 
     all_at_once(lambda: stutter(0), lambda: stutter(1))

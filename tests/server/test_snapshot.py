@@ -1,4 +1,4 @@
-"""Snapshots of a parameter server: what is written is what is read, and the two newest stay."""
+"""Snapshots of a parameter server: reading gives what was written, and the two newest are kept."""
 
 import torch
 

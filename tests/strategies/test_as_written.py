@@ -1,4 +1,4 @@
-"""A mistake of a schedule is told as the rank and the action that its author wrote."""
+"""An error in a schedule names the rank and the action as its author wrote them."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Programs of models with branches: they verify, take the time that one works out by hand, and say what they cannot."""
+"""Programs of models with branches: they verify, take the time computed by hand, and refuse impossible plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checkpoint pass: what forward keeps and recomputation makes; that all of it verifies, and costs what it must."""
+"""The checkpoint pass: what a forward keeps and a recomputation makes; its programs verify, and have the right cost."""
 
 from collections import Counter
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What papers say a schedule takes, beside the simulator, also at unequal times and with latency."""
+"""Papers' formulas for a schedule's time, compared with the simulator, also with unequal times and with latency."""
 
 from __future__ import annotations
 

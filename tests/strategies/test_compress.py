@@ -1,4 +1,4 @@
-"""Compressed sums: what travels, what is left out and comes later, what it is in plain torch, and that it converges."""
+"""Compressed sums: what is sent, what is left out and sent later, the same in plain torch, and convergence."""
 
 from functools import partial
 

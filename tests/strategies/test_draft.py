@@ -1,4 +1,4 @@
-"""Passes of one's own: where they stand, what they may do, and how mistakes in them are told."""
+"""A user's own passes: their place among the passes, what they may do, and the errors for their mistakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of keys and of what does not go together: what it says is what is refused, and nothing else says it."""
+"""The table of choices that exclude each other: two together are refused with a remedy; each alone is possible."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from minipar import Plan, PlanError
 from minipar.cli import main
-from minipar.strategies.exclusions import EXCLUSIONS, Choice, Exclusion, check, page
+from minipar.strategies.exclusions import EXCLUSIONS, Exclusion, KeyValues, check, page
 from minipar.strategies.plan import table
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +52,7 @@ MADE = {
 }
 
 
-def words(*choices: Choice) -> str:
+def words(*choices: KeyValues) -> str:
     """A plan that makes these choices, and no other that an exclusion before theirs would refuse."""
     table = dict(word.split("=") for choice in choices for word in MADE[choice.words].split())
     if "algorithm" in table and "schedule" not in table:

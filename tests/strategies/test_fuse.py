@@ -1,4 +1,4 @@
-"""Fusion: the same effect in fewer instructions, and the parts are kept."""
+"""Fusion: fewer instructions have the same effect, and keep their parts."""
 
 from itertools import groupby, pairwise
 

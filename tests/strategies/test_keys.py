@@ -1,4 +1,4 @@
-"""Every key of a plan does something, or is refused by its name, in each of the three ways to make a program."""
+"""Every key of a plan has an effect, or is refused by name, in each of the three ways to make a program."""
 
 from __future__ import annotations
 

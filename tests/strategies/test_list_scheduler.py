@@ -1,4 +1,4 @@
-"""The family that one rule generates: the schedules of the papers are members."""
+"""The family of schedules that one rule generates contains the schedules of the papers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The offload pass: where the copies stand, that all of it verifies, what is refused, and what it costs."""
+"""The offload pass: the places of the copies, verification of its programs, what is refused, and what it costs."""
 
 from __future__ import annotations
 

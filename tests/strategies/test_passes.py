@@ -1,4 +1,4 @@
-"""The list of a plan's passes: which are in it, in which order, and that no pass knows another one."""
+"""The list of a plan's passes: its members and their order; no pass uses another one."""
 
 from __future__ import annotations
 

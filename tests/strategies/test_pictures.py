@@ -1,4 +1,4 @@
-"""The pictures in the schedules' files are what their programs do: every cell, beside the simulator.
+"""The pictures in the schedules' files agree with the simulated programs, cell by cell.
 
     zb-h1, p=3, m=4, ...          the name of the schedule where the file has several, and what it is given
     rank 0  F0 F1 F2       I0     a cell for each unit of time: what is computed, of which micro-batch

@@ -1,4 +1,4 @@
-"""Plans: one validation behind words, tables and keywords; errors in one line; the user's own schedule."""
+"""Plans: the same validation for text, tables and keywords; errors of one line; the user's own schedule."""
 
 import subprocess
 import sys

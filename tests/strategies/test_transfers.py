@@ -1,4 +1,4 @@
-"""Sends and receives, derived: where they stand, what they free, and their order on each link."""
+"""Derived sends and receives: their places in the program, what they free, and their order on each link."""
 
 import pytest
 from hypothesis import given, settings

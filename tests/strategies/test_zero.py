@@ -1,4 +1,4 @@
-"""Programs of ZeRO: what is held, where the collectives stand, what they send."""
+"""Programs of ZeRO: what ranks hold, where the collectives are, and what they send."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Line charts: what they draw, and the words that stand for them."""
+"""Line charts: what they draw, and the text that replaces them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures: what is drawn is what ran. Bars are counted, colours compared, texts measured, SVG and HTML parsed."""
+"""Pictures show what ran: bars are counted, colours compared, texts measured, SVG and HTML parsed."""
 
 import base64
 import itertools

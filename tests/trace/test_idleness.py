@@ -1,4 +1,4 @@
-"""Why a rank does not compute: by hand, and over plans: idle and busy fill the span."""
+"""Why a rank does not compute: examples computed by hand; and in many plans, idle and busy times fill the span."""
 
 from __future__ import annotations
 

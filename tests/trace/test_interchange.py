@@ -1,4 +1,4 @@
-"""Traces in other tools' formats: what Perfetto and HTA rely on, there and back, and torch's own traces."""
+"""Traces in other tools' formats: what Perfetto and HTA need, writing and reading again, and torch's own traces."""
 
 import gzip
 import itertools

@@ -1,4 +1,4 @@
-"""Memory as a program states it: the curve is what the values that are alive come to, at every one of its moments."""
+"""Memory as a program states it: at every moment the curve is the sum of the values that are alive."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The picture of who holds the memory: words, marks, and what has no bytes."""
+"""The picture of memory by owner: texts, marks, and traces without bytes."""
 
 from __future__ import annotations
 

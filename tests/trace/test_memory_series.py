@@ -1,4 +1,4 @@
-"""Series: curves, peaks and owners from changes; through JSON and back."""
+"""Series: curves, peaks and owners computed from changes; writing JSON and reading it again."""
 
 from __future__ import annotations
 

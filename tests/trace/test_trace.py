@@ -1,4 +1,4 @@
-"""Traces: numbers against closed forms, memory of a program made by hand, JSON both ways, comparing."""
+"""Traces: numbers compared with closed forms, memory of a program made by hand, JSON both ways, comparisons."""
 
 import itertools
 import json

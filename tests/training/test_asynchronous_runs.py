@@ -1,4 +1,4 @@
-"""Asynchronous pipelines on real ranks: equal to a replay of their recorded order in plain torch, whatever it was."""
+"""Asynchronous pipelines on real ranks: equal to a replay of their recorded order in plain torch, for every order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from minipar.execution.correction import ByStaleness
 from minipar.execution.execution import Execution, Job
 from minipar.models.parameter_groups import shape_of
 from minipar.models.tensors import layers_of
-from minipar.trace.recorded_order import UPDATE, Entry, Order, order_of
+from minipar.trace.recorded_order import UPDATE, Entry, RecordedOrder, order_of
 from minipar.training.plainly import replay_order as replay
 from minipar.training.reference import Reference, gradient_error
 from tests.toys import rows, toy
@@ -108,7 +108,7 @@ def test_ampnet_returns_the_program_as_it_happened(clusters):
 # the replay can fail --------------------------------------------------------------------------------------------------
 
 
-def changed(order: Order, rank: int, change) -> Order:
+def changed(order: RecordedOrder, rank: int, change) -> RecordedOrder:
     row = list(order.ranks[rank])
     change(row)
     return order._replace(ranks=(*order.ranks[:rank], tuple(row), *order.ranks[rank + 1 :]))

@@ -1,4 +1,4 @@
-"""What a run tells step by step: losses, rates and norms of a plain torch loop; where a loss is not a number."""
+"""What a run reports at each step: losses, rates and norms, equal to a plain torch loop's; and a loss that is NaN."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What evaluate() finds is what a plain torch loop finds; and nothing is changed by it."""
+"""evaluate() gives the same as a plain torch loop, and changes nothing."""
 
 from __future__ import annotations
 

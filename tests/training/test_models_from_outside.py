@@ -1,7 +1,7 @@
-"""Models that nobody here wrote train as plain torch trains them: Hugging Face's, torchvision's, timm's, of papers.
+"""Models of Hugging Face, torchvision, timm and papers train as in plain torch.
 
-Skipped where the packages of the extra `models` are missing. Two plans for each model; `python -m tests.outside`, a
-part of `make soak`, runs all models under all plans.
+The tests are skipped if the packages of the extra `models` are missing. Each model has two plans here;
+`python -m tests.outside`, a part of `make soak`, runs all models under all plans.
 """
 
 from __future__ import annotations

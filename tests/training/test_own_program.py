@@ -1,4 +1,4 @@
-"""train(program=...): a program changed by hand runs in place of the compiled one, and mistakes are told."""
+"""train(program=...): a program changed by hand runs instead of the compiled one, and mistakes are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference shares nothing with the engine, and runs in a process of its own: so it finds what both got wrong."""
+"""The reference shares no code with the engine, and runs in its own process, so that it finds the engine's mistakes."""
 
 from __future__ import annotations
 

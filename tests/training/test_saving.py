@@ -1,4 +1,4 @@
-"""What is saved under one plan is loaded under any other, bit by bit, and training goes on as if it had not stopped."""
+"""A run saved under one plan is loaded under any other, bit by bit, and training goes on as if it had not stopped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from minipar.comm import communicator
 from minipar.execution.execution import Execution, Job, execute
 from minipar.execution.executor import Executor
 from minipar.execution.saving import keeping, storage
-from minipar.execution.saving.contents import Piece, outline_of
+from minipar.execution.saving.contents import SavedSlice, outline_of
 from minipar.execution.saving.folder import Saved, open_folder
 from minipar.execution.saving.keeping import Share, Storing
 from minipar.execution.saving.storage import FolderReader, Reading
@@ -150,7 +150,7 @@ def test_losses_depend_on_everything_that_is_saved(clusters, tmp_path):
     assert run(clusters, ALONE, work, 2, saved=later).losses != pytest.approx(right, rel=1e-9)
     for kind in ("parameters/0", "optimizer/exp_avg/", "optimizer/exp_avg_sq/", "optimizer/step/"):
         changed = {key: values * 2 if key.startswith(kind) else values for key, values in read(saved).items()}
-        pieces = tuple(Piece(key, values.shape, 0, values.view(-1)) for key, values in changed.items())
+        pieces = tuple(SavedSlice(key, values.shape, 0, values.view(-1)) for key, values in changed.items())
         keeping.save([Share(saved.header, pieces)], tmp_path / "changed")
         losses = run(clusters, ALONE, work, 2, saved=open_folder(tmp_path / "changed")).losses
         assert losses != pytest.approx(right, rel=1e-9), kind
@@ -255,7 +255,7 @@ def test_what_zero_cannot_slice_or_share(clusters, tmp_path):
     found = read(saved)
     found["optimizer/step/0.weight"] -= 1
     mixed = tmp_path / "mixed"
-    keeping.save([Share(saved.header, tuple(Piece(k, v.shape, 0, v.view(-1)) for k, v in found.items()))], mixed)
+    keeping.save([Share(saved.header, tuple(SavedSlice(k, v.shape, 0, v.view(-1)) for k, v in found.items()))], mixed)
     with pytest.raises(SaveError, match=r"'step' is 2 for 0.bias, but 1 for 0.weight of the same layer.*zero=0"):
         run(clusters, "dp=2 zero=2", job(model), 1, saved=open_folder(mixed))
 

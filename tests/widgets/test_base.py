@@ -1,4 +1,4 @@
-"""What every widget does besides the live picture: one line, a PNG, a page; and the same colours everywhere."""
+"""The forms of every widget besides the live one: one line, a PNG, a page; and the same colours everywhere."""
 
 from __future__ import annotations
 

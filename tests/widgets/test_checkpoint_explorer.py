@@ -1,4 +1,5 @@
-"""The checkpoint explorer: the tape is what plans compile to, its memory is what is alive, and K has a best value."""
+"""The checkpoint explorer: the tape is what plans compile to, its memory is the sum of live values, and there is a best
+K."""
 
 from __future__ import annotations
 

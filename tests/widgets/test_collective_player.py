@@ -1,4 +1,5 @@
-"""The collective player: real numbers on every rank, bytes against the least, and words for what cannot be."""
+"""The collective player: the numbers on every rank, bytes compared with the lower bound, and texts for impossible
+choices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The editor's side of the bargain: what the browser asks for, and what it gets."""
+"""The kernel's side of the editor: its answers to the browser's requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The editor's page without a kernel, in a real browser: it plays, walks by keys, and says why nothing can be moved."""
+"""The editor's page without a kernel, in a real browser: it plays, keys select blocks, and it says why nothing can be
+moved."""
 
 from __future__ import annotations
 

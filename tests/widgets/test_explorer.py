@@ -1,4 +1,4 @@
-"""The schedule explorer: every schedule, impossible settings in words, quick enough to be dragged, and a real run."""
+"""The schedule explorer: every schedule, texts for impossible settings, fast answers to sliders, and a real run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A module and what it imports, joined: small enough to be sent with every widget."""
+"""A module joined with what it imports is small enough to be sent with every widget."""
 
 from __future__ import annotations
 

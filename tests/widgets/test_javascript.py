@@ -1,4 +1,4 @@
-"""The tests of the JavaScript, which stand beside it: `node --test`, without any package."""
+"""Run the tests of the JavaScript, which are beside it: `node --test`, without any package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The live run: a widget while it lasts, a picture afterwards; text without a notebook."""
+"""The live run: a widget during the run, a picture afterwards; text without a notebook."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory explorer: numbers of the one formula, in groups, against a device; a plain plotly figure; a real run."""
+"""The memory explorer: the formula's numbers, in groups, compared with a device; a plotly figure; a real run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Orders made by hand: words, judgement by the engine, and the code that gives the same program again."""
+"""Orders made by hand: words, the engine's verdict, and code that gives the same program again."""
 
 from __future__ import annotations
 

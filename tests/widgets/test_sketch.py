@@ -1,4 +1,4 @@
-"""The static pictures' drawing surface: signs of all kinds are drawn."""
+"""The drawing surface of static pictures draws all kinds of signs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The timeline's data and static picture: what is drawn is the trace, pixel by pixel against brute force."""
+"""The timeline's data and static picture show the trace; the picture is compared with brute force pixel by pixel."""
 
 from __future__ import annotations
 

@@ -3,12 +3,12 @@
 Names load on first use. No widget imports torch.
 
     base.py             `View` and `Explorer`: a summary of one line, a caption, a picture, rows for the table, to_html
-    <view>_model.py     reads the engine, and knows no pixels
+    <view>_model.py     computes what a view shows, with the engine; nothing in it depends on pixels
     columns.py          packs a trace into binary columns
     raster.py           draws the still picture by the same rule as js/lod.js
     js/*.js             plain modules with their tests beside them; inline.py joins them for a page
 
-Python knows data, JavaScript pixels: zoom, hover and keys never ask the kernel.
+Python prepares the data and JavaScript draws them: the browser handles zoom, hover and keys without the kernel.
 """
 
 from __future__ import annotations

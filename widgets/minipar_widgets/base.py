@@ -1,14 +1,14 @@
-"""What every widget shares: a view that the browser draws, with its words, table and picture for where there is none.
+"""What all widgets share: a view that the browser draws, and the text, table and picture that replace it elsewhere.
 
     class Ring(View):
         name = "ring"                         # js/ring.js (joined with what it imports), js/ring.css
         data = traitlets.Bytes(b"").tag(sync=True)
 
-        def summary(self): ...                # four methods that say the same in words, as a table, as a picture
+        def summary(self): ...                # four methods: the same content as text, as a table, as a picture
         ...
 
-A widget shows itself three ways in one output: live where a kernel is, as a PNG where not (GitHub, nbconvert), and as
-one deterministic line of text (nbval). What cannot be shown is said in words, in its place: set `problem`.
+One output holds a widget in three forms: live (with a kernel), a PNG (without one: GitHub, nbconvert), and one
+deterministic line of text (nbval). If a widget cannot show something, it sets `problem`, and shows that text instead.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _VIEW = "application/vnd.jupyter.widget-view+json"
 
 
 class Shown:
-    """The ways in which a widget is shown besides the live one. Subclasses give the first four methods."""
+    """The forms of a widget besides the live one. Subclasses implement the first four methods."""
 
-    problem: str = ""  # why there is nothing to see, in words
+    problem: str = ""  # the reason why there is nothing to see; empty if there is something
 
     def summary(self) -> str:
-        """One line, the same on every run: text/plain, and the label for screen readers."""
+        """One line, the same on every run. It is the text/plain output, and the label for screen readers."""
         raise NotImplementedError
 
     def caption(self) -> str:
@@ -75,7 +75,7 @@ class Shown:
         return data, about
 
     def show(self, static: bool | None = None) -> None:
-        """Display it; `static=True` shows the picture alone, as it is without a kernel, and with MINIPAR_STATIC=1."""
+        """Display the widget. `static=True`, or MINIPAR_STATIC=1, shows only the picture, as without a kernel."""
         from IPython.display import display
 
         data, about = self._repr_mimebundle_()
@@ -97,9 +97,9 @@ class Shown:
 
 
 class View(Shown, anywidget.AnyWidget):
-    """A widget that the browser draws: data goes to it as traits, zoom and pointer never come back to the kernel.
+    """A widget that the browser draws. It gets the data as traits; it sends no zoom and no pointer to the kernel.
 
-    Subclasses set `name`, add traits, and call `refresh()` when what they show has changed.
+    Subclasses set `name`, add traits, and call `refresh()` when their data have changed.
     """
 
     name: ClassVar[str]
@@ -116,14 +116,14 @@ class View(Shown, anywidget.AnyWidget):
         super().__init_subclass__(**options)
 
     def refresh(self) -> None:
-        """Send the words that belong to the data: label, caption and table."""
+        """Send the texts that belong to the data: label, caption and table."""
         with self.hold_sync():
             self.label = self._line()
             self.caption_text = "" if self.problem else self.caption()
             self.table = [] if self.problem else self.rows()
 
     def state(self) -> dict[str, Any]:
-        """What the browser gets of this widget: its own traits, by name."""
+        """What the browser receives from this widget: the widget's own traits, by name."""
         inherited = set(anywidget.AnyWidget.class_traits())
         return {key: value for key, value in self.get_state().items() if key not in inherited and key[0] != "_"}
 
@@ -141,9 +141,9 @@ class View(Shown, anywidget.AnyWidget):
 class Explorer(Shown, ipywidgets.VBox):
     """Controls and views together: sliders change settings, Python computes, views redraw.
 
-    Subclasses fill `children`; `view` is the first of them, whose words and picture are the explorer's own unless it
-    says otherwise; `views` are those that a page without kernel can show, and `settings` says, by name, where the
-    controls stand.
+    Subclasses fill `children`. `view` is the first view among them: unless a subclass overrides them, its texts and
+    picture are the explorer's own. `views` are those that a page without a kernel can show; `settings` gives the
+    values of the controls, by name.
     """
 
     view: View
@@ -158,7 +158,7 @@ class Explorer(Shown, ipywidgets.VBox):
         return [child for child in _descendants(self) if isinstance(child, View)]
 
     def settings(self) -> dict[str, str]:
-        """The controls in words, for a page where they cannot be moved."""
+        """The values of the controls as text, for a page where they cannot be moved."""
         return {}
 
     def summary(self) -> str:
@@ -180,7 +180,7 @@ class Explorer(Shown, ipywidgets.VBox):
 
 
 def live() -> bool:
-    """Whether a notebook's page can be there to draw the widget: in a kernel, unless MINIPAR_STATIC=1."""
+    """Whether a notebook's page may draw the widget: true in a kernel, unless MINIPAR_STATIC=1."""
     if os.environ.get("MINIPAR_STATIC", "") not in ("", "0"):
         return False
     try:
@@ -203,7 +203,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-# A model in a few lines: what the module asks of Jupyter's. (In a block: its names are its own.)
+# The part of Jupyter's widget model that a view's module uses. The braces keep its names out of the page's scope.
 _MODEL = """{
 const state = STATE, heard = {};
 for (const [key, value] of Object.entries(state)) {

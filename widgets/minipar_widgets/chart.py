@@ -9,8 +9,9 @@ from typing import Any
 import ipywidgets
 
 _PLOTLY = "application/vnd.plotly.v1+json"
-# The figure has no paper of its own; its words take the page's colour, so that they can be read in the dark. The height
-# is said again because JupyterLab draws anew when its theme changes, and what is out of sight then has none.
+# The figure has no background; its text takes the page's colour, so that it can be read on a dark page. The height is
+# repeated because JupyterLab draws again when its theme changes, and a figure that is scrolled out of sight then has
+# no height.
 _STYLE = """<style>
 .PLACE .js-plotly-plot text { fill: var(--jp-ui-font-color1, CanvasText) !important; }
 .PLACE .js-plotly-plot .bglayer rect, .PLACE .js-plotly-plot .legend .bg { fill: none !important; }
@@ -19,7 +20,7 @@ _STYLE = """<style>
 
 
 class Chart(ipywidgets.VBox):
-    """The place of a figure; `height` in pixels is kept free, so that nothing jumps while another one is drawn."""
+    """The place of a figure. `height` pixels are reserved, so that nothing jumps while a new figure is drawn."""
 
     def __init__(self, height: int) -> None:
         self.output, self.paper = ipywidgets.Output(layout={"min_height": f"{height}px"}), ipywidgets.HTML()
@@ -28,7 +29,7 @@ class Chart(ipywidgets.VBox):
         super().__init__([self.paper, self.output])
 
     def show(self, figure: Any, words: str) -> None:
-        """Draw a plotly figure; `words` are for where it cannot be drawn. None: nothing."""
+        """Draw a plotly figure, or nothing if it is None. Where it cannot be drawn, `words` are shown."""
         if figure is None:
             self.output.outputs = ()
             return
@@ -41,7 +42,7 @@ class Chart(ipywidgets.VBox):
 
 
 def plain(value: Any) -> Any:
-    """Lists and numbers of what may hold arrays."""
+    """The same value with plain lists and numbers in the place of arrays."""
     if isinstance(value, dict):
         return {key: plain(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
@@ -50,7 +51,7 @@ def plain(value: Any) -> Any:
 
 
 def layout(height: int, x: str, y: str = "") -> dict[str, Any]:
-    """What figures here have in common: no paper, a legend below, quiet lines."""
+    """What all figures here have in common: no background, a legend below, thin grey lines."""
     grid = {"gridcolor": "rgba(128,128,128,0.3)", "zerolinecolor": "rgba(128,128,128,0.5)", "automargin": True}
     return {
         "height": height,

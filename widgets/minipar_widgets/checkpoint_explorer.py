@@ -47,7 +47,7 @@ class CheckpointView(View):
         self.update(layers or Layers(), word)
 
     def update(self, layers: Layers, word: str) -> None:
-        """What cannot be is said in the widget's place."""
+        """Show another schedule. If it is impossible, the widget shows the reason instead."""
         with self.hold_sync():
             try:
                 self.found = tape(layers, word)
@@ -96,7 +96,7 @@ class CheckpointView(View):
 
 
 def amount(layers: Layers, number: float) -> str:
-    """Memory in words, in the unit of the layers."""
+    """Memory as text, in the unit of the layers."""
     return size(number) if layers.rows else f"{number:g} units"
 
 
@@ -164,9 +164,9 @@ def _picture(one: Tape, dark: bool) -> bytes:
 
 
 class CheckpointExplorer(Explorer):
-    """Choose layers and what to keep; step through the tape; see memory and time for every length of segments.
+    """Choose layers and what to keep; step through the tape; see memory and time for every segment length.
 
-    `measure()`, or its button, runs some lengths on a real rank, and lays them over the curves.
+    `measure()`, or its button, runs some lengths on a real rank, and draws the results over the curves.
     """
 
     def __init__(self, layers: int = 16, checkpoint: str = "sqrt") -> None:
@@ -209,7 +209,7 @@ class CheckpointExplorer(Explorer):
 
     @property
     def word(self) -> str:
-        """What `checkpoint=` would be."""
+        """The value of `checkpoint=` that the controls mean."""
         now = {name: control.value for name, control in self.controls.items()}
         if now["way"] == "every K layers":
             return str(min(now["length"], now["layers"]))
@@ -245,7 +245,7 @@ class CheckpointExplorer(Explorer):
         )
 
     def measure(self, _: Any = None) -> None:
-        """Run some lengths for real."""
+        """Run some segment lengths on a real rank."""
         self.run_button.disabled = True
         lengths = lengths_to_measure(self.layers.count)
         self.note.value = f"running {', '.join('none' if not n else str(n) for n in lengths)} ..."
@@ -258,7 +258,7 @@ class CheckpointExplorer(Explorer):
         self._changed()
 
     def figure(self) -> Any:
-        """Memory and time over the length of segments, with the sqrt(N) point, as a plotly figure."""
+        """Memory and time over the segment length, with the sqrt(N) point, as a plotly figure."""
         import plotly.graph_objects as go
 
         layers, points = self.layers, curve(self.layers)
@@ -327,7 +327,7 @@ class CheckpointExplorer(Explorer):
 
 
 def _read(checkpoint: str) -> tuple[str, int, int, str]:
-    """The controls' values for a word: which way, K, percent of a budget, first layers of segments."""
+    """The controls' values for a value of `checkpoint=`: method, K, percent of a budget, first layers of segments."""
     if checkpoint in ("none", "sqrt"):
         return checkpoint, 4, 50, "4,8,12"
     if checkpoint.isdecimal():
@@ -338,7 +338,7 @@ def _read(checkpoint: str) -> tuple[str, int, int, str]:
 
 
 def _curves(layers: Layers, runs: Sequence[MeasuredStep], dark: bool) -> bytes:
-    """Peak memory over the length of segments."""
+    """Peak memory over the segment length."""
     points, best = curve(layers), best_length(layers)
     width, height, left, top = 900, 240, 90, 20
     sketch = Sketch(width, height, dark)

@@ -1,7 +1,7 @@
-"""One chain of layers, forward and backward on one device, move by move: what the checkpoint explorer shows.
+"""One chain of layers, forward and backward on one device, move by move: the data of the checkpoint explorer.
 
-The schedule is the one that `checkpoint=` compiles to (`strategies/segments.py`), memory is counted by
-`costs/recomputation.course`; nothing is computed here but times and where values begin and end.
+The schedule is the one that `checkpoint=` compiles to (`strategies/segments.py`); `costs/recomputation.course` counts
+the memory. This module computes only the times, and when each value is made and freed.
 """
 
 from __future__ import annotations
@@ -35,13 +35,17 @@ from minipar.strategies.plan import Plan
 
 MOST_LAYERS = 64
 WIDTH = 256  # of the layers that can be run
-MODEL = "mlp-tiny"  # whose numbers are replaced
+MODEL = "mlp-tiny"  # the model whose widths are replaced
 
 
 @dataclass(frozen=True)
 class Layers:
-    """The chain: `count` equal layers. Without `rows` each hands on 1 unit, keeps `saved` units besides, takes 1
-    unit of time forward and `backward` back; with them they are Linear and GELU, WIDTH wide, in bytes."""
+    """The chain: `count` equal layers.
+
+    rows = 0   each layer has an output of 1 unit, saves `saved` units for its backward, and takes 1 unit of time for
+               its forward, `backward` units for its backward
+    rows > 0   each layer is a Linear with GELU, WIDTH wide, for so many rows; memory is in bytes
+    """
 
     count: int = 16
     saved: int = 1
@@ -68,7 +72,7 @@ class Layers:
 
 
 class Point(NamedTuple):
-    """Segments of `length` layers (0: nothing is recomputed): highest memory, and time of everything."""
+    """Segments of `length` layers (0: nothing is recomputed): the peak of memory, and the whole time."""
 
     length: int
     peak: int
@@ -76,7 +80,8 @@ class Point(NamedTuple):
 
 
 class Life(NamedTuple):
-    """A value from the end of the move that made it to the end of the one that frees it (`first`, `last` of moves)."""
+    """The life of a value: from the end of the move that makes it (`first`) to the end of the move that frees it
+    (`last`)."""
 
     kind: str  # "output" or "saved"
     layer: int
@@ -102,7 +107,7 @@ class Tape:
 
     @cached_property
     def ends(self) -> list[float]:
-        """When each move is done; each begins when the one before it is."""
+        """When each move ends. Each move begins when the one before it ends."""
         chain = self.chain
         return list(accumulate((chain.backward if m.op is Op.BACKWARD else chain.forward)[m.layer] for m in self.moves))
 
@@ -112,7 +117,7 @@ class Tape:
 
     @property
     def again(self) -> int:
-        """Layers that run forward again."""
+        """How many layers run forward again."""
         return sum(move.op is Op.RECOMPUTE for move in self.moves)
 
     @cached_property
@@ -143,7 +148,7 @@ class Tape:
 
 def tape(layers: Layers, word: str) -> Tape:
     """The schedule that `checkpoint=word` means for these layers: "none", "sqrt", K, a budget ("5B", "2MiB") or the
-    layers at which segments begin. PlanError for what cannot be, with what is possible."""
+    layers at which segments begin. PlanError, with what is possible, if the word is impossible for these layers."""
     plan = Plan(checkpoint=word)
     if plan.checkpoint == "selective":
         raise PlanError("checkpoint=selective: is for attention; possible are none, sqrt, K, a budget, or layers")
@@ -153,7 +158,7 @@ def tape(layers: Layers, word: str) -> Tape:
 
 
 def curve(layers: Layers) -> list[Point]:
-    """Peak and time for no recomputation and for segments of every length, as `checkpoint=K` makes them."""
+    """Peak and time without recomputation, and for segments of every length, as `checkpoint=K` makes them."""
     chain, found = layers.chain, []
     for length in range(layers.count + 1):
         moves = at_once(in_segments(layers.count, every(layers.count, length) if length else ()))
@@ -162,13 +167,12 @@ def curve(layers: Layers) -> list[Point]:
 
 
 def best_length(layers: Layers) -> int:
-    """The length that `checkpoint=sqrt` takes: sqrt(N a_in / a_saved), which is sqrt(N) if a layer saves what it hands
-    on."""
+    """The length that `checkpoint=sqrt` takes: sqrt(N a_in / a_saved), which is sqrt(N) if a_saved = a_in."""
     return square_root(layers.count, layers.chain)
 
 
 class MeasuredStep(NamedTuple):
-    """A real step of segments of `length`: highest bytes of activations on the rank, and seconds."""
+    """A measured step with segments of `length` layers: peak bytes of activations on the rank, and seconds."""
 
     length: int
     peak: int
@@ -176,14 +180,14 @@ class MeasuredStep(NamedTuple):
 
 
 def lengths_to_measure(count: int, most: int = 6) -> list[int]:
-    """No recomputation, and lengths from 1 to all layers, about equally far apart on a logarithmic scale."""
+    """0 (no recomputation), and lengths from 1 to all layers, about equally far apart on a logarithmic scale."""
     steps = [round(count ** (k / (most - 2))) for k in range(most - 1)]
     return sorted({0, *steps})
 
 
 def measure(layers: Layers, lengths: Sequence[int], steps: int = 4) -> list[MeasuredStep]:
-    """Train the layers on one real rank of this machine, for each length: bytes as the tracker found them, and the
-    fastest step's seconds (of a run without the tracker, which takes time). Imports torch."""
+    """Train the layers on one real rank of this machine, for each length. The tracker finds the bytes; the seconds are
+    those of the fastest step of a second run without the tracker, which takes time itself. Imports torch."""
     if not layers.rows:
         raise PlanError("measure: layers in units are on paper only; possible are Linear and GELU")
     import torch

@@ -1,7 +1,7 @@
-"""A collective's program walked with real numbers: who holds what when, what each link carries, what is the least.
+"""A collective's program, executed with numbers: what each rank holds when, what each link carries, the lower bounds.
 
-The program, its times and its cost are those of `minipar.program.collectives` and `simulate`; here they only meet
-numbers: chunk c of rank r begins as 10 (r + 1) + c, so that a sum shows whose parts are in it.
+The program, its times and its cost come from `minipar.program.collectives` and `simulate`; this module only adds
+numbers. Chunk c of rank r begins as 10 (r + 1) + c, so that a sum shows which ranks' parts are in it.
 
 Source of the bounds: Chan et al., "Collective communication: theory, practice, and experience", 2007, table 1.
 """
@@ -21,12 +21,12 @@ from minipar.trace import Trace
 from minipar.wording import several
 
 MOST_RANKS, MOST_CHUNKS = 16, 64
-Cell = tuple[int, int]  # value; bit r: rank r's part is in it
+Cell = tuple[int, int]  # the value, and a mask: bit r is set if rank r's part is in it
 
 
 @dataclass(frozen=True)
 class Links:
-    """Seconds: `alpha` of latency, `beta` for each byte, `gamma` for adding one; `far`: alpha, beta between nodes."""
+    """Seconds: `alpha` of latency, `beta` per byte sent, `gamma` per byte added; `far`: alpha, beta between nodes."""
 
     alpha: float = 5e-6
     beta: float = 1e-9
@@ -36,7 +36,7 @@ class Links:
 
 @dataclass(frozen=True)
 class Message:
-    """Chunks on their way from a rank to another one, with the numbers that they carry."""
+    """Chunks on their way from one rank to another, with their numbers."""
 
     source: int
     target: int
@@ -89,7 +89,7 @@ class Play:
 
     @cached_property
     def by_link(self) -> dict[tuple[int, int], int]:
-        """Bytes from rank to rank."""
+        """Bytes by (source, destination)."""
         found: dict[tuple[int, int], int] = {}
         for message in self.messages:
             key = message.source, message.target
@@ -105,7 +105,7 @@ class Play:
 
     @property
     def closed_form(self) -> float | None:
-        """Seconds by the algorithm's own formula, which knows one kind of link; None: it has none."""
+        """Seconds by the algorithm's own formula, which assumes one kind of link. None if there is no formula."""
         one, setting = self.links, self.setting
         if collectives.registered(self.algorithm) is not None:
             return None
@@ -116,14 +116,15 @@ class Play:
 
     @property
     def least_bytes(self) -> float:
-        """What the busiest rank must send, whatever the algorithm."""
+        """Lower bound, for every algorithm, of the bytes that the busiest rank sends."""
         share = (self.ranks - 1) / self.ranks
         factor = {"allreduce": 2 * share, "broadcast": 1.0, "reduce": 1.0}.get(self.collective, share)
         return factor * self.nbytes if self.ranks > 1 else 0.0
 
     @property
     def least_time(self) -> float:
-        """Seconds that no algorithm with one port a rank can beat: latency, bytes and additions, each by itself."""
+        """Lower bound, in seconds, for all algorithms with one port per rank: the largest of three bounds, those of
+        latency, of bytes and of additions."""
         if self.ranks == 1:
             return 0.0
         adds = self.collective in ("allreduce", "reduce", "reduce_scatter")
@@ -142,7 +143,7 @@ def play(
     nodes: int = 1,
     links: Links | None = None,
 ) -> Play:
-    """Walk a collective. PlanError for what cannot be, and for what would be too much to look at."""
+    """Execute a collective with numbers. PlanError if it is impossible, or too large to be shown."""
     links = links or Links()
     if ranks > MOST_RANKS:
         raise PlanError(f"ranks={ranks}: too many to look at; possible are 1 to {MOST_RANKS}")
@@ -168,12 +169,12 @@ def play(
 
 
 def number(rank: int, chunk: int, ranks: int) -> int:
-    """What a chunk of a rank begins as."""
+    """The first value of a rank's chunk."""
     return 10 * (rank + 1) + chunk % ranks
 
 
 def _walk(trace: Trace, first: tuple[tuple[Cell | None, ...], ...]) -> tuple[tuple[Message, ...], tuple[Change, ...]]:
-    """The program in its order, with numbers: what a rank waited for becomes its own when it arrives."""
+    """Execute the program in its order, with numbers: the messages, and the changes of what the ranks hold."""
     program = trace.program
     rows = [list(row) for row in first]
     came: list[dict[Value, Cell]] = [{} for _ in program.ranks]
@@ -208,5 +209,5 @@ def _walk(trace: Trace, first: tuple[tuple[Cell | None, ...], ...]) -> tuple[tup
         for value in ins.frees:
             if value.kind == "chunk":
                 change(trace.ends[rank][k], rank, value.index, None)
-    changes.sort(key=lambda change: change.time)  # (stable: of one moment, as they happened)
+    changes.sort(key=lambda change: change.time)  # (stable: changes of one moment keep their order)
     return tuple(sorted(messages, key=lambda m: (m.start, m.source))), tuple(changes)

@@ -30,7 +30,7 @@ class CollectiveView(View):
         self.update(*given, **options)
 
     def update(self, *given: Any, **options: Any) -> None:
-        """Walk another one. What cannot be is said in the widget's place."""
+        """Execute and show another collective. If it is impossible, the widget shows the reason instead."""
         with self.hold_sync():
             try:
                 self.found = play(*given, **options)
@@ -94,7 +94,7 @@ def _scale(time: float) -> tuple[float, str]:
 
 
 def _data(one: Play) -> dict[str, Any]:
-    """What the browser gets. Times are in `unit`, with enough digits to keep their order."""
+    """The data for the browser. Times are in `unit`, with enough digits to keep their order."""
     scale, unit = _scale(one.time)
     moments = sorted({round(x / scale, 9) for m in one.messages for x in (m.start, m.end)} | {0.0})
     changes = [[round(c.time / scale, 9), c.rank, c.chunk, c.cell] for c in one.changes]
@@ -128,7 +128,7 @@ def _data(one: Play) -> dict[str, Any]:
 
 
 def _picture(one: Play, dark: bool) -> bytes:
-    """Four moments of the grid beside each other, from the beginning to the end."""
+    """The grid at four moments, from the beginning to the end, side by side."""
     ranks, chunks = one.ranks, len(one.program.chunks)
     moments = sorted({c.time for c in one.changes})
     stops = [0.0, *(moments[max(0, -(-len(moments) * k // 3) - 1)] for k in (1, 2, 3))]
@@ -210,7 +210,7 @@ class CollectivePlayer(Explorer):
     def _changed(self, change: Any = None) -> None:
         if getattr(self, "_busy", False):
             return
-        self._busy = True  # (options that change set values, which call this again)
+        self._busy = True  # (new options change the controls' values, and that calls this method again)
         try:
             self._fit_options()
         finally:
@@ -232,7 +232,7 @@ class CollectivePlayer(Explorer):
         return self.collective.value in ("broadcast", "reduce")
 
     def _fit_options(self) -> None:
-        """Only what is possible can be chosen."""
+        """Offer only possible choices."""
         names = collectives.names(self.collective.value)
         if tuple(self.algorithm.options) != names:
             kept = self.algorithm.value

@@ -1,9 +1,9 @@
-"""A trace as columns: what the browser and the static picture draw from. 21 bytes an event.
+"""A trace as columns, 21 bytes per event. The browser and the static picture are drawn from them.
 
-Lanes are sorted by trace (0 the upper one), rank and stream; the events of a lane by start. An event is
+Lanes are sorted by trace (0 is the upper one), rank and stream; the events of a lane by start. An event is
 
     start  float64   on the time axis of the picture, from the first start of its trace
-    length float32   (a receive has none: it is an arrival; when it was posted is in its text)
+    length float32   (0 for a receive: it is drawn as an arrival, and its text says when it was posted)
     kind   uint8     position in KINDS
     number int32     the micro-batch; -1: none
     index  uint32    position in the rank's program
@@ -90,7 +90,7 @@ class Columns:
 
 
 def columns(traces: Sequence[Trace]) -> Columns:
-    """The columns of one trace, or of a predicted and a measured one. The names are made at their first use."""
+    """The columns of one trace, or of a predicted and a measured one. The texts are made at their first use."""
     scale = labels.clock(traces).scale
     lanes: list[Lane] = []
     parts: list[tuple[np.ndarray, ...]] = []
@@ -128,7 +128,7 @@ def columns(traces: Sequence[Trace]) -> Columns:
 
 
 def _apart(start: np.ndarray, end: np.ndarray) -> Sequence[slice | np.ndarray]:
-    """The events of a stream, sorted by start, as lanes in which no two overlap. Usually one: all of them."""
+    """Divide the events of a stream, sorted by start, into lanes in which no two overlap: usually a single lane."""
     if not len(end) or (end[:-1] <= start[1:] + 1e-12 * abs(end[-1])).all():
         return [slice(None)]
     lanes: list[list[int]] = []
@@ -144,7 +144,8 @@ def _apart(start: np.ndarray, end: np.ndarray) -> Sequence[slice | np.ndarray]:
 
 
 def _name(ins: Instruction, keys: dict[Any, int], names: dict[str, int]) -> int:
-    """Position of the instruction's text in `names`; found by what it depends on, since printing takes long."""
+    """Position of the instruction's text in `names`. Printing is slow, so equal texts are printed once: `keys` holds
+    what a text depends on."""
     op, layers, microbatch, _, reads, writes, _, _, peer, _, _, name = ins
     key: Any
     if name:

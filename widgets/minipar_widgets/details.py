@@ -1,6 +1,6 @@
-"""What a timeline says about its events besides when they ran: texts, causes, idle times, memory. Slower to find.
+"""Details of the events of a timeline besides their times: texts, causes, idle times, memory. They take longer to find.
 
-Everything is derived by the engine (`critical_path`, `idleness`, `lifetimes`); here it becomes arrays for the browser.
+The engine derives everything (`critical_path`, `idleness`, `lifetimes`); this module makes arrays for the browser.
 Events are numbered as in `columns.py`.
 """
 
@@ -36,7 +36,7 @@ def details(columns: Columns, memory: bool = True) -> tuple[Arrays, dict[str, An
     path                        the events of each trace's critical path
     idle_start, _length, _kind  idle times, those of lane k (see `idle`) from `idle[k][2]` to `idle[k][3]`
     memory                      per trace and rank a curve: times, and one column for each kind
-    live                        values by name: when, how large (only while there are not too many)
+    live                        values by name: when they are alive, how large they are (left out if there are too many)
     """
     name, names = columns.named
     arrays: Arrays = {"name": name}
@@ -54,7 +54,7 @@ def details(columns: Columns, memory: bool = True) -> tuple[Arrays, dict[str, An
 
 
 def _causes(columns: Columns, arrays: Arrays) -> None:
-    """Whose results each event reads: the last writer of each value on its rank; of a RECV its SEND."""
+    """The events whose results each event reads: the last writer of each value on its rank; for a RECV its SEND."""
     pairs: list[tuple[int, int]] = []
     for t, trace in enumerate(columns.traces):
         places = [found.tolist() for found in columns.places[t]]
@@ -65,7 +65,8 @@ def _causes(columns: Columns, arrays: Arrays) -> None:
 
 
 def reads(program: Program) -> list[tuple[int, int, int, int]]:
-    """(rank, index, rank, index): the first instruction reads what the second wrote, or receives what it sent."""
+    """(rank, index, rank, index): the first instruction reads a value that the second wrote, or receives one that it
+    sent."""
     found = [(*receive, *send) for send, receive in messages(program)]
     for rank, row in enumerate(program.ranks):
         writer: dict[Value, int] = {}
@@ -94,7 +95,7 @@ def _idle(traces: Sequence[Trace], arrays: Arrays, facts: dict[str, Any]) -> Non
 
 
 def _memory(traces: Sequence[Trace], arrays: Arrays, facts: dict[str, Any]) -> None:
-    """Curves of all ranks end to end; `memory` says for each where it begins and ends."""
+    """The curves of all ranks, one after the other; `memory` says where each of them begins and ends."""
     scale, unit = labels.clock(traces).scale, 2**20 if traces[0].unit == "bytes" else 1
     times, columns, where, done = [], [], [], 0
     for t, trace in enumerate(traces):
@@ -120,7 +121,7 @@ def _memory(traces: Sequence[Trace], arrays: Arrays, facts: dict[str, Any]) -> N
 
 
 def coarse(total: np.ndarray) -> np.ndarray:
-    """Which moments of a curve to keep: all, or of equal parts the first, the highest, the lowest and the last."""
+    """Which moments of a curve to keep: all, or the first, highest, lowest and last moment of each of equal parts."""
     if len(total) <= _FINEST:
         return np.arange(len(total))
     edges = np.linspace(0, len(total), _FINEST // 4 + 1).astype(int)

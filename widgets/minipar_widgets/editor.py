@@ -1,8 +1,8 @@
-"""ScheduleEditor: a small schedule taken in hand. Blocks are moved, and the engine says at once what comes of it.
+"""ScheduleEditor: edit a small schedule by hand. You move blocks, and the engine checks and predicts each new order.
 
 editor = ScheduleEditor("1f1b", stages=4, microbatches=8)      drag blocks, or select them and press Shift and arrow
-editor.trace                                                   the prediction of what stands there now
-editor.code()                                                  the same as a schedule to keep
+editor.trace                                                   the prediction of the present order
+editor.code()                                                  the present order as the code of a schedule
 Plan(pp=4, microbatches=8, schedule="by-hand")                 it is registered, for plans, the explorer and train
 """
 
@@ -27,16 +27,16 @@ LANE, LEFT, WIDTH = 30, 56, 900
 
 
 class ScheduleEditor(View):
-    """An order of forwards and backwards to be moved about by hand; see the top of the file.
+    """An order of forwards and backwards that is edited by hand; see the top of the file.
 
     start               a schedule's name, with `stages` and `microbatches`; a plan; or a program that a plan gave
-    schedule            the name under which the order is registered, again after each change
+    schedule            the name under which the order is registered; this is repeated after each change
     forward, backward   times of one micro-batch on one rank's whole share; `latency` of a message
     """
 
     name = "editor"
-    board = traitlets.Dict().tag(sync=True)  # what the engine says of an order: see `_tell`
-    order = traitlets.Dict().tag(sync=True)  # what stands in the browser: {"id": n, "ranks": [["F0", ...], ...]}
+    board = traitlets.Dict().tag(sync=True)  # the engine's result for an order: see `_tell`
+    order = traitlets.Dict().tag(sync=True)  # the order in the browser: {"id": n, "ranks": [["F0", ...], ...]}
     editable = traitlets.Bool(True).tag(sync=True)
 
     def __init__(
@@ -72,7 +72,7 @@ class ScheduleEditor(View):
 
     @property
     def trace(self) -> Trace | None:
-        """The prediction of the order as it stands; None where it cannot run."""
+        """The prediction of the present order; None if it cannot run."""
         return self._judgement.trace
 
     @property
@@ -82,7 +82,7 @@ class ScheduleEditor(View):
 
     @property
     def words(self) -> orders.Words:
-        """The order as it stands: per rank words such as `F0`."""
+        """The present order: for each rank words such as `F0`."""
         return self._now.words if self._now is not None else ()
 
     def code(self) -> str:
@@ -104,7 +104,7 @@ class ScheduleEditor(View):
             self.refresh()
 
     def _tell(self) -> dict[str, Any]:
-        """Blocks with their times, and words: all that the browser shows."""
+        """Everything that the browser shows: the blocks with their times, and the texts."""
         assert self._now is not None
         order, found = self._now, self._judgement
         ranks: list[list[dict[str, Any]]] = []
@@ -178,7 +178,7 @@ class ScheduleEditor(View):
         lanes, whole = [], stop
         for row in rows:
             now, lane = stop, []
-            for b in row:  # what never runs follows what has run, as in editor.js
+            for b in row:  # blocks that never run are drawn after those that ran, as in editor.js
                 start, end = (b["start"], b["end"]) if b["end"] is not None else (now, now + b["takes"])
                 now = max(now, end) if b["end"] is None else now
                 whole = max(whole, end)
@@ -207,5 +207,5 @@ class ScheduleEditor(View):
         return words.png(image)
 
     def state(self) -> dict[str, Any]:
-        """For a page without kernel: it can be played, not changed."""
+        """The traits for a page without a kernel: there the order can be played, but not changed."""
         return super().state() | {"editable": False}

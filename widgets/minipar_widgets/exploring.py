@@ -1,8 +1,8 @@
-"""What the schedule explorer shows for given settings: the program, its prediction, its staleness. No widget here.
+"""The data of the schedule explorer for given settings: the program, its prediction, its staleness. No widget is here.
 
-A slider has 100 ms for 16 stages and 64 micro-batches. So programs are kept, since what they cost (ratio, latency, slow
-stages) changes without compiling them again; and `predict` comes before `complaint`, so that the picture need not wait
-for verify.
+After a slider moves, the picture must follow within 100 ms, for 16 stages and 64 micro-batches. So programs are kept:
+a new ratio, latency or slow stage changes costs, and needs no new program. And `predict` comes before `complaint`, so
+that the picture need not wait for verify.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ KEPT = 16  # programs
 
 @dataclass(frozen=True)
 class Settings:
-    """What the sliders say.
+    """The values of the sliders.
 
-    chunks    stages on each rank; None: what the schedule says
-    ratio     time of a backward, where a forward takes 1
+    chunks    stages on each rank; None: the schedule's own number
+    ratio     time of a backward, if a forward takes 1
     latency   of a message, in the same unit
-    factors   how much slower each stage's rank computes; (): all alike
+    factors   for each stage, how many times slower its rank computes; (): all ranks are equally fast
     """
 
     schedule: str = "1f1b"
@@ -42,20 +42,20 @@ class Settings:
     factors: tuple[float, ...] = ()
 
     def plan(self) -> Plan:
-        """The plan; PlanError where the schedule does not take these numbers."""
+        """The plan; PlanError if the schedule is impossible with these numbers."""
         takes = strategies.find(self.schedule).options
         chunks = self.chunks if "chunks" in takes else None
-        if "slices" in takes:  # then these are its micro-batches, all of one sequence
+        if "slices" in takes:  # then the micro-batches are slices of one sequence
             return Plan(pp=self.stages, slices=self.microbatches, schedule=self.schedule, chunks=chunks)
         return Plan(pp=self.stages, microbatches=self.microbatches, schedule=self.schedule, chunks=chunks)
 
 
 @dataclass(frozen=True)
 class Found:
-    """What comes of settings: a prediction, or in words why there is none.
+    """The result of settings: a prediction, or the reason why there is none.
 
-    program     there is one, too, where `verify` refuses it
-    problem     one line, with the evidence in further ones; empty if there is a prediction
+    program     it is here even if `verify` refuses it
+    problem     the reason in one line, and further lines with the evidence; empty if there is a prediction
     """
 
     plan: Plan | None = None
@@ -65,7 +65,7 @@ class Found:
 
 
 def predict(settings: Settings) -> Found:
-    """Compile and simulate; impossible settings are answered in words. `complaint` says whether verify agrees."""
+    """Compile and simulate. Impossible settings give a `Found.problem`. `checked` adds what verify says."""
     plan = program = None
     try:
         plan = settings.plan()
@@ -80,7 +80,7 @@ def predict(settings: Settings) -> Found:
 
 
 def checked(found: Found) -> Found:
-    """The same, or verify's complaint instead of the prediction."""
+    """`found` if verify accepts its program; otherwise verify's complaint in the place of the prediction."""
     why = complaint(found.plan) if found.plan is not None and found.trace is not None else ""
     return Found(found.plan, found.program, problem=why) if why else found
 
@@ -91,23 +91,23 @@ def explore(settings: Settings) -> Found:
 
 
 def complaint(plan: Plan) -> str:
-    """What verify says against the plan's program; empty if nothing."""
+    """Why verify refuses the plan's program; empty if it accepts it."""
     return _complaint(plan, _generator(plan))
 
 
 def settled(plan: Plan) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Per rank of a run long enough: the updates between the version a forward used and the one its gradient went
-    into, and the versions of its parameters that are alive at once."""
+    """For each rank, in a run that is long enough: the number of updates between the version that a forward used and
+    the version that its gradient went into; and the versions of its parameters that are alive at once."""
     return _settled(plan, _generator(plan))
 
 
 def _generator(plan: Plan) -> object:
-    """Belongs to the key of what is kept: a schedule made by hand may have changed under its name."""
+    """Part of the key of kept programs: a schedule that is edited by hand changes, and its name stays the same."""
     return strategies.find(plan.schedule).generate
 
 
 def layers_of(plan: Plan) -> int:
-    """A layer for each stage; schedules that cut sequences need a model of at least three (see running.py)."""
+    """One layer for each stage; schedules that cut sequences need a model of at least three (see running.py)."""
     stages = 1 + max(map(max, plan.placement()))
     return stages if "slices" not in strategies.find(plan.schedule).options else stages * -(-3 // stages)
 
@@ -128,11 +128,11 @@ def _complaint(plan: Plan, generate: object) -> str:
 
 @lru_cache(KEPT)
 def _settled(plan: Plan, generate: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """They follow from the order alone, so times do not matter."""
+    """Both follow from the order alone, so times do not matter."""
     if not plan.asynchronous:
         return (0,) * plan.pp, (1,) * plan.pp
     program = plan.compile(layers=layers_of(plan), steps=plan.settling_steps, check=False)
-    if program.in_flight is not None:  # (whose ranks decide by what has arrived)
+    if program.in_flight is not None:  # (its ranks choose their next instruction by what has arrived)
         trace = simulate(program)
     else:
         nothing = [[0.0] * len(row) for row in program.ranks]
@@ -145,7 +145,7 @@ def _no_size(rank: int, value: Value) -> float:
 
 
 def forget() -> None:
-    """Keep no programs, and no orders either (for benchmarks)."""
+    """Forget all kept programs and orders (for benchmarks)."""
     for kept in (_program, _complaint, _settled, with_equal_times):
         kept.cache_clear()
 
@@ -160,7 +160,7 @@ def facts(found: Found) -> str:
 
 
 def staleness(found: Found) -> str:
-    """How old the weights are that gradients were made of: what the program promises, and verify holds it to."""
+    """How old the weights were with which gradients were computed, as the program promises it and verify checks it."""
     assert found.program is not None
     contract = found.program.contract
     if not isinstance(contract, Staleness):
@@ -170,7 +170,7 @@ def staleness(found: Found) -> str:
 
 
 def table(found: Found) -> list[list[str]]:
-    """Per rank idle time, activations at once, staleness and versions; the header first."""
+    """For each rank idle time, activations alive at once, staleness and versions; the header is the first row."""
     assert found.trace is not None
     assert found.plan is not None
     held = found.trace.in_flight()

@@ -2,7 +2,7 @@
 
     python -m minipar_widgets.gallery [FOLDER]       default: docs/, where `make gallery` runs it
 
-Everything in it but the live run is predicted, and comes out the same on every machine. lessons/explorer.ipynb has the
+Everything in it except the live run is predicted, and is the same on every machine. lessons/explorer.ipynb has the
 same views, made by the same lines.
 """
 
@@ -32,9 +32,9 @@ from minipar_widgets import *"""
 
 @dataclass(frozen=True)
 class Exhibit:
-    """A view: what it is called, two sentences on it, and the lines that make it.
+    """A view: its name, two sentences about it, and the lines that make it.
 
-    measured   they run something: its numbers are other ones each time
+    measured   whether the lines run something, so that the numbers differ each time
     """
 
     name: str
@@ -43,7 +43,7 @@ class Exhibit:
     measured: bool = False
 
     def make(self) -> Shown:
-        """The view that its lines give; of a live run, as it stands at the end."""
+        """The view that the lines give; a live run is shown as it is at its end."""
         names: dict[str, Any] = {}
         exec(IMPORTS, names)
         *first, last = ast.parse(self.code).body
@@ -126,7 +126,7 @@ EXHIBITS = (
 
 
 def write(folder: Path) -> list[Path]:
-    """Write gallery.md and gallery/*.png; what was written."""
+    """Write gallery.md and gallery/*.png, and return the paths of all files."""
     pictures = folder / "gallery"
     pictures.mkdir(parents=True, exist_ok=True)
     text, written = [HEAD], []

@@ -1,8 +1,8 @@
 """Join js/<name>.js with what it imports: a widget's module must be one text, since a page loads it from memory.
 
-Imports of `./other.js` are put in its place, without comments, indentation, and what nothing uses.
-So that plain text is enough to do this, every declaration of a module begins at the start of a line, imports name what
-they take (no `as`, no default), and no two modules declare the same name.
+The text of `./other.js` replaces its import, without comments, indentation, and unused declarations. This works on
+plain text, without a parser, because the modules keep three rules: every declaration begins at the start of a line,
+imports name what they import (no `as`, no default), and no two modules declare the same name.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _WORD = re.compile(r"[A-Za-z_$][\w$]*")
 
 
 class InlineError(Exception):
-    """A module is not written as the inliner needs it."""
+    """A module breaks one of the rules at the top of this file."""
 
 
 def inline(entry: Path) -> str:
-    """A module and what it imports as one module; InlineError if they are not written for it."""
+    """A module and what it imports as one module; InlineError if one of them breaks a rule."""
     pieces: dict[str, str] = {}  # by declared name, in order
     seen: set[Path] = set()
     main: list[str] = []

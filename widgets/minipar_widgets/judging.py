@@ -1,5 +1,5 @@
-"""Whether an order made by hand can run, and what comes of it. The engine alone judges: the order is registered as a
-schedule like any other, compiled, verified and simulated."""
+"""Whether an order made by hand can run, and how long it takes. Only the engine decides that: the order is registered
+as a schedule like any other, compiled, verified and simulated."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True)
 class Judgement:
-    """What the engine says of an order.
+    """The engine's result for an order.
 
     trace     the prediction, if it can run
     reason    why it cannot, in one line; empty if it can
     details   the lines of the program that show it
-    guilty    (rank, place in its words) of what the reason names
-    spans     per rank and word start and end; None: it never runs, or nothing is known of when
+    guilty    (rank, place in its words) of the words that the reason names
+    spans     for each rank and word its start and end; None: it never runs, or its time is not known
     same_as   names of schedules that have this very order
     """
 
@@ -64,7 +64,7 @@ def register(order: Order, name: str) -> None:
 
 
 def judge(order: Order, name: str, forward: float = 1.0, backward: float = 2.0, latency: float = 0.0) -> Judgement:
-    """Register an order under `name`, and see whether it can run, and how long it takes."""
+    """Register an order under `name`, and find out whether it can run, and how long it takes."""
     nothing = tuple((None,) * len(row) for row in order.words)
     try:
         register(order, name)
@@ -92,7 +92,7 @@ def _as_far_as_possible(program: Program, costs: UnitCosts) -> Trace:
     sent = Counter((rank, ins.peer) for rank, row in enumerate(begun) for ins in row if ins.op is Op.SEND)
     joined = Counter((rank, ins.group) for rank, row in enumerate(begun) for ins in row if ins.group)
     ranks = []
-    for rank, row in enumerate(begun):  # without what began before the circle, but waits for what comes after it
+    for rank, row in enumerate(begun):  # without instructions that began before the circle, but wait for one after it
         seen: Counter[object] = Counter()
         kept = []
         for ins in row:
@@ -108,7 +108,7 @@ def _as_far_as_possible(program: Program, costs: UnitCosts) -> Trace:
 
 
 def _spans(order: Order, trace: Trace) -> tuple[tuple[Span | None, ...], ...]:
-    """When each word runs. Neighbouring chunks may run as one instruction: then each has its part of the time."""
+    """When each word runs. Neighbouring chunks may run as one instruction: then each gets a part of its time."""
     found: list[dict[tuple[Op, int, int], Span]] = []
     for rank, row in enumerate(trace.program.ranks):
         found.append({})
@@ -129,7 +129,7 @@ def _key(order: Order, rank: int, word: str) -> tuple[Op, int, int]:
 
 
 def _place(order: Order, ins: Instruction, rank: int) -> tuple[int, int] | None:
-    """The word that an instruction comes from; of a message the one that makes or reads what is moved."""
+    """The word that an instruction comes from; for a message, the word that makes or reads the message's value."""
     if ins.op in (Op.SEND, Op.RECV):
         value = message(ins)[0]
         forwards = value.kind == "output"
@@ -145,7 +145,7 @@ def _place(order: Order, ins: Instruction, rank: int) -> tuple[int, int] | None:
 
 
 def _same_as(order: Order, name: str) -> tuple[str, ...]:
-    """The schedules that give this order, of all that do without options."""
+    """The schedules that give this order without further options."""
     found = []
     for schedule in strategies.schedules():
         try:
@@ -156,5 +156,5 @@ def _same_as(order: Order, name: str) -> tuple[str, ...]:
                 if theirs.words == order.words:
                     found.append(schedule.name)
         except MiniparError:
-            continue  # not in this size
+            continue  # the schedule does not exist for this size
     return tuple(found)

@@ -1,12 +1,12 @@
-"""A training run as it goes on: progress, loss, and the timeline of the last step, at most ten times a second.
+"""A training run while it runs: progress, loss, and the timeline of the last step, at most ten updates a second.
 
     run = live(partial(models.gpt, layers=8), data.stdlib_text(), "pp=2 microbatches=8", steps=40)
 
-In a notebook it is a widget while the run lasts (its *cancel*, or the notebook's stop button, ends it), and a picture
-afterwards, so that a saved notebook shows what happened. In a terminal it is text (`following.Screen`).
+In a notebook a widget is shown during the run (its *cancel*, or the notebook's stop button, ends the run), and a
+picture afterwards, so that a saved notebook shows what happened. In a terminal text is shown (`following.Screen`).
 
-While a cell runs, a kernel with subshells (ipykernel 7) hears a button in a thread of its own, if the page asks for
-that (JupyterLab 4.4). That thread then does what the notebook's stop button does.
+While a cell runs, a kernel with subshells (ipykernel 7) receives a click on a button in another thread, if the page
+supports that (JupyterLab 4.4). That thread then does the same as the notebook's stop button.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ _LOSS = "#D55E00"
 
 
 class Stopped(KeyboardInterrupt):
-    """A run that was cancelled or interrupted: one line, which a notebook shows without a traceback."""
+    """A run was cancelled or interrupted. A notebook shows this as one line, without a traceback."""
 
     def _render_traceback_(self) -> list[str]:
         return [f"Stopped: {self}"]
 
 
 class LiveRun(Explorer):
-    """What `live` shows. `heard(moment)` shows a moment of the run, `ended(words)` says how it ended."""
+    """The widget that `live` shows. `heard(moment)` shows a moment of the run, `ended(how)` shows how it ended."""
 
     def __init__(self, plan: str = "", steps: int = 1) -> None:
         self.moment = Moment(0, steps, [], None, 0.0)
         self.plan, self.state_of_run = plan, "starting"
         self.cancelled = False
-        self._going: threading.Thread | None = None  # that trains, while it may be interrupted
+        self._going: threading.Thread | None = None  # the thread that trains, while `cancel` may interrupt it
         self._lock = threading.Lock()
         self.bar = ipywidgets.IntProgress(value=0, max=max(1, steps), layout={"width": "220px"})
-        self.state_words = ipywidgets.HTML(value=_status("starting"))  # read out when it changes
+        self.state_words = ipywidgets.HTML(value=_status("starting"))  # screen readers read it when it changes
         self.line = ipywidgets.Label(value="profile, calibrate, predict")
         self.stop = ipywidgets.Button(
             description="cancel", icon="stop", layout={"width": "100px"}, tooltip="end the run and its ranks"
@@ -84,16 +84,16 @@ class LiveRun(Explorer):
                 self.children = [*self.children[:2], self.timeline]
             else:
                 self.timeline.update(moment.trace)
-        if self.cancelled:  # (where the run is not in the main thread, which alone can be interrupted at once)
+        if self.cancelled:  # (for runs in other threads: a signal can interrupt only the main thread)
             raise KeyboardInterrupt
 
     def begin(self) -> None:
-        """From now to `ended` this thread can be interrupted by `cancel`."""
+        """From now until `over`, `cancel` can interrupt this thread."""
         with self._lock:
             self._going = threading.current_thread()
 
     def cancel(self) -> None:
-        """Stop the run, as the notebook's stop button does; from any thread."""
+        """Stop the run as the notebook's stop button does. Any thread may call this."""
         with self._lock:
             if self._going is None or self.cancelled:
                 return
@@ -102,12 +102,12 @@ class LiveRun(Explorer):
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     def over(self) -> None:
-        """`cancel` does nothing any more."""
+        """From now on `cancel` does nothing."""
         with self._lock:
             self._going = None
 
     def ended(self, how: str) -> None:
-        """Say how the run ended: done, stopped, or the error in words."""
+        """Show how the run ended: done, stopped, or the text of the error."""
         self.state_of_run = how
         self.state_words.value, self.line.value = _status(how), self.moment.line()
 
@@ -162,7 +162,7 @@ class LiveRun(Explorer):
         )
 
     def _across(self, width: float) -> float:
-        """From one loss to the next, where all losses of the run (there may be several a step) take `width`."""
+        """The distance between neighbouring losses, if all losses of the run (a step may have several) take `width`."""
         count = len(self.moment.losses) * self.moment.steps / max(1, self.moment.step)
         return width / max(1.0, count - 1)
 
@@ -193,7 +193,7 @@ class LiveRun(Explorer):
 
 
 def live(model: Any, data: Any, plan: Plan | str, *, steps: int = 10, **options: Any) -> Run:
-    """`minipar.train` with its picture while it runs; takes what `train` takes, and gives its `Run`.
+    """`minipar.train`, shown while it runs. It takes the arguments of `train`, and returns the same `Run`.
 
     *cancel*, the notebook's stop button, or Ctrl-C in a terminal, ends the run and its ranks (KeyboardInterrupt).
     """
@@ -223,13 +223,13 @@ def live(model: Any, data: Any, plan: Plan | str, *, steps: int = 10, **options:
         view.over()
         view.ended(how)
         static, about = view.static()
-        if shown is not None:  # a picture in the place of the widget: it stays when the kernel is gone
+        if shown is not None:  # replace the widget with a picture, which remains when the kernel ends
             shown.update(static, metadata=about, raw=True)
         _close(view)
 
 
 def hears_buttons() -> bool:
-    """Whether the kernel can hear a button while a cell runs."""
+    """Whether the kernel can receive a click on a button while a cell runs."""
     if not in_notebook():
         return False
     from IPython import get_ipython
@@ -239,9 +239,9 @@ def hears_buttons() -> bool:
 
 
 def _by_page(button: ipywidgets.Button) -> None:
-    """Let the page say where its messages about this button go, which is a subshell.
+    """Let the page choose where its messages about this button go: to a subshell.
 
-    (ipykernel 7.4 would bring them to the shell that spoke of the button last: to the cell, which is busy.)
+    (ipykernel 7.4 would send them to the shell that used the button last. That shell runs the cell, and is busy.)
     """
     if button.comm is not None:
         vars(button.comm).pop("_reply_subshell_id", None)
@@ -252,13 +252,13 @@ def _status(state: str) -> str:
 
 
 def _thinned(losses: list[float], most: int = 1000) -> list[tuple[int, float]]:
-    """At most so many of them, with their places, the last one among them."""
+    """Every n-th loss with its position, and always the last one: about `most` of them at most."""
     every = -(-len(losses) // most) or 1
     return [(k, loss) for k, loss in enumerate(losses) if k % every == 0 or k == len(losses) - 1]
 
 
 def _close(widget: ipywidgets.Widget) -> None:
-    """Forget a widget and its parts: a living kernel would send their state to every page that opens."""
+    """Forget a widget and its parts. Otherwise the kernel would send their state to every page that opens."""
     for child in getattr(widget, "children", ()):
         _close(child)
     widget.close()

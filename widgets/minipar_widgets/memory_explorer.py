@@ -1,4 +1,5 @@
-"""MemoryExplorer: what a plan needs on every rank, by kind and by formula, against a device; and what a run took."""
+"""MemoryExplorer: the memory that a plan needs on every rank, by formula and kind, compared with a device's capacity
+and with the measured memory of a run."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ class MemoryView(View):
         self.update(choice or Choice(), measured)
 
     def update(self, choice: Choice, measured: Peaks = ()) -> None:
-        """What cannot be is said in the widget's place."""
+        """Show another choice. If it is impossible, the widget shows the reason instead."""
         with self.hold_sync():
             try:
                 self.memory, self.measured = Memory.of(choice), measured
@@ -110,7 +111,7 @@ def _data(memory: Memory, measured: Peaks) -> dict[str, Any]:
 
 
 def _picture(memory: Memory, measured: Peaks, dark: bool) -> bytes:
-    """The bars of all groups of ranks, and the formulas of the worst."""
+    """The bars of all groups of ranks, and the formulas of the rank that needs most."""
     shown = memory.groups[:MANY]
     unit, word = scale_of(memory)
     width, left, row = 900, 150, 22
@@ -155,9 +156,9 @@ def _picture(memory: Memory, measured: Peaks, dark: bool) -> bytes:
 
 
 class MemoryExplorer(Explorer):
-    """Choose a model, a device and a plan; see what every rank needs, why, and what to change for it to fit.
+    """Choose a model, a device and a plan; see what every rank needs, why, and what to change so that it fits.
 
-    `measure()`, or its button, runs a small choice for real; `overlay(peaks)` shows peaks that were measured elsewhere.
+    `measure()`, or its button, runs a small choice on real ranks; `overlay(peaks)` shows peaks measured elsewhere.
     """
 
     def __init__(
@@ -219,7 +220,7 @@ class MemoryExplorer(Explorer):
 
     @property
     def choice(self) -> Choice:
-        """What the controls say. Errors: PlanError."""
+        """The choice that the controls mean. Errors: PlanError."""
         now = {name: control.value for name, control in self.controls.items()}
         own = now["model"] == _OWN
         keys = ("layers", "width", "heads", "context", "vocab")
@@ -237,7 +238,7 @@ class MemoryExplorer(Explorer):
 
     @property
     def _transformer(self) -> bool:
-        """Whether the model has something for tp and ep to divide."""
+        """Whether tp and ep can divide the model."""
         name = self.controls["model"].value
         return name == _OWN or isinstance(models_by_name.numbers(name), GPT)
 
@@ -269,13 +270,13 @@ class MemoryExplorer(Explorer):
         self.chart.show(self.figure() if self.view.memory is not None else None, self.view._line())
 
     def figure(self) -> Any:
-        """The bars of all ranks, as a plotly figure. MiniparError where there is nothing to draw."""
+        """The bars of all ranks, as a plotly figure. MiniparError if there is nothing to draw."""
         if self.view.memory is None:
             raise MiniparError(self.view.problem)
         return figure(self.view.memory, self.view.measured)
 
     def measure(self, _: Any = None) -> None:
-        """Run the choice for two steps on this machine, and lay the measured peaks over the formulas."""
+        """Run the choice for two steps on this machine, and show the measured peaks beside the formulas."""
         choice = self.choice
         self.run_button.disabled = True
         self.note.value = f"running {escape(str(choice))} ..."
@@ -287,7 +288,8 @@ class MemoryExplorer(Explorer):
             self.run_button.disabled = bool(why_not_run(choice))
 
     def overlay(self, peaks: Peaks) -> None:
-        """Show measured peaks over the present choice: bytes by kind of each rank, as `trace.peak_by_kind(rank)`."""
+        """Show measured peaks beside the formulas of the present choice: for each rank bytes by kind, as
+        `trace.peak_by_kind(rank)` gives them."""
         self._measured = str(self.choice), list(peaks)
         self._changed()
         if self.view.memory is not None:
@@ -315,5 +317,5 @@ class MemoryExplorer(Explorer):
 
 
 def _schedules() -> list[str]:
-    """The schedules for which there is a formula: not those that cut sequences."""
+    """The schedules for which there is a formula: all except those that cut sequences."""
     return [one.name for one in strategies.schedules() if "slices" not in one.options]

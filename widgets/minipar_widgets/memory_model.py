@@ -1,5 +1,5 @@
-"""What the memory explorer shows of a choice of model, device and plan: the numbers of `memory_formula`, in groups of
-ranks that are alike; and what a real run of it took."""
+"""The data of the memory explorer for a choice of model, device and plan: the numbers of `memory_formula`, for groups
+of equal ranks, and the measured memory of a run."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from minipar.wording import several
 from minipar_widgets import chart
 from minipar_widgets.raster import MEMORY
 
-MOST_RANKS = 4  # of a run that an explorer starts
+MOST_RANKS = 4  # in a run that an explorer starts
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen.
+    """A choice of model, device and plan.
 
-    numbers    that replace the model's, such as {"layers": 48}
+    numbers    new values for some of the model's numbers, such as {"layers": 48}
     rows       of each micro-batch
-    capacity   bytes of a device, called `device`
+    capacity   of a device in bytes; `device` is its name
     """
 
     plan: Plan = field(default_factory=Plan)
@@ -51,7 +51,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on all ranks of a choice. Errors, when made: PlanError for what cannot be."""
+    """Bytes on all ranks of a choice. `Memory.of` raises PlanError for an impossible choice."""
 
     choice: Choice
     details: tuple[Detail, ...]
@@ -69,7 +69,7 @@ class Memory:
 
     @cached_property
     def groups(self) -> list[list[int]]:
-        """Ranks with the same numbers, the group of the worst first, the others as they come."""
+        """Groups of ranks with the same numbers. The group of `worst` is the first; the others follow by rank."""
         alike: dict[object, list[int]] = {}
         for rank, detail in enumerate(self.details):
             alike.setdefault((detail.memory, detail.rows), []).append(rank)
@@ -111,7 +111,7 @@ def table(memory: Memory) -> list[list[str]]:
 
 
 def why_not_run(choice: Choice) -> str:
-    """Why a choice cannot be run here, in words; "" if it can."""
+    """The reason why a choice cannot run here; "" if it can."""
     if choice.model not in PRESETS:
         return f"{choice.model} is too large to be built here; possible are {', '.join(PRESETS)}"
     if choice.division != WHOLE:
@@ -122,8 +122,8 @@ def why_not_run(choice: Choice) -> str:
 
 
 def measure(choice: Choice) -> list[dict[str, int]]:
-    """Train two steps by the choice on real ranks of this machine (with Adam, as the formulas count): every rank's peak
-    by kind, as the tracker found it. Imports torch. Errors: PlanError for what cannot be run."""
+    """Train two steps of the choice on real ranks of this machine, with Adam, which the formulas assume. Returns every
+    rank's peak by kind, as the tracker measured it. Imports torch. Errors: PlanError if the choice cannot run."""
     if reason := why_not_run(choice):
         raise PlanError(reason)
     import torch
@@ -148,11 +148,11 @@ def measure(choice: Choice) -> list[dict[str, int]]:
 
 FACES = {kind: MEMORY[kind] for kind in KINDS}
 HATCHES = {"parameters": "", "gradients": "/", "optimizer": "\\", "activations": "", "buffers": "x"}  # as in shared.js
-MANY = 24  # bars
+MANY = 24  # bars at most
 
 
 def figure(memory: Memory, measured: Sequence[Mapping[str, int]] = ()) -> Any:
-    """Bars by kind against the device's capacity, the worst ranks first, as a plotly figure."""
+    """Bars by kind, with the device's capacity, as a plotly figure. The ranks that need most come first."""
     import plotly.graph_objects as go
 
     shown = memory.groups[:MANY]
@@ -176,7 +176,7 @@ def figure(memory: Memory, measured: Sequence[Mapping[str, int]] = ()) -> Any:
         )  # fmt: skip
     limit = memory.choice.capacity / unit
     most = max(memory.details[memory.worst].memory.total / unit, *(x.x[0] for x in found.data[-1:]))
-    if limit < 3 * most:  # (a capacity far to the right would leave the bars no room; the words tell it)
+    if limit < 3 * most:  # (a much larger capacity would make all bars tiny; `verdict` names it in words)
         text = f"{memory.choice.device or 'capacity'} {size(memory.choice.capacity)}"
         found.add_vline(x=limit, line={"color": "#b04a00", "width": 2, "dash": "dash"})
         above = {"yref": "paper", "y": 1, "yanchor": "bottom", "showarrow": False}

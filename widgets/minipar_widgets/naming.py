@@ -1,14 +1,14 @@
-"""Names for the handles of sliders, for screen readers: Jupyter's own sliders have their name only beside them."""
+"""Names of slider handles for screen readers: in Jupyter's own sliders the name is only beside the handle."""
 
 from __future__ import annotations
 
 import anywidget
 
-EXPLORER = "minipar-explorer"  # the CSS class of what is searched for handles
+EXPLORER = "minipar-explorer"  # the CSS class of the elements in which handles are searched
 
 
 class Names(anywidget.AnyWidget):
-    """Nothing to see: names the handles of all sliders of the explorer that it is in, now and when more appear."""
+    """An invisible widget. It names the handles of all sliders of its explorer, also of sliders that appear later."""
 
     _esm = """
 function render({ el }) {

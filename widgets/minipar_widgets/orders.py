@@ -1,9 +1,9 @@
-"""Orders made by hand: what each rank of a small pipeline runs, as words that people can move about.
+"""Orders made by hand: what each rank of a small pipeline runs, as words that a reader can move.
 
     rank 0   F0 F1 B0 B1            F forward, B backward, I and W its halves (input and weight gradient) of a
     rank 1   F0 B0 F1 B1            micro-batch; F0.1 through chunk 1; F0& beside the backward that follows
 
-They are taken from schedules, plans and programs, and given back as code. judging.py says whether they can run.
+An order is made from a schedule, a plan or a program, and can be printed as code. judging.py says whether it can run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from minipar.program.shape import uniform
 from minipar.strategies.layout import both_ways, looped, wave
 from minipar.strategies.plan import Plan
 
-MOST = 1_000  # actions: more are no longer moved by hand
+MOST = 1_000  # actions; longer orders are refused
 ACTIONS: dict[str, type[Forward | Backward | BackwardInput | BackwardWeight]] = {
     "F": Forward,
     "B": Backward,
@@ -37,9 +37,9 @@ Words = tuple[tuple[str, ...], ...]
 class Order:
     """What each rank runs, in order.
 
-    words          per rank; see above
-    microbatches   that it is made for
-    stages         per rank of the pipeline its stages, by chunk
+    words          for each rank; see above
+    microbatches   their number
+    stages         for each rank of the pipeline its stages, by chunk
     """
 
     words: Words
@@ -52,11 +52,11 @@ class Order:
 
     @property
     def layers(self) -> int:
-        """One for each stage, so that instructions read `F 2 mb5`."""
+        """The number of layers: one for each stage, so that instructions are printed as `F 2 mb5`."""
         return 1 + max(map(max, self.stages))
 
     def stage(self, rank: int, word: str) -> int:
-        """The stage that a word runs, on its rank."""
+        """The stage that a word of this rank runs."""
         return self.stages[rank][min(action_of(word).chunk, self.chunks - 1)]
 
 
@@ -79,7 +79,7 @@ def action_of(word: str) -> Action:
 
 
 def actions_of(words: Sequence[str]) -> list[Action]:
-    """The actions of one rank. A forward that has lost the backward it was beside is an ordinary one."""
+    """The actions of one rank. `F0&` means an ordinary forward if the next word is not a backward."""
     chosen = [action_of(word) for word in words]
     for k, action in enumerate(chosen):
         alone = k + 1 == len(chosen) or not isinstance(chosen[k + 1], (Backward, BackwardInput))
@@ -89,9 +89,9 @@ def actions_of(words: Sequence[str]) -> list[Action]:
 
 
 def order_of(start: str | Plan | Program, stages: int = 4, microbatches: int = 4) -> Order:
-    """The order to begin with: of a schedule by name, of a plan, or of a program compiled from one (and changed since).
+    """The order of a schedule (by name), of a plan, or of a program compiled from a plan (and perhaps changed since).
 
-    Errors: MiniparError for what has no such order, or one too long to be moved by hand.
+    Errors: MiniparError if there is no such order, or if it has more than MOST actions.
     """
     if isinstance(start, Program):
         return _of_program(start)
@@ -107,7 +107,8 @@ def order_of(start: str | Plan | Program, stages: int = 4, microbatches: int = 4
 
 
 def _of_program(program: Program) -> Order:
-    """From the instructions themselves, since the program may have been changed by hand; its name is its plan's."""
+    """The order of the instructions themselves, since the program may have been changed by hand; the name is that of
+    the program's plan."""
     try:
         plan = Plan.parse(program.name)
         layout = plan.layout(uniform(program.layers))
@@ -177,7 +178,7 @@ def code(order: Order, name: str) -> str:
 
 
 def _placement(order: Order) -> tuple[str, list[str]]:
-    """The decorator's options that say where the stages are, and what they import."""
+    """The decorator's options that say where the stages are, and the imports that these options need."""
     ranks, chunks = len(order.stages), order.chunks
     known = [
         name

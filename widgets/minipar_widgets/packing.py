@@ -1,4 +1,4 @@
-"""Arrays for the browser: many in one binary trait, each at an address that JavaScript can read in place.
+"""Arrays for the browser: many arrays in one binary trait, each aligned so that JavaScript can read it in place.
 
 data, layout = pack({"start": float64 array, "kind": uint8 array})
 layout = {"start": ["f8", offset in bytes, count], ...}          unpack() in js/shared.js reads it
@@ -16,7 +16,7 @@ _TYPES = ("f8", "f4", "u4", "i4", "u1")
 
 
 def pack(arrays: Mapping[str, np.ndarray]) -> tuple[bytes, Layout]:
-    """The arrays as bytes, and where each of them is. Types: float64, float32, uint32, int32, uint8."""
+    """The arrays as bytes, and the position of each. Types: float64, float32, uint32, int32, uint8."""
     parts: list[bytes] = []
     layout: Layout = {}
     at = 0

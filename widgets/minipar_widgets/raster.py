@@ -2,11 +2,11 @@
 
     facts          one line a trace
     legend
-    rank 0         lanes as in the widget: compute, a strip that says why it is idle, thin lanes for other streams
+    rank 0         lanes as in the widget: compute, a strip that shows why it is idle, thin lanes for other streams
     memory         of the rank with the highest peak, stacked by kind
 
-What a pixel shows, and how strongly, is said at the top of js/lod.js; `cells` is that rule here. It takes tens of
-milliseconds for a million events, so that every output of a notebook can carry its picture.
+The top of js/lod.js says what a pixel shows, and how strongly; `cells` applies that rule here. It takes tens of
+milliseconds for a million events, so that every output of a notebook can contain its picture.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ MEMORY = dict(
 
 
 def cells(start: np.ndarray, length: np.ndarray, kind: np.ndarray, begin: float, end: float, width: int) -> np.ndarray:
-    """One byte a pixel of [begin, end): 0 where nothing is, or 16 * (kind + 1) + strength. Events sorted by start."""
+    """One byte for each pixel of [begin, end): 0 if it has no event, otherwise 16 * (kind + 1) + strength. The events
+    must be sorted by start."""
     scale = width / (end - begin)
     first = int(np.searchsorted(start, begin))
     if first and (start[first - 1] + length[first - 1] - begin) * scale > 0:
@@ -53,26 +54,26 @@ def cells(start: np.ndarray, length: np.ndarray, kind: np.ndarray, begin: float,
     a[0] = max(a[0], 0.0)
     kind = kind[here][: len(a)]
     codes = np.flatnonzero(np.bincount(kind))
-    place = np.zeros(256, np.int64)  # where the row of each code begins: all are counted at once
+    place = np.zeros(256, np.int64)  # where the row of each code begins; one call counts all rows
     place[codes] = np.arange(len(codes)) * (width + 1)
     x, y, row = a.astype(np.int64), b.astype(np.int64), place[kind]
     size = len(codes) * (width + 1)
     filled = np.bincount(row + x, np.minimum(b, x + 1) - a, size)
     there = np.bincount(row + x, minlength=size) > 0
-    far = np.flatnonzero(y > x)  # into another pixel: whole ones, and a part of the last
+    far = np.flatnonzero(y > x)  # events that end in another pixel: they fill whole pixels, and a part of the last
     first_whole, end = (row + x)[far] + 1, (row + y)[far]
     filled += np.bincount(end, (b - y)[far], size)
     filled += np.cumsum(np.bincount(first_whole, minlength=size) - np.bincount(end, minlength=size))
     there |= filled > 0
     shape = len(codes), width + 1
     filled, there = filled.reshape(shape)[:, :width], there.reshape(shape)[:, :width]
-    best = np.where(there, filled, -1).argmax(0)  # of equals the first: the lower code
+    best = np.where(there, filled, -1).argmax(0)  # argmax takes the first of equal values: the lower code
     strength = np.clip(np.ceil(filled.sum(0) * STRONG - 1e-6), FAINT, STRONG)
     return np.where(there.any(0), 16 * (codes[best] + 1) + strength, 0).astype(np.uint8)
 
 
 class Row(NamedTuple):
-    """Where a lane is drawn: pixels from the top, and how high; `strip` for its idle times."""
+    """Where a lane is drawn: its top and its height in pixels; `strip` is the place of its idle times."""
 
     lane: int
     y: int
@@ -81,7 +82,8 @@ class Row(NamedTuple):
 
 
 def rows(lanes: Sequence[Any], ranks: int) -> tuple[list[Row], int]:
-    """Rows for the lanes from 0 on, rank by rank, and where they end. Of very many ranks every k-th has one."""
+    """Rows for the lanes, rank by rank from the top, and where they end. If there are very many ranks, only every k-th
+    rank has rows."""
     stride = -(-ranks // 640)
     order = sorted(
         (k for k, lane in enumerate(lanes) if lane.rank % stride == 0), key=lambda k: (lanes[k].rank, lanes[k].trace, k)
@@ -150,7 +152,7 @@ def _rgb(colour: str) -> tuple[int, int, int]:
 
 @cache
 def _inks(faces: tuple[str, ...], under: str, most: float = 1.0) -> np.ndarray:
-    """Colours of all cells: a face over the paper, by strength. Cell 0 is the paper."""
+    """Colours of all cells: a face mixed with the paper by strength. Cell 0 is the paper."""
     table = np.empty((256, 3))
     table[:] = base = np.array(_rgb(under), float)
     for code, face in enumerate(faces):
@@ -190,7 +192,7 @@ def _paint(pixels: np.ndarray, timeline: Timeline, row: Row, top: int, span: flo
 
 
 def _label(draw: Any, timeline: Timeline, placed: Sequence[Row], top: int, span: float, look: Paper) -> None:
-    """Names of ranks, idle shares, and micro-batches where they have room."""
+    """Draw the names of ranks, the idle shares, and the micro-batches that have room."""
     found, names = timeline.columns, timeline.about["traces"]
     scale = (WIDTH - LEFT - RIGHT) / span
     until = -1
@@ -255,7 +257,7 @@ def _ticks(span: float) -> list[float]:
 
 
 def _memory(pixels: np.ndarray, more: Any, about: dict[str, Any], top: int, span: float) -> float:
-    """The stack of the rank with the highest peak; the memory at the upper edge comes back."""
+    """Draw the stack of the rank with the highest peak. Returns the memory at the upper edge."""
     arrays, facts = more
     trace, rank = len(about["traces"]) - 1, about["highest"]
     first, last = next(one[2:] for one in facts["memory"] if one[:2] == [trace, rank])

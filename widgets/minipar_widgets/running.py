@@ -1,7 +1,7 @@
-"""A training run that a widget starts: on real ranks, in a thread of its own, with progress; it can be stopped.
+"""A training run that a widget starts. It uses real ranks, has its own thread, shows progress, and can be stopped.
 
 The ranks emulate the device that the sliders describe, so that the measured timeline has the shape of the predicted
-one. torch is imported when the first run starts, and no sooner.
+one. torch is not imported before the first run starts.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from minipar.execution.following import Moment
     from minipar.training.training import Run
 
-Tell = Callable[[int, int, str], None]  # steps done, of how many, and what is going on
-Done = Callable[["Run | None", str], None]  # the run, or why there is none
+Tell = Callable[[int, int, str], None]  # steps done, steps in all, and what the run is doing
+Done = Callable[["Run | None", str], None]  # the run, or None and the reason
 
 
 def device(forward: float, ratio: float, latency: float, factors: tuple[float, ...]) -> DeviceSpec:
-    """An emulated device: a micro-batch's forward on one rank takes `forward` seconds, the rest in proportion."""
+    """An emulated device: a micro-batch's forward on one rank takes `forward` seconds; the rest is in proportion."""
     given: dict[str, Any] = {"forward": forward, "backward": forward * ratio, "latency": forward * latency}
     name = " ".join(f"{key}={seconds * 1e3:g}ms" for key, seconds in given.items() if seconds)
     if factors and set(factors) != {1.0}:
@@ -41,7 +41,7 @@ def _costs(program: Program, **given: Any) -> UnitCosts:
 
 
 def task(plan: Plan, layers: int) -> tuple[Callable[[], Any], Any]:
-    """A small model of so many layers, and its data: a perceptron, or a GPT for schedules that cut sequences."""
+    """A small model of `layers` layers, and its data: a perceptron, or a GPT for schedules that cut sequences."""
     from minipar import data, models
 
     if plan.slice_count > 1:
@@ -65,7 +65,7 @@ class Attempt:
         self.thread.start()
 
     def cancel(self) -> None:
-        """End the ranks, wherever they are. `done` is called soon."""
+        """End the ranks, whatever they are doing. `done` is called soon afterwards."""
         with self._lock:
             self.cancelled = True
             if self._cluster is not None:
@@ -77,7 +77,7 @@ class Attempt:
             run = self._train()
         except MiniparError as error:
             words = str(error)
-        except Exception as error:  # whatever it is, it is said in the widget and not lost in a thread
+        except Exception as error:  # the widget shows every error; none is lost in the thread
             words = f"{type(error).__name__}: {error}"
         self._done(None, "stopped") if self.cancelled else self._done(run, words)
 

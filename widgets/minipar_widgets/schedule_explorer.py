@@ -1,4 +1,4 @@
-"""ScheduleExplorer: sliders for a schedule and what things cost; the timeline, the numbers and the program follow."""
+"""ScheduleExplorer: sliders for a schedule and its costs, with the timeline, the numbers and the program they give."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from minipar_widgets.timeline import Timeline
 if TYPE_CHECKING:
     from minipar.training.training import Run
 
-LINES = 30  # of each rank's program that are shown
+LINES = 30  # how many lines of each rank's program are shown
 _WIDE, _HALF = {"width": "330px"}, {"width": "200px"}
 _LABEL = {"description_width": "120px"}
 
 
 class ScheduleExplorer(Explorer):
-    """Every schedule of `minipar schedules`, predicted as you move the sliders, and run when you press *run it*.
+    """Every schedule of `minipar schedules`, predicted while you move the sliders, and run when you press *run it*.
 
-    settings   where the sliders begin; as keywords too: ScheduleExplorer(schedule="zb-h1", stages=4, microbatches=12)
-    found      what comes of the settings: `found.trace`, `found.program`, or `found.problem` in words
+    settings   first values of the sliders; also as keywords: ScheduleExplorer(schedule="zb-h1", stages=4)
+    found      the result of the settings: `found.trace` and `found.program`, or `found.problem`, a text
     run        the last real run, with `run.trace` and `run.predicted`; None before the first
     """
 
@@ -43,7 +43,7 @@ class ScheduleExplorer(Explorer):
         self._chunks = self.now.chunks or 2
         self._make_controls()
         self.timeline = Timeline(simulate(Plan().compile(layers=1)))
-        self.timeline.at_once = 1_000  # events: of more the picture comes first, then its details
+        self.timeline.at_once = 1_000  # events; for more events the picture comes first, and the details later
         self._facts = ui.HTML()
         self._program = ui.HTML(layout={"flex": "1 1 260px", "min_width": "240px", "max_width": "100%"})
         wide = {"flex": "3 1 520px", "min_width": "280px", "min_height": "320px", "display": "block"}  # no jumps
@@ -125,7 +125,7 @@ class ScheduleExplorer(Explorer):
         self._setting = before
 
     def set(self, **given: Any) -> Found:
-        """Move controls, as the mouse would, and see what comes of it; names as in `Settings`."""
+        """Move controls, as the mouse does, and return the result. The names are those of `Settings`."""
         controls = {
             name: getattr(self, name) for name in ("schedule", "stages", "microbatches", "chunks", "ratio", "latency")
         }
@@ -151,7 +151,7 @@ class ScheduleExplorer(Explorer):
     # what is shown ----------------------------------------------------------------------------------------------------
 
     def _tell(self) -> None:
-        """The prediction, as soon as it is there; then what takes longer: verify's complaint, if any, and the rest."""
+        """Show the prediction as soon as it is known, and then what takes longer: verify's complaint, and details."""
         chosen = strategies.find(self.now.schedule)
         self.chunks.disabled = "chunks" not in chosen.options
         self._show_chunks(chosen.chunks if self.chunks.disabled else self._chunks)
@@ -172,7 +172,7 @@ class ScheduleExplorer(Explorer):
     # running ----------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Start a real run of what is shown. It goes on beside the notebook; `cancel` ends it."""
+        """Start a real run of the present settings. It runs in its own thread; `stop` ends it."""
         if self._attempt is not None or self.found.trace is None:
             return
         now, plan = self.now, self.now.plan()
@@ -184,14 +184,14 @@ class ScheduleExplorer(Explorer):
         self._attempt.start()
 
     def stop(self) -> None:
-        """End a run that is going on."""
+        """End the present run."""
         if self._attempt is not None:
             self.cancel.disabled = True
             self.report.value = _words("stopping")
             self._attempt.cancel()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Until the run that is going on has ended."""
+        """Wait until the present run has ended."""
         if self._attempt is not None:
             self._attempt.thread.join(timeout)
 

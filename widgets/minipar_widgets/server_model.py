@@ -1,5 +1,5 @@
-"""What a trace with parameter servers says of versions: who pulled which, which update its gradient went into, who was
-slow, and who was away. Read off the trace alone, predicted or measured."""
+"""What a trace with parameter servers says about versions: which version each worker pulled, which update its gradient
+went into, and which workers were slow or away. The trace may be predicted or measured."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from minipar.program.server_rule import Kind, Row
 from minipar.trace import Trace, labels
 
 MOST_STEPS = 20_000
-SLOW = 1.25  # times the median of all workers
-LONG = 0.2  # seconds
+SLOW = 1.25  # a slow worker computes longer than this many times the median of all workers
+LONG = 0.2  # seconds; a shorter gap between two steps never counts as away
 _SERVER = {Op.ACCEPT: "receives", Op.APPLY: "updates", Op.REPLY: "answers"}
 
 
 class Step(NamedTuple):
     """A step of a worker. Times are the trace's, from its beginning on.
 
-    pull      from asking until the parameters were there
-    work      (op, start, end) of what it computed, neighbours of one kind together
+    pull      from the request until the parameters had arrived
+    work      (op, start, end) of its computations; neighbours of one kind are joined
     push      from the first PUSH's start to the last one's end
-    version   updates in the parameters that it was given
-    update    the one that its gradient went into; -1: it came too late, and was dropped
-    applied   when that was done
+    version   how many updates the pulled parameters contained
+    update    the update that its gradient went into; -1: the gradient came too late, and was dropped
+    applied   the time of that update
     """
 
     step: int
@@ -41,7 +41,7 @@ class Step(NamedTuple):
 
     @property
     def late(self) -> int:
-        """Updates between its parameters and its gradient's own."""
+        """The number of updates between the pulled parameters and the update of the step's own gradient."""
         return max(0, self.update - self.version)
 
     @property
@@ -51,7 +51,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Worker:
-    """A worker's steps, the times in which it was away, and how many times the median its computing takes."""
+    """A worker's steps, the times in which it was away, and its computing time as a multiple of the median."""
 
     rank: int
     steps: tuple[Step, ...]
@@ -72,7 +72,7 @@ class Worker:
 
 
 class Act(NamedTuple):
-    """Something that a server does: with whom, in which step of the worker; `version` after it."""
+    """One action of a server: its worker, the step of that worker, and the `version` after the action."""
 
     what: str
     start: float
@@ -89,7 +89,7 @@ class Served:
     trace: Trace
     workers: tuple[Worker, ...]
     servers: tuple[tuple[Act, ...], ...]
-    updates: tuple[float, ...]  # when each was done, on the first server
+    updates: tuple[float, ...]  # the time of each, on the first server
 
     @property
     def mode(self) -> str:
@@ -98,10 +98,10 @@ class Served:
 
 
 def served(trace: Trace, order: Sequence[Row] = ()) -> Served:
-    """Read a trace. MiniparError for what has no parameter servers, or too many steps to look at.
+    """Read a trace. MiniparError if it has no parameter servers, or too many steps to be shown.
 
-    order   of the servers (`run.service.order`), which says exactly who came back; without it, who was not heard of for
-            long is taken to have been away
+    order   of the servers (`run.service.order`): it says exactly which workers came back. Without it, a worker that
+            sends no message for a long time counts as away
     """
     labels.check([trace])
     program = trace.program
@@ -192,7 +192,7 @@ def _span(row: Sequence[tuple[str, float, float]]) -> tuple[float, float]:
 
 
 def _returns(order: Sequence[Row]) -> dict[int, list[int]]:
-    """Of every worker the steps with which it began again. (The first JOIN of a worker is its beginning.)"""
+    """For every worker the steps with which it began again. (The first JOIN of a worker is its first beginning.)"""
     found: dict[int, list[int]] = {}
     known: set[int] = set()
     for row in order:
@@ -204,8 +204,9 @@ def _returns(order: Sequence[Row]) -> dict[int, list[int]]:
 
 
 def _away(steps: Sequence[Step], returns: Sequence[int] | None, gap: float) -> tuple[tuple[float, float], ...]:
-    """A worker asks for parameters as soon as it has pushed. Where it does not, it was not there: what it computed
-    before it died is in no trace, nor is the time until it was started again."""
+    """The times in which a worker was away. A worker that runs asks for parameters as soon as it has pushed, so these
+    are gaps between a push and the next pull. What a worker computed before it died is in no trace, nor is the time of
+    its restart."""
     ends = [0.0, *(step.push[1] for step in steps)]
     between = [(end, step.pull[0], step.step) for end, step in zip(ends, steps, strict=False)]
     if returns is None:

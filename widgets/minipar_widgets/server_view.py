@@ -21,8 +21,8 @@ _KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight g
 class ServerView(View):
     """Workers and servers of a trace of a plan with sync=ps, simulated or run.
 
-    service   of the run (`run.service`): who died, and when it came back. Without it, a worker that is not heard of for
-              long between two steps is taken to have been away
+    service   of the run (`run.service`): which workers died, and when they came back. Without it, a worker that sends
+              no message for a long time between two steps counts as away
 
     `update(trace, service)` shows another one.
     """
@@ -36,7 +36,7 @@ class ServerView(View):
         self.update(trace, service)
 
     def update(self, trace: Trace, service: Any = None) -> None:
-        """Show another trace. What cannot be shown is said in the widget's place."""
+        """Show another trace. If that is impossible, the widget shows the reason instead."""
         self.deaths = list(service.deaths) if service is not None else []
         with self.hold_sync():
             try:

@@ -1,4 +1,4 @@
-"""A picture of rectangles, lines and words for where no browser draws: in the colours of js/shared.js, by Pillow."""
+"""A picture of rectangles, lines and words, drawn by Pillow without a browser, in the colours of js/shared.js."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from PIL import Image, ImageColor, ImageDraw
 
 from minipar_widgets import words
 
-FINE = 2  # drawn so much larger, so that slanted lines are smooth
+FINE = 2  # the picture is first drawn so many times larger, so that slanted lines are smooth
 Point = tuple[float, float]
 
 
 class Sketch:
-    """A drawing surface of so many pixels; colours are names or `#rrggbb`."""
+    """A drawing surface; its size is in pixels; colours are names or `#rrggbb`."""
 
     def __init__(self, width: float, height: float, dark: bool = False) -> None:
         self.width, self.height, self.dark = round(width), round(height), dark
@@ -71,16 +71,17 @@ class Sketch:
         self._draw.polygon([(FINE * a, FINE * b) for a, b in corners], fill=face, outline=edge, width=FINE)
 
     def text(self, x: float, y: float, text: str, ink: str = "", size: float = 12, anchor: str = "lm") -> None:
-        """Words whose left (l), middle (m) or right (r) edge, and middle (m) or top (t), is at the point."""
+        """Draw words so that their left edge (l), middle (m) or right edge (r), and their middle (m) or top (t), is at
+        the point."""
         font, at = words.font(FINE * size), (FINE * x, FINE * y)
         self._draw.text(at, text, fill=ink or self.look.ink, font=font, anchor=anchor.replace("t", "a"))
 
     def measure(self, text: str, size: float = 12) -> float:
-        """How wide words are."""
+        """The width of words."""
         return float(words.font(FINE * size).getlength(text)) / FINE
 
     def cut(self, text: str, width: float, size: float = 12) -> str:
-        """As much of a text as there is room for."""
+        """As much of a text as fits into `width`."""
         while self.measure(text, size) > width:
             text = text.rstrip(".").rpartition(" ")[0] + "..."
         return text
@@ -88,7 +89,7 @@ class Sketch:
     def png(self) -> bytes:
         small = self._image.resize((self.width, self.height), Image.Resampling.LANCZOS)
         file = io.BytesIO()
-        # Few colours make a small file; the widest choice of them keeps those of small things.
+        # Few colours make a small file; MAXCOVERAGE chooses them so that small shapes keep their colours.
         small.quantize(160, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(file, "png")
         return file.getvalue()
 

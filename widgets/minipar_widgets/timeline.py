@@ -1,4 +1,4 @@
-"""Timeline: one trace, or a measured one under its prediction, as a picture one can zoom, walk and ask."""
+"""Timeline: one trace, or a measured one under its prediction, as a picture with zoom, keys and details of events."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from minipar_widgets.details import Arrays, details
 from minipar_widgets.packing import pack
 from minipar_widgets.raster import raster
 
-AT_ONCE = 3_000  # events whose details are found before the first picture; of more the page asks for them after it
-LARGE = 30_000  # events; of more the words and the static picture leave out memory, which takes seconds to find
-MANY = 300_000  # events; of more there are no texts, causes, idle times and memory curves
+AT_ONCE = 3_000  # up to so many events, the details come with the first picture; else the page asks for them later
+LARGE = 30_000  # with more events, the words and the static picture leave out memory, which takes seconds to find
+MANY = 300_000  # with more events, there are no texts, causes, idle times and memory curves
 
 
 class Timeline(View):
     """A lane per rank and stream, and the memory under it.
 
-    trace      what is shown: predicted or measured
-    predicted  another trace of the same ranks, drawn above it, instruction for instruction if the programs are the same
-    capacity   of the devices, in the unit of the memory (bytes), as a line in the memory
+    trace      the trace that is shown, predicted or measured
+    predicted  another trace of the same ranks, drawn above it, instruction by instruction if the programs are equal
+    capacity   of the devices, in the unit of the memory (bytes), drawn as a line in the memory
 
-    `update` shows something else; `window` is what is seen, in the unit of the time axis; `selected` names the event
-    that is chosen. What cannot be drawn is said in words in the widget's place.
+    `update` shows another trace; `window` is the visible part, in the unit of the time axis; `selected` names the
+    chosen event. If a trace cannot be drawn, the widget shows the reason instead.
     """
 
     name = "timeline"
-    at_once = AT_ONCE  # an explorer, which has little time, sets it lower
-    _hurry = False  # the table may come with the details
+    at_once = AT_ONCE  # an explorer sets a lower number, since it has little time
+    _hurry = False  # whether the full table may come later, with the details
     about = traitlets.Dict().tag(sync=True)
     data = traitlets.Bytes(b"").tag(sync=True)
     more = traitlets.Dict().tag(sync=True)
@@ -136,7 +136,7 @@ class Timeline(View):
         return max(range(len(peaks)), key=peaks.__getitem__)
 
     def find_details(self) -> None:
-        """Send texts, causes, idle times and memory, if they are not there yet."""
+        """Send texts, causes, idle times and memory, if they were not sent yet."""
         with self._lock:
             self._find_details()
 
@@ -149,7 +149,7 @@ class Timeline(View):
             self.more = {**facts, "layout": layout, "highest": self._highest()}
             self.details = data
             if self.about["large"] or self.about["later"]:
-                self.table = self.rows()  # with why ranks are idle, and their memory
+                self.table = self.rows()  # now with the reasons of idle times, and with memory
 
     def _asked(self, _: Any, content: Any, __: Any) -> None:
         if content.get("want") == "details":
@@ -163,7 +163,7 @@ class Timeline(View):
 
     @property
     def _brief(self) -> bool:
-        """Whether the words leave out memory: of large traces, and where none is known."""
+        """Whether the words leave out memory: for large traces, and if no memory is known."""
         return bool(self.about["large"]) or not self.about["memory"]
 
     def summary(self) -> str:
@@ -187,7 +187,8 @@ class Timeline(View):
         return "\n".join(lines)
 
     def rows(self) -> list[list[str]]:
-        """Per rank and trace: busy and idle time, why it was idle, peak memory. (Of large traces if it was found.)"""
+        """For each rank and trace: busy and idle time, why it was idle, peak memory. (Large traces have the last two
+        only after their details were found.)"""
         whole = self.found is not None or not (self.about["large"] or self._hurry)
         idle = [f"idle: {reason}" for reason in REASONS] if whole else []
         rows = [["trace", "rank", "busy", "idle", *idle, *(["peak memory"] if whole else [])]]
@@ -208,7 +209,7 @@ class Timeline(View):
         return Comparison(self.traces[1], self.traces[0]).table(limit)
 
     def to_perfetto(self, path: str | os.PathLike[str] | None = None) -> str:
-        """The trace (of two, the measured one) for ui.perfetto.dev, as `Trace.to_perfetto`."""
+        """The trace (of two, the measured one) for ui.perfetto.dev, as `Trace.to_perfetto` gives it."""
         return self.traces[-1].to_perfetto(path)
 
     def to_hta(self, folder: str | os.PathLike[str]) -> list[Path]:
@@ -222,7 +223,7 @@ class Timeline(View):
 
 
 def _times(trace: Trace) -> str:
-    """Of a trace whose memory would take long to find."""
+    """The times of a trace, without memory, which would take long to find."""
     return (
         f"time {labels.duration(trace, trace.time)}, bubble {trace.bubble_of_total():.1%} of total "
         f"({trace.bubble_of_ideal():.1%} of ideal)"

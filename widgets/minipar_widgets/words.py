@@ -1,4 +1,4 @@
-"""Words on a picture: fonts, colours of the paper, and a PNG that says why there is nothing to see."""
+"""Text in a picture: fonts, colours of the paper, and a PNG that says why there is nothing to see."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 
 class Paper(NamedTuple):
-    """Colours of what is not data; as in js/shared.js."""
+    """Colours of the parts that are not data: paper, ink and rules. They are the same in js/shared.js."""
 
     ink: str
     muted: str
@@ -33,7 +33,8 @@ def paper(dark: bool) -> Paper:
 
 @cache
 def font(size: float) -> Any:
-    """The font that comes with Matplotlib: the same picture on every machine, with ×, √ and Σ; no import of it."""
+    """The font that Matplotlib installs: it has ×, √ and Σ, and gives the same picture on every machine. Matplotlib
+    itself is not imported."""
     found = find_spec("matplotlib")
     assert found is not None
     assert found.origin is not None
@@ -48,7 +49,7 @@ def png(image: Image.Image) -> bytes:
 
 
 def picture(text: str, dark: bool = False, width: int = 900) -> bytes:
-    """A PNG of a sentence or two, for what cannot be shown."""
+    """A PNG of a sentence or two: the reason why there is nothing to see."""
     look = paper(dark)
     lines = [line for part in text.splitlines() for line in textwrap.wrap(part, (width - 40) // 9) or [""]]
     image = Image.new("RGB", (width, 24 + 20 * len(lines)), look.paper)

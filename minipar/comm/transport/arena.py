@@ -2,17 +2,18 @@
 
     | a counter for each rank | slots: 4 buffers of a piece for each rank |
 
-A collective (shared.py) is a generator of steps: it yields whom it has to wait for, then copies or adds a piece, then
-posts. `post` makes this rank's counter one larger. All ranks of a group run the same collectives in the same order, and
-each posts as often in them as the others; so "rank 2 has posted 17 times" says exactly what rank 2 has done, and to
-wait is to wait until some counters have reached a number. Every counter has one writer, and is what others sleep on.
+A collective (shared.py) is a generator of steps: it yields the ranks that it has to wait for, then copies or adds a
+piece, then posts. `post` makes this rank's counter one larger. All ranks of a group run the same collectives in the
+same order, and each posts as often in them as the others. So "rank 2 has posted 17 times" says exactly what rank 2 has
+done, and a rank waits until some counters have reached a number. Every counter has one writer; other ranks can sleep
+until it changes.
 
-A collective may begin before it is known that all ranks have come to the same one: its first piece is written, and
-posted, and then announced (`Exchange.begin`). If they have not, `Arena.realign` gives all the same count again.
+A collective may begin before it is known that all ranks have called the same one: its first piece is written and
+posted, and then announced (`Exchange.begin`). If they have not, `Arena.realign` makes all counts equal again.
 
-A `fence` stands before each post (what was written to a slot is there before the number that says so; what was read
-has been read) and after each wait (nothing of a slot is read before the number). Nobody has to be woken that looks:
-the futex call of Linux compares the word and goes to sleep in one.
+There is a `fence` before each post: what was written to a slot can be seen before the number that says so, and all
+reads are done. There is another one after each wait: nothing of a slot is read before the number. No wake-up can be
+lost: the futex call of Linux compares the word and goes to sleep in one step.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ _BUFFERS = 4
 _LARGEST, _TOTAL = 1 << 20, 64 << 20  # bytes of a slot, and of all slots of a group (at most, about)
 _ALIGNMENT = 64
 _LOOKS = 4  # before it sleeps: what comes at once need not wake it
-_SLICE = 0.05  # seconds of a wait for a lock: how late an interrupt can be
-_LATE = 0.04  # seconds of sleep after which it looks whether somebody is gone
+_SLICE = 0.05  # seconds of a wait for a lock: an interrupt can come this late
+_LATE = 0.04  # seconds of sleep after which the rank checks whether a member is gone
 
 Need = tuple[Sequence[int], int]  # members, and the number that their counters must have reached
 Steps = Generator[Need, None, None]
@@ -53,17 +54,17 @@ def size(count: int) -> int:
 
 
 class Arena:
-    """The arena of one group in one of its ranks, which has place `index` there. `gone` names a rank that has ended,
-    or gives None."""
+    """The arena of one group in one of its ranks, which is member `index`. `gone()` gives a rank that has ended, or
+    None."""
 
     def __init__(self, memory: mmap.mmap, count: int, index: int, gone: Callable[[], int | None]) -> None:
         self.count, self.index = count, index
         self.slot = slot_size(count)
         self.everyone = tuple(range(count))
         self.others = tuple(k for k in range(count) if k != index)
-        self.lock = threading.Lock()  # of whoever runs steps
+        self.lock = threading.Lock()  # held by the thread that runs steps
         self.posted = 0
-        self.attended = 0  # threads that wait for an exchange here, and so do its steps
+        self.attended = 0  # how many threads wait for an exchange here; they run its steps
         self._gone = gone
         self._map = memory
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
@@ -94,11 +95,11 @@ class Arena:
         return self._bytes[start : start + self.slot]
 
     def fits(self, dtype: torch.dtype, parts: int = 1) -> int:
-        """How many elements of each of so many parts fit a slot, each part well aligned."""
+        """How many elements fit in each of `parts` aligned parts of a slot."""
         return self.slot // parts // _ALIGNMENT * _ALIGNMENT // dtype.itemsize
 
     def take(self) -> tuple[int, Need]:
-        """The next buffer, and what a rank has to wait for before it writes to it."""
+        """The next buffer, and what a rank must wait for before it writes to it."""
         buffer = self._next
         self._next = (buffer + 1) % _BUFFERS
         return buffer, (self.others, self._free[buffer])
@@ -108,7 +109,7 @@ class Arena:
         self._free[buffer] = self.post()
 
     def post(self) -> int:
-        """One step more is done; its number."""
+        """Say that one more step is done; returns its number."""
         fence()
         self.posted += 1
         self._words[self.index * _LINE // 8] = self.posted
@@ -118,11 +119,12 @@ class Arena:
     # who runs them ---------------------------------------------------------------------------------------------------
 
     def line_up(self, exchange: Exchange) -> None:
-        """From now on this collective goes on whenever this rank's `run` is called."""
+        """Queue a collective: from now on `run` does its steps, after those of the collectives before it."""
         self._waiting.append(exchange)
 
     def realign(self, begun: int) -> None:
-        """Ranks differed in a collective, of which this one has done so many posts: two, of nothing, for everyone."""
+        """After a mismatch in a collective, in which this rank has posted `begun` times: post until it is two times, as
+        all ranks do."""
 
         def steps() -> Steps:
             for _ in range(begun, 2):
@@ -139,8 +141,8 @@ class Arena:
         return not self._waiting
 
     def run(self, blocking: bool = False) -> None:
-        """Do all steps that can be done now. If another thread is at it: wait for that one to have come to its end
-        (`blocking`, in slices), or leave it to that."""
+        """Do all steps that can be done now. If another thread is doing that: wait for it (`blocking`, in slices), or
+        return at once."""
         if not self._waiting or not self.lock.acquire(blocking, _SLICE if blocking else -1):
             return
         done: list[Exchange] = []
@@ -149,7 +151,7 @@ class Arena:
                 exchange = self._waiting[0]
                 if not exchange.advance():
                     break
-                exchange.done = True  # before it leaves: who sleeps for it looks at both in the other order
+                exchange.done = True  # before it leaves the queue: `sleep` reads the queue first, then `done`
                 self._waiting.popleft()
                 done.append(exchange)
         finally:
@@ -158,7 +160,7 @@ class Arena:
             exchange.finish()
 
     def lagging(self, need: Need) -> tuple[int, int] | None:
-        """A member that has not posted that often, and its number; None when all have."""
+        """A member that has posted less often than needed, and its count; None if there is none."""
         words, (members, number) = self._words, need
         for k in members:
             value = words[k * _LINE // 8]
@@ -168,8 +170,8 @@ class Arena:
         return None
 
     def sleep(self, until: Exchange | None = None) -> None:
-        """Until a member posts that the first exchange waits for, or `until` is done, or 50 ms (without it: 0.5).
-        ConnectionError when a member is gone."""
+        """Sleep until a member for which the first exchange waits has posted, or for 50 ms (without `until`: 0.5 ms).
+        Returns at once if `until` is done. ConnectionError when a member is gone."""
         exchange = self._waiting[0] if self._waiting else None
         if exchange is None or (until is not None and until.done):
             return
@@ -201,7 +203,7 @@ class Exchange:
         self._lock = threading.Lock()
 
     def begin(self) -> None:
-        """Do the first step at once, if nothing is under way and nobody has to be waited for."""
+        """Do the first step at once, if nothing is under way and it need not wait for anyone."""
         arena = self.arena
         if not arena.idle:
             return
@@ -215,7 +217,7 @@ class Exchange:
             self.need, self.begun = need, arena.posted - before
 
     def advance(self) -> bool:
-        """Go on as far as it goes; whether that is its end. Under the arena's lock."""
+        """Do all steps that can be done now; returns whether it is complete. Called under the arena's lock."""
         arena = self.arena
         with torch.no_grad():
             while arena.lagging(self.need) is None:
@@ -229,7 +231,7 @@ class Exchange:
         return False
 
     def finish(self) -> None:
-        """It is complete: tell those that asked."""
+        """It is complete: run the calls of `when_done`."""
         with self._lock:
             self._told = True
             calls, self._calls = self._calls, []
@@ -258,7 +260,7 @@ class Exchange:
         return self.done
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """Call back when it is complete, from whichever thread completes it."""
+        """Call `call` when it is complete, from the thread that completes it."""
         with self._lock:
             if not self._told:
                 self._calls.append(call)

@@ -1,8 +1,8 @@
 """The backend's own collectives (gloo or NCCL), with the arguments of those in shared memory (shared.py).
 
-gloo's reduce-scatter is an all-reduce of which a slice is kept, twice the bytes: here the parts change hands, and every
-rank adds up its own. Its all-gather goes through a copy of the whole, and wants equal parts: here every rank broadcasts
-its part, as many bytes and less than half the time.
+gloo's reduce-scatter is an all-reduce of which a slice is kept: that sends twice the bytes. Here an all-to-all gives
+every rank the parts for it, which it adds up. gloo's all-gather copies the whole tensor, and needs equal parts. Here
+every rank broadcasts its part: the same bytes, in less than half the time.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ def reduce_scatter(
 
 
 def all_to_all(group: Any, index: int, x: Tensor, into: Tensor, sizes: Sequence[Sequence[int]]) -> Any:
-    """Member k's part for member j has sizes[k][j] elements; in `into`, those for this member stand end to end."""
+    """Member k's part for member j has sizes[k][j] elements; in `into`, the parts for this member are end to end."""
     return group.alltoall_base(into, x, [row[index] for row in sizes], list(sizes[index]))
 
 
 class _Then:
-    """A work of which something is left to do when it was waited for."""
+    """A work, and a function that `wait` calls after it."""
 
     def __init__(self, work: Any, rest: Callable[[], None]) -> None:
         self.work = work

@@ -3,15 +3,15 @@
 Each rank has a ring of entries and writes one for each collective of the group, in order. An entry is one aligned
 word of 8 bytes,
 
-    | 16 bits: number of the collective | 1 bit: flag | 47 bits: hash of what it is |
+    | 16 bits: number of the collective | 1 bit: flag | 47 bits: hash of its text |
 
-so that it is there as a whole or not at all. Beside it are a text, for error messages, and room for a small tensor. A
-word behind the ring says how many collectives the rank has settled; its entry for collective n is written over by
-n + DEPTH, and that only when all ranks have settled n. The others sleep on one more word, the gong: whoever finds
-that its announcement was the last one of a collective writes the number there, and wakes all at once.
+so that others see it as a whole or not at all. Each entry also has a text, for error messages, and room for a small
+tensor. A word behind the ring says how many collectives the rank has settled, that is, read for the last time. The
+entry for collective n + DEPTH overwrites that for n, but only when all ranks have settled n. Ranks that wait sleep on
+one more word, the gong: the rank that announces a collective last writes its number there, and wakes all at once.
 
-A `fence` (futex.py says why) stands between a small tensor and the word that announces it, on both sides, and between
-the last look at others' entries and the word that lets them go.
+There is a `fence` (futex.py says why) between a small tensor and the word that announces it, on both sides, and between
+the last read of others' entries and the word that lets them be overwritten.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def fingerprint(key: str) -> int:
 
 class Board:
     """The board of one group, in one of its ranks. `path` is the same for all and new for each group; `members` are
-    their numbers among all ranks, `index` is this one's place there. OSError when there can be no such file."""
+    their numbers among all ranks, `index` is this rank's place among them. OSError if the file cannot be made."""
 
     def __init__(self, path: str, members: tuple[int, ...], index: int) -> None:
         self.path = path
@@ -64,7 +64,7 @@ class Board:
         self._others = [ring for k, ring in enumerate(self._rings) if k != index]
 
     def unlink(self) -> None:
-        """Take the name away, once all have the file."""
+        """Remove the file's name, once all ranks have mapped it."""
         if self.index == 0:
             os.unlink(self.path)
 
@@ -74,7 +74,7 @@ class Board:
         return number <= DEPTH or all(words[ring + _SETTLED] >= number - DEPTH for ring in self._rings)
 
     def announce(self, number: int, hashed: int, flag: bool, text: str, small: torch.Tensor | None) -> int:
-        """Write entry `number` of this rank; the entry."""
+        """Write entry `number` of this rank; returns its word."""
         start = self._texts + (self.index * DEPTH + number % DEPTH) * _TEXT
         self._map[start : start + _TEXT] = text.encode()[:_TEXT].ljust(_TEXT, b"\0")
         fence()
@@ -94,15 +94,15 @@ class Board:
         return all(words[ring + place] >> 48 == low for ring in self._others)
 
     def sleep(self, number: int) -> None:
-        """Until the last one announces a collective, if entry `number` of any is missing; or not as long."""
+        """If a member's entry `number` is missing, sleep until some collective is announced by all, or for 50 ms."""
         value = self._words[self._gong]
         fence()
         if not self._complete(number):
             futex.wait(self._address, value & 0xFFFFFFFF)
 
     def compare(self, number: int, word: int) -> bool | None:
-        """None while entries are missing, else whether all agree with `word`, this rank's own. As soon as one
-        differs: False."""
+        """Whether all entries agree with `word`, this rank's own: False as soon as one differs, None while some are
+        missing."""
         words, place, flag = self._words, number % DEPTH, 1 << _HASH_BITS
         complete = True
         for ring in self._others:
@@ -114,12 +114,12 @@ class Board:
         return True if complete else None
 
     def settle(self, number: int) -> None:
-        """Entry `number` of all ranks was read for the last time."""
+        """Say that this rank has read entry `number` of all ranks for the last time."""
         fence()
         self._words[self._rings[self.index] + _SETTLED] = number
 
     def flags(self, number: int) -> list[bool]:
-        """The flag of each member's entry, when all are there."""
+        """The flag of each member's entry; all must be there."""
         return [bool(self._words[ring + number % DEPTH] >> _HASH_BITS & 1) for ring in self._rings]
 
     def small(self, number: int, k: int, like: torch.Tensor) -> torch.Tensor:

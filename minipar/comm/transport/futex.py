@@ -1,12 +1,12 @@
 """Words in shared memory: how one process sleeps until another changes one, and in which order others see stores.
 
-Linux wakes a process that sleeps in a futex ahead of those that are busy, which looking again and again does not get.
+Linux prefers a process that wakes from a futex to busy ones. A process that polls has no such advantage.
 
-Processors other than x86 may show two stores of one core to another core in the other order, and let a load overtake
-a store everywhere. Python has no atomic operations, but its locks have: what was loaded or stored before a lock is
-released is done by then (release), and nothing after it is acquired begins earlier (acquire). A release followed by an
-acquire of the same lock lets nothing pass in either direction: that is `fence`. An aligned word of 8 bytes is stored
-and loaded by `memoryview` in one move, so it is never seen in half.
+On processors other than x86, two stores of one core may be seen by another core in the other order; and on all
+processors a load may overtake a store. Python has no atomic operations, but its locks use them: what was loaded or
+stored before a lock is released is done by then (release), and nothing after it is acquired begins earlier (acquire). A
+release followed by an acquire of the same lock lets nothing pass in either direction: that is `fence`. `memoryview`
+stores and loads an aligned word of 8 bytes in one move, so nobody sees half of it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class _Time(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-# Not longer than an interrupt may take: a signal that comes between Python's last look for one and the sleep itself
-# is noticed only afterwards.
+# The longest time that an interrupt may be late: a signal that comes between Python's last check and the sleep itself
+# is noticed only after the sleep.
 _LIMIT = _Time(0, 50_000_000)
 _SHORT = _Time(0, 500_000)
 _limit, _short = ctypes.addressof(_LIMIT), ctypes.addressof(_SHORT)
@@ -39,7 +39,7 @@ _limit, _short = ctypes.addressof(_LIMIT), ctypes.addressof(_SHORT)
 
 def fence() -> None:
     """No store or load of this thread moves past this. Any number of threads may call it, and an interrupt may come
-    in its middle."""
+    in the middle of it."""
     with _lock:
         pass
     with _lock:  # this acquire comes after that release
@@ -47,8 +47,8 @@ def fence() -> None:
 
 
 def wait(address: int, value: int, short: bool = False) -> None:
-    """Sleep while the 4 bytes at `address` are `value`, until `wake`, a signal, or 50 ms (0.5 if `short`): look again
-    then."""
+    """Sleep while the 4 bytes at `address` are `value`: until `wake`, a signal, or 50 ms (0.5 ms if `short`). The
+    caller must check again then."""
     if _NUMBER is None:
         time.sleep(_NAP)
     else:

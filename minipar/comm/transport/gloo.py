@@ -1,11 +1,10 @@
 """gloo, over the network: the transport of ranks that may be on several machines.
 
-A receive needs the size of the message, and is posted ahead; a thread on each side carries the message. gloo does not
-say whether a message is here that nobody has posted a receive for, and it does not compare what ranks bring to a
-collective.
+A receive needs the size of the message, and is posted ahead; a thread on each side carries the message. gloo cannot say
+whether a message is here for which no receive was posted, and it does not compare what ranks bring to a collective.
 
-Process groups are made directly, without torch's global default group: several clusters, generations and users' own
-`init_process_group` can live side by side.
+Process groups are made directly, without torch's global default group: so several clusters, generations and users' own
+`init_process_group` can exist at the same time.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from minipar.comm.transport.interface import Messages, Transport, Work
 
-# Long, since gloo also uses it for connecting, and the driver sees the death of a rank by itself.
+# It is long, since gloo also uses it for connecting; and the driver notices by itself when a rank dies.
 TIMEOUT = timedelta(minutes=30)
 
 
@@ -29,7 +28,7 @@ class Gloo(Transport):
 
     name = "gloo"
     own_thread = True
-    at_once = True  # groups that cross one another connect in one order on all ranks: that in which they are made
+    at_once = True  # so overlapping groups connect in the same order on all ranks, that in which they are made
 
     def __init__(self, store: dist.Store, rank: int, size: int, loopback: bool, without: str) -> None:
         self.store, self.rank, self.size = store, rank, size
@@ -53,8 +52,8 @@ class Gloo(Transport):
 
     @cached_property
     def _network(self) -> Any:
-        """gloo's device, made where it is needed: its thread wakes every 10 ms, and whoever computes on that core may
-        then lose its turn. One serves all groups of a rank."""
+        """gloo's device, which serves all groups of a rank. It is made only when needed: its thread wakes every 10 ms,
+        which can interrupt a computation on that core."""
         if self.loopback:
             return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
         name = os.environ.get("GLOO_SOCKET_IFNAME")
@@ -63,7 +62,7 @@ class Gloo(Transport):
         return dist.ProcessGroupGloo.create_default_device()
 
     def close(self, under_way: bool) -> None:
-        pass  # its process groups end, and their connections with them, when nobody has them any more
+        pass  # process groups, and with them their connections, end when nothing refers to them any more
 
 
 class _Messages:

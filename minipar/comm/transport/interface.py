@@ -1,7 +1,7 @@
-"""What the rest of `comm` needs of a way to carry tensors from rank to rank.
+"""What the rest of `comm` needs of a transport, which carries tensors from rank to rank.
 
-`Local`, `Gloo` and `Nccl` are the ways. Each fact in which they differ is an attribute or a method here, so that no
-caller has to know which of them it has.
+`Local`, `Gloo` and `Nccl` are the transports. Each fact in which they differ is an attribute or a method here, so that
+no caller has to know which of them it has.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 from minipar.comm.transport.arena import Arena
 from minipar.comm.transport.board import Board
 
-Meet = Callable[[list[int]], list[list[int]]]  # waits for all members of a group; the numbers that each one brought
+Meet = Callable[[list[int]], list[list[int]]]  # waits for all members of a group, and returns each one's numbers
 
 
 class Work(Protocol):
-    """An operation under way, as torch's process groups hand it out."""
+    """An operation under way, as torch's process groups return it."""
 
     def wait(self) -> object: ...
     def is_completed(self) -> bool: ...
@@ -33,7 +33,7 @@ class _Done:
         return True
 
 
-DONE = _Done()  # of a send of which nothing is left to do
+DONE = _Done()  # for a send that is done at once
 
 
 class Messages(Protocol):
@@ -49,32 +49,32 @@ class Messages(Protocol):
         """Start receiving into a tensor of the sent size and dtype: it is filled when `wait` has returned."""
 
 
-class Reading(Work, Protocol):
+class Receive(Work, Protocol):
     """A receive that reads what comes. `done`: whether its own message has come."""
 
     done: bool
 
 
 class Reader(Messages, Protocol):
-    """Messages that whoever waits for one reads. So it can look whether one is here, and find another in its place."""
+    """Messages that a waiting rank reads itself: it can check whether one is here, and may find another one first."""
 
-    def receive(self, tensor: Tensor, peer: int, tag: int, unless: int | None = None) -> Reading:
+    def receive(self, tensor: Tensor, peer: int, tag: int, unless: int | None = None) -> Receive:
         """`unless`: the tag of a message that may come in its place: then `wait` returns, and `done` stays False."""
 
     def take(self, tensor: Tensor, peer: int, tag: int) -> bool:
-        """`receive` and wait, if that message is the next one and here. Never waits for one to come."""
+        """Receive the message, if it is the next one and already here; returns whether it was. Never waits."""
 
     def readable(self, peers: Sequence[int], seconds: float) -> bool:
-        """Whether a message of one of these peers is here, or comes within so many seconds. A peer that is gone counts:
-        receiving from it says so."""
+        """Whether a message of one of these peers is here, or comes within so many seconds. True also if a peer is
+        gone: receiving from it raises the error."""
 
 
 class Transport(ABC):
-    """One rank's way to all others. Every rank of a world makes the same one."""
+    """How one rank reaches all others. Every rank of a world makes the same one."""
 
     name: str
     own_thread: bool
-    """Whether a collective is awaited on the thread that calls `wait`. (NCCL's are awaited on the GPU's stream.)"""
+    """Whether the thread that calls `wait` waits for a collective. (For NCCL's, the GPU's stream waits.)"""
     at_once: bool
     """Whether the process group of a new group is made at once. If not, it is made where a collective needs it."""
     without: str
@@ -87,8 +87,8 @@ class Transport(ABC):
 
     @property
     def reader(self) -> Reader | None:
-        """The same messages where they are read by whoever waits for them. None: a message comes the sooner, the sooner
-        its receive is posted, and its size must be known then."""
+        """The same messages, if a waiting rank reads them itself. None: a message arrives sooner if its receive is
+        posted sooner, and its size must be known then."""
         return None
 
     @abstractmethod
@@ -97,7 +97,7 @@ class Transport(ABC):
         waits for all members and which nothing can interrupt."""
 
     def board(self, kind: str, members: tuple[int, ...]) -> Board | None:
-        """Where these ranks announce the collectives of one kind of group. None: they cannot, so that collectives start
+        """Where these ranks announce the collectives of one kind of group. None: they cannot, so collectives start
         unchecked."""
         return None
 
@@ -107,5 +107,5 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self, under_way: bool) -> None:
-        """Give up messages: what was not delivered is lost. Give up process groups too, unless something is
-        `under_way`: to end a group waits for that, which may be for ever once a peer has failed."""
+        """Close the messages: what was not delivered is lost. Close process groups too, unless something is
+        `under_way`: closing a group waits for that, which may take for ever if a peer has failed."""

@@ -18,7 +18,7 @@ from minipar.comm.transport.interface import Meet, Messages, Reader, Transport
 from minipar.comm.transport.sockets import Sockets
 
 
-class Local(Transport):
+class LocalTransport(Transport):
     """`path`: how the files of its boards begin. `sockets`: for its messages; without them gloo carries these."""
 
     name = "local"
@@ -29,7 +29,7 @@ class Local(Transport):
     def __init__(self, path: str, gloo: Gloo, sockets: Sockets | None) -> None:
         self.path, self.gloo, self.sockets = path, gloo, sockets
         self.rank = gloo.rank
-        self.watched: dict[int, int] = {}  # a descriptor for each process of another rank that we know
+        self.watched: dict[int, int] = {}  # rank -> a descriptor of its process
 
     @property
     def messages(self) -> Messages:
@@ -46,7 +46,7 @@ class Local(Transport):
         return Board(f"{self.path}-{kind}-{fingerprint(str(members)):x}", members, members.index(self.rank))
 
     def memory(self, members: tuple[int, ...], meet: Meet) -> Arena | None:
-        """An arena that all members have mapped; None, on all of them, where one cannot have it."""
+        """An arena that all members have mapped. If one of them cannot map it, all get None."""
         size, index = arena.size(len(members)), members.index(self.rank)
         descriptor, memory, reason = -1, None, ""
         try:
@@ -73,7 +73,7 @@ class Local(Transport):
         return Arena(memory, len(members), index, lambda: self._gone(members))
 
     def _watch(self, rank: int, pid: int) -> None:
-        """Notice from now on when another rank's process ends. OSError where the system cannot tell."""
+        """Open a descriptor by which the end of another rank's process is noticed. OSError if the system has none."""
         if rank != self.rank and rank not in self.watched:
             self.watched[rank] = os.pidfd_open(pid)
 
@@ -86,7 +86,7 @@ class Local(Transport):
         return next((ranks[descriptor] for descriptor, _ in poll.poll(0)), None)
 
     def _explain(self, reason: str) -> None:
-        """Say, once, why the fast way is not taken."""
+        """Warn, once, why shared memory is not used."""
         if not self.without:
             self.without = reason
             warnings.warn(f"no shared memory between ranks ({reason}): gloo is used", stacklevel=2)

@@ -14,7 +14,7 @@ from minipar.comm.transport.interface import Messages, Transport, Work
 
 
 class Nccl(Transport):
-    """`host`: the transport of tensors on the CPU. Where its ranks can announce collectives, these announce theirs."""
+    """`host`: the transport of tensors on the CPU. If it has boards, NCCL's collectives are announced there, too."""
 
     name = "nccl"
     own_thread = False
@@ -37,7 +37,7 @@ class Nccl(Transport):
         found = self._groups.get(members)
         if found is None:
             found = self._groups[members] = self.make(f"{self.name} {members}", members)
-            # Its communicators are made at its first use: now, in the order in which all ranks make their groups.
+            # NCCL makes its communicator at the first use, which is here: so all ranks make them in the same order.
             found.allreduce([torch.zeros(1, device=self.device)]).wait()
             torch.cuda.synchronize(self.device)
         return found
@@ -57,7 +57,7 @@ class Nccl(Transport):
 
 
 class _Messages:
-    """One group per direction: in one alone, a send and a receive of the same pair would wait in line."""
+    """One group per direction: in a single group, a send and a receive of the same pair would wait for each other."""
 
     keeps_memory = False
 

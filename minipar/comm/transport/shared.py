@@ -1,11 +1,11 @@
-"""Collectives in shared memory, without messages: "direct, shared memory". Each is the steps of one rank (arena.py).
+"""Collectives in shared memory, without messages. Each function gives the steps of one rank (arena.py).
 
     allreduce      copy in | all add up everything                       small, or two ranks
                    copy in | each adds up its part | copy in | copy out  = reduce_scatter and all_gather
 
-Sums add in the order of ranks, each element on one rank or on all in the same way: all have the same bits. Tensors are
-cut into pieces that fit a slot; between writing a piece and reading it, the next is written. With four buffers "in 4"
-waits until all have done "out 0", so that no rank has to keep step with the others:
+Sums add in the order of ranks, each element on one rank or on all in the same way: so all ranks have the same bits.
+Tensors are cut into pieces that fit a slot; between writing a piece and reading it, the next is written. With four
+buffers "in 4" waits only until all have done "out 0", so that ranks need not run in step:
 
     in 0 | in 1 | out 0 | in 2 | out 1 | in 3 | out 2 | in 4 | ...
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from minipar.comm.transport.arena import Arena, Need, Steps
 
-_AT_ONCE = 64 << 10  # bytes up to which every rank adds up everything: one wait fewer, more to read
+_AT_ONCE = 64 << 10  # bytes up to which every rank adds up everything: it waits once less, but reads more
 _PAIRWISE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _T = TypeVar("_T")
 
@@ -41,8 +41,8 @@ def _overlapped(
     read: Callable[[int, _T], object] | None,
     sources: Sequence[int],
 ) -> Steps:
-    """Write each piece to the next buffer (None: others do), then read it once the `sources` have written theirs, with
-    the next piece written in between."""
+    """Write each piece to the next buffer (`write` is None if only others do), write the piece after it, and then read
+    the first one, once the `sources` have written theirs."""
     before: tuple[int, int, _T] | None = None
     for piece in pieces:
         buffer, need = arena.take()
@@ -153,7 +153,7 @@ def reduce_scatter(
     `into` may be that part of the tensor."""
     whole, starts, out = x.detach().view(-1), _starts(sizes), into.detach().view(-1)
     in_place = out.data_ptr() == whole[starts[arena.index] :].data_ptr()
-    through = arena.everyone if in_place else arena.others  # own elements are overwritten before their turn
+    through = arena.everyone if in_place else arena.others  # (in place, own elements are overwritten too early)
     most = arena.fits(x.dtype, arena.count)
     me = arena.index
 
@@ -181,7 +181,7 @@ def reduce_scatter(
 
 
 def add_up(parts: Sequence[Tensor], op: str, out: Tensor, add: bool = False) -> None:
-    """Reduce parts in their order, in the precision of `out`; on top of it if `add`."""
+    """Reduce parts in their order into `out`, in its precision; if `add`, together with what `out` has."""
     if not add and len(parts) > 1 and parts[0].dtype == out.dtype and parts[0].device == out.device:
         combine(parts, op, out)
         return
@@ -192,7 +192,7 @@ def add_up(parts: Sequence[Tensor], op: str, out: Tensor, add: bool = False) -> 
 
 
 def all_to_all(arena: Arena, x: Tensor, into: Tensor, sizes: Sequence[Sequence[int]]) -> Steps:
-    """Member k's part for member j has sizes[k][j] elements; in `into`, those for this member stand end to end."""
+    """Member k's part for member j has sizes[k][j] elements; in `into`, the parts for this member are end to end."""
     me, count = arena.index, arena.count
     most = arena.fits(x.dtype, count)
     sent, got = _starts(sizes[me]), _starts([row[me] for row in sizes])
@@ -218,7 +218,7 @@ def all_to_all(arena: Arena, x: Tensor, into: Tensor, sizes: Sequence[Sequence[i
 
 
 def share(count: int, ranks: int) -> list[int]:
-    """How many of so many elements or rows each rank has: as even as can be, the first ones more."""
+    """How many of `count` elements or rows each rank has: as evenly as possible, the first ranks may have one more."""
     return [count // ranks + (k < count % ranks) for k in range(ranks)]
 
 

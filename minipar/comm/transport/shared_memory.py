@@ -1,8 +1,8 @@
 """Memory that processes of one machine share: an anonymous file of Linux, without a name anywhere.
 
-It counts as memory of the ranks, not as part of /dev/shm (which has 64 MB in many containers), and is gone with the
-last process that has it mapped, however that ends. The maker keeps a descriptor until all others have opened the file
-through /proc. OSError where the system has no such files, or does not let a process open another one's.
+It counts as memory of the ranks, not as part of /dev/shm (which has 64 MB in many containers). The system frees it when
+the last process that has it mapped has ended, in any way. The maker keeps a descriptor until all others have opened the
+file through /proc. OSError where the system has no such files, or does not let a process open another one's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 
 
 def make(size: int) -> int:
-    """A new file of zeros; its descriptor. Pages take memory only once they are written."""
+    """Make a file of zeros; returns its descriptor. Pages take memory only once they are written."""
     if not hasattr(os, "memfd_create"):
         raise OSError(f"no anonymous files in memory on {sys.platform}")
     descriptor = os.memfd_create("minipar", os.MFD_CLOEXEC)

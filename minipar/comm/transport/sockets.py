@@ -1,16 +1,16 @@
 """Point-to-point messages between the ranks of one machine: a Unix socket per pair and direction, and shared memory.
 
-    header (tag, bytes, dtype) | data        through the socket: at once if its buffer takes it
+    header (tag, bytes, dtype) | data        through the socket: at once if its buffer has room
     header .......... data ...........       a long message's data through a ring in shared memory (stream.py)
 
-What finds no room is written by a helper thread, or by whoever waits for it first. The receiver reads when it waits for
-a message, straight into the tensor. The socket's end says that the other rank is gone.
+If there is no room, a helper thread writes the rest, or the thread that waits for the send, whichever comes first. The
+receiver reads when it waits for a message, straight into the tensor. If the socket has ended, the other rank is gone.
 
-gloo hands every message to a thread of its own on both sides. On a machine with fewer cores than ranks these
+gloo gives every message to a thread of its own on both sides. On a machine with fewer cores than ranks these
 switches cost more than a message of a few kilobytes; here there are none for messages that find room. Through a
-socket a long message is copied by the system, into pages that it has to find first: the ring takes two thirds of the
-time. For a short one the socket is the faster, which wakes the receiver in the same call. A message of another size or
-dtype than the waiting tensor is an error, where gloo would abort the process or leave stale data.
+socket the system copies a long message into pages that it must allocate first: the ring takes two thirds of the
+time. For a short message the socket is faster, since it wakes the receiver in the same call. A message of another size
+or dtype than the waiting tensor is an error, where gloo would abort the process or leave stale data.
 """
 
 from __future__ import annotations
@@ -23,24 +23,23 @@ import select
 import socket
 import struct
 import threading
-import zlib
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from minipar.comm.helper import Helper
 from minipar.comm.transport import shared_memory, stream
 from minipar.comm.transport.interface import DONE, Work
 from minipar.comm.transport.stream import Stream
+from minipar.comm.values import dtype_code
 from minipar.errors import RankError
 
 _HEADER = struct.Struct("<qqI")  # tag, bytes, dtype
 _WHO = struct.Struct("<i?")  # rank, whether a descriptor of memory comes with it
 _T = TypeVar("_T")
-_BUFFER = 4 << 20  # asked for; the kernel gives what its limits allow
+_BUFFER = 4 << 20  # bytes that are requested; the kernel gives what its limits allow
 LONG = 128 << 10  # bytes from which a ring is faster than a socket
 _NAP, _SLICE = 5e-4, 0.05
 
@@ -48,7 +47,7 @@ _NAP, _SLICE = 5e-4, 0.05
 class Sockets:
     """One rank's connections to the others. `path` is the same for all ranks, in a folder that only they can open."""
 
-    keeps_memory = True  # what a socket takes is copied, and `_Sent` keeps the tensor of what waits for room
+    keeps_memory = True  # a socket copies what it takes, and `_Sent` keeps the tensor of what waits for room
 
     def __init__(self, rank: int, path: str) -> None:
         self.rank = rank
@@ -68,7 +67,7 @@ class Sockets:
         if link is None:
             link = self.outgoing[peer] = Outgoing(*self._connect(peer), peer, self.flusher)
         data = _bytes_of(tensor)
-        return link.send(_HEADER.pack(tag, len(data), _code(tensor.dtype)), data, tensor)
+        return link.send(_HEADER.pack(tag, len(data), dtype_code(tensor.dtype)), data, tensor)
 
     def _connect(self, peer: int) -> tuple[socket.socket, Stream | None]:
         connection = socket.socket(socket.AF_UNIX)
@@ -86,7 +85,7 @@ class Sockets:
             os.close(memory)
         return connection, ring
 
-    def receive(self, tensor: Tensor, peer: int, tag: int, unless: int | None = None) -> Received:
+    def receive(self, tensor: Tensor, peer: int, tag: int, unless: int | None = None) -> SocketReceive:
         """Receive into a contiguous CPU tensor: filled when `wait` of the result has returned.
 
         unless   the tag of a message that may come in its place: then `wait` returns too, and `done` stays False
@@ -94,17 +93,17 @@ class Sockets:
         link = self.incoming.get(peer)
         if link is None:
             link = self.incoming[peer] = _Incoming(peer)
-        return Received(self, link, tensor, tag, unless)
+        return SocketReceive(self, link, tensor, tag, unless)
 
     def take(self, tensor: Tensor, peer: int, tag: int) -> bool:
-        """`receive` and wait, if that message is the next one and here. Never waits for one to come."""
+        """Receive the message, if it is the next one and already here; returns whether it was. Never waits."""
         link = self.incoming.get(peer)
         if link is None or link.connection is None or link.expected or link.early:
             return False
         try:
             got = link.connection.recv_into(link.header, 0, socket.MSG_DONTWAIT)
         except (BlockingIOError, ConnectionResetError):
-            return False  # (whoever waits for it is told that the peer is gone)
+            return False  # (if the peer is gone, waiting for the message says so)
         if not got:
             return False
         if got < _HEADER.size:
@@ -117,9 +116,9 @@ class Sockets:
         return True
 
     def readable(self, peers: Sequence[int], seconds: float) -> bool:
-        """Whether a message of one of these peers is there, or comes within so many seconds.
+        """Whether a message of one of these peers is here, or comes within so many seconds.
 
-        A peer that is gone counts: receiving from it says so.
+        True also if a peer is gone: receiving from it raises the error.
         """
         links = [self.incoming.setdefault(peer, _Incoming(peer)) for peer in peers]
         if any(link.early for link in links):
@@ -136,7 +135,7 @@ class Sockets:
         """Take the connection of a peer that has made one."""
         connection, _ = self.listener.accept()
         data, descriptors, _, _ = socket.recv_fds(connection, _WHO.size, 1)
-        if len(data) < _WHO.size:  # it was gone again before it said who it was
+        if len(data) < _WHO.size:  # the peer ended before it said who it was
             connection.close()
             return
         who, shared = _WHO.unpack(data)
@@ -169,15 +168,15 @@ class Sockets:
 
 
 class Outgoing:
-    """The way to one peer. What finds no room at once is written later, in order, by whoever comes first: a wait for
-    one of the messages, or the helper thread."""
+    """The connection to one peer. What finds no room at once is written later, in order, by a wait for one of the
+    messages or by the helper thread, whichever comes first."""
 
     def __init__(self, connection: socket.socket, ring: Stream | None, peer: int, flusher: Flusher) -> None:
         self.connection = connection
         self.ring = ring
         self.peer = peer
         self.flusher = flusher
-        self.lock = threading.Lock()  # of whoever writes
+        self.lock = threading.Lock()  # held by the thread that writes
         self.backlog: deque[_Sent] = deque()
 
     def send(self, header: bytes, data: memoryview, tensor: Tensor) -> Work:
@@ -196,7 +195,7 @@ class Outgoing:
         return sent
 
     def _through_socket(self, parts: list[Any]) -> int:
-        """What there is room for now; how many bytes. ConnectionError when the peer is gone."""
+        """Write as much as there is room for; returns how many bytes. ConnectionError when the peer is gone."""
         try:
             return self.connection.sendmsg(parts, [], socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -205,7 +204,7 @@ class Outgoing:
             raise ConnectionError(f"rank {self.peer} is gone") from error
 
     def _write(self, sent: _Sent) -> int:
-        """Go on with a message; how many bytes."""
+        """Write more of a message; returns how many bytes."""
         total = 0
         while sent.rest:
             data = sent.rest[0]
@@ -227,8 +226,8 @@ class Outgoing:
         return count
 
     def flush(self, patient: bool = False) -> bool:
-        """Write what waits, as far as there is room; whether anything was. If another thread is at it: leave it to
-        that, or (`patient`) wait for it, in slices."""
+        """Write what waits, as far as there is room; returns whether anything was written. If another thread is doing
+        that, return True at once, or (`patient`) wait for it, in slices."""
         if not self.lock.acquire(patient, _SLICE if patient else -1):
             return True
         moved = False
@@ -252,7 +251,7 @@ class Outgoing:
         return moved
 
     def wait_for_room(self) -> None:
-        """Until there is room, or not for long."""
+        """Wait until there is room, for a short time at most."""
         sent = self.backlog[0] if self.backlog else None
         if sent is not None and sent.ring is not None and len(sent.rest) == 1:
             sent.ring.wait_to_write()
@@ -267,7 +266,7 @@ class Outgoing:
 
 
 class _Sent:
-    """A message of which a part waits for room. It keeps the tensor until then."""
+    """A message of which a part waits for room. It keeps the tensor until that is written."""
 
     def __init__(self, link: Outgoing, tensor: Tensor, ring: Stream | None, rest: list[memoryview]) -> None:
         self.link = link
@@ -302,7 +301,7 @@ class Flusher(Helper[Outgoing]):
 
 
 def ended(connection: socket.socket) -> bool:
-    """Whether the other end was closed, by its process or by the end of that."""
+    """Whether the other end was closed: by its process, or because that has ended."""
     try:
         return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
@@ -315,13 +314,13 @@ def ended(connection: socket.socket) -> bool:
 
 
 class _Incoming:
-    """The connection from one peer, the receives that wait for its messages, and messages that came unexpected."""
+    """The connection from one peer, the receives that wait for its messages, and messages that came early."""
 
     def __init__(self, peer: int) -> None:
         self.peer = peer
         self.connection: socket.socket | None = None
         self.ring: Stream | None = None
-        self.expected: dict[int, list[Received]] = {}
+        self.expected: dict[int, list[SocketReceive]] = {}
         self.early: dict[int, list[tuple[bytearray, int]]] = {}
         self.header = memoryview(bytearray(_HEADER.size))
 
@@ -340,7 +339,7 @@ class _Incoming:
                 over = not got
             else:
                 ring.wait_to_read()
-                over = ended(connection)  # before the last look: it may have written all before its end
+                over = ended(connection)  # checked before the last read: the peer may have written all before it ended
                 got = ring.read(rest)
             if over and not got:
                 raise ConnectionError(f"rank {self.peer} is gone: it closed the connection")
@@ -348,13 +347,13 @@ class _Incoming:
         return into
 
     def keep(self, tag: int, size: int, code: int) -> None:
-        """Read a message that nobody waits for yet, whose header was read."""
+        """Read a message that nobody waits for yet, after its header."""
         content = bytearray(size)
         self.read(memoryview(content), size > LONG)
         self.early.setdefault(tag, []).append((content, code))
 
 
-class Received:
+class SocketReceive:
     """A receive that was posted. Waiting for it reads the connection until it is there."""
 
     def __init__(self, sockets: Sockets, link: _Incoming, tensor: Tensor, tag: int, unless: int | None) -> None:
@@ -397,10 +396,10 @@ class Received:
 
 
 def _place(tensor: Tensor, size: int, code: int, tag: int, peer: int) -> memoryview:
-    """Where a message that has come goes. RankError if it is another one than expected."""
+    """The memory that a message is read into. RankError if its size or dtype is not the expected one."""
     place = _bytes_of(tensor)
-    if size != len(place) or code != _code(tensor.dtype):
-        kind = "the same dtype" if code == _code(tensor.dtype) else "another dtype"
+    if size != len(place) or code != dtype_code(tensor.dtype):
+        kind = "the same dtype" if code == dtype_code(tensor.dtype) else "another dtype"
         raise RankError(
             f"message {tag} of rank {peer} has {size} bytes of {kind}, but {len(place)} bytes of "
             f"{tensor.dtype} are expected"
@@ -421,14 +420,3 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     if size == 0:
         return memoryview(b"")
     return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
-
-
-_codes: dict[torch.dtype, int] = {}
-
-
-def _code(dtype: torch.dtype) -> int:
-    """A number for a dtype, the same in every process."""
-    found = _codes.get(dtype)
-    if found is None:
-        found = _codes[dtype] = zlib.crc32(str(dtype).encode())
-    return found

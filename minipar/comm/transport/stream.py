@@ -2,9 +2,10 @@
 
     | bytes written | bytes read | writer waits | reader waits |  ring of data: byte k of the stream at k mod CAPACITY
 
-Writer and reader copy in pieces and say so after each, so that both are at work on a long message. Each word has one
-writer. A `fence` (futex.py) stands between data and the number that tells of it, and between the number and the look
-whether the other one waits; who goes to sleep says so first, then looks once more, so that no wake-up is lost.
+Writer and reader copy in pieces and update their number after each, so that both work on a long message at once. Each
+word has one writer. There is a `fence` (futex.py) between data and the number that announces it, and between the number
+and the check whether the other end waits. An end that goes to sleep announces it first, and then checks once more, so
+that no wake-up is lost.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ class Stream:
         self._data = memoryview(memory)[4096:SIZE]
         self._address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         self._own = 0  # bytes that this end has written, or read
-        self._other = 0  # of the other end, when it was last looked at
+        self._other = 0  # the other end's number, when it was last read
 
     def write(self, data: memoryview) -> int:
-        """Write what there is room for; how many bytes."""
+        """Write as much as there is room for; returns how many bytes."""
         done, size = 0, len(data)
         while done < size:
             room = CAPACITY + self._other - self._own
@@ -53,7 +54,7 @@ class Stream:
         return done
 
     def read(self, into: memoryview) -> int:
-        """Read what is there, up to the length of `into`; how many bytes."""
+        """Read the bytes that have arrived, up to the length of `into`; returns their number."""
         done, size = 0, len(into)
         while done < size:
             there = self._other - self._own
@@ -79,11 +80,11 @@ class Stream:
             futex.wake(self._address + 8 * which)
 
     def wait_to_write(self) -> None:
-        """Sleep until there is room, or half a millisecond: two threads of the writer may be in here."""
+        """Sleep until there is room, or for half a millisecond, since two threads of the writer may wait here."""
         self._wait(_READ, CAPACITY, _WRITER_WAITS, True)
 
     def wait_to_read(self) -> None:
-        """Sleep until there is something, or 50 ms."""
+        """Sleep until there is something to read, or for 50 ms."""
         self._wait(_WRITTEN, 0, _READER_WAITS, False)
 
     def _wait(self, which: int, ahead: int, waits: int, short: bool) -> None:

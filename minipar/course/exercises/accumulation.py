@@ -106,12 +106,12 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def _tracked(work: Callable[[], Any]) -> tuple[Any, int]:
     """What a function gives, and the most bytes that live at once of what it made."""
-    from minipar.execution.memory.storages import Held, Storages
+    from minipar.execution.memory.storages import FollowedStorage, Storages
 
     class Peak(Storages):
         top = 0
 
-        def changed(self, held: Held, delta: int) -> None:
+        def changed(self, held: FollowedStorage, delta: int) -> None:
             self.top = max(self.top, self.live)
 
     with Peak() as followed:
@@ -120,7 +120,7 @@ def _tracked(work: Callable[[], Any]) -> tuple[Any, int]:
 
 
 def _why(found: dict[str, Tensor], model: nn.Module, sizes: tuple[int, ...]) -> str:
-    """Which of the usual mistakes gives these gradients."""
+    """The hint for the usual mistake that gives these gradients."""
     from minipar.training.reference import gradient_error
 
     model, loss, parts = _problem(sizes)
@@ -197,7 +197,8 @@ KEYS = ("microbatches", "checkpoint")
 
 @dataclass(frozen=True)
 class _Costs:
-    """8 blocks: a forward takes 0.5 ms to start and 0.1 ms a row; a row leaves 1 MiB, and saves 3 MiB more."""
+    """8 blocks: a forward takes 0.5 ms, and 0.1 ms more for each row; for a row the output has 1 MiB, and 3 MiB more
+    are saved."""
 
     rows: tuple[int, ...]  # of each micro-batch
 
@@ -222,7 +223,7 @@ class _Costs:
 def predict(words: str, rows: int) -> tuple[float, float]:
     """(milliseconds, MiB) of a step of `rows` rows under a plan, on the device of exercise 3.
 
-    Errors: PlanError for a plan that cannot be, or that uses other keys than microbatches and checkpoint.
+    Errors: PlanError for an impossible plan, MiniparError for one with other keys than microbatches and checkpoint.
     """
     plan = Plan.parse(words)
     other = [word for word in str(plan).split()[2:] if word.partition("=")[0] not in KEYS]
@@ -248,7 +249,7 @@ def _predicted(words: str, rows: int) -> tuple[float, float]:
 @cache
 def _fastest(rows: int, capacity: int) -> float:
     """The least milliseconds of all plans that fit; inf if none does."""
-    counts = sorted({-(-rows // size) for size in range(1, rows + 1)})  # fewer would do with the same largest part
+    counts = sorted({-(-rows // size) for size in range(1, rows + 1)})  # for each largest part the fewest parts
     choices = ["none", *map(str, range(1, LAYERS + 1))]
     found = [predict(f"microbatches={m} checkpoint={c}", rows) for m, c in product(counts, choices)]
     return min((time for time, memory in found if memory <= capacity), default=math.inf)

@@ -59,7 +59,7 @@ LATE = Function(
 class VersionRule:
     """Which version of its weights a rank uses for a micro-batch: PipeDream-2BW's rule, judged by `verify`.
 
-    rule(rank, ranks, microbatch, microbatches, newest) -> version      micro-batches count through the whole run
+    rule(rank, ranks, microbatch, microbatches, newest) -> version      micro-batches are counted over the whole run
     """
 
     sizes: tuple[tuple[int, int, int], ...] = ((4, 4, 4), (2, 3, 3), (3, 2, 4), (4, 6, 3))  # ranks, of a step, steps
@@ -149,7 +149,7 @@ class LateGradients:
                 return raised(error, f"{sizes}, your function")
             if not isinstance(given, torch.Tensor) or given.shape != right.shape:
                 return Verdict(False, f"{sizes}, your function gives no weights", "return w, as it is in the end")
-            if not bool((given - right).abs().max() <= 1e-9):  # (nor where it is not a number)
+            if not bool((given - right).abs().max() <= 1e-9):  # (this is also true for nan)
                 return Verdict(
                     False, f"{sizes}, your weights are not the pipeline's", _late_hint(asked, ranks, updates)
                 )
@@ -157,7 +157,7 @@ class LateGradients:
 
 
 def _late_hint(asked: list[tuple[int, bool]], ranks: int, updates: int) -> str:
-    """What the gradients that were asked for tell."""
+    """The hint that follows from the gradients that were asked for."""
     if [i for i, _ in asked] != list(range(updates)):
         return f"ask for the gradient of mini-batches 0, 1, ..., {updates - 1}, each once and in this order"
     if len(asked) > 1 and ranks > 1 and not asked[1][1]:
@@ -166,7 +166,7 @@ def _late_hint(asked: list[tuple[int, bool]], ranks: int, updates: int) -> str:
 
 
 class _PlainSGD:
-    """w - lr * gradient. (The first of torch's own optimizers in a process imports torch's compiler: seconds.)"""
+    """w - lr * gradient. (The first optimizer of torch's own imports torch's compiler, which takes seconds.)"""
 
     def __init__(self, lr: float, parameters: list[Any]) -> None:
         self.lr, self.parameters = lr, parameters
@@ -184,7 +184,8 @@ class _PlainSGD:
 def _pipeline(
     ranks: int, updates: int, lr: float
 ) -> tuple[Tensor, Callable[[Tensor, int], Tensor], Tensor, list[tuple[int, bool]]]:
-    """Initial weights in one row, their gradients, the weights after a run; and what gradients were asked for."""
+    """Initial weights in one row, the function of their gradients, the weights after a run, and a list that the
+    function fills with the gradients that were asked for."""
     import torch
 
     from minipar.execution.execution import Job
@@ -224,17 +225,17 @@ LATE_SGD = LateGradients()
 
 
 class _Impossible(Exception):
-    """What a rule asked for cannot be done: the words, and a hint."""
+    """A rule chose something impossible: the reason, and a hint."""
 
 
 @dataclass(frozen=True)
 class LocalRule:
-    """What a rank does next, by what has arrived at it: AMPNet's `choose`, judged by following it.
+    """What a rank does next, decided by what has arrived: AMPNet's `choose`, judged by following the rule.
 
     rule(rank, ranks, total, in_flight, forwards, backwards, outputs, gradients) -> Forward(i), Backward(i) or None
 
-    ranks, total, in_flight   of the run: micro-batches in all, and at most under way
-    time                      at most so many units, a forward taking 1 and a backward 2
+    ranks, total, in_flight   of the run: ranks, micro-batches in all, and how many may be under way
+    time                      at most so many units; a forward takes 1 and a backward 2
     activations               at most so many micro-batches kept on every rank
     late                      at most so many updates between a forward and its gradient, on every rank
     """
@@ -288,7 +289,7 @@ class LocalRule:
 
 
 def _followed(rule: Callable[..., Any], ranks: int, total: int, in_flight: int) -> list[list[Action]]:
-    """The order of every rank that follows a rule. Raises _Impossible where it cannot be followed."""
+    """The order of every rank that follows a rule. Raises _Impossible if the rule cannot be followed."""
     size = f"with {several(ranks, 'rank')}, {several(total, 'micro-batch')} and in_flight={in_flight}"
 
     def checked(

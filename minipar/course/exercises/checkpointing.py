@@ -1,4 +1,4 @@
-"""Lesson 03: the best segment length; segments as an order of work; 64 layers in 12 units of memory."""
+"""Lesson 03: the best segment length; segments as an order of instructions; 64 layers in 12 units of memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _costs(layers: int, output: int = 1, saved: int = 0) -> LayerCosts:
 
 
 def _peak(length: int, layers: int, output: int, saved: int) -> float:
-    """MiB at the peak, with segments of `length` layers that hand on `output` MiB and save `saved` MiB besides."""
+    """MiB at the peak, with segments of `length` layers with outputs of `output` MiB that save `saved` MiB more."""
     chain = _costs(layers, output, saved).chain(0, layers)
     return memory(chain, at_once(in_segments(layers, every(layers, length))))[1] / MiB
 
@@ -65,7 +65,7 @@ LENGTH = Function(
 
 
 def _segments(layers: int, length: int) -> Case:
-    """With the targets of minipar's own schedule, whose last segment does not run again."""
+    """A case with the targets of minipar's own schedule, whose last segment does not run again."""
     costs = _costs(layers)
     schedule = at_once(in_segments(layers, every(layers, length)))
     chain = costs.chain(0, layers)
@@ -83,7 +83,7 @@ SEGMENTS = Order(
 
 
 def _triangle(layers: int) -> Case:
-    """Every layer but the last runs forward twice, in k + 1 units where k (k + 1) / 2 is at least the layers."""
+    """Every layer but the last runs forward twice, in k + 1 units; k (k + 1) / 2 is at least the number of layers."""
     k = next(k for k in range(1, layers + 1) if k * (k + 1) // 2 >= layers)
     most = layers * (FORWARD + BACKWARD) + (layers - 1) * FORWARD
     return Case((layers,), Device(_costs(layers)), most, (k + 1) * MiB)

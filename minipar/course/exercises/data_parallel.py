@@ -15,7 +15,7 @@ from minipar.course.exercises.kinds.function import Function
 from minipar.course.exercises.kinds.verdict import Verdict, raised
 from minipar.errors import PlanError
 from minipar.prediction.emulated import EmulatedCosts
-from minipar.prediction.estimate import OnPaper
+from minipar.prediction.estimate import Estimate
 from minipar.prediction.memory_formula import per_rank
 from minipar.prediction.simulator import simulate
 from minipar.program import Group, Instruction, Op, Program, Value
@@ -52,8 +52,8 @@ STEP_TIME = Formula(
 
 @dataclass(frozen=True)
 class Shares:
-    """A function `answer(rank, ranks, size)` that gives a rank its rows of a batch: each row to one rank, none twice,
-    and no rank more than one row more than another. `sizes`: (ranks, rows of the batch)."""
+    """A function `answer(rank, ranks, size)` that gives a rank its rows of a batch: each row goes to exactly one rank,
+    and no rank has two rows more than another. `sizes`: (ranks, rows of the batch)."""
 
     sizes: tuple[tuple[int, int], ...]
 
@@ -112,7 +112,7 @@ SHARES = Shares(((4, 10), (1, 7), (3, 9), (4, 3), (5, 23), (8, 64), (6, 0)))
 
 @dataclass(frozen=True)
 class _OnLink:
-    """Seconds of each layer's backward, and of messages: alpha each, and beta a byte."""
+    """Seconds of each layer's backward, and of messages: alpha for each, and beta for each byte."""
 
     backward: tuple[float, ...]
     alpha: float
@@ -146,7 +146,7 @@ def time_with(
 
 
 def best_time(sizes: Sequence[int], backward: Sequence[float], alpha: float, beta: float) -> float:
-    """The shortest there is. ends[k]: when the gradients of all layers from k on are summed, at best."""
+    """The shortest possible time. ends[k]: when the gradients of all layers from k on are summed, at best."""
     count = len(sizes)
     ready = [sum(backward[k:]) for k in range(count)]
     ends = [0.0] * (count + 1)
@@ -170,7 +170,7 @@ def _bucket_problem(given: Any, sizes: list[int], backward: list[float], alpha: 
 
 
 def _runs(cut: Callable[[int, int], bool]) -> Callable[..., list[list[int]]]:
-    """Buckets that end before layer k where cut(k, number of layers)."""
+    """A function that makes buckets: a bucket ends with layer k if cut(k, number of layers)."""
 
     def buckets(sizes: Sequence[int], *_: Any) -> list[list[int]]:
         made: list[list[int]] = [[]]
@@ -203,12 +203,12 @@ BUCKETS = Function(
 
 # 4. a plan ------------------------------------------------------------------------------------------------------------
 
-# Seconds of a forward, for a row and for each micro-batch besides; a backward takes twice as long.
+# Seconds of a forward: for each row, and for each micro-batch in addition; a backward takes twice as long.
 ROW, LAUNCH = 0.01, 0.01
 STEPS = 8  # in a program of which one step's messages travel during the next
 
 
-def with_launches(plan: Plan | str, model: str, device: DeviceSpec | str, batch: int) -> OnPaper:
+def with_launches(plan: Plan | str, model: str, device: DeviceSpec | str, batch: int) -> Estimate:
     """What a plan without stages would take, as `estimate.predict` tells it, where each micro-batch has a price."""
     plan = Plan.parse(plan)
     if plan.pp > 1:
@@ -220,7 +220,7 @@ def with_launches(plan: Plan | str, model: str, device: DeviceSpec | str, batch:
         return EmulatedCosts(program, spec)
 
     program = plan.compile(models.shape(model), steps=plan.block(STEPS), costs_of=costs_of)
-    return OnPaper(plan, simulate(program, costs_of(program)), per_rank(plan, model, batch))
+    return Estimate(plan, simulate(program, costs_of(program)), per_rank(plan, model, batch))
 
 
 FOUR_DEVICES = Choice(

@@ -1,4 +1,4 @@
-"""Lesson 09: which layers the host computes; activations that wait on the host; a link that is too slow for all."""
+"""Lesson 09: which layers the host computes; activations that wait on the host; a link too slow for all of them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ DEVICE_SPEED, HOST_SPEED, LINK = 1000, 20, 10  # operations a ms, and numbers th
 def step_time(operations: Sequence[int], outputs: Sequence[int], host: Collection[int]) -> float:
     """Milliseconds of a step, forward and backward, with the layers `host` computed on the host.
 
-    Where neighbours are in different places, the output between them crosses, and its gradient back. (The input rows
-    come from the host; nothing is overlapped.)
+    Where neighbours are in different places, the output between them crosses the link, and its gradient crosses back.
+    (The input rows come from the host; nothing is overlapped.)
     """
     work = sum(3 * ops / (HOST_SPEED if l in host else DEVICE_SPEED) for l, ops in enumerate(operations))
     places = [l in host for l in range(len(operations))]
@@ -92,7 +92,7 @@ HOST_LAYERS = Function(
 
 
 def _device(layers: int, copy: float) -> Device:
-    """A layer hands on 1 MiB and saves 3 more, which take `copy` ms each way."""
+    """A layer's output has 1 MiB, and it saves 3 MiB more, which take `copy` ms in each direction."""
     return Device(LayerCosts.equal(layers, MiB, 3 * MiB, 10 * ms, 20 * ms), link=3 * MiB / (copy * ms))
 
 

@@ -1,4 +1,4 @@
-"""Lesson 02: read the memory off a program; buffers for inference; gradients that are used at once."""
+"""Lesson 02: find the memory of a program; buffers for inference; gradients that are used at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["BUFFERS", "DEVICE", "GRADIENTS", "PEAK", "STEP", "B", "F", "R", "pro
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Costs that know sizes; everything takes the same time."""
+    """Costs with sizes of values; every instruction takes the same time."""
 
     of: Callable[[Value], float]
 
@@ -52,7 +52,7 @@ def _peak(program: Program, size: Callable[[Value], int]) -> float:
 
 
 def _walked(at_start: bool, writes_first: bool, twice: bool) -> Callable[[Program, Callable[[Value], int]], int]:
-    """A walk through a program with mistakes."""
+    """A walk through a program that makes some mistakes."""
 
     def peak(program: Program, size: Callable[[Value], int]) -> int:
         live = list(program.state[0]) if at_start else []
@@ -148,7 +148,7 @@ BUFFERS = Function(
 )
 
 
-# 3: gradients that are used as soon as they are there -----------------------------------------------------------------
+# 3: gradients that are used as soon as they are made ------------------------------------------------------------------
 
 
 def _device(layers: int) -> Device:

@@ -25,7 +25,7 @@ from minipar.wording import several
 
 
 def _server_bytes(workers: int, nbytes: int, servers: int) -> float:
-    """Of one step's program: all that the first server receives and sends."""
+    """All bytes that the first server receives and sends in one step."""
     plan = Plan(dp=int(workers), sync="ps", servers=int(servers))
     program = plan.compile(uniform(1, int(nbytes)))
     row = program.ranks[int(workers)]
@@ -49,7 +49,7 @@ SERVER_BYTES = Formula(
 
 
 class _Ruled(Consistency):
-    """The servers' state with somebody's own rule for who may pull."""
+    """The servers' state machine, with the student's own rule for which worker may pull."""
 
     may_pull: Callable[[int, dict[int, int]], Any]
 
@@ -62,8 +62,8 @@ class _Ruled(Consistency):
 class PullRule:
     """A function `answer(worker, clocks, bound)`: may this worker have the parameters of its next step?
 
-    Tried on workers of different speeds, with the servers' own state machine: no worker may be further ahead of the
-    slowest one than the bound when it pulls, nobody may wait without need, and all must come to their end.
+    It is tried on workers of different speeds, with the servers' own state machine. When a worker pulls, it may not be
+    further ahead of the slowest one than the bound; no worker may wait without need; and all must come to their end.
 
     cases   (bound, seconds of a step of each worker)
     """
@@ -90,7 +90,7 @@ class PullRule:
         """What is wrong with one run; None if nothing."""
         rule = _Ruled(Mode("ssp", bound=bound), len(speeds), self.steps)
         rule.may_pull = lambda worker, clocks: answer(worker, dict(clocks), bound)
-        due: list[tuple[float, int, int]] = []  # when a worker's gradient is there, whose, of which step
+        due: list[tuple[float, int, int]] = []  # when a worker's gradient arrives, the worker, its step
         now = 0.0
         for worker in range(len(speeds)):
             rule.ask(worker)
@@ -147,7 +147,7 @@ MAY_PULL = PullRule(
 
 
 def _update(arrived: list[tuple[int, int]], version: int, k: int, members: int) -> tuple[list[int], list[int]]:
-    """By the servers' own rule: the workers whose gradients go into update `version`, and those that are dropped."""
+    """By the servers' own rule: workers whose gradients go into update `version`, and workers whose are dropped."""
     rule = Consistency(Mode("k-of-n", count=k, of=max(k, members)), members, version + 10, version)
     rule.clocks = dict.fromkeys(range(members), 0)
     for worker, step in arrived:
@@ -215,7 +215,7 @@ UPDATE = Function(
 
 @dataclass(frozen=True)
 class _Straggling:
-    """Costs of workers of which the first is slower, and of messages and memory by bytes."""
+    """Costs of workers, the first of which is slower, and of messages and memory by bytes."""
 
     program: Program
     own: UnitCosts
@@ -243,7 +243,7 @@ class Served:
     """A plan with parameter servers for `workers` workers, the first of which is `slower` times slower.
 
     ranks       workers and servers together
-    time        until all workers but the first are done with `steps` steps, at most so many seconds
+    time        at most so many seconds until all workers but the first have done `steps` steps
     staleness   of every gradient, at most
     memory      of every server, at most so many bytes: its parameters, and gradients that wait
     dropped     gradients that come too late for their update, at most

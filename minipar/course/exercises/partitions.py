@@ -19,7 +19,7 @@ from minipar.wording import several
 
 
 def _step_time(times: Sequence[float], microbatches: int) -> float:
-    """Of a pipeline whose stages take these times, a third of it forward."""
+    """The step time of a pipeline whose stages take these times; a third of each is the forward."""
     program = Plan(pp=len(times), microbatches=microbatches, schedule="gpipe").compile(layers=len(times))
     return simulate(program, forward=1 / 3, backward=2 / 3, stage_factors=times).time
 
@@ -48,7 +48,7 @@ def _chain(count: int, seed: int) -> list[float]:
 
 
 def not_a_split(given: Any, layers: int, stages: int) -> str:
-    """What keeps an answer from being a split; "" if nothing does."""
+    """Why an answer is not a split; "" if it is one."""
     counts = list(given)
     if len(counts) != stages or any(isinstance(n, bool) or n != int(n) or n < 1 for n in counts):
         return f"gives {counts}; a split is {stages} numbers of layers, each of at least 1"
@@ -70,7 +70,7 @@ def _slower(given: Any, costs: Sequence[float], stages: int) -> str:
 
 
 def even(costs: Sequence[float], stages: int) -> list[int]:
-    """As many layers in each stage, whatever they cost."""
+    """The same number of layers in each stage, whatever they cost."""
     return [len(costs) // stages + (s < len(costs) % stages) for s in range(stages)]
 
 
@@ -112,11 +112,11 @@ CUT = Function(
 
 @dataclass(frozen=True)
 class Search:
-    """A search for a placement of a network with branches, judged by the simulator, with so many questions to it.
+    """A search for a placement of a network with branches, judged by the simulator, which it may call `calls` times.
 
     search(time, nodes, ranks, calls, random) -> placement      time(placement) of a step; a rank for each node
 
-    time    that the placements may take in the mean over `seeds` seeds
+    time    that the placements may take on average over `seeds` seeds
     """
 
     calls: int
@@ -179,7 +179,7 @@ SEARCH = Search(calls=400, time=86.5)
 
 @dataclass(frozen=True)
 class LayerTable:
-    """Costs of a program by layer: of one micro-batch, the time (a third of it forward), and what it keeps."""
+    """Costs of a program by layer, for one micro-batch: the time (a third of it forward), and what it keeps."""
 
     program: Program
     times: tuple[float, ...]
@@ -201,12 +201,12 @@ class LayerTable:
 
 @dataclass(frozen=True)
 class Fit:
-    """A plan under a target of time and one of memory, for layers of different kinds; judged by the simulator.
+    """A plan with a target for time and one for memory, for layers of different kinds; judged by the simulator.
 
     plan() -> words such as "pp=4 microbatches=8 split=3,3,3,3"
 
-    costs, kept   of each layer: its time for a micro-batch, and what it keeps of one until its backward
-    time, room    of a step, and of what one rank keeps at any moment, both at most
+    costs, kept   of each layer: its time for a micro-batch, and the bytes it keeps of one until its backward
+    time, room    limits for the time of a step, and for the bytes that one rank keeps at any moment
     """
 
     costs: tuple[float, ...]
@@ -217,7 +217,7 @@ class Fit:
     room: float
 
     def measure(self, plan: Plan | str) -> tuple[float, list[float]]:
-        """Time of a step, and what each rank keeps at most. PlanError for a plan that cannot be."""
+        """Time of a step, and what each rank keeps at most. PlanError for an impossible plan."""
         program = Plan.parse(plan).compile(layers=len(self.costs))
         trace = simulate(program, LayerTable(program, self.costs, self.kept))
         return trace.time, [float(peak) for peak in trace.peak_memory()]

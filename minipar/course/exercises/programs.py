@@ -1,4 +1,4 @@
-"""Lesson 01: the time of a pipeline's step; a schedule to mend; a schedule for small devices."""
+"""Lesson 01: the time of a pipeline's step; a schedule to repair; a schedule for small devices."""
 
 from __future__ import annotations
 

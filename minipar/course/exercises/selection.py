@@ -36,7 +36,7 @@ STATES = Formula(
 
 @dataclass(frozen=True)
 class Choices:
-    """A function from the name of a cluster to a plan for it: each as `Choice`."""
+    """A function from the name of a cluster to a plan for it; each plan is judged as in `Choice`."""
 
     clusters: Mapping[str, Choice]
 

@@ -1,4 +1,4 @@
-"""Lesson 08: bytes by ZeRO's stage; an optimizer in parallel, on real ranks; ZeRO-3 as an order of work."""
+"""Lesson 08: bytes by ZeRO's stage; an optimizer in parallel, on real ranks; ZeRO-3 as an order of instructions."""
 
 from __future__ import annotations
 
@@ -119,7 +119,8 @@ def _gradient(parameters: Tensor, rank: int, step: int) -> Tensor:
 
 
 def _on_rank(answer: Callable[..., Any], numbers: int, comm: Any = None) -> tuple[list[float], int, float, list[str]]:
-    """In a rank: some steps. Parameters afterwards, numbers of momentum, numbers sent in a step, and the calls."""
+    """In a rank: do some steps. Returns the parameters, and for a step how many numbers the momentum has, how many were
+    sent, and by which calls."""
     import torch
 
     from minipar.comm import communicator
@@ -149,7 +150,8 @@ def _expected(numbers: int, ranks: int) -> list[float]:
 
 @dataclass(frozen=True)
 class OptimizerParallel:
-    """update(comm, parameters, gradient, momentum), run on real ranks: plain SGD's parameters, and few bytes."""
+    """update(comm, parameters, gradient, momentum), run on real ranks: it must give plain SGD's parameters, and send
+    few bytes."""
 
     cases: tuple[tuple[int, int], ...] = ((2, 12), (3, 10))  # ranks, numbers
 
@@ -158,7 +160,7 @@ class OptimizerParallel:
 
         if not callable(answer):
             return Verdict(False, f"{answer!r} is no function", "def update(comm, parameters, gradient, momentum): ...")
-        try:  # on one rank everything is there already
+        try:  # (on one rank nothing has to be sent)
             alone = _on_rank(answer, 6, _Alone())[0]
         except Exception as error:
             return raised(error, "on a single rank your function")

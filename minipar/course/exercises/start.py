@@ -1,4 +1,4 @@
-"""Lesson 00: who a rank is, which rows it has, and a first plan."""
+"""Lesson 00: a rank's place in the mesh, its rows, and a first plan."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ CLOSE = 1e-9  # relative; the halves are computed in float64
 class Halves:
     """The backward of y = tanh(x @ w.T) as two functions, judged by autograd.
 
-    input_half(w, y, grad_y) -> (grad_x, left)      what the stage before waits for, and what the other half needs
-    weight_half(x, left) -> grad_w                  any time later
+    input_half(w, y, grad_y) -> (grad_x, left)      the gradient for the stage before, and what the other half needs
+    weight_half(x, left) -> grad_w                  runs at any later time
     """
 
     sizes: tuple[tuple[int, int, int], ...] = ((5, 3, 4), (1, 6, 2), (7, 2, 2))  # rows, inputs, outputs

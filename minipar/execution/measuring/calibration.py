@@ -16,9 +16,11 @@ from contextlib import nullcontext
 from dataclasses import replace
 from itertools import combinations
 from statistics import median
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from tqdm.auto import tqdm
 
 from minipar.cluster import Cluster, worker
@@ -27,6 +29,7 @@ from minipar.comm.communicator import Communicator
 from minipar.comm.playing import play
 from minipar.costs.rates import Calibration, LinearCost, fit
 from minipar.errors import PlanError
+from minipar.execution import autograd_entry
 from minipar.execution.affinity import on_own_core
 from minipar.prediction.oversubscription import available_cores
 from minipar.program import Program
@@ -39,6 +42,7 @@ _WIDTH, _ROWS, _SQUARE = 192, 256, 256
 _EXCHANGE_SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 22)  # bytes of a message
 _SEVERAL = 4
 _POOL = 64 << 20  # bytes
+_QUICK = 0.5  # seconds of a calibration that nobody asked for
 
 
 def calibrate(cluster: Cluster, *, seconds: float = 2.0, progress: bool = True, algorithms: bool = True) -> Calibration:
@@ -60,6 +64,21 @@ def calibrate(cluster: Cluster, *, seconds: float = 2.0, progress: bool = True, 
     with tqdm(total=2 + len(pairs), desc="calibrate", disable=not progress, leave=False) as bar:
         found = cluster.run_with(lambda rank, done: bar.update(), _measure, pairs, seconds, algorithms)
     return found[0]
+
+
+def quick_calibration(cluster: Cluster, *, algorithms: bool, progress: bool = True) -> Calibration:
+    """A quick calibration of a cluster, measured at the first call and kept for as long as the cluster lives.
+
+    Its number of ranks, their threads and their device never change, and a rank that was replaced works on the same
+    machine. Arguments and errors as of `calibrate`.
+    """
+    known = _known.setdefault(cluster, {})
+    if algorithms not in known:
+        known[algorithms] = calibrate(cluster, seconds=_QUICK, progress=progress, algorithms=algorithms)
+    return known[algorithms]
+
+
+_known: WeakKeyDictionary[Cluster, dict[bool, Calibration]] = WeakKeyDictionary()
 
 
 # in the ranks ---------------------------------------------------------------------------------------------------------
@@ -128,7 +147,7 @@ def _compute(comm: Communicator, window: float, clock: Callable[[], float]) -> t
 
     def train() -> None:
         result: Tensor = layer(rows)
-        result.backward(result.detach())
+        autograd_entry.backward([get_gradient_edge(result)], [result.detach()])
 
     def rate(work: Callable[[], None], here: bool) -> float:
         work()  # warm up, and back into the caches
@@ -159,7 +178,7 @@ def _compute(comm: Communicator, window: float, clock: Callable[[], float]) -> t
 
 
 def _ping_pong(comm: Communicator, a: int, b: int, size: int, repeats: int) -> tuple[float, float, float]:
-    """Seconds of one message between a and b, of the sender's work in it, and of the receiver's; counts on rank a."""
+    """Seconds of one message between a and b, of the sender's work in it, and of the receiver's; valid on rank a."""
     comm.barrier()
     if comm.rank not in (a, b):
         comm.barrier()
@@ -222,8 +241,8 @@ def _allreduce(comm: Communicator, members: int, repeats: int) -> LinearCost:
 #     one         rank 0 -> rank 1 -> rank 2 -> rank 0         a message to the next rank, and one from the one before
 #     several     the same, several messages in a row          what each further one takes
 #
-# These are no algorithms: `play` runs them as it runs those. The memory is cold, as gradients are: each call works on
-# another part of a large tensor.
+# These programs compute nothing, but `play` runs them as it runs an algorithm. The memory is cold, as it is for
+# gradients: each call works on another part of a large tensor.
 
 
 def _with_exchanges(comm: Communicator, found: Calibration, repeats: int) -> Calibration:
@@ -265,7 +284,7 @@ def _message_alone(comm: Communicator, repeats: int) -> LinearCost:
 
 
 def _there_and_back() -> Program:
-    """Rank 1 sends back what it received, once it is there."""
+    """Rank 1 sends each message back when it has received it."""
 
     def moves(setting: Setting, rank: int) -> Iterator[Move]:
         there: list[Move] = [Send([0], 1 - rank), Copy([0], 1 - rank)]
@@ -348,7 +367,7 @@ def _gather(comm: Communicator, numbers: list[float], length: int) -> list[list[
 
 
 def _typical(times: list[float]) -> float:
-    """The lower quartile: what happens when no other program is in the way, but no lucky exception."""
+    """The lower quartile: other programs disturb it little, and one lucky measurement does not decide it."""
     return sorted(times)[(len(times) - 1) // 4]
 
 

@@ -17,7 +17,7 @@ REPEATS = 3
 
 
 def measure_copies(device: torch.device, disk: bool, folder: str | None = None) -> Copies:
-    """Of tensors of `device`; to the disk only if asked for. Raises StoreError where the folder cannot be written."""
+    """Measure copies of tensors of `device` to the host, and to the disk if `disk`. StoreError for a bad folder."""
     away, back = _lines(HostStore(), device)
     if not disk:
         return Copies(away, back)

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from minipar.costs.measured import Profile
 from minipar.errors import MiniparError, PlanError
-from minipar.execution import naming_layers, repartition, sliced
+from minipar.execution import autograd_entry, naming_layers, repartition, sliced
 from minipar.execution.measuring.weighing import Weights, weigh
 from minipar.execution.split_backward import input_half, left, weight_half
 from minipar.execution.tails import Tails
@@ -347,7 +347,7 @@ def _runs(
             ends = [end for end in ends if end.requires_grad]
             with FlopCounterMode(display=False, custom_mapping=_FLOPS) as backward:
                 if ends:
-                    torch.autograd.backward(ends, _ones(ends))
+                    autograd_entry.backward([get_gradient_edge(end) for end in ends], _ones(ends))
         except MiniparError:
             raise
         except Exception as error:
@@ -368,13 +368,13 @@ def _runs(
 
 
 def _forward(run: Callable[[Any], Any], loss: Loss | None, given: Any) -> tuple[Any, list[Tensor]]:
-    """What a layer hands on, and the tensors that a backward starts from: the loss, or what can have a gradient."""
+    """A layer's output, and the tensors that a backward starts from: the loss, or what can have a gradient."""
     output = run(given)
     return output, [loss(output)] if loss else differentiable(output)
 
 
 def _kept_anyway(target: Any, part: sliced.Alone | None) -> list[Tensor]:
-    """The loss's targets; and of a slice what the layer takes and carries on beside its input and output."""
+    """The loss's targets; for a slice also what the layer takes and carries on beside its input and output."""
     return [*tensors(target), *(tensors(part.beside) if part else ())]
 
 
@@ -384,12 +384,12 @@ def _time_run(run: list[_Measured], repeats: int, clock: _Stopwatch) -> list[_La
         graphs = [each.forward(clock) for each in run]
         for each in reversed(run):
             _, ends = graphs.pop()
-            gradients = _ones(ends)
+            edges, gradients = [get_gradient_edge(end) for end in ends], _ones(ends)
             start = clock()
             if ends:
-                torch.autograd.backward(ends, gradients)
+                autograd_entry.backward(edges, gradients)
             each.seconds["backward"].append(clock() - start if ends else 0.0)
-            del ends
+            del ends, edges
     for _ in range((repeats + 1) // 2):
         graphs = [each.forward(clock) for each in run]
         for each in reversed(run):
@@ -429,8 +429,8 @@ def _ones(ends: Sequence[Tensor]) -> list[Tensor]:
     return [torch.ones_like(end) for end in ends]
 
 
-# What autograd keeps of the layers that are timed together: more than the caches next to a core hold, and little
-# beside a device's memory.
+# Bytes that autograd keeps of the layers that are timed together: more than the caches next to a core hold, and few
+# compared with a device's memory.
 _KEPT = 64 * 2**20
 
 
@@ -473,7 +473,7 @@ def _measure_step(
 
 @contextmanager
 def _undisturbed(device: torch.device, threads: int) -> Iterator[None]:
-    """Random generators and the number of threads as they were, whatever happens inside."""
+    """Set the number of threads; restore it, and the random generators, whatever happens inside."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

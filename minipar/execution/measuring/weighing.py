@@ -32,7 +32,7 @@ def weigh(
 
     run     the layer as a function of its input: it gives the output, and whatever else the caller wants of it, such
             as the loss
-    known   asked after the forward: tensors that are kept anyway, such as the loss's targets, and count for nothing
+    known   called after the forward: tensors that are kept anyway, such as the loss's targets, and do not count
 
     Returns what `run` gave, and the bytes.
     """

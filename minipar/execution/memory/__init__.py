@@ -9,8 +9,8 @@
 
 A dispatch mode follows every storage to the byte, says afterwards what kind it was, and ties each change to an
 instruction. Capacity is checked at each allocation. `prediction/memory.py` lays tapes along a program and a model's
-edges. A storage dies when the executor, the layer that made it and the layers that read it have let it go. A received
+edges. A storage dies when the executor, the layer that made it and the layers that read it have released it. A received
 message is `buffers` until it is read, then `activations`. A bucket is the gradient itself, and what is copied into it
-is temporary. What counts on a rank are its own layers, from the building of the executor on. `trace/` reads the series
-of both without torch.
+is temporary. A rank counts only its own layers, from when its executor is built. `trace/` reads the series of both
+without torch.
 """

@@ -36,7 +36,7 @@ def _owner(kind: str, layer: int, size: int) -> str:
 
 
 def ways_out(program: Program, kinds: Mapping[str, int], needed: int, capacity: int) -> tuple[str, ...]:
-    """Three changes of the plan, those first that free most. Sizes are what this rank holds now, scaled."""
+    """Three changes of the plan; those that free most come first. Sizes are what this rank holds now, scaled."""
     rows = sum(kinds.get(kind, 0) for kind in ("activations", "buffers", "temporary", "data"))
     states = {kind: kinds.get(kind, 0) for kind in ("parameters", "gradients", "optimizer")}
     fixed = sum(states.values())

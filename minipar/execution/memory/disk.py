@@ -1,4 +1,4 @@
-"""Tensors in files: one file a tensor, written aside and renamed, with a checksum, past the page cache where possible.
+"""Tensors in files, one file each, with a checksum; they are written past the page cache where that is possible.
 
     KEY.tensor      header (magic, bytes, checksum), padded to a block | data, padded to a block
 
@@ -50,7 +50,7 @@ class DiskStore(Tier):
                 f"offload folder {folder!r}: {error.strerror}; possible is one that can be written"
             ) from None
         super().__init__(capacity)
-        # Of pages, so they are aligned as direct access wants it; one per direction, each used by one thread.
+        # Buffers of whole pages, which are aligned as direct access needs; one per direction, each used by one thread.
         self._stage, self._stage_back = mmap.mmap(-1, STAGE), mmap.mmap(-1, STAGE)
         self.direct = direct and hasattr(os, "O_DIRECT") and self._takes_direct()
         self._forms: dict[Hashable, tuple[torch.Size, torch.dtype]] = {}

@@ -23,12 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _OUTSIDE = -1
 
 
-class Held(weakref.ref[Any]):
+class FollowedStorage(weakref.ref[Any]):
     """A storage that is followed: a weak reference that knows what it refers to.
 
-    nbytes   its size at the last look; -1 for one that belongs to somebody else
+    nbytes   its size when it was last seen; -1 for one that belongs to somebody else
     kind     one of `series.ALL_KINDS`; "" until it is known
-    layer    whose it is; -1: no layer's
+    layer    the layer that it belongs to; -1: none
     """
 
     __slots__ = ("key", "kind", "layer", "nbytes")
@@ -48,16 +48,16 @@ class Storages(TorchDispatchMode):
         super().__init__()
         self.device_type = device
         self.live = 0
-        self.known: dict[int, Held] = {}
+        self.known: dict[int, FollowedStorage] = {}
         # Weak references are told of a death at any place, on any thread: they only leave a note, read by `settle`.
         self._freed: deque[Any] = deque()
         self._taking = True
         self._resize: list[Any] = []
 
-    def changed(self, held: Held, delta: int) -> None:
+    def changed(self, held: FollowedStorage, delta: int) -> None:
         """A storage was allocated, freed, or has another size now."""
 
-    def register(self, tensor: Tensor, kind: str = "", layer: int = -1) -> Held:
+    def register(self, tensor: Tensor, kind: str = "", layer: int = -1) -> FollowedStorage:
         """Follow a tensor's storage from now on, made outside or not, and say what it is."""
         storage = tensor.untyped_storage()
         held = self.find(storage)
@@ -66,17 +66,17 @@ class Storages(TorchDispatchMode):
             self._change(held, held.nbytes)
         return held
 
-    def find(self, storage: torch.UntypedStorage) -> Held | None:
+    def find(self, storage: torch.UntypedStorage) -> FollowedStorage | None:
         """The record of a storage, if it has one."""
         held = self.known.get(id(storage))
         return held if held is not None and held() is storage else None
 
-    def held_by(self, tensor: Tensor) -> Held | None:
+    def held_by(self, tensor: Tensor) -> FollowedStorage | None:
         """The record of a tensor's storage; None for one that is not followed."""
         held = self.find(tensor.untyped_storage())
         return None if held is None or held.nbytes == _OUTSIDE else held
 
-    def everything(self) -> Iterator[Held]:
+    def everything(self) -> Iterator[FollowedStorage]:
         """All that is live and followed."""
         self.settle()
         return (held for held in list(self.known.values()) if held.nbytes > 0)
@@ -85,7 +85,7 @@ class Storages(TorchDispatchMode):
         """Take note of the storages that have died."""
         freed = self._freed
         while freed:
-            held: Held = freed.popleft()
+            held: FollowedStorage = freed.popleft()
             if self.known.get(held.key) is held:
                 del self.known[held.key]
             if held.nbytes > 0:
@@ -94,7 +94,7 @@ class Storages(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: torch would import its compiler, for a second or more, only to keep it away from this mode."""
+        """Say no: else torch would import its compiler, for a second or more, only to keep it away from this mode."""
         return False
 
     # what the mode sees ----------------------------------------------------------------------------------------------
@@ -123,18 +123,18 @@ class Storages(TorchDispatchMode):
             if not outside:
                 self._change(held, held.nbytes)
 
-    def _follow(self, storage: torch.UntypedStorage, nbytes: int, kind: str, layer: int) -> Held:
-        held = Held(storage, self._freed.append)
+    def _follow(self, storage: torch.UntypedStorage, nbytes: int, kind: str, layer: int) -> FollowedStorage:
+        held = FollowedStorage(storage, self._freed.append)
         held.key, held.nbytes, held.kind, held.layer = id(storage), nbytes, kind, layer
         self.known[held.key] = held
         return held
 
-    def _resized(self, held: Held, nbytes: int) -> None:
+    def _resized(self, held: FollowedStorage, nbytes: int) -> None:
         delta = nbytes - held.nbytes
         held.nbytes = nbytes
         self._change(held, delta)
 
-    def _change(self, held: Held, delta: int) -> None:
+    def _change(self, held: FollowedStorage, delta: int) -> None:
         self.settle()
         self.live += delta
         self.changed(held, delta)

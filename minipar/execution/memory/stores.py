@@ -3,10 +3,10 @@
     store.put(key, tensor)     starts to copy it away, and returns a future; until it is done the tensor must stay
     store.prefetch(key)        starts to bring it back
     store.get(key)             the tensor, when it is back; what was put stays there until it is put again or dropped
-    store.fetch(key, into)     starts to copy it into a tensor that is there already, and returns a future
+    store.fetch(key, into)     starts to copy it into an existing tensor, and returns a future
 
-Copies run on two threads of the store, one per direction, in order, beside the computation; what is being put is
-waited for before it is read. A store has a capacity, and counts its bytes.
+Copies run on two threads of the store, one per direction, in order, while the rank computes. A read waits for a put
+that is under way. A store has a capacity, and counts its bytes.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Ledger:
 
 
 class Tier(ABC):
-    """What both tiers share: a thread that copies in order, and what is on its way back."""
+    """What both tiers share: two threads that copy in order, and the copies that are under way."""
 
     tier = ""
 
@@ -123,7 +123,7 @@ class Tier(ABC):
         return self._ledger.bytes
 
     def close(self) -> None:
-        """Wait for what is under way, and let go of everything that was kept."""
+        """Wait for copies that have not ended, and drop everything that was kept."""
         for key in list(self._ledger.sizes):
             self.drop(key)
         self._reader.shutdown()
@@ -168,7 +168,7 @@ class HostStore(Tier):
 
 
 def move(source: Tensor, into: Tensor) -> None:
-    """Copy one tensor into another, beside what a GPU computes if one of them is there; done when this returns."""
+    """Copy one tensor into another; the copy is done when this returns. A GPU goes on computing meanwhile."""
     device = next((t.device for t in (source, into) if t.is_cuda), None)
     if device is None:
         into.copy_(source)

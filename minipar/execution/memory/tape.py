@@ -1,10 +1,9 @@
 """Record what one layer allocates and frees, in order, alone on one device: its forward, and its backward.
 
-    root --Source--> input --layer--> output --Sink-->        Source and Sink stand for the neighbours: they hand over
-         <--------- input gradient <-------- gradient         and take what the neighbours would, and keep nothing
+    root --Source--> input --layer--> output --Sink-->        Source and Sink take the place of the neighbours: they
+         <--------- input gradient <-------- gradient         give and take what the neighbours would, and keep nothing
 
-So everything that is still there is there because this layer keeps it. `prediction/memory.py` lays the tapes of all
-layers along a program.
+So all memory that remains is kept by this layer. `prediction/memory.py` lays the tapes of all layers along a program.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from minipar.execution import sliced
 from minipar.execution.measuring.profiler import OptimizerFactory
-from minipar.execution.memory.storages import Held, Storages
+from minipar.execution.memory.storages import FollowedStorage, Storages
 from minipar.execution.split_backward import input_half, weight_half
 from minipar.models import randomness
 from minipar.models.parameter_groups import parameters_of
@@ -31,13 +30,13 @@ Loss = Callable[[Any, Any], Tensor]
 
 
 class _Recorder(Storages):
-    """Every change in order; `roles` say what the storages that matter are, those that do not are temporary."""
+    """Every change in order. `role` says what a storage is; one without a role is temporary."""
 
     def __init__(self, device: str) -> None:
         super().__init__(device)
-        self.log: list[tuple[int, Held]] = []
+        self.log: list[tuple[int, FollowedStorage]] = []
 
-    def changed(self, held: Held, delta: int) -> None:
+    def changed(self, held: FollowedStorage, delta: int) -> None:
         self.log.append((delta, held))
 
     def role(self, value: Any, kind: str) -> None:
@@ -48,7 +47,7 @@ class _Recorder(Storages):
                 held.kind = kind
 
     def name_the_rest(self, kind: str) -> None:
-        """What is left of a forward is saved for the backward; what is gone was temporary."""
+        """Storages without a role that are still alive get this role; those that have died were temporary."""
         self.settle()
         for _, held in self.log:
             held.kind = held.kind or ("temporary" if held() is None else kind)
@@ -61,7 +60,7 @@ class _Recorder(Storages):
 
 
 class _Source(torch.autograd.Function):
-    """Hands on a tensor that somebody else holds, and takes its gradient."""
+    """Gives the layer a tensor that somebody else holds, and takes its gradient."""
 
     @staticmethod
     def forward(ctx: Any, root: Tensor, tensor: Tensor, take: Callable[[Tensor], None]) -> Tensor:
@@ -75,7 +74,7 @@ class _Source(torch.autograd.Function):
 
 
 class _Sink(torch.autograd.Function):
-    """A scalar behind some tensors, of which it keeps nothing; makes a gradient for each of them."""
+    """A scalar that depends on some tensors but keeps nothing of them; its backward makes a gradient for each."""
 
     @staticmethod
     def forward(ctx: Any, give: Callable[[Any], None], *ends: Tensor) -> Tensor:
@@ -103,8 +102,8 @@ def record(
 ) -> Tapes:
     """The tapes of every layer for every number of rows in `rows`, and the workspace of an optimizer step.
 
-    Arguments as for `minipar.profile`, and of slices the same keys; `split`: of backwards in halves, too; `edges`: of a
-    model with branches. Every layer runs on a copy, and is given what its edges bring.
+    Arguments and the keys of slices are as for `minipar.profile`; `split`: also record backwards in halves; `edges`: of
+    a model with branches. Every layer runs on a copy, and is given what its edges bring.
     """
     layers = list(model)
     copies = copy.deepcopy(nn.Sequential(*layers))
@@ -159,7 +158,7 @@ def _one_layer(
     split: bool,
     here: _Here | None,
 ) -> tuple[Any, Any, LayerTape]:
-    """What a layer hands on and, of a slice, carries on; and its tapes: without a graph; forward and first backward; a
+    """A layer's output; for a slice, what it carries on; and its tapes: without a graph; forward and first backward; a
     later backward; halves."""
     with torch.no_grad():
         recorder, given = _given(layer, value, l, None)
@@ -185,7 +184,7 @@ def _one_layer(
 
 
 def _runner(layer: nn.Module, here: _Here | None, recorder: _Recorder, trains: bool) -> Any:
-    """The layer as a function of its input; of a slice, beside it what was carried on, which somebody else holds."""
+    """The layer as a function of its input. For a slice it also takes the carry before, which somebody else holds."""
     if here is None:
         return layer
     before = map_tensors(here.before, lambda t: t.detach().clone())
@@ -231,7 +230,7 @@ def _with_graph(
             leaves, run.handed_on = differentiable(run.given), None
         recorder.take()
         del output, ends, given, end, more
-        before = recorder.take()  # what goes now is not held by the graph
+        before = recorder.take()  # what is freed now was not held by the graph
         edges = [get_gradient_edge(one) for one in last if one.requires_grad]
         del last
         input_tape: Tape = ()

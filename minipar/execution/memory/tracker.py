@@ -5,17 +5,17 @@
         executor.run(...)
     tracker.take_series()                              what happened in this pass
 
-What a storage is, is known when the instruction that made it has ended:
+The kind of a storage is known when the instruction that made it has ended:
 
     parameters    registered: parameters and buffers of the layers that the rank holds, frozen ones included
-    gradients     a parameter's `.grad` then, and the buckets that gradients live in
+    gradients     a parameter's `.grad`, and the buckets that hold gradients
     optimizer     in the optimizer's state after a STEP
     buffers       a message's, until it was received, or made for a SEND or a collective
-    activations   made by a FORWARD, RECOMPUTE or BACKWARD and still there (a received message becomes one)
+    activations   made by a FORWARD, RECOMPUTE or BACKWARD and still alive (a received message becomes one)
     data          the rows of the step that the rank works on
-    temporary     what was gone again when its instruction had ended
+    temporary     freed before its instruction had ended
 
-A storage's layer is the one whose forward ran, or the one whose output's gradient was computed last.
+A storage belongs to the layer whose forward ran, or whose output's gradient was computed last.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from torch import nn
 
 from minipar.execution.executor import Executor
 from minipar.execution.memory.capacity import out_of_memory
-from minipar.execution.memory.storages import Held, Storages
+from minipar.execution.memory.storages import FollowedStorage, Storages
 from minipar.models.tensors import differentiable, tensors
 from minipar.program import BACKWARDS, Op
 from minipar.trace.memory_series import Series
 
-# Taken here, since a split backward notes hooks that layers register (`noting_hooks`), and does not split where there
-# are some. This one may run in both halves: it only says which layer is at work.
+# The method before `noting_hooks` replaces it: a split backward notes the hooks that layers register, and does not
+# split where there are some. The tracker's hook may run in both halves: it only says which layer is at work.
 _register_hook: Any = torch.Tensor.register_hook
 
 _COMPUTE = (Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
@@ -56,8 +56,9 @@ class Tracker(Storages):
         self.highest = 0
         self.index, self.layer = -1, -1
         self.series = Series()
-        self._fresh: list[Held] = []  # made by the instruction that runs now
-        self._open: list[tuple[float, int, Held | None, str]] = []  # its changes, whose kinds are not all known yet
+        self._fresh: list[FollowedStorage] = []  # made by the instruction that runs now
+        # Its changes, whose kinds are not all known yet.
+        self._open: list[tuple[float, int, FollowedStorage | None, str]] = []
         self._data = self._batches = 0
         self._hooks: list[Any] = []
         self._layer_of = {id(p): layer for layer, module in self._layers() for p in module.parameters()}
@@ -66,7 +67,7 @@ class Tracker(Storages):
         for layer, module in self._layers():
             self._watch_layer(layer, module)
         self.take_in()
-        self.series = Series()  # of what happens from now on
+        self.series = Series()  # records everything from now on
         self._begin()
         executor.watch = self
 
@@ -103,7 +104,7 @@ class Tracker(Storages):
     # what the executor tells -----------------------------------------------------------------------------------------
 
     def at(self, index: int) -> None:
-        """The walk has come to an instruction: what the one before it made is classified."""
+        """The rank has come to an instruction: classify the storages that the one before it made."""
         self._settle()
         ins = self.executor.instructions[index]
         self.index = index
@@ -112,7 +113,7 @@ class Tracker(Storages):
             self._count_data()
 
     def _count_data(self) -> None:
-        """The rows of a step are there: a view of the data set's tensors on the host, but the device holds a copy."""
+        """Count the rows of a step: on the host a view of the data set's tensors, but the device holds a copy."""
         compute = self.executor.compute
         self._batches = len(compute.rows.parts)
         delta = compute.data_bytes() - self._data
@@ -135,7 +136,7 @@ class Tracker(Storages):
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """While entered, what is made belongs to the host."""
+        """While entered, new memory belongs to the host and does not count."""
         self._taking = False
         try:
             yield
@@ -161,7 +162,7 @@ class Tracker(Storages):
 
     # what the storages tell ------------------------------------------------------------------------------------------
 
-    def changed(self, held: Held, delta: int) -> None:
+    def changed(self, held: FollowedStorage, delta: int) -> None:
         """A storage was allocated, freed, or has another size now."""
         self._open.append((time.perf_counter(), delta, held, held.kind))
         if not held.kind and delta == held.nbytes:
@@ -176,7 +177,7 @@ class Tracker(Storages):
             raise self._full(request)
 
     def _settle(self) -> None:
-        """The instruction has ended: what is left of what it made is what."""
+        """The instruction has ended: decide the kind of each storage that it made."""
         self.settle()
         executor = self.executor
         ins = executor.instructions[self.index] if self.index >= 0 else None

@@ -1,4 +1,4 @@
-"""Whether a rank's memory is followed, and why: to see it, to bound it, or both. What `execute` tells its ranks."""
+"""Whether a rank's memory is followed, and why: to see it, to bound it, or both. `execute` sends this to its ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from minipar.execution.executor import Executor
 from minipar.execution.memory.tracker import Tracker
 from minipar.trace.memory_series import Series
 
-SERIES = 8  # of how many passes, the last ones, everything is kept
+SERIES = 8  # how many of the last passes keep everything
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,6 @@ class Followed:
         self.passes += 1
 
     def series_of_passes(self) -> dict[int, Series]:
-        """What was kept, by pass; and in each of them the most that any pass needed."""
+        """The series that were kept, by pass. The `highest` of each is the most that any pass needed."""
         assert self.tracker is not None
         return {k: replace(series, highest=self.tracker.highest) for k, series in self.series.items()}

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from minipar.errors import SaveError
 from minipar.execution.executor import Executor
-from minipar.execution.saving.folder import Row
-from minipar.execution.updating import Piece as Updated
-from minipar.models.tensors import layers_of
+from minipar.execution.saving.folder import SavedParameter
+from minipar.execution.updating import Updated
+from minipar.models.tensors import dtype_name, layers_of
 from minipar.program import Local
 from minipar.sharding.nodes import Cut, Node
 from minipar.strategies.passes.compress import keeps_residual
@@ -30,7 +30,7 @@ from minipar.strategies.passes.compress import keeps_residual
 SMALL = 1 << 20  # bytes; what is larger, and held by several ranks, is written by all of them, a part each
 
 
-class Piece(NamedTuple):
+class SavedSlice(NamedTuple):
     """Neighbouring elements of a tensor of this shape, from `start` on. `number`: a plain number, made a tensor."""
 
     key: str
@@ -44,12 +44,12 @@ class Piece(NamedTuple):
 class Outline:
     """What every rank knows of a whole model before it lets go of the layers that are not its own."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[SavedParameter, ...]
     layers_of: dict[str, tuple[int, ...]]  # parameter -> layers that have it
     prefixes: tuple[str, ...]  # of the names in each layer
 
 
-class Source(Protocol):
+class SavedSource(Protocol):
     """Where saved elements come from."""
 
     def everything(self) -> list[str]:
@@ -78,14 +78,10 @@ def outline_of(model: nn.Module) -> Outline:
     cuts: Mapping[str, Cut] = getattr(model, "cuts", {})
     shapes = {name: cuts[name].whole_shape(p.shape) if name in cuts else tuple(p.shape) for name, p in found.items()}
     return Outline(
-        tuple(Row(name, shapes[name], dtype_name(p.dtype), p.requires_grad) for name, p in found.items()),
+        tuple(SavedParameter(name, shapes[name], dtype_name(p.dtype), p.requires_grad) for name, p in found.items()),
         {name: tuple(layers[id(p)]) for name, p in found.items()},
         tuple(name for name, layer in model._modules.items() if layer is not None),
     )
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # out ------------------------------------------------------------------------------------------------------------------
@@ -102,7 +98,7 @@ def schedule_of(executor: Executor, updates: int) -> dict[str, Any] | None:
     return None if schedule is None else schedule.saved(updates)
 
 
-def collect(executor: Executor, outline: Outline) -> Iterator[Piece]:
+def collect(executor: Executor, outline: Outline) -> Iterator[SavedSlice]:
     """This rank's share of what must be saved: all ranks together bring each element once. No copies are made."""
     for piece in _collect(executor, outline):
         name = _parameter_of(piece.key)
@@ -115,7 +111,7 @@ def collect(executor: Executor, outline: Outline) -> Iterator[Piece]:
         whole = cut.whole_shape(local)
         for place, start, count in cut.runs(whole, piece.start, piece.start + piece.values.numel()):
             values = piece.values[start - piece.start :][:count]
-            yield Piece(piece.key, whole, place, values, piece.number)
+            yield SavedSlice(piece.key, whole, place, values, piece.number)
 
 
 def _parameter_of(key: str) -> str:
@@ -127,7 +123,7 @@ def _parameter_of(key: str) -> str:
 class _Local:
     """What was saved, as a rank has it that has parts of some parameters."""
 
-    def __init__(self, source: Source, cuts: Mapping[str, Cut]) -> None:
+    def __init__(self, source: SavedSource, cuts: Mapping[str, Cut]) -> None:
         self.source, self.cuts = source, cuts
         self.everything, self.states, self.scalars = source.everything, source.states, source.scalars
 
@@ -153,7 +149,7 @@ class _Local:
         self.source.fill(found)
 
 
-def _collect(executor: Executor, outline: Outline) -> Iterator[Piece]:
+def _collect(executor: Executor, outline: Outline) -> Iterator[SavedSlice]:
     """The same, in the shapes of this rank's parts."""
     state, rank = executor.state, executor.comm.rank
     kept = {id(p): values for o in state.optimizers.values() for p, values in o.state.items()}
@@ -187,23 +183,22 @@ def _collect(executor: Executor, outline: Outline) -> Iterator[Piece]:
         (part,) = each.trained
         for p in each.params:
             if p.numel() == 0:  # no slice has any of it
-                yield Piece(f"parameters/{executor.names[id(p)]}", tuple(p.shape), 0, p.data.reshape(-1))
+                yield SavedSlice(f"parameters/{executor.names[id(p)]}", tuple(p.shape), 0, p.data.reshape(-1))
         for p, begin, end, place in each.places():
             name, shape = executor.names[id(p)], tuple(p.shape)
-            yield Piece(f"parameters/{name}", shape, begin, _here(part, name)[place : place + end - begin])
+            yield SavedSlice(f"parameters/{name}", shape, begin, _here(part, name)[place : place + end - begin])
         for piece in each.pieces:
             for name, shape, begin, end, place in piece.runs:
                 for key, values, number in _states(name, kept.get(id(piece.parameter), {})):
                     if values.shape == piece.parameter.shape and not number:
-                        yield Piece(key, shape, begin, values[place : place + end - begin])
+                        yield SavedSlice(key, shape, begin, values[place : place + end - begin])
                     elif begin == 0:
-                        yield Piece(key, tuple(values.shape), 0, values.reshape(-1), number)
+                        yield SavedSlice(key, tuple(values.shape), 0, values.reshape(-1), number)
     for l, layer in executor.compute.layers.items():
-        if (
-            rank == _holders(executor, (l,), alike=False)[0]
-        ):  # replicas may differ in their buffers: the first one's are kept
+        # Replicas may differ in their buffers: the first one's are kept.
+        if rank == _holders(executor, (l,), alike=False)[0]:
             for name, values in _buffers(layer, outline.prefixes[l]):
-                yield Piece(f"buffers/{name}", tuple(values.shape), 0, values.reshape(-1).clone())
+                yield SavedSlice(f"buffers/{name}", tuple(values.shape), 0, values.reshape(-1).clone())
 
 
 def _states(name: str, values: dict[str, Any]) -> Iterator[tuple[str, Tensor, bool]]:
@@ -249,7 +244,7 @@ def _holders(executor: Executor, layers: Sequence[int], alike: bool) -> list[int
     return [rank for rank in found if program.shard(rank) == own] if alike else found
 
 
-def _share(key: str, values: Tensor, rank: int, holders: list[int], number: bool = False) -> Iterator[Piece]:
+def _share(key: str, values: Tensor, rank: int, holders: list[int], number: bool = False) -> Iterator[SavedSlice]:
     """The part that a rank brings of a tensor that all holders have."""
     flat, shape = values.detach().reshape(-1), tuple(values.shape)
     k, size = holders.index(rank), flat.numel()
@@ -258,7 +253,7 @@ def _share(key: str, values: Tensor, rank: int, holders: list[int], number: bool
     elif k > 0:
         return
     if k * size < flat.numel() or flat.numel() == 0:
-        yield Piece(key, shape, k * size, flat[k * size : (k + 1) * size], number)
+        yield SavedSlice(key, shape, k * size, flat[k * size : (k + 1) * size], number)
 
 
 def _buffers(layer: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
@@ -279,7 +274,7 @@ def _class_name(optimizer: torch.optim.Optimizer) -> str:
 # in -------------------------------------------------------------------------------------------------------------------
 
 
-def restore(executor: Executor, outline: Outline, source: Source) -> None:
+def restore(executor: Executor, outline: Outline, source: SavedSource) -> None:
     """Give a rank that has not begun what was saved, whatever plan it was saved under."""
     state, source = executor.state, _Local(source, executor.cuts) if executor.cuts else source
     seen = {id(p) for each in state.slices.values() if each.scattered for p in each.params}
@@ -319,7 +314,7 @@ def restore(executor: Executor, outline: Outline, source: Source) -> None:
             _give(optimizer, own, settings, found)
 
 
-def read_whole(source: Source) -> dict[str, dict[str, Any]]:
+def read_whole(source: SavedSource) -> dict[str, dict[str, Any]]:
     """All that was saved, as whole tensors by name: parameters, buffers, and each parameter's states."""
     found: dict[str, dict[str, Any]] = {"parameters": {}, "buffers": {}, "states": {}}
     for key in source.everything():
@@ -338,20 +333,20 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, dict
     return ((p, group) for group in optimizer.param_groups for p in group["params"])
 
 
-def _copy(source: Source, key: str, target: Tensor) -> None:
+def _copy(source: SavedSource, key: str, target: Tensor) -> None:
     values, here = _read(source, key), _here(target, key)
     if values.dtype == here.dtype or not torch.equal(here.to("cpu", values.dtype), values):
         here.copy_(values)  # (else it was rounded for precision=bf16, and the model itself has it as it was)
 
 
-def _read(source: Source, key: str) -> Tensor:
+def _read(source: SavedSource, key: str) -> Tensor:
     shape, dtype, _ = source.form(key)
     flat = torch.empty(shape, dtype=dtype).view(-1)
     source.fill({(key, 0): flat})
     return flat.view(shape)
 
 
-def _states_of(source: Source, name: str) -> dict[str, Any]:
+def _states_of(source: SavedSource, name: str) -> dict[str, Any]:
     """The states of a whole parameter."""
     found: dict[str, Any] = {}
     for state in source.states(name):
@@ -361,7 +356,7 @@ def _states_of(source: Source, name: str) -> dict[str, Any]:
     return found
 
 
-def _states_of_slice(source: Source, piece: Updated, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+def _states_of_slice(source: SavedSource, piece: Updated, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     """The states of a rank's slice: elements of its parameters' states, end to end, and common numbers.
 
     A parameter that nothing used yet has no states; in a slice its elements start from 0.

@@ -6,8 +6,9 @@
         part-0.safetensors  part-0.json
         part-1.safetensors  part-1.json
 
-A save writes a new step folder, flushes it to the disk, and then renames a new index over the old one. Whoever stops
-before that leaves a folder that no index names, and the saved run of before; the next save takes such folders away.
+A save writes a new step folder, flushes it to the disk, and then renames a new index over the old one. A save that
+stops before that leaves a folder that no index names, and the run saved before still counts; the next save removes such
+folders.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _ASIDE = re.compile(r"\.minipar-[0-9a-f]{8}")
 _FILE = re.compile(r"part-\d+\.safetensors")
 
 
-class Row(NamedTuple):
+class SavedParameter(NamedTuple):
     """One parameter of a model, as the model itself has it."""
 
     name: str
@@ -51,7 +52,7 @@ class Chunk(NamedTuple):
     checksum: int
 
 
-class Entry(NamedTuple):
+class SavedEntry(NamedTuple):
     """A saved tensor. `number`: it was a plain number."""
 
     shape: tuple[int, ...]
@@ -71,7 +72,7 @@ class Header:
     dtype: str
     plan: str
     optimizer: str
-    model: tuple[Row, ...]
+    model: tuple[SavedParameter, ...]
     schedule: dict[str, Any] | None = None
 
 
@@ -82,9 +83,9 @@ class Saved:
     folder: str
     files: str
     header: Header
-    entries: dict[str, Entry]
+    entries: dict[str, SavedEntry]
 
-    def check_fits(self, model: tuple[Row, ...], optimizer: str) -> None:
+    def check_fits(self, model: tuple[SavedParameter, ...], optimizer: str) -> None:
         """SaveError, naming the first parameter that differs, if this was saved of another model or optimizer."""
         for k in range(max(len(model), len(self.header.model))):
             saved = self.header.model[k] if k < len(self.header.model) else None
@@ -101,7 +102,7 @@ class Saved:
             )
 
 
-def _text(row: Row | None) -> str:
+def _text(row: SavedParameter | None) -> str:
     if row is None:
         return "none"
     shape = "×".join(map(str, row.shape)) or "one number"
@@ -112,7 +113,7 @@ def _text(row: Row | None) -> str:
 
 
 def new_token() -> str:
-    """What tells the step folders of one run from those of others."""
+    """A new token, which is part of the names of one run's step folders and of no other's."""
     return secrets.token_hex(4)
 
 
@@ -133,7 +134,7 @@ def prepare(folder: str | os.PathLike[str]) -> str:
 
 @contextlib.contextmanager
 def writing(folder: str) -> Iterator[None]:
-    """Around what writes to a folder: the system's refusals as one line."""
+    """Around code that writes to a folder: turn the system's errors into a SaveError of one line."""
     try:
         yield
     except SaveError:
@@ -148,7 +149,7 @@ def writing(folder: str) -> Iterator[None]:
         ) from error
 
 
-def write_fragment(path: str, part: int, optimizer: str, entries: dict[str, Entry]) -> None:
+def write_fragment(path: str, part: int, optimizer: str, entries: dict[str, SavedEntry]) -> None:
     """Note what one writer has written to a step folder, and see that it is on the disk."""
     text = json.dumps({"optimizer": optimizer, "entries": entries})
     _write(os.path.join(path, f"part-{part}.json"), text.encode())
@@ -156,7 +157,7 @@ def write_fragment(path: str, part: int, optimizer: str, entries: dict[str, Entr
 
 
 def commit(folder: str, step: int, token: str, parts: int, header: Header) -> None:
-    """Make a step folder the one that counts, once all its parts are written. Then take away the others."""
+    """Make a step folder the one that the index names, once all its parts are written. Then remove the others."""
     path = step_folder(folder, step, token)
     entries: dict[str, dict[str, Any]] = {}
     optimizer = ""
@@ -182,12 +183,12 @@ def commit(folder: str, step: int, token: str, parts: int, header: Header) -> No
 
 
 def _aside(folder: str, token: str) -> str:
-    """Where an index is written before it counts."""
+    """The path to which an index is written before it is renamed."""
     return os.path.join(folder, f".minipar-{token}")
 
 
 def _clean(folder: str, counts: str, token: str = "") -> None:
-    """Take away the step folder of a token, or all of them, and what was written aside; not the one that counts."""
+    """Remove the step folder of a token, or all of them, and indices that were not renamed; keep folder `counts`."""
     for name in os.listdir(folder):
         path = os.path.join(folder, name)
         if _STEP.fullmatch(name) and name.endswith(token) and name != counts:
@@ -198,7 +199,7 @@ def _clean(folder: str, counts: str, token: str = "") -> None:
 
 
 def discard(folder: str, token: str) -> None:
-    """Take away what a save that failed has left behind."""
+    """Remove what a failed save has left behind."""
     with contextlib.suppress(OSError, SaveError):
         counts = os.path.basename(open_folder(folder).files) if os.path.exists(os.path.join(folder, INDEX)) else ""
         _clean(folder, counts, token)
@@ -225,7 +226,7 @@ def _write(path: str, data: bytes) -> None:
 
 
 def flush(path: str) -> None:
-    """See that a file, or the names in a folder, are on the disk."""
+    """Flush a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -253,11 +254,13 @@ def open_folder(folder: str | os.PathLike[str]) -> Saved:
         raise SaveError(f"{index}: damaged: its checksum is another one; go on from another folder")
     if body["format"] != FORMAT:
         raise SaveError(f"{index}: of format {body['format']}, but this version of minipar reads format {FORMAT}")
-    model = tuple(Row(name, tuple(shape), dtype, trainable) for name, shape, dtype, trainable in body["model"])
+    model = tuple(
+        SavedParameter(name, tuple(shape), dtype, trainable) for name, shape, dtype, trainable in body["model"]
+    )
     entries = {}
     for key, entry in body["tensors"].items():
         chunks = tuple(Chunk(*chunk) for chunk in entry["chunks"])
-        entries[key] = Entry(tuple(entry["shape"]), entry["dtype"], entry["number"], chunks)
+        entries[key] = SavedEntry(tuple(entry["shape"]), entry["dtype"], entry["number"], chunks)
         if not all(_FILE.fullmatch(chunk.file) for chunk in chunks):
             raise SaveError(f"{index}: damaged: {key} lies in a file outside of the folder")
     if not _STEP.fullmatch(body["files"]):

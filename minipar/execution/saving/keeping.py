@@ -1,4 +1,4 @@
-"""A run's state on its way: from ranks into a folder, from a folder into ranks, and home to the driver.
+"""How a run's state travels: from ranks into a folder, from a folder into ranks, and from ranks to the driver.
 
     train(..., save=folder, save_every=100)     every rank writes its share, in parallel, while it has it
     run = train(...); run.save(folder)          each rank's share came back with its results (up to `KEEP` bytes
@@ -22,7 +22,7 @@ from minipar.errors import SaveError
 from minipar.execution.executor import Executor
 from minipar.execution.saving.contents import (
     Outline,
-    Piece,
+    SavedSlice,
     collect,
     optimizer_name,
     read_whole,
@@ -43,7 +43,7 @@ from minipar.execution.saving.folder import (
 )
 from minipar.models.tensors import count_bytes
 
-KEEP = 64 << 20  # bytes of parameters and optimizer states that come back unasked, so that `run.save` works
+KEEP = 64 << 20  # up to so many bytes of parameters and optimizer states return to the driver, so that `run.save` works
 
 _WAYS = "possible: train(..., keep=True), or train(..., save=folder)"
 
@@ -53,7 +53,7 @@ class Share:
     """What a rank brought back of its state: pieces, or the reason why not."""
 
     header: Header
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[SavedSlice, ...] = ()
     reason: str = ""
 
 
@@ -61,9 +61,9 @@ class Share:
 class Storing:
     """What the ranks are to do about saving.
 
-    saved    go on from there
+    saved    the saved run to go on from
     folder   write there at the end and, if `every` is not 0, every so many steps; "": nowhere
-    keep     bring the state home if it has at most so many bytes in all; None: however large it is
+    keep     bring the state to the driver if it has at most so many bytes in all; None: however large it is
     """
 
     saved: Saved | None = None
@@ -91,8 +91,8 @@ class Storing:
             executor.state.update.schedule.load(self.saved.header.schedule)
 
     def plainly(self) -> dict[str, dict[str, Any]] | None:
-        """What was saved as plain tensors by name, for a model that is whole: parameters, buffers, and of each
-        parameter the optimizer's states. None if the run starts anew."""
+        """What was saved, as whole tensors by name: parameters, buffers, and the optimizer's states of each parameter.
+        None if the run starts from the beginning."""
         if self.saved is None:
             return None
         from minipar.execution.saving.storage import Reading
@@ -126,12 +126,12 @@ class Storing:
         header = replace(header, optimizer=optimizer_name(executor))
         if self.keep == 0:
             return Share(header, reason=f"its state was not kept; {_WAYS}")
-        pieces: list[Piece] = []
+        pieces: list[SavedSlice] = []
         reason = ""
         try:
             header = replace(header, schedule=schedule_of(executor, updates))
             pieces = list(collect(executor, outline))
-        except SaveError as error:  # nobody may want it; `run.save` says so
+        except SaveError as error:  # no error yet, since it may not be needed; `run.save` raises it
             reason = error.reason
         total = int(executor.comm.allreduce(sum(count_bytes(piece.values) for piece in pieces)))
         if self.keep is not None and total > self.keep:
@@ -143,7 +143,7 @@ class Storing:
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
-        """In the driver, around the run: what a save that fails has half written goes away."""
+        """In the driver, around the run: if it fails, remove what was half written."""
         try:
             yield
         except BaseException:
@@ -192,7 +192,7 @@ def export(shares: Sequence[Share], path: str | os.PathLike[str]) -> None:
 
 
 def model_of(shares: Sequence[Share], what: str) -> dict[str, Tensor]:
-    """The parameters and buffers that the ranks brought back, each whole, by name. `what` in an error: who asks."""
+    """The parameters and buffers that the ranks returned, each whole, by name. Errors name the caller, `what`."""
     _, pieces = _together(shares, what)
     tensors: dict[str, Tensor] = {}
     for piece in pieces:
@@ -206,7 +206,7 @@ def model_of(shares: Sequence[Share], what: str) -> dict[str, Tensor]:
 def export_folder(folder: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
     """Write the model of a saved run to one safetensors file, each parameter whole, under its name.
 
-    What is tied stands there once, under its first name: `safetensors.torch.load_model` reads it. SaveError.
+    A tied parameter is written once, under its first name: `safetensors.torch.load_model` reads it. SaveError.
     """
     _export(model_in(folder), path)
 
@@ -249,7 +249,7 @@ def _export(tensors: Mapping[str, Tensor], path: str | os.PathLike[str]) -> None
         raise
 
 
-def _together(shares: Sequence[Share], what: str) -> tuple[Header, list[Piece]]:
+def _together(shares: Sequence[Share], what: str) -> tuple[Header, list[SavedSlice]]:
     reason = next((share.reason for share in shares if share.reason), "" if shares else f"no state was kept; {_WAYS}")
     if reason:
         raise SaveError(f"{what}: {reason}")

@@ -1,12 +1,12 @@
-"""torch.distributed.checkpoint with an index in JSON and tensors in safetensors files, read in any division.
+"""torch.distributed.checkpoint with an index in JSON and tensors in safetensors files, read under any plan.
 
 torch plans and reshards: which saved chunks overlap what is wanted, and where. Its own storage keeps the plan in a
 pickle, which could run anything when it is loaded; so planner and storage are extended here, as torch provides for.
 Every tensor is one line of elements in memory order, and its chunks are runs of them: so the slices of ZeRO, which
 begin and end anywhere in a parameter, are chunks like any other.
 
-What `save` and `load` do in one process stands in `write` and `read` step by step: torch's own functions would talk
-to other processes as soon as a user has made a process group.
+`write` and `Reading.fill` do step by step what torch's `save` and `load` do in one process: torch's own functions would
+communicate with other processes as soon as a user has made a process group.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from minipar.errors import SaveError
-from minipar.execution.saving.contents import Piece, dtype_name
-from minipar.execution.saving.folder import Chunk, Entry, Saved, flush, write_fragment
+from minipar.execution.saving.contents import SavedSlice
+from minipar.execution.saving.folder import Chunk, Saved, SavedEntry, flush, write_fragment
+from minipar.models.tensors import dtype_name, dtype_named
 
 PIECE = 16 << 20  # bytes; what is longer is cut, so that whoever wants a part of it reads little more
 
@@ -56,9 +57,9 @@ Pieces = dict[str, dict[int, Tensor]]  # key -> first element -> elements
 # writing --------------------------------------------------------------------------------------------------------------
 
 
-def write(path: str, part: int, optimizer: str, pieces: Iterable[Piece]) -> None:
+def write(path: str, part: int, optimizer: str, pieces: Iterable[SavedSlice]) -> None:
     """Write some pieces to a step folder, as its part number `part`. OSError and SafetensorError as they come."""
-    forms: dict[str, Piece] = {}
+    forms: dict[str, SavedSlice] = {}
     lines: Pieces = {}
     for piece in pieces:
         forms[piece.key] = piece
@@ -77,7 +78,7 @@ def write(path: str, part: int, optimizer: str, pieces: Iterable[Piece]) -> None
 class SlicesSavePlanner(DefaultSavePlanner):
     """Plans the saving of `Pieces`; `forms` has a piece of each key, for its shape."""
 
-    def __init__(self, forms: dict[str, Piece]) -> None:
+    def __init__(self, forms: dict[str, SavedSlice]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.forms = forms
 
@@ -101,7 +102,7 @@ class SlicesSavePlanner(DefaultSavePlanner):
 class FolderWriter(StorageWriter):
     """Writes one safetensors file, and beside it in JSON what it holds."""
 
-    def __init__(self, path: str, part: int, optimizer: str, forms: dict[str, Piece]) -> None:
+    def __init__(self, path: str, part: int, optimizer: str, forms: dict[str, SavedSlice]) -> None:
         super().__init__()
         self.path, self.part, self.optimizer, self.forms = path, part, optimizer, forms
 
@@ -130,7 +131,7 @@ class FolderWriter(StorageWriter):
             if values.data_ptr() in seen:  # states may share their memory; safetensors wants each its own
                 values = values.clone()
             seen.add(values.data_ptr())
-            kept.append(values)  # while its memory is looked at
+            kept.append(values)  # (so that its memory stays alive until the file is written)
             values = _apart(values)
             # (complex numbers as pairs: safetensors does not know all of their types)
             tensors[_entry(item.index.fqn, start)] = torch.view_as_real(values) if values.is_complex() else values
@@ -148,14 +149,14 @@ class FolderWriter(StorageWriter):
         for result in (result for of_one in results for result in of_one):
             chunks[result.index.fqn].append(result.storage_data)
         entries = {
-            key: Entry(form.shape, dtype_name(form.values.dtype), form.number, tuple(chunks[key]))
+            key: SavedEntry(form.shape, dtype_name(form.values.dtype), form.number, tuple(chunks[key]))
             for key, form in self.forms.items()
         }
         write_fragment(self.path, self.part, self.optimizer, entries)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return False  # torch is never to choose this one by itself
+        return False  # torch must never choose this class automatically
 
 
 # reading --------------------------------------------------------------------------------------------------------------
@@ -296,10 +297,11 @@ class FolderReader(StorageReader):
 
 
 def dtype_of(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise SaveError(f"dtype {name!r}: unknown to this version of torch")
-    return found
+    """A dtype by its name. SaveError for one that this version of torch does not know."""
+    try:
+        return dtype_named(name)
+    except ValueError as error:
+        raise SaveError(str(error)) from error
 
 
 def checksum(values: Tensor) -> int:
@@ -308,7 +310,7 @@ def checksum(values: Tensor) -> int:
 
 
 def _apart(values: Tensor) -> Tensor:
-    """The same memory as a storage of its own: one that NumPy has seen can never be resized again, as ZeRO must."""
+    """The same memory as another storage: one that NumPy has seen cannot be resized again, which ZeRO needs."""
     size = values.numel() * values.element_size()
     if size == 0:
         return values

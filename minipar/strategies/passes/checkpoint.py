@@ -28,10 +28,9 @@ from collections.abc import Container, Sequence
 from itertools import groupby
 
 from minipar.costs.recomputation import Move, at_once, halves
-from minipar.program import Instruction, Op, output, saved
+from minipar.program import Instruction, LayerRun, Op, output, saved
 from minipar.strategies.draft import Draft
 
-LayerRun = tuple[int, int, int]  # layer, micro-batch, step
 NEEDS_SAVED = (Op.BACKWARD, Op.BACKWARD_INPUT)
 
 

@@ -1,4 +1,4 @@
-"""gloo alone: what fails is named as it is over the local transport, and the next run finds all ranks."""
+"""gloo alone: failures have the same errors as over the local transport, and the next run has all ranks again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared memory between ranks: what happens when a rank dies, is stopped, or cannot have any; and its parts alone."""
+"""Shared memory between ranks: what happens when a rank dies, is stopped, or gets no memory; and tests of its parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exercises of lesson 02, and orders of work: solutions pass; stubs and mistakes are told why they do not."""
+"""The exercises of lesson 02, and orders of work: solutions pass; stubs and mistakes fail, and the reason is given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lesson 01, and so formulas and schedules: solutions pass; stubs and plausible mistakes do not, and are told why."""
+"""Lesson 01, with formulas and schedules: solutions pass; stubs and plausible mistakes fail with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lesson 17: solutions pass; stubs and plausible mistakes do not, and are told why."""
+"""Lesson 17: solutions pass; stubs and plausible mistakes fail, and the reason is given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exercises of lesson 08: the reference solutions pass; stubs and plausible mistakes do not, and are told why."""
+"""The exercises of lesson 08: reference solutions pass; stubs and plausible mistakes fail, and the reason is given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lesson 00: solutions pass; stubs and plausible mistakes do not, and are told why."""
+"""Lesson 00: solutions pass; stubs and plausible mistakes fail, and the reason is given."""
 
 from __future__ import annotations
 

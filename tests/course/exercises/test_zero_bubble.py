@@ -1,4 +1,4 @@
-"""Tasks of lesson 11: references pass; stubs and plausible mistakes do not, and are told why."""
+"""Tasks of lesson 11: references pass; stubs and plausible mistakes fail, and the reason is given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan, chosen for a model and so many devices, under a target of time and of memory."""
+"""A plan for a model and a number of devices, with a target for time and for memory."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Choice:
 
     model, batch   a name of `models.table`, and the rows of a step: the whole batch counts, however it is cut
     device         as for `Cluster(device=)`
-    ranks          devices there are; a plan may use fewer
-    time           seconds of a step, at most; None: as long as it likes
+    ranks          the number of devices; a plan may use fewer
+    time           seconds of a step, at most; None: no limit
     memory         bytes on every rank, at most; None: all that the device has
-    precision      what is trained in
-    by             who predicts for plan, model, device and batch; `estimate.predict` needs a device with flops=
+    precision      in which the plan must train
+    by             the function that predicts, of plan, model, device and batch; `estimate.predict` needs flops=
 
-    Only plans that train as one device does may pass: stale or compressed gradients are no way to be quick.
+    Only plans that train as one device does may pass: stale or compressed gradients are not allowed.
     """
 
     model: str
@@ -39,9 +39,9 @@ class Choice:
     time: float | None = None
     memory: int | None = None
     precision: str = "float32"
-    by: Callable[[Plan | str, str, DeviceSpec | str, int], estimate.OnPaper] = estimate.predict
+    by: Callable[[Plan | str, str, DeviceSpec | str, int], estimate.Estimate] = estimate.predict
 
-    def predict(self, plan: Plan | str) -> estimate.OnPaper:
+    def predict(self, plan: Plan | str) -> estimate.Estimate:
         return self.by(plan, self.model, self.device, self.batch)
 
     def judge(self, answer: Any) -> Verdict:
@@ -69,7 +69,7 @@ class Choice:
             return Verdict(False, f"`{answer}` cannot be", error.reason)
         return self._judge(found)
 
-    def _judge(self, found: estimate.OnPaper) -> Verdict:
+    def _judge(self, found: estimate.Estimate) -> Verdict:
         most = self.memory if self.memory is not None else DeviceSpec.parse(self.device).memory
         rank = max(range(len(found.ranks)), key=found.memory.__getitem__)
         held, seconds, name = found.memory[rank], found.time, f"`{found.plan}`"
@@ -85,7 +85,7 @@ class Choice:
 
 
 def _inexact(plan: Plan) -> str:
-    """The word of a plan that changes what is trained; empty if there is none."""
+    """The key and value of a plan that change its results; "" if there are none."""
     for key, exact in (("compress", "none"), ("local_steps", 0), ("mode", "sync")):
         if getattr(plan, key) != exact:
             return f"{key}={getattr(plan, key)}"
@@ -97,7 +97,7 @@ def _size(count: int) -> str:
 
 
 def _smaller(plan: Plan, rank: RankMemory, excess: int) -> str:
-    """What holds most, and which words of a plan are about it."""
+    """What holds most memory, and which keys of a plan make it smaller."""
     words = {
         "optimizer": "shared out by zero=1, kept elsewhere by offload=optimizer, cut by pp",
         "activations": "fewer with smaller micro-batches, recomputed by checkpoint=1; a pipeline holds several at once",
@@ -110,7 +110,7 @@ def _smaller(plan: Plan, rank: RankMemory, excess: int) -> str:
     return f"{_size(excess)} too much of: {parts}. {sizes[0]}: {words[sizes[0]]}"
 
 
-def _faster(found: estimate.OnPaper) -> str:
+def _faster(found: estimate.Estimate) -> str:
     """What the time of a step is lost to: uneven ranks, waiting, or work that is done twice."""
     trace, steps = found.trace, found.trace.program.steps
     busy = [seconds / steps for seconds in trace.busy]

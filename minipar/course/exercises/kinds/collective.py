@@ -1,4 +1,4 @@
-"""A collective of one's own: who sends what to whom, under a target of time and of memory."""
+"""A collective that the student writes: which rank sends what to which, with a target for time and for memory."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from minipar.wording import several
 class Collective:
     """A generator `answer(setting, rank)` of Send, Reduce and Copy, judged by `verify` and `simulate`.
 
-    settings   for whom it must work; the targets are those of the first one
+    settings   for which it must work; the targets are for the first one
     nbytes     of the tensor
-    chunks     how many it is cut into, where that is not what `own_program` takes by itself
+    chunks     how many it is cut into; None: what `own_program` chooses
     time       at most so many seconds, on links of alpha, beta and gamma; `far` between nodes (`AlphaBeta`)
     memory     at most so many times the tensor on every rank, while it runs
     """
@@ -70,7 +70,7 @@ class Collective:
         return AlphaBeta(program, self.alpha, self.beta, self.gamma, nodes=setting.nodes, far=self.far)
 
     def _program(self, answer: Callable[[Setting, int], Any], setting: Setting) -> Program | Verdict:
-        """What the answer makes in a setting, verified; or why it cannot be."""
+        """The program that the answer makes in a setting, verified; or a verdict that says why it is impossible."""
         where = f"with {several(setting.ranks, 'rank')}" + (
             f" on {several(setting.nodes, 'node')}" if setting.nodes > 1 else ""
         )
@@ -138,7 +138,7 @@ def _milli(seconds: float) -> str:
 
 
 def _hint(reason: str) -> str:
-    """What a refusal of `verify` says of one's moves."""
+    """A hint about the moves, for a refusal of `verify`."""
     pairs = "each Send(chunks, to) needs a Reduce or Copy(chunks, source) of the other rank"
     known = (
         ("never has it", "follow that chunk from the rank that has it at the beginning: who should have passed it on?"),

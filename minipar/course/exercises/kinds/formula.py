@@ -14,10 +14,10 @@ from minipar.course.exercises.kinds.verdict import Verdict, raised
 class Formula:
     """A function of numbers that must agree with `truth` in all cases.
 
-    names      what the arguments are called, in order
+    names      of the arguments, in order
     cases      arguments to try; enough of them that no constant agrees
     mistakes   wrong formulas that are often written, each with the hint that its author needs
-    judge_name what gives the right number, in words
+    judge_name the name of the function that gives the right number
     """
 
     names: tuple[str, ...]

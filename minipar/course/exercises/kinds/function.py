@@ -16,14 +16,14 @@ LONGEST = 60  # characters of a value in a sentence
 
 @dataclass(frozen=True)
 class Function:
-    """A function that is tried on cases, and must give what `truth` gives; or anything that `problem` does not refuse.
+    """A function that is tried on cases. It must give what `truth` gives, or anything that `problem` does not refuse.
 
     signature  how it is called, such as "cut(times, stages)"
     cases      tuples of arguments, of which it gets copies; enough of them that no constant is right
-    truth      the right answer to a case, where there is one (numbers equal to 1e-9, sequences element by element)
-    problem    where many answers are right: (given, *case) -> what is wrong with it, "" if nothing
+    truth      gives the one right answer to a case (numbers must agree to 1e-9, sequences element by element)
+    problem    if many answers are right: (given, *case) -> what is wrong with it, "" if nothing
     mistakes   wrong functions that are often written, each with the hint that its author needs
-    hint       what to say where no mistake was recognised
+    hint       what to say if no mistake was recognised
     """
 
     signature: str
@@ -59,7 +59,7 @@ class Function:
         if self.problem is not None:
             try:
                 return self.problem(given, *copy.deepcopy(case))
-            except Exception as error:  # an answer of another form than was asked for
+            except Exception as error:  # (the answer has another form than was asked for)
                 return f"gives {_short(given)}, which cannot be read as an answer ({type(error).__name__}: {error})"
         assert self.truth is not None, "a task has a truth or says what a problem is"
         right = self.truth(*copy.deepcopy(case))
@@ -69,7 +69,7 @@ class Function:
         for function, hint in self.mistakes:
             try:
                 values = [function(*copy.deepcopy(case)) for case in self.cases]
-            except Exception:  # the mistake has no answer to some case, so it was not made
+            except Exception:  # (this mistake gives no answer to some case, so it was not made)
                 continue
             if all(same(x, y) for x, y in zip(given, values, strict=True)):
                 return hint
@@ -77,7 +77,7 @@ class Function:
 
 
 def same(given: Any, right: Any) -> bool:
-    """Whether two answers are equal: numbers to 1e-9, sequences and mappings element by element, of whatever type."""
+    """Whether two answers are equal: numbers to 1e-9, sequences and mappings element by element, of any type."""
     if isinstance(right, bool) or isinstance(given, bool):
         return isinstance(right, bool) and isinstance(given, bool) and given == right
     if isinstance(right, Real):

@@ -1,15 +1,15 @@
 """The order in which a device works on a chain of layers: a generator of (op, layer), judged as a program.
 
-    F, B, R            forward; backward; forward again. Autograd keeps what it needs of the last run before B only
-    STEP               the optimizer's update of one layer; layers without one have theirs together, at the end
-    GATHER, SCATTER    of a layer whose parameters are sharded: all-gather, and reduce-scatter of its gradient
-    OFFLOAD, FETCH     what autograd keeps of a layer goes to the host, and comes back
+    F, B, R            forward; backward; forward again. Autograd keeps what it needs only of the last run before B
+    STEP               the optimizer's update of one layer; layers without one are updated together, at the end
+    GATHER, SCATTER    for a layer whose parameters are sharded: all-gather, and reduce-scatter of its gradient
+    OFFLOAD, FETCH     what autograd keeps of a layer is copied to the host, and back
 
     def mine(layers):                                   F 0 | F 1 | B 1 | B 0 | STEP 0:2
         for l in range(layers): yield F, l              writes output(0), saved(0); output(1), saved(1)
         for l in reversed(range(layers)): yield B, l    frees them, the last ones first
 
-Who reads, writes and frees what follows from the order: a value is freed by its last reader before it is made again.
+What each instruction reads, writes and frees follows from the order: the last reader of a value frees it.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ from minipar.trace import Trace
 F, B, R, STEP = Op.FORWARD, Op.BACKWARD, Op.RECOMPUTE, Op.STEP
 GATHER, SCATTER, OFFLOAD, FETCH = Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.OFFLOAD, Op.FETCH
 NAMES = {F: "F", B: "B", R: "R", STEP: "STEP", GATHER: "GATHER", SCATTER: "SCATTER", OFFLOAD: "OFFLOAD", FETCH: "FETCH"}
-MOST = 100  # instructions for each layer: more, and a loop does not end
+MOST = 100  # instructions for each layer; if there are more, a loop does not end
 MiB, ms = 2**20, 1e-3
 
 
 @dataclass(frozen=True)
 class Device:
-    """What the work of a chain costs: seconds and bytes. Costs of the programs that `program_of` makes.
+    """What a chain of layers costs, in seconds and bytes: the costs of the programs that `program_of` makes.
 
     layers       times, outputs and what is saved, layer by layer
-    parameters   bytes of each layer's; their gradients take as much
+    parameters   bytes of each layer's parameters; gradients take as much
     optimizer    bytes of the optimizer's state for each byte of parameters
     ranks        devices over which parameters and states are sharded
     link         bytes a second to the host, and from it
@@ -95,7 +95,7 @@ class Device:
 
 
 def program_of(order: Iterable[tuple[Op, int]], device: Device, name: str = "by hand") -> Program:
-    """The program of an order, on all ranks of the device alike. It may be wrong: `verify` says what is."""
+    """The program of an order, the same on all ranks of the device. It may be wrong: `verify` says what is wrong."""
     layers, sharded = len(device.layers.forward), device.ranks > 1
     kinds = (param_shard, optimizer_shard) if sharded else (param, optimizer_state)
     state = frozenset(kind(layer) for kind in kinds for layer in range(layers))
@@ -111,7 +111,7 @@ def program_of(order: Iterable[tuple[Op, int]], device: Device, name: str = "by 
 
 
 def _draft(op: Op, layer: int, device: Device, groups: tuple[Group, ...]) -> Instruction:
-    """One instruction, with all that it could write; it frees nothing yet."""
+    """One instruction, with everything that it could write; it frees nothing yet."""
     last, one = len(groups) - 1, (layer,)
     before = (output(layer - 1, 0),) if layer else ()
     kept, ranks = saved(layer, 0), tuple(range(device.ranks))
@@ -143,12 +143,13 @@ def _step(layers: tuple[int, ...], sharded: bool) -> Instruction:
 
 
 def _with_frees(drafts: list[Instruction], state: frozenset[Value], loss: Value) -> tuple[Instruction, ...]:
-    """Seen from the end: what nobody will read is freed by who read it last, and not kept by a run that is repeated."""
+    """Add the frees, from the end to the beginning: the last reader of a value frees it, and a forward that runs again
+    does not keep it."""
     wanted, result = set(state), []
     for ins in reversed(drafts):
         writes = ins.writes
         if ins.op is F or ins.op is R:
-            # (the loss stays from the forward on)
+            # (the loss is kept from the forward on)
             keeps = [v in wanted if v.kind == "saved" or ins.op is R else True for v in writes]
             writes = tuple(v for v, keep in zip(writes, keeps, strict=True) if keep and (ins.op is F or v != loss))
         wanted.difference_update(writes if ins.op is not STEP else ())
@@ -163,7 +164,7 @@ def _with_frees(drafts: list[Instruction], state: frozenset[Value], loss: Value)
 
 @dataclass(frozen=True)
 class Case:
-    """One size: what the function is called with, the device that works, and the targets in seconds and bytes."""
+    """One size: the arguments of the function, the device, and the targets in seconds and bytes."""
 
     arguments: tuple[Any, ...]
     device: Device
@@ -176,8 +177,8 @@ class Order:
     """A generator of (op, layer) that must give a program that can run, within the targets of every case.
 
     signature   how it is called, such as "mine(layers)"
-    problem     what else is wrong with a trace: words, "" if nothing
-    hint        what to say of an order that takes too long
+    problem     says what else is wrong with a trace; "" if nothing
+    hint        what to say about an order that takes too long
     """
 
     signature: str
@@ -243,7 +244,7 @@ class Order:
 
 
 def _hint(order: list[tuple[Op, int]], layers: int) -> str:
-    """What the list lacks, seen without its order; the general advice if nothing."""
+    """What the list lacks, whatever its order is; general advice if it lacks nothing."""
     for op in (F, B):
         count = [sum(pair == (op, layer) for pair in order) for layer in range(layers)]
         for layer, times in enumerate(count):
@@ -267,7 +268,7 @@ def _busiest(trace: Trace) -> str:
 
 
 def _lost(trace: Trace, hint: str) -> str:
-    """Where the time goes beside the forwards and backwards that must be."""
+    """What takes time besides the necessary forwards and backwards."""
     row, starts, ends = trace.program.ranks[0], trace.starts[0], trace.ends[0]
     again = sum(e - s for ins, s, e in zip(row, starts, ends, strict=True) if ins.op is R)
     words = [f"{_ms(again)} are forwards that run again"] if again else []

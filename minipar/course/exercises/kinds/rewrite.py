@@ -21,17 +21,17 @@ WORK = (Op.FORWARD, *BACKWARDS, Op.STEP)
 
 @dataclass(frozen=True)
 class Rewrite:
-    """A pass, tried on several programs. `verify` must accept what it makes, which must do the same work on each rank.
+    """A pass, tried on several programs. `verify` must accept its results, and each rank must do the same work in them.
 
-    plans        (plan, number of layers) of each program; the targets are those of the first one
-    time         at most this long, in the unit of the costs; None: as long as it likes
-    activations  at most so many micro-batches' activations on every rank; None: all of them
-    problem      what else is wrong: (trace before, trace after) -> words, "" if nothing; asked of every program
+    plans        (plan, number of layers) of each program; the targets are for the first one
+    time         at most this long, in the unit of the costs; None: no limit
+    activations  at most so many micro-batches' activations on every rank; None: no limit
+    problem      what else is wrong: (trace before, trace after) -> words, "" if nothing; called for every program
     forward, backward, latency     as in `simulate`
 
-    A target or a problem is needed that the program as it was does not meet, or a pass that does nothing would pass.
-    "The same work": the same forwards, backwards and steps of each layer and micro-batch on each rank. Recomputing,
-    sending, copying and freeing are the pass's own affair.
+    A target or a problem must refuse the original program: else a pass that does nothing would be accepted. "The same
+    work" means the same forwards, backwards and steps of each layer and micro-batch on each rank. A pass may change
+    recomputations, messages, copies and frees.
     """
 
     plans: tuple[tuple[str, int], ...]

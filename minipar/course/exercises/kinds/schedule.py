@@ -1,4 +1,4 @@
-"""A schedule of one's own, under a target of time and of memory."""
+"""A schedule that the student writes, with a target for time and for memory."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from minipar.strategies.plan import Plan
 from minipar.trace import Trace
 from minipar.wording import several
 
-OTHER_SIZES = ((1, 1), (2, 1), (2, 5), (3, 2), (5, 3))  # (stages, micro-batches): a schedule must work for these, too
+OTHER_SIZES = ((1, 1), (2, 1), (2, 5), (3, 2), (5, 3))  # (stages, micro-batches) for which it must work, too
 
 
 @dataclass(frozen=True)
 class Target:
-    """A schedule of one's own, for a pipeline of `stages` ranks and `microbatches` micro-batches.
+    """A schedule that the student writes, for a pipeline of `stages` ranks and `microbatches` micro-batches.
 
-    time                at most this long, in the unit of `forward` and `backward`; None: as long as it likes
-    activations         at most so many micro-batches' activations on every rank; None: all of them
+    time                at most this long, in the unit of `forward` and `backward`; None: no limit
+    activations         at most so many micro-batches' activations on every rank; None: no limit
     forward, backward   of one micro-batch on one rank
     latency             of a message
 
@@ -115,13 +115,13 @@ def _refusal(name: str, answer: Callable[..., Any], stages: int, microbatches: i
 
 
 def _compile(name: str, stages: int, microbatches: int) -> Program:
-    """One layer a stage, so that instructions read `F 2 mb5`. `compile` verifies."""
+    """The program with one layer for each stage, so that instructions read `F 2 mb5`. `compile` verifies it."""
     plan = Plan(pp=stages, microbatches=microbatches, schedule=name)
     return plan.compile(layers=1 + max(map(max, plan.placement())))
 
 
 def _hint(rank: int, actions: list[Action], microbatches: int) -> str:
-    """What one rank's own list lacks, seen without the other ranks; empty if nothing."""
+    """What one rank's list lacks, without regard to the other ranks; "" if nothing."""
     if not actions:
         return f"rank {rank} yields nothing: a schedule is a generator, `for i in ...: yield Forward(i)`"
     halves = any(isinstance(action, BackwardInput | BackwardWeight) for action in actions)
@@ -142,7 +142,7 @@ def _hint(rank: int, actions: list[Action], microbatches: int) -> str:
 
 
 def _longest_wait(trace: Trace) -> tuple[float, int, int]:
-    """The longest time for which a rank does not compute between two instructions: how long, whose, before which."""
+    """The longest time for which a rank does not compute: how long, the rank, and the index of the next instruction."""
     longest = (0.0, 0, 0)
     for rank, row in enumerate(trace.program.ranks):
         end = trace.span[0]

@@ -1,4 +1,4 @@
-"""What a check found, and what it says of an answer that failed by itself."""
+"""The result of a check, also of an answer that raised an exception."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _OURS = str(Path(__file__).parents[3]) + os.sep
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a check found. Shown in words; true if the answer passed, so that `assert check(...)` grades it.
+    """The result of a check. It is shown in words, and true if the answer passed: `assert check(...)` grades it.
 
     reason     one sentence: what was met, or what is wrong
-    hint       where to look
-    evidence   lines of the program, or where the answer's own code failed
+    hint       how to find the mistake
+    evidence   lines of the program, or the line where the answer's own code failed
     """
 
     passed: bool
@@ -45,9 +45,9 @@ class Task(Protocol):
 
 
 def raised(error: Exception, what: str) -> Verdict:
-    """A verdict on an answer that failed by itself: the exception, and the last line of the answer that led to it.
+    """A verdict on an answer that raised an exception: the exception, and the last line of the answer that led to it.
 
-    what   who raised it, such as "for stages=4 your function"
+    what   the call that raised it, such as "for stages=4 your function"
     """
     if isinstance(error, NotImplementedError):
         return Verdict(False, "nothing is written here yet", "put your own lines in the place of the `raise`")

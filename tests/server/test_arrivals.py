@@ -1,8 +1,8 @@
-"""What server 0 knows of gradients that are not at all servers yet, and of who pulls too early."""
+"""A worker's pull waits at server 0 until the worker's gradient has reached all servers."""
 
 from __future__ import annotations
 
-from minipar.server.served import Arrivals
+from minipar.server.process import Arrivals
 
 
 def test_who_pushed_nothing_does_not_wait():

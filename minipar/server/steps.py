@@ -1,22 +1,57 @@
-"""What the workers of parameter servers do, told while the run goes on: progress, losses, a picture of the last steps.
+"""The steps that workers of parameter servers have done: their losses, and during the run a picture of the last ones.
 
-worker 0   |pull F B push|pull F B push|          each worker tells of every step that it has done;
-worker 1   |pull ... F B push|pull F B ..         shown is the time of the last step of the one furthest behind
+worker 0   |pull F B push|pull F B push|          each worker reports every step that it has done;
+worker 1   |pull ... F B push|pull F B ..         the trace shows the time of the slowest worker's last step
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+from torch import Tensor
+
 from minipar.execution.following import Span, window
 from minipar.program import Instruction, Program
-from minipar.server.replaying import Step, mean_loss
 from minipar.trace import Trace
 
 
-class AtWork:
-    """In the driver: what the workers of parameter servers have told of their steps.
+class Step(NamedTuple):
+    """A step that a worker has done: its share of the mean loss, its `rows` of the `of` rows of the step, and gradients
+    by parameter name (if kept). On real ranks also when each instruction ran, sizes as in `Compute`, and bytes of input
+    rows."""
 
-    done    as many steps as the workers have done together, shared out equally
-    losses  of them, each over the rows of the workers that did it
+    worker: int
+    step: int
+    loss: float
+    rows: int
+    of: int
+    gradients: dict[str, Tensor]
+    times: Sequence[tuple[float, float]] = ()
+    sizes: Mapping[tuple[str, int, int], int] = MappingProxyType({})
+    data: int = 0
+
+
+def losses_of(taken: Sequence[Step], count: int) -> list[float]:
+    """The mean loss of each step, over the rows of the workers that did it."""
+    of_step: dict[int, list[Step]] = {}
+    for one in taken:
+        of_step.setdefault(one.step, []).append(one)
+    return [mean_loss(of_step.get(s, ())) for s in range(count)]
+
+
+def mean_loss(here: Sequence[Step]) -> float:
+    """The mean loss of a step, over the rows of these workers."""
+    rows, whole = sum(t.rows for t in here), sum(t.loss for t in here)
+    return whole * (here[0].of / rows) if rows and rows != here[0].of else whole
+
+
+class Progress:
+    """In the driver: what the workers have reported of their steps.
+
+    done    the number of steps that all workers together have done, divided by the number of workers
+    losses  of these steps, each over the rows of the workers that did it
     trace   of the last step of the worker that is furthest behind, with what the others did meanwhile
     """
 
@@ -28,13 +63,13 @@ class AtWork:
                 blocks.setdefault(ins.step, []).append(ins)
         self._told: dict[int, list[Step]] = {}
         self._rows: dict[int, list[Span]] = {}
-        self._last: dict[int, tuple[float, float]] = {}  # of each worker that is there, its last step
+        self._last: dict[int, tuple[float, float]] = {}  # worker that takes part -> start and end of its last step
 
     def heard(self, step: Step) -> None:
         """A worker has done a step."""
         done = self._told.setdefault(step.step, [])
         if any(one.worker == step.worker for one in done):
-            return  # a worker that was started again
+            return  # (a worker that was started again did it once more)
         done.append(step._replace(gradients={}, sizes={}))
         row = zip(self._blocks[step.worker][step.step], step.times, strict=True)
         self._rows.setdefault(step.worker, []).extend((ins, start, end) for ins, (start, end) in row)
@@ -44,7 +79,7 @@ class AtWork:
             self._rows[worker] = [one for one in rows if one[2] >= behind[0]]
 
     def gone(self, worker: int) -> None:
-        """A worker is waited for no longer, or starts again."""
+        """A worker was removed, or starts again."""
         self._last.pop(worker, None)
 
     @property

@@ -1,4 +1,4 @@
-"""Both ends of a server's connections: messages in any pieces, bytes where they belong, and what has to wait."""
+"""Both ends of a server's connections: messages in any pieces, bytes in the right place, and messages that wait."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from functools import partial
 import pytest
 
 from minipar.server import looking
-from minipar.server.connection import Connection
+from minipar.server.connection import Connection, Peer, Refused
 from minipar.server.framing import HEADER, Message, What, listen
-from minipar.server.peer import Peer, Refused
 from minipar.server.switchboard import Switchboard
 
 TOKEN = b"t" * 32
