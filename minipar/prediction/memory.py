@@ -214,12 +214,12 @@ class Walk:
             self.reached[ins.peer] += 1
             self.post(self.program.receives_ahead, ins.peer)
         elif ins.op in COPIES and home(ins.reads[0]).kind == "saved":
-            size = self.saved.get(home(ins.reads[0])[1:], 0)
+            size = self.saved.get(home(ins.reads[0])[1:4], 0)
             if ins.op is Op.OFFLOAD:
                 self.leaving[ins.writes[0]] = size
             else:
                 self.change(size, "activations", ins.layers[0])
-                self.brought.add(home(ins.reads[0])[1:])
+                self.brought.add(home(ins.reads[0])[1:4])
         elif ins.op is Op.STEP:
             self.versions(ins)
             need = self._workspace(ins.layers)
