@@ -12,7 +12,7 @@ import tempfile
 import time
 from functools import partial
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,7 +51,7 @@ def _messages(folder: str, size: int, keys: int, rounds: int) -> list[tuple[floa
             _gloo(dist.irecv, y, 0)
             _gloo(dist.isend, y, 0)
     if rank == 2:
-        settings = Settings(1, total + 1, cast(Any, _NoUpdate), Mode("async"))
+        settings = Settings(1, total + 1, _NoUpdate, Mode("async"))
         process.serve(folder, 0, settings, x)
     if rank:
         return None
@@ -83,13 +83,13 @@ def _gloo(begin: Any, tensors: list[torch.Tensor], peer: int) -> None:
         work.wait()
 
 
-class _NoUpdate:
+class _NoUpdate(torch.optim.Optimizer):
     """An optimizer that does nothing, so that only transport is measured: gloo's side adds nothing, either."""
 
     def __init__(self, parameters: Any) -> None:
-        self.state: dict[Any, Any] = {}
+        super().__init__(parameters, {})
 
-    def step(self) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         pass
 
 
