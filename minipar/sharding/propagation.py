@@ -263,6 +263,7 @@ class _Axis:
     fixed: Mapping[str, tuple[Placement, str]]
     given: Mapping[str, Placement]
     variants: tuple[str, ...]
+    outer: Sequence[Mapping[str, Choice]] = ()  # of each operator the choices on the axes before
     known: dict[str, Placement] = field(default_factory=dict)
     chosen: dict[int, Choice] = field(default_factory=dict)
     writers: dict[str, int] = field(default_factory=dict)
@@ -305,7 +306,7 @@ class _Axis:
         sums = [(j, p) for j, p in wanted if p == P and j >= len(op.inputs)]
         if not cuts and not sums:
             return None
-        possible = choices(op, self.ins[k], self.outs[k], self.ranks, cuts, self.variants)
+        possible = self._possible(k, cuts)
         fixed = [(j, self.fixed[name][0]) for j, name in enumerate(tensors) if name in self.fixed]
         written = [(j, p) for j, p in fixed if j >= len(op.inputs)]
         fitting = [c for c in possible if all(_fits(_all(c)[j], p) for j, p in written)]
@@ -323,6 +324,12 @@ class _Axis:
         if not speaking:
             return None
         return min(speaking, key=lambda c: self._price(k, c, cuts))
+
+    def _possible(self, k: int, wanted: Sequence[tuple[int, Placement]] = ()) -> list[Choice]:
+        """The choices that an operator has beside those on other axes."""
+        found = choices(self.graph.operators[k], self.ins[k], self.outs[k], self.ranks, wanted, self.variants)
+        taken = any(choice.alone for choice in self.outer[k].values())
+        return [choice for choice in found if not (choice.alone and taken)]
 
     def _price(self, k: int, choice: Choice, cuts: Sequence[tuple[int, Placement]]) -> tuple[float, ...]:
         """Bytes of values that would move, then of parameters, then what moves inside; then what stays undivided."""
@@ -359,8 +366,7 @@ class _Axis:
                 if choice.name == "sum" and all(p == P for p in choice.ins):
                     return choice
         if any(not p.whole for p in written):
-            possible = choices(op, self.ins[k], self.outs[k], self.ranks, variants=self.variants)
-            raise PlanError(self._cannot_write(k, (len(op.inputs), written[0]), possible))
+            raise PlanError(self._cannot_write(k, (len(op.inputs), written[0]), self._possible(k)))
         return computed_whole(op)
 
     def _read_whole(self, name: str) -> bool:
@@ -485,7 +491,7 @@ def _propagate(
         else:
             here = {name: said[axis] for name, said in fixed.items() if axis in said}
             comes = {name: form.on(axis) for name, form in given.items()}
-            state = _Axis(graph, layer, axis, ranks, ins, outs, here, comes, variants)
+            state = _Axis(graph, layer, axis, ranks, ins, outs, here, comes, variants, chosen)
             state.settle()
             for k in range(len(graph.operators)):
                 choice = chosen[k][axis] = state.chosen[k]

@@ -30,7 +30,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from minipar.errors import PlanError
 from minipar.sharding.forms import I, P, Placement, R, S, divides, nearest
@@ -81,12 +81,14 @@ class Choice:
     name      the letter, or the name of the variant; "whole": every rank computes all of it; "sum": on parts of a sum
     ins, outs the placement of each input as it is read, and of each output as it is written
     inside    collectives within the operator
+    alone     whether only one axis may divide the operator in such a way: what a rank does depends on its number
     """
 
     name: str
     ins: tuple[Placement, ...]
     outs: tuple[Placement, ...]
     inside: tuple[Inside, ...] = ()
+    alone: bool = False
 
     def __str__(self) -> str:
         return f"{','.join(map(str, self.ins))} -> {','.join(map(str, self.outs))}"
@@ -262,7 +264,8 @@ def choices(
         names = set(variants)
         if known.variants is not None:
             made = known.variants(operator, ins, outs, ranks)
-            every += [c for c in made if c.name in names or "all" in names or c.name in ALWAYS]
+            wanted_ones = (c for c in made if c.name in names or "all" in names or c.name in ALWAYS)
+            every += [replace(c, alone=c.name != "rows") for c in wanted_ones]
         for choice in every:
             shapes = [*zip(ins, choice.ins, strict=True), *zip(outs, choice.outs, strict=True)]
             if all(divides(shape, p, ranks) for shape, p in shapes):
@@ -327,6 +330,7 @@ def _divided(line: Line, letter: str, pieces: int, ranks: int) -> Iterator[Choic
         _readable(letter) + (f" in {pieces} pieces" if pieces > 1 else ""),
         tuple(R if p is None else p for p in ins),
         tuple(P if p is None else p for p in outs),
+        alone=letter in line.unbroken,
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,12 +99,25 @@ def move(parts: Parts, step: Step, mesh: Mesh) -> Parts:
     return made
 
 
+class _Nothing(torch.autograd.Function):
+    """Zeros, which bring the gradient of what they are added to."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return torch.zeros_like(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
 def _moved(parts: Sequence[Tensor], step: Step) -> list[Tensor]:
-    """A step within one group. What is added as x - x.detach() is zero, and brings the gradient to x."""
+    """A step within one group."""
     before, after, ranks = step.before, step.after, len(parts)
 
     def flows(tensor: Tensor) -> Tensor:
-        return tensor - tensor.detach() if tensor.is_floating_point() else torch.zeros_like(tensor)
+        found: Tensor = _Nothing.apply(tensor)
+        return found
 
     def block(tensor: Tensor, index: int) -> Tensor:
         return local.cut(tensor, after, ranks)[index]
@@ -129,11 +143,13 @@ def _moved(parts: Sequence[Tensor], step: Step) -> list[Tensor]:
             local.join([part if j == k else zeros[j] for j in range(ranks)], before) for k, part in enumerate(parts)
         ]
         return [one for one in padded if one is not None]
-    if after.kind == "S" and before.kind == "R":
+    if after.kind == "S" and (before.kind == "R" or not parts[0].is_floating_point()):
         return [block(part, k) for k, part in enumerate(parts)]
     if after.kind == "S":
         others = [[part for j, part in enumerate(parts) if j != k] for k in range(ranks)]
         return [block(part, k) + sum(flows(block(one, k)) for one in others[k]) for k, part in enumerate(parts)]
+    if before.whole and after.whole and not parts[0].is_floating_point():
+        return list(parts)
     if (before.kind, after.kind) == ("I", "R"):
         return [part + sum(flows(one) for j, one in enumerate(parts) if j != k) for k, part in enumerate(parts)]
     if (before.kind, after.kind) == ("R", "I"):
