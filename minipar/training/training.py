@@ -262,8 +262,8 @@ def train(
             check_carrier(ranks, f"schedule={plan.schedule}")
         quiet = plan.inference and not keep_modes
         forms = annotations
-        if forms is None and plan.tp > 1:
-            forms = sequence_parallel() if plan.sequence_parallel else megatron()
+        if forms is None and plan.sharing > 1:
+            forms = {} if plan.context_parallel > 1 else sequence_parallel() if plan.sequence_parallel else megatron()
         job = Job(model, data, batch, loss, optimizer, seed, dtype, scheduler, quiet, on_nan, forms)
         if reference or check:
             plainly.prepare()
@@ -455,7 +455,9 @@ def _of_layers(plan: Plan) -> Plan:
         return plan
     selective = "selective" if plan.checkpoint == "selective" else "none"
     away = {"offload": plan.offload, "offload_to": plan.offload_to, "offload_folder": plan.offload_folder}
-    return Plan(precision=plan.precision, checkpoint=selective, tp=plan.tp, **away)  # type: ignore[arg-type]
+    return Plan(
+        precision=plan.precision, checkpoint=selective, tp=plan.tp, context_parallel=plan.context_parallel, **away
+    )  # type: ignore[arg-type]
 
 
 def predict(
