@@ -515,7 +515,7 @@ def profile_job(
     model = built.to(worker.context().device)
     whole = model
     if plan.sharing > 1:
-        model = job.share(whole, 0, plan.sharing, "S1" if plan.context_parallel > 1 else "")
+        model = job.share(whole, 0, plan.sharing, plan.inputs)
     (x, y), of = job.sample(max(rows))
     if plan.precision == "bf16":
         check_narrow(model)

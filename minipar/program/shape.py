@@ -97,12 +97,13 @@ def divided(shape: Shape, ranks: int) -> Shape:
     )  # fmt: skip
 
 
-def in_parts(shape: Shape) -> Shape:
-    """A uniform shape of which every rank computes all layers, each on a part of the tokens: gradients are sums."""
+def in_parts(shape: Shape, inputs: str) -> Shape:
+    """A uniform shape of which every rank computes all layers, each on a part of the rows or tokens: gradients are sums
+    over the ranks."""
     groups = tuple(group._replace(form="P") for group in shape.groups)
     nodes = (1,) * shape.layers
     forms = (Forms(),) * shape.layers
-    return replace(shape, groups=groups, forms=forms, nodes=nodes, inputs="S1", carries=(), dims=())
+    return replace(shape, groups=groups, forms=forms, nodes=nodes, inputs=inputs, carries=(), dims=())
 
 
 def frozen(shape: Shape) -> Shape:

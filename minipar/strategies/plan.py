@@ -52,6 +52,9 @@ class Plan:
     context_parallel: int = key(
         1, whole(1), "ranks that share every sequence: each has a part of its tokens, and attention sees all of them"
     )
+    ep: int = key(
+        1, whole(1), "ranks that share experts: each has some of them, and a part of the rows, as replicas have"
+    )
     schedule: str = key("1f1b", keys.SCHEDULE, "the order of forwards and backwards on each rank")
     microbatches: int = key(1, whole(1), "micro-batches of each replica and round")
     accumulate: int = key(1, whole(1), "rounds of `microbatches` before the optimizer steps")
@@ -226,12 +229,17 @@ class Plan:
     @property
     def sharing(self) -> int:
         """How many ranks share each layer."""
-        return self.tp * self.context_parallel
+        return self.tp * self.context_parallel * self.ep
+
+    @property
+    def inputs(self) -> str:
+        """The form in which these ranks have rows and targets: see `Program.inputs`."""
+        return "S1" if self.context_parallel > 1 else "S0" if self.ep > 1 else ""
 
     @property
     def shared(self) -> tuple[tuple[str, int], ...]:
         """The axes of the mesh whose ranks share layers, with their sizes."""
-        axes = (("tp", self.tp), ("cp", self.context_parallel))
+        axes = (("tp", self.tp), ("cp", self.context_parallel), ("ep", self.ep))
         return tuple((name, size) for name, size in axes if size > 1)
 
     @property
@@ -412,7 +420,7 @@ class Plan:
                     f"{self.shared[0][0]}={self.sharing}: this shape does not say how its layers are divided; possible "
                     "is compile(layers=N), or train(...), which captures the model"
                 )
-            shape = divided(shape, self.sharing) if self.tp > 1 else in_parts(shape)
+            shape = divided(shape, self.sharing) if self.tp > 1 else in_parts(shape, self.inputs)
         if self.inference:
             shape = frozen(shape)
         layout = self.layout(shape, costs)
