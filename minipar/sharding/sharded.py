@@ -42,7 +42,8 @@ def local_model(
         return _by_hand(model, index, count)
     if not count_rows(example):
         raise PlanError(f"tp={count}: needs an example of at least one row to capture the model with")
-    small, large = (capture_model(model, _with_rows(example, rows)) for rows in ROWS)
+    captured = ROWS[0] * count, ROWS[1] * count
+    small, large = (capture_model(model, _with_rows(example, rows)) for rows in captured)
     found = propagate_model(
         small.layers, megatron() if annotations is None else annotations, Mesh(tp=count), f"{inputs or 'I'} on {AXIS}"
     )
@@ -57,9 +58,11 @@ def local_model(
         graph = small.layers[number].graph
         first = firsts.setdefault(id(graph), layer)
         if id(graph) not in templates:
-            templates[id(graph)] = templates_of(graph, large.layers[number].graph, ROWS)
+            templates[id(graph)] = templates_of(graph, large.layers[number].graph, captured)
         stored = _stored(small, number, first, layer, names)
-        nodes = nodes_of(small.layers[number], found.shardings[number], templates[id(graph)], stored, key, place, known)
+        nodes = nodes_of(
+            small.layers[number], found.shardings[number], templates[id(graph)], stored, key, place, known, captured[0]
+        )
         nodes[0].state = {
             f"{key}.{name}": value
             for name, value in layer.state_dict().items()
