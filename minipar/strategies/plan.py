@@ -55,6 +55,12 @@ class Plan:
     ep: int = key(
         1, whole(1), "ranks that share experts: each has some of them, and a part of the rows, as replicas have"
     )
+    batch_copies: int = key(
+        1,
+        whole(1),
+        "micro-batches that go through the layers in step, so that one's collectives overlap the other's compute",
+        exclusions.SHARED,
+    )
     schedule: str = key("1f1b", keys.SCHEDULE, "the order of forwards and backwards on each rank")
     microbatches: int = key(1, whole(1), "micro-batches of each replica and round")
     accumulate: int = key(1, whole(1), "rounds of `microbatches` before the optimizer steps")
