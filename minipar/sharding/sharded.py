@@ -12,20 +12,26 @@ from minipar.errors import PlanError
 from minipar.models.tensors import count_rows, layers_of, map_tensors
 from minipar.program.forms import Forms
 from minipar.program.mesh import Mesh
-from minipar.sharding import local
+from minipar.sharding import automatic, local
 from minipar.sharding.capture import Captured, capture_model
 from minipar.sharding.cutting import ROWS, Stored, Templates, nodes_of, templates_of
 from minipar.sharding.nodes import Node, ShardedModel
-from minipar.sharding.propagation import megatron, propagate_model
+from minipar.sharding.propagation import propagate_model
 
 
 def local_model(
-    model: nn.Module, index: int, count: int, example: Any, annotations: Mapping[str, str] | None = None
+    model: nn.Module,
+    index: int,
+    count: int,
+    example: Any,
+    annotations: Mapping[str, str] | None = None,
+    sequence: bool = False,
 ) -> ShardedModel:
     """The nodes that rank `index` of `count` sharing ranks has of a model, an nn.Sequential of layers.
 
     example       rows that the model is given
-    annotations   forms by name (`propagation.py`); default: Megatron's
+    annotations   forms by name (`propagation.py`); default: Megatron's, or those of `automatic.py`
+    sequence      whether the default ones are those of sequence parallelism
 
     A layer may say itself how it is cut: a method `shard(index, count, name, known)` gives its nodes. Then all layers
     of the model have one.
@@ -37,7 +43,9 @@ def local_model(
     if not count_rows(example):
         raise PlanError(f"tp={count}: needs an example of at least one row to capture the model with")
     small, large = (capture_model(model, _with_rows(example, rows)) for rows in ROWS)
-    found = propagate_model(small.layers, megatron() if annotations is None else annotations, Mesh(tp=count))
+    if annotations is None:
+        annotations = automatic.default(small.layers, count, sequence)
+    found = propagate_model(small.layers, annotations, Mesh(tp=count))
     known: dict[str, nn.Parameter] = {}
     templates: dict[int, Templates] = {}
     firsts: dict[int, nn.Module] = {}
