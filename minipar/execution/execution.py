@@ -89,8 +89,7 @@ class Job:
     evaluate    True: put the model in evaluation mode. False: every module keeps the mode that the model function gave
                 it. None: evaluation mode if the program trains nothing of a model that could be trained
     on_nan      where the loss of a micro-batch is not finite: "stop", "warn" or "ignore"
-    annotations with tensor parallelism, the forms of some tensors by name (`sharding/propagation.py`); None: the
-                default ones, which with `sequence_parallel` are those of sequence parallelism
+    annotations with tensor parallelism, the forms of some tensors by name (`sharding/propagation.py`); None: Megatron's
     """
 
     model: Model
@@ -104,7 +103,6 @@ class Job:
     evaluate: bool | None = None
     on_nan: str = "ignore"
     annotations: Mapping[str, str] | None = None
-    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         check_loss(self.loss)
@@ -143,7 +141,7 @@ class Job:
 
     def share(self, model: nn.Module, index: int, count: int) -> ShardedModel:
         """The nodes that rank `index` of `count` sharing ranks has of a model."""
-        return local_model(model, index, count, self.sample(3)[0][0], self.annotations, self.sequence_parallel)
+        return local_model(model, index, count, self.sample(3)[0][0], self.annotations)
 
     def batches(self, step: int) -> tuple[Any, Any]:
         """x and y of one step: the whole batch, of all replicas."""

@@ -40,6 +40,7 @@ from minipar.prediction.simulator import simulate
 from minipar.program import Program, Staleness
 from minipar.program.shape import Shape
 from minipar.server.serving import Service, execute_served, pacing_of
+from minipar.sharding.propagation import megatron, sequence_parallel
 from minipar.strategies.keys import at_least_1
 from minipar.strategies.plan import Plan
 from minipar.trace import Trace
@@ -226,8 +227,7 @@ def train(
 
     annotations with tp of 2 or more, the forms of some operators' outputs or of parameters, by patterns of their names,
                 such as {"*.mlp.0": "S-1 on tp", "*.mlp.2": "P on tp"}; the forms of all others follow. Default: what
-                `minipar.sharding.megatron()` gives, or `sequence_parallel()` if the plan has that key; where the model
-                has none of their names, what `minipar.sharding.by_operators` finds
+                `minipar.sharding.megatron()` gives, or `sequence_parallel()` if the plan has that key
 
     Raises PlanError where plan, model, batch and cluster do not fit together; DeviceOutOfMemory, with plans that would
     fit, on emulated devices of limited memory; SaveError where `resume` has no saved run of this model, or where
@@ -261,8 +261,10 @@ def train(
         if plan.deciding:
             check_carrier(ranks, f"schedule={plan.schedule}")
         quiet = plan.inference and not keep_modes
-        forms = annotations, plan.sequence_parallel
-        job = Job(model, data, batch, loss, optimizer, seed, dtype, scheduler, quiet, on_nan, *forms)
+        forms = annotations
+        if forms is None and plan.tp > 1:
+            forms = sequence_parallel() if plan.sequence_parallel else megatron()
+        job = Job(model, data, batch, loss, optimizer, seed, dtype, scheduler, quiet, on_nan, forms)
         if reference or check:
             plainly.prepare()
         bar = partial(tqdm, disable=not progress, leave=False)
