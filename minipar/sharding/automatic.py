@@ -21,15 +21,7 @@ from minipar.program.mesh import Mesh
 from minipar.sharding.forms import Form, P, Placement, S, divides, whole
 from minipar.sharding.graph import Graph, Layer, Operator
 from minipar.sharding.propagation import (
-    COLUMNS,
-    FUSED,
-    ROWS,
-    Preset,
-    Sharding,
-    matches,
-    megatron,
-    propagate,
-    sequence_parallel,
+    Preset, Sharding, has_names, megatron, propagate,
 )
 from minipar.sharding.rules import RULES
 from minipar.wording import several
@@ -37,25 +29,12 @@ from minipar.wording import several
 PIECES = (1, 3, 2)  # of a projection: one; queries, keys and values; a gate and what it multiplies
 
 
-def default(layers: Sequence[Layer], ranks: int, sequence: bool = False, axis: str = "tp") -> Preset:
+def default(layers: Sequence[Layer], ranks: int, axis: str = "tp") -> Preset:
     """The annotations that a model gets if nobody gives any: Megatron's by name, or those of `by_operators`.
 
-    ranks      of the axis
-    sequence   Megatron's sequence parallelism, which needs the names of a preset
-
-    Errors: PlanError, if nothing of the model can be divided.
+    Errors: PlanError, if nothing of the model can be divided by so many ranks.
     """
-    if ranks == 1:
-        return Preset()
-    known = "|".join((FUSED, COLUMNS, ROWS))
-    if any(matches(known, layer.own(op.name)) for layer in layers for op in layer.graph.operators):
-        return sequence_parallel(axis) if sequence else megatron(axis)
-    if sequence:
-        raise PlanError(
-            f"sequence_parallel=true: no operator has a name that the preset knows ({known.replace('|', ', ')}); "
-            "possible is tp without it, or annotations of your own, such as {'*.norm': 'S1 on tp'}"
-        )
-    return by_operators(layers, ranks, axis)
+    return megatron(axis) if has_names(layers) else by_operators(layers, ranks, axis)
 
 
 def by_operators(layers: Sequence[Layer], ranks: int, axis: str = "tp") -> Preset:

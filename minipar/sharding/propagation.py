@@ -235,7 +235,14 @@ def _close(name: str, known: Iterable[str]) -> str:
 
 
 def check_used(annotations: Annotations, used: Iterable[str], layers: Sequence[Layer]) -> None:
-    """Errors: PlanError for a pattern that matches nothing; of a preset, if all of them do."""
+    """Errors: PlanError for a pattern that matches nothing; of a preset, if all of them do, or those of its matmuls."""
+    core = _MATMULS.intersection(annotations) if isinstance(annotations, Preset) else set()
+    if core and core.isdisjoint(used):
+        names = ", ".join(name for pattern in sorted(core) for name in pattern.split("|"))
+        raise PlanError(
+            f"the preset divides nothing here: no operator has one of its names ({names}); possible are annotations of "
+            "your own, such as those that minipar.sharding.by_operators makes"
+        )
     unused = [pattern for pattern in annotations if pattern not in set(used)]
     if not unused or (isinstance(annotations, Preset) and len(unused) < len(annotations)):
         return
@@ -682,7 +689,14 @@ COLUMNS = "*.q_proj|*.k_proj|*.v_proj|*.mlp.0|*.mlp.up|*.c_fc|*.gate_proj|*.up_p
 ROWS = "*.attention.out|*.attn.c_proj|*.o_proj|*.mlp.2|*.mlp.down|*.mlp.c_proj|*.down_proj"
 TOKENS = "*.token|*.wte|*.embed_tokens"
 LOGITS = "*.logits|*.lm_head"
+EXPERTS = "*.experts.up|*.experts.down"
+_MATMULS = {FUSED, COLUMNS, ROWS}  # what a model must have some of, so that its preset divides anything
 NORMS = "*norm|*norm1|*norm2|*.ln_1|*.ln_2|*.ln_f"
+
+
+def has_names(layers: Sequence[Layer]) -> bool:
+    """Whether some operators of a model have the names that the presets know."""
+    return any(matches(p, layer.own(op.name)) for layer in layers for op in layer.graph.operators for p in _MATMULS)
 
 
 def megatron(axis: str = "tp", vocabulary: bool = True) -> Preset:
@@ -702,6 +716,12 @@ def sequence_parallel(axis: str = "tp", vocabulary: bool = True) -> Preset:
     return Preset(
         {**megatron(axis, vocabulary), NORMS: f"S1 on {axis}", "0.add|0.dropout|embedding.add": f"S1 on {axis}"}
     )
+
+
+def experts(axis: str = "ep") -> Preset:
+    """Every rank has some of the experts; tokens go to the ranks of theirs and back, by two all-to-alls a layer and
+    direction. Source: Lepikhin et al., "GShard", 2020."""
+    return Preset({EXPERTS: f"S0 on {axis}"})
 
 
 def two_dimensional(data: str = "dp", model: str = "tp") -> Preset:
