@@ -81,7 +81,7 @@ class Compute:
         self.posts = posts  # whether gradients that are sent must have the form of the output
         self.seed, self.generators = seed, randomness.generators(device)
         self.rank, self.device = rank, device
-        self.place = program.shard(rank), program.tp
+        self.place = program.shard(rank), program.sharing
         self.on_host, _ = host_layers.computed(program.ranks[rank])
         self.layers = {layer: row_major(layers[layer]).to(self.place_of(layer)) for layer in held}
         self.remembered = {layer: Remembered(layers[layer]) for layer in held}
@@ -210,7 +210,11 @@ class Compute:
         def placed(tensor: Tensor) -> Tensor:
             return tensor.to(device, torch.bfloat16 if narrow and tensor.is_floating_point() else tensor.dtype)
 
-        return map_tensors(self.sequence.cut(take_rows(x, rows), ins), placed)
+        return map_tensors(self._part(self.sequence.cut(take_rows(x, rows), ins)), placed)
+
+    def _part(self, value: Any) -> Any:
+        """What this rank has of rows or targets that the ranks which share layers have in parts."""
+        return repartition.part_of_batch(value, self.program.inputs, *self.place)
 
     def _output(self, layer: int, ins: Instruction, written: bool = False) -> Value:
         """The output of a layer, in the form in which an instruction reads or writes it."""
@@ -228,7 +232,8 @@ class Compute:
         """What the output of the last layer is compared with."""
         device = self.place_of(self.program.layers - 1)
         y = map_tensors(take_rows(part.y, rows), lambda t: t.to(device))
-        return self.loss.target(y, self.sequence.cut(y, ins), self.sequence.share(y, ins), part.weight)
+        share = self.sequence.share(y, ins) / (self.place[1] if self.program.inputs == "S1" else 1)
+        return self.loss.target(y, self._part(self.sequence.cut(y, ins)), share, part.weight)
 
     def _run_piece(self, given: Any, call: Call) -> Made:
         """Run the layers of one piece of the graph, one after the other."""
@@ -252,7 +257,7 @@ class Compute:
         k = ins.step if every is None else ins.step * self.program.microbatches + ins.microbatch
         if self.finite is not None:
             self.finite(loss, self.rows.base + ins.step, ins.microbatch, rows)
-        if self.program.shard(self.rank):
+        if self.program.shard(self.rank) and not self.program.inputs:
             return  # every rank that shares the last layer has the same loss, which counts once
         part = every or self.rows.share(ins.step)
         self.losses[k] = self.losses[k] + (loss if part == 1 else loss * part)

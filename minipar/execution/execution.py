@@ -137,11 +137,13 @@ class Job:
     def build_for(self, program: Program, rank: int) -> nn.Module:
         """What a rank runs: the whole model, or with tensor parallelism the nodes of its shards."""
         model = self.build()
-        return model if program.tp == 1 else self.share(model, program.shard(rank), program.tp)
+        if program.sharing == 1:
+            return model
+        return self.share(model, program.shard(rank), program.sharing, program.inputs)
 
-    def share(self, model: nn.Module, index: int, count: int) -> ShardedModel:
-        """The nodes that rank `index` of `count` sharing ranks has of a model."""
-        return local_model(model, index, count, self.sample(3)[0][0], self.annotations)
+    def share(self, model: nn.Module, index: int, count: int, inputs: str = "") -> ShardedModel:
+        """The nodes that rank `index` of `count` sharing ranks has of a model; `inputs`: see `Program.inputs`."""
+        return local_model(model, index, count, self.sample(3)[0][0], self.annotations, inputs)
 
     def batches(self, step: int) -> tuple[Any, Any]:
         """x and y of one step: the whole batch, of all replicas."""
@@ -512,8 +514,8 @@ def profile_job(
     optimizer = update.of_group(update.largest)
     model = built.to(worker.context().device)
     whole = model
-    if plan.tp > 1:
-        model = job.share(whole, 0, plan.tp)
+    if plan.sharing > 1:
+        model = job.share(whole, 0, plan.sharing, plan.inputs)
     (x, y), of = job.sample(max(rows))
     if plan.precision == "bf16":
         check_narrow(model)

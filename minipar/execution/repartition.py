@@ -19,6 +19,7 @@ from torch import Tensor
 
 from minipar.comm.communicator import Communicator
 from minipar.comm.handles import Handle, Then
+from minipar.errors import RankError
 from minipar.models.tensors import map_tensors, tensors
 from minipar.program import Instruction, Op, Value
 from minipar.program.comm_volume import changing
@@ -99,6 +100,27 @@ def own_shard(content: Any, form: str, index: int, count: int, rows: int) -> Any
         for tensor, letter in zip(several, letters(form), strict=True)
     ]
     return made if isinstance(content, list) else _rebuilt(content, iter(made))
+
+
+def part_of_batch(content: Any, form: str, index: int, count: int) -> Any:
+    """What rank `index` of `count` has of rows, of which each of these ranks has a part: `form` of "S0" rows, of "S1"
+    tokens. Tensors without such a dimension are the same for all. Errors: RankError for parts that are not equal."""
+    if not form:
+        return content
+    dim = int(form[1:])
+
+    def part(tensor: Tensor) -> Tensor:
+        if tensor.dim() <= dim:
+            return tensor
+        if tensor.shape[dim] % count:
+            what = "rows of a micro-batch" if dim == 0 else "tokens of a sequence"
+            raise RankError(
+                f"{tensor.shape[dim]} {what} cannot be divided among {count} ranks in equal parts; possible are "
+                f"multiples of {count}"
+            )
+        return tensor.chunk(count, dim)[index].contiguous()
+
+    return map_tensors(content, part)
 
 
 def alone(content: Any, before: str, after: str, count: int, rows: int) -> Any:

@@ -231,11 +231,11 @@ def choose_owners(
     found: list[Owner] = []
     for g, params in enumerate(groups):
         group = program.groups[g]
-        holders = max(1, program.holders[g] // (program.tp if group.form == "S" else 1))
+        holders = max(1, program.holders[g] // (program.sharing if group.form == "S" else 1))
         if g in sliced:
             place = program.replica(comm.rank), program.replicas, comm.device
             found.append(SlicedGroup(g, params, group, *place, narrow, g in program.scattered))
-            found[g].holders = 1 if group.form == "S" else program.tp
+            found[g].holders = 1 if group.form == "S" else program.sharing
         elif g in versioned:
             kind = Leading if program.in_flight is not None else Versions
             found.append(kind(g, params, group, holders))

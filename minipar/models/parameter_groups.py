@@ -35,7 +35,7 @@ def shape_of(model: Iterable[nn.Module]) -> Shape:
     forms, nodes, titles = getattr(model, "forms", ()), getattr(model, "nodes", ()), getattr(model, "titles", ())
     return Shape(
         len(layers), groups, title, names=titles, itemsize=itemsize, dims=dims, carries=carries, whole=whole,
-        edges=edges, forms=forms, nodes=nodes,
+        edges=edges, forms=forms, nodes=nodes, inputs=getattr(model, "inputs", ""),
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -190,6 +191,8 @@ class Program:
                      grad_output(e, i) belongs to edge e
     forms            with tensor parallelism, for each layer the forms in which it reads and writes values. The layers
                      are then the nodes into which the model's own layers are cut; (): every value is whole
+    inputs           the form in which the ranks that share layers have the rows of a micro-batch and their targets: "":
+                     each has all of them; "S0": a part of the rows; "S1": of the tokens of every row
     names            the names of the layers, for messages; (): they are not known
     """
 
@@ -218,6 +221,7 @@ class Program:
     carries: tuple[int, ...] = ()
     edges: graphs.Edges = ()
     forms: tuple[Forms, ...] = ()
+    inputs: str = ""
     names: tuple[str, ...] = field(default=(), compare=False)
 
     def __len__(self) -> int:
@@ -255,17 +259,19 @@ class Program:
         return Mesh(self.mesh).length("dp")
 
     @cached_property
-    def tp(self) -> int:
-        """How many ranks share each layer: the size of the axis `tp`."""
-        return Mesh(self.mesh).length("tp")
+    def sharing(self) -> int:
+        """How many ranks share each layer: 1, or the sizes of the axes tp, cp and ep together."""
+        mesh = Mesh(self.mesh)
+        return math.prod(mesh.length(axis) for axis in mesh.sharing)
 
     def shard(self, rank: int) -> int:
-        """Which of them a rank is: its place on the axis `tp`. A parameter server is none of them: 0."""
-        return Mesh(self.mesh).coordinates(rank).get("tp", 0) if self.tp > 1 and rank < self.workers else 0
+        """The place of a rank among those that share its layers. A parameter server shares none: 0."""
+        return self.sharers(rank).index(rank) if self.sharing > 1 and rank < self.workers else 0
 
     def sharers(self, rank: int) -> tuple[int, ...]:
         """The ranks that share a rank's layers with it, itself included."""
-        return Mesh(self.mesh).group(rank, "tp") if self.tp > 1 else (rank,)
+        mesh = Mesh(self.mesh)
+        return mesh.group(rank, *mesh.sharing) if self.sharing > 1 else (rank,)
 
     def form_of(self, value: Value, layers: Sequence[int], *, written: bool) -> str:
         """The form in which an instruction on these layers reads or writes an output, or the gradient of one."""

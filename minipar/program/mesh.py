@@ -16,6 +16,8 @@ from itertools import product
 
 from minipar.errors import PlanError
 
+SHARING = ("tp", "cp", "ep")  # axes whose ranks share layers: operators, the tokens of a sequence, experts
+
 
 class Mesh(tuple[tuple[str, int], ...]):
     """Named axes and their sizes, the slowest first: Mesh(dp=2, pp=3), or Mesh([("dp", 2), ("pp", 3)]).
@@ -37,6 +39,11 @@ class Mesh(tuple[tuple[str, int], ...]):
     def length(self, axis: str) -> int:
         """The size of an axis; 1 if the mesh does not have it."""
         return dict(self).get(axis, 1)
+
+    @property
+    def sharing(self) -> tuple[str, ...]:
+        """The axes of this mesh whose ranks share layers."""
+        return tuple(name for name, size in self if name in SHARING and size > 1)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The rank's coordinate on each axis. Errors: PlanError for a rank that the mesh does not have."""

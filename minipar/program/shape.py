@@ -30,6 +30,7 @@ class Shape:
     whole    the first layer that cannot take a sequence slice by slice; "": all of them can
     forms    with tensor parallelism, of each node the forms in which it takes and gives values: `layers` then counts
              nodes. The sizes in `groups` and `dims` are those of one rank's shards
+    inputs   with tensor parallelism, the form in which sharing ranks have rows and targets (`Program.inputs`)
     nodes    of each of the model's own layers, into how many nodes it is cut; (): into one
     edges    (from, to) between layers, as `minipar.program.edges.numbered` gives them; (): a chain
     """
@@ -45,6 +46,7 @@ class Shape:
     edges: Edges = ()
     forms: tuple[Forms, ...] = ()
     nodes: tuple[int, ...] = ()
+    inputs: str = ""
 
     def __post_init__(self) -> None:
         if self.layers < 1:
@@ -93,6 +95,15 @@ def divided(shape: Shape, ranks: int) -> Shape:
         shape, layers=len(nodes), groups=tuple(groups), name=title, names=names, dims=(), carries=(), forms=forms,
         nodes=(5,) * shape.layers,
     )  # fmt: skip
+
+
+def in_parts(shape: Shape, inputs: str) -> Shape:
+    """A uniform shape of which every rank computes all layers, each on a part of the rows or tokens: gradients are sums
+    over the ranks."""
+    groups = tuple(group._replace(form="P") for group in shape.groups)
+    nodes = (1,) * shape.layers
+    forms = (Forms(),) * shape.layers
+    return replace(shape, groups=groups, forms=forms, nodes=nodes, inputs=inputs, carries=(), dims=())
 
 
 def frozen(shape: Shape) -> Shape:

@@ -56,6 +56,7 @@ def to_json(program: Program) -> dict[str, Any]:
         **({} if program.slices == 1 else {"slices": program.slices, "carries": list(program.carries)}),
         **({"edges": [list(edge) for edge in program.edges]} if program.edges else {}),
         **({"forms": [list(forms) for forms in program.forms]} if program.forms else {}),
+        **({"inputs": program.inputs} if program.inputs else {}),
         **({"names": list(program.names)} if program.names else {}),
         "state": [refs(sorted(values)) for values in program.state],
         "ranks": ranks,
@@ -121,6 +122,7 @@ def from_json(data: dict[str, Any]) -> Program:
         carries=_read(data, "carries", tuple),
         edges=_read(data, "edges", lambda found: tuple((a, b) for a, b in found)),
         forms=_read(data, "forms", lambda found: tuple(Forms(*each) for each in found)),
+        inputs=data.get("inputs", ""),
         names=_read(data, "names", tuple),
     )  # fmt: skip
     fields.check_types(program)

@@ -21,7 +21,8 @@ that it reads (`ins`) and writes (`outs`), its local shapes and its choice on ea
 `repartitions`, which say between which operators what moves, in steps (`Path.steps`) forward and backward. A value that
 several operators read in the same other form moves once. `Captured.programs[l]` is the exported program, in which
 `Operator.node` names the node; `local.run` runs an operator on a part, and yields each collective inside of it.
-The module `capture` and those marked torch import torch when they are first used; this package does not.
+Randomness is the caller's: an operator that draws, such as dropout, draws on each rank's part. Modules marked (torch)
+import it when they are first used; this package does not.
 """
 
 from __future__ import annotations

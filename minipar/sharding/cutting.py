@@ -27,53 +27,55 @@ from minipar.sharding.nodes import Cut, Held, Node
 from minipar.sharding.propagation import Divided, Sharding
 
 AXIS = "tp"
-ROWS = (
-    17,
-    19,
-)  # of the two captures that tell what depends on the rows of a batch; a prime, so that it is seen in sizes
+ROWS = (17, 19)  # of the two captures that tell what depends on the rows of a batch: primes, which are seen in sizes
+# of the two captures that tell what depends on the rows of a batch; a prime, so that it is seen in sizes
 
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor that goes from node to node: as it was written, and as it is read behind the first border."""
+    """A tensor that goes from node to node: as it was written, and as it is read behind the first border.
+
+    rows   of the micro-batch with which the layer was captured
+    """
 
     name: str
     written: Placement
     read: Placement
     differentiable: bool
     floating: bool
+    rows: int
 
 
-def _shard(placement: Placement) -> str:
+def _shard(placement: Placement, rows: int) -> str:
     """The letter of a shard. Pieces that depend on the rows of the batch, as in a view of rows and tokens together, are
     counted in rows."""
-    if placement.pieces % ROWS[0]:
+    if placement.pieces % rows:
         return str(placement)
-    return f"S{placement.dim}:{placement.pieces // ROWS[0]}r"
+    return f"S{placement.dim}:{placement.pieces // rows}r"
 
 
-def _at_rows(placement: Placement, rows: int) -> Placement:
-    """A placement in a micro-batch of so many rows."""
-    if placement.pieces % ROWS[0]:
+def _at_rows(placement: Placement, captured: int, rows: int) -> Placement:
+    """A placement that was captured with some rows, in a micro-batch of so many."""
+    if placement.pieces % captured:
         return placement
-    return replace(placement, pieces=placement.pieces // ROWS[0] * rows)
+    return replace(placement, pieces=placement.pieces // captured * rows)
 
 
-def _forward(placement: Placement) -> str:
+def _forward(placement: Placement, rows: int) -> str:
     """The letter of a value."""
-    return _shard(placement) if placement.kind == "S" else PARTIAL if placement.kind == "P" else WHOLE
+    return _shard(placement, rows) if placement.kind == "S" else PARTIAL if placement.kind == "P" else WHOLE
 
 
-def _backward(placement: Placement) -> str:
+def _backward(placement: Placement, rows: int) -> str:
     """The letter of its gradient."""
-    return _shard(placement) if placement.kind == "S" else PARTIAL if placement.kind == "R" else WHOLE
+    return _shard(placement, rows) if placement.kind == "S" else PARTIAL if placement.kind == "R" else WHOLE
 
 
 def _letters(part: Part) -> tuple[str, str, str, str]:
     """The letters of a border: what the writer gives, what the reader takes, and backward what the reader gives, and
     what the writer takes."""
-    writes, reads = _forward(part.written), _forward(part.read)
-    grad_writes, grad_reads = _backward(part.read), _backward(part.written)
+    writes, reads = _forward(part.written, part.rows), _forward(part.read, part.rows)
+    grad_writes, grad_reads = _backward(part.read, part.rows), _backward(part.written, part.rows)
     if writes == WHOLE and reads[0] == "S":
         reads = f"C{reads[1:]}"
     if grad_writes == WHOLE and grad_reads[0] == "S":
@@ -102,7 +104,7 @@ class Piece:
     gives: list[Part]
 
 
-def pieces_of(sharding: Sharding) -> list[Piece]:
+def pieces_of(sharding: Sharding, rows: int) -> list[Piece]:
     """The nodes of a layer: operators by how many borders lie in front of them."""
     graph = sharding.graph
     written = {name: form.on(AXIS) for name, form in sharding.forms.items()}
@@ -114,7 +116,7 @@ def pieces_of(sharding: Sharding) -> list[Piece]:
 
     def part_of(name: str, read: Placement) -> Part:
         tensor = graph.tensors[name]
-        found = Part(name, written[name], read, tensor.differentiable, tensor.floating)
+        found = Part(name, written[name], read, tensor.differentiable, tensor.floating, rows)
         if (read.kind == "P" and written[name].whole) or not _changes(found):
             found = replace(found, read=found.written)
         return parts.setdefault((name, str(found.read)), found)
@@ -136,7 +138,7 @@ def pieces_of(sharding: Sharding) -> list[Piece]:
 
     def as_written(name: str) -> Part:
         tensor = graph.tensors[name]
-        return Part(name, written[name], written[name], tensor.differentiable, tensor.floating)
+        return Part(name, written[name], written[name], tensor.differentiable, tensor.floating, rows)
 
     ends = [as_written(name) for name in graph.outputs]
     for part in ends:
@@ -236,12 +238,14 @@ class Recipe:
     """What a node computes, without parameters; equal for all ranks but for `place`.
 
     shapes, options   of all tensors and operators of the layer; `Size` stands for rows
+    captured          the rows with which the layer was captured
     """
 
     piece: Piece
     shapes: Mapping[str, tuple[Any, ...]]
     options: Mapping[str, Any]
     place: local.Place
+    captured: int
 
     def __deepcopy__(self, memo: object) -> Recipe:
         return self  # nothing of it changes, and torch's operators cannot be copied
@@ -262,12 +266,23 @@ class Recipe:
                 operator = one.operator
                 options = {name: with_rows(value, rows) for name, value in self.options[operator.name].items()}
                 outputs = tuple(
-                    cut(with_rows(self.shapes[name], rows), _at_rows(form.on(AXIS), rows), self.place.ranks, AXIS, name)
+                    cut(
+                        with_rows(self.shapes[name], rows),
+                        _at_rows(form.on(AXIS), self.captured, rows),
+                        self.place.ranks,
+                        AXIS,
+                        name,
+                    )
                     for name, form in zip(operator.outputs, one.outs, strict=True)
                 )
                 found.append((one, replace(operator, options=options), outputs))
             self._known[rows] = found
         return self._known[rows]
+
+    def _local_shape(self, name: str, placement: Placement, rows: int) -> tuple[int, ...]:
+        """What this rank has of a tensor for a micro-batch of so many rows."""
+        shape = with_rows(self.shapes[name], rows)
+        return cut(shape, _at_rows(placement, self.captured, rows), self.place.ranks, AXIS, name)
 
     @cached_property
     def _known(self) -> dict[int, list[tuple[Divided, Operator, tuple[tuple[int, ...], ...]]]]:
@@ -367,20 +382,22 @@ def nodes_of(
     title: str,
     place: local.Place,
     known: dict[str, nn.Parameter],
+    rows: int,
 ) -> list[Node]:
     """The nodes of one layer on one rank.
 
     templates   shapes of all tensors and arguments of all operators, in which `Size` stands for rows
     stored      the layer's parameters and buffers by their names in the graph
     known       parameters that other layers hold already, by name
+    rows        of the capture
     """
     graph = sharding.graph
-    pieces = pieces_of(sharding)
+    pieces = pieces_of(sharding, rows)
     forms = forms_of(pieces, graph, sharding)
     held = _held(sharding, stored, place, known)
     nodes: list[Node] = []
     for k, (piece, own) in enumerate(zip(pieces, forms, strict=True)):
-        node = CapturedNode(Recipe(piece, *templates, place), own, f"{title}.{k}")
+        node = CapturedNode(Recipe(piece, *templates, place, rows), own, f"{title}.{k}")
         for one in piece.operators:
             for name in one.operator.inputs:
                 if name not in stored or name in node.own:

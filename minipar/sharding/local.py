@@ -168,7 +168,7 @@ def _plain(operator: Operator, inputs: Sequence[Tensor], outputs: Sequence[Shape
     """The operator itself, with the sizes of the part."""
     changed: dict[str, Any] = {}
     shape = list(outputs[0]) if outputs else []
-    if operator.op in _SIZES:
+    if _SIZES.get(operator.op, "") in operator.options:
         changed[_SIZES[operator.op]] = shape
     elif operator.op in ("aten::split", "aten::split_with_sizes"):
         dim = int(operator.option("dim", 0))

@@ -115,11 +115,12 @@ class ShardedModel(nn.Sequential):
     nodes   of each of the model's own layers, into how many nodes it is cut
     cuts    which part of each parameter, by its name, this rank has; of those that it has whole nothing
     count   how many ranks share them
+    inputs  the form in which they have rows and targets (`Program.inputs`)
     """
 
-    def __init__(self, layers: Sequence[Sequence[Node]], count: int) -> None:
+    def __init__(self, layers: Sequence[Sequence[Node]], count: int, inputs: str = "") -> None:
         super().__init__(*(node for nodes in layers for node in nodes))
-        self.nodes, self.count = tuple(map(len, layers)), count
+        self.nodes, self.count, self.inputs = tuple(map(len, layers)), count, inputs
         found: list[Node] = [node for nodes in layers for node in nodes]
         self.forms = tuple(node.forms for node in found)
         self.titles = tuple(

@@ -686,6 +686,7 @@ COLUMNS = "*.q_proj|*.k_proj|*.v_proj|*.mlp.0|*.mlp.up|*.c_fc|*.gate_proj|*.up_p
 ROWS = "*.attention.out|*.attn.c_proj|*.o_proj|*.mlp.2|*.mlp.down|*.mlp.c_proj|*.down_proj"
 TOKENS = "*.token|*.wte|*.embed_tokens"
 LOGITS = "*.logits|*.lm_head"
+EXPERTS = "*.experts.up|*.experts.down"
 NORMS = "*norm|*norm1|*norm2|*.ln_1|*.ln_2|*.ln_f"
 
 
@@ -706,6 +707,12 @@ def sequence_parallel(axis: str = "tp", vocabulary: bool = True) -> Preset:
     return Preset(
         {**megatron(axis, vocabulary), NORMS: f"S1 on {axis}", "0.add|0.dropout|embedding.add": f"S1 on {axis}"}
     )
+
+
+def experts(axis: str = "ep") -> Preset:
+    """Every rank has some of the experts; tokens go to the ranks of theirs and back, by two all-to-alls a layer and
+    direction. Source: Lepikhin et al., "GShard", 2020."""
+    return Preset({EXPERTS: f"S0 on {axis}"})
 
 
 def two_dimensional(data: str = "dp", model: str = "tp") -> Preset:

@@ -252,8 +252,9 @@ def choices(
     """
     found: dict[object, Choice] = {}
     known = RULES.get(operator.op)
-    if known is not None:
-        line = known.of(operator, ins, outs)
+    line = known.of(operator, ins, outs) if known is not None else None
+    # Of some operators there is a form with other tensors, such as x.to(y): it is computed whole.
+    if known is not None and line is not None and (len(line.inputs), len(line.outputs)) == (len(ins), len(outs)):
         asked = [(letter, 1) for letter in line.letters]
         for k, p in wanted:
             hint = _letter_of(line, k, p, ranks)
@@ -487,7 +488,8 @@ def _reduction(linear: bool) -> LineOf:
 def _view(operator: Operator, ins: Shapes, outs: Shapes) -> Line:
     """Dimensions that are taken apart or joined: their common factors, the slowest first."""
     given, made = _common_factors(ins[0], outs[0])
-    return Line((given,), (made,), ((0,),), linear=frozenset([0]))
+    # The same bits taken for another type are no linear function.
+    return Line((given,), (made,), ((0,),), linear=frozenset() if "dtype" in operator.options else frozenset([0]))
 
 
 def _common_factors(before: Shape, after: Shape) -> tuple[tuple[Factors, ...], tuple[Factors, ...]]:
@@ -659,11 +661,12 @@ def _embedding(operator: Operator, ins: Shapes, outs: Shapes) -> Line:
 
 def _convolution(operator: Operator, ins: Shapes, outs: Shapes) -> Line:
     """Channels are letters; a part of the image would need its neighbours' edges, so the image is never divided."""
-    spatial = len(ins[0]) - 2
+    spatial = len(ins[1]) - 2
+    batch = "b" * (len(ins[0]) == len(ins[1]))
     image, kernel, made = ("".join(f"{name}!" for name in names[:spatial]) for names in ("hwu", "yxz", "pqr"))
-    text = f"bi{image},oi{kernel}+o->bo{made}"
+    text = f"{batch}i{image},oi{kernel}+o->{batch}o{made}"
     if operator.option("groups", 1) != 1:
-        text = f"bi!{image},o!j!{kernel}+o!->bo!{made}"
+        text = f"{batch}i!{image},o!j!{kernel}+o!->{batch}o!{made}"
     return parse(text, ins, outs, (0, 1, 2), op=operator.op)
 
 

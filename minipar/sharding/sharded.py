@@ -10,22 +10,28 @@ from torch import Tensor, nn
 
 from minipar.errors import PlanError
 from minipar.models.tensors import count_rows, layers_of, map_tensors
-from minipar.program.forms import Forms
+from minipar.program.forms import Forms, in_words
 from minipar.program.mesh import Mesh
 from minipar.sharding import local
 from minipar.sharding.capture import Captured, capture_model
-from minipar.sharding.cutting import ROWS, Stored, Templates, nodes_of, templates_of
+from minipar.sharding.cutting import AXIS, ROWS, Stored, Templates, nodes_of, templates_of
 from minipar.sharding.nodes import Node, ShardedModel
 from minipar.sharding.propagation import megatron, propagate_model
 
 
 def local_model(
-    model: nn.Module, index: int, count: int, example: Any, annotations: Mapping[str, str] | None = None
+    model: nn.Module,
+    index: int,
+    count: int,
+    example: Any,
+    annotations: Mapping[str, str] | None = None,
+    inputs: str = "",
 ) -> ShardedModel:
     """The nodes that rank `index` of `count` sharing ranks has of a model, an nn.Sequential of layers.
 
     example       rows that the model is given
     annotations   forms by name (`propagation.py`); default: Megatron's
+    inputs        the form in which sharing ranks have rows and targets: "", "S0" or "S1"
 
     A layer may say itself how it is cut: a method `shard(index, count, name, known)` gives its nodes. Then all layers
     of the model have one.
@@ -36,8 +42,11 @@ def local_model(
         return _by_hand(model, index, count)
     if not count_rows(example):
         raise PlanError(f"tp={count}: needs an example of at least one row to capture the model with")
-    small, large = (capture_model(model, _with_rows(example, rows)) for rows in ROWS)
-    found = propagate_model(small.layers, megatron() if annotations is None else annotations, Mesh(tp=count))
+    captured = ROWS[0] * count, ROWS[1] * count
+    small, large = (capture_model(model, _with_rows(example, rows)) for rows in captured)
+    found = propagate_model(
+        small.layers, megatron() if annotations is None else annotations, Mesh(tp=count), f"{inputs or 'I'} on {AXIS}"
+    )
     known: dict[str, nn.Parameter] = {}
     templates: dict[int, Templates] = {}
     firsts: dict[int, nn.Module] = {}
@@ -49,17 +58,25 @@ def local_model(
         graph = small.layers[number].graph
         first = firsts.setdefault(id(graph), layer)
         if id(graph) not in templates:
-            templates[id(graph)] = templates_of(graph, large.layers[number].graph, ROWS)
+            templates[id(graph)] = templates_of(graph, large.layers[number].graph, captured)
         stored = _stored(small, number, first, layer, names)
-        nodes = nodes_of(small.layers[number], found.shardings[number], templates[id(graph)], stored, key, place, known)
+        nodes = nodes_of(
+            small.layers[number], found.shardings[number], templates[id(graph)], stored, key, place, known, captured[0]
+        )
         nodes[0].state = {
             f"{key}.{name}": value
             for name, value in layer.state_dict().items()
             if name in dict(layer.named_buffers()) and isinstance(value, Tensor)
         }
         layers.append(nodes)
-    _add_end(layers[-1])
-    return ShardedModel(layers, count)
+    if not inputs:
+        _add_end(layers[-1])
+    elif not (written := layers[-1][-1].forms.writes).startswith("S"):
+        raise PlanError(
+            f"{key}: its output is {in_words(written)}, but each of {count} ranks has a part of the targets; possible "
+            "are models whose output has a number for each token"
+        )
+    return ShardedModel(layers, count, inputs)
 
 
 def _with_rows(example: Any, rows: int) -> Any:

@@ -37,6 +37,7 @@ from minipar.strategies.passes import (
     checkpoint,
     clip,
     compress,
+    copies,
     data_parallel,
     forms,
     fuse,
@@ -72,8 +73,9 @@ def passes_of(plan: Plan) -> tuple[Pass, ...]:
         ("priority", priority.sum_by_priority, flushed and several and late),
         ("data_parallel", data_parallel.sum_gradients, flushed and several and not late and not plan.local_steps),
         ("compress", compress.compress, trains and plan.compress != "none"),
-        ("forms", forms.change_forms, plan.tp > 1),
-        ("parts", forms.sum_parts, flushed and plan.tp > 1),
+        ("forms", forms.change_forms, plan.sharing > 1),
+        ("parts", forms.sum_parts, flushed and plan.sharing > 1),
+        ("copies", copies.side_by_side, plan.batch_copies > 1),
         ("host_layers", host_layers.place, bool(plan.host_layers)),
         ("offload", offload.offload, bool(plan.offload)),
         ("local_steps", local_sgd.average, flushed and plan.local_steps > 0),
@@ -143,6 +145,7 @@ def program_of(
         carries=shape.carries if plan.slice_count > 1 else (),
         edges=shape.edges,
         forms=shape.forms,
+        inputs=shape.inputs,
         names=shape.names if shape.forms else (),
     )
 
@@ -210,8 +213,9 @@ def _moved(instructions: Sequence[Instruction], place: Mapping[str, int], layout
 
     Sums of gradients name the ranks of all replicas already, and all replicas have the same parameter servers.
     """
-    replica, shard, width = place["dp"], place.get("tp", 0), layout.tp
+    replica, width = place["dp"], layout.width
     first = layout.rank(replica, 0)
+    shard = layout.mesh.rank(**place) - layout.rank(replica, place["pp"])
     if width == 1:
         if replica == 0:
             return instructions

@@ -113,6 +113,11 @@ OFFLOADED_ACTIVATIONS = KeyValues(
     "offload", "offload=activations", lambda plan: "activations" in plan.offload, "checkpoint="
 )
 HOST_LAYERS = KeyValues("host_layers", "host_layers", lambda plan: bool(plan.host_layers), "host_layers=none")
+OPERATORS = KeyValues("tp", "tp of 2 or more", lambda plan: plan.tp > 1, "tp=1")
+CONTEXT = KeyValues(
+    "context_parallel", "context_parallel of 2 or more", lambda plan: plan.context_parallel > 1, "context_parallel=1"
+)
+EXPERTS = KeyValues("ep", "ep of 2 or more", lambda plan: plan.ep > 1, "ep=1")
 SERVERS = KeyValues("sync", "sync=ps", lambda plan: plan.sync == "ps", "sync=allreduce")
 ALGORITHM = KeyValues("algorithm", "algorithm", lambda plan: plan.algorithm != "default", "algorithm=default")
 ASYNCHRONOUS = KeyValues(
@@ -216,6 +221,9 @@ EXCLUSIONS = (
     Exclusion(ALGORITHM, LOCAL, "no gradients are summed", fundamental=True),
     Exclusion(ALGORITHM, HOST_LAYERS, _WHOLE_SUMS),
     Exclusion(ALGORITHM, SERVERS, "servers sum the gradients", fundamental=True),
+    Exclusion(OPERATORS, EXPERTS, "values have one form on the ranks that share a layer"),
+    Exclusion(EXPERTS, CONTEXT, "values have one form on the ranks that share a layer"),
+    Exclusion(OPERATORS, CONTEXT, "values have one form on the ranks that share a layer"),
     Exclusion(SERVERS, SLICED, _AS_SLICES),
     Exclusion(LOCAL, SLICED, _AS_SLICES),
     Exclusion(BUDGET, SLICED, _AS_SLICES),
@@ -227,7 +235,7 @@ EXCLUSIONS = (
     Exclusion(LOCAL, COPIES, "whole gradients are summed over the copies in every step"),
 )
 
-SHARED = Need("ranks that share layers", lambda plan: plan.tp > 1, "tp=2")
+SHARED = Need("ranks that share layers", lambda plan: plan.sharing > 1, "tp=2")
 SERVED = Need("parameter servers", SERVERS.made, "sync=ps")
 SHARDED_GRADIENTS = Need("sharded gradients", lambda plan: plan.zero >= 2, "zero=2, zero=3")
 GATHERED = Need(

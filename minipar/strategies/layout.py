@@ -21,6 +21,7 @@ micro-batch goes: it yields Forward(i, chunk) on one of these ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -71,7 +72,7 @@ class Layout:
     placement   for each rank of a pipeline, its stages, by chunk; default: stage r on rank r
     host        the layers that their rank computes on the host, and not on its device
 
-    tp          how many ranks share each layer; the layers are then nodes (`Shape.forms`)
+    shared      the axes of the mesh whose ranks share layers, with their sizes; layers are then nodes (`Shape.forms`)
 
     In the methods, `rank` counts within one pipeline. The ranks that they give are ranks of the program (`Mesh`); of
     ranks that share layers they give the first one.
@@ -84,7 +85,7 @@ class Layout:
     microbatches: int
     placement: tuple[tuple[int, ...], ...] = field(default=())
     host: frozenset[int] = frozenset()
-    tp: int = 1
+    shared: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.placement:
@@ -97,11 +98,16 @@ class Layout:
     @cached_property
     def mesh(self) -> Mesh:
         """The grid of all ranks that hold layers."""
-        return Mesh(dp=self.dp, pp=self.pp, tp=self.tp) if self.tp > 1 else Mesh(dp=self.dp, pp=self.pp)
+        return Mesh((("dp", self.dp), ("pp", self.pp), *self.shared))
 
     def sharers(self, rank: int) -> tuple[int, ...]:
         """The ranks of the program that share the layers of a rank of the first replica's pipeline."""
-        return self.mesh.group(self.rank(0, rank), "tp")
+        return self.mesh.group(self.rank(0, rank), *self.mesh.sharing)
+
+    @property
+    def width(self) -> int:
+        """How many ranks share each layer."""
+        return math.prod(size for _, size in self.shared)
 
     def layers(self, stage: int) -> range:
         """The layers of a stage."""

@@ -22,7 +22,7 @@ from minipar.errors import PlanError, ProgramError
 from minipar.program import Action, BackwardWeight, Program
 from minipar.program.collector import paused
 from minipar.program.server_rule import Mode
-from minipar.program.shape import Shape, divided, frozen, uniform
+from minipar.program.shape import Shape, divided, frozen, in_parts, uniform
 from minipar.program.verify.verifier import verify
 from minipar.strategies import as_written, branches, compile, exclusions, keys, segments
 from minipar.strategies.draft import Pass
@@ -47,6 +47,18 @@ class Plan:
         False,
         keys.TRUTH,
         "between the divided operators each of these ranks has a part of the sequence, where tp has all of it",
+        exclusions.SHARED,
+    )
+    context_parallel: int = key(
+        1, whole(1), "ranks that share every sequence: each has a part of its tokens, and attention sees all of them"
+    )
+    ep: int = key(
+        1, whole(1), "ranks that share experts: each has some of them, and a part of the rows, as replicas have"
+    )
+    batch_copies: int = key(
+        1,
+        whole(1),
+        "micro-batches that go through the layers in step, so that one's collectives overlap the other's compute",
         exclusions.SHARED,
     )
     schedule: str = key("1f1b", keys.SCHEDULE, "the order of forwards and backwards on each rank")
@@ -218,7 +230,23 @@ class Plan:
     @property
     def ranks(self) -> int:
         """Number of ranks the plan needs."""
-        return self.dp * self.pp * self.tp + (self.servers if self.sync == "ps" else 0)
+        return self.dp * self.pp * self.sharing + (self.servers if self.sync == "ps" else 0)
+
+    @property
+    def sharing(self) -> int:
+        """How many ranks share each layer."""
+        return self.tp * self.context_parallel * self.ep
+
+    @property
+    def inputs(self) -> str:
+        """The form in which these ranks have rows and targets: see `Program.inputs`."""
+        return "S1" if self.context_parallel > 1 else "S0" if self.ep > 1 else ""
+
+    @property
+    def shared(self) -> tuple[tuple[str, int], ...]:
+        """The axes of the mesh whose ranks share layers, with their sizes."""
+        axes = (("tp", self.tp), ("cp", self.context_parallel), ("ep", self.ep))
+        return tuple((name, size) for name, size in axes if size > 1)
 
     @property
     def asynchronous(self) -> bool:
@@ -361,7 +389,7 @@ class Plan:
             ends = [shape.firsts[end] for end in accumulate(split, initial=0)]
             split = tuple(end - start for start, end in pairwise(ends))
         microbatches = self.total_microbatches * self.slice_count
-        return Layout(shape, self.dp, self.pp, split, microbatches, placement, host, self.tp)
+        return Layout(shape, self.dp, self.pp, split, microbatches, placement, host, self.shared)
 
     def compile(
         self,
@@ -392,13 +420,13 @@ class Plan:
             if not hasattr(shape, "__index__"):
                 raise PlanError(f"compile({shape!r}): give a shape (models.shape(name)) or layers=N")
             shape = uniform(operator.index(shape))  # type: ignore[arg-type]
-        if self.tp > 1 and not shape.forms:
+        if self.sharing > 1 and not shape.forms:
             if shape.dims or any(len(group.layers) > 1 for group in shape.groups):
                 raise PlanError(
-                    f"tp={self.tp}: this shape does not say how its layers are divided; possible is that of "
-                    "minipar.sharding.shard(model, ...), or compile(layers=N)"
+                    f"{self.shared[0][0]}={self.sharing}: this shape does not say how its layers are divided; possible "
+                    "is compile(layers=N), or train(...), which captures the model"
                 )
-            shape = divided(shape, self.tp)
+            shape = divided(shape, self.sharing) if self.tp > 1 else in_parts(shape, self.inputs)
         if self.inference:
             shape = frozen(shape)
         layout = self.layout(shape, costs)

@@ -40,7 +40,7 @@ from minipar.prediction.simulator import simulate
 from minipar.program import Program, Staleness
 from minipar.program.shape import Shape
 from minipar.server.serving import Service, execute_served, pacing_of
-from minipar.sharding.propagation import megatron, sequence_parallel
+from minipar.sharding.propagation import experts, megatron, sequence_parallel
 from minipar.strategies.keys import at_least_1
 from minipar.strategies.plan import Plan
 from minipar.trace import Trace
@@ -262,8 +262,8 @@ def train(
             check_carrier(ranks, f"schedule={plan.schedule}")
         quiet = plan.inference and not keep_modes
         forms = annotations
-        if forms is None and plan.tp > 1:
-            forms = sequence_parallel() if plan.sequence_parallel else megatron()
+        if forms is None and plan.sharing > 1:
+            forms = _forms_of(plan)
         job = Job(model, data, batch, loss, optimizer, seed, dtype, scheduler, quiet, on_nan, forms)
         if reference or check:
             plainly.prepare()
@@ -449,13 +449,23 @@ def costs_for(
     return EmulatedCosts(program, device, costs) if device is not None and device.emulates else costs
 
 
+def _forms_of(plan: Plan) -> Mapping[str, str]:
+    """The forms that a plan's keys stand for; those of all other tensors follow."""
+    if plan.ep > 1:
+        return experts("ep")
+    if plan.context_parallel > 1:
+        return {}
+    return sequence_parallel() if plan.sequence_parallel else megatron()
+
+
 def _of_layers(plan: Plan) -> Plan:
     """The keys of a plan that a rank needs to profile layers. (It may not know a schedule that the user has added.)"""
     if plan.slice_count > 1:
         return plan
     selective = "selective" if plan.checkpoint == "selective" else "none"
     away = {"offload": plan.offload, "offload_to": plan.offload_to, "offload_folder": plan.offload_folder}
-    return Plan(precision=plan.precision, checkpoint=selective, tp=plan.tp, **away)  # type: ignore[arg-type]
+    shared = {"tp": plan.tp, "context_parallel": plan.context_parallel, "ep": plan.ep}
+    return Plan(precision=plan.precision, checkpoint=selective, **shared, **away)  # type: ignore[arg-type]
 
 
 def predict(

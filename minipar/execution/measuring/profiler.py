@@ -87,7 +87,7 @@ def profile(
 
     Errors: `PlanError` for rows that the batch cannot give, or less than 1 repeat.
     """
-    between = Between(getattr(model, "forms", ()), getattr(model, "count", 1))
+    between = Between(getattr(model, "forms", ()), getattr(model, "count", 1), getattr(model, "inputs", ""))
     layers, names = list(model), naming_layers.names_of(model)
     if repeats < 1:
         raise PlanError(f"repeats={repeats}: must be at least 1")
@@ -101,7 +101,7 @@ def profile(
     costs: dict[int, list[_LayerCost]] = {}
     with _undisturbed(device, threads):
         for n in sorted(set(rows if rows is not None else [count_rows(x)])):
-            value, target = _rows(x, n, device), _rows(y, n, device)
+            value, target = between.part(_rows(x, n, device)), between.part(_rows(y, n, device))
             carried: dict[int, Any] = {}
             for j, tokens in enumerate(slices or [None]):
                 key = n * max(1, len(slices)) + j
@@ -183,9 +183,13 @@ def slice_times(
 class Between:
     """What lies between the nodes of a sharded model: collectives, of which one rank alone knows only the sizes."""
 
-    def __init__(self, forms: Sequence[Forms], count: int) -> None:
-        self.forms, self.count = forms, count
+    def __init__(self, forms: Sequence[Forms], count: int, inputs: str) -> None:
+        self.forms, self.count, self.inputs = forms, count, inputs
         self.found: dict[int, list[tuple[int, int, int, int]]] = {}
+
+    def part(self, values: Any) -> Any:
+        """What one rank has of rows or targets."""
+        return repartition.part_of_batch(values, self.inputs, 0, self.count)
 
     def anew(self, key: int, rows: int) -> Callable[[int, Any], Any]:
         """A new pass through all nodes, with other rows. Gives a function of a node and what was written for it."""

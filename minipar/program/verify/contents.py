@@ -64,7 +64,7 @@ class Contents:
         self.local = local if program.replicas > 1 else 0
         self.alone: list[dict[int, int]] = [{} for _ in program.ranks]
         self.first_bit = [program.replica(rank) * program.microbatches for rank in range(len(program.ranks))]
-        self.parts = [program.tp if group.form == "P" else 1 for group in program.groups]
+        self.parts = [program.sharing if group.form == "P" else 1 for group in program.groups]
         self.bits = [self._slots(g) for g in range(len(program.groups))]
 
     def _slots(self, group: int) -> dict[int, int]:

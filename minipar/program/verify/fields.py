@@ -94,6 +94,7 @@ _OWN: dict[str, Rule] = {
     "carries": (lambda value: _wholes(value, 0), "a tuple of layers"),
     "edges": (lambda value: type(value) is tuple, "a tuple of pairs of layers"),
     "forms": (lambda value: _tuple_of(_is_forms, value), "a tuple of Forms for each layer"),
+    "inputs": (lambda value: value in ("", "S0", "S1"), '"", "S0" or "S1"'),
     "names": (lambda value: _tuple_of(lambda name: type(name) is str, value), "a tuple of texts"),
 }  # fmt: skip
 
