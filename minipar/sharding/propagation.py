@@ -319,11 +319,11 @@ class _Axis:
         written = [(j, p) for j, p in fixed if j >= len(op.inputs)]
         fitting = [c for c in possible if all(_fits(_all(c)[j], p) for j, p in written)]
         if not fitting:
-            raise PlanError(self._cannot_write(k, written[0], possible))
+            raise self._refused(k, self._cannot_write(k, written[0], possible))
         stored = [(j, p) for j, p in fixed if self.graph.tensors[tensors[j]].kind == "parameter"]
         agreeing = [c for c in fitting if not any(_contradicts(c.ins[j], p) for j, p in stored)]
         if not agreeing:
-            raise PlanError(self._contradiction(k, fixed, possible))
+            raise self._refused(k, self._contradiction(k, fixed, possible))
         speaking = [
             c for c in agreeing
             if any(_all(c)[j] == p for j, p in cuts) or any(_all(c)[j] == P for j, p in sums)
@@ -374,7 +374,7 @@ class _Axis:
                 if choice.name == "sum" and all(p == P for p in choice.ins):
                     return choice
         if any(not p.whole for p in written):
-            raise PlanError(self._cannot_write(k, (len(op.inputs), written[0]), self._possible(k)))
+            raise self._refused(k, self._cannot_write(k, (len(op.inputs), written[0]), self._possible(k)))
         return computed_whole(op)
 
     def _read_whole(self, name: str) -> bool:
@@ -401,6 +401,11 @@ class _Axis:
     def _title(self, k: int) -> str:
         op = self.graph.operators[k]
         return f"{self.layer.own(op.name)} ({op.op})"
+
+    def _refused(self, k: int, reason: str) -> PlanError:
+        error = PlanError(reason)
+        error.operator = self.graph.operators[k].name
+        return error
 
     def _cannot_write(self, k: int, wanted: tuple[int, Placement], possible: Sequence[Choice]) -> str:
         op = self.graph.operators[k]
