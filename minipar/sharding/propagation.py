@@ -199,7 +199,7 @@ def resolve(layer: Layer, annotations: Annotations, mesh: Mesh, used: set[str] |
     targets += [(layer.own(t.name), "", t.name) for t in graph.tensors.values() if t.kind in ("parameter", "buffer")]
     for pattern, text in annotations.items():
         for own, operator, name in targets:
-            if not _matches(pattern, own):
+            if not matches(pattern, own):
                 continue
             if used is not None:
                 used.add(pattern)
@@ -224,7 +224,8 @@ def resolve(layer: Layer, annotations: Annotations, mesh: Mesh, used: set[str] |
     return fixed
 
 
-def _matches(pattern: str, name: str) -> bool:
+def matches(pattern: str, name: str) -> bool:
+    """Whether an own name is one that a pattern of annotations means."""
     return any(fnmatchcase(name, one) or fnmatchcase("." + name, one) for one in pattern.split("|"))
 
 
