@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from minipar.models.shapes import shape
-from minipar.models.table import GPT, MLP, PRESETS, Branchy, preset, presets, title
+from minipar.models.table import GPT, MLP, PRESETS, Branchy, Mixture, preset, presets, title
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from minipar.models.hugging_face import from_transformers, next_token_loss, token_loss
     from minipar.models.inception import branchy
     from minipar.models.initial import initialise
+    from minipar.models.mixture_gpt import mixture, mixture_load, mixture_loss
     from minipar.models.parameter_groups import shape_of
     from minipar.models.perceptron import mlp
     from minipar.models.selective_checkpoint import Recomputed
@@ -37,13 +38,17 @@ if TYPE_CHECKING:
     from minipar.models.transformer import gpt
 
 __all__ = [
-    "GPT", "MLP", "PRESETS", "Branchy", "Recomputed", "Sliced", "branchy", "build", "from_torch", "from_transformers",
-    "gpt", "initialise", "mlp", "next_token_loss", "preset", "presets", "shape", "shape_of", "token_loss",
+    "GPT", "MLP", "PRESETS", "Branchy", "Mixture", "Recomputed", "Sliced", "branchy", "build", "from_torch",
+    "from_transformers", "gpt", "initialise", "mixture", "mixture_load", "mixture_loss", "mlp", "next_token_loss",
+    "preset", "presets", "shape", "shape_of", "token_loss",
 ]  # fmt: skip
 
 _LAZY = {
     "branchy": "minipar.models.inception",
     "gpt": "minipar.models.transformer",
+    "mixture": "minipar.models.mixture_gpt",
+    "mixture_load": "minipar.models.mixture_gpt",
+    "mixture_loss": "minipar.models.mixture_gpt",
     "mlp": "minipar.models.perceptron",
     "initialise": "minipar.models.initial",
     "from_torch": "minipar.models.tracing",
@@ -66,6 +71,10 @@ def build(name: str, **overrides: Any) -> nn.Sequential:
         from minipar.models.transformer import gpt
 
         model: nn.Sequential = gpt(**chosen.numbers())
+    elif isinstance(chosen, Mixture):
+        from minipar.models.mixture_gpt import mixture
+
+        model = mixture(**chosen.numbers())
     elif isinstance(chosen, Branchy):
         from minipar.models.inception import branchy
 

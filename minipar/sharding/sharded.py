@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ from minipar.sharding import automatic, local
 from minipar.sharding.capture import Captured, capture_model
 from minipar.sharding.cutting import AXIS, ROWS, Stored, Templates, nodes_of, templates_of
 from minipar.sharding.nodes import Node, ShardedModel
-from minipar.sharding.propagation import propagate_model
+from minipar.sharding.propagation import EXPERTS, Preset, matches, propagate_model
 
 
 def local_model(
@@ -44,9 +45,10 @@ def local_model(
         raise PlanError(f"tp={count}: needs an example of at least one row to capture the model with")
     captured = ROWS[0] * count, ROWS[1] * count
     small, large = (capture_model(model, _with_rows(example, rows)) for rows in captured)
-    if annotations is None:
-        annotations = automatic.default(small.layers, count)
-    found = propagate_model(small.layers, annotations, Mesh(tp=count), f"{inputs or 'I'} on {AXIS}")
+    chosen = _on_axis(automatic.default(small.layers, count) if annotations is None else annotations)
+    if EXPERTS in chosen and isinstance(chosen, Preset):
+        _check_experts(model, count)
+    found = propagate_model(small.layers, chosen, Mesh(tp=count), f"{inputs or 'I'} on {AXIS}")
     known: dict[str, nn.Parameter] = {}
     templates: dict[int, Templates] = {}
     firsts: dict[int, nn.Module] = {}
@@ -77,6 +79,28 @@ def local_model(
             "are models whose output has a number for each token"
         )
     return ShardedModel(layers, count, inputs)
+
+
+def _on_axis(annotations: Mapping[str, str]) -> Mapping[str, str]:
+    """The annotations with the one axis that layers are cut on, whichever of the plan's keys it stands for."""
+    on_axis = {pattern: re.sub(r"\bon (ep|cp)\b", f"on {AXIS}", text) for pattern, text in annotations.items()}
+    return Preset(on_axis) if isinstance(annotations, Preset) else on_axis
+
+
+def _check_experts(model: nn.Module, count: int) -> None:
+    """Errors: PlanError for a model of which `experts()` would divide nothing, or experts that cannot be divided."""
+    found = [(name, p) for name, p in model.named_parameters() if matches(EXPERTS, name)]
+    if not found:
+        raise PlanError(
+            f"ep={count}: the model has no experts (*.experts.up); possible are dp={count} or a mixture such as "
+            "models.build('gpt-moe-tiny')"
+        )
+    for name, parameter in found:
+        if len(parameter) % count:
+            ways = [str(n) for n in range(1, len(parameter) + 1) if len(parameter) % n == 0]
+            raise PlanError(
+                f"ep={count}: must divide the {len(parameter)} experts of {name}; possible are {', '.join(ways)}"
+            )
 
 
 def _with_rows(example: Any, rows: int) -> Any:

@@ -191,7 +191,9 @@ class ShardingView(View):
                 )
             if k < len(found.rows):
                 row = found.rows[k]
-                forms = [row.forms[axis] + (" (fixed)" if axis in found.fixed.get(row.name, {}) else "") for axis in axes]
+                forms = [
+                    row.forms[axis] + (" (fixed)" if axis in found.fixed.get(row.name, {}) else "") for axis in axes
+                ]
                 shapes = ["×".join(map(str, shape)) for shape in (row.shape, row.local)]
                 table.append([row.own, row.made, shapes[0], *forms, shapes[1], amount(row.local_bytes), ""])
         return table
@@ -356,7 +358,12 @@ def _draw_panel(sketch: Sketch, found: Found, row: Row, left: float) -> None:
         sizes = [row.shape[d] for d in dims] if len(dims) > 1 else [1, row.shape[0] if row.shape else 1]
         for a, b in spans[0]:
             for c, d in spans[1]:
-                box = (x + c / sizes[1] * wide, y + a / sizes[0] * tall, (d - c) / sizes[1] * wide, (b - a) / sizes[0] * tall)
+                box = (
+                    x + c / sizes[1] * wide,
+                    y + a / sizes[0] * tall,
+                    (d - c) / sizes[1] * wide,
+                    (b - a) / sizes[0] * tall,
+                )
                 sketch.rect(*box, face, edge, mark)
                 if kind == "P" and min(box[2:]) >= 18:
                     sketch.rect(box[0] + box[2] / 2 - 8, box[1] + box[3] / 2 - 8, 16, 16, face)

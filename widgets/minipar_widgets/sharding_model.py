@@ -130,7 +130,6 @@ class Found:
             found.setdefault(pick.tensor, {})[pick.axis] = pick.letters
         return found
 
-
     @property
     def newest(self) -> int:
         """The row of the newest pick; of the layer's last tensor, if nothing is fixed."""
@@ -303,7 +302,11 @@ def _row(layer: Layer, found: Sharding, tensor: Tensor, writer: Operator | None)
 
 def _offered(tensor: Tensor, now: str) -> tuple[str, ...]:
     """A parameter is stored, so it cannot be a part of a sum."""
-    every = ["R", *(f"S{dim}" for dim in range(len(tensor.shape))), *(["P"] if tensor.kind in ("value", "input") else [])]
+    every = [
+        "R",
+        *(f"S{dim}" for dim in range(len(tensor.shape))),
+        *(["P"] if tensor.kind in ("value", "input") else []),
+    ]
     return tuple(every if now in every else [*every, now])
 
 
