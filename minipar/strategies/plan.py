@@ -420,6 +420,8 @@ class Plan:
             if not hasattr(shape, "__index__"):
                 raise PlanError(f"compile({shape!r}): give a shape (models.shape(name)) or layers=N")
             shape = self._uniform(operator.index(shape))  # type: ignore[arg-type]
+        elif self.sharing > 1 and shape == uniform(shape.layers):
+            shape = self._uniform(shape.layers)
         elif self.sharing > 1 and not shape.forms:
             raise PlanError(
                 f"{self.shared[0][0]}={self.sharing}: this shape does not say how its layers are divided; possible is "
