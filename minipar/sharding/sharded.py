@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from minipar.errors import PlanError
+from minipar.models.network import edges_of
 from minipar.models.tensors import count_rows, layers_of, map_tensors
 from minipar.program.forms import Forms, in_words
 from minipar.program.mesh import Mesh
@@ -39,6 +40,11 @@ def local_model(
 
     Errors: PlanError for a layer that cannot be captured or divided, with its operator and tensor.
     """
+    if edges_of(model):
+        raise PlanError(
+            f"the model has branches, and layers that {count} ranks share are those of chains; possible is to train it "
+            "without tensor parallelism"
+        )
     if any(hasattr(layer, "shard") for layer in layers_of(model)):
         return _by_hand(model, index, count)
     if not count_rows(example):
