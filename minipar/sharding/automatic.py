@@ -21,7 +21,11 @@ from minipar.program.mesh import Mesh
 from minipar.sharding.forms import Form, P, Placement, S, divides, whole
 from minipar.sharding.graph import Graph, Layer, Operator
 from minipar.sharding.propagation import (
-    Preset, Sharding, has_names, megatron, propagate,
+    Preset,
+    Sharding,
+    has_names,
+    megatron,
+    propagate,
 )
 from minipar.sharding.rules import RULES
 from minipar.wording import several
