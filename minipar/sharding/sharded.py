@@ -15,8 +15,9 @@ from minipar.models.tensors import count_rows, layers_of, map_tensors
 from minipar.program.forms import Forms, in_words
 from minipar.program.mesh import Mesh
 from minipar.sharding import automatic, local
-from minipar.sharding.capture import Captured, capture_model
+from minipar.sharding.capture import Captured, capture_model, within
 from minipar.sharding.cutting import AXIS, ROWS, Stored, Templates, nodes_of, templates_of
+from minipar.sharding.graph import Layer, Operator
 from minipar.sharding.nodes import Node, ShardedModel
 from minipar.sharding.propagation import EXPERTS, Preset, matches, propagate_model
 
@@ -59,6 +60,7 @@ def local_model(
     templates: dict[int, Templates] = {}
     firsts: dict[int, nn.Module] = {}
     names = _names(model)
+    titles = {id(module): name for name, module in model.named_modules()}
     place = local.Place(index, count)
     layers: list[list[Node]] = []
     for number, (key, layer) in enumerate(model._modules.items()):
@@ -69,8 +71,9 @@ def local_model(
             templates[id(graph)] = templates_of(graph, large.layers[number].graph, captured)
         stored = _stored(small, number, first, layer, names)
         nodes = nodes_of(
-            small.layers[number], found.shardings[number], templates[id(graph)], stored, key, place, known, captured[0]
-        )
+            small.layers[number], found.shardings[number], templates[id(graph)], stored, key, place, known, captured[0],
+            _dropouts(small.layers[number], layer, titles),
+        )  # fmt: skip
         nodes[0].state = {
             f"{key}.{name}": value
             for name, value in layer.state_dict().items()
@@ -134,6 +137,37 @@ def _stored(
         if tensor.kind == "buffer" and name not in found:
             found[name] = Stored(program.constants[name])
     return found
+
+
+def _dropouts(captured: Layer, layer: nn.Module, titles: Mapping[int, str]) -> dict[str, nn.Dropout]:
+    """For each operator of a layer that is an nn.Dropout one of its own, which knows the name in the model.
+
+    Errors: PlanError for all other operators that draw: their numbers would depend on how the model is cut.
+    """
+    found = {}
+    paths = [name for name, _ in layer.named_modules(remove_duplicate=False)]
+    for op in captured.graph.operators:
+        if not _draws(op):
+            continue
+        module = layer.get_submodule(max((path for path in paths if within(op.name, path)), key=len))
+        if op.op != "aten::dropout" or type(module) is not nn.Dropout:
+            raise PlanError(
+                f"{captured.own(op.name)} ({op.op}): draws random numbers, and only nn.Dropout draws the same ones on "
+                "ranks that share a layer; possible is nn.Dropout in its place, a probability of 0 (of attention, "
+                "too), or tp=1"
+            )
+        found[op.name] = nn.Dropout(module.p).train(module.training)
+        found[op.name].row_name = titles[id(module)]  # type: ignore[assignment]
+    return found
+
+
+def _draws(op: Operator) -> bool:
+    """Whether an operator takes numbers from torch's generators."""
+    if op.op == "aten::dropout":
+        return bool(op.option("train", False)) and op.option("p", 0.0) > 0
+    if op.op == "aten::scaled_dot_product_attention":
+        return bool(op.option("dropout_p", 0.0) > 0)
+    return torch.Tag.nondeterministic_seeded in getattr(op.call, "tags", ())
 
 
 def _by_hand(model: nn.Module, index: int, count: int) -> ShardedModel:
