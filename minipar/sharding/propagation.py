@@ -683,6 +683,7 @@ ROWS = "*.attention.out|*.attn.c_proj|*.o_proj|*.mlp.2|*.mlp.down|*.mlp.c_proj|*
 TOKENS = "*.token|*.wte|*.embed_tokens"
 LOGITS = "*.logits|*.lm_head"
 EXPERTS = "*.experts.up|*.experts.down"
+MADE_BY_EXPERTS = "*.experts.bmm|*.experts.matmul|*.experts.einsum|*.experts"
 NORMS = "*norm|*norm1|*norm2|*.ln_1|*.ln_2|*.ln_f"
 
 
@@ -707,8 +708,12 @@ def sequence_parallel(axis: str = "tp", vocabulary: bool = True) -> Preset:
 
 def experts(axis: str = "ep") -> Preset:
     """Every rank has some of the experts; tokens go to the ranks of theirs and back, by two all-to-alls a layer and
-    direction. Source: Lepikhin et al., "GShard", 2020."""
-    return Preset({EXPERTS: f"S0 on {axis}"})
+    direction.
+
+    The module `experts` has all experts side by side: the first dimension of its parameters `up` and `down`, and of
+    what its matrix products write, is that of the experts. Source: Lepikhin et al., "GShard", 2020.
+    """
+    return Preset({EXPERTS: f"S0 on {axis}", MADE_BY_EXPERTS: f"S0 on {axis}"})
 
 
 def two_dimensional(data: str = "dp", model: str = "tp") -> Preset:
