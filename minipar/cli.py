@@ -248,6 +248,7 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
             cluster=cluster,
             steps=options.steps,
             batch=options.batch,
+            loss=models.loss_of(options.model),
             optimizer=partial(torch.optim.SGD, lr=options.lr),
             seed=options.seed,
             dtype=dtype_named(options.dtype),

@@ -23,7 +23,6 @@ Transformers", 2021 (balance loss).
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +32,8 @@ from torch.nn import functional
 
 from minipar.errors import PlanError
 from minipar.models.initial import initialise
-from minipar.models.table import Mixture, check_mixture
-from minipar.models.transformer import Attention
+from minipar.models.table import Mixture, check_mixture, room_of
+from minipar.models.transformer import Attention, Head
 
 Carried = tuple[Tensor, Tensor]  # x (B, T, width) and aux (B,)
 
@@ -105,7 +104,7 @@ class MixtureLayer(nn.Module):
         self.experts = Experts(experts, width)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        room = places(self.capacity, x.shape[1], self.top, self.experts.count)
+        room = room_of(self.capacity, x.shape[1], self.top, self.experts.count)
         weights, slots, balance = torch.ops.minipar.route(self.gate(x), self.top, room)
         sent = torch.ops.minipar.dispatch(x, slots, self.experts.count, room)
         return torch.ops.minipar.combine(self.experts(sent), weights, slots), balance
@@ -155,11 +154,6 @@ def mixture_loss(output: Carried, y: Tensor, weight: float = 0.01) -> Tensor:
 # The three operators --------------------------------------------------------------------------------------------------
 
 
-def places(capacity: float, tokens: int, top: int, experts: int) -> int:
-    """How many tokens of a row an expert takes."""
-    return math.ceil(capacity * tokens * top / experts)
-
-
 def route(scores: Tensor, top: int, room: int) -> tuple[Tensor, Tensor, Tensor]:
     """Which experts each token goes to.
 
@@ -182,21 +176,26 @@ def route(scores: Tensor, top: int, room: int) -> tuple[Tensor, Tensor, Tensor]:
 def dispatch(x: Tensor, slots: Tensor, experts: int, room: int) -> Tensor:
     """The tokens of each expert: x (B, T, d) and slots (B, T, top) to (X, B * room, d). Empty places are zeros."""
     rows, tokens, width = x.shape
-    top = slots.shape[-1]
-    where = torch.where(slots < 0, torch.full_like(slots, experts * room), slots).view(rows, tokens * top, 1)
-    sent = x.new_zeros(rows, experts * room + 1, width)  # what is dropped goes to a place behind the others
-    sent = sent.scatter(1, where.expand(-1, -1, width), x.repeat_interleave(top, 1))
-    return sent[:, :-1].reshape(rows, experts, room, width).transpose(0, 1).reshape(experts, rows * room, width)
+    top, queues = slots.shape[-1], experts * room
+    # Which token is in each place: of an empty one a token behind the last. What is dropped goes behind the last place.
+    where = torch.where(slots < 0, torch.full_like(slots, queues), slots).view(rows, tokens * top)
+    numbers = torch.arange(tokens, device=x.device).repeat_interleave(top).expand(rows, -1)
+    token = slots.new_full((rows, queues + 1), tokens).scatter(1, where, numbers)[:, :-1]
+    token = token + torch.arange(rows, device=x.device)[:, None] * (tokens + 1)
+    token = token.view(rows, experts, room).transpose(0, 1).reshape(-1)
+    padded = functional.pad(x, (0, 0, 0, 1)).view(rows * (tokens + 1), width)
+    return padded.index_select(0, token).view(experts, rows * room, width)
 
 
 def combine(made: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
     """What each token gets: made (X, B * room, d), weights and slots (B, T, top) to (B, T, d)."""
     rows, tokens, top = slots.shape
-    experts, total, width = made.shape
-    made = made.view(experts, rows, total // rows, width).transpose(0, 1).reshape(rows, -1, width)
-    where = slots.clamp(min=0).view(rows, tokens * top, 1).expand(-1, -1, width)
-    kept = weights * (slots >= 0)
-    return (made.gather(1, where).view(rows, tokens, top, width) * kept[..., None]).sum(2)
+    experts, queue, width = made.shape
+    room, row = queue // rows, torch.arange(rows, device=slots.device).view(rows, 1, 1)
+    taken = slots.clamp(min=0)
+    where = taken // room * queue + row * room + taken % room
+    found = made.reshape(experts * queue, width).index_select(0, where.view(-1)).view(rows, tokens, top, width)
+    return (found * (weights * (slots >= 0))[..., None]).sum(2)
 
 
 _LIBRARY = torch.library.Library("minipar", "FRAGMENT")
@@ -240,7 +239,7 @@ def mixture_load(model: nn.Sequential, x: Any) -> Load:
 
     x   tokens (B, T), as the model takes them
 
-    `minipar.trace.expert_load.bars` draws it. Errors: `PlanError` for a model without experts.
+    `minipar.trace.charts.expert_load` draws it. Errors: `PlanError` for a model without experts.
     """
     found: list[tuple[int, MixtureLayer]] = [
         (number, module) for number, layer in enumerate(model) for module in layer.modules()
@@ -258,7 +257,7 @@ def mixture_load(model: nn.Sequential, x: Any) -> Load:
             hook.remove()
     tokens, dropped, room = [], [], 0
     for (_, layer), scores in zip(found, scored, strict=True):
-        own = places(layer.capacity, scores.shape[1], layer.top, layer.experts.count)
+        own = room_of(layer.capacity, scores.shape[1], layer.top, layer.experts.count)
         _, slots, _ = route(scores, layer.top, own)
         chosen = scores.topk(layer.top, -1)[1]
         tokens.append(_counts(chosen, layer.experts.count))

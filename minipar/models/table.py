@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -73,6 +74,11 @@ class Mixture:
     top: int = 2
     capacity: float = 1.25
     data = "text"
+
+    @property
+    def room(self) -> int:
+        """How many tokens of a row of `context` tokens an expert takes."""
+        return room_of(self.capacity, self.context, self.top, self.experts)
 
     def numbers(self) -> dict[str, Any]:
         """The keyword arguments of `models.mixture`."""
@@ -182,6 +188,11 @@ def check_gpt(numbers: GPT) -> None:
         raise PlanError(f"heads={numbers.heads}: must divide width={numbers.width}")
     if not 0.0 <= numbers.dropout < 1.0:
         raise PlanError(f"dropout={numbers.dropout!r}: must be at least 0 and less than 1")
+
+
+def room_of(capacity: float, tokens: int, top: int, experts: int) -> int:
+    """How many tokens an expert takes of a row of so many."""
+    return math.ceil(capacity * tokens * top / experts)
 
 
 def check_mixture(numbers: Mixture) -> None:

@@ -33,7 +33,7 @@ from minipar.costs.device import HARDWARE, holding
 from minipar.costs.recomputation import keep_everything, memory
 from minipar.errors import MiniparError, PlanError
 from minipar.models import shapes, table
-from minipar.models.table import GPT, Branchy
+from minipar.models.table import GPT, MLP, Branchy
 from minipar.prediction.neighbours import nearby
 from minipar.program import Action, BackwardInput, BackwardWeight, Forward, Group, Program
 from minipar.program.rows import split_rows
@@ -214,7 +214,7 @@ def details(
         return [each for each in details(alone, model, batch, division, **overrides) for _ in range(plan.tp)]
     numbers = table.numbers(model, **overrides)
     division.check(numbers, plan.dp)
-    if plan.checkpoint == "selective" and not isinstance(numbers, GPT):
+    if plan.checkpoint == "selective" and isinstance(numbers, (MLP, Branchy)):
         raise PlanError(
             f"checkpoint=selective: {model} has no attention; possible are the others of {segments.POSSIBLE}"
         )

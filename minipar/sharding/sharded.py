@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from minipar.errors import PlanError
 from minipar.models.network import edges_of
 from minipar.models.tensors import count_rows, layers_of, map_tensors
-from minipar.program.forms import Forms, in_words
+from minipar.program.forms import PARTIAL, WHOLE, Forms, in_words, letters, text_of
 from minipar.program.mesh import Mesh
 from minipar.sharding import automatic, local
 from minipar.sharding.capture import Captured, capture_model, within
@@ -80,13 +80,12 @@ def local_model(
             if name in dict(layer.named_buffers()) and isinstance(value, Tensor)
         }
         layers.append(nodes)
-    if not inputs:
-        _add_end(layers[-1])
-    elif not (written := layers[-1][-1].forms.writes).startswith("S"):
+    if inputs and not (written := layers[-1][-1].forms.writes).startswith("S"):
         raise PlanError(
             f"{key}: its output is {in_words(written)}, but each of {count} ranks has a part of the targets; possible "
             "are models whose output has a number for each token"
         )
+    _add_end(layers[-1], inputs)
     return ShardedModel(layers, count, inputs)
 
 
@@ -180,17 +179,26 @@ def _by_hand(model: nn.Module, index: int, count: int) -> ShardedModel:
     return ShardedModel(layers, count)
 
 
-class _Whole(Node):
-    """The model's output, whole, for the loss."""
+class _End(Node):
+    """The model's output as the loss takes it."""
 
     def forward(self, given: Any) -> Any:
-        return given.view_as(given)
+        return map_tensors(given, lambda tensor: tensor.view_as(tensor))
 
 
-def _add_end(nodes: list[Node]) -> None:
-    """Where the model's output is no whole tensor, a last node that takes it whole."""
+def _add_end(nodes: list[Node], inputs: str) -> None:
+    """A last node, where the loss does not take the model's output, or gives its gradient, as the last layer does.
+
+    Where ranks have whole targets, the loss takes the whole output. Every rank computes it alike; of its gradient, which
+    is whole, each takes the shard that it wrote. Where each has a part of the targets, its loss takes its shard of the
+    output; what is no shard, such as a number for a whole row of which it has some tokens, gets a part of its gradient.
+    """
     last = nodes[-1]
-    if last.forms.writes:
-        # The loss is computed by every rank alike; of its gradient, which is whole, each takes the shard that it wrote.
+    if not inputs and last.forms.writes:
         last.forms = last.forms._replace(grad_reads=last.forms.grad_reads.replace("S", "C"))
-        nodes.append(_Whole(Forms(), "output"))
+        nodes.append(_End(Forms(), "output"))
+    elif inputs:
+        taken = text_of(tuple(WHOLE if letter == PARTIAL else letter for letter in letters(last.forms.writes)))
+        given = text_of(tuple(PARTIAL if letter == WHOLE else letter for letter in letters(last.forms.grad_reads)))
+        if (taken, given) != (last.forms.writes, last.forms.grad_reads):
+            nodes.append(_End(Forms(taken, taken, given, given), "output"))
