@@ -29,7 +29,6 @@ from minipar.server.framing import (
     process_behind,
     proof,
 )
-from minipar.server.looking import Looking
 
 _AHEAD = 1 << 12  # bytes of an answer that may come with its header
 _PIECES = 16  # parts that wait to be written that go in one call
@@ -49,7 +48,6 @@ class Connection:
         prepare(self.socket)
         self.stage = Stage()
         self._kept = memoryview(bytearray(_AHEAD))
-        self.looking = Looking()
         self._have = 0  # bytes of a message that are where they belong
         try:
             self.socket.settimeout(seconds)
@@ -96,7 +94,7 @@ class Connection:
             place = into[:_AHEAD]
             before = self._kept[: len(place)]
             before[:] = place  # (while the server is at work)
-            got = self._soon([stage.memory[: HEADER.size], place])
+            got = self._received([stage.memory[: HEADER.size], place])
             stage.stop = min(got, HEADER.size)
             self._have = got - stage.stop
         while len(stage) < HEADER.size:
@@ -122,12 +120,6 @@ class Connection:
         into = memoryview(bytearray(size))
         self.read(into)
         return into
-
-    def _soon(self, places: list[memoryview]) -> int:
-        """Like `_received`, for an answer that is expected soon."""
-        if self.socket.gettimeout() is None:  # (one with a timeout would wait for that long, and not look)
-            return self.looking.find(lambda: self._received(places, socket.MSG_DONTWAIT)) or self._received(places)
-        return self._received(places)
 
     def _received(self, places: list[memoryview], flags: int = 0) -> int:
         try:
