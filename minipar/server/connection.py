@@ -24,7 +24,6 @@ from minipar.server.framing import (
     PROOF,
     Message,
     Stage,
-    What,
     prepare,
     process_behind,
     proof,
