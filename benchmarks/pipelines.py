@@ -107,11 +107,11 @@ def _enter_minipar(rows: int) -> None:
         update_alone.zero_grad()
 
     contestants["compute alone"] = compute_alone
-    as_in_training()
 
 
 def _run(executor: Executor, batch: Any) -> None:
-    """In a rank: one step."""
+    """In a rank: a step, on the core that training would have for this program."""
+    as_in_training(executor.program)
     executor.run(lambda step: batch)
 
 

@@ -51,6 +51,7 @@ from minipar.models.parameter_groups import shape_of
 from minipar.models.randomness import split_sensitive
 from minipar.models.tensors import count_bytes, count_rows, dtype_name, layers_of, map_tensors, single, take_rows
 from minipar.prediction.emulated import EmulatedCosts
+from minipar.prediction.oversubscription import available_cores, best_way
 from minipar.prediction.profiled import ProfiledCosts, microbatch_rows
 from minipar.prediction.recorded import Tapes
 from minipar.program import Action, Local, Op, Program, Synchronous, Value, collectives
@@ -371,7 +372,7 @@ def _passes(
     measuring = asked and isinstance(program.contract, Synchronous)
     del model  # with the layers of other ranks
     # An emulated device sleeps most of the time: any core that is free wakes it soonest.
-    held = on_own_core() if comm.device.type == "cpu" and mine is None else nullcontext()
+    held = on_own_core(_way(program, comm.size)) if comm.device.type == "cpu" and mine is None else nullcontext()
     with closing(executor.offloading), held:
         storing.begin(executor, outline)
         header = Header(storing.first, job.seed, job.batch, dtype_name(job.dtype), program.name, "", outline.rows)
@@ -425,6 +426,12 @@ def _passes(
         tracker.series_of_passes() if watching.series else {},
         storing.share(executor, outline, header, updates),
     )
+
+
+def _way(program: Program, ranks: int) -> int:
+    """In which of affinity.py's ways ranks are dealt to cores. The simulator knows, if all of them are on this host."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return best_way(program, available_cores()) if here == ranks else 0
 
 
 def _sizes(executor: Executor) -> dict[Value, int]:

@@ -18,9 +18,13 @@ from collections.abc import Collection, Sequence
 from functools import partial
 
 from minipar.costs.protocol import Costs
+from minipar.costs.unit import UnitCosts
 from minipar.prediction.streams import GroupStream, Link, Slot
 from minipar.program import COPIES, PORT, Op, Program, Value
 from minipar.program.event_loop import EventLoop
+
+_LATENCY = 0.05  # latency of a message; a forward of a rank takes 1
+_MOST = 20_000  # instructions; with fewer of them best_way takes less than half a second
 
 
 def available_cores() -> int:
@@ -28,15 +32,37 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def cores_of(ranks: int, cores: Sequence[int]) -> list[int] | None:
-    """The core of every rank, there and back: for 4 ranks on cores 0 and 1, this is 0 1 1 0.
+def ways(ranks: int, cores: Sequence[int]) -> list[list[int]]:
+    """Two ways to assign ranks to cores: for 4 ranks on cores 0 and 1, these are 0 1 1 0 and 0 1 0 1.
 
-    It is None, and the system places the ranks, if there are enough cores or if some cores would have more ranks than
-    others.
+    There is no way, and the system places the ranks, if there are enough cores or if some cores would have more ranks
+    than others.
     """
     if ranks <= len(cores) or ranks % len(cores):
-        return None
-    return [core for turn in range(ranks // len(cores)) for core in (reversed(cores) if turn % 2 else cores)]
+        return []
+    there, back = list(cores), list(reversed(cores))
+    turns = range(ranks // len(cores))
+    return [[core for turn in turns for core in (back if turn % 2 else there)], there * len(turns)]
+
+
+def best_way(program: Program, cores: float) -> int:
+    """The index of the way in `ways` that takes the least time for this program, if all layers are equal.
+
+    For example, Chimera's first and last rank compute at the same times, so they should not share a core. The index is
+    0 if ranks send each other nothing, decide as they run, or are served by parameter servers, and for very long
+    programs.
+    """
+    found = ways(len(program.ranks), range(math.ceil(cores)))
+    fixed = program.in_flight is None and program.serving is None and sum(map(len, program.ranks)) <= _MOST
+    sends = any(ins.op is Op.SEND for row in program.ranks for ins in row)
+    if not found or found[0] == found[1] or not fixed or not sends:
+        return 0
+
+    def time(way: int) -> float:
+        _, ends = walk_shared(program, UnitCosts(program, latency=_LATENCY), cores, way)
+        return max(max(row, default=0.0) for row in ends)
+
+    return min(range(len(found)), key=time)
 
 
 def _speeds(working: Collection[int], homes: list[int] | None, cores: float) -> dict[int, float]:
@@ -49,10 +75,17 @@ def _speeds(working: Collection[int], homes: list[int] | None, cores: float) -> 
     return {rank: share / busy.count(homes[rank]) for rank in working}
 
 
-def walk_shared(program: Program, costs: Costs, cores: float) -> tuple[list[list[float]], list[list[float]]]:
-    """Start and end of every instruction. If the program does not verify, ranks may stop before the end."""
+def walk_shared(
+    program: Program, costs: Costs, cores: float, way: int = 0
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Start and end of every instruction. If the program does not verify, ranks may stop before the end.
+
+    way   index of the way in `ways` by which ranks are assigned to cores
+    """
     count = len(program.ranks)
-    loop = EventLoop(partial(_speeds, homes=cores_of(count, range(math.ceil(cores))), cores=cores))
+    found = ways(count, range(math.ceil(cores)))
+    homes = found[way] if found else None
+    loop = EventLoop(partial(_speeds, homes=homes, cores=cores))
     starts = [[0.0] * len(row) for row in program.ranks]
     ends = [[0.0] * len(row) for row in program.ranks]
     place = [0] * count

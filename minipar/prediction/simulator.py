@@ -25,7 +25,7 @@ from minipar.costs.protocol import Costs
 from minipar.costs.unit import UnitCosts
 from minipar.errors import PlanError, ProgramError
 from minipar.prediction.dynamic import as_decided, fitted
-from minipar.prediction.oversubscription import walk_shared
+from minipar.prediction.oversubscription import best_way, walk_shared
 from minipar.prediction.service import follow_rule
 from minipar.prediction.streams import GroupStream, Link, Slot
 from minipar.program import PORT, Op, Program, Value
@@ -60,6 +60,7 @@ def simulate(
     else:
         unit = "bytes"
     with paused():
+        way = best_way(program, cores) if cores is not None and 1 <= cores < len(program.ranks) else 0
         if program.in_flight is not None:
             program = as_decided(program, costs)
             costs = fitted(costs, program)
@@ -70,7 +71,7 @@ def simulate(
         elif cores is None or cores >= len(program.ranks):
             starts, ends = _walk(program, costs)
         elif cores >= 1:
-            starts, ends = walk_shared(program, costs, cores)
+            starts, ends = walk_shared(program, costs, cores, way)
         else:
             raise PlanError(f"cores={cores}: must be at least 1")
     return Trace(program, starts, ends, costs.size, "predicted", unit)
