@@ -418,9 +418,7 @@ class Plan:
                     f"{self.shared[0][0]}={self.sharing}: this shape does not say how its layers are divided; possible "
                     "is compile(layers=N), or train(...), which captures the model"
                 )
-            shape = (
-                divided(shape, self.tp, self.sequence_parallel) if self.tp > 1 else in_parts(shape, self.inputs)
-            )
+            shape = divided(shape, self.tp, self.sequence_parallel) if self.tp > 1 else in_parts(shape, self.inputs)
         if self.inference:
             shape = frozen(shape)
         layout = self.layout(shape, costs)
