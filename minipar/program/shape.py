@@ -85,15 +85,16 @@ def divided(shape: Shape, ranks: int, sequence: bool = False) -> Shape:
     sharded = Forms(writes=PARTIAL, grad_writes=PARTIAL)
     forms = [sharded if k % 5 in (1, 3) else Forms(token, token, token, token) for k in range(5 * shape.layers)]
     titles = [f"{k // 5}.{('norm', 'attention', 'norm', 'perceptron', 'sum')[k % 5]}" for k in range(5 * shape.layers)]
+    kinds = ["S" if k % 5 in (1, 3) else "P" if sequence else "" for k in range(5 * shape.layers)]
     sizes = [
-        tuple(-(-size // (2 * ranks)) for size in shape.groups[k // 5].tensors) if k % 5 in (1, 3) else ()
-        for k in range(5 * shape.layers)
+        tuple(-(-size // (2 * ranks)) for size in shape.groups[k // 5].tensors) if kind == "S" else (shape.itemsize,)
+        for k, kind in enumerate(kinds)
     ]
     if sequence:
         forms[0] = forms[0]._replace(reads="C1")  # rows of the batch are whole, and so is the gradient of the output
         forms[-1] = forms[-1]._replace(grad_reads="C1")
-        forms, titles, sizes = [*forms, Forms()], [*titles, "output"], [*sizes, ()]
-    groups = tuple(Group((k,), held, form="S" if held else "") for k, held in enumerate(sizes))
+        forms, titles, sizes, kinds = [*forms, Forms()], [*titles, "output"], [*sizes, ()], [*kinds, ""]
+    groups = tuple(Group((k,), held, form=kinds[k]) for k, held in enumerate(sizes))
     return replace(
         shape, layers=len(forms), groups=groups, name=f"{shape.name}, each on {several(ranks, 'rank')}",
         names=tuple(titles), dims=(), carries=(), forms=tuple(forms),
