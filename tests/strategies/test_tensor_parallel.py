@@ -104,9 +104,7 @@ def test_stages_share_them_out(schedule: str) -> None:
     program = planned(f"microbatches={m}", schedule, pp).compile(layers=layers)
     per_stage = [changes(program, rank) for rank in program_ranks(program, tp=0)]
     total: Counter[tuple[str, Op]] = sum(per_stage, Counter())
-    assert total == Counter(
-        {("output", Op.ALL_REDUCE): 2 * layers * m, ("grad_output", Op.ALL_REDUCE): 2 * layers * m}
-    )
+    assert total == Counter({("output", Op.ALL_REDUCE): 2 * layers * m, ("grad_output", Op.ALL_REDUCE): 2 * layers * m})
 
 
 def program_ranks(program: Program, tp: int) -> list[int]:
