@@ -190,8 +190,9 @@ def _add_end(nodes: list[Node], inputs: str) -> None:
     """A last node, where the loss does not take the model's output, or gives its gradient, as the last layer does.
 
     Where ranks have whole targets, the loss takes the whole output. Every rank computes it alike; of its gradient,
-    which is whole, each takes the shard that it wrote. Where each has a part of the targets, its loss takes its shard of
-    the output; what is no shard, such as a number for a whole row of which it has some tokens, gets a part of its gradient.
+    which is whole, each takes the shard that it wrote. Where each has a part of the targets, its loss takes its shard
+    of the output; what is no shard, such as a number for a whole row of which it has some tokens, gets a part of its
+    gradient.
     """
     last = nodes[-1]
     if not inputs and last.forms.writes:
