@@ -109,7 +109,9 @@ def _parser() -> _Parser:
         help="patterns of names and forms, such as '*.mlp.0=S-1 on tp; *.mlp.2=P on tp', or a JSON or TOML file of them "
         "(default: the forms that `run` takes)",
     )  # fmt: skip
-    one.add_argument("--sequence-parallel", action="store_true", help="between the divided operators the sequence is cut")
+    one.add_argument(
+        "--sequence-parallel", action="store_true", help="between the divided operators the sequence is cut"
+    )
     one.add_argument("--batch", type=_count, default=16, help="rows of a step (default 16)")
 
     one = command("schedules", _schedules, _show_schedules, "list the schedules, with their constraints")
@@ -382,7 +384,7 @@ def _annotations(text: str) -> dict[str, str]:
         if not isinstance(found, dict) or not all(isinstance(form, str) for form in found.values()):
             raise PlanError(
                 f"--annotate {text}: must be one table of patterns and forms, such as "
-                + ('{"*.mlp.0": "S-1 on tp"}' if path.suffix == ".json" else "\"*.mlp.0\" = \"S-1 on tp\"")
+                + ('{"*.mlp.0": "S-1 on tp"}' if path.suffix == ".json" else '"*.mlp.0" = "S-1 on tp"')
             )
         return found
     rules: dict[str, str] = {}
@@ -447,7 +449,9 @@ def _show_shard(result: dict[str, Any]) -> str:
     for row in result["divided"]:
         name = row["operator"].removeprefix(f"{row['layer']}.")
         same.setdefault((name, row["op"], row["forms"]), []).append(row["layer"])
-    full = {(row["layer"], row["operator"].removeprefix(f"{row['layer']}.")): row["operator"] for row in result["divided"]}
+    full = {
+        (row["layer"], row["operator"].removeprefix(f"{row['layer']}.")): row["operator"] for row in result["divided"]
+    }
     rows = [
         (_numbers(layers), full[layers[0], name] if len(layers) == 1 else f"*.{name}", *rest)
         for (name, *rest), layers in same.items()

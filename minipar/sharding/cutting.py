@@ -441,17 +441,17 @@ def nodes_of(
                 else:
                     node.register_buffer(node.own[name], value, persistent=False)
         nodes.append(node)
-    _check_changed(layer, sharding, stored)
+    _check_changed(layer, pieces, stored)
     unused = [name for name in stored if isinstance(stored[name].value, nn.Parameter) and name not in _read(sharding)]
     for name in unused:  # which no operator reads: it is part of the model all the same
         nodes[0].hold(f"unused_{len(nodes[0].held)}", stored[name].value, Held(stored[name].name), known)  # type: ignore[arg-type]
     return nodes
 
 
-def _check_changed(layer: Layer, sharding: Sharding, stored: Mapping[str, Stored]) -> None:
-    """Errors: PlanError for an operator that changes a buffer of which it reads a part."""
+def _check_changed(layer: Layer, pieces: Sequence[Piece], stored: Mapping[str, Stored]) -> None:
+    """Errors: PlanError for an operator that changes a buffer of which it reads a part, or one of another node."""
     buffers = {name: name for name in stored}  # and what is the same memory under another name
-    for one in sharding.operators:
+    for piece, one in ((piece, one) for piece in pieces for one in piece.operators):
         schema = getattr(one.operator.call, "_schema", None)
         for argument in schema.arguments if schema is not None else ():
             slot = one.operator.options.get(argument.name)
@@ -460,6 +460,12 @@ def _check_changed(layer: Layer, sharding: Sharding, stored: Mapping[str, Stored
             name, read = one.operator.inputs[slot.index], one.ins[slot.index].on(AXIS)
             if name in buffers:
                 buffers.update(dict.fromkeys(one.operator.outputs, buffers[name]))
+            if name in buffers and name in {part.name for part in piece.takes}:
+                raise PlanError(
+                    f"{layer.own(one.operator.name)} ({one.operator.op}): changes {layer.own(buffers[name])}, but a "
+                    "collective comes between it and the operator that changed it before; possible is one change, "
+                    "such as buffer.copy_(...)"
+                )
             if name in buffers and not read.whole:
                 raise PlanError(
                     f"{layer.own(one.operator.name)} ({one.operator.op}): changes {layer.own(buffers[name])}, of which each "
