@@ -7,7 +7,7 @@ explorer.view.found                                            rows, collectives
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import ipywidgets
@@ -30,6 +30,7 @@ from minipar_widgets.sharding_model import (
     Row,
     amount,
     annotated,
+    column,
     duration,
     example,
     explore,
@@ -41,6 +42,7 @@ from minipar_widgets.sharding_model import (
 )
 from minipar_widgets.sketch import Sketch
 
+Place = Callable[[str, str], float]  # of an axis and letters: where their column begins
 _NOTHING = "nothing is fixed"
 _OWN = "as it was given"
 # Colours of forms, as in js/sharding.js: face, edge, ink on it, hatch in the blocks.
@@ -100,7 +102,7 @@ class ShardingView(View):
         layer, mesh, links = self._given
         self.picks = picks
         with self.hold_sync():
-            self.outlook = {}
+            self.outlook = {}  # it was of other forms
             try:
                 self.found, self.problem = explore(layer, mesh, picks, links), ""
                 self.data = self._data(self.found)
@@ -110,13 +112,15 @@ class ShardingView(View):
 
     def _wanted(self, _: Any, content: Any, __: Any) -> None:
         if content.get("want") == "outlook":
-            self.find_outlook()
+            self.find_outlook(str(content.get("tensor", "")))
 
-    def find_outlook(self) -> None:
-        """Find what each form would give. The browser asks for it when the forms have been drawn."""
-        if self.found is not None and not self.outlook:
-            told = outlook(self.found, self._given[2])
-            self.outlook = {t: {a: {w: list(p) for w, p in x.items()} for a, x in y.items()} for t, y in told.items()}
+    def find_outlook(self, tensor: str = "") -> None:
+        """Find what each form would give, of a tensor or of all. The browser asks when the forms have been drawn."""
+        if self.found is None or (tensor in self.outlook if tensor else len(self.outlook) == len(self.found.rows)):
+            return
+        told = outlook(self.found, self._given[2], tensor)
+        plain = {t: {a: {w: list(p) for w, p in x.items()} for a, x in y.items()} for t, y in told.items()}
+        self.outlook = {**self.outlook, **plain}
 
     def state(self) -> dict[str, Any]:
         """The traits for a page without a kernel: there forms can be read, and not fixed."""
@@ -202,9 +206,8 @@ class ShardingView(View):
 
 
 def _letters(found: Found) -> list[str]:
-    """The columns: every form that is offered, S0 before S1 before P."""
-    every = {letters for row in found.rows for some in row.offered.values() for letters in some}
-    return ["R", *sorted(every - {"R", "P"}), "P"]
+    """The columns: R, S0 to as many dimensions as there are, P."""
+    return ["R", *(f"S{dim}" for dim in range(max(len(row.shape) for row in found.rows))), "P"]
 
 
 def _totals(found: Found) -> list[str]:
@@ -228,23 +231,23 @@ def _picture(found: Found, dark: bool) -> bytes:
     sketch = Sketch(_WIDTH, max(tall, 96 + _tiles(found, row)[3] + 110), dark)
     look, y = sketch.look, float(_HEAD)
 
-    def column(axis: str, letters: str) -> float:
-        return grid + axes.index(axis) * (len(columns) * cell + _GAP) + columns.index(letters) * cell
+    def at(axis: str, letters: str) -> float:
+        return grid + axes.index(axis) * (len(columns) * cell + _GAP) + columns.index(column(letters)) * cell
 
     for axis, length in found.mesh:
-        x, wide = column(axis, "R"), len(columns) * cell
+        x, wide = at(axis, "R"), len(columns) * cell
         sketch.text(x + wide / 2, 11, f"on {axis} ({length} ranks)", size=12, anchor="mm")
         for letters in columns:
-            sketch.text(column(axis, letters) + cell / 2, 28, letters, look.muted, 10, "mm")
+            sketch.text(at(axis, letters) + cell / 2, 28, letters, look.muted, 10, "mm")
         sketch.rect(x, 36, wide, 1, look.rule)
     if lines and found.where < 0:
         y = _draw_problem(sketch, lines, y)
     for k in range(len(found.rows) + 1):
         for move in (move for move in found.moves if move.at == k):
-            _draw_move(sketch, move, y, grid, column, cell)
+            _draw_move(sketch, move, y, grid, at, cell)
             y += _MOVE
         if k < len(found.rows):
-            _draw_row(sketch, found, found.rows[k], y, grid, column, cell)
+            _draw_row(sketch, found, found.rows[k], y, grid, at, cell)
             y += _ROW
         if lines and found.where == k:
             y = _draw_problem(sketch, lines, y)
@@ -269,15 +272,18 @@ def _draw_problem(sketch: Sketch, lines: Sequence[str], y: float) -> float:
     return y + 10 + 15 * len(lines)
 
 
-def _draw_row(sketch: Sketch, found: Found, row: Row, y: float, grid: float, column: Any, cell: float) -> None:
+def _draw_row(sketch: Sketch, found: Found, row: Row, y: float, grid: float, at: Place, cell: float) -> None:
     look, middle = sketch.look, y + _ROW / 2
     if found.problem and found.rows[found.where] is row and found.where >= 0:
         sketch.rect(0, y + 1, 4, _ROW - 2, look.warn)
     shape = "×".join(map(str, row.shape))
     made = row.made if not row.operator else f"= {row.made}"
-    sketch.text(_LEFT, middle, row.own, size=12)
-    taken = _LEFT + sketch.measure(row.own, 12) + 8
     sketch.text(grid - 12, middle, shape, look.muted, 10, "rm")
+    name = row.own
+    while sketch.measure(name, 12) > grid - 20 - sketch.measure(shape, 10) - _LEFT:
+        name = f"{name.rstrip('…')[:-1]}…"
+    sketch.text(_LEFT, middle, name, size=12)
+    taken = _LEFT + sketch.measure(name, 12) + 8
     room = grid - 24 - sketch.measure(shape, 10) - taken
     if sketch.measure(made, 10) > room:
         made = made.partition("(")[0]
@@ -286,7 +292,7 @@ def _draw_row(sketch: Sketch, found: Found, row: Row, y: float, grid: float, col
     fixed = found.fixed.get(row.name, {})
     for axis, some in row.offered.items():
         for letters in some:
-            x, now = column(axis, letters), row.forms[axis] == letters
+            x, now = at(axis, letters), row.forms[axis] == letters
             face, edge, ink, _ = _FORMS[letters[0]]
             if now:
                 sketch.rect(x + 1, y + 2, cell - 2, _ROW - 4, face, edge)
@@ -295,10 +301,11 @@ def _draw_row(sketch: Sketch, found: Found, row: Row, y: float, grid: float, col
                 rim = look.warn if wrong else look.ink
                 for thick in (0.0, 1.0):
                     sketch.rect(x + 1 + thick, y + 2 + thick, cell - 2 - 2 * thick, _ROW - 4 - 2 * thick, edge=rim)
-            sketch.text(x + cell / 2, middle, letters, ink if now else look.warn if wrong else look.muted, 10, "mm")
+            size = 10 if len(letters) < 3 else 8
+            sketch.text(x + cell / 2, middle, letters, ink if now else look.warn if wrong else look.muted, size, "mm")
 
 
-def _draw_move(sketch: Sketch, move: Move, y: float, grid: float, column: Any, cell: float) -> None:
+def _draw_move(sketch: Sketch, move: Move, y: float, grid: float, at: Place, cell: float) -> None:
     look, middle, back = sketch.look, y + _MOVE / 2, move.phase == "backward"
     sketch.rect(_LEFT, middle - 8, 20, 16, LOOKS["collective"].face, LOOKS["collective"].edge, "x")
     sketch.rect(_LEFT + 4, middle - 7, 12, 14, look.paper)
@@ -310,7 +317,7 @@ def _draw_move(sketch: Sketch, move: Move, y: float, grid: float, column: Any, c
         text = f"{move.op}{over}: {amount(move.bytes)}, {duration(move.seconds)}"
     sketch.text(_LEFT + 26, middle, text, look.wire, 10)
     if move.before and move.after:
-        x0, x1 = (column(move.axis, letters) + cell / 2 for letters in (move.before, move.after))
+        x0, x1 = (at(move.axis, letters) + cell / 2 for letters in (move.before, move.after))
         side = 1 if x1 >= x0 else -1
         sketch.line([(x0, middle), (x1 - 4 * side, middle)], look.wire, 2, dashed=back)
         sketch.dot(x0, middle, 3, look.wire)
