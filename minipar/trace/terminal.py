@@ -54,9 +54,7 @@ def text(trace: Trace, width: int = 100) -> str:
     if not labels.in_seconds(trace) and scale >= 1:
         scale = int(scale)  # equal times look equal
     cells = max(1, round(whole * scale))
-    lines = [
-        name.ljust(margin) + _lane(trace, rank, clock.scale * scale, cells) for rank, name in enumerate(names)
-    ]
+    lines = [name.ljust(margin) + _lane(trace, rank, clock.scale * scale, cells) for rank, name in enumerate(names)]
     if ranks > MANY_RANKS:
         lines.append(f"... and {several(ranks - MANY_RANKS, 'more rank')}")
     kinds = {labels.kind_of(ins) for row in trace.program.ranks for ins in row}

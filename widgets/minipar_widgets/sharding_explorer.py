@@ -150,7 +150,8 @@ class ShardingView(View):
             "moves": [
                 {
                     "at": m.at, "phase": m.phase, "op": m.op, "axis": m.axis, "value": m.value, "before": m.before,
-                    "after": m.after, "bytes": amount(m.bytes), "time": duration(m.seconds), "why": m.why, "once": m.once,
+                    "after": m.after, "bytes": amount(m.bytes), "time": duration(m.seconds), "why": m.why,
+                    "once": m.once,
                 }
                 for m in found.moves
             ],
@@ -176,9 +177,9 @@ class ShardingView(View):
     def caption(self) -> str:
         assert self.found is not None
         text = (
-            "A row is a tensor, and the coloured letter its form on an axis of the mesh: R whole, S0, S1, ... a block of "
-            "that dimension, P a part of a sum; those with a thick edge are fixed, the others follow. Between the rows "
-            "stand the collectives, from the form that is there to the one that is needed: ↓ forward, ↑ backward."
+            "A row is a tensor, and the coloured letter its form on an axis of the mesh: R whole, S0, S1, ... a block "
+            "of that dimension, P a part of a sum. Forms with a thick edge are fixed, the others follow. Between the "
+            "rows stand the collectives, from the form that is there to the one that is needed: ↓ forward, ↑ backward."
         )
         return f"{text}\nIt cannot be: {self.found.problem}" if self.found.problem else text
 
@@ -195,7 +196,8 @@ class ShardingView(View):
                 )
             if k < len(found.rows):
                 row = found.rows[k]
-                forms = [row.forms[axis] + (" (fixed)" if axis in found.fixed.get(row.name, {}) else "") for axis in axes]
+                fixed = found.fixed.get(row.name, {})
+                forms = [row.forms[axis] + (" (fixed)" if axis in fixed else "") for axis in axes]
                 shapes = ["×".join(map(str, shape)) for shape in (row.shape, row.local)]
                 table.append([row.own, row.made, shapes[0], *forms, shapes[1], amount(row.local_bytes), ""])
         return table
@@ -339,7 +341,7 @@ def _tiles(found: Found, row: Row) -> tuple[list[int], float, float, float, int]
 
 
 def _draw_panel(sketch: Sketch, found: Found, row: Row, left: float) -> None:
-    dims, wide, tall, height, across = _tiles(found, row)
+    dims, wide, tall, whole, across = _tiles(found, row)
     look, axes = sketch.look, found.mesh
     sketch.text(left, 13, f"Who holds what of {row.own}", size=12)
     shape, local = ("×".join(map(str, one)) for one in (row.shape, row.local))
@@ -363,13 +365,14 @@ def _draw_panel(sketch: Sketch, found: Found, row: Row, left: float) -> None:
         sizes = [row.shape[d] for d in dims] if len(dims) > 1 else [1, row.shape[0] if row.shape else 1]
         for a, b in spans[0]:
             for c, d in spans[1]:
-                box = (x + c / sizes[1] * wide, y + a / sizes[0] * tall, (d - c) / sizes[1] * wide, (b - a) / sizes[0] * tall)
-                sketch.rect(*box, face, edge, mark)
-                if kind == "P" and min(box[2:]) >= 18:
-                    sketch.rect(box[0] + box[2] / 2 - 8, box[1] + box[3] / 2 - 8, 16, 16, face)
-                    sketch.text(box[0] + box[2] / 2, box[1] + box[3] / 2, "Σ", ink, 12, "mm")
+                width, height = (d - c) / sizes[1] * wide, (b - a) / sizes[0] * tall
+                px, py = x + c / sizes[1] * wide, y + a / sizes[0] * tall
+                sketch.rect(px, py, width, height, face, edge, mark)
+                if kind == "P" and min(width, height) >= 18:
+                    sketch.rect(px + width / 2 - 8, py + height / 2 - 8, 16, 16, face)
+                    sketch.text(px + width / 2, py + height / 2, "Σ", ink, 12, "mm")
         sketch.rect(x, y, wide, tall, edge=look.muted)
-    y = 76.0 + height
+    y = 76.0 + whole
     for letters, words in (("R", "whole"), ("S", "a block of dimension 0, 1, ..."), ("P", "part of a sum")):
         colour, rim, _, hatch = _FORMS[letters]
         sketch.rect(left, y - 6, 14, 12, colour, rim, hatch)

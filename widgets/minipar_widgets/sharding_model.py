@@ -1,6 +1,6 @@
-"""What the sharding explorer shows for some fixed forms: the forms that follow, collectives, blocks. No pixels, no torch.
+"""What the sharding explorer shows for some fixed forms: the forms that follow, collectives, blocks. No pixels here.
 
-    found = explore(example("mlp"), Mesh(tp=2), [Pick("u", "tp", "S2")])
+    found = explore(example("MLP"), Mesh(tp=2), [Pick("up", "tp", "S2")])
     found.rows       a tensor each, in the order in which the layer computes them, with its form on each axis
     found.moves      a collective each, and before which row it happens
     found.problem    why the newest pick cannot be, and `found.where`: at which row
@@ -130,7 +130,6 @@ class Found:
         for pick in self.picks:
             found.setdefault(pick.tensor, {})[pick.axis] = pick.letters
         return found
-
 
     @property
     def newest(self) -> int:
@@ -320,14 +319,15 @@ def _row(layer: Layer, found: Sharding, tensor: Tensor, writer: Operator | None)
 
 def _offered(tensor: Tensor, now: str) -> tuple[str, ...]:
     """A letter for each column, with the pieces of the present form. A parameter is stored: it is no part of a sum."""
-    every = ["R", *(f"S{dim}" for dim in range(len(tensor.shape))), *(["P"] if tensor.kind in ("value", "input") else [])]
+    every = ["R", *(f"S{dim}" for dim in range(len(tensor.shape)))]
+    every += ["P"] if tensor.kind in ("value", "input") else []
     return tuple(now if one == column(now) else one for one in every)
 
 
 def block(shape: Sequence[int], form: Form, mesh: Mesh, rank: int) -> tuple[tuple[tuple[int, int], ...], ...]:
     """What a rank has of a tensor: of each dimension the intervals (start, stop), in the order in which it has them."""
     place = mesh.coordinates(rank)
-    held = [((0, size),) for size in shape]
+    held: list[tuple[tuple[int, int], ...]] = [((0, size),) for size in shape]
     for axis, placement in form.items():
         if placement.kind == "S" and divides(shape, placement, mesh.length(axis)):
             held[placement.dim] = _cut(held[placement.dim], placement.pieces, mesh.length(axis), place[axis])
