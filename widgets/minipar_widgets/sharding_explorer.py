@@ -218,30 +218,31 @@ def _totals(found: Found) -> list[str]:
 
 # The still picture ----------------------------------------------------------------------------------------------------
 
-_LEFT, _LIST, _WIDTH, _HEAD, _ROW, _MOVE, _GAP = 16, 610, 920, 40, 26, 22, 12
+_LEFT, _LIST, _PANEL, _HEAD, _ROW, _MOVE, _GAP = 16, 610, 290, 40, 26, 22, 12
 
 
 def _picture(found: Found, dark: bool) -> bytes:
     """The rows with the collectives between them, and the chosen tensor's blocks beside them."""
     columns, axes = _letters(found), [axis for axis, _ in found.mesh]
     cell = min(24.0, (0.56 * _LIST - (len(axes) - 1) * _GAP) // (len(axes) * len(columns)))
-    grid = _LIST - len(axes) * len(columns) * cell - (len(axes) - 1) * _GAP
+    wide = min(_LIST, 330 + len(axes) * (len(columns) * cell + _GAP))  # of the list; the panel is beside it
+    grid = wide - len(axes) * len(columns) * cell - (len(axes) - 1) * _GAP
     lines = _wrapped(f"✗ {found.problem}", 88) if found.problem else []
     problem = 10 + 15 * len(lines) if lines else 0
     tall = _HEAD + _ROW * len(found.rows) + _MOVE * len(found.moves) + problem + 8
     row = found.rows[found.newest]
-    sketch = Sketch(_WIDTH, max(tall, 96 + _tiles(found, row)[3] + 110), dark)
+    sketch = Sketch(wide + 20 + _PANEL, max(tall, 162 + _tiles(found, row)[3]), dark)
     look, y = sketch.look, float(_HEAD)
 
     def at(axis: str, letters: str) -> float:
         return grid + axes.index(axis) * (len(columns) * cell + _GAP) + columns.index(column(letters)) * cell
 
     for axis, length in found.mesh:
-        x, wide = at(axis, "R"), len(columns) * cell
-        sketch.text(x + wide / 2, 11, f"on {axis} ({length} ranks)", size=12, anchor="mm")
+        x, room = at(axis, "R"), len(columns) * cell
+        sketch.text(x + room / 2, 11, f"on {axis} ({length} ranks)", size=12, anchor="mm")
         for letters in columns:
             sketch.text(at(axis, letters) + cell / 2, 28, letters, look.muted, 10, "mm")
-        sketch.rect(x, 36, wide, 1, look.rule)
+        sketch.rect(x, 36, room, 1, look.rule)
     if lines and found.where < 0:
         y = _draw_problem(sketch, lines, y)
     for k in range(len(found.rows) + 1):
@@ -253,7 +254,7 @@ def _picture(found: Found, dark: bool) -> bytes:
             y += _ROW
         if lines and found.where == k:
             y = _draw_problem(sketch, lines, y)
-    _draw_panel(sketch, found, row, _LIST + 20)
+    _draw_panel(sketch, found, row, wide + 20)
     return sketch.png()
 
 
@@ -334,7 +335,7 @@ def _tiles(found: Found, row: Row) -> tuple[list[int], float, float, float, int]
     free = [d for d in range(len(row.shape)) if d not in cut]
     dims = sorted([*cut[:2], *reversed(free)][:2])
     across = min(lengths[0], 4) if len(lengths) == 1 else found.mesh.size // lengths[0]
-    wide = min(112.0, (_WIDTH - _LIST - 26 - (42 if len(lengths) > 1 else 0)) / across - 8)
+    wide = min(112.0, (_PANEL - 6 - (42 if len(lengths) > 1 else 0)) / across - 8)
     down, over = (row.shape[dims[0]], row.shape[dims[1]]) if len(dims) > 1 else (1, 2.5)
     tall = wide * max(0.55, min(1.15, (down / max(1, over)) ** 0.5))
     return dims, wide, tall, -(-found.mesh.size // across) * (tall + 34), across

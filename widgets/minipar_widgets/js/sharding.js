@@ -48,7 +48,7 @@ export function places(data, width) {
     if (data.problem && data.where === k) problem();
   }
   const axisAt = (a) => grid + a * (n * cell + gap);
-  return { wide, list, stacked, cell, grid, gap, items, axisAt, bottom: y, letters: n, panel: wide ? list + 20 : 0, panelWidth: wide ? PANEL : width };
+  return { wide, list, stacked, cell, grid, gap, items, axisAt, bottom: y, letters: n, panel: wide ? list + 20 : 0, panelWidth: wide ? Math.min(440, width - list - 20) : width };
 }
 
 /** The tiles of the ranks: where each one is within the panel, how large, and what of the tensor it shows. */
