@@ -25,6 +25,7 @@ NAMES = (
     "pipelines",
     "emulation",
     "predictions",
+    "tensor_parallel",
     "zero",
     "recompute",
     "offload",

@@ -33,7 +33,7 @@ from torch.nn import functional
 from minipar.errors import PlanError
 from minipar.models.initial import initialise
 from minipar.models.table import Mixture, check_mixture, room_of
-from minipar.models.transformer import Attention, Head
+from minipar.models.transformer import Attention
 
 Carried = tuple[Tensor, Tensor]  # x (B, T, width) and aux (B,)
 

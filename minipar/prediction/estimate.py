@@ -57,6 +57,8 @@ def predict(plan: Plan | str, model: str, device: DeviceSpec | str, batch: int) 
     plan, spec = Plan.parse(plan), DeviceSpec.parse(device)
     if spec.flops is None:
         raise PlanError(f"device {spec}: needs flops=, such as flops=10GFLOP/s")
+    if plan.sharing > 1:
+        raise PlanError(f"plan {plan}: no formula yet for the time of ranks that share layers; possible is train(...)")
     if plan.slice_count > 1:
         raise PlanError(f"schedule={plan.schedule}: no formula for slices of a sequence; possible are the others")
     if batch < plan.dp * plan.total_microbatches:

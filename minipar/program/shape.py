@@ -85,9 +85,11 @@ def divided(shape: Shape, ranks: int) -> Shape:
     nodes = range(5 * shape.layers)
     groups = []
     for node in nodes:
-        whole = shape.groups[node // 5].tensors
-        held = tuple(-(-size // (2 * ranks)) for size in whole) if node % 5 in (1, 3) else ()
-        groups.append(Group((node,), held, form="S" if held else ""))
+        sharded = node % 5 in (1, 3)
+        held = (
+            tuple(-(-size // (2 * ranks)) for size in shape.groups[node // 5].tensors) if sharded else (shape.itemsize,)
+        )
+        groups.append(Group((node,), held, form="S" if sharded else ""))
     names = tuple(f"{node // 5}.{('norm', 'attention', 'norm', 'perceptron', 'sum')[node % 5]}" for node in nodes)
     forms = tuple(kinds[node % 5] for node in nodes)
     title = f"{shape.name}, each on {several(ranks, 'rank')}"

@@ -25,6 +25,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from minipar.errors import PlanError
+from minipar.models.network import edges_of
 from minipar.sharding.graph import Graph, Layer, Operator, Slot
 from minipar.sharding.graph import Tensor as GraphTensor
 from minipar.sharding.rules import RULES
@@ -112,6 +113,11 @@ def capture_model(model: nn.Module, example: Any) -> Captured:
         raise PlanError(
             f"{type(model).__name__}: capture takes an nn.Sequential of layers; models.from_torch(model, example) cuts "
             "other models into one"
+        )
+    if edges_of(model):
+        raise PlanError(
+            f"{type(model).__name__}: capture takes a chain of layers, and this model's layers form a graph; possible "
+            "is one layer that has the branches inside, or tp=1"
         )
     made: dict[object, tuple[Layer, torch.export.ExportedProgram, Any, nn.Module, str]] = {}
     layers, programs = [], []

@@ -225,7 +225,7 @@ def resolve(layer: Layer, annotations: Annotations, mesh: Mesh, used: set[str] |
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether an own name is one that a pattern of annotations means."""
+    """Whether a name, or its end behind a dot, fits one of the shell patterns that are joined by `|`."""
     return any(fnmatchcase(name, one) or fnmatchcase("." + name, one) for one in pattern.split("|"))
 
 
@@ -235,7 +235,14 @@ def _close(name: str, known: Iterable[str]) -> str:
 
 
 def check_used(annotations: Annotations, used: Iterable[str], layers: Sequence[Layer]) -> None:
-    """Errors: PlanError for a pattern that matches nothing; of a preset, if all of them do."""
+    """Errors: PlanError for a pattern that matches nothing; of a preset, if all of them do, or those of its matmuls."""
+    core = _MATMULS.intersection(annotations) if isinstance(annotations, Preset) else set()
+    if core and core.isdisjoint(used):
+        names = ", ".join(name for pattern in sorted(core) for name in pattern.split("|"))
+        raise PlanError(
+            f"the preset divides nothing here: no operator has one of its names ({names}); possible are annotations of "
+            "your own, such as those that minipar.sharding.by_operators makes"
+        )
     unused = [pattern for pattern in annotations if pattern not in set(used)]
     if not unused or (isinstance(annotations, Preset) and len(unused) < len(annotations)):
         return
@@ -312,11 +319,11 @@ class _Axis:
         written = [(j, p) for j, p in fixed if j >= len(op.inputs)]
         fitting = [c for c in possible if all(_fits(_all(c)[j], p) for j, p in written)]
         if not fitting:
-            raise PlanError(self._cannot_write(k, written[0], possible))
+            raise self._refused(k, self._cannot_write(k, written[0], possible))
         stored = [(j, p) for j, p in fixed if self.graph.tensors[tensors[j]].kind == "parameter"]
         agreeing = [c for c in fitting if not any(_contradicts(c.ins[j], p) for j, p in stored)]
         if not agreeing:
-            raise PlanError(self._contradiction(k, fixed, possible))
+            raise self._refused(k, self._contradiction(k, fixed, possible))
         speaking = [
             c for c in agreeing
             if any(_all(c)[j] == p for j, p in cuts) or any(_all(c)[j] == P for j, p in sums)
@@ -367,7 +374,7 @@ class _Axis:
                 if choice.name == "sum" and all(p == P for p in choice.ins):
                     return choice
         if any(not p.whole for p in written):
-            raise PlanError(self._cannot_write(k, (len(op.inputs), written[0]), self._possible(k)))
+            raise self._refused(k, self._cannot_write(k, (len(op.inputs), written[0]), self._possible(k)))
         return computed_whole(op)
 
     def _read_whole(self, name: str) -> bool:
@@ -394,6 +401,11 @@ class _Axis:
     def _title(self, k: int) -> str:
         op = self.graph.operators[k]
         return f"{self.layer.own(op.name)} ({op.op})"
+
+    def _refused(self, k: int, reason: str) -> PlanError:
+        error = PlanError(reason)
+        error.operator = self.graph.operators[k].name
+        return error
 
     def _cannot_write(self, k: int, wanted: tuple[int, Placement], possible: Sequence[Choice]) -> str:
         op = self.graph.operators[k]
@@ -684,7 +696,13 @@ TOKENS = "*.token|*.wte|*.embed_tokens"
 LOGITS = "*.logits|*.lm_head"
 EXPERTS = "*.experts.up|*.experts.down"
 MADE_BY_EXPERTS = "*.experts.bmm|*.experts.matmul|*.experts.einsum|*.experts"
+_MATMULS = {FUSED, COLUMNS, ROWS}  # what a model must have some of, so that its preset divides anything
 NORMS = "*norm|*norm1|*norm2|*.ln_1|*.ln_2|*.ln_f"
+
+
+def has_names(layers: Sequence[Layer]) -> bool:
+    """Whether some operators of a model have the names that the presets know."""
+    return any(matches(p, layer.own(op.name)) for layer in layers for op in layer.graph.operators for p in _MATMULS)
 
 
 def megatron(axis: str = "tp", vocabulary: bool = True) -> Preset:

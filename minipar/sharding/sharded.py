@@ -13,11 +13,11 @@ from minipar.errors import PlanError
 from minipar.models.tensors import count_rows, layers_of, map_tensors
 from minipar.program.forms import PARTIAL, WHOLE, Forms, in_words, letters, text_of
 from minipar.program.mesh import Mesh
-from minipar.sharding import local
+from minipar.sharding import automatic, local
 from minipar.sharding.capture import Captured, capture_model
 from minipar.sharding.cutting import AXIS, ROWS, Stored, Templates, nodes_of, templates_of
 from minipar.sharding.nodes import Node, ShardedModel
-from minipar.sharding.propagation import EXPERTS, Preset, matches, megatron, propagate_model
+from minipar.sharding.propagation import EXPERTS, Preset, matches, propagate_model
 
 
 def local_model(
@@ -31,7 +31,7 @@ def local_model(
     """The nodes that rank `index` of `count` sharing ranks has of a model, an nn.Sequential of layers.
 
     example       rows that the model is given
-    annotations   forms by name (`propagation.py`); default: Megatron's
+    annotations   forms by name (`propagation.py`); default: Megatron's, or those of `automatic.py`
     inputs        the form in which sharing ranks have rows and targets: "", "S0" or "S1"
 
     A layer may say itself how it is cut: a method `shard(index, count, name, known)` gives its nodes. Then all layers
@@ -45,7 +45,7 @@ def local_model(
         raise PlanError(f"tp={count}: needs an example of at least one row to capture the model with")
     captured = ROWS[0] * count, ROWS[1] * count
     small, large = (capture_model(model, _with_rows(example, rows)) for rows in captured)
-    chosen = _on_axis(megatron() if annotations is None else annotations)
+    chosen = _on_axis(automatic.default(small.layers, count) if annotations is None else annotations)
     if EXPERTS in chosen and isinstance(chosen, Preset):
         _check_experts(model, count)
     found = propagate_model(small.layers, chosen, Mesh(tp=count), f"{inputs or 'I'} on {AXIS}")

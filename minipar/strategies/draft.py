@@ -37,7 +37,7 @@ Seconds = Callable[[Instruction], float]
 # compute instruction works on one layer. Until "transfers" nothing is sent, and until "update" the rows have no STEP.
 PLACES = (
     "layers", "bucket", "checkpoint", "slices", "zero", "priority", "data_parallel", "compress", "forms",
-    "parts", "host_layers",
+    "parts", "copies", "host_layers",
     "offload", "local_steps", "clip", "parameter_server", "transfers", "update", "fuse", "versions",
 )  # fmt: skip
 

@@ -235,7 +235,7 @@ EXCLUSIONS = (
     Exclusion(LOCAL, COPIES, "whole gradients are summed over the copies in every step"),
 )
 
-SHARED = Need("ranks that share layers", lambda plan: plan.tp > 1, "tp=2")
+SHARED = Need("ranks that share layers", lambda plan: plan.sharing > 1, "tp=2")
 SERVED = Need("parameter servers", SERVERS.made, "sync=ps")
 SHARDED_GRADIENTS = Need("sharded gradients", lambda plan: plan.zero >= 2, "zero=2, zero=3")
 GATHERED = Need(

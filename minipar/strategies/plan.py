@@ -55,6 +55,12 @@ class Plan:
     ep: int = key(
         1, whole(1), "ranks that share experts: each has some of them, and a part of the rows, as replicas have"
     )
+    batch_copies: int = key(
+        1,
+        whole(1),
+        "micro-batches that go through the layers in step, so that one's collectives overlap the other's compute",
+        exclusions.SHARED,
+    )
     schedule: str = key("1f1b", keys.SCHEDULE, "the order of forwards and backwards on each rank")
     microbatches: int = key(1, whole(1), "micro-batches of each replica and round")
     accumulate: int = key(1, whole(1), "rounds of `microbatches` before the optimizer steps")
@@ -409,18 +415,18 @@ class Plan:
         if (shape is None) == (layers is None):
             raise PlanError("compile: give either a shape (models.shape(name)) or layers=N")
         if layers is not None:
-            shape = uniform(layers)
+            shape = self._uniform(layers)
         elif not isinstance(shape, Shape):
             if not hasattr(shape, "__index__"):
                 raise PlanError(f"compile({shape!r}): give a shape (models.shape(name)) or layers=N")
-            shape = uniform(operator.index(shape))  # type: ignore[arg-type]
-        if self.sharing > 1 and not shape.forms:
-            if shape.dims or any(len(group.layers) > 1 for group in shape.groups):
-                raise PlanError(
-                    f"{self.shared[0][0]}={self.sharing}: this shape does not say how its layers are divided; possible "
-                    "is compile(layers=N), or train(...), which captures the model"
-                )
-            shape = divided(shape, self.sharing) if self.tp > 1 else in_parts(shape, self.inputs)
+            shape = self._uniform(operator.index(shape))  # type: ignore[arg-type]
+        elif self.sharing > 1 and shape == uniform(shape.layers):
+            shape = self._uniform(shape.layers)
+        elif self.sharing > 1 and not shape.forms:
+            raise PlanError(
+                f"{self.shared[0][0]}={self.sharing}: this shape does not say how its layers are divided; possible is "
+                "compile(layers=N), or train(...), which captures the model"
+            )
         if self.inference:
             shape = frozen(shape)
         layout = self.layout(shape, costs)
@@ -434,6 +440,13 @@ class Plan:
                 self._verify(program, layout, steps)
             keys.check_one_group(self, program)
         return program
+
+    def _uniform(self, layers: int) -> Shape:
+        """Equal layers; those that ranks share are divided as a transformer's blocks are."""
+        shape = uniform(layers)
+        if self.sharing == 1:
+            return shape
+        return divided(shape, self.sharing) if self.tp > 1 else in_parts(shape, self.inputs)
 
     def _verify(self, program: Program, layout: Layout, steps: int) -> None:
         """Verify the program. The error names the action of the schedule that is wrong, if there is one, and the user's
