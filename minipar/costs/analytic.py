@@ -268,8 +268,8 @@ def _branchy(model: Branchy, rows: int, element: int) -> LayerCosts:
 
 
 def _mixture(model: Mixture, rows: int, element: int, selective: bool) -> LayerCosts:
-    # Attention as in the GPT. Then what routing, dispatch and combination save of each token, of each of its choices, and
-    # of each place in an expert's queue, whether a token is there or not.
+    # Attention as in the GPT. Then what routing, dispatch and combination save of each token, of each of its choices,
+    # and of each place in an expert's queue, whether a token is there or not.
     tokens, width, heads = model.context * rows, model.width, model.heads
     choices, queue = tokens * model.top, model.experts * model.room * rows
     size = element * tokens * width

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GPT", "MLP", "PRESETS", "Branchy", "Mixture", "Recomputed", "Sliced", "branchy", "build", "from_torch",
-    "from_transformers", "gpt", "initialise", "loss_of", "mixture", "mixture_load", "mixture_loss", "mlp", "next_token_loss",
-    "preset", "presets", "shape", "shape_of", "token_loss",
+    "from_transformers", "gpt", "initialise", "loss_of", "mixture", "mixture_load", "mixture_loss", "mlp",
+    "next_token_loss", "preset", "presets", "shape", "shape_of", "token_loss",
 ]  # fmt: skip
 
 _LAZY = {

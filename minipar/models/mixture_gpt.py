@@ -52,9 +52,9 @@ def mixture(
 
     capacity   how many tokens an expert takes of a row, as a multiple of what it gets if all are equally busy
 
-    An `nn.Sequential` of `layers` + 2 layers. Input: tokens (B, T), integers below `vocab`, T at most `context`. Output:
-    logits (B, vocab, T) and the balance loss of each row (B,), which `mixture_loss` takes. Initial values come from
-    `torch.initial_seed()` and the parameters' names. Errors: `PlanError` for sizes that make no model.
+    An `nn.Sequential` of `layers` + 2 layers. Input: tokens (B, T), integers below `vocab`, T at most `context`.
+    Output: logits (B, vocab, T) and the balance loss of each row (B,), which `mixture_loss` takes. Initial values come
+    from `torch.initial_seed()` and the parameters' names. Errors: `PlanError` for sizes that make no model.
     """
     check_mixture(Mixture(layers, width, heads, context, vocab, experts, top, capacity))
     with torch.random.fork_rng(devices=[]):  # torch first draws values of its own, which are not used

@@ -56,9 +56,9 @@ if TYPE_CHECKING:
 __all__ = [
     "RULES", "Captured", "Choice", "Collective", "Coverage", "Form", "Graph", "I", "Inside", "Layer", "Matrix",
     "ModelSharding", "Operator", "P", "Path", "Placement", "Preset", "R", "Repartition", "Rule", "S", "Sharding",
-    "Slot", "Step", "Tensor", "backward", "by_operators", "capture_layer", "capture_model", "check_rule", "choices", "conjugate",
-    "coverage", "default", "gradients", "infer", "local_shape", "matrix", "megatron", "path", "propagate", "propagate_model",
-    "rule", "sequence_parallel", "simulate_layer", "two_dimensional",
+    "Slot", "Step", "Tensor", "backward", "by_operators", "capture_layer", "capture_model", "check_rule", "choices",
+    "conjugate", "coverage", "default", "gradients", "infer", "local_shape", "matrix", "megatron", "path", "propagate",
+    "propagate_model", "rule", "sequence_parallel", "simulate_layer", "two_dimensional",
 ]  # fmt: skip
 
 _LAZY = {

@@ -160,7 +160,7 @@ def _own_names(
     stored |= {a: f"{key}.{b}" for (a, _), (b, _) in held}
     names = {name: own for name, own in stored.items() if name in graph.tensors}
     for op in graph.operators:
-        path = max((p for p in paths if _within(op.name, p)), key=len)
+        path = max((p for p in paths if within(op.name, p)), key=len)
         rest = op.name[len(path) :].lstrip(".")
         own_path = paths[path]
         title = ".".join(part for part in (own_path, rest) if part)
@@ -175,7 +175,8 @@ def _modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return module.named_modules(remove_duplicate=False)
 
 
-def _within(name: str, path: str) -> bool:
+def within(name: str, path: str) -> bool:
+    """Whether an operator's name is that of a module, or of something in it."""
     return not path or name == path or name.startswith(path + ".")
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from minipar.errors import PlanError
+from minipar.models.randomness import RowDropout
 from minipar.models.tensors import tensors
 from minipar.program.forms import PARTIAL, WHOLE, Forms, text_of
 from minipar.sharding import local
@@ -305,6 +306,7 @@ class CapturedNode(Node):
         super().__init__(forms, title)
         self.recipe = recipe
         self.own: dict[str, str] = {}  # names of parameters and buffers in the graph -> those in this module
+        self.dropouts: dict[str, str] = {}  # names of operators -> those of their modules here
 
     def forward(self, given: Any) -> Any:
         # What has no gradient in the whole layer gets none here either, although it comes from another node.
@@ -315,12 +317,15 @@ class CapturedNode(Node):
         there = {part.name: value for part, value in zip(self.recipe.piece.takes, values, strict=True)}
         keyed = {(part.name, str(part.read)): v for part, v in zip(self.recipe.piece.takes, values, strict=True)}
         made: dict[str, Tensor] = {}
-        place = self.recipe.place
-        for one, operator, outputs in self.recipe.prepared(self.recipe.rows(values)):
+        place, rows = self.recipe.place, self.recipe.rows(values)
+        for one, operator, outputs in self.recipe.prepared(rows):
             inputs = [
                 self._input(name, form.on(AXIS), made, keyed, there)
                 for name, form in zip(operator.inputs, one.ins, strict=True)
             ]
+            if operator.name in self.dropouts:
+                made[operator.outputs[0]] = self._dropped(operator, one.outs[0].on(AXIS), inputs[0], rows)
+                continue
             running = local.run(operator, one.choices, {AXIS: place}, inputs, outputs)
             made.update(zip(operator.outputs, _finished(running, operator), strict=True))
         found = tuple(
@@ -328,6 +333,18 @@ class CapturedNode(Node):
             for part in self.recipe.piece.gives
         )
         return found[0] if len(found) == 1 else found
+
+    def _dropped(self, operator: Operator, written: Placement, given: Tensor, rows: int) -> Tensor:
+        """Dropout of this rank's part, by the mask of the whole tensor."""
+        module, place = getattr(self, self.dropouts[operator.name]), self.recipe.place
+        if not isinstance(module, RowDropout):  # the one of torch, where nothing but time is measured
+            made: Tensor = module(given)
+            return made
+        lies = _at_rows(written, self.recipe.captured, rows)
+        whole = with_rows(self.recipe.shapes[operator.outputs[0]], rows)
+        if lies.kind != "S":
+            return module.of_part(given, whole, lambda kept: kept)
+        return module.of_part(given, whole, Cut(lies.dim, place.index, place.ranks, lies.pieces).of)
 
     def _input(
         self,
@@ -383,6 +400,7 @@ def nodes_of(
     place: local.Place,
     known: dict[str, nn.Parameter],
     rows: int,
+    dropouts: Mapping[str, nn.Dropout],
 ) -> list[Node]:
     """The nodes of one layer on one rank.
 
@@ -390,6 +408,7 @@ def nodes_of(
     stored      the layer's parameters and buffers by their names in the graph
     known       parameters that other layers hold already, by name
     rows        of the capture
+    dropouts    for each operator that is one, by its name in the graph
     """
     graph = sharding.graph
     pieces = pieces_of(sharding, rows)
@@ -399,6 +418,9 @@ def nodes_of(
     for k, (piece, own) in enumerate(zip(pieces, forms, strict=True)):
         node = CapturedNode(Recipe(piece, *templates, place, rows), own, f"{title}.{k}")
         for one in piece.operators:
+            if one.operator.name in dropouts:
+                node.dropouts[one.operator.name] = f"dropout_{len(node.dropouts)}"
+                node.add_module(node.dropouts[one.operator.name], dropouts[one.operator.name])
             for name in one.operator.inputs:
                 if name not in stored or name in node.own:
                     continue

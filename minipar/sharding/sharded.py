@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from minipar.errors import PlanError
+from minipar.models.network import edges_of
 from minipar.models.tensors import count_rows, layers_of, map_tensors
 from minipar.program.forms import PARTIAL, WHOLE, Forms, in_words, letters, text_of
 from minipar.program.mesh import Mesh
 from minipar.sharding import automatic, local
-from minipar.sharding.capture import Captured, capture_model
+from minipar.sharding.capture import Captured, capture_model, within
 from minipar.sharding.cutting import AXIS, ROWS, Stored, Templates, nodes_of, templates_of
+from minipar.sharding.graph import Layer, Operator
 from minipar.sharding.nodes import Node, ShardedModel
 from minipar.sharding.propagation import EXPERTS, Preset, matches, propagate_model
 
@@ -39,6 +41,11 @@ def local_model(
 
     Errors: PlanError for a layer that cannot be captured or divided, with its operator and tensor.
     """
+    if edges_of(model):
+        raise PlanError(
+            f"the model has branches, and layers that {count} ranks share are those of chains; possible is to train it "
+            "without tensor parallelism"
+        )
     if any(hasattr(layer, "shard") for layer in layers_of(model)):
         return _by_hand(model, index, count)
     if not count_rows(example):
@@ -53,6 +60,7 @@ def local_model(
     templates: dict[int, Templates] = {}
     firsts: dict[int, nn.Module] = {}
     names = _names(model)
+    titles = {id(module): name for name, module in model.named_modules()}
     place = local.Place(index, count)
     layers: list[list[Node]] = []
     for number, (key, layer) in enumerate(model._modules.items()):
@@ -63,8 +71,9 @@ def local_model(
             templates[id(graph)] = templates_of(graph, large.layers[number].graph, captured)
         stored = _stored(small, number, first, layer, names)
         nodes = nodes_of(
-            small.layers[number], found.shardings[number], templates[id(graph)], stored, key, place, known, captured[0]
-        )
+            small.layers[number], found.shardings[number], templates[id(graph)], stored, key, place, known, captured[0],
+            _dropouts(small.layers[number], layer, titles),
+        )  # fmt: skip
         nodes[0].state = {
             f"{key}.{name}": value
             for name, value in layer.state_dict().items()
@@ -129,6 +138,37 @@ def _stored(
     return found
 
 
+def _dropouts(captured: Layer, layer: nn.Module, titles: Mapping[int, str]) -> dict[str, nn.Dropout]:
+    """For each operator of a layer that is an nn.Dropout one of its own, which knows the name in the model.
+
+    Errors: PlanError for all other operators that draw: their numbers would depend on how the model is cut.
+    """
+    found = {}
+    paths = [name for name, _ in layer.named_modules(remove_duplicate=False)]
+    for op in captured.graph.operators:
+        if not _draws(op):
+            continue
+        module = layer.get_submodule(max((path for path in paths if within(op.name, path)), key=len))
+        if op.op != "aten::dropout" or type(module) is not nn.Dropout:
+            raise PlanError(
+                f"{captured.own(op.name)} ({op.op}): draws random numbers, and only nn.Dropout draws the same ones on "
+                "ranks that share a layer; possible is nn.Dropout in its place, a probability of 0 (of attention, "
+                "too), or tp=1"
+            )
+        found[op.name] = nn.Dropout(module.p).train(module.training)
+        found[op.name].row_name = titles[id(module)]  # type: ignore[assignment]
+    return found
+
+
+def _draws(op: Operator) -> bool:
+    """Whether an operator takes numbers from torch's generators."""
+    if op.op == "aten::dropout":
+        return bool(op.option("train", False)) and op.option("p", 0.0) > 0
+    if op.op == "aten::scaled_dot_product_attention":
+        return bool(op.option("dropout_p", 0.0) > 0)
+    return torch.Tag.nondeterministic_seeded in getattr(op.call, "tags", ())
+
+
 def _by_hand(model: nn.Module, index: int, count: int) -> ShardedModel:
     layers: list[list[Node]] = []
     known: dict[str, nn.Parameter] = {}
@@ -149,9 +189,10 @@ class _End(Node):
 def _add_end(nodes: list[Node], inputs: str) -> None:
     """A last node, where the loss does not take the model's output, or gives its gradient, as the last layer does.
 
-    Where ranks have whole targets, the loss takes the whole output. Every rank computes it alike; of its gradient, which
-    is whole, each takes the shard that it wrote. Where each has a part of the targets, its loss takes its shard of the
-    output; what is no shard, such as a number for a whole row of which it has some tokens, gets a part of its gradient.
+    Where ranks have whole targets, the loss takes the whole output. Every rank computes it alike; of its gradient,
+    which is whole, each takes the shard that it wrote. Where each has a part of the targets, its loss takes its shard
+    of the output; what is no shard, such as a number for a whole row of which it has some tokens, gets a part of its
+    gradient.
     """
     last = nodes[-1]
     if not inputs and last.forms.writes:

@@ -354,11 +354,9 @@ class Plan:
         """Which rank holds which layers of a model of this shape. With split="auto" it needs `costs` of the layers."""
         keys.check_causal(self, shape)
         branches.check_shape(self, shape)
-        if isinstance(self.bucket, tuple) and self.bucket[0] >= shape.layers:
-            words = ",".join(map(str, self.bucket))
-            raise PlanError(
-                f"bucket={words}: the model has {shape.layers} layers; possible are 0 to {shape.layers - 1}"
-            )
+        if isinstance(self.bucket, tuple) and self.bucket[0] >= shape.own_layers:
+            words, layers = ",".join(map(str, self.bucket)), shape.own_layers
+            raise PlanError(f"bucket={words}: the model has {layers} layers; possible are 0 to {layers - 1}")
         host = host_layers.find(self.host_layers, shape)
         if self.place is not None:
             split, placement = branches.stages(branches.ranks_of(self.place, shape, self.pp), self.pp)
@@ -446,7 +444,7 @@ class Plan:
         shape = uniform(layers)
         if self.sharing == 1:
             return shape
-        return divided(shape, self.sharing) if self.tp > 1 else in_parts(shape, self.inputs)
+        return divided(shape, self.tp, self.sequence_parallel) if self.tp > 1 else in_parts(shape, self.inputs)
 
     def _verify(self, program: Program, layout: Layout, steps: int) -> None:
         """Verify the program. The error names the action of the schedule that is wrong, if there is one, and the user's

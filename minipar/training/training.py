@@ -451,7 +451,7 @@ def costs_for(
 
 
 def _forms_of(plan: Plan) -> Mapping[str, str] | None:
-    """The forms that a plan's keys stand for; those of all other tensors follow. None: the names of the model say it."""
+    """The forms that a plan's keys stand for; those of all others follow. None: the model's names say it."""
     if plan.ep > 1:
         return experts("ep")
     if plan.context_parallel > 1:

@@ -146,7 +146,8 @@ class ShardingView(View):
             "moves": [
                 {
                     "at": m.at, "phase": m.phase, "op": m.op, "axis": m.axis, "value": m.value, "before": m.before,
-                    "after": m.after, "bytes": amount(m.bytes), "time": duration(m.seconds), "why": m.why, "once": m.once,
+                    "after": m.after, "bytes": amount(m.bytes), "time": duration(m.seconds), "why": m.why,
+                    "once": m.once,
                 }
                 for m in found.moves
             ],
@@ -172,9 +173,9 @@ class ShardingView(View):
     def caption(self) -> str:
         assert self.found is not None
         text = (
-            "A row is a tensor, and the coloured letter its form on an axis of the mesh: R whole, S0, S1, ... a block of "
-            "that dimension, P a part of a sum; those with a thick edge are fixed, the others follow. Between the rows "
-            "stand the collectives, from the form that is there to the one that is needed: ↓ forward, ↑ backward."
+            "A row is a tensor, and the coloured letter its form on an axis of the mesh: R whole, S0, S1, ... a block "
+            "of that dimension, P a part of a sum; those with a thick edge are fixed, the others follow. Between the "
+            "rows stand the collectives, from the form that is there to the one that is needed: ↓ forward, ↑ backward."
         )
         return f"{text}\nIt cannot be: {self.found.problem}" if self.found.problem else text
 

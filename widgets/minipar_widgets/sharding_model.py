@@ -1,4 +1,4 @@
-"""What the sharding explorer shows for some fixed forms: the forms that follow, collectives, blocks. No pixels, no torch.
+"""What the sharding explorer shows for fixed forms: the forms that follow, collectives, blocks. No pixels, no torch.
 
     found = explore(example("mlp"), Mesh(tp=2), [Pick("u", "tp", "S2")])
     found.rows       a tensor each, in the order in which the layer computes them, with its form on each axis
@@ -313,7 +313,7 @@ def _offered(tensor: Tensor, now: str) -> tuple[str, ...]:
 def block(shape: Sequence[int], form: Form, mesh: Mesh, rank: int) -> tuple[tuple[tuple[int, int], ...], ...]:
     """What a rank has of a tensor: of each dimension the intervals (start, stop), in the order in which it has them."""
     place = mesh.coordinates(rank)
-    held = [((0, size),) for size in shape]
+    held: list[tuple[tuple[int, int], ...]] = [((0, size),) for size in shape]
     for axis, placement in form.items():
         if placement.kind == "S" and divides(shape, placement, mesh.length(axis)):
             held[placement.dim] = _cut(held[placement.dim], placement.pieces, mesh.length(axis), place[axis])
