@@ -70,9 +70,7 @@ def test_equal_to_a_loop_over_tokens(top: int, capacity: float) -> None:
     assert torch.allclose(made, wanted, rtol=1e-12, atol=1e-12)
     seed = torch.randn_like(made)
     given = [x, *layer.parameters()]
-    for got, want in zip(
-        torch.autograd.grad(made, given, seed), torch.autograd.grad(wanted, given, seed), strict=True
-    ):
+    for got, want in zip(torch.autograd.grad(made, given, seed), torch.autograd.grad(wanted, given, seed), strict=True):
         assert torch.allclose(got, want, rtol=1e-10, atol=1e-10)
 
 

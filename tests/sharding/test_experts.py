@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.conftest import Clusters
 
 from minipar import data, models, train
 from minipar.errors import PlanError, RankError
@@ -18,6 +17,7 @@ from minipar.sharding import check_rule
 from minipar.sharding.propagation import experts
 from minipar.sharding.sharded import local_model
 from minipar.training.training import Run
+from tests.conftest import Clusters
 
 SIZES: dict[str, Any] = {"layers": 2, "width": 16, "heads": 4, "context": 12, "experts": 4}
 MODEL = partial(models.build, "gpt-moe-tiny", **SIZES)
