@@ -232,7 +232,8 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
 
     # Check the plan before torch is imported and ranks are started. (A profile decides split=auto later.)
     costs = analytic.layer_costs(options.model, 1) if plan.split == "auto" else None
-    plan.compile(models.shape(options.model), costs=costs)
+    if plan.sharing == 1:  # (how layers are shared only a capture in torch can say)
+        plan.compile(models.shape(options.model), costs=costs)
 
     import torch
 
