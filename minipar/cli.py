@@ -106,8 +106,8 @@ def _parser() -> _Parser:
     one.add_argument("--mesh", required=True, type=_mesh, help="axes and their sizes, such as dp=2,tp=2")
     one.add_argument(
         "--annotate", default=None, metavar="RULES",
-        help="patterns of names and forms, such as '*.mlp.0=S-1 on tp; *.mlp.2=P on tp', or a JSON or TOML file of them "
-        "(default: the forms that `run` takes)",
+        help="patterns of names and forms, such as '*.mlp.0=S-1 on tp; *.mlp.2=P on tp', or a JSON or TOML file of "
+        "them (default: the forms that `run` takes)",
     )  # fmt: skip
     one.add_argument(
         "--sequence-parallel", action="store_true", help="between the divided operators the sequence is cut"
@@ -459,7 +459,7 @@ def _show_shard(result: dict[str, Any]) -> str:
     lines += ["", "divided, by layer", *(_columns(rows) or ["  none"])]
     kinds: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for one in result["collectives"]:
-        layer, _, value = one["value"].rpartition(":")
+        layer = one["value"].rpartition(":")[0]
         kinds.setdefault((layer, one["phase"], one["op"], one["axis"]), []).append(one)
     found: dict[tuple[str, ...], list[int]] = {}
     for (layer, phase, op, axis), ones in kinds.items():
