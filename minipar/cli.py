@@ -1,4 +1,4 @@
-"""The command line, for people and scripts (--json): `minipar simulate | run | memory | keys | lessons | ...`.
+"""The command line, for people and scripts (--json): `minipar simulate | run | memory | shard | keys | ...`.
 
 Exit status: 0 done; 2 the request is impossible (one line says why and what is possible); 1 anything else.
 """
@@ -14,17 +14,20 @@ import textwrap
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from minipar.costs.device import DeviceSpec
 from minipar.course import freezing, lesson_commands
 from minipar.errors import DeviceOutOfMemory, MiniparError, PlanError, ProgramError, StoreError
 from minipar.program import Op
+from minipar.program.mesh import Mesh
 from minipar.strategies import schedules
 from minipar.strategies.plan import Plan, table
 from minipar.wording import several
 
 if TYPE_CHECKING:
+    from minipar.sharding.propagation import Divided
     from minipar.training.training import Run
 
 
@@ -97,6 +100,19 @@ def _parser() -> _Parser:
     one.add_argument("plan", metavar="PLAN", help="key=value words, such as 'zero=3 dp=8 checkpoint=sqrt'")
     one.add_argument("--model", required=True, help="name of a preset or a published model, such as gpt3-175b")
     one.add_argument("--batch", type=_count, default=None, help="rows of a step (default: one for each micro-batch)")
+
+    one = command("shard", _shard, _show_shard, "how a model's operators are divided over a mesh, and what that sends")
+    one.add_argument("--model", required=True, help="name of a preset, such as gpt-tiny")
+    one.add_argument("--mesh", required=True, type=_mesh, help="axes and their sizes, such as dp=2,tp=2")
+    one.add_argument(
+        "--annotate", default=None, metavar="RULES",
+        help="patterns of names and forms, such as '*.mlp.0=S-1 on tp; *.mlp.2=P on tp', or a JSON or TOML file of "
+        "them (default: the forms that `run` takes)",
+    )  # fmt: skip
+    one.add_argument(
+        "--sequence-parallel", action="store_true", help="between the divided operators the sequence is cut"
+    )
+    one.add_argument("--batch", type=_count, default=16, help="rows of a step (default 16)")
 
     one = command("schedules", _schedules, _show_schedules, "list the schedules, with their constraints")
     one.add_argument("--markdown", action="store_true", help="as a Markdown table, which the README holds")
@@ -216,7 +232,8 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
 
     # Check the plan before torch is imported and ranks are started. (A profile decides split=auto later.)
     costs = analytic.layer_costs(options.model, 1) if plan.split == "auto" else None
-    plan.compile(models.shape(options.model), costs=costs)
+    if plan.sharing == 1:  # (how layers are shared only a capture in torch can say)
+        plan.compile(models.shape(options.model), costs=costs)
 
     import torch
 
@@ -234,6 +251,7 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
             cluster=cluster,
             steps=options.steps,
             batch=options.batch,
+            loss=models.loss_of(options.model),
             optimizer=partial(torch.optim.SGD, lr=options.lr),
             seed=options.seed,
             dtype=dtype_named(options.dtype),
@@ -337,6 +355,143 @@ def _show_memory(result: dict[str, Any]) -> str:
     from minipar.prediction import memory_formula
 
     return memory_formula.show_report(result)
+
+
+# shard ----------------------------------------------------------------------------------------------------------------
+
+
+def _mesh(text: str) -> Mesh:
+    found: dict[str, int] = {}
+    for word in text.replace(",", " ").split():
+        axis, equals, size = word.partition("=")
+        if not equals or not axis.isidentifier():
+            raise argparse.ArgumentTypeError(f"{word!r}: write axes and their sizes, such as dp=2,tp=2")
+        if axis in found:
+            raise argparse.ArgumentTypeError(f"{text!r}: {axis} is named twice")
+        found[axis] = _count(size)
+    if not found:
+        raise argparse.ArgumentTypeError("needs an axis, such as tp=2")
+    return Mesh(found)
+
+
+def _annotations(text: str) -> dict[str, str]:
+    """From words, or from a file. A form has commas (`S0 on dp, S1 on tp`), so rules are separated by `;`."""
+    path = Path(text)
+    if path.suffix in (".json", ".toml"):
+        try:
+            content = path.read_text("utf-8")
+            found = json.loads(content) if path.suffix == ".json" else _toml(content)
+        except (OSError, ValueError) as error:
+            raise PlanError(f"--annotate {text}: {error}") from None
+        if not isinstance(found, dict) or not all(isinstance(form, str) for form in found.values()):
+            raise PlanError(
+                f"--annotate {text}: must be one table of patterns and forms, such as "
+                + ('{"*.mlp.0": "S-1 on tp"}' if path.suffix == ".json" else '"*.mlp.0" = "S-1 on tp"')
+            )
+        return found
+    rules: dict[str, str] = {}
+    for rule in filter(None, map(str.strip, text.split(";"))):
+        pattern, equals, form = map(str.strip, rule.partition("="))
+        if not equals or not pattern or not form:
+            raise PlanError(f"--annotate {rule!r}: write PATTERN=FORM, such as '*.mlp.0=S-1 on tp'")
+        if pattern in rules:
+            raise PlanError(f"--annotate {pattern!r}: is there twice; keep one of the two")
+        rules[pattern] = form
+    return rules
+
+
+def _toml(content: str) -> Any:
+    try:
+        import tomllib
+    except ModuleNotFoundError:
+        raise PlanError("--annotate: reading TOML needs Python 3.11; possible is a JSON file") from None
+    return tomllib.loads(content)
+
+
+def _shard(options: argparse.Namespace) -> dict[str, Any]:
+    rules = None if options.annotate is None else _annotations(options.annotate)
+    mesh, tensor = options.mesh, options.mesh.length("tp")
+    if options.sequence_parallel and tensor == 1:
+        raise PlanError("--sequence-parallel: is of ranks that share layers; possible is --mesh tp=2")
+    from minipar import data, models, sharding
+
+    if rules is not None and options.sequence_parallel:
+        rules = {**sharding.sequence_parallel(), **rules}
+    x, _ = data.for_model(options.model).batch(0, options.batch)
+    captured = sharding.capture_model(models.build(options.model), x)
+    if rules is None and tensor > 1:
+        rules = sharding.sequence_parallel() if options.sequence_parallel else sharding.default(captured.layers, tensor)
+    inputs = "S0 on dp" if mesh.length("dp") > 1 else "I"
+    found = sharding.propagate_model(captured.layers, rules or {}, mesh, inputs)
+    divided = [
+        {"layer": number, "operator": layer.own(one.operator.name), "op": one.operator.op, "forms": _arrow(one)}
+        for number, (layer, sharded) in enumerate(zip(found.layers, found.shardings, strict=True))
+        for one in sharded.operators
+        if any(choice.divided for choice in one.choices.values())
+    ]
+    return {
+        "coverage": [{"op": row.op, "count": row.count, "state": row.state} for row in captured.coverage.rows],
+        "forms": {name: str(form) for name, form in found.forms().items()},
+        "collectives": [one.as_dict() for one in found.collectives()],
+        "annotations": dict(rules or {}),
+        "divided": divided,
+    }
+
+
+def _arrow(one: Divided) -> str:
+    return f"{' ; '.join(map(str, one.ins))} -> {' ; '.join(map(str, one.outs))}"
+
+
+_STATES = {"rule": "rule", "no input": "made by every rank", "whole": "no rule: falls back to whole"}
+
+
+def _show_shard(result: dict[str, Any]) -> str:
+    lines = ["operators", *_columns([(row["op"], row["count"], _STATES[row["state"]]) for row in result["coverage"]])]
+    same: dict[tuple[str, ...], list[int]] = {}  # equal operators of several layers stand in one line
+    for row in result["divided"]:
+        name = row["operator"].removeprefix(f"{row['layer']}.")
+        same.setdefault((name, row["op"], row["forms"]), []).append(row["layer"])
+    full = {
+        (row["layer"], row["operator"].removeprefix(f"{row['layer']}.")): row["operator"] for row in result["divided"]
+    }
+    rows = [
+        (_numbers(layers), full[layers[0], name] if len(layers) == 1 else f"*.{name}", *rest)
+        for (name, *rest), layers in same.items()
+    ]
+    lines += ["", "divided, by layer", *(_columns(rows) or ["  none"])]
+    kinds: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for one in result["collectives"]:
+        layer, _, _value = one["value"].rpartition(":")
+        kinds.setdefault((layer, one["phase"], one["op"], one["axis"]), []).append(one)
+    found: dict[tuple[str, ...], list[int]] = {}
+    for (layer, phase, op, axis), ones in kinds.items():
+        size, time = (sum(one[key] for one in ones) for key in ("bytes", "time"))
+        told = f"{phase}: {len(ones)} {op} over {axis}", f"{size / 2**20:.3f} MiB", f"{time * 1e3:.3f} ms"
+        found.setdefault(told, []).append(int(layer) if layer else -1)
+    rows = [(_numbers(layers), *told) for told, layers in found.items()]
+    lines += ["", "collectives of one layer, by layer: bytes on each rank, time", *(_columns(rows) or ["  none"])]
+    total = sum(one["bytes"] for one in result["collectives"]), sum(one["time"] for one in result["collectives"])
+    count = several(len(result["collectives"]), "collective")
+    lines.append(f"together {count}, {total[0] / 2**20:.3f} MiB on each rank, {total[1] * 1e3:.3f} ms")
+    return "\n".join(lines)
+
+
+def _numbers(layers: Sequence[int]) -> str:
+    """Layers' numbers, neighbours as 1-4; -1 stands for parameters, which layers may share."""
+    if layers == [-1]:
+        return "parameters"
+    runs: list[list[int]] = []
+    for layer in sorted(set(layers)):
+        if runs and runs[-1][-1] == layer - 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _columns(rows: Sequence[Sequence[Any]]) -> list[str]:
+    widths = [max(len(str(row[k])) for row in rows) for k in range(len(rows[0]))] if rows else []
+    return ["  " + "  ".join(str(c).ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 # lists ----------------------------------------------------------------------------------------------------------------

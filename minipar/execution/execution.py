@@ -57,6 +57,7 @@ from minipar.prediction.recorded import Tapes
 from minipar.program import Action, Local, Op, Program, Synchronous, Value, collectives, repartitions
 from minipar.program.collectives.moves import Algorithm
 from minipar.program.comm_volume import changing
+from minipar.program.mesh import SHARING
 from minipar.program.shape import Shape
 from minipar.program.verify.verifier import verify
 from minipar.sharding.nodes import Cut, ShardedModel
@@ -314,7 +315,10 @@ def emulated_costs(program: Program, spec: DeviceSpec, job: Job, cluster: Cluste
     if spec.flops is None:
         return EmulatedCosts(program, spec)
     rows = microbatch_rows(job.batch, program.replicas, program.row_microbatches)
-    computing = Plan(precision=program.precision, checkpoint="selective" if program.selective else "none")
+    keys = {"tp": "tp", "cp": "context_parallel", "ep": "ep"}
+    shared = {keys[axis]: size for axis, size in program.mesh if axis in SHARING}
+    words = {"precision": program.precision, "checkpoint": "selective" if program.selective else "none", **shared}
+    computing = Plan.parse(words)
     if program.slice_count > 1:
         computing = replace(computing, schedule="terapipe", slices=program.slices)
     (facts,) = cluster.run_on([0], profile_job, job, rows, False, computing)

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -103,23 +104,27 @@ class RowDropout(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x of shape (rows, ...) -> the same shape. Elements are 0 with probability p, and the others are scaled up."""
+        return self.of_part(x, x.shape, lambda kept: kept)
+
+    def of_part(self, x: Tensor, whole: Sequence[int], cut: Callable[[Tensor], Tensor]) -> Tensor:
+        """The same for a part of a tensor of shape `whole` = (rows, ...); `cut` takes that part of the whole mask."""
         if not self.training or self.p == 0.0:
             return x
         if self.p == 1.0:
             return x * 0.0
-        return x * (self._uniform(x) >= self.p).to(x.dtype).div_(1.0 - self.p)
+        return x * cut(self._uniform(whole, x.device) >= self.p).to(x.dtype).div_(1.0 - self.p)
 
-    def _uniform(self, x: Tensor) -> Tensor:
+    def _uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
         """Numbers in [0, 1), one per element: splitmix64 of the row's key and the element's position in the row."""
-        base = hash64(self.seed, self.name, self.step)
-        each = len(x) // self.rows if self.rows and len(x) % self.rows == 0 else 1
-        rows = torch.arange(self.first_row * each, self.first_row * each + len(x), device=x.device)
+        base, length = hash64(self.seed, self.name, self.step), shape[0]
+        each = length // self.rows if self.rows and length % self.rows == 0 else 1
+        rows = torch.arange(self.first_row * each, self.first_row * each + length, device=device)
         key = _mix(rows * _GOLDEN + base).view(-1, 1)
-        count = x[0].numel() if len(x) else 0
-        before = self.first_token * (count // x.shape[1]) if self.first_token and count else 0
-        position = torch.arange(before + 1, before + count + 1, device=x.device) * _GOLDEN
+        count = math.prod(shape[1:]) if length else 0
+        before = self.first_token * (count // shape[1]) if self.first_token and count else 0
+        position = torch.arange(before + 1, before + count + 1, device=device) * _GOLDEN
         bits = _mix(key + position).bitwise_right_shift_(11).bitwise_and_((1 << 53) - 1)
-        return bits.double().mul_(2.0**-53).view(x.shape)
+        return bits.double().mul_(2.0**-53).view(tuple(shape))
 
     def extra_repr(self) -> str:
         return f"p={self.p}, by row"
@@ -132,9 +137,16 @@ def _mix(z: Tensor) -> Tensor:
 
 
 def replace_dropout(model: nn.Module, seed: int) -> None:
-    """Replace every `nn.Dropout` of a model, in place, by one whose mask is a function of the global row."""
+    """Replace every `nn.Dropout` of a model, in place, by one whose mask is a function of the global row.
+
+    Its name is that in the model. One that was taken out of another model has the name there in `row_name`.
+    """
     named = list(model.named_modules())  # (a module that is used twice is here once)
-    made = {id(m): RowDropout(m.p, seed, name).train(m.training) for name, m in named if type(m) is nn.Dropout}
+    made = {
+        id(m): RowDropout(m.p, seed, getattr(m, "row_name", name)).train(m.training)
+        for name, m in named
+        if type(m) is nn.Dropout
+    }
     for _, module in named:
         for name, child in list(module._modules.items()):
             if id(child) in made:

@@ -12,6 +12,7 @@ checking      `check_rule`: whether a rule is right, on numbers, in one process 
 repartition   the cheapest way from one form to another, its gradient's way, and the matrix of all
 graph         a layer as operators and tensors: what capture gives
 propagation   from a few forms that are fixed by name to those of all tensors; presets
+automatic     the forms of a model whose names no preset knows
 capture       plain torch code to graphs, the coverage table                                              (torch)
 local         an operator on one rank's part of its tensors, with the collectives that it asks for        (torch)
 simulated     a sharded layer on all ranks, in one process                                                (torch)
@@ -29,6 +30,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from minipar.sharding.automatic import by_operators, default
 from minipar.sharding.forms import Form, I, P, Placement, R, S, conjugate, local_shape
 from minipar.sharding.graph import Graph, Layer, Operator, Slot, Tensor
 from minipar.sharding.propagation import (
@@ -54,9 +56,9 @@ if TYPE_CHECKING:
 __all__ = [
     "RULES", "Captured", "Choice", "Collective", "Coverage", "Form", "Graph", "I", "Inside", "Layer", "Matrix",
     "ModelSharding", "Operator", "P", "Path", "Placement", "Preset", "R", "Repartition", "Rule", "S", "Sharding",
-    "Slot", "Step", "Tensor", "backward", "capture_layer", "capture_model", "check_rule", "choices", "conjugate",
-    "coverage", "gradients", "infer", "local_shape", "matrix", "megatron", "path", "propagate", "propagate_model",
-    "rule", "sequence_parallel", "simulate_layer", "two_dimensional",
+    "Slot", "Step", "Tensor", "backward", "by_operators", "capture_layer", "capture_model", "check_rule", "choices",
+    "conjugate", "coverage", "default", "gradients", "infer", "local_shape", "matrix", "megatron", "path", "propagate",
+    "propagate_model", "rule", "sequence_parallel", "simulate_layer", "two_dimensional",
 ]  # fmt: skip
 
 _LAZY = {

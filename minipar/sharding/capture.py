@@ -25,6 +25,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from minipar.errors import PlanError
+from minipar.models.network import edges_of
 from minipar.sharding.graph import Graph, Layer, Operator, Slot
 from minipar.sharding.graph import Tensor as GraphTensor
 from minipar.sharding.rules import RULES
@@ -113,6 +114,11 @@ def capture_model(model: nn.Module, example: Any) -> Captured:
             f"{type(model).__name__}: capture takes an nn.Sequential of layers; models.from_torch(model, example) cuts "
             "other models into one"
         )
+    if edges_of(model):
+        raise PlanError(
+            f"{type(model).__name__}: capture takes a chain of layers, and this model's layers form a graph; possible "
+            "is one layer that has the branches inside, or tp=1"
+        )
     made: dict[object, tuple[Layer, torch.export.ExportedProgram, Any, nn.Module, str]] = {}
     layers, programs = [], []
     owners: dict[int, str] = {}
@@ -154,7 +160,7 @@ def _own_names(
     stored |= {a: f"{key}.{b}" for (a, _), (b, _) in held}
     names = {name: own for name, own in stored.items() if name in graph.tensors}
     for op in graph.operators:
-        path = max((p for p in paths if _within(op.name, p)), key=len)
+        path = max((p for p in paths if within(op.name, p)), key=len)
         rest = op.name[len(path) :].lstrip(".")
         own_path = paths[path]
         title = ".".join(part for part in (own_path, rest) if part)
@@ -169,7 +175,8 @@ def _modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return module.named_modules(remove_duplicate=False)
 
 
-def _within(name: str, path: str) -> bool:
+def within(name: str, path: str) -> bool:
+    """Whether an operator's name is that of a module, or of something in it."""
     return not path or name == path or name.startswith(path + ".")
 
 

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from minipar.errors import PlanError
+from minipar.models.randomness import RowDropout
 from minipar.models.tensors import tensors
 from minipar.program.forms import PARTIAL, WHOLE, Forms, text_of
 from minipar.sharding import local
 from minipar.sharding.forms import Placement, cut
-from minipar.sharding.graph import Graph, Layer, Operator
+from minipar.sharding.graph import Graph, Layer, Operator, Slot
 from minipar.sharding.nodes import Cut, Held, Node
 from minipar.sharding.propagation import Divided, Sharding
 
@@ -80,8 +81,8 @@ def _letters(part: Part) -> tuple[str, str, str, str]:
         reads = f"C{reads[1:]}"
     if grad_writes == WHOLE and grad_reads[0] == "S":
         grad_reads = f"C{grad_reads[1:]}"
-    if not part.differentiable:
-        grad_writes = grad_reads = WHOLE  # there is none
+    if not part.differentiable:  # its gradient, if its reader makes one, stays where it is
+        grad_writes = grad_reads = _backward(part.written, part.rows) if part.written.kind == "S" else WHOLE
     if (writes, reads) == (WHOLE, PARTIAL) or (part.differentiable and (grad_writes, grad_reads) == (WHOLE, PARTIAL)):
         raise PlanError(
             f"{part.name}: is written as {part.written} and read as {part.read}; nothing makes a partial sum of it"
@@ -266,13 +267,7 @@ class Recipe:
                 operator = one.operator
                 options = {name: with_rows(value, rows) for name, value in self.options[operator.name].items()}
                 outputs = tuple(
-                    cut(
-                        with_rows(self.shapes[name], rows),
-                        _at_rows(form.on(AXIS), self.captured, rows),
-                        self.place.ranks,
-                        AXIS,
-                        name,
-                    )
+                    self._local_shape(name, form.on(AXIS), rows)
                     for name, form in zip(operator.outputs, one.outs, strict=True)
                 )
                 found.append((one, replace(operator, options=options), outputs))
@@ -286,6 +281,21 @@ class Recipe:
 
     @cached_property
     def _known(self) -> dict[int, list[tuple[Divided, Operator, tuple[tuple[int, ...], ...]]]]:
+        return {}
+
+    def check(self, values: Sequence[Tensor], rows: int, title: str) -> None:
+        """Errors: PlanError for values of other sizes than those that the layer was captured with."""
+        if rows not in self._checked:
+            self._checked[rows] = [self._local_shape(part.name, part.read, rows) for part in self.piece.takes]
+        for part, value, shape in zip(self.piece.takes, values, self._checked[rows], strict=True):
+            if value.shape != shape:
+                raise PlanError(
+                    f"node {title}: {part.name} has the shape {tuple(value.shape)}, and {shape} in the first batch; "
+                    "ranks that share layers take tensors of one shape in all steps, such as sequences of one length"
+                )
+
+    @cached_property
+    def _checked(self) -> dict[int, list[tuple[int, ...]]]:
         return {}
 
     def rows(self, values: Sequence[Tensor]) -> int:
@@ -305,6 +315,7 @@ class CapturedNode(Node):
         super().__init__(forms, title)
         self.recipe = recipe
         self.own: dict[str, str] = {}  # names of parameters and buffers in the graph -> those in this module
+        self.dropouts: dict[str, str] = {}  # names of operators -> those of their modules here
 
     def forward(self, given: Any) -> Any:
         # What has no gradient in the whole layer gets none here either, although it comes from another node.
@@ -315,12 +326,16 @@ class CapturedNode(Node):
         there = {part.name: value for part, value in zip(self.recipe.piece.takes, values, strict=True)}
         keyed = {(part.name, str(part.read)): v for part, v in zip(self.recipe.piece.takes, values, strict=True)}
         made: dict[str, Tensor] = {}
-        place = self.recipe.place
-        for one, operator, outputs in self.recipe.prepared(self.recipe.rows(values)):
+        place, rows = self.recipe.place, self.recipe.rows(values)
+        self.recipe.check(values, rows, self.title)
+        for one, operator, outputs in self.recipe.prepared(rows):
             inputs = [
                 self._input(name, form.on(AXIS), made, keyed, there)
                 for name, form in zip(operator.inputs, one.ins, strict=True)
             ]
+            if operator.name in self.dropouts:
+                made[operator.outputs[0]] = self._dropped(operator, one.outs[0].on(AXIS), inputs[0], rows)
+                continue
             running = local.run(operator, one.choices, {AXIS: place}, inputs, outputs)
             made.update(zip(operator.outputs, _finished(running, operator), strict=True))
         found = tuple(
@@ -328,6 +343,18 @@ class CapturedNode(Node):
             for part in self.recipe.piece.gives
         )
         return found[0] if len(found) == 1 else found
+
+    def _dropped(self, operator: Operator, written: Placement, given: Tensor, rows: int) -> Tensor:
+        """Dropout of this rank's part, by the mask of the whole tensor."""
+        module, place = getattr(self, self.dropouts[operator.name]), self.recipe.place
+        if not isinstance(module, RowDropout):  # the one of torch, where nothing but time is measured
+            made: Tensor = module(given)
+            return made
+        lies = _at_rows(written, self.recipe.captured, rows)
+        whole = with_rows(self.recipe.shapes[operator.outputs[0]], rows)
+        if lies.kind != "S":
+            return module.of_part(given, whole, lambda kept: kept)
+        return module.of_part(given, whole, Cut(lies.dim, place.index, place.ranks, lies.pieces).of)
 
     def _input(
         self,
@@ -383,6 +410,7 @@ def nodes_of(
     place: local.Place,
     known: dict[str, nn.Parameter],
     rows: int,
+    dropouts: Mapping[str, nn.Dropout],
 ) -> list[Node]:
     """The nodes of one layer on one rank.
 
@@ -390,6 +418,7 @@ def nodes_of(
     stored      the layer's parameters and buffers by their names in the graph
     known       parameters that other layers hold already, by name
     rows        of the capture
+    dropouts    for each operator that is one, by its name in the graph
     """
     graph = sharding.graph
     pieces = pieces_of(sharding, rows)
@@ -399,6 +428,9 @@ def nodes_of(
     for k, (piece, own) in enumerate(zip(pieces, forms, strict=True)):
         node = CapturedNode(Recipe(piece, *templates, place, rows), own, f"{title}.{k}")
         for one in piece.operators:
+            if one.operator.name in dropouts:
+                node.dropouts[one.operator.name] = f"dropout_{len(node.dropouts)}"
+                node.add_module(node.dropouts[one.operator.name], dropouts[one.operator.name])
             for name in one.operator.inputs:
                 if name not in stored or name in node.own:
                     continue
@@ -409,10 +441,36 @@ def nodes_of(
                 else:
                     node.register_buffer(node.own[name], value, persistent=False)
         nodes.append(node)
+    _check_changed(layer, pieces, stored)
     unused = [name for name in stored if isinstance(stored[name].value, nn.Parameter) and name not in _read(sharding)]
     for name in unused:  # which no operator reads: it is part of the model all the same
         nodes[0].hold(f"unused_{len(nodes[0].held)}", stored[name].value, Held(stored[name].name), known)  # type: ignore[arg-type]
     return nodes
+
+
+def _check_changed(layer: Layer, pieces: Sequence[Piece], stored: Mapping[str, Stored]) -> None:
+    """Errors: PlanError for an operator that changes a buffer of which it reads a part, or one of another node."""
+    buffers = {name: name for name in stored}  # and what is the same memory under another name
+    for piece, one in ((piece, one) for piece in pieces for one in piece.operators):
+        schema = getattr(one.operator.call, "_schema", None)
+        for argument in schema.arguments if schema is not None else ():
+            slot = one.operator.options.get(argument.name)
+            if argument.alias_info is None or not argument.alias_info.is_write or not isinstance(slot, Slot):
+                continue
+            name, read = one.operator.inputs[slot.index], one.ins[slot.index].on(AXIS)
+            if name in buffers:
+                buffers.update(dict.fromkeys(one.operator.outputs, buffers[name]))
+            if name in buffers and name in {part.name for part in piece.takes}:
+                raise PlanError(
+                    f"{layer.own(one.operator.name)} ({one.operator.op}): changes {layer.own(buffers[name])}, but a "
+                    "collective comes between it and the operator that changed it before; possible is one change, "
+                    "such as buffer.copy_(...)"
+                )
+            if name in buffers and not read.whole:
+                raise PlanError(
+                    f"{layer.own(one.operator.name)} ({one.operator.op}): changes {layer.own(buffers[name])}, of which each "
+                    f"rank would have a part ({read}) with other values; possible is the annotation R of this operator"
+                )
 
 
 def _read(sharding: Sharding) -> set[str]:

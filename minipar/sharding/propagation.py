@@ -199,7 +199,7 @@ def resolve(layer: Layer, annotations: Annotations, mesh: Mesh, used: set[str] |
     targets += [(layer.own(t.name), "", t.name) for t in graph.tensors.values() if t.kind in ("parameter", "buffer")]
     for pattern, text in annotations.items():
         for own, operator, name in targets:
-            if not _matches(pattern, own):
+            if not matches(pattern, own):
                 continue
             if used is not None:
                 used.add(pattern)
@@ -224,7 +224,8 @@ def resolve(layer: Layer, annotations: Annotations, mesh: Mesh, used: set[str] |
     return fixed
 
 
-def _matches(pattern: str, name: str) -> bool:
+def matches(pattern: str, name: str) -> bool:
+    """Whether a name, or its end behind a dot, fits one of the shell patterns that are joined by `|`."""
     return any(fnmatchcase(name, one) or fnmatchcase("." + name, one) for one in pattern.split("|"))
 
 
@@ -234,7 +235,14 @@ def _close(name: str, known: Iterable[str]) -> str:
 
 
 def check_used(annotations: Annotations, used: Iterable[str], layers: Sequence[Layer]) -> None:
-    """Errors: PlanError for a pattern that matches nothing; of a preset, if all of them do."""
+    """Errors: PlanError for a pattern that matches nothing; of a preset, if all of them do, or those of its matmuls."""
+    core = _MATMULS.intersection(annotations) if isinstance(annotations, Preset) else set()
+    if core and core.isdisjoint(used):
+        told = ", ".join(name for pattern in sorted(core) for name in pattern.split("|"))
+        raise PlanError(
+            f"the preset divides nothing here: no operator has one of its names ({told}); possible are annotations of "
+            "your own, such as those that minipar.sharding.by_operators makes"
+        )
     unused = [pattern for pattern in annotations if pattern not in set(used)]
     if not unused or (isinstance(annotations, Preset) and len(unused) < len(annotations)):
         return
@@ -687,7 +695,14 @@ ROWS = "*.attention.out|*.attn.c_proj|*.o_proj|*.mlp.2|*.mlp.down|*.mlp.c_proj|*
 TOKENS = "*.token|*.wte|*.embed_tokens"
 LOGITS = "*.logits|*.lm_head"
 EXPERTS = "*.experts.up|*.experts.down"
+MADE_BY_EXPERTS = "*.experts.bmm|*.experts.matmul|*.experts.einsum|*.experts"
+_MATMULS = {FUSED, COLUMNS, ROWS}  # what a model must have some of, so that its preset divides anything
 NORMS = "*norm|*norm1|*norm2|*.ln_1|*.ln_2|*.ln_f"
+
+
+def has_names(layers: Sequence[Layer]) -> bool:
+    """Whether some operators of a model have the names that the presets know."""
+    return any(matches(p, layer.own(op.name)) for layer in layers for op in layer.graph.operators for p in _MATMULS)
 
 
 def megatron(axis: str = "tp", vocabulary: bool = True) -> Preset:
@@ -711,8 +726,12 @@ def sequence_parallel(axis: str = "tp", vocabulary: bool = True) -> Preset:
 
 def experts(axis: str = "ep") -> Preset:
     """Every rank has some of the experts; tokens go to the ranks of theirs and back, by two all-to-alls a layer and
-    direction. Source: Lepikhin et al., "GShard", 2020."""
-    return Preset({EXPERTS: f"S0 on {axis}"})
+    direction.
+
+    The module `experts` has all experts side by side: the first dimension of its parameters `up` and `down`, and of
+    what its matrix products write, is that of the experts. Source: Lepikhin et al., "GShard", 2020.
+    """
+    return Preset({EXPERTS: f"S0 on {axis}", MADE_BY_EXPERTS: f"S0 on {axis}"})
 
 
 def two_dimensional(data: str = "dp", model: str = "tp") -> Preset:

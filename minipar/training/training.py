@@ -40,7 +40,7 @@ from minipar.prediction.simulator import simulate
 from minipar.program import Program, Staleness
 from minipar.program.shape import Shape
 from minipar.server.serving import Service, execute_served, pacing_of
-from minipar.sharding.propagation import experts, megatron, sequence_parallel
+from minipar.sharding.propagation import experts, sequence_parallel
 from minipar.strategies.keys import at_least_1
 from minipar.strategies.plan import Plan
 from minipar.trace import Trace
@@ -227,7 +227,8 @@ def train(
 
     annotations with tp of 2 or more, the forms of some operators' outputs or of parameters, by patterns of their names,
                 such as {"*.mlp.0": "S-1 on tp", "*.mlp.2": "P on tp"}; the forms of all others follow. Default: what
-                `minipar.sharding.megatron()` gives, or `sequence_parallel()` if the plan has that key
+                `minipar.sharding.megatron()` gives, or `sequence_parallel()` if the plan has that key; where the model
+                has none of these names, what `minipar.sharding.by_operators` finds
 
     Raises PlanError where plan, model, batch and cluster do not fit together; DeviceOutOfMemory, with plans that would
     fit, on emulated devices of limited memory; SaveError where `resume` has no saved run of this model, or where
@@ -449,13 +450,13 @@ def costs_for(
     return EmulatedCosts(program, device, costs) if device is not None and device.emulates else costs
 
 
-def _forms_of(plan: Plan) -> Mapping[str, str]:
-    """The forms that a plan's keys stand for; those of all other tensors follow."""
+def _forms_of(plan: Plan) -> Mapping[str, str] | None:
+    """The forms that a plan's keys stand for; those of all others follow. None: the model's names say it."""
     if plan.ep > 1:
         return experts("ep")
     if plan.context_parallel > 1:
         return {}
-    return sequence_parallel() if plan.sequence_parallel else megatron()
+    return sequence_parallel() if plan.sequence_parallel else None
 
 
 def _of_layers(plan: Plan) -> Plan:
