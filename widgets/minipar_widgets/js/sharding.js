@@ -28,9 +28,9 @@ export function wrapped(text, most) {
 
 /** Where everything is, in CSS pixels: `items` are the rows, collectives and the mistake from above, with y and h. */
 export function places(data, width) {
-  const axes = data.axes.length, n = data.letters.length, wide = width >= 860;
-  const list = wide ? width - PANEL - 20 : width, gap = 12;
-  const stacked = list < 250 + axes * (18 * n + gap);
+  const axes = data.axes.length, n = data.letters.length, gap = 12, least = 250 + axes * (18 * n + gap);
+  const wide = width >= Math.max(700, least + PANEL + 20);
+  const list = wide ? Math.min(width - PANEL - 20, 380 + axes * (28 * n + gap)) : width, stacked = list < least;
   const room = stacked ? list - RAIL - EDGE : 0.56 * list;
   const cell = Math.max(12, Math.min(28, Math.floor((room - (axes - 1) * gap) / (axes * n))));
   const grid = stacked ? RAIL : list - EDGE - axes * n * cell - (axes - 1) * gap;
@@ -108,7 +108,7 @@ export function moveWords(move) {
 /** The picks after a click on a letter: it is fixed, or free again if it was. Also what to say of it. */
 export function clicked(data, k, axis, letter) {
   const row = data.rows[k], others = data.picks.filter(([tensor, a]) => tensor !== row.name || a !== axis);
-  const again = data.fixed[row.name]?.[axis] === letter;
+  const again = data.fixed[row.name]?.[axis] === letter || data.bad?.join(" ") === [row.name, axis, letter].join(" ");
   return again || letter == null ? others : [...others, [row.name, axis, letter]];
 }
 
@@ -181,7 +181,7 @@ function drawRow(ctx, data, told, p, item, look, state) {
   drawText(ctx, shape, (p.stacked ? p.list : p.grid) - 12, line, look.muted, "right", 11);
   const left = room - taken - ctx.measureText(shape).width - 12;
   const short = row.made.replace(/\(.*/, "");
-  if (left > 26) drawText(ctx, fit(ctx, [row.stored ? row.made : `= ${row.made}`, row.stored ? row.made : `= ${short}`], left, 11), RAIL + taken, line, look.muted, "left", 11);
+  drawText(ctx, fit(ctx, [row.stored ? row.made : `= ${row.made}`, row.stored ? row.made : `= ${short}`, ""], left, 11), RAIL + taken, line, look.muted, "left", 11);
   data.axes.forEach(([axis], a) => data.letters.forEach((column, c) => {
     const letter = inColumn(row.offered[axis], column);
     if (!letter) return;
