@@ -136,8 +136,8 @@ class MixtureHead(nn.Module):
         return self.logits(self.norm(x)).transpose(1, 2), aux.clone()
 
 
-def mixture_loss(output: Carried, y: Tensor, weight: float = 0.01) -> Tensor:
-    """Cross entropy plus `weight` times the balance loss, both means over the tokens that count: a scalar.
+def mixture_loss(output: Carried, y: Tensor, balance: float = 0.01) -> Tensor:
+    """Cross entropy plus `balance` times the balance loss, both means over the tokens that count: a scalar.
 
     output   logits (B, vocab, T) and the balance loss of each row (B,), as `mixture` gives them
     y        targets (B, T); -100 does not count
@@ -147,8 +147,8 @@ def mixture_loss(output: Carried, y: Tensor, weight: float = 0.01) -> Tensor:
     """
     logits, aux = output
     counted = (y != -100).sum(-1)
-    balance = (aux * counted).sum() / counted.sum()
-    return functional.cross_entropy(logits, y) + weight * balance
+    mean = (aux * counted).sum() / counted.sum()
+    return functional.cross_entropy(logits, y) + balance * mean
 
 
 # The three operators --------------------------------------------------------------------------------------------------
