@@ -127,7 +127,7 @@ def test_all_single_changes_of_small_programs(name):
     assert count[False] >= 100
 
 
-@given(programs(most_microbatches=4, shared=True), st.integers(0, 10**9))
+@given(programs(most_microbatches=4), st.integers(0, 10**9))
 @quickly
 def test_random_changes_are_refused_or_harmless(program, seed):
     for words, mutant in mutations(program, seed, 15):
