@@ -60,7 +60,7 @@ def assert_sound(program, what: str) -> bool:
 # right programs ------------------------------------------------------------------------------------------------------
 
 
-@given(programs())
+@given(programs(shared=True))
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_every_plan_gives_a_program_that_verifies_and_is_right(program):
     verify(program)
@@ -96,6 +96,7 @@ SMALL = {
     "two steps": lambda: compiled("microbatches=2", 2, steps=2),
     "tied": lambda: compiled("pp=2 dp=2", shape(2, tied=[(0, 1)])),
     "local": lambda: compiled("dp=2 local_steps=2 microbatches=2", 2, steps=2),
+    "shared layers": lambda: Plan.parse("tp=2 microbatches=2").compile(layers=1, check=False),
     "pieces": lambda: compiled(f"dp=2 overlap=priority bucket={8 / 2**20}", shape(2, size=8), steps=2),
 }
 

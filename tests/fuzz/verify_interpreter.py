@@ -12,6 +12,7 @@ ascending, parts of another form) is wrong, too.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,13 +22,15 @@ from typing import Any
 from minipar.program import Instruction, Local, Op, Program, Staleness, Synchronous, Value
 
 COMPUTE = (Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
-JOINED = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.NORM)
+JOINED = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL, Op.NORM)
+MOVED = ("output", "grad_output")
+SHARING = ("tp", "cp", "ep")  # the innermost axes: their ranks share layers
 COPIED = ("saved", "grad", "grad_shard", "output", "grad_output", "param", "param_shard", "optimizer_state")
 STATE = ("param", "grad", "optimizer_state", "param_shard", "grad_shard", "optimizer_shard", "residual")
 RANKS = {"": 0, "host": 1, "disk": 2}  # tiers, from the fastest
 
 Params = tuple[Any, ...]
-Contributions = dict[int, Counter[int]]  # by parameter group
+Contributions = dict[tuple[int, int], Counter[int]]  # by parameter group, and place among ranks that share layers
 
 
 class Wrong(Exception):
@@ -240,6 +243,7 @@ class _Model:
         self.into = [sorted((e for e, (_, b) in enumerate(edges) if b == k), key=lambda e: edges[e]) for k in layers]
         self.out = [[e for e, (a, _) in enumerate(edges) if a == k] for k in layers]
         self.inputs = [[edges[e][0] for e in into] for into in self.into]
+        self.sharing = math.prod(size for name, size in program.mesh if name in SHARING)
         self.slices = len(program.slices) if isinstance(program.slices, tuple) else program.slices
         self.carries = set(program.carries)
 
@@ -286,9 +290,32 @@ class _Model:
                     if layer in self.carries:
                         more[layer] = self.term("into carry", back)
                     for g in self.groups_of[layer]:
-                        if self.trainable(g):
-                            found[i].setdefault(g, Counter())[self.term("weights", g, back)] += 1
+                        for k in range(self.sharing) if self.trainable(g) else ():
+                            found[i].setdefault((g, k), Counter()).update(self.whole_gradient(g, back, k))
         return losses, found
+
+    def made(self, g: int, back: int, shard: int) -> int:
+        """What a rank's backward adds to a gradient: all of it, that of its shard, or its part of the sum."""
+        form = self.program.groups[g].form
+        return self.term("weights", g, back, form, shard) if form else self.term("weights", g, back)
+
+    def whole_gradient(self, g: int, back: int, shard: int) -> Iterator[int]:
+        """What a rank needs of it before a STEP: of a sum all parts."""
+        parts = range(self.sharing) if self.program.groups[g].form == "P" else (shard,)
+        return (self.made(g, back, part) for part in parts)
+
+    def read(self, layer: int, back: bool = False) -> str:
+        """The form that a layer's input has, or the gradient of its output: of a C each rank takes its shard."""
+        if not self.program.forms:
+            return ""
+        form = self.program.forms[layer].grad_reads if back else self.program.forms[layer].reads
+        letters = ["R" if letter[:1] == "C" else letter for letter in form.split(",")]
+        return "" if set(letters) <= {"R", ""} else ",".join(letters)
+
+    def written(self, layer: int, back: bool = False) -> str:
+        if not self.program.forms:
+            return ""
+        return self.program.forms[layer].grad_writes if back else self.program.forms[layer].writes
 
     def carry(self, kept: Any) -> int:
         return self.term("carry", kept)
@@ -323,6 +350,7 @@ class _Machine:
         self.replicas = next((size for name, size in program.mesh if name == "dp"), 1)
         workers = len(program.ranks) - (program.serving.servers if program.serving is not None else 0)
         self.replica = [rank * self.replicas // workers for rank in range(len(program.ranks))]
+        self.shard = [rank % self.model.sharing for rank in range(len(program.ranks))]
         self.every = program.contract.steps if isinstance(program.contract, Local) and self.replicas > 1 else 0
         self.stale = program.contract if isinstance(program.contract, Staleness) else None
         self.homes = [{_home(value) for value in held} for held in program.state]
@@ -431,7 +459,7 @@ class _Machine:
                         raise Wrong(f"rank {rank} `{ins}`: ranks of a group ascend")
                     if not 0 <= group[0] <= group[-1] < len(self.program.ranks):
                         raise Wrong(f"rank {rank} `{ins}`: of ranks that are not there")
-                if (ins.op is Op.STEP or ins.op in JOINED) and (
+                if (ins.op is Op.STEP or (ins.op in JOINED and not self.repartitions(ins))) and (
                     len(set(ins.layers)) < len(ins.layers) or not ins.layers
                 ):
                     raise Wrong(f"rank {rank} `{ins}` names a group twice, or none")
@@ -468,6 +496,8 @@ class _Machine:
         """What a message, a collective or a copy brings, or None if it is not there."""
         if source[0] == "copy":
             return source[2]
+        if source[0] == "forms":
+            return self.repartitioned(rank, value, *source[1:])
         if source[0] == "link":
             _, link, n, message = source
             if len(self.sent[link]) <= n:
@@ -527,6 +557,8 @@ class _Machine:
         kinds |= {Op.SEND: self.send, Op.RECV: self.receive, Op.ALL_REDUCE: self.reduce}
         kinds |= {Op.REDUCE_SCATTER: self.scatter, Op.ALL_GATHER: self.gather, Op.NORM: self.norm}
         kinds |= {Op.OFFLOAD: self.copy, Op.FETCH: self.copy}
+        if self.repartitions(ins):
+            kinds = dict.fromkeys((Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL), self.repartition)
         if ins.op not in kinds:
             raise Wrong(f"rank {rank} `{ins}`: no rank does this")
         kinds[ins.op](rank, ins)
@@ -546,7 +578,11 @@ class _Machine:
         first = ins.layers[0]
         sources: Params = (rows,)
         if first:
-            sources = tuple(self.take(rank, ins, Value("output", a, i, step)) for a in model.inputs[first])
+            form = model.read(first)
+            sources = tuple(self.content(rank, ins, Value("output", a, i, step, form)) for a in model.inputs[first])
+        for layer in ins.layers[1:]:
+            if model.read(layer) != model.written(layer - 1):
+                raise Wrong(f"rank {rank} `{ins}`: layer {layer} takes another form than it is given")
         self.follow_slices(rank, ins)
         for piece in self.cut(rank, ins):
             graph = piece[0] in kept
@@ -558,13 +594,15 @@ class _Machine:
                 if layer in model.carries and i % model.slices:
                     carry = self.take(rank, ins, Value("carry", layer, i - 1, step))
                 result = model.forward(layer, sources, params, carry, rows)
-                inside[Value("output", layer, i, step)] = result if layer == piece[-1] else ("inside", result)
+                form = model.written(layer)
+                handed = self.shared(rank, result, form) if layer == piece[-1] else ("inside", result)
+                inside[Value("output", layer, i, step, form)] = handed
                 saved = inside[Value("saved", layer, i, step)] = model.term("saved", layer, sources, params, carry)
                 if layer in model.carries and (i + 1) % model.slices and ins.op is Op.FORWARD:
                     inside[Value("carry", layer, i, step)] = model.carry(saved)
                 if ins.op is Op.FORWARD:
                     self.note(rank, layer, i, step, True, params)
-                    if layer == model.last:
+                    if layer == model.last and self.shard[rank] == 0:  # (all that share it have the same)
                         self.losses[result] += 1
                 sources = (result,)
             if graph:
@@ -595,15 +633,19 @@ class _Machine:
         added: dict[Value, Counter[int]] = {}
         last = ins.layers[-1]
         if last == model.last:
-            self.take(rank, ins, Value("output", last, i, step))
-        incoming = tuple(self.take(rank, ins, Value("grad_output", e, i, step)) for e in model.out[last])
+            self.take(rank, ins, Value("output", last, i, step, model.written(last)))
+        form = model.read(last, back=True)
+        incoming = tuple(self.content(rank, ins, Value("grad_output", e, i, step, form)) for e in model.out[last])
+        for layer in ins.layers[1:]:
+            if model.read(layer - 1, back=True) != model.written(layer, back=True):
+                raise Wrong(f"rank {rank} `{ins}`: layer {layer - 1} takes another form than it is given")
         back: Any = None
         for piece in reversed(self.cut(rank, ins)):
             if self.graphs[rank].pop((piece[-1], i, step), None) != piece:
                 raise Wrong(f"rank {rank} `{ins}`: autograd has no graph of layers {piece}")
             for layer in reversed(piece):
                 for a in model.inputs[layer]:
-                    self.take(rank, ins, Value("output", a, i, step), True)
+                    self.take(rank, ins, Value("output", a, i, step, model.read(layer)), True)
                 kept = self.take(rank, ins, Value("saved", layer, i, step))
                 carried = None
                 if layer in model.carries and not whole:
@@ -620,7 +662,7 @@ class _Machine:
                 if layer in model.carries and i % model.slices:
                     inside[Value("grad_carry", layer, i - 1, step)] = model.term("into carry", back)
                 if whole:
-                    self.contribute(layer, back, added)
+                    self.contribute(rank, layer, back, added)
                 else:
                     inside[Value("saved_weight", layer, i, step)] = back
             if not whole:
@@ -628,7 +670,9 @@ class _Machine:
         first = ins.layers[0]
         for k, (e, a) in enumerate(zip(model.into[first], model.inputs[first], strict=True)):
             if a >= model.first:
-                inside[Value("grad_output", e, i, step)] = model.term("into", back, k)
+                form = model.written(first, back=True)
+                handed = self.shared(rank, model.term("into", back, k), form)
+                inside[Value("grad_output", e, i, step, form)] = handed
         self.add(rank, ins, added, inside)
 
     def weights(self, rank: int, ins: Instruction) -> None:
@@ -641,13 +685,13 @@ class _Machine:
                 back = self.take(rank, ins, Value("saved_weight", layer, ins.microbatch, ins.step))
                 if self.params(rank, ins, layer) != self.promised(layer, ins.step, self.replica[rank]):
                     raise Wrong(f"rank {rank} `{ins}` reads other parameters than its input half")
-                self.contribute(layer, back, added)
+                self.contribute(rank, layer, back, added)
         self.add(rank, ins, added, {})
 
-    def contribute(self, layer: int, back: int, added: dict[Value, Counter[int]]) -> None:
+    def contribute(self, rank: int, layer: int, back: int, added: dict[Value, Counter[int]]) -> None:
         for g in self.model.groups_of[layer]:
             if self.model.trainable(g):
-                added.setdefault(Value("grad", g), Counter())[self.model.term("weights", g, back)] += 1
+                added.setdefault(Value("grad", g), Counter())[self.model.made(g, back, self.shard[rank])] += 1
 
     def add(self, rank: int, ins: Instruction, added: dict[Value, Counter[int]], inside: dict[Value, Any]) -> None:
         for value, contributions in added.items():
@@ -774,7 +818,7 @@ class _Machine:
         right: Counter[int] = Counter()
         for replica in replicas:
             for contributions in self.right[updates, replica]:
-                right.update(contributions.get(g, ()))
+                right.update(contributions.get((g, self.shard[rank]), ()))
         if own and updates % self.every == 0:
             raise Wrong(f"rank {rank} `{ins}` comes before an average that is due")
         if _frozen(found) != _frozen(right):
@@ -789,13 +833,13 @@ class _Machine:
     def check_norm(self, rank: int, ins: Instruction, updates: int) -> None:
         """The norm counts every gradient, right and complete, on each rank that holds it or a slice of it."""
         wanted: Counter[Any] = Counter()
-        for homes in self.homes:
+        for holder, homes in enumerate(self.homes):
             for value in homes:
                 if value.kind in ("optimizer_state", "optimizer_shard"):
                     right: Counter[int] = Counter()
                     for replica in range(self.replicas):
                         for contributions in self.right[updates, replica]:
-                            right.update(contributions.get(value.index, ()))
+                            right.update(contributions.get((value.index, self.shard[holder]), ()))
                     wanted[value.index, _frozen(right)] += 1
         _, found = self.memory[rank][Value("norm", 0)]
         if Counter((g, _frozen(gradient)) for g, gradient in found) != wanted:
@@ -845,6 +889,58 @@ class _Machine:
         turns[turn][rank] = ((ins.op, *what), brought)
         return turn
 
+    def repartitions(self, ins: Instruction) -> bool:
+        return bool(ins.group and ins.reads) and ins.reads[0].kind in MOVED
+
+    def shared(self, rank: int, term: int, form: str) -> Any:
+        """What a rank has of a value that others have, too."""
+        return ("part", term, form, self.shard[rank]) if form else term
+
+    def content(self, rank: int, ins: Instruction, value: Value) -> Any:
+        """What value a rank's content is a part of, if it is its own part."""
+        found = self.take(rank, ins, value)
+        if value.form and found[2:] != (value.form, self.shard[rank]):
+            raise Wrong(f"rank {rank} `{ins}` reads another part of {value}")
+        return found[1] if value.form else found
+
+    def repartition(self, rank: int, ins: Instruction) -> None:
+        """All ranks that share a layer give a value another form."""
+        (source,), (target,) = ins.reads, ins.writes
+        first = rank - self.shard[rank]
+        if ins.group != tuple(range(first, first + self.model.sharing)) or len(ins.group) < 2:
+            raise Wrong(f"rank {rank} `{ins}`: not the ranks that share a layer")
+        if ins.layers or ins.frees != ins.reads or source._replace(form="") != target._replace(form=""):
+            raise Wrong(f"rank {rank} `{ins}` names other values")
+        if (ins.microbatch, ins.step) != source[2:4] or target in self.memory[rank]:
+            raise Wrong(f"rank {rank} `{ins}` is of other rows, or makes {target} a second time")
+        before, after = (value.form.split(",") if value.form else [] for value in (source, target))
+        count = max(len(before), len(after))
+        changes = {
+            pair for pair in zip(before or ["R"] * count, after or ["R"] * count, strict=True) if len(set(pair)) > 1
+        }
+        if {self.collective(*pair) for pair in changes} != {ins.op}:
+            raise Wrong(f"rank {rank} `{ins}` cannot make {target}")
+        turn = self.turn(rank, ins, (source, target), {0: self.content(rank, ins, source)})
+        self.underway[rank][target] = ("forms", ins.group, turn)
+
+    def collective(self, before: str, after: str) -> Op | None:
+        if after == "R":
+            return Op.ALL_REDUCE if before in "PM" else Op.ALL_GATHER
+        if after[0] != "S":
+            return None
+        return {"P": Op.REDUCE_SCATTER, "S": Op.ALL_TO_ALL}.get(before[0])
+
+    def repartitioned(self, rank: int, value: Value, group: tuple[int, ...], turn: int) -> Any:
+        joined = self.joined[group][turn]
+        if len(joined) < len(group):
+            return None
+        if len({what for what, _ in joined.values()}) > 1:
+            raise Wrong(f"ranks {group} meet in different collectives")
+        terms = {brought[0] for _, brought in joined.values()}
+        if len(terms) > 1:
+            raise Wrong(f"ranks {group} bring parts of different values for {value}")
+        return self.shared(rank, terms.pop(), value.form)
+
     def reduce(self, rank: int, ins: Instruction) -> None:
         memory = self.memory[rank]
         kind = _home(ins.reads[0]).kind if ins.reads else ""
@@ -889,12 +985,15 @@ class _Machine:
         brought = {v.index: memory.pop(v) for v in names}
         if any(found[2] != ins.step + 1 for found in brought.values()):
             raise Wrong(f"rank {rank} `{ins}`: replicas weigh as in another step")
+        if len({self.shard[r] for r in ins.group}) > 1 and any(self.program.groups[g].form == "S" for g in ins.layers):
+            raise Wrong(f"rank {rank} `{ins}` averages different shards")
         turn = self.turn(rank, ins, (ins.layers, str(ins), "param"), brought)
         self.underway[rank].update(dict.fromkeys(names, ("group", ins.group, turn, None)))
 
     def check_slices(self, rank: int, ins: Instruction) -> None:
         """Slice k is that of replica k; every replica has one."""
-        if [self.replica[r] for r in ins.group] != list(range(self.replicas)):
+        alike = len({self.shard[r] for r in ins.group}) == 1
+        if [self.replica[r] for r in ins.group] != list(range(self.replicas)) or not alike:
             raise Wrong(f"rank {rank} `{ins}`: not one rank of each replica")
         if any(Value("optimizer_shard", g) not in self.homes[rank] for g in ins.layers):
             raise Wrong(f"rank {rank} `{ins}` works on a group that is not cut into slices")
@@ -1038,10 +1137,10 @@ class _Machine:
             found |= {(step, i): contributions for i, contributions in enumerate(of_step)}
         taken: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
         for rank, g, version, gradient in self.updates:
-            places = [place for place, mine in found.items() if mine.get(g, Counter()).keys() & gradient.keys()]
+            places = [place for place, mine in found.items() if mine.get((g, 0), Counter()).keys() & gradient.keys()]
             right: Counter[int] = Counter()
             for place in places:
-                right.update(found[place].get(g, ()))
+                right.update(found[place].get((g, 0), ()))
             if right != gradient or taken[rank, g] & set(places):
                 raise Wrong(f"rank {rank}: update {version} of group {g} takes a wrong gradient")
             taken[rank, g] |= set(places)
@@ -1233,7 +1332,7 @@ class _Service(_Machine):
                 for g in share:
                     right: Counter[int] = Counter()
                     for contributions in found:
-                        right.update(contributions.get(g, ()))
+                        right.update(contributions.get((g, 0), ()))
                     if (
                         self.pushes.pop((rank, step, server, g), None) != right
                         or (rank, step, server, g) not in self.pulls

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from minipar import Plan, Program, ProgramError, verify
 from minipar.program import Instruction, Local, Op, Part, Serving, Staleness, Synchronous, Value, collectives
-from minipar.program.shape import Shape
+from minipar.program.shape import Shape, divided, uniform
 from tests.fuzz.verify_interpreter import judge, values_of
 from tests.interpreters import shape
 
@@ -98,6 +98,10 @@ PLANS: list[tuple[str, Shape, int]] = [  # words, model, steps
     ("pp=3 schedule=ampnet microbatches=2 in_flight=2 update_every=2", PLAIN, 2),
     *[(f"dp=2 sync=ps servers={n}", PLAIN, 2) for n in (1, 2)],
     ("dp=3 sync=ps microbatches=2", FROZEN, 1),
+    ("tp=2 microbatches=2", divided(uniform(2), 2), 2),
+    ("tp=2 pp=2 checkpoint=1 microbatches=2", divided(uniform(2), 2), 1),
+    ("tp=2 dp=2 zero=1 clip=1.0 bucket=none", divided(uniform(1), 2), 1),
+    ("tp=2 dp=2 microbatches=2 sequence_parallel=true", divided(uniform(1), 2, True), 1),
 ]  # fmt: skip
 
 COLLECTIVES = [

@@ -45,7 +45,7 @@ def test_defaults_and_spellings():
     assert len({Plan(pp=2), Plan(pp="2"), Plan(pp=3)}) == 2  # plans are equal by value and can be keys
 
 
-KEYS = "possible are dp, pp, schedule, microbatches"
+KEYS = "possible are dp, pp, tp, sequence_parallel"
 NAMES = "possible are "
 COUNTS = "must be a whole number of at least 1"
 SPLITS = "must be layer counts per stage, such as 3,3,2, or even, or auto"
