@@ -201,7 +201,7 @@ def test_shard_takes_annotations(capsys, tmp_path):
     assert unnamed["annotations"] == {"0.0": "S1 on tp", "1.0": "P on tp", "2.0": "S1 on tp"}
 
 
-@pytest.mark.parametrize("words, reason", [
+@pytest.mark.parametrize(("words", "reason"), [
     (["--mesh", "tp=3"], "3 ranks of tp=3 cannot cut into equal blocks"),
     (["--mesh", "tp"], "write axes and their sizes, such as dp=2,tp=2"),
     (["--mesh", "tp=2", "--annotate", "*.mlp.7=P"], "the closest are"),

@@ -238,9 +238,9 @@ def check_used(annotations: Annotations, used: Iterable[str], layers: Sequence[L
     """Errors: PlanError for a pattern that matches nothing; of a preset, if all of them do, or those of its matmuls."""
     core = _MATMULS.intersection(annotations) if isinstance(annotations, Preset) else set()
     if core and core.isdisjoint(used):
-        names = ", ".join(name for pattern in sorted(core) for name in pattern.split("|"))
+        known = ", ".join(name for pattern in sorted(core) for name in pattern.split("|"))
         raise PlanError(
-            f"the preset divides nothing here: no operator has one of its names ({names}); possible are annotations of "
+            f"the preset divides nothing here: no operator has one of its names ({known}); possible are annotations of "
             "your own, such as those that minipar.sharding.by_operators makes"
         )
     unused = [pattern for pattern in annotations if pattern not in set(used)]
