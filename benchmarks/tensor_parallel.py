@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from benchmarks.harness import Row, as_torch_starts_them, contestants, in_turn
 from minipar import Cluster, Plan, Program
@@ -71,7 +71,8 @@ def _enter_torch(layers: int, ranks: int) -> dict[str, int]:
     mesh = init_device_mesh("cpu", (ranks,))
     model = _build(layers)
     columns, rows = ("q", "k", "v", "up"), ("o", "down")
-    plan = {name: ColwiseParallel() for name in columns} | {name: RowwiseParallel() for name in rows}
+    plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in columns}
+    plan |= {name: RowwiseParallel() for name in rows}
     for block in model:
         parallelize_module(block, mesh, plan)
     x, y = _batch()

@@ -232,7 +232,8 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
 
     # Check the plan before torch is imported and ranks are started. (A profile decides split=auto later.)
     costs = analytic.layer_costs(options.model, 1) if plan.split == "auto" else None
-    plan.compile(models.shape(options.model), costs=costs)
+    if plan.sharing == 1:  # (how layers are shared only a capture in torch can say)
+        plan.compile(models.shape(options.model), costs=costs)
 
     import torch
 
@@ -250,6 +251,7 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
             cluster=cluster,
             steps=options.steps,
             batch=options.batch,
+            loss=models.loss_of(options.model),
             optimizer=partial(torch.optim.SGD, lr=options.lr),
             seed=options.seed,
             dtype=dtype_named(options.dtype),
@@ -419,7 +421,9 @@ def _shard(options: argparse.Namespace) -> dict[str, Any]:
     captured = sharding.capture_model(models.build(options.model), x)
     if rules is None and tensor > 1:
         rules = sharding.sequence_parallel() if options.sequence_parallel else sharding.default(captured.layers, tensor)
-    inputs = "S0 on dp" if mesh.length("dp") > 1 else "I"
+    if options.annotate is None and mesh.length("ep") > 1:
+        rules = {**(rules or {}), **sharding.experts()}
+    inputs = ", ".join(f"S0 on {axis}" for axis in ("dp", "ep") if mesh.length(axis) > 1) or "I"
     found = sharding.propagate_model(captured.layers, rules or {}, mesh, inputs)
     divided = [
         {"layer": number, "operator": layer.own(one.operator.name), "op": one.operator.op, "forms": _arrow(one)}

@@ -20,7 +20,12 @@ class MiniparError(Exception):
 
 
 class PlanError(MiniparError):
-    """An impossible plan: a bad key, a bad value, or sizes that do not fit together."""
+    """An impossible plan: a bad key, a bad value, or sizes that do not fit together.
+
+    operator   the one of a layer that cannot be divided so; "" if the error is about something else
+    """
+
+    operator: str = ""
 
 
 class ProgramError(MiniparError):

@@ -24,7 +24,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FIRST = (("tests/cluster",), ("tests/comm", "tests/server"))
 # The folders that take longest, longest first, and in how many parts each is run. All others are one part.
-LONG = {"tests/execution": 3, "lessons": 4, "tests/widgets": 2, "tests/training": 1, "tests/course": 1, "tests/docs": 1}
+LONG = {
+    "tests/execution": 3, "tests/strategies": 2, "lessons": 4, "tests/widgets": 2, "tests/fuzz": 1, "tests/training": 1,
+    "tests/course": 1, "tests/docs": 1,
+}  # fmt: skip
 FAST = (
     ("tests/strategies", "tests/program"),
     ("tests/prediction", "tests/trace", "tests/costs", "tests/data", "tests/models"),

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from minipar import Plan, Program
 from minipar.program import COPIES, Group, Instruction, Op, Value
-from minipar.program.shape import Shape
+from minipar.program.shape import Shape, divided
 from minipar.strategies import find, schedules
 
 # programs ------------------------------------------------------------------------------------------------------------
@@ -103,18 +103,26 @@ def shapes(draw: st.DrawFn, layers: int, size: int = 4) -> Shape:
 
 
 @st.composite
-def programs(draw: st.DrawFn, most_microbatches: int = 5, most_steps: int = 3) -> Program:
-    """Programs of every built-in schedule, composed with everything that a plan can choose."""
+def programs(draw: st.DrawFn, most_microbatches: int = 5, most_steps: int = 3, shared: bool = False) -> Program:
+    """Programs of every built-in schedule, composed with everything that a plan can choose.
+
+    shared   half of them have layers that two ranks share
+    """
     schedule = draw(st.sampled_from(BUILT_IN))
-    pp, dp = even(schedule, draw(st.integers(1, 4))), draw(st.integers(1, 3))
+    tp = draw(st.sampled_from([1, 2])) if shared and "slices" not in find(schedule).options else 1
+    most = 4 // tp  # (a divided layer is five nodes)
+    sequence = tp > 1 and draw(st.booleans())
+    pp, dp = even(schedule, draw(st.integers(1, most))), draw(st.integers(1, min(3, most)))
     priority = draw(st.integers(0, 3)) == 0
     local = draw(st.sampled_from([0, 0, 1, 2])) if pp == 1 and not priority else 0
     count = stages_of(schedule, pp)
-    split = draw(st.lists(st.integers(1, 3), min_size=count, max_size=count))
+    split = draw(st.lists(st.integers(1, 3 if tp == 1 else 1), min_size=count, max_size=count))
     zero = 0 if priority or local or schedule in COPIED else draw(st.sampled_from([0, 0, 1, 2, 3]))
     plan = Plan(
         dp=dp,
         pp=pp,
+        tp=tp,
+        sequence_parallel=sequence,
         schedule=schedule,
         microbatches=enough(schedule, pp, draw(st.integers(1, most_microbatches))),
         accumulate=draw(st.sampled_from([1, 1, 2])),
@@ -128,9 +136,10 @@ def programs(draw: st.DrawFn, most_microbatches: int = 5, most_steps: int = 3) -
         local_steps=local,
         clip=None if priority or local else draw(st.sampled_from([None, None, 1.0])),
     )
-    return plan.compile(
-        draw(shapes(sum(split), 8 if priority else 4)), steps=draw(st.integers(1, most_steps)), check=False
-    )
+    model = draw(shapes(sum(split), 8 if priority else 4))
+    if tp > 1:
+        model = divided(model, tp, sequence)  # (without its ties)
+    return plan.compile(model, steps=draw(st.integers(1, most_steps)), check=False)
 
 
 # time ----------------------------------------------------------------------------------------------------------------

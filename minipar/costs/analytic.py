@@ -38,7 +38,7 @@ from typing import Any
 from minipar.costs.recomputation import LayerCosts
 from minipar.errors import PlanError
 from minipar.models import table
-from minipar.models.table import GPT, MLP, Branchy, Preset, check_gpt, convolutions
+from minipar.models.table import GPT, MLP, Branchy, Mixture, Preset, check_gpt, convolutions
 from minipar.program import Group
 
 FLOAT, INTEGER = 4, 8  # bytes: FLOAT of statistics, and of logits in the paper; INTEGER of positions
@@ -101,12 +101,21 @@ def block_parameters(gpt: GPT) -> int:
     return 12 * gpt.width**2 + 13 * gpt.width
 
 
+def _mixture_parameters(model: Mixture) -> int:
+    """As many as a GPT without its MLPs, and experts without biases, and their gate."""
+    width = model.width
+    block = 4 * width**2 + 8 * width + model.experts * (width + 8 * width**2)
+    return model.layers * block + (2 * model.vocab + model.context + 2) * width
+
+
 def parameters(model: Preset) -> int:
     """Number of parameters in the whole model."""
     if isinstance(model, MLP):
         return sum(a * b + b for a, b in pairwise(model.widths))
     if isinstance(model, Branchy):
         return sum((given * side**2 + 1) * made for given, made, side in convolutions(model))
+    if isinstance(model, Mixture):
+        return _mixture_parameters(model)
     tokens = (1 if model.tied else 2) * model.vocab
     return model.layers * block_parameters(model) + (tokens + model.context + 2) * model.width
 
@@ -202,6 +211,8 @@ def layer_costs(
         return _mlp(model, rows, element)
     if isinstance(model, Branchy):
         return _branchy(model, rows, element)
+    if isinstance(model, Mixture):
+        return _mixture(model, rows, element, selective)
     size, tokens = model.context * rows * model.width, model.context * rows
     masks = bool(model.dropout) * (element if fused else 1) * size  # mask of one dropout
     statistics = 4 * FLOAT * tokens * fused
@@ -256,6 +267,26 @@ def _branchy(model: Branchy, rows: int, element: int) -> LayerCosts:
     return LayerCosts(forward, tuple(2 * x for x in forward), output, tuple(saved), output)
 
 
+def _mixture(model: Mixture, rows: int, element: int, selective: bool) -> LayerCosts:
+    # Attention as in the GPT. Then what routing, dispatch and combination save of each token, of each of its choices,
+    # and of each place in an expert's queue, whether a token is there or not.
+    tokens, width, heads = model.context * rows, model.width, model.heads
+    choices, queue = tokens * model.top, model.experts * model.room * rows
+    size = element * tokens * width
+    block = 3 * size + 4 * FLOAT * tokens + 4 * size + (0 if selective else FLOAT * heads * tokens)
+    block += element * model.experts * (tokens + rows)  # probabilities; shares of the choices
+    block += choices * (2 * INTEGER + 1 + 2 * element + element * width)
+    block += queue * (INTEGER + element * width * (1 + 4 + 4))
+    balance = element * rows
+    logits = element * tokens * model.vocab
+    output = (*(size + balance,) * (model.layers + 1), logits + balance)
+    last = size + 2 * FLOAT * tokens + logits + FLOAT + INTEGER * (rows + 1)
+    saved = (INTEGER * model.context, *(block,) * model.layers, last)
+    flops = 8 * tokens * width**2 + core_flops(model, rows) + 2 * tokens * width * model.experts + 16 * queue * width**2
+    forward = (0.0, *(float(flops),) * model.layers, float(head_flops(model, rows)))
+    return LayerCosts(forward, tuple(2 * x for x in forward), output, saved, (size, *output[1:]))
+
+
 # operations ----------------------------------------------------------------------------------------------------------
 
 
@@ -264,12 +295,12 @@ def block_flops(gpt: GPT, rows: int) -> int:
     return 24 * rows * gpt.context * gpt.width**2 + core_flops(gpt, rows)
 
 
-def core_flops(gpt: GPT, rows: int) -> int:
+def core_flops(gpt: GPT | Mixture, rows: int) -> int:
     """Operations of the attention core's forward. Selective recomputation adds these to each block."""
     return 4 * rows * gpt.context**2 * gpt.width
 
 
-def head_flops(gpt: GPT, rows: int) -> int:
+def head_flops(gpt: GPT | Mixture, rows: int) -> int:
     """Operations of the logits' forward."""
     return 2 * rows * gpt.context * gpt.width * gpt.vocab
 

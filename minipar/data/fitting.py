@@ -8,7 +8,7 @@ from minipar.data.images import Digits
 from minipar.data.sources import Source
 from minipar.data.text import Text, Windows
 from minipar.errors import PlanError
-from minipar.models.table import GPT, Branchy, preset
+from minipar.models.table import GPT, Branchy, Mixture, preset
 
 
 def for_model(name: str, seed: int = 0, **overrides: Any) -> Source:
@@ -17,7 +17,7 @@ def for_model(name: str, seed: int = 0, **overrides: Any) -> Source:
     Errors: `PlanError` for an unknown preset or number, or a model of a size that its data cannot fill.
     """
     chosen = preset(name, **overrides)
-    if isinstance(chosen, GPT):
+    if isinstance(chosen, (GPT, Mixture)):
         if chosen.vocab < Text.vocab:
             raise PlanError(f"vocab={chosen.vocab}: the text of {name} has {Text.vocab} different bytes")
         return Text(chosen.context, seed=seed)

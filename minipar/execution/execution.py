@@ -57,6 +57,7 @@ from minipar.prediction.recorded import Tapes
 from minipar.program import Action, Local, Op, Program, Synchronous, Value, collectives, repartitions
 from minipar.program.collectives.moves import Algorithm
 from minipar.program.comm_volume import changing
+from minipar.program.mesh import SHARING
 from minipar.program.shape import Shape
 from minipar.program.verify.verifier import verify
 from minipar.sharding.nodes import Cut, ShardedModel
@@ -314,7 +315,10 @@ def emulated_costs(program: Program, spec: DeviceSpec, job: Job, cluster: Cluste
     if spec.flops is None:
         return EmulatedCosts(program, spec)
     rows = microbatch_rows(job.batch, program.replicas, program.row_microbatches)
-    computing = Plan(precision=program.precision, checkpoint="selective" if program.selective else "none")
+    keys = {"tp": "tp", "cp": "context_parallel", "ep": "ep"}
+    shared = {keys[axis]: size for axis, size in program.mesh if axis in SHARING}
+    words = {"precision": program.precision, "checkpoint": "selective" if program.selective else "none", **shared}
+    computing = Plan.parse(words)
     if program.slice_count > 1:
         computing = replace(computing, schedule="terapipe", slices=program.slices)
     (facts,) = cluster.run_on([0], profile_job, job, rows, False, computing)
@@ -535,8 +539,9 @@ def profile_job(
         shape = replace(shape_of(layers), names=tuple(model._modules), edges=edges_of(model))
     slices, threads = ranges_of(plan, shape, [x, y]), torch.get_num_threads()
     again = plan.checkpoint not in ("none", "selective")
-    measured = profile(cast(nn.Sequential, model), (x, y), loss, rows, 3, threads, optimizer, slices, again)
-    tapes = record(layers, x, y, loss, rows, optimizer, split, shape.edges, slices) if memory else None
+    layered = cast(nn.Sequential, model)
+    measured = profile(layered, (x, y), loss, rows, 3, threads, optimizer, slices, again)
+    tapes = record(layered, x, y, loss, rows, optimizer, split, shape.edges, slices) if memory else None
     copies = Copies()
     if plan.offload:
         copies = measure_copies(

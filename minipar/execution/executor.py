@@ -417,10 +417,14 @@ class Executor:
             kept = self.gradients[ins.step]
             with self._aside():
                 share = self.compute.rows.share(ins.step)  # (of replicas that train by themselves, the mean is kept)
+                first = self.program.shard(self.comm.rank) == 0 or not isinstance(self.program.contract, Local)
                 for p, grad in self.state.gradients(ins.layers):
                     name = self.names[id(p)]
                     own = grad * share if isinstance(grad, Tensor) and share != 1 else grad
-                    kept[name] = Shard(self.cuts[name], own) if name in self.cuts else own
+                    if name in self.cuts:
+                        kept[name] = Shard(self.cuts[name], own)
+                    elif first:  # (of ranks that share a layer each has the same; replicas that train alone are added)
+                        kept[name] = own
         self.state.step(ins)
 
     def size(self, value: Value) -> int:

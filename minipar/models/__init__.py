@@ -2,6 +2,7 @@
 
     model = models.build("gpt-tiny")            # or models.gpt(layers=4, ...), models.mlp(widths=...), models.branchy()
     shape = models.shape("gpt-tiny")            # what a plan must know of it; never imports torch
+    loss = models.loss_of("gpt-tiny")           # what the preset is trained with
     shape = models.shape_of(model)              # the same for any model in torch
     models.presets()                            # the names
     layers = models.from_torch(model, example)  # a model of your own, cut into layers
@@ -18,10 +19,11 @@ is the first dimension of every value. On a rank parameters are row-major, whate
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from minipar.models.shapes import shape
-from minipar.models.table import GPT, MLP, PRESETS, Branchy, preset, presets, title
+from minipar.models.table import GPT, MLP, PRESETS, Branchy, Mixture, preset, presets, title
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from minipar.models.hugging_face import from_transformers, next_token_loss, token_loss
     from minipar.models.inception import branchy
     from minipar.models.initial import initialise
+    from minipar.models.mixture_gpt import mixture, mixture_load, mixture_loss
     from minipar.models.parameter_groups import shape_of
     from minipar.models.perceptron import mlp
     from minipar.models.selective_checkpoint import Recomputed
@@ -37,13 +40,17 @@ if TYPE_CHECKING:
     from minipar.models.transformer import gpt
 
 __all__ = [
-    "GPT", "MLP", "PRESETS", "Branchy", "Recomputed", "Sliced", "branchy", "build", "from_torch", "from_transformers",
-    "gpt", "initialise", "mlp", "next_token_loss", "preset", "presets", "shape", "shape_of", "token_loss",
+    "GPT", "MLP", "PRESETS", "Branchy", "Mixture", "Recomputed", "Sliced", "branchy", "build", "from_torch",
+    "from_transformers", "gpt", "initialise", "loss_of", "mixture", "mixture_load", "mixture_loss", "mlp",
+    "next_token_loss", "preset", "presets", "shape", "shape_of", "token_loss",
 ]  # fmt: skip
 
 _LAZY = {
     "branchy": "minipar.models.inception",
     "gpt": "minipar.models.transformer",
+    "mixture": "minipar.models.mixture_gpt",
+    "mixture_load": "minipar.models.mixture_gpt",
+    "mixture_loss": "minipar.models.mixture_gpt",
     "mlp": "minipar.models.perceptron",
     "initialise": "minipar.models.initial",
     "from_torch": "minipar.models.tracing",
@@ -66,6 +73,10 @@ def build(name: str, **overrides: Any) -> nn.Sequential:
         from minipar.models.transformer import gpt
 
         model: nn.Sequential = gpt(**chosen.numbers())
+    elif isinstance(chosen, Mixture):
+        from minipar.models.mixture_gpt import mixture
+
+        model = mixture(**chosen.numbers())
     elif isinstance(chosen, Branchy):
         from minipar.models.inception import branchy
 
@@ -76,6 +87,20 @@ def build(name: str, **overrides: Any) -> nn.Sequential:
         model = mlp(**chosen.numbers())
     model.name = title(name, chosen, overrides)  # type: ignore[assignment]  # a plain string, for messages and pictures
     return model
+
+
+def loss_of(name: str) -> Callable[[Any, Any], Any]:
+    """The loss that a preset is trained with: cross entropy, of a mixture `mixture_loss`.
+
+    Errors: `PlanError` for an unknown preset.
+    """
+    if isinstance(preset(name), Mixture):
+        from minipar.models.mixture_gpt import mixture_loss
+
+        return mixture_loss
+    from torch.nn.functional import cross_entropy
+
+    return cross_entropy
 
 
 def __getattr__(name: str) -> Any:

@@ -13,8 +13,10 @@ from minipar.models.table import (
     GPT,
     MLP,
     Branchy,
+    Mixture,
     check_branchy,
     check_gpt,
+    check_mixture,
     check_mlp,
     convolutions,
     edges_of_blocks,
@@ -33,6 +35,9 @@ def shape(name: str, *, element_size: int = 4, **overrides: Any) -> Shape:
     chosen = table.numbers(name, **overrides)
     if isinstance(chosen, Branchy):
         return _branchy(chosen, element_size, title(name, chosen, overrides))
+    if isinstance(chosen, Mixture):
+        groups = _mixture(chosen, element_size)
+        return Shape(len(groups), groups, title(name, chosen, overrides), whole="0 (Embedding)")
     groups = _gpt(chosen, element_size) if isinstance(chosen, GPT) else _mlp(chosen, element_size)
     layers = chosen.layers + 2 if isinstance(chosen, GPT) else len(chosen.widths) - 1
     if isinstance(chosen, GPT):
@@ -63,6 +68,20 @@ def _gpt(numbers: GPT, element_size: int) -> tuple[Group, ...]:
     if numbers.tied:
         return (Group((0,), (position,)), *middle, Group((last,), norm), Group((0, last), (token,)))
     return (Group((0,), (token, position)), *middle, Group((last,), (*norm, token)))
+
+
+def _mixture(numbers: Mixture, element_size: int) -> tuple[Group, ...]:
+    check_mixture(numbers)
+    width, experts = numbers.width, numbers.experts
+    norm = (width, width)
+    attention = (3 * width * width, 3 * width, width * width, width)
+    block = (*norm, *attention, *norm, experts * width, 4 * experts * width * width, 4 * experts * width * width)
+    sizes = [
+        (numbers.vocab * width, numbers.context * width),
+        *[block] * numbers.layers,
+        (*norm, numbers.vocab * width),
+    ]
+    return tuple(Group((l,), tuple(n * element_size for n in found)) for l, found in enumerate(sizes))
 
 
 def _mlp(numbers: MLP, element_size: int) -> tuple[Group, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -57,7 +58,34 @@ class Branchy:
         return {"blocks": self.blocks, "width": self.width}
 
 
-Preset = GPT | MLP | Branchy
+@dataclass(frozen=True)
+class Mixture:
+    """The numbers of `models.mixture`: a GPT whose blocks have `experts` perceptrons, of which a token goes to `top`.
+
+    capacity   how many tokens of a row an expert takes, as a multiple of what it gets if all are equally busy
+    """
+
+    layers: int = 4
+    width: int = 64
+    heads: int = 4
+    context: int = 64
+    vocab: int = 256
+    experts: int = 8
+    top: int = 2
+    capacity: float = 1.25
+    data = "text"
+
+    @property
+    def room(self) -> int:
+        """How many tokens of a row of `context` tokens an expert takes."""
+        return room_of(self.capacity, self.context, self.top, self.experts)
+
+    def numbers(self) -> dict[str, Any]:
+        """The keyword arguments of `models.mixture`."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+Preset = GPT | MLP | Branchy | Mixture
 
 PRESETS: dict[str, Preset] = {
     # Small enough that two steps take seconds, on any machine.
@@ -70,6 +98,8 @@ PRESETS: dict[str, Preset] = {
     "mlp-digits": MLP(widths=(64, 128, 128, 10), data="digits"),
     # Inception-like: layers with edges, four branches in each of two blocks.
     "branchy": Branchy(),
+    # A mixture of experts in each block, for expert parallelism.
+    "gpt-moe-tiny": Mixture(),
     # The model of the benchmarks: 16 layers of Linear(512, 512) and GELU.
     "mlp-wide": MLP(widths=(512,) * 17),
 }
@@ -158,6 +188,25 @@ def check_gpt(numbers: GPT) -> None:
         raise PlanError(f"heads={numbers.heads}: must divide width={numbers.width}")
     if not 0.0 <= numbers.dropout < 1.0:
         raise PlanError(f"dropout={numbers.dropout!r}: must be at least 0 and less than 1")
+
+
+def room_of(capacity: float, tokens: int, top: int, experts: int) -> int:
+    """How many tokens an expert takes of a row of so many."""
+    return math.ceil(capacity * tokens * top / experts)
+
+
+def check_mixture(numbers: Mixture) -> None:
+    """Errors: `PlanError` for sizes that make no model."""
+    check_gpt(GPT(numbers.layers, numbers.width, numbers.heads, numbers.context, numbers.vocab))
+    for key, most in (("experts", None), ("top", numbers.experts)):
+        value = getattr(numbers, key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1 or (most is not None and value > most):
+            raise PlanError(
+                f"{key}={value!r}: must be a whole number of at least 1"
+                + (f" and at most experts={most}" if most is not None else "")
+            )
+    if not isinstance(numbers.capacity, (int, float)) or not 0 < numbers.capacity < float("inf"):
+        raise PlanError(f"capacity={numbers.capacity!r}: must be a number above 0")
 
 
 def check_mlp(numbers: MLP) -> None:

@@ -18,7 +18,7 @@ from minipar.costs.device import DeviceSpec
 from minipar.costs.measured import Profile
 from minipar.errors import PlanError
 from minipar.models import shapes, table
-from minipar.models.table import GPT
+from minipar.models.table import GPT, Mixture
 from minipar.prediction import memory_formula
 from minipar.prediction.emulated import EmulatedCosts
 from minipar.prediction.memory_formula import PRECISIONS, RankMemory
@@ -57,6 +57,8 @@ def predict(plan: Plan | str, model: str, device: DeviceSpec | str, batch: int) 
     plan, spec = Plan.parse(plan), DeviceSpec.parse(device)
     if spec.flops is None:
         raise PlanError(f"device {spec}: needs flops=, such as flops=10GFLOP/s")
+    if plan.sharing > 1:
+        raise PlanError(f"plan {plan}: no formula yet for the time of ranks that share layers; possible is train(...)")
     if plan.slice_count > 1:
         raise PlanError(f"schedule={plan.schedule}: no formula for slices of a sequence; possible are the others")
     if batch < plan.dp * plan.total_microbatches:
@@ -79,7 +81,7 @@ def profile(model: str, rows: Iterable[int], precision: str = "float32", selecti
     """
     kinds, numbers = PRECISIONS[precision], table.numbers(model)
     by_rows = {count: analytic.layer_costs(model, count, kinds.activation, selective=selective) for count in rows}
-    if selective and isinstance(numbers, GPT):
+    if selective and isinstance(numbers, (GPT, Mixture)):
         for count, costs in by_rows.items():
             core = analytic.core_flops(numbers, count)
             inner = tuple(flops + core for flops in costs.backward[1:-1])

@@ -33,7 +33,7 @@ from minipar.costs.device import HARDWARE, holding
 from minipar.costs.recomputation import keep_everything, memory
 from minipar.errors import MiniparError, PlanError
 from minipar.models import shapes, table
-from minipar.models.table import GPT, Branchy
+from minipar.models.table import GPT, MLP, Branchy
 from minipar.prediction.neighbours import nearby
 from minipar.program import Action, BackwardInput, BackwardWeight, Forward, Group, Program
 from minipar.program.rows import split_rows
@@ -194,7 +194,7 @@ def per_rank(
 ) -> list[RankMemory]:
     """Bytes of each rank, in rank order, for a step of `batch` rows; default: one row for every micro-batch.
 
-    division    tensor and expert parallelism, which a plan does not know; the bytes are those of one rank that shares
+    division    expert parallelism, and the tensor parallelism of a plan without it; the bytes are those of one rank
     overrides   numbers that replace the model's, such as layers=48
     Errors: `PlanError` for an unknown model, and for a plan that does not fit it.
     """
@@ -205,9 +205,16 @@ def details(
     plan: Plan, model: str, batch: int | None = None, division: Division = WHOLE, **overrides: Any
 ) -> list[Detail]:
     """As `per_rank`, with the origin of the bytes."""
+    if plan.context_parallel > 1 or plan.ep > 1:
+        told = f"context_parallel={plan.context_parallel}" if plan.context_parallel > 1 else f"ep={plan.ep}"
+        raise PlanError(f"memory: no formula for {told}; possible is `minipar run --memory`")
+    if plan.tp > 1:
+        division = replace(division, tp=plan.tp, sequence=plan.sequence_parallel)
+        alone = replace(plan, tp=1, sequence_parallel=False, batch_copies=1)
+        return [each for each in details(alone, model, batch, division, **overrides) for _ in range(plan.tp)]
     numbers = table.numbers(model, **overrides)
     division.check(numbers, plan.dp)
-    if plan.checkpoint == "selective" and not isinstance(numbers, GPT):
+    if plan.checkpoint == "selective" and isinstance(numbers, (MLP, Branchy)):
         raise PlanError(
             f"checkpoint=selective: {model} has no attention; possible are the others of {segments.POSSIBLE}"
         )

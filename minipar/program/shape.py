@@ -74,26 +74,31 @@ def uniform(layers: int, bytes_per_layer: int = 4) -> Shape:
     return Shape(layers, groups, several(layers, "layer"), carries=tuple(range(layers)))
 
 
-def divided(shape: Shape, ranks: int) -> Shape:
+def divided(shape: Shape, ranks: int, sequence: bool = False) -> Shape:
     """A uniform shape whose layers are shared by `ranks` ranks each, as a transformer's block is by Megatron's.
 
     A layer becomes five nodes: norm, attention, norm, perceptron, sum. The second and the fourth are sharded: they read
-    what is whole, and write partial sums.
+    what is whole, and write partial sums. With `sequence` each rank has a part of the tokens in the other nodes, and a
+    last node takes the output whole.
     """
+    token = "S1" if sequence else ""
     sharded = Forms(writes=PARTIAL, grad_writes=PARTIAL)
-    kinds = (Forms(), sharded, Forms(), sharded, Forms())
-    nodes = range(5 * shape.layers)
-    groups = []
-    for node in nodes:
-        whole = shape.groups[node // 5].tensors
-        held = tuple(-(-size // (2 * ranks)) for size in whole) if node % 5 in (1, 3) else ()
-        groups.append(Group((node,), held, form="S" if held else ""))
-    names = tuple(f"{node // 5}.{('norm', 'attention', 'norm', 'perceptron', 'sum')[node % 5]}" for node in nodes)
-    forms = tuple(kinds[node % 5] for node in nodes)
-    title = f"{shape.name}, each on {several(ranks, 'rank')}"
+    forms = [sharded if k % 5 in (1, 3) else Forms(token, token, token, token) for k in range(5 * shape.layers)]
+    titles = [f"{k // 5}.{('norm', 'attention', 'norm', 'perceptron', 'sum')[k % 5]}" for k in range(5 * shape.layers)]
+    kinds = ["S" if k % 5 in (1, 3) else "P" if sequence else "" for k in range(5 * shape.layers)]
+    sizes = [
+        tuple(-(-size // (2 * ranks)) for size in shape.groups[k // 5].tensors) if kind == "S" else (shape.itemsize,)
+        for k, kind in enumerate(kinds)
+    ]
+    if sequence:
+        forms[0] = forms[0]._replace(reads="C1")  # rows of the batch are whole, and so is the gradient of the output
+        forms[-1] = forms[-1]._replace(grad_reads="C1")
+        forms, titles, sizes, kinds = [*forms, Forms()], [*titles, "output"], [*sizes, ()], [*kinds, ""]
+    groups = tuple(Group((k,), held, form=kinds[k]) for k, held in enumerate(sizes))
     return replace(
-        shape, layers=len(nodes), groups=tuple(groups), name=title, names=names, dims=(), carries=(), forms=forms,
-        nodes=(5,) * shape.layers,
+        shape, layers=len(forms), groups=groups, name=f"{shape.name}, each on {several(ranks, 'rank')}",
+        names=tuple(titles), dims=(), carries=(), forms=tuple(forms),
+        nodes=(*(5,) * (shape.layers - 1), 5 + sequence),
     )  # fmt: skip
 
 

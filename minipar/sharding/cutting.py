@@ -81,8 +81,8 @@ def _letters(part: Part) -> tuple[str, str, str, str]:
         reads = f"C{reads[1:]}"
     if grad_writes == WHOLE and grad_reads[0] == "S":
         grad_reads = f"C{grad_reads[1:]}"
-    if not part.differentiable:
-        grad_writes = grad_reads = WHOLE  # there is none
+    if not part.differentiable:  # its gradient, if its reader makes one, stays where it is
+        grad_writes = grad_reads = _backward(part.written, part.rows) if part.written.kind == "S" else WHOLE
     if (writes, reads) == (WHOLE, PARTIAL) or (part.differentiable and (grad_writes, grad_reads) == (WHOLE, PARTIAL)):
         raise PlanError(
             f"{part.name}: is written as {part.written} and read as {part.read}; nothing makes a partial sum of it"

@@ -238,9 +238,9 @@ def check_used(annotations: Annotations, used: Iterable[str], layers: Sequence[L
     """Errors: PlanError for a pattern that matches nothing; of a preset, if all of them do, or those of its matmuls."""
     core = _MATMULS.intersection(annotations) if isinstance(annotations, Preset) else set()
     if core and core.isdisjoint(used):
-        known = ", ".join(name for pattern in sorted(core) for name in pattern.split("|"))
+        told = ", ".join(name for pattern in sorted(core) for name in pattern.split("|"))
         raise PlanError(
-            f"the preset divides nothing here: no operator has one of its names ({known}); possible are annotations of "
+            f"the preset divides nothing here: no operator has one of its names ({told}); possible are annotations of "
             "your own, such as those that minipar.sharding.by_operators makes"
         )
     unused = [pattern for pattern in annotations if pattern not in set(used)]
@@ -319,11 +319,11 @@ class _Axis:
         written = [(j, p) for j, p in fixed if j >= len(op.inputs)]
         fitting = [c for c in possible if all(_fits(_all(c)[j], p) for j, p in written)]
         if not fitting:
-            raise PlanError(self._cannot_write(k, written[0], possible))
+            raise self._refused(k, self._cannot_write(k, written[0], possible))
         stored = [(j, p) for j, p in fixed if self.graph.tensors[tensors[j]].kind == "parameter"]
         agreeing = [c for c in fitting if not any(_contradicts(c.ins[j], p) for j, p in stored)]
         if not agreeing:
-            raise PlanError(self._contradiction(k, fixed, possible))
+            raise self._refused(k, self._contradiction(k, fixed, possible))
         speaking = [
             c for c in agreeing
             if any(_all(c)[j] == p for j, p in cuts) or any(_all(c)[j] == P for j, p in sums)
@@ -374,7 +374,7 @@ class _Axis:
                 if choice.name == "sum" and all(p == P for p in choice.ins):
                     return choice
         if any(not p.whole for p in written):
-            raise PlanError(self._cannot_write(k, (len(op.inputs), written[0]), self._possible(k)))
+            raise self._refused(k, self._cannot_write(k, (len(op.inputs), written[0]), self._possible(k)))
         return computed_whole(op)
 
     def _read_whole(self, name: str) -> bool:
@@ -401,6 +401,11 @@ class _Axis:
     def _title(self, k: int) -> str:
         op = self.graph.operators[k]
         return f"{self.layer.own(op.name)} ({op.op})"
+
+    def _refused(self, k: int, reason: str) -> PlanError:
+        error = PlanError(reason)
+        error.operator = self.graph.operators[k].name
+        return error
 
     def _cannot_write(self, k: int, wanted: tuple[int, Placement], possible: Sequence[Choice]) -> str:
         op = self.graph.operators[k]
@@ -690,6 +695,7 @@ ROWS = "*.attention.out|*.attn.c_proj|*.o_proj|*.mlp.2|*.mlp.down|*.mlp.c_proj|*
 TOKENS = "*.token|*.wte|*.embed_tokens"
 LOGITS = "*.logits|*.lm_head"
 EXPERTS = "*.experts.up|*.experts.down"
+MADE_BY_EXPERTS = "*.experts.bmm|*.experts.matmul|*.experts.einsum|*.experts"
 _MATMULS = {FUSED, COLUMNS, ROWS}  # what a model must have some of, so that its preset divides anything
 NORMS = "*norm|*norm1|*norm2|*.ln_1|*.ln_2|*.ln_f"
 
@@ -720,8 +726,12 @@ def sequence_parallel(axis: str = "tp", vocabulary: bool = True) -> Preset:
 
 def experts(axis: str = "ep") -> Preset:
     """Every rank has some of the experts; tokens go to the ranks of theirs and back, by two all-to-alls a layer and
-    direction. Source: Lepikhin et al., "GShard", 2020."""
-    return Preset({EXPERTS: f"S0 on {axis}"})
+    direction.
+
+    The module `experts` has all experts side by side: the first dimension of its parameters `up` and `down`, and of
+    what its matrix products write, is that of the experts. Source: Lepikhin et al., "GShard", 2020.
+    """
+    return Preset({EXPERTS: f"S0 on {axis}", MADE_BY_EXPERTS: f"S0 on {axis}"})
 
 
 def two_dimensional(data: str = "dp", model: str = "tp") -> Preset:

@@ -802,6 +802,30 @@ def _mixture_variants(operator: Operator, ins: Shapes, outs: Shapes, ranks: int)
     )  # fmt: skip
 
 
+# A mixture with capacity, in three operators (models/mixture_gpt.py). Rows `b` are routed by themselves. An expert's
+# queue (b c) has `c` places for each row, so a part of the rows is a part of the queue. Dividing experts would need
+# other slots than those of all experts: they are whole here, and divided in the perceptrons between.
+
+
+def _dispatch_line(operator: Operator, ins: Shapes, outs: Shapes) -> Line:
+    given = parse("bt!d,bt!k!->d", ins, [ins[0][-1:]], op=operator.op)
+    return Line(given.inputs, (_queues(outs[0], ins[0][0]),), ((0, 1),), _WITHIN, linear=frozenset([0]))
+
+
+def _combine_line(operator: Operator, ins: Shapes, outs: Shapes) -> Line:
+    given = parse("bt!k!,bt!k!->bt!d", ins[1:], outs, op=operator.op)
+    made = _queues(ins[0], ins[1][0])
+    return Line((made, *given.inputs), given.outputs, ((0, 1, 2),), _WITHIN, linear=frozenset([0, 1]))
+
+
+_WITHIN = frozenset("tkxc")
+
+
+def _queues(shape: Shape, rows: int) -> tuple[Factors, ...]:
+    """Of each expert its queue, which is made of those of the rows, behind each other."""
+    return (("x", shape[0]),), (("b", rows), ("c", shape[1] // rows)), (("d", shape[2]),)
+
+
 def _aten(names: str) -> tuple[str, ...]:
     return tuple(f"aten::{name}" for name in names.split())
 
@@ -825,6 +849,9 @@ rule(_aten("rms_norm"), _layer_norm)
 rule("aten::batch_norm", _batch_norm)
 rule("aten::group_norm", _group_norm)
 rule("aten::cross_entropy_loss", _cross_entropy_line, variants=_cross_entropy_variants)
+rule("minipar::route", "bt!x!->bt!k!,bt!k!,b")
+rule("minipar::dispatch", _dispatch_line)
+rule("minipar::combine", _combine_line)
 rule("minipar::mixture", _mixture_line, variants=_mixture_variants)
 
 rule(_aten("sum mean"), _reduction(True))

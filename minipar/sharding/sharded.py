@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,15 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from minipar.errors import PlanError
+from minipar.models.network import edges_of
 from minipar.models.tensors import count_rows, layers_of, map_tensors
-from minipar.program.forms import Forms, in_words
+from minipar.program.forms import PARTIAL, WHOLE, Forms, in_words, letters, text_of
 from minipar.program.mesh import Mesh
 from minipar.sharding import automatic, local
 from minipar.sharding.capture import Captured, capture_model, within
 from minipar.sharding.cutting import AXIS, ROWS, Stored, Templates, nodes_of, templates_of
 from minipar.sharding.graph import Layer, Operator
 from minipar.sharding.nodes import Node, ShardedModel
-from minipar.sharding.propagation import propagate_model
+from minipar.sharding.propagation import EXPERTS, Preset, matches, propagate_model
 
 
 def local_model(
@@ -39,15 +41,21 @@ def local_model(
 
     Errors: PlanError for a layer that cannot be captured or divided, with its operator and tensor.
     """
+    if edges_of(model):
+        raise PlanError(
+            f"the model has branches, and layers that {count} ranks share are those of chains; possible is to train it "
+            "without tensor parallelism"
+        )
     if any(hasattr(layer, "shard") for layer in layers_of(model)):
         return _by_hand(model, index, count)
     if not count_rows(example):
         raise PlanError(f"tp={count}: needs an example of at least one row to capture the model with")
     captured = ROWS[0] * count, ROWS[1] * count
     small, large = (capture_model(model, _with_rows(example, rows)) for rows in captured)
-    if annotations is None:
-        annotations = automatic.default(small.layers, count)
-    found = propagate_model(small.layers, annotations, Mesh(tp=count), f"{inputs or 'I'} on {AXIS}")
+    chosen = _on_axis(automatic.default(small.layers, count) if annotations is None else annotations)
+    if EXPERTS in chosen and isinstance(chosen, Preset):
+        _check_experts(model, count)
+    found = propagate_model(small.layers, chosen, Mesh(tp=count), f"{inputs or 'I'} on {AXIS}")
     known: dict[str, nn.Parameter] = {}
     templates: dict[int, Templates] = {}
     firsts: dict[int, nn.Module] = {}
@@ -72,14 +80,35 @@ def local_model(
             if name in dict(layer.named_buffers()) and isinstance(value, Tensor)
         }
         layers.append(nodes)
-    if not inputs:
-        _add_end(layers[-1])
-    elif not (written := layers[-1][-1].forms.writes).startswith("S"):
+    if inputs and not (written := layers[-1][-1].forms.writes).startswith("S"):
         raise PlanError(
             f"{key}: its output is {in_words(written)}, but each of {count} ranks has a part of the targets; possible "
             "are models whose output has a number for each token"
         )
+    _add_end(layers[-1], inputs)
     return ShardedModel(layers, count, inputs)
+
+
+def _on_axis(annotations: Mapping[str, str]) -> Mapping[str, str]:
+    """The annotations with the one axis that layers are cut on, whichever of the plan's keys it stands for."""
+    on_axis = {pattern: re.sub(r"\bon (ep|cp)\b", f"on {AXIS}", text) for pattern, text in annotations.items()}
+    return Preset(on_axis) if isinstance(annotations, Preset) else on_axis
+
+
+def _check_experts(model: nn.Module, count: int) -> None:
+    """Errors: PlanError for a model of which `experts()` would divide nothing, or experts that cannot be divided."""
+    found = [(name, p) for name, p in model.named_parameters() if matches(EXPERTS, name)]
+    if not found:
+        raise PlanError(
+            f"ep={count}: the model has no experts (*.experts.up); possible are dp={count} or a mixture such as "
+            "models.build('gpt-moe-tiny')"
+        )
+    for name, parameter in found:
+        if len(parameter) % count:
+            ways = [str(n) for n in range(1, len(parameter) + 1) if len(parameter) % n == 0]
+            raise PlanError(
+                f"ep={count}: must divide the {len(parameter)} experts of {name}; possible are {', '.join(ways)}"
+            )
 
 
 def _with_rows(example: Any, rows: int) -> Any:
@@ -153,17 +182,27 @@ def _by_hand(model: nn.Module, index: int, count: int) -> ShardedModel:
     return ShardedModel(layers, count)
 
 
-class _Whole(Node):
-    """The model's output, whole, for the loss."""
+class _End(Node):
+    """The model's output as the loss takes it."""
 
     def forward(self, given: Any) -> Any:
-        return given.view_as(given)
+        return map_tensors(given, lambda tensor: tensor.view_as(tensor))
 
 
-def _add_end(nodes: list[Node]) -> None:
-    """Where the model's output is no whole tensor, a last node that takes it whole."""
+def _add_end(nodes: list[Node], inputs: str) -> None:
+    """A last node, where the loss does not take the model's output, or gives its gradient, as the last layer does.
+
+    Where ranks have whole targets, the loss takes the whole output. Every rank computes it alike; of its gradient,
+    which is whole, each takes the shard that it wrote. Where each has a part of the targets, its loss takes its shard
+    of the output; what is no shard, such as a number for a whole row of which it has some tokens, gets a part of its
+    gradient.
+    """
     last = nodes[-1]
-    if last.forms.writes:
-        # The loss is computed by every rank alike; of its gradient, which is whole, each takes the shard that it wrote.
+    if not inputs and last.forms.writes:
         last.forms = last.forms._replace(grad_reads=last.forms.grad_reads.replace("S", "C"))
-        nodes.append(_Whole(Forms(), "output"))
+        nodes.append(_End(Forms(), "output"))
+    elif inputs:
+        taken = text_of(tuple(WHOLE if letter == PARTIAL else letter for letter in letters(last.forms.writes)))
+        given = text_of(tuple(PARTIAL if letter == WHOLE else letter for letter in letters(last.forms.grad_reads)))
+        if (taken, given) != (last.forms.writes, last.forms.grad_reads):
+            nodes.append(_End(Forms(taken, taken, given, given), "output"))

@@ -73,7 +73,10 @@ def check_shape(plan: Plan, shape: Shape) -> None:
         )
     if not shape.edges:
         return
-    why = f"of a model with branches (edges between its {several(shape.layers, 'layer')})"
+    why = f"of a model with branches (edges between its {several(shape.own_layers, 'layer')})"
+    if plan.sharing > 1:
+        told = f"{plan.shared[0][0]}={plan.sharing}"
+        raise PlanError(f"{told}: cuts the layers of chains into nodes, not {why}; possible is {plan.shared[0][0]}=1")
     if plan.asynchronous or plan.slice_count > 1:
         raise PlanError(
             f"schedule={plan.schedule}: is for chains, not {why}; possible is one that flushes, such as 1f1b"

@@ -108,9 +108,10 @@ def program_of(
     seconds = _seconds(plan, shape, layout, costs, costs_of)
     moves = segments.schedules(plan.checkpoint, layout, actions, costs)
     passes = passes_of(plan)
-    draft = Draft(
-        plan, layout, -1, (), steps=steps, actions=actions, moves=moves, bucket=plan.messages, seconds=seconds
-    )
+    bucket = plan.messages
+    if isinstance(bucket, tuple) and shape.nodes:  # a layer's gradient is complete with that of its first node
+        bucket = tuple(shape.firsts[layer] for layer in bucket)
+    draft = Draft(plan, layout, -1, (), steps=steps, actions=actions, moves=moves, bucket=bucket, seconds=seconds)
     ranks: list[list[Instruction]] = [[] for _ in range(plan.ranks)]
     for _ in range(0, steps, together):
         draft = draft.following()

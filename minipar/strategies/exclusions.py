@@ -91,8 +91,14 @@ OVERLAPPED = KeyValues("overlap", "overlap=backward, priority", lambda plan: pla
 PRIORITY = KeyValues("overlap", "overlap=priority", lambda plan: plan.overlap == "priority", "overlap=backward")
 LOCAL = KeyValues("local_steps", "local_steps", lambda plan: plan.local_steps > 0, "local_steps=0")
 COMPRESSED = KeyValues("compress", "compress", lambda plan: plan.compress != "none", "compress=none")
+SPARSE = KeyValues(
+    "compress", "compress=topk, powersgd", lambda plan: plan.compress.startswith(("topk", "powersgd")), "compress=bf16"
+)
 BUDGET = KeyValues(
     "checkpoint", "checkpoint of a budget", lambda plan: budget_of(plan.checkpoint) is not None, "checkpoint=sqrt"
+)
+SELECTIVE = KeyValues(
+    "checkpoint", "checkpoint=selective", lambda plan: plan.checkpoint == "selective", "checkpoint=sqrt"
 )
 ZERO = KeyValues("zero", "zero=1, 2, 3", lambda plan: plan.zero > 0, "zero=0")
 ZERO_BELOW_3 = KeyValues("zero", "zero=1, 2", lambda plan: plan.zero in (1, 2), "zero=0 or zero=3")
@@ -118,6 +124,9 @@ CONTEXT = KeyValues(
     "context_parallel", "context_parallel of 2 or more", lambda plan: plan.context_parallel > 1, "context_parallel=1"
 )
 EXPERTS = KeyValues("ep", "ep of 2 or more", lambda plan: plan.ep > 1, "ep=1")
+SEQUENCE = KeyValues(
+    "sequence_parallel", "sequence_parallel", lambda plan: plan.sequence_parallel, "sequence_parallel=false"
+)
 SERVERS = KeyValues("sync", "sync=ps", lambda plan: plan.sync == "ps", "sync=allreduce")
 ALGORITHM = KeyValues("algorithm", "algorithm", lambda plan: plan.algorithm != "default", "algorithm=default")
 ASYNCHRONOUS = KeyValues(
@@ -163,6 +172,7 @@ IN_A_ROW = KeyValues(
 _AT_ONCE = "a layer is updated as soon as its gradient is there"
 _ALONE = "every replica trains by itself"
 _SMALLER = "whole gradients are made smaller, once a step"
+_ONE_FORM = "values have one form on the ranks that share a layer"
 _NO_SUMS = "it sums no gradients over ranks"
 _WHOLE_SUMS = "it sums whole gradients"
 _AS_SLICES = "its micro-batches are slices of sequences"
@@ -221,9 +231,25 @@ EXCLUSIONS = (
     Exclusion(ALGORITHM, LOCAL, "no gradients are summed", fundamental=True),
     Exclusion(ALGORITHM, HOST_LAYERS, _WHOLE_SUMS),
     Exclusion(ALGORITHM, SERVERS, "servers sum the gradients", fundamental=True),
-    Exclusion(OPERATORS, EXPERTS, "values have one form on the ranks that share a layer"),
-    Exclusion(EXPERTS, CONTEXT, "values have one form on the ranks that share a layer"),
-    Exclusion(OPERATORS, CONTEXT, "values have one form on the ranks that share a layer"),
+    Exclusion(OPERATORS, EXPERTS, _ONE_FORM),
+    Exclusion(EXPERTS, CONTEXT, _ONE_FORM),
+    Exclusion(OPERATORS, CONTEXT, _ONE_FORM),
+    *(
+        Exclusion(shared, other, why)
+        for shared in (OPERATORS, CONTEXT, EXPERTS)
+        for other, why in (
+            (SERVERS, "a worker holds the whole model"),
+            (HOST_LAYERS, "ranks that share a layer exchange what is on their devices"),
+            (PLACE, "layers are cut into nodes, and it counts layers"),
+            (SLICED, "shards of a layer keep nothing of a sequence for its later slices"),
+            (SELECTIVE, "attention is captured operator by operator, without a core of its own"),
+            (ASYNCHRONOUS, "its order is replayed layer by layer, and layers are cut into nodes"),
+        )
+    ),
+    *(
+        Exclusion(parts, SPARSE, "gradients are sums over the ranks that share a layer, which it would make smaller")
+        for parts in (SEQUENCE, CONTEXT, EXPERTS)
+    ),
     Exclusion(SERVERS, SLICED, _AS_SLICES),
     Exclusion(LOCAL, SLICED, _AS_SLICES),
     Exclusion(BUDGET, SLICED, _AS_SLICES),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from minipar.costs.device import quantity
 from minipar.errors import PlanError
-from minipar.program import Op, Program, collectives
+from minipar.program import Op, Program, collectives, repartitions
 from minipar.strategies import draft, segments
 from minipar.strategies.exclusions import Need
 from minipar.strategies.passes import compress
@@ -203,7 +203,7 @@ def check_one_group(plan: Plan, program: Program) -> None:
     if plan.algorithm == ALGORITHM:
         return
     for rank, row in enumerate(program.ranks):
-        groups = {ins.group for ins in row if ins.op is Op.ALL_REDUCE}
+        groups = {ins.group for ins in row if ins.op is Op.ALL_REDUCE and not repartitions(ins)}
         if len(groups) > 1:
             told = " and over ranks ".join(",".join(map(str, group)) for group in sorted(groups))
             raise PlanError(

@@ -354,11 +354,9 @@ class Plan:
         """Which rank holds which layers of a model of this shape. With split="auto" it needs `costs` of the layers."""
         keys.check_causal(self, shape)
         branches.check_shape(self, shape)
-        if isinstance(self.bucket, tuple) and self.bucket[0] >= shape.layers:
-            words = ",".join(map(str, self.bucket))
-            raise PlanError(
-                f"bucket={words}: the model has {shape.layers} layers; possible are 0 to {shape.layers - 1}"
-            )
+        if isinstance(self.bucket, tuple) and self.bucket[0] >= shape.own_layers:
+            words, layers = ",".join(map(str, self.bucket)), shape.own_layers
+            raise PlanError(f"bucket={words}: the model has {layers} layers; possible are 0 to {layers - 1}")
         host = host_layers.find(self.host_layers, shape)
         if self.place is not None:
             split, placement = branches.stages(branches.ranks_of(self.place, shape, self.pp), self.pp)
@@ -415,18 +413,18 @@ class Plan:
         if (shape is None) == (layers is None):
             raise PlanError("compile: give either a shape (models.shape(name)) or layers=N")
         if layers is not None:
-            shape = uniform(layers)
+            shape = self._uniform(layers)
         elif not isinstance(shape, Shape):
             if not hasattr(shape, "__index__"):
                 raise PlanError(f"compile({shape!r}): give a shape (models.shape(name)) or layers=N")
-            shape = uniform(operator.index(shape))  # type: ignore[arg-type]
-        if self.sharing > 1 and not shape.forms:
-            if shape.dims or any(len(group.layers) > 1 for group in shape.groups):
-                raise PlanError(
-                    f"{self.shared[0][0]}={self.sharing}: this shape does not say how its layers are divided; possible "
-                    "is compile(layers=N), or train(...), which captures the model"
-                )
-            shape = divided(shape, self.sharing) if self.tp > 1 else in_parts(shape, self.inputs)
+            shape = self._uniform(operator.index(shape))  # type: ignore[arg-type]
+        elif self.sharing > 1 and shape == uniform(shape.layers):
+            shape = self._uniform(shape.layers)
+        elif self.sharing > 1 and not shape.forms:
+            raise PlanError(
+                f"{self.shared[0][0]}={self.sharing}: this shape does not say how its layers are divided; possible is "
+                "compile(layers=N), or train(...), which captures the model"
+            )
         if self.inference:
             shape = frozen(shape)
         layout = self.layout(shape, costs)
@@ -440,6 +438,13 @@ class Plan:
                 self._verify(program, layout, steps)
             keys.check_one_group(self, program)
         return program
+
+    def _uniform(self, layers: int) -> Shape:
+        """Equal layers; those that ranks share are divided as a transformer's blocks are."""
+        shape = uniform(layers)
+        if self.sharing == 1:
+            return shape
+        return divided(shape, self.tp, self.sequence_parallel) if self.tp > 1 else in_parts(shape, self.inputs)
 
     def _verify(self, program: Program, layout: Layout, steps: int) -> None:
         """Verify the program. The error names the action of the schedule that is wrong, if there is one, and the user's

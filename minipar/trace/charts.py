@@ -1,6 +1,7 @@
-"""Line charts, such as times over sizes or losses over steps. A notebook shows them by itself, with a description.
+"""Charts of numbers. A notebook shows them by itself, with a description.
 
-    lines({"ring": [(1e3, 0.6), (1e6, 6.6)], "tree": [...]}, x="bytes", y="ms", log="xy")
+    lines({"ring": [(1e3, 0.6), (1e6, 6.6)], "tree": [...]}, x="bytes", y="ms", log="xy")    times over sizes, losses
+    expert_load(models.mixture_load(model, x))                                               how busy experts are
 
 Lines differ in colour, dash and marker. Pictures of traces are in `drawing.py`. matplotlib loads on first use.
 """
@@ -15,6 +16,8 @@ from minipar.trace.figure import picture
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from minipar.models.mixture_gpt import Load
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#AA4499", "#8C6D31", "#7A7A7A", "#CC79A7", "#999933")
 MARKERS = "osDv^PX*"
@@ -67,6 +70,33 @@ def lines(
     if len(curves) > 1:
         axes.legend(frameon=False)
     figure.alt = in_words(curves, x, y, title)  # type: ignore[attr-defined]
+    return figure
+
+
+def expert_load(load: Load, *, title: str = "", width: float = 8.0) -> Figure:
+    """How many tokens chose each expert: for each layer a row of bars, the tokens that were dropped hatched on top.
+
+    load    what `models.mixture_load` gives
+    width   inches
+
+    A dashed line is how many tokens an expert can take. The description is the text of `load`.
+    """
+    figure = picture()(figsize=(width, 0.5 + 1.3 * len(load.layers)), layout="constrained")
+    every = figure.subplots(len(load.layers), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    for axes, layer, tokens, dropped in zip(every, load.layers, load.tokens, load.dropped, strict=True):
+        kept = [n - lost for n, lost in zip(tokens, dropped, strict=True)]
+        places = range(len(tokens))
+        axes.bar(places, kept, color=COLOURS[0], label="taken")
+        axes.bar(places, dropped, bottom=kept, color=COLOURS[1], hatch="////", edgecolor="white", label="dropped")
+        axes.axhline(load.room, color="#1a1a1a", linestyle="--", linewidth=0.8, label="room")
+        axes.set_ylabel(f"layer {layer}")
+        axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
+        axes.set_axisbelow(True)
+    every[-1].set(xlabel="expert", xticks=range(len(load.tokens[0])))
+    every[0].set_title(title or "Tokens of each expert")
+    every[0].legend(frameon=False, ncols=3, fontsize="small", loc="upper right")
+    every[0].set_ylim(0.0, 1.35 * max(load.room, *(n for tokens in load.tokens for n in tokens)))
+    figure.alt = str(load)  # type: ignore[attr-defined]
     return figure
 
 

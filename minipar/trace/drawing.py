@@ -218,11 +218,12 @@ def _label_lanes(axes: Axes, layout: FigureLayout) -> None:
         if layout.count == 1 or not roomy:
             low, high = layout.zone("forward", 0)[0], layout.zone("forward", layout.count - 1)[1]
             places.append(rank * layout.pitch + (low + high) / 2)
-            lanes.append(f"rank {rank}")
+            lanes.append(labels.rank_name(layout.traces[0].program, rank))
             continue
         for t, name in enumerate(layout.names):
             places.append(rank * layout.pitch + sum(layout.zone("forward", t)) / 2)
-            lanes.append(f"rank {rank} {name}" if t == 0 else name)
+            where = labels.place(layout.traces[0].program, rank) if t else f"rank {rank}"
+            lanes.append(f"{where} {name}".lstrip())
     axes.set_yticks(places, lanes)
     axes.tick_params(axis="y", length=0)
     if roomy and layout.ranks > 1:

@@ -63,12 +63,12 @@ class FigureLayout:
     `bars[t]` has the bars of trace t, without the kinds for which there is no room.
     """
 
-    left = 1.15
-
     def __init__(self, traces: Sequence[Trace], bars: list[Bars], width: float, title: str, memory: bool) -> None:
         self.traces, self.width = traces, width
         self.ranks, self.count = len(traces[0].program.ranks), len(traces)
         self.names = labels.names(traces)
+        longest = max(len(labels.rank_name(traces[0].program, rank)) for rank in range(min(self.ranks, 64)))
+        self.left = max(1.15, 0.22 + 0.064 * longest)  # inches; two traces have a line each for a part of the name
         self.curves = _alike(traces)
         self.key = self._peaks()
         self.key_head = ["peak in MiB" if traces[0].unit == "bytes" else "peak", " / ".join(self.names)][: self.count]

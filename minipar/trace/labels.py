@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from minipar.errors import MiniparError
-from minipar.program import COLLECTIVES, Instruction, Op, Program, span
+from minipar.program import COLLECTIVES, Instruction, Mesh, Op, Program, span
 from minipar.trace import Trace
 from minipar.wording import several
 
@@ -40,6 +40,26 @@ def kind_of(ins: Instruction) -> str:
 def number_of(ins: Instruction) -> int:
     """The number on a bar: the micro-batch, or the first chunk in a collective's program; -1: no number."""
     return ins.layers[0] if ins.op is Op.REDUCE else ins.microbatch
+
+
+def place(program: Program, rank: int) -> str:
+    """Where a rank is, if ranks share layers: its coordinates on the axes that have several ranks, `pp 1, tp 0`.
+    Otherwise its stage and replica follow from what is drawn, and this is ""."""
+    if program.sharing == 1 or rank >= program.workers:
+        return ""
+    mesh = Mesh(program.mesh)
+    return ", ".join(f"{axis} {k}" for axis, k in mesh.coordinates(rank).items() if mesh.length(axis) > 1)
+
+
+def rank_name(program: Program, rank: int) -> str:
+    """A rank in a picture: `rank 3`, or `rank 3 (pp 1, tp 1)` if ranks share layers."""
+    where = place(program, rank)
+    return f"rank {rank} ({where})" if where else f"rank {rank}"
+
+
+def narrow(where: str) -> str:
+    """A place of three axes without its spaces, for where there is little room."""
+    return where.replace(" ", "") if len(where) > 12 else where
 
 
 class TimeAxis(NamedTuple):
@@ -138,7 +158,7 @@ def description(traces: Sequence[Trace]) -> str:
     lines = []
     for trace, name in zip(traces, names(traces), strict=True):
         ranks = len(trace.program.ranks)
-        shown = ", ".join(f"rank {r} {idle(trace, r):.0%}" for r in range(min(ranks, 16)))
+        shown = ", ".join(f"{rank_name(trace.program, r)} {idle(trace, r):.0%}" for r in range(min(ranks, 16)))
         more = f" and {several(ranks - 16, 'more rank')}" if ranks > 16 else ""
         idling = "" if trace.program.chunks else f" Idle: {shown}{more}."
         lines.append(f"{name.capitalize()} timeline of {several(ranks, 'rank')}: {facts(trace)}.{idling}")

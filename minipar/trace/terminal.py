@@ -47,16 +47,14 @@ def text(trace: Trace, width: int = 100) -> str:
         raise MiniparError(f"width={width}: must be at least 30 characters")
     clock = labels.clock([trace])
     ranks = len(trace.program.ranks)
-    margin = len(f"rank {ranks - 1}  ")
+    names = [labels.rank_name(trace.program, rank) for rank in range(min(ranks, MANY_RANKS))]
+    margin = max(len(f"rank {ranks - 1}"), *map(len, names)) + 2
     whole = trace.time * clock.scale or 1.0
     scale = (width - margin) / whole  # cells per unit of time
     if not labels.in_seconds(trace) and scale >= 1:
         scale = int(scale)  # equal times look equal
     cells = max(1, round(whole * scale))
-    lines = [
-        f"rank {rank}".ljust(margin) + _lane(trace, rank, clock.scale * scale, cells)
-        for rank in range(min(ranks, MANY_RANKS))
-    ]
+    lines = [name.ljust(margin) + _lane(trace, rank, clock.scale * scale, cells) for rank, name in enumerate(names)]
     if ranks > MANY_RANKS:
         lines.append(f"... and {several(ranks - MANY_RANKS, 'more rank')}")
     kinds = {labels.kind_of(ins) for row in trace.program.ranks for ins in row}

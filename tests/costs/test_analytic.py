@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
 
 from minipar import models
 from minipar.costs import analytic
 from minipar.costs.analytic import block_bytes, input_bytes
 from minipar.execution.measuring.profiler import profile
-from minipar.models import GPT, Branchy, table
+from minipar.models import GPT, Branchy, Mixture, table
 
 GiB = 2**30
 
@@ -99,12 +98,12 @@ def test_the_paper_s_single_formulas() -> None:
 @pytest.mark.parametrize("rows", [1, 3])
 def test_every_byte_of_minipar_s_own_layers(name: str, rows: int) -> None:
     numbers = models.preset(name)
-    if isinstance(numbers, GPT):
+    if isinstance(numbers, (GPT, Mixture)):
         x = y = torch.randint(numbers.vocab, (rows, numbers.context))
     else:
         ends = (64, 10) if isinstance(numbers, Branchy) else (numbers.widths[0], numbers.widths[-1])
         x, y = torch.randn(rows, ends[0]), torch.randint(ends[1], (rows,))
-    measured = profile(models.build(name), (x, y), cross_entropy, [rows], repeats=1)
+    measured = profile(models.build(name), (x, y), models.loss_of(name), [rows], repeats=1)
     costs = analytic.layer_costs(name, rows)
     assert costs.output == measured.output_bytes[rows]
     assert costs.gradient == measured.grad_output_bytes[rows]

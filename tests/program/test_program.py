@@ -92,7 +92,7 @@ def test_what_a_program_knows_of_itself():
     assert compiled("", shape(2, frozen=[0, 1])).first_trainable == 2
 
 
-@given(programs())
+@given(programs(shared=True))
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_json_gives_an_equal_program(program):
     text = json.dumps(program.to_json())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -57,6 +59,30 @@ class _Sum(Node):
         return x + (y + self.bias)
 
 
+class SequenceBlock(Block):
+    """The same block, of which the norm and the sum are sequence-parallel: each rank has a part of the tokens there.
+
+    first, last   whether the block reads what is whole, and writes what is read whole
+    """
+
+    def __init__(self, width: int, inner: int, first: bool = False, last: bool = False) -> None:
+        super().__init__(width, inner)
+        self.first, self.last = first, last
+
+    def shard(self, index: int, count: int, name: str, known: dict[str, nn.Parameter]) -> list[Node]:
+        norm, middle, added = super().shard(index, count, name, known)
+        norm.forms = Forms(reads="C1" if self.first else "S1", writes="S1,S1", grad_reads="S1,S1", grad_writes="S1")
+        middle.forms = Forms(reads="S1,R", writes="S1,P", grad_reads="S1,R", grad_writes="S1,P")
+        grads = "C1" if self.last else "S1"
+        added.forms = Forms(reads="S1,S1", writes="S1", grad_reads=grads, grad_writes="S1,S1")
+        for node in (norm, added):  # every rank has these parameters whole, and makes the gradient of its tokens
+            for own, held in node.held.items():
+                node.held[own] = replace(held, partial=True)
+                known[held.name].minipar_form = "P"  # type: ignore[attr-defined]
+                known[held.name].minipar_held = node.held[own]  # type: ignore[attr-defined]
+        return [norm, middle, added]
+
+
 class Whole(nn.Module):
     """A layer that every rank computes alike."""
 
@@ -86,3 +112,11 @@ def model(width: int = 8, blocks: int = 3) -> nn.Sequential:
     torch.manual_seed(0)
     ends = [Whole(nn.Linear(width, width)), Whole(nn.Linear(width, width))]
     return nn.Sequential(ends[0], *(Block(width, 4 * width) for _ in range(blocks)), ends[1])
+
+
+def sequence_model(width: int = 8, blocks: int = 3) -> nn.Sequential:
+    """The same layers, sequence-parallel: rows are (tokens, width), and the tokens are divided."""
+    torch.manual_seed(0)
+    ends = [Whole(nn.Linear(width, width)), Whole(nn.Linear(width, width))]
+    inner = [SequenceBlock(width, 4 * width, k == 0, k == blocks - 1) for k in range(blocks)]
+    return nn.Sequential(ends[0], *inner, ends[1])

@@ -43,6 +43,12 @@ MADE = {
     "host_layers": "host_layers=0",
     "sync=ps": "sync=ps",
     "algorithm": "algorithm=ring",
+    "tp of 2 or more": "tp=2",
+    "sequence_parallel": "tp=2 sequence_parallel=true",
+    "context_parallel of 2 or more": "context_parallel=2",
+    "ep of 2 or more": "ep=2",
+    "compress=topk, powersgd": "compress=topk:0.5",
+    "checkpoint=selective": "checkpoint=selective",
     "schedule without flushes": "schedule=pipedream",
     "schedule that decides as it runs": "schedule=ampnet",
     "schedule of slices of sequences": "schedule=terapipe slices=2",
@@ -107,6 +113,7 @@ def test_values_that_are_few_are_all_taken() -> None:
         for value in row["values"]:
             made = {"schedule": "chimera"} if name == "doubling" else {}
             made |= {"sync": "ps"} if row["needs"] == "sync=ps" else {}
+            made |= {"tp": "2"} if row["needs"] == "tp=2" else {}
             made |= {"zero": "2"} if row["needs"].startswith("zero") else {}
             made |= {"offload": "optimizer"} if row["needs"].startswith("offload=") else {}
             assert getattr(Plan.parse({**made, name: value}), name) == value

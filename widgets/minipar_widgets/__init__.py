@@ -28,6 +28,7 @@ _homes = {
     "minipar_widgets.collective_player": ("CollectivePlayer",),
     "minipar_widgets.checkpoint_explorer": ("CheckpointExplorer",),
     "minipar_widgets.server_view": ("ServerView",),
+    "minipar_widgets.sharding_explorer": ("ShardingExplorer",),
 }
 _home_of = {name: home for home, names in _homes.items() for name in names}
 

@@ -137,6 +137,7 @@ def measure(choice: Choice) -> list[dict[str, int]]:
         choice.plan,
         steps=2,
         batch=choice.batch,
+        loss=models.loss_of(choice.model),
         optimizer=partial(torch.optim.AdamW, lr=1e-3),
         memory=True,
         progress=False,

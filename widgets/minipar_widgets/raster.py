@@ -201,7 +201,12 @@ def _label(draw: Any, timeline: Timeline, placed: Sequence[Row], top: int, span:
         y = top + row.y + max(6, row.height / 2)
         if lane.stream == "compute" and top + row.y >= until:
             name = f"  {names[1]}" if lane.trace and row.height >= 10 else f"rank {lane.rank}"
-            draw.text((4, y), name, fill=look.ink, font=font(11), anchor="lm")
+            where = timeline.about["places"][lane.rank] if timeline.about["places"] and not lane.trace else ""
+            if where and row.height >= 20:
+                draw.text((4, y - 5), name, fill=look.ink, font=font(11), anchor="lm")
+                draw.text((4, y + 7), labels.narrow(where), fill=look.muted, font=font(9), anchor="lm")
+            else:
+                draw.text((4, y), name, fill=look.ink, font=font(11), anchor="lm")
             words = f"{labels.idle(timeline.traces[lane.trace], lane.rank):.0%} idle"
             draw.text((WIDTH - 2, y), words, fill=look.muted, font=font(11), anchor="rm")
             until = top + row.y + max(13, row.height)

@@ -121,6 +121,7 @@ class Timeline(View):
             "span": max(t.time for t in self.traces) * clock.scale,
             "spans": [t.time * clock.scale for t in self.traces],
             "ranks": len(self.traces[0].program.ranks),
+            "places": self._places(),
             "lanes": [[lane.trace, lane.rank, lane.stream, lane.first, lane.last] for lane in found.lanes],
             "large": large,
             "light": light,
@@ -129,6 +130,11 @@ class Timeline(View):
             "capacity": self.capacity / unit if self.capacity else 0,
             "memory": not light and (large or any(max(trace.peak_memory()) for trace in self.traces)),
         }
+
+    def _places(self) -> list[str]:
+        """Where the ranks are on the mesh, if they share layers; otherwise nothing."""
+        program = self.traces[0].program
+        return [labels.place(program, rank) for rank in range(len(program.ranks))] if program.sharing > 1 else []
 
     def _highest(self) -> int:
         """The rank with the highest memory."""

@@ -72,7 +72,7 @@ function render({ model, el }) {
 
   function describe(k) {
     const [trace, number, stream] = laneOf(k), arrival = kindOf(k) === "receive", other = twinOf(k), [one, both] = traces;
-    const lines = [`rank ${number} · ${nameOf(k)}${stream === "compute" ? "" : ` · ${stream}`}`];
+    const lines = [`${rankName(number)} · ${nameOf(k)}${stream === "compute" ? "" : ` · ${stream}`}`];
     lines.push((both ? `${traces[trace]} ` : "") + (arrival ? `arrived at ${time(begins[k])}` : `${time(begins[k])} to ${time(endOf(k))}: ${time(takes[k])}`));
     if (other >= 0) {
       const [p, m] = trace ? [other, k] : [k, other], from = arrival ? begins : takes, more = from[m] - from[p];
@@ -80,6 +80,9 @@ function render({ model, el }) {
     }
     return lines.join("\n");
   }
+
+  /** A rank, and where it is on the mesh if ranks share layers. */
+  const rankName = (r) => (about.places?.[r] ? `rank ${r} (${about.places[r]})` : `rank ${r}`);
 
   /** What every rank does at a time. */
   function moment(t) {
@@ -95,7 +98,7 @@ function render({ model, el }) {
   function held(t) {
     const last = traces.length - 1, one = curveOf(more, last, rank), k = one ? search(more.memory_time, one[2], one[3], t * (1 + 1e-12)) - 1 : -1;
     if (!one || k < one[2]) return "";
-    const lines = [`rank ${rank} holds ${short(more.memory_total[k])} ${more.memory_unit}`], live = [];
+    const lines = [`${rankName(rank)} holds ${short(more.memory_total[k])} ${more.memory_unit}`], live = [];
     for (const kind of more.memory_kinds) if (more[`memory_${kind}`][k] > 0) lines.push(`${kind} ${short(more[`memory_${kind}`][k])}`);
     const mine = more.live?.find((each) => each[0] === last && each[1] === rank);
     for (let j = mine?.[2]; j < mine?.[3]; j++) if (more.live_start[j] <= t && t < more.live_end[j]) live.push(j);
@@ -160,7 +163,9 @@ function render({ model, el }) {
       if (!lane.main || lane.y < until) continue;
       const y = lane.y + Math.max(6, lane.tall / 2), end = Math.min(t1, about.spans[lane.trace]), busy = filled(begins, lengths, lane.first, lane.last, t0, end) / (end - t0);
       const second = two() && lane.trace && lane.tall >= 10, mine = lane.rank === rank;
-      drawText(ctx, second ? `  ${traces[1]}` : `rank ${lane.rank}`, 4, y, mine ? look.focus : look.ink, "left", 11, mine ? "bold " : "");
+      const where = (!lane.trace && lane.tall >= 20 && about.places?.[lane.rank]) || "";
+      drawText(ctx, second ? `  ${traces[1]}` : `rank ${lane.rank}`, 4, y - (where ? 5 : 0), mine ? look.focus : look.ink, "left", 11, mine ? "bold " : "");
+      if (where) drawText(ctx, where.length > 12 ? where.replaceAll(" ", "") : where, 4, y + 7, look.muted, "left", 9.5);
       if (lane.tall >= 6 && end > t0) drawText(ctx, `${Math.round(100 * Math.max(0, 1 - busy))}% idle`, full - 2, y, look.muted, "right");
       until = lane.y + Math.max(13, lane.tall);
     }
@@ -379,7 +384,7 @@ function render({ model, el }) {
     if (!playing) cursor = inside ? t : null;
     over = lane && inside ? hit(begins, takes, lane.first, lane.last, t, (3 * size) / area(board.clientWidth)) : -1;
     const idle = lane?.main && inside ? idleAt(lane, t) : -1;
-    view.tip(x, y, over >= 0 ? describe(over) : idle >= 0 ? `rank ${lane.rank} idle (${reason(idle)})\n${time(more.idle_length[idle])}` : inside && plan.memory && y > plan.memory ? held(t) : "");
+    view.tip(x, y, over >= 0 ? describe(over) : idle >= 0 ? `${rankName(lane.rank)} idle (${reason(idle)})\n${time(more.idle_length[idle])}` : inside && plan.memory && y > plan.memory ? held(t) : "");
     redraw();
   });
   view.listen(board, "pointerleave", () => {
