@@ -8,8 +8,8 @@ from tests.pages import run
 def test_every_block_runs(capsys):
     space = run("tensor_parallel.md")
     out = capsys.readouterr().out
-    assert space["rules"] == {"0": "S1 on tp", "2": "P on tp"}
+    assert space["rules"] == {"0": "S1 on tp", "2": "P on tp", "4": "S1 on tp"}
     assert "R,S1 -> S1" in out
     assert "S1,S0 -> P" in out
-    assert "all_reduce 2:linear 128 forward" in out
+    assert "all_reduce 3:input 128 forward" in out
     assert out.rstrip().endswith("True")
