@@ -421,7 +421,9 @@ def _shard(options: argparse.Namespace) -> dict[str, Any]:
     captured = sharding.capture_model(models.build(options.model), x)
     if rules is None and tensor > 1:
         rules = sharding.sequence_parallel() if options.sequence_parallel else sharding.default(captured.layers, tensor)
-    inputs = "S0 on dp" if mesh.length("dp") > 1 else "I"
+    if options.annotate is None and mesh.length("ep") > 1:
+        rules = {**(rules or {}), **sharding.experts()}
+    inputs = ", ".join(f"S0 on {axis}" for axis in ("dp", "ep") if mesh.length(axis) > 1) or "I"
     found = sharding.propagate_model(captured.layers, rules or {}, mesh, inputs)
     divided = [
         {"layer": number, "operator": layer.own(one.operator.name), "op": one.operator.op, "forms": _arrow(one)}
@@ -461,7 +463,7 @@ def _show_shard(result: dict[str, Any]) -> str:
     lines += ["", "divided, by layer", *(_columns(rows) or ["  none"])]
     kinds: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for one in result["collectives"]:
-        layer, _, _value = one["value"].rpartition(":")
+        layer = one["value"].rpartition(":")[0]
         kinds.setdefault((layer, one["phase"], one["op"], one["axis"]), []).append(one)
     found: dict[tuple[str, ...], list[int]] = {}
     for (layer, phase, op, axis), ones in kinds.items():

@@ -539,8 +539,9 @@ def profile_job(
         shape = replace(shape_of(layers), names=tuple(model._modules), edges=edges_of(model))
     slices, threads = ranges_of(plan, shape, [x, y]), torch.get_num_threads()
     again = plan.checkpoint not in ("none", "selective")
-    measured = profile(cast(nn.Sequential, model), (x, y), loss, rows, 3, threads, optimizer, slices, again)
-    tapes = record(layers, x, y, loss, rows, optimizer, split, shape.edges, slices) if memory else None
+    layered = cast(nn.Sequential, model)
+    measured = profile(layered, (x, y), loss, rows, 3, threads, optimizer, slices, again)
+    tapes = record(layered, x, y, loss, rows, optimizer, split, shape.edges, slices) if memory else None
     copies = Copies()
     if plan.offload:
         copies = measure_copies(

@@ -39,6 +39,7 @@ from minipar.sharding.propagation import (
     Preset,
     Repartition,
     Sharding,
+    experts,
     megatron,
     propagate,
     propagate_model,
@@ -57,8 +58,8 @@ __all__ = [
     "RULES", "Captured", "Choice", "Collective", "Coverage", "Form", "Graph", "I", "Inside", "Layer", "Matrix",
     "ModelSharding", "Operator", "P", "Path", "Placement", "Preset", "R", "Repartition", "Rule", "S", "Sharding",
     "Slot", "Step", "Tensor", "backward", "by_operators", "capture_layer", "capture_model", "check_rule", "choices",
-    "conjugate", "coverage", "default", "gradients", "infer", "local_shape", "matrix", "megatron", "path", "propagate",
-    "propagate_model", "rule", "sequence_parallel", "simulate_layer", "two_dimensional",
+    "conjugate", "coverage", "default", "experts", "gradients", "infer", "local_shape", "matrix", "megatron", "path",
+    "propagate", "propagate_model", "rule", "sequence_parallel", "simulate_layer", "two_dimensional",
 ]  # fmt: skip
 
 _LAZY = {

@@ -451,7 +451,7 @@ def nodes_of(
 def _check_changed(layer: Layer, pieces: Sequence[Piece], stored: Mapping[str, Stored]) -> None:
     """Errors: PlanError for an operator that changes a buffer of which it reads a part, or one of another node."""
     buffers = {name: name for name in stored}  # and what is the same memory under another name
-    for piece, one in ((piece, one) for piece in pieces for one in piece.operators):
+    for piece, one in ((of, divided) for of in pieces for divided in of.operators):
         schema = getattr(one.operator.call, "_schema", None)
         for argument in schema.arguments if schema is not None else ():
             slot = one.operator.options.get(argument.name)
@@ -468,8 +468,8 @@ def _check_changed(layer: Layer, pieces: Sequence[Piece], stored: Mapping[str, S
                 )
             if name in buffers and not read.whole:
                 raise PlanError(
-                    f"{layer.own(one.operator.name)} ({one.operator.op}): changes {layer.own(buffers[name])}, of which each "
-                    f"rank would have a part ({read}) with other values; possible is the annotation R of this operator"
+                    f"{layer.own(one.operator.name)} ({one.operator.op}): changes {layer.own(buffers[name])}, of which "
+                    f"each rank would have a part ({read}); possible is the annotation R of this operator"
                 )
 
 

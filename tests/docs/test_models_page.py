@@ -6,6 +6,6 @@ from tests.pages import blocks, run
 
 
 def test_every_block_runs(capsys):
-    assert len(list(blocks("models_and_data.md"))) == 3
+    assert len(list(blocks("models_and_data.md"))) == 4
     run("models_and_data.md")
     assert "Mine: 5 layers, cut between its blocks" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from minipar import data, models, train
+from minipar.cli import main
 from minipar.errors import PlanError, RankError
 from minipar.models.mixture_gpt import route
 from minipar.program import Op, Program
@@ -118,6 +120,15 @@ def test_each_rank_has_its_experts_only() -> None:
                 mine = dict(whole.named_parameters())[key].chunk(2)[index]
                 assert torch.equal(held[key], mine)
         assert held["1.mixture.gate.weight"].shape == (4, 16)
+
+
+def test_the_command_line_shows_two_all_to_alls_a_layer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["shard", "--model", "gpt-moe-tiny", "--mesh", "ep=2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    exchanges = [one for one in found["collectives"] if one["op"] == "all_to_all"]
+    assert Counter(one["phase"] for one in exchanges) == {"forward": 2 * 4, "backward": 2 * 4}
+    assert {one["axis"] for one in exchanges} == {"ep"}
+    assert not any(row["state"] == "whole" for row in found["coverage"])
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from torch.nn import functional
 import minipar
 from minipar import PlanError, data, models, train
 from minipar.program import repartitions
+from minipar.sharding import capture_layer
 from tests import outside
 
 VOCAB, TOKENS, ROWS = 32, 6, 12
@@ -302,10 +303,16 @@ SEVERAL = {
 }  # fmt: skip
 
 
+def capture_once() -> None:
+    """In a rank: loads what torch.export needs. A rank that is stopped while it loads that cannot use it any more."""
+    capture_layer(nn.Linear(2, 2), torch.zeros(3, 2))
+
+
 @pytest.mark.parametrize("case", SEVERAL)
 def test_refusals_name_what_is_possible(clusters, case):
     (model, given), options, words = SEVERAL[case]
     settings = {"loss": functional.mse_loss, "check": False, **options}
+    clusters(2).run(capture_once)
     with pytest.raises(PlanError, match=words):
         run(clusters, model, given, settings.pop("plan", "tp=2"), **settings)
 

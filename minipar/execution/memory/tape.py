@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from minipar.execution import sliced
-from minipar.execution.measuring.profiler import OptimizerFactory
+from minipar.execution.measuring.profiler import Between, OptimizerFactory
 from minipar.execution.memory.storages import FollowedStorage, Storages
 from minipar.execution.split_backward import input_half, weight_half
 from minipar.models import randomness
@@ -105,6 +105,7 @@ def record(
     Arguments and the keys of slices are as for `minipar.profile`; `split`: also record backwards in halves; `edges`: of
     a model with branches. Every layer runs on a copy, and is given what its edges bring.
     """
+    between = Between(getattr(model, "forms", ()), getattr(model, "count", 1), getattr(model, "inputs", ""))
     layers = list(model)
     copies = copy.deepcopy(nn.Sequential(*layers))
     randomness.replace_dropout(copies, 0)
@@ -118,6 +119,7 @@ def record(
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
         for n in sorted(set(rows)):
             whole, target = (map_tensors(take_rows(v, range(n)), lambda t: t.to(device)) for v in (x, y))
+            whole, target, change = between.part(whole), between.part(target), between.anew(n, n)
             carried: dict[int, Any] = {}  # by layer, what the slice before has carried on
             for j, tokens in enumerate(slices or [None]):
                 value, y_n = (whole, target) if tokens is None else sliced.pick((whole, target), tokens)
@@ -127,6 +129,7 @@ def record(
                     if l:
                         value = made[inputs[l][0]] if len(inputs[l]) == 1 else tuple(made[a] for a in inputs[l])
                         made = {a: output for a, output in made.items() if until[a] > l}
+                        value = change(l, value)
                     final = (loss, y_n) if l == len(chain) - 1 else None
                     if tokens is None:
                         find_overwriting(layer, value)
