@@ -131,8 +131,8 @@ const lookOf = (letter) => PLACED[letter[0]];
 function fit(ctx, texts, width, size) {
   ctx.font = `${size}px system-ui`;
   const found = texts.find((text) => ctx.measureText(text).width <= width);
-  if (found != null) return found;
-  let text = texts.at(-1);
+  let text = found ?? texts.at(-1);
+  if (found != null || !text) return text;
   while (text.length > 2 && ctx.measureText(`${text}…`).width > width) text = text.slice(0, -1);
   return `${text}…`;
 }
