@@ -463,7 +463,7 @@ def _show_shard(result: dict[str, Any]) -> str:
     lines += ["", "divided, by layer", *(_columns(rows) or ["  none"])]
     kinds: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for one in result["collectives"]:
-        layer, _, _value = one["value"].rpartition(":")
+        layer = one["value"].rpartition(":")[0]
         kinds.setdefault((layer, one["phase"], one["op"], one["axis"]), []).append(one)
     found: dict[tuple[str, ...], list[int]] = {}
     for (layer, phase, op, axis), ones in kinds.items():

@@ -168,3 +168,48 @@ def test_too_large_for_a_number_or_for_the_memory(capsys):
 def test_python_dash_m():
     done = subprocess.run([sys.executable, "-m", "minipar", "schedules"], capture_output=True, text=True, check=True)
     assert "1f1b" in done.stdout
+
+
+def test_run_with_ranks_that_share_layers(capsys):
+    for words in ("tp=2 dp=2", "tp=2 dp=2 sequence_parallel=true"):
+        found = data(capsys, "run", words, "--model", "gpt-tiny", "--steps", "2", "--check", "--dtype", "float64")
+        assert found["max_gradient_error"] <= 1e-12
+        assert found["losses"] == pytest.approx(found["reference_losses"], rel=1e-12)
+
+
+def test_shard_gives_coverage_forms_and_collectives(capsys):
+    found = data(capsys, "shard", "--model", "gpt-tiny", "--mesh", "tp=2", "--batch", "4")
+    assert {"op": "aten::linear", "count": 17, "state": "rule"} in found["coverage"]
+    assert found["forms"]["1.attention.qkv.weight"] == "S0:3 on tp"
+    keys = {"op", "value", "axis", "bytes", "time", "phase"}
+    assert all(set(one) == keys for one in found["collectives"])
+    layer = [(one["op"], one["phase"]) for one in found["collectives"] if one["value"].startswith("1:")]
+    assert layer == [("all_reduce", "forward")] * 2 + [("all_reduce", "backward")] * 2
+    assert {one["bytes"] for one in found["collectives"]} == {4 * 64 * 64 * 4}
+    code, out, _ = call(capsys, "shard", "--model", "gpt-tiny", "--mesh", "dp=2,tp=2", "--sequence-parallel")
+    parts = ["operators", "divided, by layer", "collectives of one layer", "reduce_scatter over tp"]
+    assert (code, [out.index(part) for part in parts]) == (0, sorted(out.index(part) for part in parts))
+
+
+def test_shard_takes_annotations(capsys, tmp_path):
+    (tmp_path / "a.json").write_text('{"0.0": "S1 on tp", "1.0": "P on tp"}')
+    for rules in ("0.0=S1 on tp; 1.0 = P on tp", str(tmp_path / "a.json")):
+        found = data(capsys, "shard", "--model", "mlp-tiny", "--mesh", "tp=2", "--annotate", rules)
+        assert [(one["op"], one["phase"]) for one in found["collectives"]] == [("all_reduce", "forward")]
+        assert found["forms"]["1.0.weight"] == "S1 on tp"
+    unnamed = data(capsys, "shard", "--model", "mlp-tiny", "--mesh", "tp=2")
+    assert unnamed["annotations"] == {"0.0": "S1 on tp", "1.0": "P on tp", "2.0": "S1 on tp"}
+
+
+@pytest.mark.parametrize(("words", "reason"), [
+    (["--mesh", "tp=3"], "3 ranks of tp=3 cannot cut into equal blocks"),
+    (["--mesh", "tp"], "write axes and their sizes, such as dp=2,tp=2"),
+    (["--mesh", "tp=2", "--annotate", "*.mlp.7=P"], "the closest are"),
+    (["--mesh", "tp=2", "--annotate", "*.mlp.0"], "write PATTERN=FORM"),
+    (["--mesh", "tp=2", "--annotate", "none.json"], "No such file"),
+    (["--mesh", "dp=2", "--sequence-parallel"], "possible is --mesh tp=2"),
+])  # fmt: skip
+def test_shard_refuses_in_one_line(capsys, words, reason):
+    code, out, err = call(capsys, "shard", "--model", "gpt-tiny", *words)
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert reason in err

@@ -373,7 +373,8 @@ class Compute:
                 if mine is not None and value in self.moved:
                     mine = [torch.zeros_like(t) if g is None else g for t, g in zip(places, mine, strict=True)]
                 live[value] = mine
-                self.weigh(value, mine)
+                same = value.form == self.program.form_of(value, (source,), written=False)
+                (self.weigh if same else self.weigh_form)(value, mine)
 
     def weigh(self, value: Value, content: Any) -> None:
         """Note the size of a value that this rank received, or of a gradient that it made."""
@@ -382,7 +383,7 @@ class Compute:
             self.sizes[key] = count_bytes(content)
 
     def weigh_form(self, value: Value, content: Any) -> None:
-        """Note the size of an output or a gradient in a form that a collective has given it."""
+        """Note the size of an output or a gradient in another form than that in which its own layer has it."""
         key = value.kind, value.index, self.rows.count(value), value.form
         if key not in self.form_sizes:
             self.form_sizes[key] = count_bytes(content)

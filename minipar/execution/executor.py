@@ -152,6 +152,8 @@ class Executor:
         update = Update(optimizer, forms_of(container), scheduler)
         if program.sharded:
             check_update(update, f"program {program.name!r} shards optimizer states")
+        if getattr(container, "cuts", {}):
+            check_update(update, f"program {program.name!r}: ranks have parts of parameters")
         if program.precision == "bf16":
             check_narrow(container)
         randomness.replace_dropout(container, seed)

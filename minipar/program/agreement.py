@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from minipar.program.diagnostics import at, refuse
+from minipar.program.forms import in_words, lacking
 from minipar.program.instructions import COLLECTIVES, PARTNERS, SERVICE, Instruction, Op, message, repartitions
-from minipar.program.values import home
+from minipar.program.values import Value, home
 
 if TYPE_CHECKING:
     from minipar.program import Program
@@ -43,6 +44,7 @@ def check_links(program: Program) -> None:
             if n < len(there) and there[n] not in here[n:]:
                 place = taken[n][1]
                 reason = f"receive without send: {at(program, target, place)}, not sent by rank {source}"
+                reason += _sent_otherwise(there[n], here[n:])
                 raise refuse(program, target, place, reason)
             if n < len(here) and here[n] not in there[n:]:
                 index = given[n][1]
@@ -50,6 +52,18 @@ def check_links(program: Program) -> None:
                 raise refuse(program, source, index, reason)
             x, y = at(program, source, given[n][1]), at(program, target, taken[n][1])
             raise refuse(program, target, taken[n][1], f"receive order differs from send order: {x} meets {y}")
+
+
+def _sent_otherwise(taken: object, given: Sequence[object]) -> str:
+    """Of values that nobody sends so: in which form they are sent, if it is another one."""
+    assert isinstance(taken, tuple)
+    wanted = [value for value in taken if isinstance(value, Value)]
+    for sent in given:
+        found = [value for value in sent if isinstance(value, Value)] if isinstance(sent, tuple) else []
+        if found and [v._replace(form="") for v in found] == [v._replace(form="") for v in wanted]:
+            forms = f"{in_words(found[0].form)}, and {wanted[0]} is received, {in_words(wanted[0].form)}"
+            return f"; it sends {found[0]}, {forms}{lacking(found[0].form, wanted[0].form)}"
+    return ""
 
 
 def _first_difference(a: Sequence[object], b: Sequence[object]) -> int | None:
@@ -82,12 +96,19 @@ def check_groups(program: Program) -> None:
                 continue
             if n < len(here) and here[n] not in there[n:]:
                 reason = f"collective without partner: {at(program, first, mine[n])}; rank {rank} never joins"
+                reason += _where(program.ranks[first][mine[n]])
                 raise refuse(program, first, mine[n], reason)
             if n < len(there) and there[n] not in here[n:]:
                 reason = f"collective without partner: {at(program, rank, theirs[n])}; rank {first} never joins"
+                reason += _where(program.ranks[rank][theirs[n]])
                 raise refuse(program, rank, theirs[n], reason)
             x, y = at(program, first, mine[n]), at(program, rank, theirs[n])
             raise refuse(program, rank, theirs[n], f"collectives in different order: {x} meets {y}")
+
+
+def _where(ins: Instruction) -> str:
+    """Of a collective of forms that some ranks join: what is missing or too much."""
+    return f"; {ins.op.value} is missing there, or superfluous here" if repartitions(ins) else ""
 
 
 def _call(ins: Instruction) -> tuple[object, ...]:

@@ -5,14 +5,27 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from minipar.errors import ProgramError
+from minipar.program.instructions import Instruction, repartitions
 
 if TYPE_CHECKING:
     from minipar.program import Program
 
 
 def at(program: Program, rank: int, index: int) -> str:
-    """An instruction as messages name it: rank, position, text."""
-    return f"rank {rank} instruction {index} `{program.ranks[rank][index]}`"
+    """An instruction as messages name it: rank, position, text; with tensor parallelism also its nodes."""
+    ins = program.ranks[rank][index]
+    nodes = _nodes(program, ins) if program.forms and program.names else ""
+    return f"rank {rank} instruction {index} `{ins}`{nodes}"
+
+
+def _nodes(program: Program, ins: Instruction) -> str:
+    """The names of the nodes that an instruction computes, or whose value a collective changes."""
+    if repartitions(ins):
+        found = [program.source(ins.reads[0])]
+    else:
+        found = list(ins.layers) if ins.microbatch >= 0 else []  # (others name parameter groups)
+    names = [program.names[node] for node in dict.fromkeys(found[:1] + found[-1:]) if 0 <= node < len(program.names)]
+    return f" ({' to '.join(names)})" if names else ""
 
 
 def refuse(program: Program, rank: int, index: int, reason: str) -> ProgramError:

@@ -120,6 +120,15 @@ def steps(written: str, read: str) -> list[tuple[Op | None, str]]:
     return found
 
 
+def lacking(before: str, after: str) -> str:
+    """For messages: which collectives make the one form of the other."""
+    ops = [op for op, _ in steps(before, after)]
+    if not ops or None in ops:
+        return "; no collective makes one of the other"
+    told = " and ".join(op.value for op in ops if op is not None)
+    return f"; {told} is missing between them"
+
+
 _WORDS = {WHOLE: "whole", PARTIAL: "a partial sum", MOST: "a partial maximum"}
 
 

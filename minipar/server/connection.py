@@ -1,7 +1,7 @@
 """The two ends of a connection to a parameter server: a client's end waits, a server's end never does.
 
 client   send      header | bytes      until the system has all of them
-         receive   header | bytes      a header, and in the same call the first bytes of an answer, into their place
+         receive   header | bytes      a header, and what came behind it, as far as there is room
          read               bytes      the other bytes, straight into their place
 server   read      stage -> header -> target(message): memory -> bytes -> done(message)     as far as bytes have arrived
          send      header | bytes -> the system, and what that does not take -> out         until there is room again
@@ -24,14 +24,11 @@ from minipar.server.framing import (
     PROOF,
     Message,
     Stage,
-    What,
     prepare,
     process_behind,
     proof,
 )
-from minipar.server.looking import Looking
 
-_AHEAD = 1 << 12  # bytes of an answer that may come with its header
 _PIECES = 16  # parts that wait to be written that go in one call
 _AT_ONCE = 64  # messages read from one connection before the others have their turn
 
@@ -48,9 +45,6 @@ class Connection:
             self.socket, place = socket.socket(socket.AF_INET), (host, int(port))  # type: ignore[assignment]
         prepare(self.socket)
         self.stage = Stage()
-        self._kept = memoryview(bytearray(_AHEAD))
-        self.looking = Looking()
-        self._have = 0  # bytes of a message that are where they belong
         try:
             self.socket.settimeout(seconds)
             self.socket.connect(place)
@@ -85,33 +79,17 @@ class Connection:
         except TimeoutError as error:
             raise ConnectionError("the server does not take what it is sent") from error
 
-    def receive(self, into: memoryview | None = None) -> Message:
-        """The next header. Bytes of its message are read by `read` or `text`.
-
-        into   memory for the bytes of an expected ANSWER of exactly this size: they are received with its header
-        """
-        stage, before = self.stage, self._kept
-        if into is not None and not stage:
-            stage.start, stage.stop = 0, 0
-            place = into[:_AHEAD]
-            before = self._kept[: len(place)]
-            before[:] = place  # (while the server is at work)
-            got = self._soon([stage.memory[: HEADER.size], place])
-            stage.stop = min(got, HEADER.size)
-            self._have = got - stage.stop
+    def receive(self) -> Message:
+        """The next header. Bytes of its message are read by `read` or `text`."""
+        stage = self.stage
         while len(stage) < HEADER.size:
             got = self._received([stage.room()])
             stage.stop += got
-        message = stage.header()
-        if self._have and into is not None and (message.what != What.ANSWER or message.size != len(into)):
-            self.stage = Stage(bytes(into[: self._have]))  # these bytes belong elsewhere
-            into[: self._have] = before[: self._have]
-            self._have = 0
-        return message
+        return stage.header()
 
     def read(self, into: memoryview) -> None:
         """Read the bytes of a message: those that came with its header, and the others straight into `into`."""
-        have, self._have = self._have or self.stage.take(into), 0
+        have = self.stage.take(into)
         while have < len(into):
             have += self._received([into[have:]], socket.MSG_WAITALL)
 
@@ -122,12 +100,6 @@ class Connection:
         into = memoryview(bytearray(size))
         self.read(into)
         return into
-
-    def _soon(self, places: list[memoryview]) -> int:
-        """Like `_received`, for an answer that is expected soon."""
-        if self.socket.gettimeout() is None:  # (one with a timeout would wait for that long, and not look)
-            return self.looking.find(lambda: self._received(places, socket.MSG_DONTWAIT)) or self._received(places)
-        return self._received(places)
 
     def _received(self, places: list[memoryview], flags: int = 0) -> int:
         try:

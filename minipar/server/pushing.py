@@ -149,10 +149,10 @@ class Servers:
             connection.close()
         self.connections = []
 
-    def _take(self, connection: Connection, wanted: What, into: memoryview | None = None) -> Message:
-        """The next message of this kind, see `Connection.receive`; acknowledgements before it are noted."""
+    def _take(self, connection: Connection, wanted: What) -> Message:
+        """The next message of this kind; acknowledgements before it are noted."""
         while True:
-            message = connection.receive(into)
+            message = connection.receive()
             if message.what == What.ACK and message.step == self.unacknowledged:
                 self.unacknowledged = -1
                 self.pushed.clear()
@@ -198,7 +198,7 @@ class Servers:
                 for server, connection in enumerate(self.connections):
                     into = self._bytes[server]
                     while True:
-                        answer = self._take(connection, What.ANSWER, into)
+                        answer = self._take(connection, What.ANSWER)
                         connection.read(into[: answer.size])
                         self.arrived = max(self.arrived, seconds(answer.moment))
                         if answer.number == self.request:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 from minipar.server.connection import Peer, Refused
 from minipar.server.framing import MOST_TEXT, Message, What
-from minipar.server.looking import Looking
 
 Target = Callable[[Peer, Message], memoryview]
 Done = Callable[[Peer, Message], None]
@@ -27,7 +26,6 @@ class Switchboard:
         self.listener, self.token, self.target, self.done, self.gone = listener, token, target, done, gone
         self.selector = selectors.DefaultSelector()
         self.selector.register(listener, selectors.EVENT_READ)
-        self.looking = Looking()
         self.peers: set[Peer] = set()
         self.writing: set[Peer] = set()  # those for which the selector also waits for room to write
         self.unread: list[Peer] = []  # those with messages left, since they had more than one turn handles
@@ -35,7 +33,7 @@ class Switchboard:
     def wait(self, seconds: float) -> None:
         """Wait until something arrives or can be written, at most so long, and handle it."""
         unread, self.unread = self.unread, []
-        ready = self.selector.select(0) if unread else self.looking.find(self._ready) or self.selector.select(seconds)
+        ready = self.selector.select(0 if unread else seconds)
         for peer in unread:
             if peer in self.peers:
                 self._attend(peer, selectors.EVENT_READ)
@@ -45,12 +43,6 @@ class Switchboard:
             elif key.fileobj in self.peers:  # (an event before may have ended it)
                 assert isinstance(key.fileobj, Peer)
                 self._attend(key.fileobj, events)
-
-    def _ready(self) -> list[tuple[selectors.SelectorKey, int]]:
-        ready = self.selector.select(0)
-        if not ready:
-            raise BlockingIOError
-        return ready
 
     def _accept(self) -> None:
         try:

@@ -23,7 +23,7 @@ from minipar.models.tensors import tensors
 from minipar.program.forms import PARTIAL, WHOLE, Forms, text_of
 from minipar.sharding import local
 from minipar.sharding.forms import Placement, cut
-from minipar.sharding.graph import Graph, Layer, Operator
+from minipar.sharding.graph import Graph, Layer, Operator, Slot
 from minipar.sharding.nodes import Cut, Held, Node
 from minipar.sharding.propagation import Divided, Sharding
 
@@ -267,13 +267,7 @@ class Recipe:
                 operator = one.operator
                 options = {name: with_rows(value, rows) for name, value in self.options[operator.name].items()}
                 outputs = tuple(
-                    cut(
-                        with_rows(self.shapes[name], rows),
-                        _at_rows(form.on(AXIS), self.captured, rows),
-                        self.place.ranks,
-                        AXIS,
-                        name,
-                    )
+                    self._local_shape(name, form.on(AXIS), rows)
                     for name, form in zip(operator.outputs, one.outs, strict=True)
                 )
                 found.append((one, replace(operator, options=options), outputs))
@@ -287,6 +281,21 @@ class Recipe:
 
     @cached_property
     def _known(self) -> dict[int, list[tuple[Divided, Operator, tuple[tuple[int, ...], ...]]]]:
+        return {}
+
+    def check(self, values: Sequence[Tensor], rows: int, title: str) -> None:
+        """Errors: PlanError for values of other sizes than those that the layer was captured with."""
+        if rows not in self._checked:
+            self._checked[rows] = [self._local_shape(part.name, part.read, rows) for part in self.piece.takes]
+        for part, value, shape in zip(self.piece.takes, values, self._checked[rows], strict=True):
+            if value.shape != shape:
+                raise PlanError(
+                    f"node {title}: {part.name} has the shape {tuple(value.shape)}, and {shape} in the first batch; "
+                    "ranks that share layers take tensors of one shape in all steps, such as sequences of one length"
+                )
+
+    @cached_property
+    def _checked(self) -> dict[int, list[tuple[int, ...]]]:
         return {}
 
     def rows(self, values: Sequence[Tensor]) -> int:
@@ -318,6 +327,7 @@ class CapturedNode(Node):
         keyed = {(part.name, str(part.read)): v for part, v in zip(self.recipe.piece.takes, values, strict=True)}
         made: dict[str, Tensor] = {}
         place, rows = self.recipe.place, self.recipe.rows(values)
+        self.recipe.check(values, rows, self.title)
         for one, operator, outputs in self.recipe.prepared(rows):
             inputs = [
                 self._input(name, form.on(AXIS), made, keyed, there)
@@ -431,10 +441,36 @@ def nodes_of(
                 else:
                     node.register_buffer(node.own[name], value, persistent=False)
         nodes.append(node)
+    _check_changed(layer, pieces, stored)
     unused = [name for name in stored if isinstance(stored[name].value, nn.Parameter) and name not in _read(sharding)]
     for name in unused:  # which no operator reads: it is part of the model all the same
         nodes[0].hold(f"unused_{len(nodes[0].held)}", stored[name].value, Held(stored[name].name), known)  # type: ignore[arg-type]
     return nodes
+
+
+def _check_changed(layer: Layer, pieces: Sequence[Piece], stored: Mapping[str, Stored]) -> None:
+    """Errors: PlanError for an operator that changes a buffer of which it reads a part, or one of another node."""
+    buffers = {name: name for name in stored}  # and what is the same memory under another name
+    for piece, one in ((of, divided) for of in pieces for divided in of.operators):
+        schema = getattr(one.operator.call, "_schema", None)
+        for argument in schema.arguments if schema is not None else ():
+            slot = one.operator.options.get(argument.name)
+            if argument.alias_info is None or not argument.alias_info.is_write or not isinstance(slot, Slot):
+                continue
+            name, read = one.operator.inputs[slot.index], one.ins[slot.index].on(AXIS)
+            if name in buffers:
+                buffers.update(dict.fromkeys(one.operator.outputs, buffers[name]))
+            if name in buffers and name in {part.name for part in piece.takes}:
+                raise PlanError(
+                    f"{layer.own(one.operator.name)} ({one.operator.op}): changes {layer.own(buffers[name])}, but a "
+                    "collective comes between it and the operator that changed it before; possible is one change, "
+                    "such as buffer.copy_(...)"
+                )
+            if name in buffers and not read.whole:
+                raise PlanError(
+                    f"{layer.own(one.operator.name)} ({one.operator.op}): changes {layer.own(buffers[name])}, of which "
+                    f"each rank would have a part ({read}); possible is the annotation R of this operator"
+                )
 
 
 def _read(sharding: Sharding) -> set[str]:

@@ -34,7 +34,7 @@ from dataclasses import dataclass, replace
 
 from minipar.errors import PlanError
 from minipar.sharding.forms import I, P, Placement, R, S, divides, nearest
-from minipar.sharding.graph import Operator, Shape
+from minipar.sharding.graph import Operator, Shape, Slot
 
 Factors = tuple[tuple[str, int], ...]  # of one dimension: letters and sizes, the slowest first
 
@@ -681,10 +681,11 @@ def _pooling(operator: Operator, ins: Shapes, outs: Shapes) -> Line:
 
 
 def _batch_norm(operator: Operator, ins: Shapes, outs: Shapes) -> Line:
+    """Channels may be divided, unless the operator changes the stored statistics: every rank has all of these."""
     names = _named(len(ins[0]))
-    return _simple(
-        [names, *([names[1:2]] * (len(ins) - 1))], [names], ins, outs, [n for k, n in enumerate(names) if k != 1]
-    )
+    changes = bool(operator.option("training", False)) and isinstance(operator.option("running_mean"), Slot)
+    fixed = [n for k, n in enumerate(names) if k != 1 or changes]
+    return _simple([names, *([names[1:2]] * (len(ins) - 1))], [names], ins, outs, fixed)
 
 
 def _group_norm(operator: Operator, ins: Shapes, outs: Shapes) -> Line:

@@ -72,7 +72,7 @@ def local_model(
         stored = _stored(small, number, first, layer, names)
         nodes = nodes_of(
             small.layers[number], found.shardings[number], templates[id(graph)], stored, key, place, known, captured[0],
-            _dropouts(small.layers[number], layer, titles),
+            _dropouts(small.layers[number], first, layer, titles),
         )  # fmt: skip
         nodes[0].state = {
             f"{key}.{name}": value
@@ -138,17 +138,20 @@ def _stored(
     return found
 
 
-def _dropouts(captured: Layer, layer: nn.Module, titles: Mapping[int, str]) -> dict[str, nn.Dropout]:
+def _dropouts(captured: Layer, first: nn.Module, layer: nn.Module, titles: Mapping[int, str]) -> dict[str, nn.Dropout]:
     """For each operator of a layer that is an nn.Dropout one of its own, which knows the name in the model.
+
+    first   the layer that was captured, which is equal to this one
 
     Errors: PlanError for all other operators that draw: their numbers would depend on how the model is cut.
     """
     found = {}
-    paths = [name for name, _ in layer.named_modules(remove_duplicate=False)]
+    both = (one.named_modules(remove_duplicate=False) for one in (first, layer))
+    modules = {path: own for (path, _), (_, own) in zip(*both, strict=True)}
     for op in captured.graph.operators:
         if not _draws(op):
             continue
-        module = layer.get_submodule(max((path for path in paths if within(op.name, path)), key=len))
+        module = modules[max((path for path in modules if within(op.name, path)), key=len)]
         if op.op != "aten::dropout" or type(module) is not nn.Dropout:
             raise PlanError(
                 f"{captured.own(op.name)} ({op.op}): draws random numbers, and only nn.Dropout draws the same ones on "

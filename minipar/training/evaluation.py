@@ -99,12 +99,13 @@ def evaluate(
 
 
 def layout_of(plan: Plan, shape: Shape) -> Plan:
-    """The plan that evaluates on the ranks on which this one trains."""
+    """The plan that evaluates on the ranks on which this one trains. Ranks that share layers have whole ones here, and
+    other rows each."""
     if plan.sync == "ps":
         return Plan(dp=plan.ranks, microbatches=plan.microbatches, inference=True)
     split = plan.split if isinstance(plan.split, tuple) and len(plan.split) == plan.pp else None
     return Plan(
-        dp=plan.dp,
+        dp=plan.dp * plan.sharing,
         pp=plan.pp,
         schedule="gpipe",
         microbatches=plan.microbatches,

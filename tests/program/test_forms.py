@@ -148,12 +148,12 @@ def test_where_forms_differ_a_collective_stands_and_nowhere_else() -> None:
 
 def test_ranks_that_share_layers() -> None:
     found = program("tp=2 pp=3 dp=2")
-    assert found.tp == 2
+    assert found.sharing == 2
     assert [found.shard(rank) for rank in range(12)] == [0, 1] * 6
     assert found.sharers(7) == (6, 7)
     assert [found.replica(rank) for rank in range(12)] == [0] * 6 + [1] * 6
     plain = Plan(pp=2).compile(layers=2)
-    assert (plain.tp, plain.shard(1), plain.sharers(1)) == (1, 0, (1,))
+    assert (plain.sharing, plain.shard(1), plain.sharers(1)) == (1, 0, (1,))
 
 
 def test_layers_are_called_by_their_names() -> None:

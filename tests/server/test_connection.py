@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 import socket
 import threading
+import time
 from contextlib import closing
 from functools import partial
 
 import pytest
 
-from minipar.server import looking
 from minipar.server.connection import Connection, Peer, Refused
 from minipar.server.framing import HEADER, Message, What, listen
 from minipar.server.switchboard import Switchboard
@@ -90,7 +90,7 @@ def test_an_answer_comes_to_where_it_belongs(ends):
         into = memoryview(bytearray(max(1000, size)))
         sent = random.Random(size).randbytes(size)
         peer.send(Message(What.ANSWER, 1, 2, 3, 4, 5), sent)
-        message = line.receive(into)
+        message = line.receive()
         assert message == Message(What.ANSWER, 1, 2, 3, 4, 5, size)
         place = into if size == len(into) else memoryview(bytearray(size))
         line.read(place)
@@ -105,15 +105,15 @@ def test_what_comes_instead_of_an_answer_is_not_lost(ends):
     peer.send(Message(What.REFUSED), b"x" * 100)
     peer.send(Message(What.ACK, step=4))
     peer.send(Message(What.ANSWER), b"y" * 100)
-    assert line.receive(into) == Message(What.ACK, step=3)
-    assert line.receive(into) == Message(What.REFUSED, size=100)
+    assert line.receive() == Message(What.ACK, step=3)
+    assert line.receive() == Message(What.REFUSED, size=100)
     assert line.text(100) == "x" * 100
-    assert line.receive(into) == Message(What.ACK, step=4)
-    assert line.receive(into).what == What.ANSWER
+    assert line.receive() == Message(What.ACK, step=4)
+    assert line.receive().what == What.ANSWER
     line.read(into)
     assert into == b"y" * 100
     peer.send(Message(What.REFUSED), b"z" * 100)
-    assert line.receive(into).what == What.REFUSED
+    assert line.receive().what == What.REFUSED
     assert line.text(100) == "z" * 100
     assert into == b"y" * 100  # a parameter stays as it was
 
@@ -124,9 +124,9 @@ def test_an_answer_without_bytes_leaves_the_parameters(ends):
     into = memoryview(bytearray(b"p" * 200_000))
     peer.send(Message(What.ANSWER))
     peer.send(Message(What.CLOSED))
-    assert line.receive(into) == Message(What.ANSWER)
+    assert line.receive() == Message(What.ANSWER)
     line.read(into[:0])
-    assert line.receive(into) == Message(What.CLOSED)
+    assert line.receive() == Message(What.CLOSED)
     assert into == b"p" * 200_000
 
 
@@ -170,28 +170,21 @@ def test_what_was_read_before_a_connection_is_handed_over_is_heard():
     assert [content for _, content in heard.messages] == [b"abc", b"def"]
 
 
-def test_a_server_looks_for_the_next_message_before_it_sleeps(monkeypatch: pytest.MonkeyPatch):
-    """The selector is not asked to sleep for what comes while it looks, and is asked for what does not."""
-    monkeypatch.setattr(looking, "SHORT", 30.0)
+def test_a_server_sleeps_until_a_message_comes_or_its_time_is_over():
     near, far = socket.socketpair()
-    heard, slept = Heard(), []
+    heard = Heard()
     with closing(socket.socket(socket.AF_UNIX)) as listener, closing(far):
         listener.bind("")
         listener.listen()
         board = Switchboard(listener, b"", heard.target, heard.done, lambda _: None)
-        board.looking.alone = False
-        select = board.selector.select
-        monkeypatch.setattr(board.selector, "select", lambda seconds: slept.append(seconds) or select(seconds))
         board.adopt(near)
         later = threading.Timer(0.05, far.sendall, [HEADER.pack(*Message(What.ROW, 2, size=3)) + b"abc"])
         later.start()
-        board.wait(10)
+        board.wait(10)  # once: it does not return before the message is there
         later.join()
         assert [content for _, content in heard.messages] == [b"abc"]
-        assert len(slept) > 1
-        assert set(slept) == {0}
-        monkeypatch.setattr(looking, "SHORT", 1e-3)
-        board.wait(0.01)
-        assert slept[-1] == 0.01
+        start = time.perf_counter()
+        board.wait(0.02)
+        assert 0.015 <= time.perf_counter() - start < 5
         assert len(heard.messages) == 1
         board.close()

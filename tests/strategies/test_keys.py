@@ -16,6 +16,7 @@ OTHER: dict[str, tuple[str, ...]] = {
     "sequence_parallel": ("true",),
     "context_parallel": ("2",),
     "ep": ("2",),
+    "batch_copies": ("2",),
     "schedule": ("gpipe", "interleaved", "chimera", "pipedream", "terapipe"),
     "microbatches": ("4",),
     "accumulate": ("2",),
@@ -60,7 +61,7 @@ WORDS = [
     "dp=2 bucket=flat microbatches=4 sync=ps schedule=interleaved chunks=2 checkpoint=1",
     "dp=2 bucket=flat microbatches=2 sync=ps mode=ssp:2 servers=2",
     *(f"pp=2 microbatches=2 schedule=pipedream{more}" for more in ("", "-2bw", "-vertical")),
-    "tp=2 microbatches=2 dp=2 bucket=flat",
+    "tp=2 microbatches=2 dp=2 bucket=flat schedule=gpipe",
     "pp=2 microbatches=2 schedule=ampnet",
     "microbatches=2 schedule=pipedream",
 ]

@@ -28,6 +28,7 @@ LISTS = {
     "tp=2 dp=2 sequence_parallel=true clip=1": "layers data_parallel forms parts clip update fuse",
     "context_parallel=2 pp=2 zero=1": "layers data_parallel forms parts transfers update fuse",
     "ep=2 checkpoint=1": "layers checkpoint forms parts update fuse",
+    "tp=2 batch_copies=2 microbatches=2": "layers forms parts copies update fuse",
     "tp=2 inference=true": "layers forms fuse",  # (no gradients)
     "pp=2 host_layers=0": "layers data_parallel host_layers transfers update fuse",
     "pp=2 schedule=terapipe slices=4": "layers slices data_parallel transfers update fuse",

@@ -19,7 +19,7 @@ from matplotlib.colors import to_hex
 
 from minipar import MiniparError, Plan, simulate
 from minipar.program import Instruction, Op
-from minipar.trace import drawing
+from minipar.trace import drawing, labels
 from minipar.trace.figure import LOOKS
 
 MiB = 2**20
@@ -671,3 +671,22 @@ def test_an_unknown_instruction_is_grey():
     figure = drawing.draw([trace])
     assert legend(figure)[-1] == "copy"
     assert to_hex(collections(figure)["predicted-copy"].get_facecolor()[0]) == "#9a9a9a"
+
+
+def test_ranks_that_share_layers_say_where_they_are() -> None:
+    trace = simulate(Plan.parse("tp=2 pp=2 microbatches=2").compile(layers=4), latency=0.1)
+    named = [f"rank {rank} (pp {rank // 2}, tp {rank % 2})" for rank in range(4)]
+    (lanes, *_) = trace.plot().axes
+    assert [label.get_text() for label in lanes.get_yticklabels()] == named
+    inside = lanes.get_tightbbox()
+    assert inside is not None
+    assert inside.x0 >= 0, "a name sticks out of the picture"
+    two = drawing.draw([trace, trace]).axes[0]
+    assert [label.get_text() for label in two.get_yticklabels()][:2] == ["rank 0 first", "pp 0, tp 0 second"]
+    assert [line.partition("  ")[0] for line in drawing.text(trace).splitlines()[:4]] == named
+    assert "rank 3 (pp 1, tp 1)" in labels.description([trace])
+    assert labels.narrow("dp 1, pp 1, tp 1") == "dp1,pp1,tp1"
+    plain = simulate(Plan(pp=2, dp=2, microbatches=2).compile(layers=4))
+    assert labels.rank_name(plain.program, 3) == "rank 3"
+    served = Plan.parse("dp=3 sync=ps").compile(layers=2)
+    assert [labels.place(served, rank) for rank in range(4)] == [""] * 4

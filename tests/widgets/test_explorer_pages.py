@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from minipar import Plan, simulate
-from minipar_widgets import CheckpointExplorer, CollectivePlayer, MemoryExplorer, ServerView
+from minipar_widgets import CheckpointExplorer, CollectivePlayer, MemoryExplorer, ServerView, ShardingExplorer
 from minipar_widgets.base import Shown
 
 CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
@@ -31,8 +31,12 @@ EXPLORERS = {
     "memory": MemoryExplorer,
     "checkpoint": CheckpointExplorer,
     "server": _server,
+    "sharding": ShardingExplorer,
 }
-KEYS = {"server": ("+", "ArrowRight", "ArrowDown", "-", "Home")}
+KEYS = {
+    "server": ("+", "ArrowRight", "ArrowDown", "-", "Home"),
+    "sharding": ("ArrowUp", "ArrowUp", "ArrowRight", "Enter", "Home"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -232,3 +236,56 @@ def test_a_problem_has_its_place(browser: Any, tmp_path: Path) -> None:
     assert "tp=16: must divide 25 heads" in alert.inner_text()
     assert not page.locator("canvas").is_visible()
     page.close()
+
+
+def test_forms_are_fixed_by_clicks_and_keys(browser: Any, tmp_path: Path) -> None:
+    """A page whose model asks Python here, as a kernel would be asked."""
+    explorer = ShardingExplorer("MLP", "tp=2")
+    view = explorer.view
+    view.update(view.found.layer, explorer.mesh, (), explorer.links)
+    text = explorer.to_html()
+    answer = 'save_changes() { toKernel(state.asked).then((data) => model.set("data", data)); }'
+    for before, after in (('"editable": false', '"editable": true'), ("save_changes() {}", answer)):
+        assert text.count(before) == 1
+        text = text.replace(before, after)
+    (tmp_path / "page.html").write_text(text, encoding="utf-8")
+
+    def ask(asked: Any) -> Any:
+        view.asked = asked
+        return view.data
+
+    seen = Seen(browser, tmp_path / "page.html")
+    seen.page.expose_function("toKernel", ask)
+    seen.canvas.focus()
+    for key in ("Home", *["ArrowDown"] * 4, *["ArrowRight"] * 3):  # from x in R to up in S2
+        seen.canvas.press(key)
+    assert seen.readout().startswith("up as S2 on tp: forward 1 collective, 16 MiB")
+    seen.canvas.press("Enter")
+    seen.page.wait_for_function("document.querySelector('.mp-readout').textContent.includes('S2 on tp (fixed by you)')")
+    assert [tuple(pick) for pick in view.picks] == [("up", "tp", "S2")]
+    seen.canvas.press("Enter")  # again: it is free
+    seen.page.wait_for_function("document.querySelector('.mp-readout').textContent.includes('R on tp;')")
+    assert view.picks == ()
+    seen.canvas.press("z")
+    seen.page.wait_for_function("document.querySelector('.mp-readout').textContent.includes('fixed by you')")
+    assert [tuple(pick) for pick in view.picks] == [("up", "tp", "S2")]
+    heights = 40 + 26 * 3 + 26 + 22 + 13  # x, norm.weight, norm, up.weight, a collective, and half of up
+    box = seen.canvas.bounding_box()
+    last = 0.0  # the rightmost column of the list is P
+    for x in range(int(box["width"]) - 320, 200, -4):
+        seen.page.mouse.move(box["x"] + x, box["y"] + heights)
+        if seen.page.locator(".mp-tip").inner_text().startswith("up as P on tp"):
+            last = x
+            break
+    assert last
+    seen.page.mouse.click(box["x"] + last, box["y"] + heights + 26)  # gelu, in P: it cannot
+    seen.page.wait_for_function("document.querySelector('.mp-readout').textContent.startsWith('cannot be: gelu')")
+    assert seen.colours() > 10
+    assert [tuple(pick) for pick in view.found.refused] == [("gelu", "tp", "P")]
+    seen.canvas.press("z")
+    seen.page.wait_for_function("!document.querySelector('.mp-readout').textContent.startsWith('cannot be')")
+    assert view.found.refused == ()
+    seen.page.get_by_role("button", name="fix nothing").click()
+    seen.page.wait_for_function("document.querySelector('.mp-readout').textContent.includes('R on tp;')")
+    assert view.picks == ()
+    seen.close()

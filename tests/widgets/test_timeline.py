@@ -344,3 +344,13 @@ def test_the_table_is_complete_when_the_details_come() -> None:
     assert view.rows()[0][-1] == "peak memory"  # who asks gets all
     view.find_details()
     assert view.table == view.rows()
+
+
+def test_ranks_that_share_layers_have_places_and_their_collectives_lanes() -> None:
+    view = Timeline(simulate(Plan.parse("dp=2 tp=2").compile(layers=4), latency=0.1))
+    assert view.about["places"] == ["dp 0, tp 0", "dp 0, tp 1", "dp 1, tp 0", "dp 1, tp 1"]
+    assert Timeline(FOUR).about["places"] == []
+    streams = {stream for _, rank, stream, *_ in view.about["lanes"] if rank == 0}
+    assert len([stream for stream in streams if stream != "compute"]) == 2  # sums over tp, and of gradients over dp
+    named = Image.open(io.BytesIO(view.picture())).convert("L").crop((0, 40, 70, 90))
+    assert np.asarray(named).min() < 150

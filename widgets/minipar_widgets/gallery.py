@@ -114,6 +114,14 @@ EXHIBITS = (
         "ServerView(simulate(served, latency=0.1, stage_factors=(1, 1.2, 2.5, 1)))",
     ),
     Exhibit(
+        "ShardingExplorer",
+        "Click the form of a tensor: the forms of the others follow, the collectives that they need appear between "
+        "them, with bytes and predicted time, and the tensor's blocks are drawn on the mesh. Here the MLP of Megatron: "
+        "two forms are fixed, and one all-reduce forward and one backward follow. A form that cannot be is answered "
+        "where it is, with the nearest one that can. A captured layer of your own model can be handed over, too.",
+        'ShardingExplorer("MLP", mesh="tp=4")',
+    ),
+    Exhibit(
         "LiveRun",
         "A training run as it goes on: progress, loss, and the timeline of the last step, at most ten times a second. "
         "The notebook's stop button ends it.",

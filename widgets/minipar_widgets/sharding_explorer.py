@@ -7,7 +7,7 @@ explorer.view.found                                            rows, collectives
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import ipywidgets
@@ -30,6 +30,7 @@ from minipar_widgets.sharding_model import (
     Row,
     amount,
     annotated,
+    column,
     duration,
     example,
     explore,
@@ -41,6 +42,7 @@ from minipar_widgets.sharding_model import (
 )
 from minipar_widgets.sketch import Sketch
 
+Place = Callable[[str, str], float]  # of an axis and letters: where their column begins
 _NOTHING = "nothing is fixed"
 _OWN = "as it was given"
 # Colours of forms, as in js/sharding.js: face, edge, ink on it, hatch in the blocks.
@@ -100,7 +102,7 @@ class ShardingView(View):
         layer, mesh, links = self._given
         self.picks = picks
         with self.hold_sync():
-            self.outlook = {}
+            self.outlook = {}  # it was of other forms
             try:
                 self.found, self.problem = explore(layer, mesh, picks, links), ""
                 self.data = self._data(self.found)
@@ -110,13 +112,15 @@ class ShardingView(View):
 
     def _wanted(self, _: Any, content: Any, __: Any) -> None:
         if content.get("want") == "outlook":
-            self.find_outlook()
+            self.find_outlook(str(content.get("tensor", "")))
 
-    def find_outlook(self) -> None:
-        """Find what each form would give. The browser asks for it when the forms have been drawn."""
-        if self.found is not None and not self.outlook:
-            told = outlook(self.found, self._given[2])
-            self.outlook = {t: {a: {w: list(p) for w, p in x.items()} for a, x in y.items()} for t, y in told.items()}
+    def find_outlook(self, tensor: str = "") -> None:
+        """Find what each form would give, of a tensor or of all. The browser asks when the forms have been drawn."""
+        if self.found is None or (tensor in self.outlook if tensor else len(self.outlook) == len(self.found.rows)):
+            return
+        told = outlook(self.found, self._given[2], tensor)
+        plain = {t: {a: {w: list(p) for w, p in x.items()} for a, x in y.items()} for t, y in told.items()}
+        self.outlook = {**self.outlook, **plain}
 
     def state(self) -> dict[str, Any]:
         """The traits for a page without a kernel: there forms can be read, and not fixed."""
@@ -174,7 +178,7 @@ class ShardingView(View):
         assert self.found is not None
         text = (
             "A row is a tensor, and the coloured letter its form on an axis of the mesh: R whole, S0, S1, ... a block "
-            "of that dimension, P a part of a sum; those with a thick edge are fixed, the others follow. Between the "
+            "of that dimension, P a part of a sum. Forms with a thick edge are fixed, the others follow. Between the "
             "rows stand the collectives, from the form that is there to the one that is needed: ↓ forward, ↑ backward."
         )
         return f"{text}\nIt cannot be: {self.found.problem}" if self.found.problem else text
@@ -192,9 +196,8 @@ class ShardingView(View):
                 )
             if k < len(found.rows):
                 row = found.rows[k]
-                forms = [
-                    row.forms[axis] + (" (fixed)" if axis in found.fixed.get(row.name, {}) else "") for axis in axes
-                ]
+                fixed = found.fixed.get(row.name, {})
+                forms = [row.forms[axis] + (" (fixed)" if axis in fixed else "") for axis in axes]
                 shapes = ["×".join(map(str, shape)) for shape in (row.shape, row.local)]
                 table.append([row.own, row.made, shapes[0], *forms, shapes[1], amount(row.local_bytes), ""])
         return table
@@ -205,9 +208,8 @@ class ShardingView(View):
 
 
 def _letters(found: Found) -> list[str]:
-    """The columns: every form that is offered, S0 before S1 before P."""
-    every = {letters for row in found.rows for some in row.offered.values() for letters in some}
-    return ["R", *sorted(every - {"R", "P"}), "P"]
+    """The columns: R, S0 to as many dimensions as there are, P."""
+    return ["R", *(f"S{dim}" for dim in range(max(len(row.shape) for row in found.rows))), "P"]
 
 
 def _totals(found: Found) -> list[str]:
@@ -216,42 +218,43 @@ def _totals(found: Found) -> list[str]:
 
 # The still picture ----------------------------------------------------------------------------------------------------
 
-_LEFT, _LIST, _WIDTH, _HEAD, _ROW, _MOVE, _GAP = 16, 610, 920, 40, 26, 22, 12
+_LEFT, _LIST, _PANEL, _HEAD, _ROW, _MOVE, _GAP = 16, 610, 290, 40, 26, 22, 12
 
 
 def _picture(found: Found, dark: bool) -> bytes:
     """The rows with the collectives between them, and the chosen tensor's blocks beside them."""
     columns, axes = _letters(found), [axis for axis, _ in found.mesh]
     cell = min(24.0, (0.56 * _LIST - (len(axes) - 1) * _GAP) // (len(axes) * len(columns)))
-    grid = _LIST - len(axes) * len(columns) * cell - (len(axes) - 1) * _GAP
+    wide = min(_LIST, 330 + len(axes) * (len(columns) * cell + _GAP))  # of the list; the panel is beside it
+    grid = wide - len(axes) * len(columns) * cell - (len(axes) - 1) * _GAP
     lines = _wrapped(f"✗ {found.problem}", 88) if found.problem else []
     problem = 10 + 15 * len(lines) if lines else 0
     tall = _HEAD + _ROW * len(found.rows) + _MOVE * len(found.moves) + problem + 8
     row = found.rows[found.newest]
-    sketch = Sketch(_WIDTH, max(tall, 96 + _tiles(found, row)[3] + 110), dark)
+    sketch = Sketch(wide + 20 + _PANEL, max(tall, 162 + _tiles(found, row)[3]), dark)
     look, y = sketch.look, float(_HEAD)
 
-    def column(axis: str, letters: str) -> float:
-        return grid + axes.index(axis) * (len(columns) * cell + _GAP) + columns.index(letters) * cell
+    def at(axis: str, letters: str) -> float:
+        return grid + axes.index(axis) * (len(columns) * cell + _GAP) + columns.index(column(letters)) * cell
 
     for axis, length in found.mesh:
-        x, wide = column(axis, "R"), len(columns) * cell
-        sketch.text(x + wide / 2, 11, f"on {axis} ({length} ranks)", size=12, anchor="mm")
+        x, room = at(axis, "R"), len(columns) * cell
+        sketch.text(x + room / 2, 11, f"on {axis} ({length} ranks)", size=12, anchor="mm")
         for letters in columns:
-            sketch.text(column(axis, letters) + cell / 2, 28, letters, look.muted, 10, "mm")
-        sketch.rect(x, 36, wide, 1, look.rule)
+            sketch.text(at(axis, letters) + cell / 2, 28, letters, look.muted, 10, "mm")
+        sketch.rect(x, 36, room, 1, look.rule)
     if lines and found.where < 0:
         y = _draw_problem(sketch, lines, y)
     for k in range(len(found.rows) + 1):
         for move in (move for move in found.moves if move.at == k):
-            _draw_move(sketch, move, y, grid, column, cell)
+            _draw_move(sketch, move, y, grid, at, cell)
             y += _MOVE
         if k < len(found.rows):
-            _draw_row(sketch, found, found.rows[k], y, grid, column, cell)
+            _draw_row(sketch, found, found.rows[k], y, grid, at, cell)
             y += _ROW
         if lines and found.where == k:
             y = _draw_problem(sketch, lines, y)
-    _draw_panel(sketch, found, row, _LIST + 20)
+    _draw_panel(sketch, found, row, wide + 20)
     return sketch.png()
 
 
@@ -272,15 +275,18 @@ def _draw_problem(sketch: Sketch, lines: Sequence[str], y: float) -> float:
     return y + 10 + 15 * len(lines)
 
 
-def _draw_row(sketch: Sketch, found: Found, row: Row, y: float, grid: float, column: Any, cell: float) -> None:
+def _draw_row(sketch: Sketch, found: Found, row: Row, y: float, grid: float, at: Place, cell: float) -> None:
     look, middle = sketch.look, y + _ROW / 2
     if found.problem and found.rows[found.where] is row and found.where >= 0:
         sketch.rect(0, y + 1, 4, _ROW - 2, look.warn)
     shape = "×".join(map(str, row.shape))
     made = row.made if not row.operator else f"= {row.made}"
-    sketch.text(_LEFT, middle, row.own, size=12)
-    taken = _LEFT + sketch.measure(row.own, 12) + 8
     sketch.text(grid - 12, middle, shape, look.muted, 10, "rm")
+    name = row.own
+    while sketch.measure(name, 12) > grid - 20 - sketch.measure(shape, 10) - _LEFT:
+        name = f"{name.rstrip('…')[:-1]}…"
+    sketch.text(_LEFT, middle, name, size=12)
+    taken = _LEFT + sketch.measure(name, 12) + 8
     room = grid - 24 - sketch.measure(shape, 10) - taken
     if sketch.measure(made, 10) > room:
         made = made.partition("(")[0]
@@ -289,7 +295,7 @@ def _draw_row(sketch: Sketch, found: Found, row: Row, y: float, grid: float, col
     fixed = found.fixed.get(row.name, {})
     for axis, some in row.offered.items():
         for letters in some:
-            x, now = column(axis, letters), row.forms[axis] == letters
+            x, now = at(axis, letters), row.forms[axis] == letters
             face, edge, ink, _ = _FORMS[letters[0]]
             if now:
                 sketch.rect(x + 1, y + 2, cell - 2, _ROW - 4, face, edge)
@@ -298,10 +304,11 @@ def _draw_row(sketch: Sketch, found: Found, row: Row, y: float, grid: float, col
                 rim = look.warn if wrong else look.ink
                 for thick in (0.0, 1.0):
                     sketch.rect(x + 1 + thick, y + 2 + thick, cell - 2 - 2 * thick, _ROW - 4 - 2 * thick, edge=rim)
-            sketch.text(x + cell / 2, middle, letters, ink if now else look.warn if wrong else look.muted, 10, "mm")
+            size = 10 if len(letters) < 3 else 8
+            sketch.text(x + cell / 2, middle, letters, ink if now else look.warn if wrong else look.muted, size, "mm")
 
 
-def _draw_move(sketch: Sketch, move: Move, y: float, grid: float, column: Any, cell: float) -> None:
+def _draw_move(sketch: Sketch, move: Move, y: float, grid: float, at: Place, cell: float) -> None:
     look, middle, back = sketch.look, y + _MOVE / 2, move.phase == "backward"
     sketch.rect(_LEFT, middle - 8, 20, 16, LOOKS["collective"].face, LOOKS["collective"].edge, "x")
     sketch.rect(_LEFT + 4, middle - 7, 12, 14, look.paper)
@@ -313,7 +320,7 @@ def _draw_move(sketch: Sketch, move: Move, y: float, grid: float, column: Any, c
         text = f"{move.op}{over}: {amount(move.bytes)}, {duration(move.seconds)}"
     sketch.text(_LEFT + 26, middle, text, look.wire, 10)
     if move.before and move.after:
-        x0, x1 = (column(move.axis, letters) + cell / 2 for letters in (move.before, move.after))
+        x0, x1 = (at(move.axis, letters) + cell / 2 for letters in (move.before, move.after))
         side = 1 if x1 >= x0 else -1
         sketch.line([(x0, middle), (x1 - 4 * side, middle)], look.wire, 2, dashed=back)
         sketch.dot(x0, middle, 3, look.wire)
@@ -328,14 +335,14 @@ def _tiles(found: Found, row: Row) -> tuple[list[int], float, float, float, int]
     free = [d for d in range(len(row.shape)) if d not in cut]
     dims = sorted([*cut[:2], *reversed(free)][:2])
     across = min(lengths[0], 4) if len(lengths) == 1 else found.mesh.size // lengths[0]
-    wide = min(112.0, (_WIDTH - _LIST - 26 - (42 if len(lengths) > 1 else 0)) / across - 8)
+    wide = min(112.0, (_PANEL - 6 - (42 if len(lengths) > 1 else 0)) / across - 8)
     down, over = (row.shape[dims[0]], row.shape[dims[1]]) if len(dims) > 1 else (1, 2.5)
     tall = wide * max(0.55, min(1.15, (down / max(1, over)) ** 0.5))
     return dims, wide, tall, -(-found.mesh.size // across) * (tall + 34), across
 
 
 def _draw_panel(sketch: Sketch, found: Found, row: Row, left: float) -> None:
-    dims, wide, tall, height, across = _tiles(found, row)
+    dims, wide, tall, whole, across = _tiles(found, row)
     look, axes = sketch.look, found.mesh
     sketch.text(left, 13, f"Who holds what of {row.own}", size=12)
     shape, local = ("×".join(map(str, one)) for one in (row.shape, row.local))
@@ -359,18 +366,14 @@ def _draw_panel(sketch: Sketch, found: Found, row: Row, left: float) -> None:
         sizes = [row.shape[d] for d in dims] if len(dims) > 1 else [1, row.shape[0] if row.shape else 1]
         for a, b in spans[0]:
             for c, d in spans[1]:
-                box = (
-                    x + c / sizes[1] * wide,
-                    y + a / sizes[0] * tall,
-                    (d - c) / sizes[1] * wide,
-                    (b - a) / sizes[0] * tall,
-                )
-                sketch.rect(*box, face, edge, mark)
-                if kind == "P" and min(box[2:]) >= 18:
-                    sketch.rect(box[0] + box[2] / 2 - 8, box[1] + box[3] / 2 - 8, 16, 16, face)
-                    sketch.text(box[0] + box[2] / 2, box[1] + box[3] / 2, "Σ", ink, 12, "mm")
+                width, height = (d - c) / sizes[1] * wide, (b - a) / sizes[0] * tall
+                px, py = x + c / sizes[1] * wide, y + a / sizes[0] * tall
+                sketch.rect(px, py, width, height, face, edge, mark)
+                if kind == "P" and min(width, height) >= 18:
+                    sketch.rect(px + width / 2 - 8, py + height / 2 - 8, 16, 16, face)
+                    sketch.text(px + width / 2, py + height / 2, "Σ", ink, 12, "mm")
         sketch.rect(x, y, wide, tall, edge=look.muted)
-    y = 76.0 + height
+    y = 76.0 + whole
     for letters, words in (("R", "whole"), ("S", "a block of dimension 0, 1, ..."), ("P", "part of a sum")):
         colour, rim, _, hatch = _FORMS[letters]
         sketch.rect(left, y - 6, 14, 12, colour, rim, hatch)

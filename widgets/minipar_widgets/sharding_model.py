@@ -1,6 +1,6 @@
-"""What the sharding explorer shows for fixed forms: the forms that follow, collectives, blocks. No pixels, no torch.
+"""What the sharding explorer shows for some fixed forms: the forms that follow, collectives, blocks. No pixels here.
 
-    found = explore(example("mlp"), Mesh(tp=2), [Pick("u", "tp", "S2")])
+    found = explore(example("MLP"), Mesh(tp=2), [Pick("up", "tp", "S2")])
     found.rows       a tensor each, in the order in which the layer computes them, with its form on each axis
     found.moves      a collective each, and before which row it happens
     found.problem    why the newest pick cannot be, and `found.where`: at which row
@@ -38,7 +38,7 @@ from minipar.sharding.repartition import Link
 from minipar.wording import several
 
 MOST_RANKS = 16
-MOST_OUTLOOKS = 400  # a layer with more choices than this is shown without what each of them would give
+MANY_CHOICES = 160  # of a layer with more, what each would give is found for one tensor at a time
 
 
 class Pick(NamedTuple):
@@ -53,6 +53,7 @@ class Pick(NamedTuple):
 class Row:
     """A tensor.
 
+    own       its name as it is shown: of a value, the name of the operator that writes it
     made      how it comes about: "linear(n, up.weight)", or "input", "parameter", "buffer"
     operator  the operator that writes it; "" for what the layer is given
     local     the shape that a rank has
@@ -138,12 +139,26 @@ class Found:
         return next((k for k, row in enumerate(self.rows) if row.name == name), len(self.rows) - 1)
 
 
+def own(layer: Layer, tensor: str) -> str:
+    """The name of a tensor as it is shown: of a value, the name of the operator that writes it."""
+    writer = layer.graph.writer(tensor)
+    if writer is None:
+        return layer.own(tensor)
+    number = f"[{writer.outputs.index(tensor)}]" if len(writer.outputs) > 1 else ""
+    return layer.own(writer.name) + number
+
+
 def annotated(found: Found) -> dict[str, str]:
     """The picks as annotations: by the tensor's own name, such as "S2 on tp"."""
     return {
-        found.layer.own(name): ", ".join(f"{letters} on {axis}" for axis, letters in said.items())
+        own(found.layer, name): ", ".join(f"{letters} on {axis}" for axis, letters in said.items())
         for name, said in found.fixed.items()
     }
+
+
+def column(letters: str) -> str:
+    """The column in which letters stand: S2:3 is drawn where S2 is."""
+    return letters.partition(":")[0]
 
 
 def letters(placement: Placement) -> str:
@@ -178,17 +193,19 @@ def explore(layer: Layer, mesh: Mesh, picks: Sequence[Pick], links: Mapping[str,
     return Found(layer, mesh, tuple(picks[:count]), rows, moves, tuple(picks[count:]), problem, where)
 
 
-def outlook(found: Found, links: Mapping[str, Link] | None = None) -> dict[str, dict[str, dict[str, tuple[bool, str]]]]:
+def outlook(
+    found: Found, links: Mapping[str, Link] | None = None, tensor: str = ""
+) -> dict[str, dict[str, dict[str, tuple[bool, str]]]]:
     """What each form that can be asked for would give: by tensor, axis and letters, whether it can be, and in words.
 
-    Empty for a layer with very many choices.
+    tensor   if the layer has many choices, only this one's are found; "" stands for all tensors
     """
     choices = [(row, axis, one) for row in found.rows for axis, some in row.offered.items() for one in some]
-    if len(choices) > MOST_OUTLOOKS:
-        return {}
-    told: dict[str, dict[str, dict[str, tuple[bool, str]]]] = {row.name: {} for row in found.rows}
+    if tensor and len(choices) > MANY_CHOICES:
+        choices = [choice for choice in choices if choice[0].name == tensor]
+    told: dict[str, dict[str, dict[str, tuple[bool, str]]]] = {}
     for row, axis, one in choices:
-        there = told[row.name].setdefault(axis, {})
+        there = told.setdefault(row.name, {}).setdefault(axis, {})
         try:
             then = _propagated(found.layer, found.mesh, picked(found.picks, Pick(row.name, axis, one)), links)
             there[one] = (True, totals(tuple(_moves(found.layer, then, found.rows))))
@@ -289,10 +306,10 @@ def _rows(layer: Layer, found: Sharding) -> Iterator[Row]:
 
 
 def _row(layer: Layer, found: Sharding, tensor: Tensor, writer: Operator | None) -> Row:
-    read = ", ".join(layer.own(name) for name in writer.inputs) if writer else ""
+    read = ", ".join(own(layer, name) for name in writer.inputs) if writer else ""
     form = found.forms[tensor.name]
     return Row(
-        tensor.name, layer.own(tensor.name), tensor.shape, tensor.itemsize,
+        tensor.name, own(layer, tensor.name), tensor.shape, tensor.itemsize,
         f"{writer.op.rpartition('::')[2]}({read})" if writer else tensor.kind, writer.name if writer else "",
         found.local(tensor.name), {axis: letters(p) for axis, p in form.items()},
         {axis: _offered(tensor, letters(p)) for axis, p in form.items()},
@@ -301,13 +318,10 @@ def _row(layer: Layer, found: Sharding, tensor: Tensor, writer: Operator | None)
 
 
 def _offered(tensor: Tensor, now: str) -> tuple[str, ...]:
-    """A parameter is stored, so it cannot be a part of a sum."""
-    every = [
-        "R",
-        *(f"S{dim}" for dim in range(len(tensor.shape))),
-        *(["P"] if tensor.kind in ("value", "input") else []),
-    ]
-    return tuple(every if now in every else [*every, now])
+    """A letter for each column, with the pieces of the present form. A parameter is stored: it is no part of a sum."""
+    every = ["R", *(f"S{dim}" for dim in range(len(tensor.shape)))]
+    every += ["P"] if tensor.kind in ("value", "input") else []
+    return tuple(now if one == column(now) else one for one in every)
 
 
 def block(shape: Sequence[int], form: Form, mesh: Mesh, rank: int) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -351,7 +365,7 @@ def _moves(layer: Layer, found: Sharding, rows: Sequence[Row]) -> Iterator[Move]
 
 
 def _between(layer: Layer, found: Sharding, rows: Sequence[Row]) -> Iterator[Move]:
-    at = {row.operator: k for k, row in reversed(list(enumerate(rows))) if row.operator}
+    at = {row.operator: k for k, row in reversed(list(enumerate(rows))) if row.operator}  # its first output's row
     for move in found.repartitions:
         first = min(at[reader] for reader in move.readers)
         readers = ", ".join(map(layer.own, move.readers))
@@ -362,7 +376,7 @@ def _between(layer: Layer, found: Sharding, rows: Sequence[Row]) -> Iterator[Mov
         else:
             writer = f"{layer.own(move.writer)} writes it" if move.writer else "it is given"
             why = f"{writer} as {start}, {readers} {'needs' if one else 'need'} it as {end}"
-        yield from _steps(first, layer.own(move.value), why, move.forward, move.backward, move.parameter)
+        yield from _steps(first, own(layer, move.value), why, move.forward, move.backward, move.parameter)
 
 
 def _at_the_end(layer: Layer, found: Sharding, rows: Sequence[Row]) -> Iterator[Move]:
@@ -374,7 +388,7 @@ def _at_the_end(layer: Layer, found: Sharding, rows: Sequence[Row]) -> Iterator[
             way = path(form, end, tensor.shape, tensor.itemsize, found.mesh, found.links, name)
             back = backward(way, tensor.shape, tensor.itemsize, found.mesh, found.links)
             why = f"it is {_text(form)}, and is handed on as {_text(end)}"
-            yield from _steps(len(rows), layer.own(name), why, way, back if tensor.differentiable else None, False)
+            yield from _steps(len(rows), own(layer, name), why, way, back if tensor.differentiable else None, False)
 
 
 def _inside(layer: Layer, found: Sharding, rows: Sequence[Row]) -> Iterator[Move]:
@@ -382,7 +396,7 @@ def _inside(layer: Layer, found: Sharding, rows: Sequence[Row]) -> Iterator[Move
     alone: tuple[Collective, ...] = replace(found, repartitions=()).collectives()
     for one in alone:
         yield Move(
-            at[one.value], one.phase, one.op, one.axis, layer.own(one.value), "", "", one.bytes, one.time, one.why
+            at[one.value], one.phase, one.op, one.axis, own(layer, one.value), "", "", one.bytes, one.time, one.why
         )
 
 
@@ -424,7 +438,7 @@ def _matmul(rows: int = 4096, inner: int = 1024, columns: int = 4096) -> Graph:
     return _graph(shapes, ("A", "B"), [Operator("C", "aten::matmul", ("A", "B"), ("C",))])
 
 
-def _mlp(batch: int = 8, sequence: int = 512, width: int = 1024) -> Graph:
+def _mlp(batch: int = 16, sequence: int = 256, width: int = 1024) -> Graph:
     x, inner = (batch, sequence, width), (batch, sequence, 4 * width)
     shapes = {
         "x": x, "norm.weight": (width,), "norm": x, "up.weight": (4 * width, width), "up": inner, "gelu": inner,
@@ -440,7 +454,7 @@ def _mlp(batch: int = 8, sequence: int = 512, width: int = 1024) -> Graph:
     ])  # fmt: skip
 
 
-def _attention(batch: int = 8, sequence: int = 512, heads: int = 16, size: int = 64) -> Graph:
+def _attention(batch: int = 16, sequence: int = 256, heads: int = 16, size: int = 64) -> Graph:
     x, head = (batch, sequence, heads * size), (batch, heads, sequence, size)
     weight, scores = (heads * size, heads, size), (batch, heads, sequence, sequence)
     shapes = {

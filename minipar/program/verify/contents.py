@@ -264,11 +264,14 @@ class Contents:
         return reduce(and_, (found for *_, found in pieces))
 
     def _twice(self, rank: int, index: int, group: int, mask: int) -> ProgramError:
-        return refuse(
-            self.program, rank, index,
-            f"{at(self.program, rank, index)} counts {self.name(group, mask)} twice:"
-            f" grad({group}) was summed over these ranks before",
-        )  # fmt: skip
+        program, ins = self.program, self.program.ranks[rank][index]
+        why = f"grad({group}) was summed over these ranks before"
+        if program.sharing > 1:
+            if not program.groups[group].form and len({program.shard(r) for r in ins.group}) > 1:
+                why = f"every rank that shares the layer has all of grad({group})"
+            why += f"; {ins.op.value} is superfluous"
+        where = at(program, rank, index)
+        return refuse(program, rank, index, f"{where} counts {self.name(group, mask)} twice: {why}")
 
     def _gather(self, rank: int, index: int, group: int, updates: dict[int, int]) -> None:
         """All slices of a group are gathered: they must have the same version on all ranks."""
@@ -384,8 +387,24 @@ class Contents:
             raise refuse(
                 self.program, rank, index,
                 f"{at(self.program, rank, index)} comes before its gradients are complete:"
-                f" {gradient} lacks {self.name(gradient.index, missing)}",
+                f" {gradient} lacks {self.name(gradient.index, missing)}{self._lacking_sum(rank, gradient, missing)}",
             )  # fmt: skip
+
+    def _lacking_sum(self, rank: int, gradient: Value, missing: int) -> str:
+        """With tensor parallelism, the sum that a gradient lacks: over ranks that share its layer, or over replicas."""
+        program, g = self.program, gradient.index
+        if program.sharing == 1:
+            return ""
+        for bit in (k for k in range(missing.bit_length()) if missing >> k & 1):
+            rest, part = divmod(bit, self.parts[g])
+            replica = rest % (program.replicas * program.microbatches) // program.microbatches
+            own = bit - part + program.shard(rank)  # (what this rank makes itself of the same micro-batch)
+            if part != program.shard(rank) and not missing >> own & 1 and self.parts[g] > 1:
+                ranks = ",".join(map(str, program.sharers(rank)))
+                return f"; ALL_REDUCE of grad({g}) over {ranks}, the ranks that share its layer, is missing"
+            if replica != program.replica(rank):
+                return f"; ALL_REDUCE of grad({g}) over replicas is missing"
+        return ""  # (a micro-batch of its own)
 
     def _step_alone(self, rank: int, index: int, group: int, foreign: int) -> None:
         """A STEP of a replica alone. There may be no `foreign` contributions, which are those of other replicas."""

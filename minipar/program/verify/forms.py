@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from minipar.program import MOVED, Program, Value
 from minipar.program.diagnostics import at, refuse
-from minipar.program.forms import collective_of, in_words, pairs, steps
+from minipar.program.forms import collective_of, in_words, lacking, pairs
 
 
 def check_forms(program: Program, rank: int, index: int) -> None:
@@ -21,10 +21,12 @@ def check_forms(program: Program, rank: int, index: int) -> None:
                 continue
             wanted = program.form_of(value, ins.layers, written=written)
             if value.form != wanted:
-                verb, layer = ("writes", ins.layers[-1]) if written else ("reads", ins.layers[0])
+                verb = "writes" if written else "reads"
+                later = value.index + 1 in ins.layers and (value.kind == "output") != written
+                layer = value.index + 1 if later else value.index
                 reason = f"{at(program, rank, index)} {verb} {value} as {in_words(value.form)}; layer"
                 who = f"{reason} {program.title(layer)} {verb[:-1]}s it as {in_words(wanted)}"
-                raise refuse(program, rank, index, f"{who}{_lacking(value.form, wanted)}")
+                raise refuse(program, rank, index, f"{who}{lacking(value.form, wanted)}")
 
 
 def check_repartition(program: Program, rank: int, index: int) -> None:
@@ -58,20 +60,28 @@ def check_repartition(program: Program, rank: int, index: int) -> None:
             raise refuse(program, rank, index, reason + possible)
 
 
-def in_another_form(program: Program, rank: int, index: int, value: Value) -> str:
-    """Of a value that nobody makes: what is missing or too much, if it is there in another form; else ""."""
+def in_another_form(program: Program, rank: int, index: int, value: Value, since: int = 0) -> str:
+    """Of a value that nobody makes: what is missing or too much, if some instruction from `since` on has made it in
+    another form; else ""."""
     plain, made = value._replace(form=""), ""
-    for ins in program.ranks[rank][:index]:
+    for ins in program.ranks[rank][since:index]:
         for other in ins.writes:
             if other._replace(form="") == plain and other.form != value.form:
-                made = f"which is there as {in_words(other.form)} only{_lacking(other.form, value.form)}"
+                made = f"which is there as {in_words(other.form)} only{lacking(other.form, value.form)}"
     return made
 
 
-def _lacking(before: str, after: str) -> str:
-    """Which collectives make the one form of the other."""
-    ops = [op for op, _ in steps(before, after)]
-    if not ops or None in ops:
-        return "; no collective makes one of the other"
-    told = " and ".join(op.value for op in ops if op is not None)
-    return f"; {told} is missing between them"
+def check_shards(program: Program, rank: int, index: int) -> None:
+    """A sum of what ranks have a shard of is over ranks that have the same shard."""
+    ins = program.ranks[rank][index]
+    if len({program.shard(r) for r in ins.group}) < 2:
+        return
+    for g in ins.layers:
+        if program.groups[g].form == "S":
+            own = [r for r in ins.group if program.shard(r) == program.shard(rank)]
+            told = f"{ins.op.value} of {ins.reads[0].kind}({g}) over {','.join(map(str, ins.group))} is superfluous"
+            possible = f"; possible is over {','.join(map(str, own))}" if len(own) > 1 else ""
+            reason = f"{at(program, rank, index)} adds different shards of layer"
+            raise refuse(
+                program, rank, index, f"{reason} {program.title(program.groups[g].layers[0])}: {told}{possible}"
+            )

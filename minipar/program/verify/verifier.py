@@ -44,6 +44,7 @@ from minipar.program import (
     order,
     param,
     piece_of,
+    repartitions,
     tier,
 )
 from minipar.program.collector import paused
@@ -385,6 +386,8 @@ def _check_sum(
     ins, where = program.ranks[rank][index], at(program, rank, index)
     first = ins.reads[0].kind if ins.reads else ""
     summed = frozenset((first, g) for g in ins.layers)
+    if program.sharing > 1:
+        forms.check_shards(program, rank, index)
     if first == "param":
         if not isinstance(program.contract, Local):
             raise refuse(program, rank, index, f"{where} sums parameters; possible with contract Local alone")
@@ -583,8 +586,15 @@ def _no_producer(program: Program, rank: int, index: int, value: Value) -> Progr
     where = at(program, rank, index)
     writers = _producers(program, rank, value)
     freers = [k for k in range(index) if value in program.ranks[rank][k].frees]
-    if freers:
+    since = freers[-1] + 1 if freers else 0
+    other = forms.in_another_form(program, rank, index, value, since) if value.kind in MOVED else ""
+    if other and (freers or not writers):
+        reason = f"{where} reads {value}, {other}"
+    elif freers:
         reason = f"{where} reads {value} after {at(program, rank, freers[-1])} freed it"
+        ins = program.ranks[rank][index]
+        if repartitions(ins) and repartitions(program.ranks[rank][freers[-1]]):
+            reason += f"; {ins.op.value} is superfluous"
     elif writers and value.kind == "saved":
         reason = f"backward before forward: {where} needs {value} of {at(program, rank, writers[0])}"
     elif writers and value.kind == "saved_weight":
@@ -595,8 +605,6 @@ def _no_producer(program: Program, rank: int, index: int, value: Value) -> Progr
         reason = f"weight half before input half: {where} needs {value}, but rank {rank} does not run that input half"
     elif value.kind == "saved":
         reason = f"backward before forward: {where} needs {value}, but rank {rank} does not run that forward"
-    elif other := forms.in_another_form(program, rank, index, value):
-        reason = f"{where} reads {value}, {other}"
     else:
         own = program.replica(rank)
         others = [r for r in range(len(program.ranks)) if program.replica(r) == own and _producers(program, r, value)]

@@ -28,9 +28,9 @@ export function wrapped(text, most) {
 
 /** Where everything is, in CSS pixels: `items` are the rows, collectives and the mistake from above, with y and h. */
 export function places(data, width) {
-  const axes = data.axes.length, n = data.letters.length, wide = width >= 860;
-  const list = wide ? width - PANEL - 20 : width, gap = 12;
-  const stacked = list < 250 + axes * (18 * n + gap);
+  const axes = data.axes.length, n = data.letters.length, gap = 12, least = 250 + axes * (18 * n + gap);
+  const wide = width >= Math.max(700, least + PANEL + 20);
+  const list = wide ? Math.min(width - PANEL - 20, 380 + axes * (28 * n + gap)) : width, stacked = list < least;
   const room = stacked ? list - RAIL - EDGE : 0.56 * list;
   const cell = Math.max(12, Math.min(28, Math.floor((room - (axes - 1) * gap) / (axes * n))));
   const grid = stacked ? RAIL : list - EDGE - axes * n * cell - (axes - 1) * gap;
@@ -48,7 +48,7 @@ export function places(data, width) {
     if (data.problem && data.where === k) problem();
   }
   const axisAt = (a) => grid + a * (n * cell + gap);
-  return { wide, list, stacked, cell, grid, gap, items, axisAt, bottom: y, letters: n, panel: wide ? list + 20 : 0, panelWidth: wide ? PANEL : width };
+  return { wide, list, stacked, cell, grid, gap, items, axisAt, bottom: y, letters: n, panel: wide ? list + 20 : 0, panelWidth: wide ? Math.min(440, width - list - 20) : width };
 }
 
 /** The tiles of the ranks: where each one is within the panel, how large, and what of the tensor it shows. */
@@ -108,19 +108,23 @@ export function moveWords(move) {
 /** The picks after a click on a letter: it is fixed, or free again if it was. Also what to say of it. */
 export function clicked(data, k, axis, letter) {
   const row = data.rows[k], others = data.picks.filter(([tensor, a]) => tensor !== row.name || a !== axis);
-  const again = data.fixed[row.name]?.[axis] === letter;
+  const again = data.fixed[row.name]?.[axis] === letter || data.bad?.join(" ") === [row.name, axis, letter].join(" ");
   return again || letter == null ? others : [...others, [row.name, axis, letter]];
 }
 
 /** What a letter would give, as far as it is known. */
 export function prospect(data, told, k, axis, letter) {
   const row = data.rows[k];
+  if (!letter) return "";
   if (!row.offered[axis].includes(letter)) return letter === "P" ? `${row.own} is stored, so it is no part of a sum` : "";
   const known = told?.[row.name]?.[axis]?.[letter];
   if (data.fixed[row.name]?.[axis] === letter) return `${row.own} is fixed as ${letter} on ${axis}; again: it is free`;
   const head = row.forms[axis] === letter ? `${row.own} is ${letter} on ${axis}` : `${row.own} as ${letter} on ${axis}`;
   return known ? `${head}: ${known[0] ? known[1] : `cannot be: ${known[1]}`}` : head;
 }
+
+/** The letters of a tensor in a column: S2:3 stands in that of S2. */
+export const inColumn = (offered, column) => offered.find((letters) => letters.split(":")[0] === column);
 
 const lookOf = (letter) => PLACED[letter[0]];
 
@@ -158,7 +162,7 @@ function drawHead(ctx, data, p, look) {
   data.axes.forEach(([axis, length], a) => {
     const x = p.axisAt(a), w = p.letters * p.cell;
     drawText(ctx, `on ${axis} (${length} ranks)`, x + w / 2, 11, look.ink, "center", 12, "bold ");
-    data.letters.forEach((letter, c) => drawText(ctx, letter.replace(":", "·"), x + (c + 0.5) * p.cell, 28, look.muted, "center", p.cell < 20 ? 9 : 11));
+    data.letters.forEach((letter, c) => drawText(ctx, letter, x + (c + 0.5) * p.cell, 28, look.muted, "center", p.cell < 20 ? 9 : 11));
     drawRect(ctx, look.rule, x, 36, w, 1);
   });
 }
@@ -170,17 +174,20 @@ function drawRow(ctx, data, told, p, item, look, state) {
   if (state.here) drawRect(ctx, look.focus, 0, y, p.list, h, look.dark ? 0.22 : 0.12);
   if (guilty) drawRect(ctx, look.warn, 0, y + 1, 4, h - 2);
   const room = (p.stacked ? p.list : p.grid) - RAIL - 10, shape = row.shape.join("×");
-  drawText(ctx, row.own, RAIL, line, look.ink, "left", 12, "bold ");
-  const taken = ctx.measureText(row.own).width + 8;
+  ctx.font = "11px system-ui";
+  const name = fit(ctx, [row.own], room - ctx.measureText(shape).width - 8, 12.8); // (bold letters are wider)
+  drawText(ctx, name, RAIL, line, look.ink, "left", 12, "bold ");
+  const taken = ctx.measureText(name).width + 8;
   drawText(ctx, shape, (p.stacked ? p.list : p.grid) - 12, line, look.muted, "right", 11);
   const left = room - taken - ctx.measureText(shape).width - 12;
   const short = row.made.replace(/\(.*/, "");
-  if (left > 26) drawText(ctx, fit(ctx, [row.stored ? row.made : `= ${row.made}`, row.stored ? row.made : `= ${short}`], left, 11), RAIL + taken, line, look.muted, "left", 11);
-  data.axes.forEach(([axis], a) => data.letters.forEach((letter, c) => {
-    const x = p.axisAt(a) + c * p.cell, offered = row.offered[axis].includes(letter), now = row.forms[axis] === letter;
+  drawText(ctx, fit(ctx, [row.stored ? row.made : `= ${row.made}`, row.stored ? row.made : `= ${short}`, ""], left, 11), RAIL + taken, line, look.muted, "left", 11);
+  data.axes.forEach(([axis], a) => data.letters.forEach((column, c) => {
+    const letter = inColumn(row.offered[axis], column);
+    if (!letter) return;
+    const x = p.axisAt(a) + c * p.cell, now = row.forms[axis] === letter;
     const waits = state.pending?.[row.name]?.[axis] === letter, bad = data.bad?.join(" ") === [row.name, axis, letter].join(" ");
     const size = letter.length > 2 ? 8 : p.cell < 20 ? 10 : 11;
-    if (!offered) return;
     if (now) {
       const [face, edge, ink] = lookOf(letter), mine = fixed[axis] === letter;
       drawRect(ctx, face, x + 1, cells, p.cell - 2, tall);
@@ -210,7 +217,7 @@ function drawMove(ctx, data, p, item, look, here) {
   const over = move.before ? "" : ` over ${move.axis}, inside`;
   const text = fit(ctx, [`${move.op}${over} of ${what}: ${move.bytes}, ${move.time}`, `${move.op}${over}: ${move.bytes}, ${move.time}`, `${move.op}${over}, ${move.time}`], room, 11);
   drawText(ctx, text, RAIL + 26, line, look.wire, "left", 11);
-  const a = data.axes.findIndex(([axis]) => axis === move.axis), column = (letter) => p.axisAt(a) + (data.letters.indexOf(letter) + 0.5) * p.cell;
+  const a = data.axes.findIndex(([axis]) => axis === move.axis), column = (letters) => p.axisAt(a) + (data.letters.indexOf(letters.split(":")[0]) + 0.5) * p.cell;
   if (move.before && move.after) arrow(ctx, column(move.before), column(move.after), p.stacked ? y + 29 : line, look.wire, back);
 }
 
@@ -297,7 +304,7 @@ function render({ model, el }) {
     const now = data(), newest = now.bad ?? now.picks?.at(-1);
     stop = { kind: "row", k: now.chosen ?? 0 };
     axis = Math.max(0, newest ? now.axes.findIndex(([name]) => name === newest[1]) : 0);
-    letter = Math.max(0, newest ? now.letters.indexOf(newest[2]) : 0);
+    letter = Math.max(0, newest ? now.letters.indexOf(newest[2].split(":")[0]) : 0);
   };
   begin();
 
@@ -351,15 +358,17 @@ function render({ model, el }) {
     const to = all[Math.max(0, Math.min(all.length - 1, now + by))];
     stop = { kind: to.kind, k: to.k };
     say();
+    ask();
     view.repaint();
   }
-  const there = () => [data().axes[axis][0], data().letters[letter]];
+  const lettersAt = (k, a, c) => inColumn(data().rows[k].offered[data().axes[a][0]], data().letters[c]) ?? data().letters[c];
+  const there = () => [data().axes[axis][0], lettersAt(stop.k, axis, letter)];
   function aside(by) {
     if (stop.kind !== "row") return say();
     const n = data().letters.length, all = data().axes.length * n, row = data().rows[stop.k];
     for (let k = axis * n + letter + by; k >= 0 && k < all; k += by) {
       const [a, c] = [Math.floor(k / n), k % n];
-      if (!row.offered[data().axes[a][0]].includes(data().letters[c])) continue;
+      if (!inColumn(row.offered[data().axes[a][0]], data().letters[c])) continue;
       [axis, letter] = [a, c];
       break;
     }
@@ -422,7 +431,7 @@ function render({ model, el }) {
     let text = null;
     if (over != null) text = holding(now, found.row, over);
     else if (found.item?.kind === "move") text = moveWords(now.moves[found.item.k]);
-    else if (found.item) text = (found.a != null && prospect(now, told(), found.item.k, now.axes[found.a][0], now.letters[found.c])) || rowWords(now, now.rows[found.item.k]);
+    else if (found.item) text = (found.a != null && prospect(now, told(), found.item.k, now.axes[found.a][0], lettersAt(found.item.k, found.a, found.c))) || rowWords(now, now.rows[found.item.k]);
     view.canvas.style.cursor = found.a != null && may() ? "pointer" : "default";
     view.tip(event.offsetX, event.offsetY, text);
   });
@@ -432,6 +441,7 @@ function render({ model, el }) {
     const { item, a, c } = under(event);
     if (!item) return;
     stop = { kind: item.kind, k: item.k };
+    ask();
     if (a == null) say();
     else {
       [axis, letter] = [a, c];
@@ -444,7 +454,8 @@ function render({ model, el }) {
 
   function ask() { // what each form would give takes longer than the forms: it is asked for when there is time
     clearTimeout(asked);
-    if (may() && !Object.keys(told() ?? {}).length) asked = setTimeout(() => model.send({ want: "outlook" }), 600);
+    const tensor = data().rows?.[chosenRow()]?.name;
+    if (may() && tensor && !told()?.[tensor]) asked = setTimeout(() => model.send({ want: "outlook", tensor }), 400);
   }
   function answered() {
     const now = data();

@@ -1,0 +1,15 @@
+"""docs/tensor_parallel.md: every block runs, and prints what the page says."""
+
+from __future__ import annotations
+
+from tests.pages import run
+
+
+def test_every_block_runs(capsys):
+    space = run("tensor_parallel.md")
+    out = capsys.readouterr().out
+    assert space["rules"] == {"0": "S1 on tp", "2": "P on tp"}
+    assert "R,S1 -> S1" in out
+    assert "S1,S0 -> P" in out
+    assert "all_reduce 2:linear 128 forward" in out
+    assert out.rstrip().endswith("True")

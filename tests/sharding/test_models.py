@@ -1,0 +1,378 @@
+"""Whole models on real ranks that share their layers: gradients equal those of plain torch in a process of its own."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import minipar
+from minipar import PlanError, data, models, train
+from minipar.program import repartitions
+from minipar.sharding import capture_layer
+from tests import outside
+
+VOCAB, TOKENS, ROWS = 32, 6, 12
+PLANS = {
+    "4 tp": "tp=4",
+    "2 dp, 2 tp": "dp=2 tp=2",
+    "2 pp, 2 tp": "pp=2 tp=2 microbatches=2",
+    "sequence": "pp=2 tp=2 microbatches=2 sequence_parallel=true",
+}
+
+
+# Models ---------------------------------------------------------------------------------------------------------------
+
+
+def gpt(**numbers) -> nn.Sequential:
+    return models.gpt(**{"layers": 2, "width": 32, "heads": 4, "context": TOKENS, "vocab": VOCAB, **numbers})
+
+
+def gpt2(**options) -> nn.Sequential:
+    T = outside._transformers()
+    numbers = {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 8}
+    silent = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+    return models.from_transformers(T.GPT2LMHeadModel(T.GPT2Config(**{**numbers, **silent, **options})))
+
+
+def llama(**options) -> nn.Sequential:
+    T = outside._transformers()
+    numbers = {
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 8,
+    }  # fmt: skip
+    return models.from_transformers(T.LlamaForCausalLM(T.LlamaConfig(**{**numbers, **options})))
+
+
+OWN = {
+    "gpt": gpt,
+    "gpt, tied": partial(gpt, tied=True),
+    "gpt, explicit attention": partial(gpt, fused=False),
+    "gpt, dropout": partial(gpt, dropout=0.2),
+    "gpt, narrow": partial(gpt, width=8, layers=3, vocab=36),
+}
+TRANSFORMERS = {
+    "gpt2": gpt2,
+    "gpt2, eager": partial(gpt2, attn_implementation="eager"),
+    "gpt2, dropout": partial(gpt2, resid_pdrop=0.1, embd_pdrop=0.2),
+    "llama, grouped keys": llama,
+    "llama, tied": partial(llama, num_key_value_heads=8, tie_word_embeddings=True),
+    "llama, eager": partial(llama, attn_implementation="eager", intermediate_size=40),
+}
+
+
+class Attention(nn.Module):
+    """A block whose names no preset knows."""
+
+    def __init__(self, width: int, heads: int, fused: bool) -> None:
+        super().__init__()
+        self.before = nn.LayerNorm(width)
+        self.seen = nn.ModuleList([nn.Linear(width, 3 * width)] if fused else [nn.Linear(width, width)] * 0)
+        if not fused:
+            self.seen.extend(nn.Linear(width, width) for _ in range(3))
+        self.mixed, self.heads = nn.Linear(width, width), heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.before(x)
+        made = self.seen[0](y).chunk(3, -1) if len(self.seen) == 1 else [one(y) for one in self.seen]
+        query, key, value = (one.unflatten(-1, (self.heads, -1)).transpose(1, 2) for one in made)
+        y = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return x + self.mixed(y.transpose(1, 2).flatten(2))
+
+
+def perceptron() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 4))
+
+
+def convolutions(norm: bool = False) -> nn.Sequential:
+    first = [nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8)] if norm else [nn.Conv2d(1, 8, 3)]
+    rest = nn.ReLU(), nn.Conv2d(8, 16, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64, 4)
+    return nn.Sequential(*first, *rest)
+
+
+def attentions() -> nn.Sequential:
+    return nn.Sequential(Attention(16, 4, fused=False), Attention(16, 4, fused=True))
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(ROWS, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+UNNAMED = {
+    "perceptron": (perceptron, numbers(8), numbers(4)),
+    "convolutions": (convolutions, numbers(1, 8, 8), numbers(4)),
+    "attention": (attentions, numbers(TOKENS, 16), numbers(TOKENS, 16)),
+}
+
+
+# Running --------------------------------------------------------------------------------------------------------------
+
+
+def run(clusters, model, given, plan, **options):
+    settings = {"steps": 2, "batch": ROWS, "dtype": torch.float64, "check": True, "progress": False, **options}
+    ranks = minipar.Plan.parse(plan).ranks
+    return train(model, given, plan, cluster=clusters(ranks), **settings)
+
+
+def texts() -> tuple[Tensor, Tensor]:
+    ids = torch.randint(VOCAB, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
+    return ids, ids
+
+
+def trained(clusters, model, plan, **options):
+    """On a batch of texts."""
+    return run(clusters, model, texts(), plan, **options)
+
+
+def right(found, error: float = 1e-12) -> None:
+    assert found.max_gradient_error() < error
+    assert found.max_parameter_error() < error
+    assert found.losses == pytest.approx(found.reference.losses, rel=error)
+
+
+# Tests ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.many(2)
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("model", OWN)
+def test_gradients_are_plain_torchs(clusters, model, plan):
+    right(trained(clusters, OWN[model], PLANS[plan]))
+
+
+@pytest.mark.many(5)
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("model", TRANSFORMERS)
+def test_models_of_transformers(clusters, model, plan):
+    right(trained(clusters, TRANSFORMERS[model], PLANS[plan], loss=models.next_token_loss))
+
+
+@pytest.mark.many(2)
+@pytest.mark.parametrize("plan", ["tp=4", "pp=2 tp=2 microbatches=3"])
+@pytest.mark.parametrize("model", UNNAMED)
+def test_models_without_known_names(clusters, model, plan):
+    build, x, y = UNNAMED[model]
+    found = run(clusters, build, (x, y), plan, loss=functional.mse_loss)
+    right(found)
+    assert any(form.grad_writes or form.writes for form in found.program.forms)  # something was divided
+
+
+def test_a_preset_without_known_names(clusters):
+    right(run(clusters, partial(models.build, "mlp-tiny"), data.for_model("mlp-tiny"), "tp=2 dp=2"))
+
+
+@pytest.mark.many(2)
+@pytest.mark.parametrize(
+    "words",
+    [
+        "dp=2 tp=2 zero=1", "dp=2 tp=2 zero=2", "dp=2 tp=2 zero=3", "pp=2 tp=2 microbatches=2 checkpoint=1",
+        "pp=2 tp=2 microbatches=5", "pp=2 tp=2 microbatches=4 schedule=zb-h1", "dp=2 tp=2 clip=0.1",
+        "tp=4 microbatches=2 checkpoint=sqrt", "pp=2 tp=2 microbatches=2 offload=optimizer",
+        "dp=2 tp=2 zero=2 sequence_parallel=true",
+    ],
+)  # fmt: skip
+def test_other_keys_of_a_plan(clusters, words):
+    right(trained(clusters, partial(gpt, tied=True), words, optimizer=partial(torch.optim.AdamW, lr=1e-3)))
+
+
+@pytest.mark.parametrize("plan", ["tp=4", "dp=2 tp=2 sequence_parallel=true"])
+def test_float32(clusters, plan):
+    right(trained(clusters, gpt, plan, dtype=torch.float32), 1e-5)
+
+
+def frozen() -> nn.Sequential:
+    model = gpt()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = name.startswith("2.mlp") or name.endswith("norm1.weight")
+    return model
+
+
+def test_frozen_parameters(clusters):
+    found = trained(clusters, frozen, "pp=2 tp=2 microbatches=2")
+    right(found)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_collectives_of_a_layer_are_megatrons(clusters, ranks):
+    """Two all-reduces forward and two backward in each layer, one behind the tokens and one in front of the logits."""
+    layers, width = 3, 32
+    found = trained(clusters, partial(gpt, layers=layers), f"tp={ranks}", steps=1)
+    row = [ins for ins in found.program.ranks[0] if repartitions(ins)]
+    forward = Counter(ins.op.name for ins in row if ins.reads[0].kind == "output")
+    backward = Counter(ins.op.name for ins in row if ins.reads[0].kind == "grad_output")
+    assert forward == {"ALL_REDUCE": 2 * layers + 1, "ALL_GATHER": 1}  # the logits, for the loss
+    assert backward == {"ALL_REDUCE": 2 * layers + 1}
+    whole = ROWS * TOKENS * width * 8
+    gathered = ROWS * TOKENS * VOCAB * 8
+    sent = (2 * (4 * layers + 2) * whole + gathered) * (ranks - 1) // ranks
+    assert found.bytes_sent == [sent] * ranks
+    assert [round(size / found.program.steps) for size in found.predicted.bytes_sent()] == [sent] * ranks
+
+
+def test_collectives_of_sequence_parallelism(clusters):
+    """Where Megatron has an all-reduce, it has a reduce-scatter and an all-gather, of the same bytes together."""
+    layers, ranks = 3, 2
+    found = trained(clusters, partial(gpt, layers=layers), f"tp={ranks} sequence_parallel=true", steps=1)
+    row = [ins for ins in found.program.ranks[0] if repartitions(ins)]
+    forward = Counter(ins.op.name for ins in row if ins.reads[0].kind == "output")
+    backward = Counter(ins.op.name for ins in row if ins.reads[0].kind == "grad_output")
+    assert forward == {"ALL_GATHER": 2 * layers + 2, "REDUCE_SCATTER": 2 * layers + 1}
+    assert backward == {"ALL_GATHER": 2 * layers + 1, "REDUCE_SCATTER": 2 * layers + 1}
+    norms = Counter(ins.op.name for ins in found.program.ranks[0] if ins.group and not repartitions(ins))
+    assert set(norms) <= {"ALL_REDUCE"}  # gradients of norms and of biases behind rows
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+class Average(nn.Module):
+    """Keeps a mean of what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.register_buffer("seen", torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        self.seen.mul_(0.5)
+        self.seen.add_(y.detach().mean(0))
+        return self.second(y)
+
+
+class Drawing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.dropout(self.first(x), 0.5)
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) if x.sum() > 0 else -self.first(x)
+
+
+class ByNorm(torch.optim.SGD):
+    """Divides each gradient by its norm, for which a rank needs all of it."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad /= parameter.grad.norm()
+        return super().step(closure)
+
+
+class Growing:
+    """Longer sequences in each step."""
+
+    def batch(self, step: int, size: int) -> tuple[Tensor, Tensor]:
+        return numbers(TOKENS + step, 16), numbers(TOKENS + step, 16)
+
+
+def odd() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 3))
+
+
+WIDE = numbers(8), numbers(4)
+SEVERAL = {
+    "nothing to divide": (
+        (odd, (numbers(3), numbers(3))), {},
+        "tp=2: none of the 2 matmuls and convolutions can be cut into equal parts: 0 \\(aten::linear\\) .* tp=1",
+    ),
+    "no names": (
+        (perceptron, WIDE), {"plan": "tp=2 sequence_parallel=true"},
+        "the preset divides nothing here: no operator has one of its names .*by_operators",
+    ),
+    "draws": ((lambda: nn.Sequential(Drawing()), WIDE), {}, "0.dropout .*only nn.Dropout.* possible is nn.Dropout"),
+    "buffer of parts": ((lambda: nn.Sequential(Average()), WIDE), {}, "0.mul_ .*changes 0.seen, .* annotation R"),
+    "branches": ((lambda: nn.Sequential(Branching()), WIDE), {}, "Branching: torch.export cannot capture this layer"),
+    "optimizer": ((perceptron, WIDE), {"optimizer": partial(ByNorm, lr=0.1)}, "ByNorm: .* element by element"),
+    "axis": ((perceptron, WIDE), {"annotations": {"0": "S1 on tx"}}, "'tx' is no axis of the mesh; possible are tp"),
+    "longer sequences": ((attentions, Growing()), {}, "x has the shape .*, and .* in the first batch"),
+}  # fmt: skip
+
+
+def capture_once() -> None:
+    """In a rank: loads what torch.export needs. A rank that is stopped while it loads that cannot use it any more."""
+    capture_layer(nn.Linear(2, 2), torch.zeros(3, 2))
+
+
+@pytest.mark.parametrize("case", SEVERAL)
+def test_refusals_name_what_is_possible(clusters, case):
+    (model, given), options, words = SEVERAL[case]
+    settings = {"loss": functional.mse_loss, "check": False, **options}
+    clusters(2).run(capture_once)
+    with pytest.raises(PlanError, match=words):
+        run(clusters, model, given, settings.pop("plan", "tp=2"), **settings)
+
+
+def test_branches_are_refused(clusters):
+    with pytest.raises(PlanError, match="Network: capture takes a chain of layers"):
+        run(clusters, partial(models.build, "branchy"), data.for_model("branchy"), "tp=2", check=False)
+
+
+# Other ways to run ----------------------------------------------------------------------------------------------------
+
+
+class Giving(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"made": self.first(x), "given": x}
+
+
+class Taking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 4), nn.Linear(8, 4)
+
+    def forward(self, both: dict[str, Tensor]) -> Tensor:
+        return self.first(both["made"].relu()) + self.second(both["given"])
+
+
+def test_layers_that_hand_on_dictionaries(clusters):
+    right(run(clusters, lambda: nn.Sequential(Giving(), Taking()), WIDE, "pp=2 tp=2", loss=functional.mse_loss))
+
+
+def test_stored_statistics_stay_whole(clusters):
+    given = numbers(1, 8, 8), numbers(4)
+    found = run(clusters, partial(convolutions, norm=True), given, "tp=2", loss=functional.mse_loss)
+    right(found)
+    assert found.max_buffer_error() < 1e-12
+
+
+def test_fewer_rows_than_micro_batches(clusters):
+    x, y = numbers(8)[:2], numbers(4)[:2]
+    found = run(clusters, perceptron, (x, y), "tp=2 microbatches=2", loss=functional.mse_loss, batch=2)
+    right(found)
+
+
+def test_inference_and_bf16(clusters):
+    plain = trained(clusters, gpt, "dp=2 inference=true", check=False, steps=1).losses
+    assert trained(clusters, gpt, "tp=2 inference=true", check=False, steps=1).losses == pytest.approx(plain, rel=1e-12)
+    short = {"check": False, "dtype": torch.float32, "steps": 3}
+    narrow, alone = (trained(clusters, gpt, f"{words} precision=bf16", **short).losses for words in ("tp=2", "dp=2"))
+    assert narrow == pytest.approx(alone, rel=0.02)
+    assert all(math.isfinite(loss) for loss in narrow)
+
+
+def test_evaluate(clusters):
+    found = trained(clusters, gpt, "tp=2")
+    options = {"state": found, "batch": ROWS, "dtype": torch.float64}
+    alone = minipar.evaluate(gpt, texts(), "dp=2", cluster=clusters(2), **options).loss
+    assert minipar.evaluate(gpt, texts(), "tp=2", cluster=clusters(2), **options).loss == pytest.approx(
+        alone, rel=1e-12
+    )

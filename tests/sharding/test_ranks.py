@@ -1,0 +1,151 @@
+"""Layers that ranks share, on real ranks: gradients are those of plain torch; bytes and memory are as predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from minipar import Plan, PlanError, train
+from minipar.execution.execution import Execution, Job, execute
+from minipar.models.parameter_groups import shape_of
+from tests.sharding import by_hand
+
+mse = nn.functional.mse_loss
+ROWS = 13  # which no number of micro-batches or replicas divides
+Model = Callable[[], nn.Sequential]
+MODELS: dict[str, Model] = {"megatron": by_hand.model, "sequence": by_hand.sequence_model}
+
+
+def batch(model: Model, rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = (4,) if model is by_hand.sequence_model else ()
+    x, y = (torch.randn(rows, *tokens, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+    return x, y
+
+
+def run(clusters, model: Model, text: str, steps: int = 2) -> Execution:
+    plan = Plan.parse(text)
+    job = Job(model, batch(model), ROWS, mse, partial(torch.optim.SGD, lr=0.5), dtype=torch.float64)
+    whole = job.build()
+    shape = shape_of(job.share(whole, 0, plan.tp) if plan.tp > 1 else whole)  # type: ignore[arg-type]
+    return execute(plan.compile(shape, steps=steps), job, cluster=clusters(plan.ranks))
+
+
+def largest_error(found: Execution, model: Model, clip: float | None, steps: int = 2) -> float:
+    """Of all gradients, relative to the largest number of a step, and of the losses."""
+    (x, y), plain = batch(model), model().double()
+    optimizer, errors = torch.optim.SGD(plain.parameters(), lr=0.5), []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = mse(plain(x), y)
+        loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(plain.parameters(), clip)
+        wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+        assert wanted.keys() == found.gradients[step].keys()
+        largest = max(float(grad.abs().max()) for grad in wanted.values())
+        errors += [float((grad - found.gradients[step][n]).abs().max()) / largest for n, grad in wanted.items()]
+        errors.append(abs(float(loss.detach()) - found.losses[step]))
+        optimizer.step()
+    return max(errors)
+
+
+PLANS = (
+    "tp=2",
+    "tp=2 microbatches=3 clip=0.1",
+    "tp=2 checkpoint=1 microbatches=2 accumulate=2",
+    "tp=4 microbatches=2",
+    "tp=2 offload=optimizer microbatches=2",
+    "tp=2 offload=activations checkpoint=2 microbatches=2",
+    "tp=2 dp=2 bucket=flat microbatches=2",
+    "tp=2 dp=2 zero=1 clip=0.1 bucket=none",
+    "tp=2 dp=2 zero=2 microbatches=2 reduce=step",
+    "tp=2 dp=2 zero=3 checkpoint=2 microbatches=2 clip=0.1",
+    "tp=2 dp=2 overlap=priority bucket=0.0005",
+    "tp=2 dp=2 algorithm=ring overlap=none microbatches=2",
+    "tp=2 pp=2 microbatches=3",
+    "tp=2 pp=2 microbatches=4 schedule=zb-h1 checkpoint=2",
+    "tp=2 pp=2 microbatches=4 schedule=interleaved clip=0.1",
+    "tp=2 pp=2 microbatches=4 schedule=chimera",
+)
+
+
+@pytest.mark.many(2)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("text", PLANS)
+def test_gradients_are_those_of_plain_torch(clusters, text: str, model: str) -> None:
+    if "algorithm" in text and model == "sequence":  # gradients are summed over sharing ranks, too
+        with pytest.raises(PlanError, match="possible are plans in which each rank has one group"):
+            run(clusters, MODELS[model], text)
+        return
+    found = run(clusters, MODELS[model], text)
+    assert largest_error(found, MODELS[model], Plan.parse(text).clip) < 1e-12
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_replicas_that_train_alone_are_as_without_shards(clusters, model: str) -> None:
+    shared, plain = (run(clusters, MODELS[model], f"{tp} dp=2 local_steps=2", 4) for tp in ("tp=2", "tp=1"))
+    assert shared.losses == pytest.approx(plain.losses, rel=1e-12)
+    for mine, other in zip(shared.gradients, plain.gradients, strict=True):
+        assert mine.keys() == other.keys()
+        assert max(float((mine[name] - other[name]).abs().max()) for name in mine) < 1e-12
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_shorter_numbers_are_as_short_as_without_shards(clusters, model: str) -> None:
+    shared, plain = (run(clusters, MODELS[model], f"{tp} dp=2 compress=bf16") for tp in ("tp=2", "tp=1"))
+    assert shared.losses == pytest.approx(plain.losses, abs=1e-4)
+    largest = max(float(grad.abs().max()) for grad in plain.gradients[0].values())
+    for name, grad in plain.gradients[0].items():
+        assert float((grad - shared.gradients[0][name]).abs().max()) < 0.01 * largest
+
+
+# bytes and memory -----------------------------------------------------------------------------------------------------
+
+
+def trained(clusters, model: Model, text: str, **more):
+    cluster = clusters(Plan.parse(text).ranks)
+    return train(
+        model, batch(model, 16), text, loss=mse, dtype=torch.float64, cluster=cluster, progress=False,
+        **{"steps": 2, "check": True, **more},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [("megatron", "tp=2 microbatches=2"), ("sequence", "tp=2 dp=2 zero=1"), ("megatron", "tp=2 pp=2 checkpoint=1")],
+)
+def test_bytes_and_memory_are_as_predicted(clusters, model: str, text: str) -> None:
+    found = trained(clusters, MODELS[model], text)
+    assert found.max_gradient_error() < 1e-12
+    assert found.max_parameter_error() < 1e-12
+    assert found.bytes_sent == found.predicted.bytes_sent()
+    assert found.trace.peak_memory() == found.predicted.peak_memory()
+
+
+def test_the_bytes_are_those_of_the_formula(clusters) -> None:
+    """3 blocks: a sum of rows x width numbers in each, forward; backward 3 too, since the first layer has parameters.
+    All-reduce over 2 ranks sends as much as the tensor has."""
+    found = trained(clusters, by_hand.model, "tp=2")
+    assert found.bytes_sent == [6 * 16 * 8 * 8] * 2
+
+
+# saving ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [("tp=2", "pp=2"), ("tp=2 dp=2 zero=2", "tp=4"), ("pp=2", "tp=2 dp=2 zero=3"), ("tp=2 zero=1 dp=2", "tp=2 pp=2")],
+)
+@pytest.mark.many(2)
+def test_what_one_mesh_saved_goes_on_under_another(clusters, tmp_path, model: str, first: str, then: str) -> None:
+    make, adam = MODELS[model], partial(torch.optim.Adam, lr=0.01)
+    whole = trained(clusters, make, "dp=1", steps=4, optimizer=adam, check=False)
+    trained(clusters, make, first, optimizer=adam, check=False, save=str(tmp_path))
+    rest = trained(clusters, make, then, optimizer=adam, check=False, resume=str(tmp_path))
+    assert rest.losses == pytest.approx(whole.losses[2:], rel=1e-12)
