@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from minipar.program import Op, Program
 from minipar.sharding import check_rule
 from minipar.sharding.propagation import experts
 from minipar.sharding.sharded import local_model
-from minipar.training.training import Run
+from minipar.training.training import Run, resume
 from tests.conftest import Clusters
 
 SIZES: dict[str, Any] = {"layers": 2, "width": 16, "heads": 4, "context": 12, "experts": 4}
@@ -66,6 +67,8 @@ def test_rules(ranks: int) -> None:
         ("ep=2 dp=2 zero=3", 4),
         ("ep=2 pp=2 microbatches=4", 4),
         ("ep=2 checkpoint=1", 2),
+        ("ep=2 dp=2 zero=1 clip=0.5", 4),
+        ("ep=2 pp=2 schedule=interleaved chunks=2 microbatches=4", 4),
         ("tp=2", 2),
         ("tp=2 sequence_parallel=true", 2),
         ("context_parallel=2", 2),
@@ -106,6 +109,19 @@ def test_the_balance_loss_is_part_of_the_gradient(clusters: Clusters) -> None:
     heavy = run_of(clusters, "ep=2", 2, steps=1, loss=partial(models.mixture_loss, balance=10.0))
     assert heavy.losses[0] > without.losses[0] + 10
     assert heavy.max_gradient_error() < 1e-10
+
+
+def test_a_run_goes_on_with_another_ep(clusters: Clusters, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"loss": models.mixture_loss, "dtype": torch.float64, "progress": False}
+    whole = train(MODEL, TEXT, "", cluster=clusters(1), steps=4, batch=16, **options)
+    train(MODEL, TEXT, "ep=2", cluster=clusters(2), steps=2, batch=16, save=tmp_path, **options)
+    rest = resume(tmp_path, MODEL, TEXT, "ep=4", cluster=clusters(4), steps=2, **options)
+    assert rest.losses == pytest.approx(whole.losses[2:], rel=1e-12)
+
+
+def test_memory_is_followed(clusters: Clusters) -> None:
+    run = run_of(clusters, "ep=2", 2, memory=True)
+    assert run.predicted.peak_memory() == pytest.approx(run.trace.peak_memory(), rel=0.25)
 
 
 def test_each_rank_has_its_experts_only() -> None:
