@@ -64,7 +64,7 @@ CASES = [
     ("mul by a number", aten.mul.Tensor, (t(4, 8), 0.5), {}, 3),
     ("div", aten.div.Tensor, (t(4, 8), t(4, 8) + 5), {}, 3),
     ("neg", aten.neg.default, (t(4, 8),), {}, 3),
-    ("to", aten.to.dtype, (t(4, 8), torch.float64), {}, 3),
+    ("to", aten.to.dtype, (t(4, 8), torch.float64), {}, 2),
     ("to whole numbers", aten.to.dtype, (t(4, 8), torch.int64), {}, 2),
     ("where", aten.where.self, (t(4, 8) > 0, t(4, 8), t(4, 1)), {}, 2),
     ("masked fill", aten.masked_fill.Scalar, (t(2, 4, 8, 8), MASK, -1e9), {}, 4),
