@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import nn
 
-from minipar import Cluster, Plan, execute, train
+from minipar import Cluster, Plan, data, execute, models, train
 from minipar.comm import communicator
 from minipar.errors import PlanError, RankError
 from minipar.execution.execution import Job
@@ -120,11 +120,32 @@ def test_every_strategy_equals_plain_torch(ranks, text, spec):
     assert found.kind == ("ran" if text in NOT_EXACT else "equal"), found.text
 
 
+SHARED = [
+    ("gpt-tiny", "tp=2 pp=2 sequence_parallel=true microbatches=2"),
+    ("gpt-tiny", "tp=2 dp=2 schedule=gpipe microbatches=2 batch_copies=2 zero=1"),
+    ("gpt-tiny", "context_parallel=2"),
+    ("gpt-moe-tiny", "ep=2 microbatches=2"),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), SHARED)
+def test_ranks_that_share_layers(ranks, name, text):
+    """Sums, gathers, scatters and exchanges of activations over gloo give plain torch's gradients."""
+    plan = Plan.parse(text)
+    model, loss = partial(models.build, name), models.loss_of(name)
+    found = train(
+        model, data.for_model(name), plan, cluster=ranks(plan.ranks), steps=2, batch=4, loss=loss, check=True,
+        dtype=torch.float64, progress=False,
+    )  # fmt: skip
+    assert found.max_gradient_error() < 1e-12
+
+
 def test_every_schedule_and_every_key_is_among_them():
     tried = [Plan.parse(text) for text, _ in CASES]
     own = {one.name for one in schedules() if one.generate.__module__.startswith("minipar.")}
     assert {plan.schedule for plan in tried} == own - {"ampnet"}
     words = {word.partition("=")[0] for text, _ in CASES for word in text.split()}
+    words |= {word.partition("=")[0] for _, text in SHARED for word in text.split()}
     assert words == {field.name for field in fields(Plan)} - ELSEWHERE - NOT_OF_STRATEGIES
 
 
