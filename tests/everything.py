@@ -26,10 +26,10 @@ FIRST = (("tests/cluster",), ("tests/comm", "tests/server"))
 # The folders that take longest, longest first, and in how many parts each is run. All others are one part.
 LONG = {
     "tests/execution": 3, "tests/strategies": 2, "lessons": 4, "tests/widgets": 2, "tests/fuzz": 1, "tests/training": 1,
-    "tests/course": 1, "tests/docs": 1,
+    "tests/sharding": 1, "tests/course": 1, "tests/docs": 1,
 }  # fmt: skip
 FAST = (
-    ("tests/strategies", "tests/program"),
+    ("tests/strategies", "tests/program", "tests/sharding"),
     ("tests/prediction", "tests/trace", "tests/costs", "tests/data", "tests/models"),
 )
 NOTHING = 5  # pytest's status when the arguments select no test

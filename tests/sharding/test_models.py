@@ -318,7 +318,7 @@ def test_refusals_name_what_is_possible(clusters, case):
 
 
 def test_branches_are_refused(clusters):
-    with pytest.raises(PlanError, match="Network: capture takes a chain of layers"):
+    with pytest.raises(PlanError, match="the model has branches, and layers that 2 ranks share are those of chains"):
         run(clusters, partial(models.build, "branchy"), data.for_model("branchy"), "tp=2", check=False)
 
 
