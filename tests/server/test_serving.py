@@ -240,24 +240,21 @@ def test_emulated_links_reach_the_servers(emulated, mode, servers):
     both = tuple(torch.randn(2, 12, 40, generator=torch.Generator().manual_seed(0)))
     plan = f"dp=3 sync=ps servers={servers} mode={mode} bucket=0.01"
 
-    def run():
-        found = train(four_layers, both, plan, cluster=emulated(3 + servers), steps=3, batch=12, loss=mse,
-                      dtype=torch.float32, progress=False, check=True)  # fmt: skip
-        verify(found.program)
-        assert found.max_gradient_error() <= 1e-5
-        # In all modes but sync the servers decide as they run, and a message that comes a little later may change what
-        # they do. So the program that it turned out to be is compared with what it takes on these devices.
-        expected = simulate(found.program, EmulatedCosts(found.program, LINKS))
-        if mode == "sync":
-            assert expected.time == pytest.approx(found.predicted.time)
-            assert expected.time > 3 * (0.18 + 2 * 0.02 + 0.026)
-            for server, op in product(range(3, 3 + servers), (Op.ACCEPT, Op.APPLY)):
-                pairs = zip(ends(found.trace, server, op), ends(expected, server, op), strict=True)
-                assert all(mine >= 0.99 * other for mine, other in pairs), "nothing ends before the device would end it"
-        return found.trace.time / expected.time
-
-    # A machine with other work delays a run; that no run meets the prediction cannot come from that.
-    assert any(run() == pytest.approx(1, rel=0.05) for _ in range(3))
+    found = train(four_layers, both, plan, cluster=emulated(3 + servers), steps=3, batch=12, loss=mse,
+                  dtype=torch.float32, progress=False, check=True)  # fmt: skip
+    verify(found.program)
+    assert found.max_gradient_error() <= 1e-5
+    assert found.trace.time == pytest.approx(found.predicted.time, rel=0.05)
+    # The servers decide as they run; so the program that it turned out to be is compared with its own time, too.
+    expected = simulate(found.program, EmulatedCosts(found.program, LINKS))
+    assert found.trace.time == pytest.approx(expected.time, rel=0.05)
+    if mode == "sync":  # in the other modes servers decide as they run, and may do better than was predicted
+        assert expected.time == pytest.approx(found.predicted.time)
+        assert found.trace.time >= 0.99 * found.predicted.time, "nothing ends before the device would end it"
+        assert expected.time > 3 * (0.18 + 2 * 0.02 + 0.026)
+        for server, op in product(range(3, 3 + servers), (Op.ACCEPT, Op.APPLY)):
+            pairs = zip(ends(found.trace, server, op), ends(expected, server, op), strict=True)
+            assert all(mine >= 0.99 * other for mine, other in pairs), "nothing ends before the device would end it"
 
 
 LINKS = DeviceSpec.parse("forward=60ms backward=120ms bandwidth=1MB/s latency=20ms")
