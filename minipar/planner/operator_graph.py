@@ -72,10 +72,13 @@ class Way:
 
     @property
     def label(self) -> str:
-        """In words: "n on tp", or "whole"."""
-        axes = self.outs[0].axes if self.outs else ()
-        said = [f"{c.name} on {axis}" for axis, c in zip(axes, self.choices, strict=False) if c.name != "whole"]
-        return ", ".join(said) or "whole"
+        """What it writes, in words: "S2 on tp"."""
+        return "; ".join(dict.fromkeys(map(_title, self.outs))) or "I"
+
+    @property
+    def reads(self) -> str:
+        """What it reads, in words."""
+        return "; ".join(map(_title, self.ins))
 
 
 def operator_graph(
@@ -160,6 +163,7 @@ class _Builder:
         self.training, self.replicated, self.gathered, self.copies = training, replicated, gathered, copies
         self.axes = axes_of(mesh)
         self.nodes: list[Node] = []
+        self.places: list[tuple[int, int, int]] = []  # of each node its template, its operator, and what it is of it
         self.edges: dict[tuple[int, int], Table] = {}
         self.templates: list[_Template] = []
         self.of_layer: list[int] = []
@@ -172,7 +176,6 @@ class _Builder:
                 known[key] = len(self.templates)
                 self.templates.append(_Template(number, layer))
             self.of_layer.append(known[key])
-        self.waiting: list[tuple[int, int, Table]] = []
 
     def build(self, budget: float | None) -> CostGraph:
         handed: dict[tuple[int, str], tuple[int, list[Form]]] = {}  # who writes what a template hands on
@@ -186,8 +189,8 @@ class _Builder:
                 entered[number, name] = writer = self._entrance(template, name)
                 values[name] = _Value(graph.tensors[name], template.count, writer)
             hints = self._hints(graph)
-            for op in graph.operators:
-                at, ways = self._operator(template, op, hints)
+            for k, op in enumerate(graph.operators):
+                at, ways = self._operator(template, op, hints, (number, k, 1))
                 for j, name in enumerate(op.inputs):
                     reads = at, [way.ins[j] for way in ways]
                     tensor = graph.tensors[name]
@@ -228,7 +231,7 @@ class _Builder:
         return found
 
     def _operator(
-        self, template: _Template, op: Operator, hints: Mapping[str, set[Placement]]
+        self, template: _Template, op: Operator, hints: Mapping[str, set[Placement]], place: tuple[int, int, int]
     ) -> tuple[int, list[Way]]:
         graph = template.graph
         ways = list(self._ways(graph, op, hints))
@@ -240,7 +243,7 @@ class _Builder:
         labels = _distinct([way.label for way in ways], ways)
         at = self._add(
             template.layer.own(op.name), labels, [s * template.count for s, _ in costs],
-            [m * template.count for _, m in costs], template.count, ways,
+            [m * template.count for _, m in costs], template.count, ways, place,
         )  # fmt: skip
         return at, ways
 
@@ -323,7 +326,8 @@ class _Builder:
         else:
             forms = self._plain(tensor.shape)
         title = f"{template.first}:{template.layer.own(name)}"
-        at = self._add(title, list(map(_title, forms)), [0.0] * len(forms), [0.0] * len(forms), template.count, forms)
+        at = self._add(title, list(map(_title, forms)), [0.0] * len(forms), [0.0] * len(forms), template.count, forms,
+                       (self.templates.index(template), -1, 0))
         return at, forms
 
     def _plain(self, shape: Shape, cuts: Sequence[Placement] = ()) -> list[Form]:
@@ -354,7 +358,8 @@ class _Builder:
             title = f"{template.first}:{template.layer.own(name)}"
             if title not in {node.name for node in self.nodes}:
                 zeros = [0.0] * len(forms)
-                at = self._add(title, list(map(_title, forms)), zeros, zeros, template.count, forms)
+                number, k, _ = self.places[value.writer[0]]
+                at = self._add(title, list(map(_title, forms)), zeros, zeros, template.count, forms, (number, k, 2))
                 self._edge(value, value.writer, (at, forms), value.count)
                 value = _Value(value.tensor, value.count, (at, forms), value.readers)
         assert value.writer is not None
@@ -374,7 +379,7 @@ class _Builder:
             forms = [Form.parse(self.outputs, self.mesh, len(shape), "outputs")]
         title = f"end:{template.layer.own(name)}"
         zeros = [0.0] * len(forms)
-        at = self._add(title, list(map(_title, forms)), zeros, zeros, 1, forms)
+        at = self._add(title, list(map(_title, forms)), zeros, zeros, 1, forms, (len(self.templates), 0, 0))
         self._edge(value, value.writer, (at, forms), 1)
 
     def _borders(
@@ -416,7 +421,8 @@ class _Builder:
             math.prod(local_shape(shape, f, self.mesh, own)) * value.tensor.itemsize * copies * value.count
             for f in forms
         ]
-        at = self._add(own, list(map(_title, forms)), [0.0] * len(forms), sizes, value.count, forms)
+        number, k, _ = min(self.places[at] for at, _ in value.readers)
+        at = self._add(own, list(map(_title, forms)), [0.0] * len(forms), sizes, value.count, forms, (number, k, 0))
         for reader in value.readers:
             self._edge(value, (at, forms), reader, value.count)
 
@@ -433,6 +439,8 @@ class _Builder:
             tensor.shape, tensor.itemsize, self.mesh, self.machine.links, [*starts, *ends], stored
         )
         table = found.table(starts, ends, self.training and tensor.differentiable)
+        if stored and self.training:  # what was gathered is freed after the forward, and gathered again
+            table += found.table(starts, ends, training=False)
         if stored and not self.gathered and tensor.kind == "parameter":
             for i, start in enumerate(starts):
                 for j, end in enumerate(ends):
@@ -451,19 +459,30 @@ class _Builder:
         self.edges[a, b] = self.edges.get((a, b), 0.0) + whole_table
 
     def _add(
-        self, name: str, labels: list[str], seconds: list[float], memory: list[float], count: int, meaning: Sequence[object]
+        self,
+        name: str,
+        labels: list[str],
+        seconds: list[float],
+        memory: list[float],
+        count: int,
+        meaning: Sequence[object],
+        place: tuple[int, int, int],
     ) -> int:
+        self.places.append(place)
         self.nodes.append(Node(name, tuple(labels), tuple(seconds), tuple(memory), count, tuple(meaning)))
         return len(self.nodes) - 1
 
     def _ordered(self, budget: float | None) -> CostGraph:
-        """All edges from earlier to later nodes: those of parameters, and of tied layers, are turned round."""
+        """Nodes in the order in which they run, and edges from earlier to later ones: those of tied layers, from the
+        end of one to the beginning of the next, are turned round."""
+        order = sorted(range(len(self.nodes)), key=lambda k: self.places[k])
+        new = {old: k for k, old in enumerate(order)}
         joined: dict[tuple[int, int], Table] = {}
         for (a, b), table in self.edges.items():
-            low, high = min(a, b), max(a, b)
-            joined[low, high] = joined.get((low, high), 0.0) + (table if a < b else table.T)
+            low, high = sorted((new[a], new[b]))
+            joined[low, high] = joined.get((low, high), 0.0) + (table if new[a] < new[b] else table.T)
         edges = tuple(Edge(a, b, table) for (a, b), table in sorted(joined.items(), key=lambda one: one[0]))
-        return CostGraph(tuple(self.nodes), edges, budget)
+        return CostGraph(tuple(self.nodes[k] for k in order), edges, budget)
 
 
 def _undivided(op: Operator) -> Choice:
@@ -479,12 +498,9 @@ def _title(form: Form) -> str:
 
 
 def _distinct(labels: Sequence[str], ways: Sequence[Way]) -> list[str]:
-    """Labels of ways; two that would be the same also name their forms."""
+    """What each way writes; of several that write the same, also what they read."""
     often = Counter(labels)
-    return [
-        label if often[label] == 1 else f"{label} ({'; '.join(map(_title, way.ins))} -> {'; '.join(map(_title, way.outs))})"
-        for label, way in zip(labels, ways, strict=True)
-    ]
+    return [x if often[x] == 1 else f"{x}, from {way.reads}" for x, way in zip(labels, ways, strict=True)]
 
 
 # Operations -----------------------------------------------------------------------------------------------------------
