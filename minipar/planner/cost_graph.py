@@ -185,6 +185,25 @@ class CostGraph:
         return all(edge.end == edge.start + 1 for edge in self.edges)
 
 
+def consistent(graph: CostGraph) -> CostGraph:
+    """The same graph without choices that go together with no choice of some neighbour: no answer has them.
+
+    Errors: PlanError, if a node has no choice left.
+    """
+    kept = [np.ones(len(node.labels), dtype=bool) for node in graph.nodes]
+    changed = True
+    while changed:
+        changed = False
+        for edge in graph.edges:
+            fits = np.isfinite(edge.seconds) & kept[edge.start][:, None] & kept[edge.end][None, :]
+            for number, left in ((edge.start, fits.any(axis=1)), (edge.end, fits.any(axis=0))):
+                if not left.any():
+                    raise PlanError(f"node {graph.nodes[number].name}: none of its choices goes with its neighbours'")
+                changed |= bool((left != kept[number]).any())
+                kept[number] = left
+    return graph.keep([np.flatnonzero(one).tolist() for one in kept])
+
+
 def undominated(graph: CostGraph) -> list[list[int]]:
     """Of each node the choices that could be part of a best answer.
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from minipar.errors import PlanError
 from minipar.program.mesh import Mesh
 from minipar.sharding.forms import Form, I, P, Placement, R, S, local_shape
-from minipar.sharding.repartition import DEFAULT_LINK, Link, Path, backward, steps
+from minipar.sharding.repartition import DEFAULT_LINK, Link, Path, backward, steps_from
 
 Table = NDArray[np.float64]
 STEP = 1e-15  # seconds: of two ways that cost the same, the one with fewer steps is taken
@@ -83,7 +83,7 @@ def _all_moves(
         ends = [form, *(form.put(axis, p) for axis, more in zip(axes, pieces, strict=True) for p in more)]
         ends += [form.put(axis, P) for axis in axes] if stored else []
         for end in ends:
-            for step in steps(form, end, shape, itemsize, mesh, costs):
+            for step in steps_from(form, end, shape, itemsize, mesh, costs):
                 after = form.put(step.axis, step.after)
                 if after not in place or (step.after == P and not (stored and step.before == I)):
                     continue

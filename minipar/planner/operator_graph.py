@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from minipar.errors import PlanError
-from minipar.planner.cost_graph import CostGraph, Edge, Node, Table
+from minipar.planner.cost_graph import CostGraph, Edge, Node, Table, consistent
 from minipar.planner.moves import moves, same_pieces
 from minipar.program.mesh import Mesh
 from minipar.sharding.forms import Form, I, P, Placement, S, axes_of, cut, divides, local_shape, parsed, whole
@@ -482,7 +482,7 @@ class _Builder:
             low, high = sorted((new[a], new[b]))
             joined[low, high] = joined.get((low, high), 0.0) + (table if new[a] < new[b] else table.T)
         edges = tuple(Edge(a, b, table) for (a, b), table in sorted(joined.items(), key=lambda one: one[0]))
-        return CostGraph(tuple(self.nodes[k] for k in order), edges, budget)
+        return consistent(CostGraph(tuple(self.nodes[k] for k in order), edges, budget))
 
 
 def _undivided(op: Operator) -> Choice:

@@ -143,7 +143,7 @@ def _shortest(
         if form in done:
             continue
         done.add(form)
-        for step in steps(form, end, shape, itemsize, mesh, costs):
+        for step in steps_from(form, end, shape, itemsize, mesh, costs):
             after = form.put(step.axis, step.after)
             if after not in done:
                 counter += 1
@@ -152,7 +152,7 @@ def _shortest(
     return None
 
 
-def steps(
+def steps_from(
     form: Form, end: Form, shape: tuple[int, ...], itemsize: int, mesh: Mesh, costs: tuple[Link, ...]
 ) -> Iterator[Step]:
     local = local_shape(shape, form, mesh)
