@@ -40,10 +40,10 @@ class Efficiency:
     kernel   seconds that the smallest operator takes
     """
 
-    matmul: float = 0.75
-    half: float = 200.0
-    memory: float = 0.80
-    near: float = 0.75
+    matmul: float = 0.771
+    half: float = 178.0
+    memory: float = 0.85
+    near: float = 0.843
     far: float = 0.75
     beside: float = 0.5
     lanes: int = 1

@@ -55,8 +55,8 @@ class PlanNumbers(NamedTuple):
     offload              what waits on the host: some of "optimizer", "parameters", "activations"
     precision            a key of PRECISIONS, or bytes of your own
     split                blocks of each rank of the pipeline; (): as even as can be
-    fused                whether weight gradients are added to their sum by the matrix product itself, as kernels since
-                         2022 do
+    fused                whether kernels are those of Megatron since 2022: the matrix product itself adds a weight
+                         gradient to the sum, and sums of input gradients over tp go on beside it
     """
 
     dp: int = 1
@@ -490,11 +490,14 @@ def closed_form(numbers: PlanNumbers, model: Sizes, machine: Hardware, form: Clo
     axes = replicas_of(numbers, machine)
 
     # one micro-batch; an unfused gradient is read, and its float32 sum is read and written
+    hidden = [min(one.back_sent, one.weight) * machine.efficiency.beside * n.fused for one, _ in kinds]
     added = [0.0 if n.fused else (one.parameters + one.experts) * (n.bytes.gradient + 8) / run.bandwidth
              for one, _ in kinds]  # fmt: skip
     waits = [_waits(numbers, machine, one, axes) for one, _ in kinds]
     forwards = [one.forward for one, _ in kinds]
-    backwards = [sum(each) for each in zip((one.backward for one, _ in kinds), added, waits, strict=True)]
+    backwards = [
+        one.backward - less + more + wait for (one, _), less, more, wait in zip(kinds, hidden, added, waits, strict=True)
+    ]
     weights = [one.weight + more for (one, _), more in zip(kinds, added, strict=True)]
     totals = [f + b for f, b in zip(forwards, backwards, strict=True)]
     slow = max(range(len(kinds)), key=totals.__getitem__)
@@ -513,7 +516,7 @@ def closed_form(numbers: PlanNumbers, model: Sizes, machine: Hardware, form: Clo
         "matrix products": m * (one.matrix + one.back_matrix),
         "other operators": m * (one.memory + one.back_memory + added[slow]),
         "recomputation": m * one.again,
-        "collectives of shared layers": m * (one.sent + one.back_sent),
+        "collectives of shared layers": m * (one.sent + one.back_sent - hidden[slow]),
         "parameters and copies": m * waits[slow],
         "bubble": even - m * totals[slow],
         "messages": messages,
