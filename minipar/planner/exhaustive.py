@@ -1,0 +1,458 @@
+"""Exhaustive search over the plans for a model on a machine: formulas for all, pruned by bounds, the best simulated.
+
+    found = search("gpt3-175b", "a100-80gb", nodes=128, gpus_per_node=8, batch=1536)
+    print(found)                      the best plans, with time, memory and reasons
+    found.pin("tp=4")                 search again with a choice that is fixed
+    found.explain("tp")               what each value of a key would cost instead
+    found.front()                     the least time for each size of memory
+
+    ways to compute a micro-batch   tp=8 pp=8 rows=1 checkpoint=selective ...     bound: what the slowest rank computes
+      each with every schedule      interleaved, 3 chunks                         bound: that, and the schedule's bubble
+        each with what is shared    zero=1; zero=2 reduce=step; ...               the formula: time and memory
+
+A bound is what no plan below it is faster than: sums, copies and gathered parameters only add to it. The open one with
+the smallest bound is next, and the search ends where that is no better than the worst plan of the list. So what was
+left out is not better. Plans that do not fit are left out, too, if nothing can wait on the host. A formula takes a
+small part of a millisecond (`closed_form`).
+
+The formulas of most schedules are exact for equal ranks. Where they are not, the best plans are simulated
+(`estimate(simulate=True)`), and sorted again.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
+from html import escape
+from time import perf_counter
+from typing import Any
+
+from minipar.costs.hardware import Hardware, hardware
+from minipar.costs.rates import Calibration
+from minipar.errors import PlanError
+from minipar.models.sizes import Sizes, sizes
+from minipar.planner.space import INNER, OUTER, Space, space
+from minipar.prediction.closed_form import Cost, PlanNumbers, closed_form
+from minipar.prediction.estimating import Estimate, by_simulation, check, words
+from minipar.strategies import keys
+from minipar.strategies.plan import Plan
+from minipar.strategies.schedules.registry import find
+from minipar.wording import several
+
+WORK = ("matrix products", "other operators", "recomputation", "collectives of shared layers")
+SIMULATED = 20  # of the best plans
+SECONDS = 4.0  # that simulating them may take
+LIGHT = 40_000  # actions of a replica: larger ones are not simulated
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One plan that was found.
+
+    numbers, cost   the plan as formulas read it, and what they say of it
+    simulated       seconds of a step by simulating one replica; None: the formula is exact, or it was not simulated
+    reasons         why its choices are as they are, in words
+    """
+
+    numbers: PlanNumbers
+    cost: Cost = field(repr=False)
+    simulated: float | None = None
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def time(self) -> float:
+        """Seconds of a step: simulated, where it was; otherwise by the formula."""
+        return self.cost.time if self.simulated is None else self.simulated
+
+    @property
+    def memory(self) -> int:
+        """Bytes on the fullest device."""
+        return self.cost.memory
+
+    @property
+    def words(self) -> str:
+        """The plan as `estimate` reads it."""
+        return words(self.numbers)
+
+    @property
+    def tflops_per_gpu(self) -> float:
+        """10^12 operations a second of each device, those that recomputation adds included."""
+        return self.cost.flops / self.time / self.numbers.ranks / 1e12
+
+    @property
+    def plan(self) -> Plan:
+        """The plan for `train`. Errors: PlanError for a plan that minipar cannot run, with the reason."""
+        return Plan.parse(" ".join(word for word in self.words.split() if not word.startswith("micro_batch_size=")))
+
+    def as_dict(self) -> dict[str, Any]:
+        """What the command line prints."""
+        return {
+            "plan": self.words,
+            "time": self.time,
+            "tflops_per_gpu": self.tflops_per_gpu,
+            "memory": self.memory,
+            "reasons": list(self.reasons),
+        }
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found, the fastest plan first.
+
+    best      the fastest plans
+    searched  how many plans the space has
+    tried     for how many of them a formula was computed: all others are no faster than the last of `best`
+    seconds   that the search took
+    bound     seconds: no plan of the space that was not tried is faster; 0 where all were
+    """
+
+    space: Space
+    best: tuple[Planned, ...]
+    searched: int
+    tried: int
+    seconds: float
+    bound: float = 0.0
+
+    @property
+    def plan(self) -> Planned:
+        """The fastest one."""
+        return self.best[0]
+
+    def pin(self, pins: str | Mapping[str, Any]) -> Found:
+        """Search again with some keys fixed: "tp=4 zero=1". Errors: as `search`."""
+        return solve(self.space.pinned(pins), most=len(self.best))
+
+    def explain(self, key: str) -> Alternatives:
+        """What each value of a key would cost instead, where all others may change along with it.
+
+        Errors: PlanError for a key that is not searched.
+        """
+        return alternatives(self.space, key, self.plan)
+
+    def front(self, points: int = 6) -> tuple[Planned, ...]:
+        """The fastest plans for less and less memory, from the smallest to the fastest one."""
+        return front(self.space, self.plan, points)
+
+    def table(self) -> list[tuple[str, ...]]:
+        """A row of text per plan."""
+        rows = [("plan", "step", "TFLOP/s", "memory", "over the best")]
+        for one in self.best:
+            rows.append(
+                (one.words, f"{one.time:.4g} s", f"{one.tflops_per_gpu:.4g}", f"{one.memory / 1e9:.3g} GB",
+                 f"{one.time / self.plan.time - 1:.1%}")
+            )  # fmt: skip
+        return rows
+
+    def __str__(self) -> str:
+        rows = self.table()
+        widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines += ["", *self.plan.reasons]
+        lines.append(
+            f"{several(self.searched, 'plan')} in {self.seconds:.2f} s: {self.tried} by formulas, all others are slower "
+            "by a bound"
+        )
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """The table that a notebook shows."""
+        head, *rows = self.table()
+        lines = ["<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head) + "</tr>"]
+        lines += ["<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows]
+        return "<table>" + "".join(lines) + "</table>"
+
+
+def search(
+    model: str | Sizes,
+    devices: str | Hardware | Calibration,
+    nodes: int | None = None,
+    gpus_per_node: int | None = None,
+    batch: int = 1,
+    *,
+    pins: str | Mapping[str, Any] = "",
+    memory: int | None = None,
+    most: int = SIMULATED,
+    simulate: bool = True,
+) -> Found:
+    """The fastest plans for a model, and how much is known about all others.
+
+    pins      keys that are fixed: "tp=8 zero=1"
+    memory    bytes of a device that may be used; default: all of them
+    most      how many plans to return
+    simulate  whether the best ones are simulated where their formula is not exact
+
+    Errors: PlanError for an unknown model, hardware, key or value, and where no plan fits: with the smallest memory, and
+    the smallest number of nodes, that would do.
+    """
+    machine = hardware(devices)
+    changed: dict[str, Any] = {"nodes": keys.whole_number("nodes", nodes if nodes is not None else machine.nodes or 1)}
+    if gpus_per_node is not None:
+        changed["per_node"] = keys.whole_number("gpus-per-node", gpus_per_node)
+    if memory is not None:
+        changed["memory"] = memory
+    found = space(sizes(model), replace(machine, **changed), keys.whole_number("batch", batch), pins)
+    return solve(found, keys.whole_number("most", most), simulate)
+
+
+def solve(space: Space, most: int = SIMULATED, simulate: bool = True) -> Found:
+    """The fastest plans of a space. Errors: PlanError where none fits."""
+    began = perf_counter()
+    best, tried, bound = _by_formulas(space, most)
+    if not best:
+        raise PlanError(_nothing_fits(space))
+    plans = _simulated(space, best) if simulate else best
+    plans.sort(key=lambda one: one.time)
+    from minipar.planner.reasons import reasons
+
+    told = tuple(replace(one, reasons=reasons(one, space)) for one in plans)
+    return Found(space, told, space.count, tried, perf_counter() - began, bound)
+
+
+def _by_formulas(space: Space, most: int) -> tuple[list[Planned], int, float]:
+    """The fastest plans that fit, how many formulas were computed, and the bound at which the search ended."""
+    best: list[tuple[float, int, Planned]] = []
+    tried = 0
+    ways: list[tuple[float, int, PlanNumbers, bool]] = []  # bound, number, plan, whether its schedule is chosen
+    for numbers in space.outer():
+        tried += 1
+        bound = _bound(space, numbers, WORK)
+        if bound is not None:
+            ways.append((bound, tried, numbers, False))
+    heapify(ways)
+    while ways:
+        bound, _, numbers, scheduled = heappop(ways)
+        limit = best[-1][0] if len(best) >= most else float("inf")
+        if bound >= limit:
+            return [one for _, _, one in best], tried, bound
+        if not scheduled:
+            for made in space.scheduled(numbers):
+                tried += 1
+                bound = _bound(space, made, (*WORK, "bubble"))
+                if bound is not None and bound < limit:
+                    heappush(ways, (bound, tried, made, True))
+            continue
+        for made in space.sharing(numbers):
+            limit = best[-1][0] if len(best) >= most else float("inf")
+            tried += 1
+            found = _fitting(space, made, limit)
+            if found is not None:
+                insort(best, (found.cost.time, tried, found))
+                del best[most:]
+    return [one for _, _, one in best], tried, 0.0
+
+
+def _bound(space: Space, numbers: PlanNumbers, parts: tuple[str, ...]) -> float | None:
+    """Seconds that every plan takes which computes and orders micro-batches like this one; None if it cannot be.
+
+    A formula's parts are m times those of the slowest rank. Without a schedule, the first micro-batch goes through all
+    ranks, whose mean is at least what the slowest one takes, divided by their number.
+    """
+    try:
+        cost = closed_form(numbers, space.model, space.machine)
+    except PlanError:
+        return None
+    total = sum(cost.seconds.get(part, 0.0) for part in parts)
+    m = numbers.microbatches
+    return total if "bubble" in parts else total * (m - 1 + 1 / numbers.pp) / m
+
+
+def _fitting(space: Space, numbers: PlanNumbers, limit: float) -> Planned | None:
+    """A plan, if it can be, is faster than the limit and fits; with something on the host, if it fits only so."""
+    try:
+        cost = closed_form(numbers, space.model, space.machine)
+        away = sum(cost.bytes.get(kind, 0) for kind in {kind for what in space.domains["offload"] for kind in what})
+        if cost.time >= limit or cost.memory - away > space.machine.memory:
+            return None
+        plain = [numbers] if () in space.domains["offload"] else []
+        for chosen in (*plain, *space.offloaded(numbers)):
+            if chosen is not numbers:
+                cost = closed_form(chosen, space.model, space.machine)
+            if cost.memory <= space.machine.memory:
+                if cost.time >= limit:
+                    return None
+                check(chosen, space.model, space.machine)
+                return Planned(chosen, cost)
+    except PlanError:
+        pass
+    return None
+
+
+def _simulated(space: Space, best: list[Planned]) -> list[Planned]:
+    """The plans whose formula is not exact with the simulator's time, as long as there is time for it."""
+    began = perf_counter()
+    made = []
+    for one in best:
+        n = one.numbers
+        form = find(n.schedule).form
+        size = n.pp * min(n.microbatches, 3 * n.pp) * n.chunks
+        if form is not None and not form.exact and size <= LIGHT and perf_counter() - began < SECONDS:
+            cost = closed_form(n, space.model, space.machine, by_simulation(n))
+            one = replace(one, simulated=cost.time)
+        made.append(one)
+    return made
+
+
+def smallest(space: Space) -> Planned:
+    """A plan of a space that needs least memory, whatever its time: one row at a time, the largest stage of ZeRO, and
+    all on the host that may be there. Errors: PlanError, if no plan can be at all."""
+    d = space.domains
+    rows = d["micro_batch_size"] if d["ep"] != (1,) else d["micro_batch_size"][:1]
+    zero = max(d["zero"])
+    ends = {**d, "micro_batch_size": rows, "schedule": d["schedule"][:3], "zero": (zero,)}
+    ends["offload"] = (max(d["offload"], key=len),)
+    best: Planned | None = None
+    small = replace(space, domains=ends)
+    for outer in small.outer():
+        for numbers in small.inner(outer):
+            for chosen in [*small.offloaded(numbers)] or [numbers]:
+                try:
+                    cost = closed_form(chosen, space.model, space.machine)
+                    if best is None or (cost.memory, cost.time) < (best.memory, best.cost.time):
+                        check(chosen, space.model, space.machine)
+                        best = Planned(chosen, cost)
+                except PlanError:
+                    continue
+    if best is None:
+        raise PlanError(_no_plan(space))
+    return best
+
+
+def _no_plan(space: Space) -> str:
+    pins = " ".join(f"{k}={v}" for k, v in space.pins.items())
+    return (
+        f"batch={space.batch} on {several(space.devices, 'device')}{f' with {pins}' if pins else ''}: no plan divides "
+        "both evenly; possible are a batch that is a multiple of the replicas, fewer pins, or another number of nodes"
+    )
+
+
+def _nothing_fits(space: Space) -> str:
+    """What would do: the smallest memory of a device, and the smallest number of nodes."""
+    least = smallest(space)
+    need = least.memory
+    text = (
+        f"{space.model.name or 'model'} on {several(space.devices, 'device')}: no plan fits in "
+        f"{space.machine.memory / 1e9:.4g} GB; the smallest needs {need / 1e9:.4g} GB ({least.words})"
+    )
+    nodes, machine = space.machine.nodes, space.machine
+    while nodes * machine.per_node < 65_536:
+        nodes *= 2
+        try:
+            from minipar.planner.space import space as made
+
+            more = made(space.model, replace(machine, nodes=nodes), space.batch, dict(space.pins))
+            if smallest(more).memory <= machine.memory:
+                return f"{text}: possible is a budget of that size, or nodes={nodes}"
+        except PlanError:
+            continue
+    return f"{text}: possible is a budget of that size"
+
+
+# What if --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One value of a key, and the best plan that has it; None, and why not, if there is none."""
+
+    value: str
+    plan: Planned | None
+    slower: float
+    reason: str
+
+    def __str__(self) -> str:
+        if self.plan is None:
+            return f"{self.value}: {self.reason}"
+        return f"{self.value}: {self.plan.time:.4g} s ({self.slower:+.1%}{f'; {self.reason}' if self.reason else ''})"
+
+
+@dataclass(frozen=True)
+class Alternatives:
+    """All values of a key, the best one first."""
+
+    key: str
+    rows: tuple[Alternative, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(f"{self.key}={row}" for row in self.rows)
+
+
+def alternatives(space: Space, key: str, best: Planned) -> Alternatives:
+    """What each value of a key would cost. Errors: PlanError for a key that is not searched."""
+    possible = (*OUTER, *INNER)
+    if key not in possible:
+        raise PlanError(f"key {key!r}: is not searched; possible are {', '.join(possible)}")
+    values = dict.fromkeys(one[0] for one in space.domains[key]) if key == "schedule" else space.domains[key]
+    rows = []
+    for value in values:
+        said = _said(key, value)
+        own = [one for one in space.domains[key] if one[0] == value] if key == "schedule" else [value]
+        small = replace(space, domains={**space.domains, key: tuple(own)}, pins={**space.pins, key: value})
+        found, _, _ = _by_formulas(small, 1)
+        if not found:
+            rows.append(Alternative(said, None, float("inf"), _why_none(small)))
+            continue
+        plan = found[0]
+        rows.append(Alternative(said, plan, plan.cost.time / best.cost.time - 1, difference(best, plan).reason))
+    rows.sort(key=lambda row: row.slower)
+    return Alternatives(key, tuple(rows))
+
+
+def _said(key: str, value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(value) or "none"
+    return "none" if key == "checkpoint" and value == 0 else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _why_none(space: Space) -> str:
+    try:
+        least = smallest(space)
+    except PlanError as error:
+        return error.reason
+    return f"does not fit: at least {least.memory / 1e9:.4g} GB ({least.words})"
+
+
+@dataclass(frozen=True)
+class PlanDifference:
+    """Two plans apart: keys with other values, seconds and bytes by what they go to, second minus first."""
+
+    keys: tuple[tuple[str, str, str], ...]
+    seconds: Mapping[str, float]
+    bytes: Mapping[str, int]
+
+    @property
+    def reason(self) -> str:
+        """What makes the second one slower, in words: at most two parts."""
+        more = sorted(((s, part) for part, s in self.seconds.items() if s > 0), reverse=True)
+        return ", ".join(f"{part} {s:+.3g} s" for s, part in more[:2])
+
+    def __str__(self) -> str:
+        lines = [f"{name}: {a or '-'} -> {b or '-'}" for name, a, b in self.keys]
+        lines += [f"{part}: {s:+.4g} s" for part, s in self.seconds.items() if s]
+        return "\n".join([*lines, *(f"{kind}: {size / 1e9:+.3g} GB" for kind, size in self.bytes.items() if size)])
+
+
+def difference(before: Planned | Estimate, after: Planned | Estimate) -> PlanDifference:
+    """Two plans for one problem, apart."""
+    one, two = (dict(w.split("=", 1) for w in words(p.numbers).split()) for p in (before, after))
+    names = dict.fromkeys((*one, *two))
+    changed = tuple((k, one.get(k, ""), two.get(k, "")) for k in names if one.get(k) != two.get(k))
+    a, b = before.cost, after.cost
+    seconds = {p: b.seconds.get(p, 0.0) - a.seconds.get(p, 0.0) for p in dict.fromkeys((*a.seconds, *b.seconds))}
+    sizes = {k: b.bytes.get(k, 0) - a.bytes.get(k, 0) for k in dict.fromkeys((*a.bytes, *b.bytes))}
+    return PlanDifference(changed, seconds, sizes)
+
+
+def front(space: Space, fastest: Planned, points: int = 6) -> tuple[Planned, ...]:
+    """The fastest plans for budgets between the smallest plan and the fastest one."""
+    least = smallest(space)
+    found = [least, fastest]
+    for k in range(1, points - 1):
+        budget = round(least.memory + (fastest.memory - least.memory) * k / (points - 1))
+        found += _by_formulas(replace(space, machine=replace(space.machine, memory=budget)), 1)[0]
+    kept: list[Planned] = []
+    for one in sorted(found, key=lambda p: (p.memory, p.time)):
+        if not kept or one.time < kept[-1].time:
+            kept.append(one)
+    return tuple(kept)

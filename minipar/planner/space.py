@@ -1,0 +1,212 @@
+"""The space of plans for a model, a machine and a batch: what each key of a plan may be, and all plans of these.
+
+    tp           1 2 4 8          divisors of the devices and of the heads        keys that change the work of a
+    pp           1 2 4 8 16 ...   divisors of the devices, at most a stage        micro-batch: the outer loop
+    checkpoint   none selective 1 for each layer
+    schedule     1f1b, interleaved with 2, 3, 4, ... chunks, ...                  keys that change how a step is made
+    zero         0 1 2 3                                                          of it: the inner loop
+    dp           what is left of the devices; microbatches: what is left of the batch
+
+Words and reading of values are those of the table of keys (`Plan`). A pin (`tp=8`) leaves one value of a key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from math import prod
+from typing import Any
+
+from minipar.costs.hardware import Hardware
+from minipar.errors import PlanError
+from minipar.models.sizes import Chain, Sizes, Transformer
+from minipar.prediction.closed_form import PlanNumbers
+from minipar.strategies import keys
+from minipar.strategies.keys import OFFLOADS
+from minipar.strategies.plan import Plan
+from minipar.strategies.schedules import registry
+
+OUTER = ("tp", "context_parallel", "ep", "pp", "micro_batch_size", "sequence_parallel", "checkpoint")
+INNER = ("schedule", "zero", "reduce", "overlap", "offload")
+NAMES = {"context_parallel": "cp", "micro_batch_size": "rows"}  # of keys the field of PlanNumbers, where it has another
+LARGEST_ROWS = 64
+LONG = 16_384  # tokens of a sequence from which on it is worth sharing
+
+
+@dataclass(frozen=True)
+class Space:
+    """All plans that are searched.
+
+    model, machine   as formulas read them; the machine has its nodes
+    batch            rows of a step
+    domains          of each key its values; a schedule is (name, chunks)
+    precision        of all plans
+    """
+
+    model: Sizes
+    machine: Hardware
+    batch: int
+    domains: Mapping[str, tuple[Any, ...]]
+    precision: str = "bf16"
+    pins: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def devices(self) -> int:
+        """How many there are."""
+        return self.machine.nodes * self.machine.per_node
+
+    def outer(self) -> Iterator[PlanNumbers]:
+        """A plan for each way in which a micro-batch can be computed, with the plainest schedule."""
+        d = self.domains
+        for tp in d["tp"]:
+            for cp in d["context_parallel"]:
+                for ep in d["ep"]:
+                    for pp in d["pp"]:
+                        dp, rest = divmod(self.devices, tp * cp * ep * pp)
+                        if rest or not dp or dp not in self._replicas(dp) or self.batch % dp:
+                            continue
+                        for rows in d["micro_batch_size"]:
+                            if self.batch // dp % rows or rows % ep:
+                                continue  # (ranks of ep have parts of the rows)
+                            for sequence in d["sequence_parallel"]:
+                                if sequence and tp == 1:
+                                    continue
+                                for checkpoint in d["checkpoint"]:
+                                    yield PlanNumbers(
+                                        dp, pp, tp, cp, ep, "1f1b", 1, self.batch // dp // rows, float(rows),
+                                        checkpoint=checkpoint, sequence_parallel=sequence, precision=self.precision,
+                                    )  # fmt: skip
+
+    def _replicas(self, dp: int) -> tuple[int, ...]:
+        known = self.domains.get("dp", ())
+        return known or (dp,)
+
+    def scheduled(self, outer: PlanNumbers) -> Iterator[PlanNumbers]:
+        """The same way to compute micro-batches with every schedule that can be."""
+        for name, chunks in self.domains["schedule"] if outer.pp > 1 else self.domains["schedule"][:1]:
+            if chunks == 1 or self.model.layers % (outer.pp * chunks) == 0:
+                yield outer._replace(schedule=name, chunks=chunks)
+
+    def sharing(self, plan: PlanNumbers) -> Iterator[PlanNumbers]:
+        """The same plan with all that replicas may share out, and when."""
+        d, shared = self.domains, plan.dp * plan.cp * plan.ep > 1
+        for zero in d["zero"] if shared else [z for z in d["zero"] if z == 0]:
+            for every in d["reduce"] if zero >= 2 else d["reduce"][:1]:
+                for overlap in d["overlap"] if shared else d["overlap"][:1]:
+                    yield plan._replace(zero=zero, every=every == "microbatch", overlap=overlap != "none")
+
+    def inner(self, outer: PlanNumbers) -> Iterator[PlanNumbers]:
+        """All plans that compute micro-batches in this way, without offload."""
+        for plan in self.scheduled(outer):
+            yield from self.sharing(plan)
+
+    def offloaded(self, plan: PlanNumbers) -> Iterator[PlanNumbers]:
+        """The same plan with something on the host. This costs time, so it is tried where the plan does not fit."""
+        for what in self.domains["offload"]:
+            if what:
+                yield plan._replace(offload=what)
+
+    @property
+    def count(self) -> int:
+        """How many plans there are."""
+        with_offload = max(1, len(self.domains["offload"]))
+        return sum(1 for outer in self.outer() for _ in self.inner(outer)) * with_offload
+
+    def pinned(self, pins: str | Mapping[str, Any]) -> Space:
+        """The same space with some keys fixed: "tp=8 zero=1". Errors: PlanError for an unknown key or value."""
+        said = _words(pins) if isinstance(pins, str) else dict(pins)
+        known = {f.name: f for f in fields(Plan)}
+        keys.check_keys(said, [*OUTER, *INNER, "dp", "chunks", "precision"])
+        domains, precision = dict(self.domains), self.precision
+        chunks = said.pop("chunks", None)
+        for key, given in said.items():
+            if key == "micro_batch_size":
+                domains[key] = (keys.whole_number(key, given),)
+                continue
+            value = known[key].metadata["key"].domain.read(key, given)
+            if key == "precision":
+                precision = value
+            elif key == "schedule":
+                own = tuple(one for one in domains[key] if one[0] == value)
+                domains[key] = own or tuple((value, c) for c in _chunks(value, self.model.layers))
+            elif key == "checkpoint":
+                domains[key] = (_checkpoint(value),)
+            else:
+                domains[key] = (value,)
+        if chunks is not None:
+            wanted = keys.whole_number("chunks", chunks)
+            domains["schedule"] = tuple(one for one in domains["schedule"] if one[1] == wanted)
+            if not domains["schedule"]:
+                raise PlanError(f"chunks={chunks}: no schedule of the space has so many; possible is interleaved")
+        return replace(self, domains=domains, precision=precision, pins={**self.pins, **said})
+
+
+def space(model: Sizes, machine: Hardware, batch: int, pins: str | Mapping[str, Any] = "") -> Space:
+    """The space for a model on a machine that has its nodes.
+
+    Errors: PlanError for a batch that no number of replicas divides, and for pins as `Space.pinned`.
+    """
+    devices = machine.nodes * machine.per_node
+    transformer = isinstance(model, Transformer)
+    divisors = [n for n in range(1, devices + 1) if devices % n == 0]
+    heads = model.heads if isinstance(model, Transformer) else 1
+    kv = model.kv_heads if isinstance(model, Transformer) else 1
+    experts = model.experts if isinstance(model, Transformer) else 0
+    sequence = model.sequence if isinstance(model, Transformer) else 1
+    selective = ("selective",) if isinstance(model, Transformer) and not model.flash else ()
+    domains: dict[str, tuple[Any, ...]] = {
+        "tp": tuple(n for n in divisors if heads % n == 0 and kv % n == 0 and n <= 4 * machine.per_node),
+        "context_parallel": tuple(
+            n for n in divisors if n == 1 or (sequence >= LONG and sequence % n == 0 and sequence // n >= 2048)
+        ),
+        "ep": tuple(n for n in divisors if n == 1 or (experts and experts % n == 0)),
+        "pp": tuple(n for n in divisors if n <= model.layers),
+        "micro_batch_size": tuple(n for n in range(1, min(batch, LARGEST_ROWS) + 1) if n & (n - 1) == 0),
+        "sequence_parallel": (False, True) if transformer else (False,),
+        "checkpoint": (0, *selective, 1),
+        "schedule": tuple(_schedules(model.layers)),
+        "zero": (0, 1, 2, 3),
+        "reduce": ("microbatch", "step"),
+        "overlap": ("backward",),
+        "offload": ((), *((what,) for what in OFFLOADS[:2]), OFFLOADS[:2]),
+    }
+    found = Space(model, machine, batch, domains, "bf16" if machine.mixed else "float32")
+    return found.pinned(pins) if pins else found
+
+
+def _schedules(layers: int) -> Iterator[tuple[str, int]]:
+    """Synchronous schedules whose time is a formula, with their chunks; the plainest one first."""
+    yield "1f1b", 1
+    for one in registry.schedules():
+        known = one.form is not None and one.asynchronous is None and "slices" not in one.options
+        if known and one.name not in ("1f1b", "naive"):
+            for chunks in _chunks(one.name, layers):
+                yield one.name, chunks
+
+
+def _chunks(name: str, layers: int) -> tuple[int, ...]:
+    one = registry.find(name)
+    if "chunks" not in one.options:
+        return (one.chunks,)
+    return tuple(v for v in range(2, 9) if layers % v == 0) or (one.chunks,)
+
+
+def _checkpoint(value: Any) -> int | str:
+    """A value of the plan's key as formulas take it."""
+    if value == "none":
+        return 0
+    if value == "selective" or (isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    raise PlanError(f"checkpoint={value}: a search takes none, selective, or a number of layers such as 1")
+
+
+def _words(text: str) -> dict[str, str]:
+    found = {}
+    for word in text.replace(",", " ").split():
+        key, equals, value = word.partition("=")
+        if not equals or not value:
+            raise PlanError(f"pin {word!r}: must be key=value, such as tp=8")
+        found[key] = value
+    return found
+
+
