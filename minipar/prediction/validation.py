@@ -116,7 +116,7 @@ TABLE_2 = (
     Table2("megatron-530b", 8, 35, 2240, 1120, 1, 167),
     Table2("megatron-530b", 8, 35, 2240, 2240, 1, 159),
 )
-FITTED_ZERO = ("gpt3-175b", 768)  # the row of table 2 with ZeRO-3: Efficiency.beside
+FITTED_ZERO = ("gpt3-175b", 384)  # the row of table 2 with ZeRO-3: Efficiency.beside
 
 ZERO_RANKS = (1, 4, 16, 64, 256, 1024)
 ZERO_TABLE = {  # GB of model states: for each model, and each number of ranks, stages 1, 2 and 3
