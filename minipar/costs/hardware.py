@@ -45,7 +45,7 @@ class Efficiency:
     memory: float = 0.85
     near: float = 0.843
     far: float = 0.75
-    beside: float = 0.5
+    beside: float = 0.58
     lanes: int = 1
     kernel: float = 5e-6
 

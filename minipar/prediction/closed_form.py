@@ -504,9 +504,10 @@ def closed_form(numbers: PlanNumbers, model: Sizes, machine: Hardware, form: Clo
 
     # all of them, if all ranks were as the average; then the slowest one sets the pace
     f, b, w = (sum(map(mul, each, many)) / p for each in (forwards, backwards, weights))
-    even = form.time(Times(f, b - w, w), p, m, v) + (m - 1) * (totals[slow] - f - b)
+    flushed = find(n.schedule).asynchronous is None  # (without a flush the pipeline is full from the first to the last)
+    even = form.time(Times(f, b - w, w), p, m, v) + (m - flushed) * (totals[slow] - f - b) if p > 1 else m * (f + b)
     message = _message(numbers, model, machine) if p > 1 else 0.0
-    messages = form.time(Times(f, b - w, w, message), p, m, v) - form.time(Times(f, b - w, w), p, m, v)
+    messages = form.time(Times(f, b - w, w, message), p, m, v) - form.time(Times(f, b - w, w), p, m, v) if p > 1 else 0.0
 
     sums = max(_sums(numbers, machine, one, axes, backwards[slow]) for one, _ in kinds)
     sums += _copies(numbers, machine, model, form, kinds)
@@ -518,7 +519,7 @@ def closed_form(numbers: PlanNumbers, model: Sizes, machine: Hardware, form: Clo
         "recomputation": m * one.again,
         "collectives of shared layers": m * (one.sent + one.back_sent - hidden[slow]),
         "parameters and copies": m * waits[slow],
-        "bubble": even - m * totals[slow],
+        "bubble": max(0.0, even - m * totals[slow]) if p > 1 else 0.0,
         "messages": messages,
         "gradient sums": sums,
         "optimizer": step,
@@ -526,7 +527,7 @@ def closed_form(numbers: PlanNumbers, model: Sizes, machine: Hardware, form: Clo
     memory, parts, host = _memory(numbers, model, kinds, form)
     flops = n.dp * m * sum(one.flops * count for one, count in kinds)
     extra = n.dp * m * sum(one.extra * count for one, count in kinds)
-    time = even + messages + sums + step
+    time = sum(seconds.values())
     return Cost(time, memory, {k: x for k, x in seconds.items() if x}, parts, 3 * flops + extra, 3 * flops, host)
 
 

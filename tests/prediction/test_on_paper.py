@@ -11,7 +11,7 @@ from minipar.costs import analytic
 from minipar.costs.device import DeviceSpec
 from minipar.errors import PlanError
 from minipar.models import table
-from minipar.prediction import estimate, memory_formula
+from minipar.prediction import memory_formula, on_paper
 from minipar.strategies.plan import Plan
 
 DEVICE = "flops=8GFLOP/s bandwidth=100MB/s latency=1ms host_bandwidth=400MB/s"
@@ -23,29 +23,29 @@ STATES = 4 * analytic.parameters(DEMO)
 
 def test_one_device_takes_its_operations_however_the_batch_is_cut() -> None:
     for plan in ("", "microbatches=16", "microbatches=3"):
-        assert estimate.predict(plan, "gpt-demo", DEVICE, 16).trace.time == pytest.approx(WORK, rel=1e-3)
+        assert on_paper.predict(plan, "gpt-demo", DEVICE, 16).trace.time == pytest.approx(WORK, rel=1e-3)
 
 
 def test_recomputing_all_layers_adds_a_forward() -> None:
     """But for the layer that goes backward at once, and what one row's layers can do without."""
-    found = estimate.predict("microbatches=16 checkpoint=1", "gpt-demo", DEVICE, 16)
+    found = on_paper.predict("microbatches=16 checkpoint=1", "gpt-demo", DEVICE, 16)
     assert 1.25 * WORK < found.trace.time <= analytic.step_flops(DEMO, 16, again=1) / 8e9
 
 
 def test_selective_recomputation_adds_the_attention_cores() -> None:
-    found = estimate.predict("microbatches=4 checkpoint=selective", "gpt-demo", DEVICE, 16)
+    found = on_paper.predict("microbatches=4 checkpoint=selective", "gpt-demo", DEVICE, 16)
     cores = DEMO.layers * analytic.core_flops(DEMO, 16)
     assert found.trace.time == pytest.approx(WORK + cores / 8e9, rel=1e-6)
 
 
 def test_data_parallel_without_overlap_is_compute_and_a_ring() -> None:
-    found = estimate.predict("dp=4 overlap=none bucket=flat", "gpt-demo", DEVICE, 16)
+    found = on_paper.predict("dp=4 overlap=none bucket=flat", "gpt-demo", DEVICE, 16)
     ring = 2 * 3 / 4 * STATES / 100e6 + 2 * 3 * 1e-3
     assert found.trace.time == pytest.approx(WORK / 4 + ring, rel=1e-3)
 
 
 def test_an_even_pipeline_has_its_closed_form() -> None:
-    found = estimate.predict("pp=4 microbatches=16 split=3,2,2,3", "gpt-demo", "flops=8GFLOP/s", 16)
+    found = on_paper.predict("pp=4 microbatches=16 split=3,2,2,3", "gpt-demo", "flops=8GFLOP/s", 16)
     slowest = max(found.trace.busy)
     ideal = (16 + 3) * WORK / 64
     assert ideal < found.trace.time < 1.1 * ideal  # (the last stage has the head besides)
@@ -54,13 +54,13 @@ def test_an_even_pipeline_has_its_closed_form() -> None:
 
 def test_messages_of_a_step() -> None:
     """The bytes that cross the cut are those of one row's output, there and back, for each micro-batch."""
-    found = estimate.predict("pp=2 microbatches=8", "gpt-demo", DEVICE, 8)
+    found = on_paper.predict("pp=2 microbatches=8", "gpt-demo", DEVICE, 8)
     assert sum(sum(row) for row in [found.trace.bytes_by_link().values()]) == 8 * 2 * 4 * 128 * 192
 
 
 def test_memory_is_the_formula() -> None:
     plan = Plan.parse("pp=2 dp=2 zero=1 microbatches=8 checkpoint=1")
-    found = estimate.predict(plan, "gpt-demo", DEVICE, 16)
+    found = on_paper.predict(plan, "gpt-demo", DEVICE, 16)
     assert found.ranks == memory_formula.per_rank(plan, "gpt-demo", 16)
     assert found.memory == [rank.total for rank in found.ranks]
 
@@ -76,7 +76,7 @@ def test_memory_is_the_formula() -> None:
     ],
 )
 def test_what_should_be_faster_is(plan: str, faster: str) -> None:
-    slow, fast = (estimate.predict(one, "gpt-demo", DEVICE, 16).trace.time for one in (plan, faster))
+    slow, fast = (on_paper.predict(one, "gpt-demo", DEVICE, 16).trace.time for one in (plan, faster))
     assert fast < slow
 
 
@@ -84,7 +84,7 @@ def test_published_models_in_bf16() -> None:
     """Megatron's 7.5B model, one row a micro-batch: within a tenth of operations over FLOP/s where links are fast."""
     spec = DeviceSpec(flops=140e12, bandwidth=1e15, latency=0.0, memory=80 * 10**9)
     plan = "pp=4 dp=2 microbatches=32 zero=1 precision=bf16 checkpoint=selective"
-    found = estimate.predict(plan, "megatron-7.5b", spec, 64)
+    found = on_paper.predict(plan, "megatron-7.5b", spec, 64)
     model = table.numbers("megatron-7.5b")
     assert isinstance(model, table.GPT)
     ideal = analytic.step_flops(model, 64) / 140e12 / 8
@@ -104,13 +104,13 @@ def test_published_models_in_bf16() -> None:
 )
 def test_what_cannot_be(plan: str, model: str, device: str, batch: int, words: str) -> None:
     with pytest.raises(PlanError) as caught:
-        estimate.predict(plan, model, device, batch)
+        on_paper.predict(plan, model, device, batch)
     assert words in caught.value.reason
 
 
 def test_it_needs_no_torch() -> None:
     code = f"""import sys
-from minipar.prediction import estimate
-estimate.predict("pp=2 dp=2 microbatches=4 zero=1", "gpt-demo", "{DEVICE}", 16)
+from minipar.prediction import on_paper
+on_paper.predict("pp=2 dp=2 microbatches=4 zero=1", "gpt-demo", "{DEVICE}", 16)
 print("torch" in sys.modules)"""
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "False\n"

@@ -1,6 +1,6 @@
 """Time and memory of a plan from formulas alone: from a model's name, a device's data sheet and a plan. No torch.
 
-    found = estimate.predict("pp=8 dp=4 zero=1 microbatches=16 precision=bf16", "megatron-7.5b", "a100-80gb", batch=64)
+    found = on_paper.predict("pp=8 dp=4 zero=1 microbatches=16 precision=bf16", "megatron-7.5b", "a100-80gb", batch=64)
     found.trace.time, max(found.memory)           seconds of a step; bytes on the fullest rank
 
 The simulator gives the time: operations / `flops`, and bytes / bandwidth of links. `memory_formula` gives the memory.
