@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from minipar.costs.device import DeviceSpec
+from minipar.costs.quantities import quantity
 from minipar.course import freezing, lesson_commands
 from minipar.errors import DeviceOutOfMemory, MiniparError, PlanError, ProgramError, StoreError
 from minipar.program import Op
@@ -131,6 +132,18 @@ def _parser() -> _Parser:
         "--sequence-parallel", action="store_true", help="between the divided operators the sequence is cut"
     )
     one.add_argument("--batch", type=_count, default=16, help="rows of a step (default 16)")
+
+    one = command("plan", _plan, _show_plan, "the fastest plans for a model on machines that are not here, and why")
+    one.add_argument("--model", required=True, help="a preset such as gpt3-175b, numbers, a TOML file, or module:build")
+    one.add_argument("--hardware", required=True, help="a preset such as a100-80gb, with words such as far=50GB/s")
+    one.add_argument("--nodes", type=_count, default=None, help="how many nodes there are (default: the hardware's, or 1)")
+    one.add_argument("--gpus-per-node", type=_count, default=None, help="devices of a node (default: the hardware's)")
+    one.add_argument("--batch", type=_count, required=True, help="rows of a step over all replicas")
+    one.add_argument("--pin", default="", metavar="WORDS", help="keys that are fixed, such as 'tp=8 zero=1'")
+    one.add_argument("--memory", type=_bytes, default=None, help="bytes of a device to use, such as 70GB (default: all)")
+    one.add_argument("--best", type=_count, default=20, help="how many plans to show (default 20)")
+    one.add_argument("--explain", metavar="KEY", help="also what each value of a key, such as tp, would cost instead")
+    one.add_argument("--front", action="store_true", help="also the least time for less and less memory")
 
     one = command("schedules", _schedules, _show_schedules, "list the schedules, with their constraints")
     one.add_argument("--markdown", action="store_true", help="as a Markdown table, which the README holds")
@@ -379,21 +392,30 @@ def _show_memory(result: dict[str, Any]) -> str:
 
 
 def _estimate(options: argparse.Namespace) -> dict[str, Any]:
-    from minipar.costs.hardware import Hardware
     from minipar.prediction.estimating import estimate, report
 
-    devices: str | Hardware = options.hardware
-    if options.hardware == "this-machine":
-        from minipar.cluster import Cluster
-        from minipar.execution.measuring.calibration import calibrate
-
-        with Cluster(2) as cluster:
-            devices = Hardware.measured(calibrate(cluster), memory=_memory_here())
-    model = _own_model(options.model) if ":" in options.model.partition(" ")[0] else options.model
     found = estimate(
-        options.plan, model, devices, options.batch, nodes=options.nodes, gpus_per_node=options.gpus_per_node
-    )
+        options.plan, _sizes(options.model), _machine(options.hardware), options.batch, nodes=options.nodes,
+        gpus_per_node=options.gpus_per_node,
+    )  # fmt: skip
     return report(found)
+
+
+def _machine(given: str) -> Any:
+    """What --hardware names; this-machine is calibrated."""
+    if given != "this-machine":
+        return given
+    from minipar.cluster import Cluster
+    from minipar.costs.hardware import Hardware
+    from minipar.execution.measuring.calibration import calibrate
+
+    with Cluster(2) as cluster:
+        return Hardware.measured(calibrate(cluster), memory=_memory_here())
+
+
+def _sizes(given: str) -> Any:
+    """What --model names."""
+    return _own_model(given) if ":" in given.partition(" ")[0] else given
 
 
 def _memory_here() -> int:
@@ -421,6 +443,27 @@ def _own_model(text: str) -> Any:
 
 def _show_estimate(result: dict[str, Any]) -> str:
     return str(result["text"])
+
+
+def _plan(options: argparse.Namespace) -> dict[str, Any]:
+    from minipar.planner.exhaustive import report, search
+
+    found = search(
+        _sizes(options.model), _machine(options.hardware), options.nodes, options.gpus_per_node, options.batch,
+        pins=options.pin, memory=options.memory, most=options.best,
+    )  # fmt: skip
+    return report(found, options.explain, options.front)
+
+
+def _show_plan(result: dict[str, Any]) -> str:
+    return str(result["text"])
+
+
+def _bytes(text: str) -> int:
+    try:
+        return int(quantity("memory", text))
+    except PlanError as error:
+        raise argparse.ArgumentTypeError(error.reason) from None
 
 
 def _validate(options: argparse.Namespace) -> dict[str, Any]:

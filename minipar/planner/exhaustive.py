@@ -456,3 +456,30 @@ def front(space: Space, fastest: Planned, points: int = 6) -> tuple[Planned, ...
         if not kept or one.time < kept[-1].time:
             kept.append(one)
     return tuple(kept)
+
+
+def report(found: Found, key: str | None = None, with_front: bool = False) -> dict[str, Any]:
+    """What a search found, for scripts and for people (`text`). `key`: also what its values would cost instead."""
+    from minipar.planner.reasons import advice
+
+    text = [str(found), "", advice(found.plan, found.space)]
+    made: dict[str, Any] = {
+        "best": [one.as_dict() for one in found.best],
+        "searched": found.searched,
+        "seconds": found.seconds,
+        "tried": found.tried,
+        "advice": text[-1],
+    }
+    if key is not None:
+        rows = found.explain(key)
+        text += ["", str(rows)]
+        made["explain"] = [
+            {"value": row.value, "plan": row.plan.words if row.plan else None,
+             "time": row.plan.time if row.plan else None, "reason": row.reason}
+            for row in rows.rows
+        ]  # fmt: skip
+    if with_front:
+        plans = found.front()
+        text += ["", *(f"{one.memory / 1e9:6.1f} GB  {one.time:.4g} s  {one.words}" for one in plans)]
+        made["front"] = [one.as_dict() for one in plans]
+    return {**made, "text": "\n".join(text)}

@@ -293,22 +293,13 @@ class _Builder:
 
     def _cost(self, graph: Graph, op: Operator, way: Way) -> tuple[float, float]:
         """Seconds of an operator's part and of the collectives inside; bytes that it keeps for the backward."""
-        tensors = [graph.tensors[name] for name in (*op.inputs, *op.outputs)]
-        sizes = [math.prod(shape) * t.itemsize
-                 for shape, t in zip((*way.in_shapes, *way.out_shapes), tensors, strict=True)]  # fmt: skip
-        view = op.op.rpartition("::")[2] in VIEWS
-        times = 3 if self.training and any(graph.tensors[name].differentiable for name in op.outputs) else 1
-        moved = 0 if view else sum(sizes)
-        flops = flops_of(op, way.in_shapes, way.out_shapes)
-        seconds = times * max(flops / self.machine.flops, moved / self.machine.memory_bandwidth)
+        seconds = computing(graph, op, way.in_shapes, way.out_shapes, self.machine, self.training)
         if any(choice.inside for choice in way.choices):
             chosen = dict(zip(self.axes, way.choices, strict=True))
             one = Divided(op, way.ins, way.outs, chosen, way.in_shapes, way.out_shapes)
             found = Sharding(graph, self.mesh, {}, (one,), (), self.machine.links).collectives()
             seconds += math.fsum(c.time for c in found if self.training or c.phase == "forward")
-        kept = [size for size, t in zip(sizes[len(op.inputs) :], tensors[len(op.inputs) :], strict=True)
-                if t.differentiable and not view and self.training]  # fmt: skip
-        return seconds, float(sum(kept))
+        return seconds, kept(graph, op, way.out_shapes) if self.training else 0.0
 
     # Values and parameters
 
@@ -503,7 +494,31 @@ def _distinct(labels: Sequence[str], ways: Sequence[Way]) -> list[str]:
     return [x if often[x] == 1 else f"{x}, from {way.reads}" for x, way in zip(labels, ways, strict=True)]
 
 
-# Operations -----------------------------------------------------------------------------------------------------------
+# Work -----------------------------------------------------------------------------------------------------------------
+
+
+def computing(
+    graph: Graph, op: Operator, ins: Sequence[Shape], outs: Sequence[Shape], machine: Machine, training: bool = True
+) -> float:
+    """Seconds of an operator on parts of these shapes: operations / flops, or bytes / bandwidth if that is longer.
+
+    The backward is counted as two forwards.
+    """
+    tensors = [graph.tensors[name] for name in (*op.inputs, *op.outputs)]
+    times = 3 if training and any(graph.tensors[name].differentiable for name in op.outputs) else 1
+    moved = 0
+    if op.op.rpartition("::")[2] not in VIEWS:
+        moved = sum(math.prod(shape) * t.itemsize for shape, t in zip((*ins, *outs), tensors, strict=True))
+    return times * max(flops_of(op, ins, outs) / machine.flops, moved / machine.memory_bandwidth)
+
+
+def kept(graph: Graph, op: Operator, outs: Sequence[Shape]) -> float:
+    """Bytes that an operator keeps for the backward: what it writes, unless that is a view."""
+    if op.op.rpartition("::")[2] in VIEWS:
+        return 0.0
+    tensors = [graph.tensors[name] for name in op.outputs]
+    return float(sum(math.prod(s) * t.itemsize for s, t in zip(outs, tensors, strict=True) if t.differentiable))
+
 
 _INNER = {"linear": (0, -1), "mm": (0, -1), "bmm": (0, -1), "matmul": (0, -1), "mv": (0, -1), "dot": (0, -1)}
 _INNER |= {"addmm": (1, -1), "baddbmm": (1, -1)}

@@ -101,6 +101,8 @@ def _whole_model(found: Planned, space: Space) -> str:
 def _moved(n: PlanNumbers, space: Space, **changed: int) -> PlanNumbers | None:
     """The plan with another tp or pp, on as many devices: dp and micro-batches change along."""
     made = n._replace(**changed)
+    if made.chunks > 1 and space.model.layers % (made.pp * made.chunks):
+        return None
     others = made.tp * made.pp * made.cp * made.ep
     if space.devices % others:
         return None

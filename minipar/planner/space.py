@@ -109,8 +109,14 @@ class Space:
     @property
     def count(self) -> int:
         """How many plans there are."""
-        with_offload = max(1, len(self.domains["offload"]))
-        return sum(1 for outer in self.outer() for _ in self.inner(outer)) * with_offload
+        known: dict[tuple[int, bool], int] = {}
+        total = 0
+        for outer in self.outer():
+            key = outer.pp, outer.dp * outer.cp * outer.ep > 1
+            if key not in known:
+                known[key] = sum(1 for _ in self.inner(outer))
+            total += known[key]
+        return total * max(1, len(self.domains["offload"]))
 
     def pinned(self, pins: str | Mapping[str, Any]) -> Space:
         """The same space with some keys fixed: "tp=8 zero=1". Errors: PlanError for an unknown key or value."""
