@@ -142,6 +142,7 @@ def _parser() -> _Parser:
     one.add_argument("--pin", default="", metavar="WORDS", help="keys that are fixed, such as 'tp=8 zero=1'")
     one.add_argument("--memory", type=_bytes, default=None, help="bytes of a device to use, such as 70GB (default: all)")
     one.add_argument("--best", type=_count, default=20, help="how many plans to show (default 20)")
+    one.add_argument("--runs", action="store_true", help="only plans that minipar itself can run")
     one.add_argument("--explain", metavar="KEY", help="also what each value of a key, such as tp, would cost instead")
     one.add_argument("--front", action="store_true", help="also the least time for less and less memory")
 
@@ -450,7 +451,7 @@ def _plan(options: argparse.Namespace) -> dict[str, Any]:
 
     found = search(
         _sizes(options.model), _machine(options.hardware), options.nodes, options.gpus_per_node, options.batch,
-        pins=options.pin, memory=options.memory, most=options.best,
+        pins=options.pin, memory=options.memory, most=options.best, runs=options.runs,
     )  # fmt: skip
     return report(found, options.explain, options.front)
 

@@ -43,8 +43,7 @@ from minipar.wording import several
 
 WORK = ("matrix products", "other operators", "recomputation", "collectives of shared layers")
 SIMULATED = 20  # of the best plans
-SECONDS = 4.0  # that simulating them may take
-LIGHT = 40_000  # actions of a replica: larger ones are not simulated
+ACTIONS = 20_000  # of all replicas that are simulated together: a few seconds
 
 
 @dataclass(frozen=True)
@@ -175,6 +174,7 @@ def search(
     memory: int | None = None,
     most: int = SIMULATED,
     simulate: bool = True,
+    runs: bool = False,
 ) -> Found:
     """The fastest plans for a model, and how much is known about all others.
 
@@ -182,6 +182,7 @@ def search(
     memory    bytes of a device that may be used; default: all of them
     most      how many plans to return
     simulate  whether the best ones are simulated where their formula is not exact
+    runs      whether only plans count that minipar itself can run
 
     Errors: PlanError for an unknown model, hardware, key or value, and where no plan fits: with the smallest memory, and
     the smallest number of nodes, that would do.
@@ -193,7 +194,7 @@ def search(
     if memory is not None:
         changed["memory"] = memory
     found = space(sizes(model), replace(machine, **changed), keys.whole_number("batch", batch), pins)
-    return solve(found, keys.whole_number("most", most), simulate)
+    return solve(replace(found, runs=runs), keys.whole_number("most", most), simulate)
 
 
 def solve(space: Space, most: int = SIMULATED, simulate: bool = True) -> Found:
@@ -273,21 +274,22 @@ def _fitting(space: Space, numbers: PlanNumbers, limit: float) -> Planned | None
                 if cost.time >= limit:
                     return None
                 check(chosen, space.model, space.machine)
-                return Planned(chosen, cost)
+                found = Planned(chosen, cost)
+                return found if not space.runs or found.plan else None
     except PlanError:
         pass
     return None
 
 
 def _simulated(space: Space, best: list[Planned]) -> list[Planned]:
-    """The plans whose formula is not exact with the simulator's time, as long as there is time for it."""
-    began = perf_counter()
-    made = []
+    """The plans whose formula is not exact with the simulator's time, the fastest first, up to a number of actions."""
+    made, left = [], ACTIONS
     for one in best:
         n = one.numbers
         form = find(n.schedule).form
         size = n.pp * min(n.microbatches, 3 * n.pp) * n.chunks
-        if form is not None and not form.exact and size <= LIGHT and perf_counter() - began < SECONDS:
+        if form is not None and not form.exact and size <= left:
+            left -= size
             cost = closed_form(n, space.model, space.machine, by_simulation(n))
             one = replace(one, simulated=cost.time)
         made.append(one)

@@ -144,6 +144,11 @@ class _Value:
     readers: list[tuple[int, list[Form]]] = field(default_factory=list)
 
 
+def tie(layer: Layer, number: int) -> object:
+    """What layers that decide alike have in common. The first layer is given the model's input, so it is by itself."""
+    return id(layer.graph), number == 0
+
+
 class _Builder:
     def __init__(
         self,
@@ -169,7 +174,7 @@ class _Builder:
         self.of_layer: list[int] = []
         known: dict[object, int] = {}
         for number, layer in enumerate(layers):
-            key = id(layer.graph) if tied else number
+            key = tie(layer, number) if tied else number
             if key in known:
                 self.templates[known[key]].count += 1
             else:

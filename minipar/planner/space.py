@@ -41,6 +41,8 @@ class Space:
     batch            rows of a step
     domains          of each key its values; a schedule is (name, chunks)
     precision        of all plans
+    pins             what was fixed
+    runs             whether only plans count that minipar itself can run
     """
 
     model: Sizes
@@ -49,6 +51,7 @@ class Space:
     domains: Mapping[str, tuple[Any, ...]]
     precision: str = "bf16"
     pins: Mapping[str, Any] = field(default_factory=dict)
+    runs: bool = False
 
     @property
     def devices(self) -> int:
