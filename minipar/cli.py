@@ -136,11 +136,15 @@ def _parser() -> _Parser:
     one = command("plan", _plan, _show_plan, "the fastest plans for a model on machines that are not here, and why")
     one.add_argument("--model", required=True, help="a preset such as gpt3-175b, numbers, a TOML file, or module:build")
     one.add_argument("--hardware", required=True, help="a preset such as a100-80gb, with words such as far=50GB/s")
-    one.add_argument("--nodes", type=_count, default=None, help="how many nodes there are (default: the hardware's, or 1)")
+    one.add_argument(
+        "--nodes", type=_count, default=None, help="how many nodes there are (default: the hardware's, or 1)"
+    )
     one.add_argument("--gpus-per-node", type=_count, default=None, help="devices of a node (default: the hardware's)")
     one.add_argument("--batch", type=_count, required=True, help="rows of a step over all replicas")
     one.add_argument("--pin", default="", metavar="WORDS", help="keys that are fixed, such as 'tp=8 zero=1'")
-    one.add_argument("--memory", type=_bytes, default=None, help="bytes of a device to use, such as 70GB (default: all)")
+    one.add_argument(
+        "--memory", type=_bytes, default=None, help="bytes of a device to use, such as 70GB (default: all)"
+    )
     one.add_argument("--best", type=_count, default=20, help="how many plans to show (default 20)")
     one.add_argument("--runs", action="store_true", help="only plans that minipar itself can run")
     one.add_argument("--explain", metavar="KEY", help="also what each value of a key, such as tp, would cost instead")

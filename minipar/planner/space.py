@@ -14,12 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from math import prod
 from typing import Any
 
 from minipar.costs.hardware import Hardware
 from minipar.errors import PlanError
-from minipar.models.sizes import Chain, Sizes, Transformer
+from minipar.models.sizes import Sizes, Transformer
 from minipar.prediction.closed_form import PlanNumbers
 from minipar.strategies import keys
 from minipar.strategies.keys import OFFLOADS
@@ -217,5 +216,3 @@ def _words(text: str) -> dict[str, str]:
             raise PlanError(f"pin {word!r}: must be key=value, such as tp=8")
         found[key] = value
     return found
-
-

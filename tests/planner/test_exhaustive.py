@@ -10,7 +10,8 @@ from minipar.cli import main
 from minipar.costs.hardware import hardware
 from minipar.errors import PlanError
 from minipar.models.sizes import sizes
-from minipar.planner.exhaustive import difference, search, smallest, solve
+from minipar.planner.exhaustive import search, smallest, solve
+from minipar.planner.planned import difference
 from minipar.planner.reasons import advice
 from minipar.planner.space import space
 from minipar.prediction.closed_form import closed_form
@@ -117,7 +118,9 @@ def test_only_what_minipar_can_run():
 
 
 def test_an_impossible_budget_names_what_would_do():
-    with pytest.raises(PlanError, match=r"no plan fits in 1 GB; the smallest needs .* GB .*possible is a budget") as told:
+    with pytest.raises(
+        PlanError, match=r"no plan fits in 1 GB; the smallest needs .* GB .*possible is a budget"
+    ) as told:
         search("megatron-7.5b", "a100-80gb", 1, 8, 16, memory=10**9)
     assert "nodes=" in str(told.value)
     need = float(str(told.value).split("the smallest needs ")[1].split(" GB")[0])

@@ -41,10 +41,9 @@ def test_within_a_budget(seed):
     graph = random_graph(seed, budget=True, impossible=0.0)
     try:
         best = brute_force(graph)
-    except PlanError as error:
+    except PlanError:
         with pytest.raises(PlanError, match="no answer fits; the smallest needs"):
             ilp(graph)
-        assert "the smallest needs" in str(error)
         return
     found = ilp(graph)
     assert found.time == pytest.approx(best.time)
