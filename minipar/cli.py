@@ -104,9 +104,10 @@ def _parser() -> _Parser:
 
     one = command("estimate", _estimate, _show_estimate, "seconds and memory of a step on machines that are not here")
     one.add_argument(
-        "plan", metavar="PLAN", help="key=value words, such as 'tp=8 pp=8 micro_batch_size=1 checkpoint=1'; without dp=, "
-        "as many replicas as fill the nodes",
-    )  # fmt: skip
+        "plan",
+        metavar="PLAN",
+        help="key=value words, such as 'tp=8 pp=8 micro_batch_size=1'; without dp=, as many replicas as fill the nodes",
+    )
     one.add_argument(
         "--model", required=True, help="a preset such as gpt3-175b, 'gpt layers=24 hidden=1024 heads=16 sequence=1024 "
         "vocabulary=50257' (or llama, mixture), a TOML file, or module:build, which gives a torch model and an example",

@@ -4,10 +4,10 @@
     found.time, found.tflops_per_gpu, found.mfu, found.memory, found.breakdown
     print(found)
 
-plan      as for `Plan`, but estimates know more than minipar can run: `found.note` says so. `micro_batch_size=b` may stand
-          for `microbatches=m`. Without precision=, it is what the hardware is made for: bf16, or float32 on a laptop
-model     a preset's name, words or a table of numbers, a dataclass (models/sizes.py), or a torch module (`chain_of`)
-devices   a preset's name, words or a table of numbers, a dataclass (costs/hardware.py), or a calibration
+plan      as for `Plan`, but estimates know more than minipar can run: `found.note` says so. `micro_batch_size=b` may
+          stand for `microbatches=m`. Without precision=, it is what the hardware is made for: bf16, or float32 on a
+laptop model     a preset's name, words or a table of numbers, a dataclass (models/sizes.py), or a torch module
+(`chain_of`) devices   a preset's name, words or a table of numbers, a dataclass (costs/hardware.py), or a calibration
 
 The time is that of `closed_form`. A schedule without a formula is simulated: one replica with equal ranks, at 2p and 3p
 micro-batches (p is the number of ranks), from which the time grows evenly. `bucket`, `prefetch`, `clip` and `algorithm`
@@ -425,9 +425,14 @@ def _replica(plan: Plan, count: int, times: Times) -> float:
     made = replace(plan, microbatches=count)
     cut = made.slice_count
     program = made.compile(layers=1 + max(map(max, made.placement())), check=False)
-    costs = {"forward": times.forward / cut, "backward": (times.both - times.forward) / cut}
-    halves = {"input_gradient": times.input_gradient / cut, "weight_gradient": times.weight_gradient / cut}
-    return simulated(program, **costs, **halves, latency=times.message).time
+    return simulated(
+        program,
+        forward=times.forward / cut,
+        backward=(times.both - times.forward) / cut,
+        input_gradient=times.input_gradient / cut,
+        weight_gradient=times.weight_gradient / cut,
+        latency=times.message,
+    ).time
 
 
 # what would fit -------------------------------------------------------------------------------------------------------
@@ -436,7 +441,9 @@ def _replica(plan: Plan, count: int, times: Times) -> float:
 def way_out(found: Estimate) -> str:
     """What a plan that does not fit needs: the memory of a device, or the smallest number of devices of this kind."""
     n, model, machine = found.numbers, found.model, found.machine
-    text = f"needs {found.memory / 1e9:.4g} GB, but {machine.name} has {machine.memory / 1e9:.4g} GB; it fits devices of "
+    text = (
+        f"needs {found.memory / 1e9:.4g} GB, but {machine.name} has {machine.memory / 1e9:.4g} GB; it fits devices of "
+    )
     text += f"{ceil(found.memory / 1e8) / 10:g} GB"
     more = smallest(n, model, replace(machine, nodes=0))
     if more is not None:
@@ -491,5 +498,3 @@ def report(found: Estimate) -> dict[str, Any]:
         "note": found.note,
         "text": str(found),
     }
-
-
