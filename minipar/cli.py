@@ -389,7 +389,7 @@ def _estimate(options: argparse.Namespace) -> dict[str, Any]:
         from minipar.execution.measuring.calibration import calibrate
 
         with Cluster(2) as cluster:
-            devices = Hardware.measured(calibrate(cluster), memory=_memory_here())
+            devices = Hardware.measured(calibrate(cluster), memory=_memory_here() // 2)
     model = _own_model(options.model) if ":" in options.model.partition(" ")[0] else options.model
     found = estimate(
         options.plan, model, devices, options.batch, nodes=options.nodes, gpus_per_node=options.gpus_per_node

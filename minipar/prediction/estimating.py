@@ -158,7 +158,8 @@ def estimate(
     if example is not None:
         from minipar.models.counting import chain_of  # (it needs torch)
 
-        model = chain_of(model, example)
+        module: Any = model
+        model = chain_of(module, example)
     chosen = sizes(model)
     if isinstance(plan, PlanNumbers):
         numbers, form, note = plan, None, ""
