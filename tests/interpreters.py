@@ -204,6 +204,16 @@ def brute_force(program: Program, costs) -> tuple[list[list[float]], list[list[f
                     turns.append({})
                 turns[mine][rank] = k
 
+    def cost(rank: int, ins: Instruction):
+        if ins.op is Op.SEND or ins.op in COPIES:
+            return costs.transfer(rank, ins)
+        if ins.op in JOINED:
+            return costs.collective(ins)
+        return None if ins.op is Op.RECV else costs.compute(rank, ins)
+
+    # Each cost is asked for once: there are as many sweeps over the program as times wander along it.
+    taken = [[cost(rank, ins) for ins in row] for rank, row in enumerate(rows)]
+    computes = [[ins.op not in (Op.SEND, Op.RECV, *JOINED, *COPIES) for ins in row] for row in rows]
     reached = [[0.0] * len(row) for row in rows]  # when the rank's loop gets to the instruction
     free = [[0.0] * len(row) for row in rows]  # when everything it waits for on its own rank is there
     starts = [[0.0] * len(row) for row in rows]
@@ -211,25 +221,27 @@ def brute_force(program: Program, costs) -> tuple[list[list[float]], list[list[f
     changed = True
     while changed:
         before = ([*map(list, starts)], [*map(list, ends)])
-        for rank, row in enumerate(rows):
+        for rank in range(len(rows)):
             clock = 0.0
-            for k, ins in enumerate(row):
+            for k, own in enumerate(computes[rank]):
                 reached[rank][k] = clock
-                clock = free[rank][k] = max([clock, *(ends[rank][w] for w in awaits[rank][k])])
-                if ins.op not in (Op.SEND, Op.RECV, *JOINED, *COPIES):
+                if awaits[rank][k]:
+                    clock = max([clock, *(ends[rank][w] for w in awaits[rank][k])])
+                free[rank][k] = clock
+                if own:
                     starts[rank][k] = clock
-                    clock = ends[rank][k] = clock + costs.compute(rank, ins)
+                    clock = ends[rank][k] = clock + taken[rank][k]
         for (rank, _), copies in lanes.items():
             busy = 0.0
             for k in copies:
-                occupied, delay = costs.transfer(rank, rows[rank][k])
+                occupied, delay = taken[rank][k]
                 starts[rank][k] = max(free[rank][k], busy)
                 busy = starts[rank][k] + occupied
                 ends[rank][k] = busy + delay
         for link, messages in sends.items():
             busy = 0.0
             for n, (rank, k) in enumerate(messages):
-                occupied, delay = costs.transfer(rank, rows[rank][k])
+                occupied, delay = taken[rank][k]
                 starts[rank][k] = max(free[rank][k], busy)
                 busy = ends[rank][k] = starts[rank][k] + occupied
                 target, place = receives[link][n]
@@ -242,8 +254,8 @@ def brute_force(program: Program, costs) -> tuple[list[list[float]], list[list[f
                 everyone = max([busy, *(free[rank][k] for rank, k in turn.items())])
                 for rank, k in turn.items():
                     starts[rank][k] = max(free[rank][k], busy)
-                    ends[rank][k] = everyone + costs.collective(rows[rank][k])
-                busy = everyone + costs.collective(rows[rank][k])
+                    ends[rank][k] = everyone + taken[rank][k]
+                busy = everyone + taken[rank][k]
         changed = before != (starts, ends)
     return starts, ends
 

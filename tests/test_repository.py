@@ -192,6 +192,17 @@ def test_make_test_runs_every_test_file_once():
     assert found == Counter([*(ROOT / "tests").rglob("test_*.py"), *lessons])
 
 
+def test_pytest_collects_the_lessons_which_alone_need_nbval():
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    assert "lessons" in options["testpaths"]
+    usual, plain = options["addopts"].split(), everything.NO_NOTEBOOKS[-1].partition("addopts=")[2].split()
+    assert usual[: len(plain)] == plain
+    assert "--nbval" in usual
+    assert all(word.startswith("--nbval") for word in usual[len(plain) :])
+    for part in everything.then([]):
+        assert any(word.endswith(".ipynb") for word in part.command) <= (everything.NO_NOTEBOOKS[0] not in part.command)
+
+
 def test_readme_begins_with_the_two_commands():
     text = (ROOT / "README.md").read_text()
     assert 0 < text.index("make demo") < text.index("make test") < 3000
