@@ -33,6 +33,7 @@ LONG = (
     (("tests/widgets", "tests/course", "tests/docs"), 1),
     (("lessons",), 6),
 )
+SOLUTION = "lessons/solutions/05_allreduce.ipynb"  # tests/course/test_solutions.py runs the others, without kernels
 FAST = (
     ("tests/strategies", "tests/program", "tests/sharding"),
     ("tests/prediction", "tests/trace", "tests/costs", "tests/data", "tests/models"),
@@ -68,7 +69,8 @@ def lint() -> Part:
 def parts_of(folders: tuple[str, ...], count: int) -> list[list[str]]:
     """The test files of folders, dealt out like cards: the long lessons stand side by side."""
     files = sorted(path for each in folders for name in ("test_*.py", "*.ipynb") for path in (ROOT / each).rglob(name))
-    found = [str(path.relative_to(ROOT)) for path in files if ".ipynb_checkpoints" not in path.parts]
+    paths = [str(path.relative_to(ROOT)) for path in files if ".ipynb_checkpoints" not in path.parts]
+    found = [path for path in paths if path == SOLUTION or not path.startswith("lessons/solutions/")]
     return [found[k::count] for k in range(count)]
 
 

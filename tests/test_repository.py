@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zipfile
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -92,17 +93,26 @@ def test_every_import_is_a_declared_package(folder, extras):
     known = {IMPORT_NAMES.get(name, name) for name in ranges(lines)} | {"minipar", "minipar_widgets", "tests"}
     known |= {"packaging", "tomli", "IPython", "traitlets", "benchmarks"}  # pytest's, ipykernel's, ipywidgets', ours
     for path in python_files(folder):
-        tree = ast.parse(path.read_text(), filename=str(path))
-        for node in tree.body if folder == "tests" else ast.walk(tree):  # tests may import what they make
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
-            for name in (name.split(".")[0] for name in names):
-                assert name in known or name in sys.stdlib_module_names, f"{path.relative_to(ROOT)} imports {name}"
+        for name in imports(path, everywhere=folder != "tests"):  # tests may import what they make
+            assert name in known or name in sys.stdlib_module_names, f"{path.relative_to(ROOT)} imports {name}"
+
+
+@cache
+def imports(path, everywhere):
+    """The packages that a file of Python 3.10 imports: at its beginning, or everywhere in it."""
+    tree = ast.parse(path.read_text(), filename=str(path), feature_version=(3, 10))
+    found = set()
+    for node in ast.walk(tree) if everywhere else tree.body:
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+        found.update(name.split(".")[0] for name in names)
+    return found
 
 
 def test_source_is_python_3_10():
-    for path in python_files("minipar", "widgets", "benchmarks", "tests"):
-        ast.parse(path.read_text(), filename=str(path), feature_version=(3, 10))
+    for folder in ("minipar", "widgets", "benchmarks", "tests"):
+        for path in python_files(folder):
+            imports(path, everywhere=folder != "tests")
 
 
 def test_versions_agree():
@@ -188,7 +198,7 @@ def test_make_test_runs_every_test_file_once():
         for path in (ROOT / word for word in words if not word.startswith("-")):
             files = path.rglob("test_*.py") if path.is_dir() else [path]
             found.update(file for file in files if not any(folder in file.parents for folder in ignored))
-    lessons = [path for path in (ROOT / "lessons").rglob("*.ipynb") if ".ipynb_checkpoints" not in path.parts]
+    lessons = [*(ROOT / "lessons").glob("*.ipynb"), ROOT / everything.SOLUTION]
     assert found == Counter([*(ROOT / "tests").rglob("test_*.py"), *lessons])
 
 

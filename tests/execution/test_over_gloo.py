@@ -132,7 +132,7 @@ SHARED = [
 def test_ranks_that_share_layers(ranks, name, text):
     """Sums, gathers, scatters and exchanges of activations over gloo give plain torch's gradients."""
     plan = Plan.parse(text)
-    model, loss = partial(models.build, name), models.loss_of(name)
+    model, loss = partial(models.build, name, layers=2), models.loss_of(name)
     found = train(
         model, data.for_model(name), plan, cluster=ranks(plan.ranks), steps=2, batch=4, loss=loss, check=True,
         dtype=torch.float64, progress=False,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections import Counter
+from functools import cache
 
 import pytest
 import torch
@@ -49,12 +50,19 @@ SEQUENCE = {
 }  # fmt: skip
 
 
+@cache
+def captured_gpt(fused):
+    model = models.gpt(fused=fused, **NUMBERS).double()
+    return model, capture_model(model, TOKENS)
+
+
 @pytest.mark.many(2)
 @pytest.mark.parametrize("fused", [True, False], ids=["sdpa", "explicit"])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("preset", [megatron, sequence_parallel])
 def test_gpt(fused, mesh, preset):
-    found = check(models.gpt(fused=fused, **NUMBERS), TOKENS, preset(), mesh, rows(mesh))
+    model, captured = captured_gpt(fused)
+    found = check(model, TOKENS, preset(), mesh, rows(mesh), captured=captured)
     block = found.shardings[1]
     assert str(block.forms["attention.qkv.weight"].on("tp")) == "S0:3"
     assert str(block.forms["mlp.2.weight"].on("tp")) == "S1"
@@ -214,7 +222,8 @@ def test_transformers(kind, attention):
             vocab_size=64, max_position_embeddings=16, attn_implementation=attention,
         )  # fmt: skip
         model = LlamaForCausalLM(config)
-    layers = models.from_transformers(model)
+    layers = models.from_transformers(model).double()
+    captured = capture_model(layers, TOKENS)
     # Llama's norms and rotary tables compute in float32, whatever the model is in.
     tolerance = 1e-10 if kind == "gpt2" else 1e-5
     for preset, mesh in (
@@ -222,13 +231,13 @@ def test_transformers(kind, attention):
         (sequence_parallel(), Mesh(tp=2)),
         (two_dimensional(), Mesh(dp=2, tp=2)),
     ):
-        found = check(layers, TOKENS, preset, mesh, rows(mesh), tolerance)
+        found = check(layers, TOKENS, preset, mesh, rows(mesh), tolerance, captured)
         if "dp" not in dict(mesh):
             assert counted(found.shardings[2]) == (SEQUENCE if "0.add" in str(preset) else MEGATRON)
         weight = "transformer.h.1.attn.c_attn.weight" if kind == "gpt2" else "model.layers.1.self_attn.q_proj.weight"
         assert found.forms()[weight].on("tp").kind == "S"
     assert len({id(layer.graph) for layer in found.layers}) == 3
-    assert set(capture_model(layers, TOKENS).coverage.missing) == {"aten::index", "aten::diff", "aten::new_ones"}
+    assert set(captured.coverage.missing) == {"aten::index", "aten::diff", "aten::new_ones"}
 
 
 # Coverage, names, and what is captured once ---------------------------------------------------------------------------
