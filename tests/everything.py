@@ -26,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FIRST = (("tests/cluster",), ("tests/comm", "tests/server"))
 # Folders that are run together, longest first, and in how many parts. All others are one part.
-LONG = (
+LONG: tuple[tuple[tuple[str, ...], int], ...] = (
     (("tests/execution",), 2),
     (("tests/sharding", "tests/training"), 1),
     (("tests/strategies", "tests/fuzz"), 1),
