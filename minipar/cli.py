@@ -1,4 +1,4 @@
-"""The command line, for people and scripts (--json): `minipar simulate | run | memory | shard | keys | ...`.
+"""The command line, for people and scripts (--json): `minipar simulate | run | memory | export | shard | ...`.
 
 Exit status: 0 done; 2 the request is impossible (one line says why and what is possible); 1 anything else.
 """
@@ -100,6 +100,15 @@ def _parser() -> _Parser:
     one.add_argument("plan", metavar="PLAN", help="key=value words, such as 'zero=3 dp=8 checkpoint=sqrt'")
     one.add_argument("--model", required=True, help="name of a preset or a published model, such as gpt3-175b")
     one.add_argument("--batch", type=_count, default=None, help="rows of a step (default: one for each micro-batch)")
+
+    one = command("export", _export, _show_export, "a plan as another system's flags or configuration")
+    one.add_argument("plan", metavar="PLAN", help="key=value words, or a TOML file that Plan.save wrote")
+    one.add_argument("--to", required=True, metavar="SYSTEM", help="megatron, deepspeed or torchtitan")
+    one.add_argument("--model", default=None, help="name of a preset or a published model, for its sizes")
+    one.add_argument("--batch", type=_count, default=None, help="rows of a step (default: one for each micro-batch)")
+    one.add_argument("--nodes", type=_count, default=None, help="machines (default 1)")
+    one.add_argument("--gpus-per-node", type=_count, default=None, help="ranks of each machine")
+    one.add_argument("--output", metavar="FILE", default=None, help="write it to this file")
 
     one = command("shard", _shard, _show_shard, "how a model's operators are divided over a mesh, and what that sends")
     one.add_argument("--model", required=True, help="name of a preset, such as gpt-tiny")
@@ -355,6 +364,32 @@ def _show_memory(result: dict[str, Any]) -> str:
     from minipar.prediction import memory_formula
 
     return memory_formula.show_report(result)
+
+
+# export ---------------------------------------------------------------------------------------------------------------
+
+
+def _export(options: argparse.Namespace) -> dict[str, Any]:
+    plan = Plan.load(options.plan) if options.plan.endswith(".toml") else Plan.parse(options.plan)
+    found = plan.export(options.to, options.model, options.batch, options.nodes, options.gpus_per_node)
+    if options.output is not None:
+        try:
+            Path(options.output).write_text(found.text, "utf-8")
+        except OSError as error:
+            raise PlanError(f"--output {options.output}: cannot be written ({error.strerror})") from None
+    values = json.loads(json.dumps(found.values), parse_constant=lambda word: "inf")  # (JSON has no infinite number)
+    return {
+        "system": found.system, "version": found.version, "values": values, "text": found.text,
+        "launch": list(found.launch), "notes": list(found.notes), "output": options.output,
+    }  # fmt: skip
+
+
+def _show_export(result: dict[str, Any]) -> str:
+    """The text alone, so that it can be sent to a file; what else there is to say stands on stderr."""
+    for note in result["notes"]:
+        print(f"minipar: {note}", file=sys.stderr)
+    print(f"minipar: start it with {' '.join(result['launch'])}", file=sys.stderr)
+    return str(result["output"] or result["text"].rstrip("\n"))
 
 
 # shard ----------------------------------------------------------------------------------------------------------------

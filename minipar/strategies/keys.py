@@ -119,7 +119,7 @@ def names(value: object) -> tuple[str, ...]:
     return tuple(str(word) for word in words if str(word) not in ("", "none"))
 
 
-def annotations(value: object) -> tuple[tuple[str, str], ...]:
+def form_pairs(value: object) -> tuple[tuple[str, str], ...]:
     """Pairs of a pattern of names and a form, from a table, from pairs, or from words. Errors: PlanError.
 
     In a plan's words, which have no spaces, a pair is PATTERN=FORM, `@` stands for ` on `, and `;` separates pairs:
@@ -128,7 +128,7 @@ def annotations(value: object) -> tuple[tuple[str, str], ...]:
     if value is None or value == "none":
         return ()
     found: list[tuple[str, str]] = []
-    given = value
+    given: Any = value
     if isinstance(value, str):
         given = [tuple(rule.split("=", 1)) for rule in value.replace("@", " on ").split(";") if rule.strip()]
     pairs = given.items() if isinstance(given, Mapping) else given if isinstance(given, Iterable) else [given]
@@ -137,7 +137,8 @@ def annotations(value: object) -> tuple[tuple[str, str], ...]:
         pattern, form = (" ".join(part.split()) for part in pair) if two else ("", "")
         if not pattern or not form or re.search(r"[\s=;@]", pattern) or re.search(r"[=;@]", form):
             raise PlanError(
-                f"annotations={value}: must be none, or patterns of names with forms, such as *.mlp.0=S-1@tp;*.mlp.2=P@tp"
+                f"annotations={value}: must be none, or patterns of names with forms, such as "
+                "*.mlp.0=S-1@tp;*.mlp.2=P@tp"
             )
         if pattern in dict(found):
             raise PlanError(f"annotations: {pattern!r} is there twice; keep one of the two")
@@ -312,6 +313,6 @@ BYTES = Domain("none, or bytes such as 64MiB", lambda name, value: limit(value))
 LAYERS = Domain("none, or layers by name or number, such as 0", lambda name, value: names(value))
 SUM = Domain("default, an algorithm such as ring (collectives.names), or one of your own", _algorithm)
 ANNOTATIONS = Domain(
-    "none, or patterns of names with forms, such as *.mlp.0=S-1@tp;*.mlp.2=P@tp", lambda name, value: annotations(value)
+    "none, or patterns of names with forms, such as *.mlp.0=S-1@tp;*.mlp.2=P@tp", lambda name, value: form_pairs(value)
 )
 PASSES = Domain("none, or names of passes of your own", lambda name, value: draft.check_names(names(value)))

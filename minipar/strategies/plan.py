@@ -186,8 +186,8 @@ class Plan:
     annotations: tuple[tuple[str, str], ...] | Mapping[str, str] | str = key(
         (),
         keys.ANNOTATIONS,
-        "the forms of some operators' outputs or of parameters, by patterns of their names; those of all others follow. "
-        "Default: of the names that the presets know, or what the operators allow",
+        "the forms of some operators' outputs or of parameters, by patterns of their names; those of all others "
+        "follow. Default: of the names that the presets know, or what the operators allow",
         exclusions.SHARED,
     )
 
@@ -491,8 +491,8 @@ class Plan:
             return shape
         if self.annotations:
             raise PlanError(
-                f"annotations={exclusions.shown(self.annotations)}: equal layers have no names; possible is train(...), "
-                "which captures the model, or no annotations="
+                f"annotations={exclusions.shown(self.annotations)}: equal layers have no names; possible is "
+                "train(...), which captures the model, or no annotations="
             )
         return divided(shape, self.tp, self.sequence_parallel) if self.tp > 1 else in_parts(shape, self.inputs)
 
