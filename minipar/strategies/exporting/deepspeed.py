@@ -157,7 +157,7 @@ def _prefetch(given: Given) -> Said:
 
 
 def _clip(given: Given) -> Said:
-    return Said({} if given.value is None else {"gradient_clipping": given.value})
+    return Said({"gradient_clipping": given.value or 0.0})  # (its own default is 1)
 
 
 def _precision(given: Given) -> Said:

@@ -86,6 +86,8 @@ class Given:
 
     def layers_of_stages(self) -> tuple[int, ...] | None:
         """Layers of each stage, embedding and head included; None if nobody said how many the model has."""
+        if self.plan.place is not None:
+            return None  # (no system has it: it is refused as a key)
         if isinstance(self.model, GPT | Mixture):
             count = self.model.layers + 2
         elif isinstance(self.plan.split, tuple):

@@ -37,7 +37,7 @@ def _replicas(given: Given) -> Said:
         sharded = {"fsdp_reshard_after_forward": "always" if plan.zero == 3 else "never"}
         return _parallel(data_parallel_replicate_degree=1, data_parallel_shard_degree=given.replicas, **sharded)
     if plan.dp > 1 and plan.pp * plan.tp > 1:
-        raise given.refuse("has replicas of whole parameters only alone", "zero=2 or zero=3, or dp=1")
+        raise given.refuse("has replicas of whole parameters only without pp and tp", "zero=2 or zero=3, or dp=1")
     return _parallel(data_parallel_replicate_degree=plan.dp, data_parallel_shard_degree=1)
 
 
@@ -109,7 +109,7 @@ def _group(given: Given) -> Said:
 def _split(given: Given) -> Said:
     """Its own division is even, with embedding and head as one layer each, as here. Others are lists of modules."""
     plan = given.plan
-    if plan.pp == 1:
+    if plan.pp == 1 or plan.place is not None:
         return Said()
     if given.value == "auto":
         raise given.refuse(
