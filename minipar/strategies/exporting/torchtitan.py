@@ -99,10 +99,14 @@ def _group(given: Given) -> Said:
     turns = max(1, plan.microbatches // plan.pp)
     if plan.microbatches % turns:
         possible = f"microbatches={plan.microbatches // plan.pp * plan.pp} without group="
-        raise given.refuse(f"takes {plan.microbatches} micro-batches in {turns} equal groups", possible)
+        raise given.refuse(
+            f"takes {plan.microbatches} micro-batches with pp={plan.pp} in {turns} equal groups", possible
+        )
     group = plan.microbatches // turns
     if (given.value or plan.pp) != group:
-        raise given.refuse(f"takes {plan.microbatches} micro-batches in groups of {group}", f"group={group}")
+        raise given.refuse(
+            f"takes {plan.microbatches} micro-batches with pp={plan.pp} in groups of {group}", f"group={group}"
+        )
     return Said()
 
 
