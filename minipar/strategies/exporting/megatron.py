@@ -142,7 +142,7 @@ def _prefetch(given: Given) -> Said:
     if given.value > 1:
         raise given.refuse("says only whether parameters come ahead, not how far", "prefetch=1, prefetch=0")
     if given.value == 1 and given.plan.overlap == "none" and given.replicas > 1:
-        raise given.refuse("overlaps parameters only together with gradients", "prefetch=0, or overlap=backward")
+        return Said({}, ("It gathers parameters ahead only together with overlap=backward.",))
     return Said({"--overlap-param-gather": True} if given.value and given.replicas > 1 else {})
 
 
