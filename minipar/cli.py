@@ -1,4 +1,4 @@
-"""The command line, for people and scripts (--json): `minipar simulate | run | memory | shard | keys | ...`.
+"""The command line, for people and scripts (--json): `minipar simulate | run | memory | export | shard | ...`.
 
 Exit status: 0 done; 2 the request is impossible (one line says why and what is possible); 1 anything else.
 """
@@ -113,6 +113,15 @@ def _parser() -> _Parser:
         "--sequence-parallel", action="store_true", help="between the divided operators the sequence is cut"
     )
     one.add_argument("--batch", type=_count, default=16, help="rows of a step (default 16)")
+
+    one = command("export", _export, _show_export, "a plan as another system's flags or configuration")
+    one.add_argument("plan", metavar="PLAN", help="key=value words, or a TOML file that Plan.save wrote")
+    one.add_argument("--to", required=True, metavar="SYSTEM", help="megatron, deepspeed or torchtitan")
+    one.add_argument("--model", default=None, help="name of a preset or a published model, for its sizes")
+    one.add_argument("--batch", type=_count, default=None, help="rows of a step (default: one for each micro-batch)")
+    one.add_argument("--nodes", type=_count, default=None, help="machines (default 1)")
+    one.add_argument("--gpus-per-node", type=_count, default=None, help="ranks of each machine")
+    one.add_argument("--output", metavar="FILE", default=None, help="write it to this file")
 
     one = command("schedules", _schedules, _show_schedules, "list the schedules, with their constraints")
     one.add_argument("--markdown", action="store_true", help="as a Markdown table, which the README holds")
@@ -494,6 +503,32 @@ def _numbers(layers: Sequence[int]) -> str:
 def _columns(rows: Sequence[Sequence[Any]]) -> list[str]:
     widths = [max(len(str(row[k])) for row in rows) for k in range(len(rows[0]))] if rows else []
     return ["  " + "  ".join(str(c).ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+# export ---------------------------------------------------------------------------------------------------------------
+
+
+def _export(options: argparse.Namespace) -> dict[str, Any]:
+    plan = Plan.load(options.plan) if options.plan.endswith(".toml") else Plan.parse(options.plan)
+    found = plan.export(options.to, options.model, options.batch, options.nodes, options.gpus_per_node)
+    if options.output is not None:
+        try:
+            Path(options.output).write_text(found.text, "utf-8")
+        except OSError as error:
+            raise PlanError(f"--output {options.output}: cannot be written ({error.strerror})") from None
+    values = json.loads(json.dumps(found.values), parse_constant=lambda word: "inf")  # (JSON has no infinite number)
+    return {
+        "system": found.system, "version": found.version, "values": values, "text": found.text,
+        "launch": list(found.launch), "notes": list(found.notes), "output": options.output,
+    }  # fmt: skip
+
+
+def _show_export(result: dict[str, Any]) -> str:
+    """The text alone, so that it can be sent to a file; what else there is to say stands on stderr."""
+    for note in result["notes"]:
+        print(f"minipar: {note}", file=sys.stderr)
+    print(f"minipar: start it with {' '.join(result['launch'])}", file=sys.stderr)
+    return str(result["output"] or result["text"].rstrip("\n"))
 
 
 # lists ----------------------------------------------------------------------------------------------------------------

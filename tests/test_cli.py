@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from minipar import Plan
 from minipar.cli import main
 
 
@@ -213,3 +214,33 @@ def test_shard_refuses_in_one_line(capsys, words, reason):
     code, out, err = call(capsys, "shard", "--model", "gpt-tiny", *words)
     assert (code, out, len(err.splitlines())) == (2, "", 1)
     assert reason in err
+
+
+def test_export_writes_another_systems_configuration(capsys, tmp_path):
+    found = data(capsys, "export", "dp=2 zero=2 clip=1", "--to", "deepspeed", "--batch", "8")
+    assert json.loads(found["text"]) == found["values"]
+    assert found["values"]["train_micro_batch_size_per_gpu"] == 4
+    assert found["launch"][0] == "deepspeed"
+    assert data(capsys, "export", "", "--to", "torchtitan")["values"]["training"]["max_norm"] == "inf"
+    saved, written = tmp_path / "plan.toml", tmp_path / "flags"
+    Plan(tp=2, pp=2, microbatches=2).save(saved)
+    words = ("export", str(saved), "--to", "megatron", "--model", "gpt2-small", "--nodes", "2", "--gpus-per-node", "2")
+    code, out, err = call(capsys, *words)
+    assert code == 0
+    assert out.startswith("--num-layers 12 \\\n")
+    assert "torchrun --nnodes=2 --nproc-per-node=2 pretrain_gpt.py" in err
+    code, again, _ = call(capsys, *words, "--output", str(written))
+    assert (code, again, written.read_text()) == (0, f"{written}\n", out)
+
+
+def test_export_refuses_in_one_line(capsys, tmp_path):
+    code, out, err = call(capsys, "export", "pp=2 schedule=zb-h1 microbatches=4", "--to", "megatron")
+    assert (code, out) == (2, "")
+    assert err == (
+        "minipar: schedule=zb-h1: Megatron-LM runs 1F1B, plain or interleaved; possible is schedule=1f1b, "
+        "schedule=interleaved\n"
+    )
+    assert call(capsys, "export", "", "--to", "nemo")[0] == 2
+    assert call(capsys, "export", str(tmp_path / "none.toml"), "--to", "megatron")[0] == 2
+    code, _, err = call(capsys, "export", "", "--to", "megatron", "--output", str(tmp_path / "none" / "x"))
+    assert (code, "cannot be written" in err) == (2, True)

@@ -118,8 +118,9 @@ def test_source_is_python_3_10():
 def test_versions_agree():
     import minipar
     import minipar_widgets
+    from minipar.strategies import plan_file
 
-    assert minipar.__version__ == minipar_widgets.__version__ == project()["version"]
+    assert minipar.__version__ == minipar_widgets.__version__ == plan_file.VERSION == project()["version"]
 
 
 def test_what_plans_and_draws_needs_no_torch():

@@ -66,6 +66,8 @@ class Need:
 
 def shown(value: object) -> str:
     """A value as it is written in a plan's words."""
+    if isinstance(value, tuple) and value and isinstance(value[0], tuple):
+        return ";".join(f"{pattern}={form}" for pattern, form in value).replace(" on ", "@").replace(" ", "")
     if isinstance(value, tuple):
         return text(value) if value and isinstance(value[0], int) else ",".join(map(str, value)) or "none"
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

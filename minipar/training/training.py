@@ -41,7 +41,7 @@ from minipar.program import Program, Staleness
 from minipar.program.shape import Shape
 from minipar.server.serving import Service, execute_served, pacing_of
 from minipar.sharding.propagation import experts, sequence_parallel
-from minipar.strategies.keys import at_least_1
+from minipar.strategies.keys import at_least_1, form_pairs
 from minipar.strategies.plan import Plan
 from minipar.trace import Trace
 from minipar.trace.memory_series import Peak
@@ -226,9 +226,10 @@ def train(
                 rank and micro-batch before any update uses it; "warn" warns once and goes on; "ignore" goes on
 
     annotations with tp of 2 or more, the forms of some operators' outputs or of parameters, by patterns of their names,
-                such as {"*.mlp.0": "S-1 on tp", "*.mlp.2": "P on tp"}; the forms of all others follow. Default: what
-                `minipar.sharding.megatron()` gives, or `sequence_parallel()` if the plan has that key; where the model
-                has none of these names, what `minipar.sharding.by_operators` finds
+                such as {"*.mlp.0": "S-1 on tp", "*.mlp.2": "P on tp"}; the forms of all others follow. Default: the
+                plan's own (its key `annotations`); without these what `minipar.sharding.megatron()` gives, or
+                `sequence_parallel()` if the plan has that key; where the model has none of these names, what
+                `minipar.sharding.by_operators` finds
 
     Raises PlanError where plan, model, batch and cluster do not fit together; DeviceOutOfMemory, with plans that would
     fit, on emulated devices of limited memory; SaveError where `resume` has no saved run of this model, or where
@@ -262,7 +263,7 @@ def train(
         if plan.deciding:
             check_carrier(ranks, f"schedule={plan.schedule}")
         quiet = plan.inference and not keep_modes
-        forms = annotations
+        forms = annotations if annotations is not None else dict(form_pairs(plan.annotations)) or None
         if forms is None and plan.sharing > 1:
             forms = _forms_of(plan)
         job = Job(model, data, batch, loss, optimizer, seed, dtype, scheduler, quiet, on_nan, forms)
