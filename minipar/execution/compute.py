@@ -34,6 +34,7 @@ from minipar.execution.split_backward import Arrived, input_half, left, noting_h
 from minipar.execution.tails import Tails
 from minipar.execution.untouched_inputs import UntouchedInputs
 from minipar.models import randomness
+from minipar.models.mixture_gpt import LoadCount
 from minipar.models.tensors import count_bytes, detach, differentiable, map_tensors, take_rows
 from minipar.program import COPIES, Instruction, LayerRun, Op, Program, Value, grad_output, home, output
 from minipar.program.graph_cuts import pieces_of
@@ -64,6 +65,7 @@ class Compute:
     losses   this rank's shares of the step's mean, per step of the program
     sizes    bytes of values as they were first measured
     kept     what autograd keeps of layers that are offloaded
+    experts  counts which experts tokens go to
     finite   checks the losses; None if nobody asks for it
     """
 
@@ -97,6 +99,7 @@ class Compute:
         self.trained: dict[tuple[int, ...], list[Tensor]] = {}
         self.graphs: dict[LayerRun, tuple[Any, list[tuple[int, Any]]]] = {}
         self.tails = Tails()
+        self.experts = LoadCount()
         self.untouched = UntouchedInputs(self.layers, self.sizes)
         self.follow(program)
 
@@ -143,6 +146,8 @@ class Compute:
         dropouts = randomness.row_dropouts(module)
         if dropouts:
             run = layer_calls.by_row(run, dropouts)
+        if self.place[0] == 0 or self.program.inputs == "S0":  # of ranks that route the same rows, the first
+            run = layer_calls.counting(run, layer, self.experts)
         return layer_calls.seeded(run, layer, self.seed, self.generators)
 
     def place_of(self, layer: int) -> torch.device:

@@ -47,14 +47,18 @@ def start(
     changed: list[Finish | None] = []
     before, after = letters(source.form, len(several)), letters(target.form, len(several))
     table: unequal.Table = []
+    moving: list[Tensor | None] = []
     for tensor, old, new in zip(several, before, after, strict=True):
         if old == COUNTS and any(letter[0] == "U" for letter in before):
             table = unequal.table_of(tensor, len(ins.group))
+        if old != new:
+            moving.append(tensor)
         if old == new or tensor is None:
             changed.append(None)
             continue
         if old[0] == "U":
             handle, finish = _exchange(tensor.detach(), int(old[1]), table, ins, comm)
+            moving[-1] = _like_equal_parts(tensor, int(old[1]), table, ins.group.index(comm.rank))
         else:
             handle, finish = _change(tensor.detach(), old, new, ins, comm, rows)
         handles.append(handle)
@@ -65,7 +69,7 @@ def start(
         live[target] = list(made) if isinstance(content, list) else _rebuilt(content, made)
         weigh(target, live[target])
 
-    weigh(changing(ins), [t for t, old, new in zip(several, before, after, strict=True) if old != new])
+    weigh(changing(ins), moving)
     if not handles:
         put()
         return []
@@ -111,6 +115,13 @@ def _exchange(
     each = math.prod(sent.shape[1:])
     handle = comm.iall_to_all(sent, got, ins.group, [[each * size for size in row] for row in sizes])
     return handle, lambda: unequal.joined(got.split(taken), table, 1 - of, index)
+
+
+def _like_equal_parts(tensor: Tensor, of: int, table: unequal.Table, index: int) -> Tensor:
+    """A tensor without memory, of which a rank would send as many bytes, if its parts were equal."""
+    sent = unequal.sizes(table, of)[index]
+    nbytes = (sum(sent) - sent[index]) * math.prod(tensor.shape[1:]) * tensor.itemsize
+    return torch.empty(round(nbytes * len(sent) / (len(sent) - 1)), dtype=torch.uint8, device="meta")
 
 
 def in_gradient(given: Any, reads: str) -> list[Tensor]:

@@ -32,9 +32,11 @@ Transformers", 2021 (balance loss).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -169,7 +171,10 @@ def mixture_loss(output: Carried, y: Tensor, balance: float = 0.01) -> Tensor:
     return functional.cross_entropy(logits, y) + balance * mean
 
 
-# The operators ----------------------------------------------------------------------------------------------------
+# The operators --------------------------------------------------------------------------------------------------------
+
+Note = Callable[[Tensor, Tensor, int, int], None]  # chosen (B, T, top) and slots, number of experts, room
+_NOTING: ContextVar[Note | None] = ContextVar("_NOTING", default=None)  # whom `route` tells where tokens go
 
 
 def route(scores: Tensor, top: int, room: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -186,6 +191,9 @@ def route(scores: Tensor, top: int, room: int) -> tuple[Tensor, Tensor, Tensor]:
     choices = functional.one_hot(chosen.reshape(rows, tokens * top), experts)
     place = ((choices.cumsum(1) - 1) * choices).sum(-1).view(rows, tokens, top)
     slots = torch.where(place < room, chosen * room + place, torch.full_like(place, -1))
+    note = _NOTING.get()
+    if note is not None:
+        note(chosen, slots, experts, room)
     share = choices.sum(1).to(scores.dtype) / (tokens * top)
     balance = experts * (share * scores.softmax(-1).mean(1)).sum(-1)
     return best.softmax(-1), slots, balance
@@ -344,37 +352,99 @@ class Load:
         return "\n".join(line.rstrip() for line in lines)
 
 
+class LoadCount:
+    """Counts which experts tokens choose while layers are called: `with count.at(layer): layer(x)`."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, int], _Counted] = {}  # of each layer and each mixture in it
+        self._quiet: set[int] = set()  # layers that have no experts
+
+    @contextmanager
+    def at(self, layer: int) -> Iterator[None]:
+        """Count what happens within this block as of a layer."""
+        if layer in self._quiet:
+            yield
+            return
+        called = 0
+
+        def note(chosen: Tensor, slots: Tensor, experts: int, room: int) -> None:
+            nonlocal called
+            tokens = chosen.flatten().bincount(minlength=experts)
+            dropped = chosen[slots < 0].bincount(minlength=experts)
+            new = _Counted(tokens, dropped, room * len(chosen), room < slots.shape[1])
+            key = layer, called
+            self._found[key] = self._found[key].plus(new) if key in self._found else new
+            called += 1
+
+        before = _NOTING.set(note)
+        try:
+            yield
+        finally:
+            _NOTING.reset(before)
+        if not called:
+            self._quiet.add(layer)
+
+    def load(self, numbers: Sequence[int] = ()) -> Load | None:
+        """What was counted; None if there are no experts. `numbers`: of each layer the one to show, if another one."""
+        if not self._found:
+            return None
+        layers, found = zip(
+            *((numbers[layer] if numbers else layer, counted) for (layer, _), counted in sorted(self._found.items())),
+            strict=True,
+        )
+        limited = [counted.room for counted in found if counted.limited]
+        tokens, dropped = (tuple(tuple(one[k].tolist()) for one in found) for k in range(2))
+        return Load(layers, tokens, dropped, max(limited, default=None))
+
+
+class _Counted(NamedTuple):
+    tokens: Tensor
+    dropped: Tensor
+    room: int
+    limited: bool  # whether an expert can have more tokens than room
+
+    def plus(self, other: _Counted) -> _Counted:
+        tokens, dropped = self.tokens + other.tokens, self.dropped + other.dropped
+        return _Counted(tokens, dropped, self.room + other.room, self.limited or other.limited)
+
+
+def total(loads: Sequence[Load | None]) -> Load | None:
+    """The load of some rows and others, or of some layers and others; None: none of them has experts."""
+    found: dict[tuple[int, int], list[tuple[int, Load]]] = {}
+    for load in loads:
+        for k, layer in enumerate(load.layers if load is not None else ()):
+            assert load is not None
+            found.setdefault((layer, load.layers[:k].count(layer)), []).append((k, load))
+    if not found:
+        return None
+    every = [parts for _, parts in sorted(found.items())]
+    rooms = [sum(load.room or 0 for _, load in parts) for parts in every]
+    return Load(
+        tuple(layer for layer, _ in sorted(found)),
+        tuple(_sums([load.tokens[k] for k, load in parts]) for parts in every),
+        tuple(_sums([load.dropped[k] for k, load in parts]) for parts in every),
+        max(rooms) or None,
+    )
+
+
+def _sums(rows: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    return tuple(map(sum, zip(*rows, strict=True)))
+
+
 def mixture_load(model: nn.Sequential, x: Any) -> Load:
     """How many tokens go to each expert of each layer of a mixture, and how many of them are dropped.
 
     x   tokens (B, T), as the model takes them
 
-    `minipar.trace.charts.expert_load` draws it. Errors: `PlanError` for a model without experts.
+    `minipar.trace.charts.expert_load` draws it. What the ranks of a run counted is `Run.expert_load`. Errors:
+    `PlanError` for a model without experts.
     """
-    found: list[tuple[int, MixtureLayer]] = [
-        (number, module) for number, layer in enumerate(model) for module in layer.modules()
-        if isinstance(module, MixtureLayer)
-    ]  # fmt: skip
-    if not found:
+    count = LoadCount()
+    with torch.no_grad():
+        for number, layer in enumerate(model):
+            with count.at(number):
+                x = layer(x)
+    load = count.load()
+    if load is None:
         raise PlanError("mixture_load: the model has no experts; possible is one such as models.build('gpt-moe-tiny')")
-    scored: list[Tensor] = []
-    hooks = [layer.gate.register_forward_hook(lambda _, __, scores: scored.append(scores)) for _, layer in found]
-    try:
-        with torch.no_grad():
-            model(x)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    tokens, dropped, room = [], [], 0
-    for (_, layer), scores in zip(found, scored, strict=True):
-        own = room_of(layer.capacity, scores.shape[1], layer.top, layer.experts.count)
-        _, slots, _ = route(scores, layer.top, own)
-        chosen = scores.topk(layer.top, -1)[1]
-        tokens.append(_counts(chosen, layer.experts.count))
-        dropped.append(_counts(chosen[slots < 0], layer.experts.count))
-        room = own * len(scores)
-    return Load(tuple(number for number, _ in found), tuple(tokens), tuple(dropped), room)
-
-
-def _counts(chosen: Tensor, experts: int) -> tuple[int, ...]:
-    return tuple(chosen.flatten().bincount(minlength=experts).tolist())
+    return load

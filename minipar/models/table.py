@@ -213,7 +213,9 @@ def check_mixture(numbers: Mixture) -> None:
             )
     known = numbers.capacity is None or isinstance(numbers.capacity, (int, float))
     if not known or (numbers.capacity is not None and not 0 < numbers.capacity < float("inf")):
-        raise PlanError(f"capacity={numbers.capacity!r}: must be a number above 0, or None, with which nothing is dropped")
+        raise PlanError(
+            f"capacity={numbers.capacity!r}: must be a number above 0, or None, with which nothing is dropped"
+        )
 
 
 def check_mlp(numbers: MLP) -> None:

@@ -26,8 +26,8 @@ rank gets a SEND and a RECV:
     written P, read S1   REDUCE_SCATTER           written U0, read U1   ALL_TO_ALL, of parts of different sizes
     written S0, read N   ALL_GATHER
 
-Which sizes unequal shards have only the data tell, as with the tokens of experts. So ranks first gather the counts, then
-exchange the entries. A gradient has counts, too, in front of what it has unequal shards of: they go back as they came.
+Which sizes unequal shards have only the data tell, as with the tokens of experts. So ranks first gather the counts,
+then exchange the entries. A gradient of unequal shards has the counts in front of it, too: entries go back as they came.
 
 Source: the letters are those of GSPMD (Xu et al., 2021) and of torch's DTensor: replicate, partial, shard.
 """

@@ -83,8 +83,9 @@ def _letters(part: Part) -> tuple[str, str, str, str]:
         reads = f"C{reads[1:]}"
     if grad_writes == WHOLE and grad_reads[0] == "S":
         grad_reads = f"C{grad_reads[1:]}"
-    if part.counts:
-        return (writes if part.written.kind == "S" else COUNTS), (reads if part.read.kind == "S" else COUNTS), COUNTS, COUNTS
+    if part.counts:  # where they are whole, they go in front of what they count, and with its gradient, too
+        writes, reads = (COUNTS if letter == WHOLE else letter for letter in (writes, reads))
+        return writes, reads, COUNTS, COUNTS
     if not part.differentiable:  # its gradient, if its reader makes one, stays where it is
         grad_writes = grad_reads = _backward(part.written, part.rows) if part.written.kind == "S" else WHOLE
     if (writes, reads) == (WHOLE, PARTIAL) or (part.differentiable and (grad_writes, grad_reads) == (WHOLE, PARTIAL)):

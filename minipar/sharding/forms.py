@@ -70,7 +70,7 @@ def S(dim: int, pieces: int = 1) -> Placement:
 
 
 def U(counted: int) -> Placement:
-    """An unequal block of dimension 0 for each rank: what an equal block of dimension `counted` of the counts counts."""
+    """An unequal block of dimension 0 for each rank: what an equal block of the counts' dimension `counted` counts."""
     return Placement("S", 0, 1, counted)
 
 
