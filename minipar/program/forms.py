@@ -27,7 +27,7 @@ rank gets a SEND and a RECV:
     written S0, read N   ALL_GATHER
 
 Which sizes unequal shards have only the data tell, as with the tokens of experts. So ranks first gather the counts,
-then exchange the entries. A gradient of unequal shards has the counts in front of it, too: entries go back as they came.
+then exchange the entries. A gradient of unequal shards has the counts in front of it, too: it goes back as they came.
 
 Source: the letters are those of GSPMD (Xu et al., 2021) and of torch's DTensor: replicate, partial, shard.
 """

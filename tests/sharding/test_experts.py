@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,16 @@ from minipar import Cluster, Plan, ProgramError, data, models, train, verify
 from minipar.cli import main
 from minipar.errors import MiniparError, PlanError, RankError
 from minipar.models.mixture_gpt import route, total
-from minipar.models.parameter_groups import shape_of
-from minipar.program import Instruction, Op, Program, repartitions
+from minipar.program import Forms, Instruction, Op, Program, repartitions
 from minipar.program.mesh import Mesh
+from minipar.program.shape import uniform
 from minipar.sharding import check_rule, unequal
 from minipar.sharding.propagation import experts
 from minipar.sharding.sharded import local_model
 from minipar.training.training import Run, resume
 from tests.conftest import Clusters
 from tests.sharding.running import check
-from tests.sharding.test_mistakes import all_of, on, place, without
+from tests.sharding.test_mistakes import all_of, on, place, twice, without
 
 SIZES: dict[str, Any] = {"layers": 2, "width": 16, "heads": 4, "context": 12, "experts": 4}
 MODEL = partial(models.build, "gpt-moe-tiny", **SIZES)
@@ -225,23 +226,27 @@ def test_what_is_sent_without_a_capacity(clusters: Clusters) -> None:
 
 
 def compiled() -> Program:
-    """A program of a mixture without a capacity on two ranks."""
-    plan = Plan.parse("ep=2 microbatches=2")
-    shared = local_model(skewed(3), 0, 2, TEXT.batch(0, 4)[0], experts("ep"), "S0")
-    return plan.compile(shape_of(shared))
+    """What a mixture without a capacity becomes on two ranks: counts, entries, and what goes along with them."""
+    forms = (
+        Forms("", "S0,U0,S0", "N,U0,S0", ""),  # dispatches
+        Forms("N,U1,S0", "N,U1,S0", "N,U1,S0", "N,U1,S0"),  # the experts
+        Forms("N,U0,S0", "", "", "N,U0,S0"),  # combines
+    )
+    return Plan.parse("ep=2").compile(replace(uniform(3), forms=forms, names=("1.0", "1.1", "1.2")))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (without("ALL_TO_ALL output(2)"), r"an unequal shard by dimension 1 of its counts.*ALL_TO_ALL is missing"),
-        (without("ALL_TO_ALL output(3)"), r"an unequal shard by dimension 0 of its counts.*ALL_TO_ALL is missing"),
-        (without("ALL_TO_ALL grad_output(3)"), r"an unequal shard by dimension 1 of its counts.*ALL_TO_ALL is missing"),
-        (without("ALL_TO_ALL grad_output(2)"), r"an unequal shard by dimension 0 of its counts.*ALL_TO_ALL is missing"),
-        (without("ALL_GATHER output(2)"), r"counts of unequal shards.*ALL_GATHER is missing"),
+        (without("ALL_TO_ALL output(0)"), r"1.1\) reads output\(0\).* by dimension 0 of its .*ALL_TO_ALL is missing"),
+        (without("ALL_TO_ALL output(1)"), r"1.2\) reads output\(1\).* by dimension 1 of its .*ALL_TO_ALL is missing"),
+        (without("ALL_TO_ALL grad_output(1)"), r"1.1\) reads grad_output\(1\).* dimension 0 .*ALL_TO_ALL is missing"),
+        (without("ALL_TO_ALL grad_output(0)"), r"1.0\) reads grad_output\(0\).* dimension 1 .*ALL_TO_ALL is missing"),
+        (without("ALL_GATHER output(0)"), r"as \(a shard of dimension 0, an unequal shard.*ALL_GATHER is missing"),
+        (twice("ALL_TO_ALL output(0)"), r"ALL_TO_ALL output\(0\).*"),
     ],
 )
-def test_a_missing_collective_is_refused(change: Callable[[list[Instruction]], None], message: str) -> None:
+def test_a_missing_or_doubled_collective_is_refused(change: Callable[[list[Instruction]], None], message: str) -> None:
     program = compiled()
     verify(program)
     with pytest.raises(ProgramError, match=message):
@@ -252,7 +257,7 @@ def test_entries_are_not_exchanged_before_their_counts() -> None:
     program = compiled()
 
     def swapped(row: list[Instruction]) -> None:
-        at = place(row, "ALL_GATHER output(2)[")
+        at = place(row, "ALL_GATHER output(0)")
         gather, exchange = row[at : at + 2]
         (start,), (end,) = gather.reads, exchange.writes
         between = start._replace(form=start.form.replace("U0", "U1"))
