@@ -81,7 +81,7 @@ def counting(run: LayerCall, layer: int, count: LoadCount) -> LayerCall:
     def call_counting(x: Any, call: Call) -> Made:
         if call.ins.op is not Op.FORWARD:
             return run(x, call)
-        with count.at(layer):
+        with count.at(layer, (call.step, call.ins.microbatch, call.start)):
             return run(x, call)
 
     return call_counting

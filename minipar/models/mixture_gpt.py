@@ -358,14 +358,16 @@ class LoadCount:
     def __init__(self) -> None:
         self._found: dict[tuple[int, int], _Counted] = {}  # of each layer and each mixture in it
         self._quiet: set[int] = set()  # layers that have no experts
+        self._last: dict[int, object] = {}  # of each layer the rows that were counted last
 
     @contextmanager
-    def at(self, layer: int) -> Iterator[None]:
-        """Count what happens within this block as of a layer."""
-        if layer in self._quiet:
+    def at(self, layer: int, rows: object = None) -> Iterator[None]:
+        """Count what happens within this block as of a layer. `rows` names its rows: the same ones are counted once,
+        where a layer is called again on them."""
+        if layer in self._quiet or (rows is not None and self._last.get(layer) == rows):
             yield
             return
-        called = 0
+        called, self._last[layer] = 0, rows
 
         def note(chosen: Tensor, slots: Tensor, experts: int, room: int) -> None:
             nonlocal called
