@@ -124,7 +124,9 @@ def path(
     costs = tuple(known.get(axis, DEFAULT_LINK) for axis in start.axes)
     found = _shortest(start, end, tuple(shape), itemsize, mesh, costs)
     if found is None:
-        raise PlanError(f"{f'{what}: ' if what else ''}no way from {start} to {end}; read it as R (whole)")
+        unequal = any(p.unequal for p in (*start.placements, *end.placements))
+        other = "possible are U0 and U1 for both" if unequal else "read it as R (whole)"
+        raise PlanError(f"{f'{what}: ' if what else ''}no way from {start} to {end}; {other}")
     return found
 
 
