@@ -43,7 +43,9 @@ def test_a_shard_of_what_is_whole_is_read_and_never_written(form: str) -> None:
     assert not is_form(form)
 
 
-@pytest.mark.parametrize("form", ["X", "S", "S-1", "SS", "S1:", "S1:r", "S1:3x", "P,", ",", "r", "P1", "S0:3:2", "R P", "U", "U2", "N0"])
+@pytest.mark.parametrize(
+    "form", ["X", "S", "S-1", "SS", "S1:", "S1:r", "S1:3x", "P,", ",", "r", "P1", "S0:3:2", "R P", "U", "U2", "N0"]
+)
 def test_what_is_no_form(form: str) -> None:
     assert not is_form(form)
     assert not is_form(form, read=True)
