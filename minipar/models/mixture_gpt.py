@@ -296,8 +296,8 @@ for _function in (route, dispatch, combine, count, dispatch_all, combine_all):
     _LIBRARY.impl(_function.__name__, _function, "CompositeImplicitAutograd")
 # Where the experts' tokens begin is known only when they are there. So these two have a gradient of their own, and what
 # captures a layer need not look into them.
-for _function in (feed_experts, feed_experts_back):
-    _LIBRARY.impl(_function.__name__, _function, "CompositeExplicitAutograd")
+_LIBRARY.impl("feed_experts", feed_experts, "CompositeExplicitAutograd")
+_LIBRARY.impl("feed_experts_back", feed_experts_back, "CompositeExplicitAutograd")
 torch.library.register_fake("minipar::feed_experts", lambda counts, sent, up, down: torch.empty_like(sent))
 torch.library.register_fake("minipar::feed_experts_back", lambda _, __, *given: tuple(map(torch.empty_like, given)))
 
