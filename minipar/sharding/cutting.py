@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from minipar.errors import PlanError
 from minipar.models.randomness import RowDropout
 from minipar.models.tensors import tensors
-from minipar.program.forms import PARTIAL, WHOLE, Forms, text_of
+from minipar.program.forms import COUNTS, PARTIAL, WHOLE, Forms, text_of
 from minipar.sharding import local
 from minipar.sharding.forms import Placement, cut
 from minipar.sharding.graph import Graph, Layer, Operator, Slot
@@ -36,7 +36,8 @@ ROWS = (17, 19)  # of the two captures that tell what depends on the rows of a b
 class Part:
     """A tensor that goes from node to node: as it was written, and as it is read behind the first border.
 
-    rows   of the micro-batch with which the layer was captured
+    rows     of the micro-batch with which the layer was captured
+    counts   whether it counts unequal parts of others
     """
 
     name: str
@@ -45,6 +46,7 @@ class Part:
     differentiable: bool
     floating: bool
     rows: int
+    counts: bool
 
 
 def _shard(placement: Placement, rows: int) -> str:
@@ -81,6 +83,9 @@ def _letters(part: Part) -> tuple[str, str, str, str]:
         reads = f"C{reads[1:]}"
     if grad_writes == WHOLE and grad_reads[0] == "S":
         grad_reads = f"C{grad_reads[1:]}"
+    if part.counts:  # where they are whole, they go in front of what they count, and with its gradient, too
+        writes, reads = (COUNTS if letter == WHOLE else letter for letter in (writes, reads))
+        return writes, reads, COUNTS, COUNTS
     if not part.differentiable:  # its gradient, if its reader makes one, stays where it is
         grad_writes = grad_reads = _backward(part.written, part.rows) if part.written.kind == "S" else WHOLE
     if (writes, reads) == (WHOLE, PARTIAL) or (part.differentiable and (grad_writes, grad_reads) == (WHOLE, PARTIAL)):
@@ -111,13 +116,14 @@ def pieces_of(sharding: Sharding, rows: int) -> list[Piece]:
     written = {name: form.on(AXIS) for name, form in sharding.forms.items()}
     level: dict[str, int] = dict.fromkeys(graph.inputs, 0)  # of each value, that of its writer
     stored = {name for name, tensor in graph.tensors.items() if tensor.kind in ("parameter", "buffer")}
+    counting = {one.operator.counts for one in sharding.operators if any(form.on(AXIS).unequal for form in one.outs)}
     parts: dict[tuple[str, str], Part] = {}
     uses: dict[tuple[str, str], int] = {}  # of each part, the last level that reads it
     levels: list[tuple[int, Divided]] = []
 
     def part_of(name: str, read: Placement) -> Part:
         tensor = graph.tensors[name]
-        found = Part(name, written[name], read, tensor.differentiable, tensor.floating, rows)
+        found = Part(name, written[name], read, tensor.differentiable, tensor.floating, rows, name in counting)
         if (read.kind == "P" and written[name].whole) or not _changes(found):
             found = replace(found, read=found.written)
         return parts.setdefault((name, str(found.read)), found)
@@ -139,7 +145,7 @@ def pieces_of(sharding: Sharding, rows: int) -> list[Piece]:
 
     def as_written(name: str) -> Part:
         tensor = graph.tensors[name]
-        return Part(name, written[name], written[name], tensor.differentiable, tensor.floating, rows)
+        return Part(name, written[name], written[name], tensor.differentiable, tensor.floating, rows, name in counting)
 
     ends = [as_written(name) for name in graph.outputs]
     for part in ends:
@@ -150,6 +156,7 @@ def pieces_of(sharding: Sharding, rows: int) -> list[Piece]:
     found[0].takes = [as_written(name) for name in graph.inputs]
     for k in range(last):
         across = [part for key, part in parts.items() if level[part.name] <= k < uses.get(key, -1)]
+        across.sort(key=lambda part: not part.counts)  # counts go first: what they count is exchanged by them
         found[k].gives = found[k + 1].takes = across
     found[last].gives = ends
     # What is already in its new form when it comes to a border has changed at the border before.
@@ -166,8 +173,8 @@ def forms_of(pieces: Sequence[Piece], graph: Graph, sharding: Sharding) -> list[
     for k, piece in enumerate(pieces):
         takes = [_at_border(part, level[part.name] == k - 1) for part in piece.takes]
         gives = [_at_border(part, level[part.name] == k and k < len(pieces) - 1) for part in piece.gives]
-        smooth_in = [letters for part, letters in zip(piece.takes, takes, strict=True) if part.floating]
-        smooth_out = [letters for part, letters in zip(piece.gives, gives, strict=True) if part.floating]
+        smooth_in = [own for part, own in zip(piece.takes, takes, strict=True) if part.floating or COUNTS in own[:2]]
+        smooth_out = [own for part, own in zip(piece.gives, gives, strict=True) if part.floating or COUNTS in own[:2]]
         found.append(
             Forms(
                 reads=text_of(tuple(letters[1] for letters in takes)),
@@ -288,7 +295,8 @@ class Recipe:
         if rows not in self._checked:
             self._checked[rows] = [self._local_shape(part.name, part.read, rows) for part in self.piece.takes]
         for part, value, shape in zip(self.piece.takes, values, self._checked[rows], strict=True):
-            if value.shape != shape:
+            known = int(part.read.unequal)  # the first dimension of an unequal part has any size
+            if value.shape[known:] != shape[known:]:
                 raise PlanError(
                     f"node {title}: {part.name} has the shape {tuple(value.shape)}, and {shape} in the first batch; "
                     "ranks that share layers take tensors of one shape in all steps, such as sequences of one length"
@@ -301,6 +309,8 @@ class Recipe:
     def rows(self, values: Sequence[Tensor]) -> int:
         """How many rows the micro-batch has: from the first dimension that depends on it."""
         for part, value in zip(self.piece.takes, values, strict=True):
+            if part.read.unequal:
+                continue
             for dim, size in enumerate(self.shapes[part.name]):
                 if isinstance(size, Size):
                     shards = self.place.ranks if part.read.kind == "S" and part.read.dim == dim else 1

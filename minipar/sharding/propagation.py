@@ -695,6 +695,7 @@ ROWS = "*.attention.out|*.attn.c_proj|*.o_proj|*.mlp.2|*.mlp.down|*.mlp.c_proj|*
 TOKENS = "*.token|*.wte|*.embed_tokens"
 LOGITS = "*.logits|*.lm_head"
 EXPERTS = "*.experts.up|*.experts.down"
+FED = "*.feed_experts"  # without a capacity: the experts' tokens, of which ranks have unequal parts
 MADE_BY_EXPERTS = "*.experts.bmm|*.experts.matmul|*.experts.einsum|*.experts"
 _MATMULS = {FUSED, COLUMNS, ROWS}  # what a model must have some of, so that its preset divides anything
 NORMS = "*norm|*norm1|*norm2|*.ln_1|*.ln_2|*.ln_f"
@@ -729,9 +730,10 @@ def experts(axis: str = "ep") -> Preset:
     direction.
 
     The module `experts` has all experts side by side: the first dimension of its parameters `up` and `down`, and of
-    what its matrix products write, is that of the experts. Source: Lepikhin et al., "GShard", 2020.
+    what its matrix products write, is that of the experts. Without a capacity `feed_experts` writes what they make, in
+    unequal parts. Source: Lepikhin et al., "GShard", 2020.
     """
-    return Preset({EXPERTS: f"S0 on {axis}", MADE_BY_EXPERTS: f"S0 on {axis}"})
+    return Preset({EXPERTS: f"S0 on {axis}", MADE_BY_EXPERTS: f"S0 on {axis}", FED: f"U1 on {axis}"})
 
 
 def two_dimensional(data: str = "dp", model: str = "tp") -> Preset:

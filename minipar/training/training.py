@@ -30,6 +30,7 @@ from minipar.execution.saving import keeping
 from minipar.execution.saving.folder import open_folder
 from minipar.execution.updating import Optimizer, Scheduler, other_scheduler
 from minipar.models.losses import Counting, Weighted, check_loss
+from minipar.models.mixture_gpt import Load
 from minipar.models.tensors import dtype_named
 from minipar.prediction.advice import Measured, advising
 from minipar.prediction.emulated import EmulatedCosts, as_emulated
@@ -65,6 +66,7 @@ class Run:
     first_step    0; for a resumed run, how many steps were done before
     service       what parameter servers did, with sync=ps; then program and traces are of the whole run, as it
                   happened, and the reference is a replay of its order, except in mode sync
+    load          what `expert_load` gives; None without experts
 
     An asynchronous plan (schedule=pipedream, pipedream-vertical, pipedream-2bw, ampnet) has no steps that begin and end
     one after another. There a step is `batch` rows in `microbatches` parts; trace and prediction are of the whole run.
@@ -84,6 +86,18 @@ class Run:
     first_step: int = 0
     shares: list[keeping.Share] = field(default_factory=list, repr=False, compare=False)
     service: Service | None = None
+    load: Load | None = field(default=None, repr=False)
+
+    @property
+    def expert_load(self) -> Load:
+        """How many tokens chose each expert of a mixture, and how many were dropped: over all ranks, micro-batches and
+        steps, as they were counted while it ran. `print` shows it, `minipar.trace.charts.expert_load` draws it."""
+        if self.load is None:
+            raise MiniparError(
+                "expert_load: nothing was counted; possible is the run of a model with experts, such as "
+                "models.build('gpt-moe-tiny'), without parameter servers"
+            )
+        return self.load
 
     @property
     def prediction_error(self) -> float:
@@ -375,6 +389,7 @@ def train(
         plain_time,
         storing.first,
         done.shares,
+        load=done.load,
     )
 
 

@@ -200,7 +200,7 @@ class Between:
                 return written
             before, after = self.forms[node - 1], self.forms[node]
             read = repartition.alone(written, before.writes, after.reads, self.count, rows)
-            gradients = differentiable(read)
+            gradients = repartition.in_gradient(read, after.reads)
             sizes.append(
                 (
                     count_bytes(read),
