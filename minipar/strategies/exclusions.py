@@ -239,11 +239,9 @@ EXCLUSIONS = (
         for shared in (OPERATORS, CONTEXT, EXPERTS)
         for other, why in (
             (SERVERS, "a worker holds the whole model"),
-            (HOST_LAYERS, "ranks that share a layer exchange what is on their devices"),
-            (PLACE, "layers are cut into nodes, and it counts layers"),
             (SLICED, "shards of a layer keep nothing of a sequence for its later slices"),
             (SELECTIVE, "attention is captured operator by operator, without a core of its own"),
-            (ASYNCHRONOUS, "its order is replayed layer by layer, and layers are cut into nodes"),
+            (DYNAMIC, "each rank decides by what has come to it, and ranks that share a layer must decide alike"),
         )
     ),
     *(

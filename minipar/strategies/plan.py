@@ -360,7 +360,7 @@ class Plan:
         host = host_layers.find(self.host_layers, shape)
         if self.place is not None:
             split, placement = branches.stages(branches.ranks_of(self.place, shape, self.pp), self.pp)
-            return Layout(shape, self.dp, self.pp, split, self.total_microbatches, placement, host)
+            return Layout(shape, self.dp, self.pp, split, self.total_microbatches, placement, host, self.shared)
         placement = self.placement()
         stages, layers = 1 + max(map(max, placement)), shape.own_layers
         if self.pp > layers:

@@ -78,14 +78,17 @@ def repartition(value: Value, form: str, ranks: tuple[int, ...]) -> list[Instruc
 
 
 def sum_parts(draft: Draft) -> Draft:
-    """Gradients of which every sharing rank makes a part are summed over these ranks, before others use them."""
+    """Gradients of which every sharing rank makes a part are summed over these ranks, before others use them.
+
+    A schedule without flushes has its STEPs in the rows already (`versions.py`); there is a sum for each of them.
+    """
     layout = draft.layout
     partial = frozenset(g for g, group in enumerate(layout.shape.groups) if group.form == "P")
-    return draft.each(lambda rank, row: _with_sums(row, partial, layout, layout.sharers(rank), draft.step))
+    return draft.each(lambda rank, row: _with_sums(row, partial, layout, layout.sharers(rank)))
 
 
 def _with_sums(
-    row: Sequence[Instruction], partial: frozenset[int], layout: Layout, ranks: tuple[int, ...], step: int
+    row: Sequence[Instruction], partial: frozenset[int], layout: Layout, ranks: tuple[int, ...]
 ) -> list[Instruction]:
     wanted = {grad(g) for g in partial}
     open_: dict[Value, int] = {}  # where each of them was last added to
@@ -96,12 +99,12 @@ def _with_sums(
             places.setdefault(open_.pop(value), []).append(value.index)
 
     for k, ins in enumerate(row):
-        if ins.group or ins.op is Op.OFFLOAD:  # it uses the gradient as it is
+        if ins.group or ins.op in (Op.OFFLOAD, Op.STEP):  # it uses the gradient as it is
             close([value for value in ins.reads if value in open_])
         else:
             open_.update({value: k for value in ins.writes if value in wanted})
     close(list(open_))
-    return insert(row, after={k: [_sum(sorted(found), layout, ranks, step)] for k, found in places.items()})
+    return insert(row, after={k: [_sum(sorted(found), layout, ranks, row[k].step)] for k, found in places.items()})
 
 
 def _sum(groups: Sequence[int], layout: Layout, ranks: tuple[int, ...], step: int) -> Instruction:
