@@ -59,7 +59,7 @@ class Plan:
         1,
         whole(1),
         "micro-batches that go through the layers in step, so that one's collectives overlap the other's compute",
-        exclusions.SHARED,
+        exclusions.SHARED_BY_SEVERAL,
     )
     schedule: str = key("1f1b", keys.SCHEDULE, "the order of forwards and backwards on each rank")
     microbatches: int = key(1, whole(1), "micro-batches of each replica and round")
