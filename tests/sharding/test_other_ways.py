@@ -98,7 +98,9 @@ DROPPING: dict[str, Any] = {"loss": nn.functional.mse_loss}
 
 
 def test_layers_without_a_core_cannot_be_selected(clusters: Any) -> None:
-    with pytest.raises(PlanError, match="no layer of this model has a part that derives from minipar.models.Recomputed"):
+    with pytest.raises(
+        PlanError, match="no layer of this model has a part that derives from .*Recomputed"
+    ):
         run(clusters, perceptron, (numbers(8), numbers(4)), "tp=2 checkpoint=selective", **DROPPING)
 
 
@@ -204,7 +206,9 @@ def test_micro_batches_go_in_step_where_forward_and_backward_alternate() -> None
     assert together == [("F", 0), ("F", 1)] * 3 + [("B", 0), ("B", 1)] * 3
 
 
-@pytest.mark.parametrize("words", ["tp=2 dp=2", "tp=2 dp=2 bucket=none", "tp=2 pp=2 schedule=gpipe", "tp=2 sequence_parallel=true"])
+@pytest.mark.parametrize(
+    "words", ["tp=2 dp=2", "tp=2 dp=2 bucket=none", "tp=2 pp=2 schedule=gpipe", "tp=2 sequence_parallel=true"]
+)
 def test_copies_take_less_time_where_collectives_cost_some(words: str) -> None:
     times = [
         simulate(
@@ -255,4 +259,3 @@ def test_ranks_that_share_a_layer_use_and_make_the_same_versions() -> None:
         assert [(ins.op, ins.reads, ins.writes, ins.frees) for ins in mine] == [
             (ins.op, ins.reads, ins.writes, ins.frees) for ins in other
         ]
-

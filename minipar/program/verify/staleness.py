@@ -188,7 +188,7 @@ class StaleContents(Contents):
         return any(ins.op is Op.STEP for ins in self.program.ranks[rank][index + 1 :])
 
     def _places(self, rank: int, group: int, mask: int, part: int) -> set[StepMicrobatch]:
-        """The (step, micro-batch) pairs of a mask whose lowest bits belong to one layer, of one part of its gradient."""
+        """The (step, micro-batch) pairs of a mask whose lowest bits belong to one layer, of one part of a gradient."""
         program, parts = self.program, self.parts[group]
         count = program.steps * program.microbatches * parts
         mask = (mask >> program.replica(rank) * count) & ((1 << count) - 1)
@@ -215,7 +215,8 @@ class StaleContents(Contents):
         slot, rest = divmod(bit, size)
         step, i = divmod(rest % (self.program.microbatches * self.program.steps), self.program.microbatches)
         whose = f"part {part} of " if self.parts[group] > 1 else ""
-        return f"{whose}micro-batch {i} of step {step} (layer {self.program.title(self.program.groups[group].layers[slot])})"
+        layer = self.program.title(self.program.groups[group].layers[slot])
+        return f"{whose}micro-batch {i} of step {step} (layer {layer})"
 
 
 def settled(program: Program, rank: int, live: set[Value]) -> set[Value]:

@@ -7,9 +7,9 @@
     F 0 mb0 | ALL_REDUCE mb0 | F 0 mb1 | ALL_REDUCE mb1 | F 1 mb0 | ALL_REDUCE mb0 | F 1 mb1 | ALL_REDUCE mb1
               |--------- is under way while F 0 mb1 ---|
 
-Source: MindSpore's MicroBatchInterleaved ("multi-copy parallelism"). Micro-batches that do the same one after the other
-on a rank go in step, piece by piece; a piece ends with a collective. What they do is a forward or a backward (gpipe), or
-without a pipeline both in turn (1F1B):
+Source: MindSpore's MicroBatchInterleaved ("multi-copy parallelism"). Micro-batches that do the same one after the
+other on a rank go in step, piece by piece; a piece ends with a collective. What they do is a forward or a backward
+(gpipe), or without a pipeline both in turn (1F1B):
 
     F mb0 | B mb0 | F mb1 | B mb1        becomes        F mb0 | F mb1 | B mb0 | B mb1, piece by piece
 
