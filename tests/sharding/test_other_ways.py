@@ -98,9 +98,7 @@ DROPPING: dict[str, Any] = {"loss": nn.functional.mse_loss}
 
 
 def test_layers_without_a_core_cannot_be_selected(clusters: Any) -> None:
-    with pytest.raises(
-        PlanError, match="no layer of this model has a part that derives from .*Recomputed"
-    ):
+    with pytest.raises(PlanError, match="no layer of this model has a part that derives from .*Recomputed"):
         run(clusters, perceptron, (numbers(8), numbers(4)), "tp=2 checkpoint=selective", **DROPPING)
 
 
