@@ -538,7 +538,8 @@ def profile_job(
     check_parameters(layers)
     tried = _try_loss(job, whole, x, plan.precision, parts)
     if plan.checkpoint == "selective":
-        selective_checkpoint.check(layers)
+        selective_checkpoint.check(layers_of(whole))
+        selective_checkpoint.check(layers)  # (a layer that says itself how it is cut may leave no such part)
     selective_checkpoint.choose(layers, plan.checkpoint == "selective")
     if isinstance(model, ShardedModel):
         shape = shape_of(model)

@@ -9,9 +9,11 @@ goes from node to node is a value, or a tuple of several: the residual goes alon
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 
 from minipar.errors import PlanError
 from minipar.models.randomness import RowDropout
+from minipar.models.selective_checkpoint import Recomputed
 from minipar.models.tensors import tensors
 from minipar.program.forms import COUNTS, PARTIAL, WHOLE, Forms, text_of
 from minipar.sharding import local
@@ -241,6 +244,10 @@ class Stored:
     name: str = ""
 
 
+Line = tuple[Divided, Operator, tuple[tuple[int, ...], ...]]  # an operator as it runs, and its outputs' local shapes
+Find = Callable[[str, Placement], Tensor]  # a tensor by its name, and how it is read
+
+
 @dataclass(frozen=True)
 class Recipe:
     """What a node computes, without parameters; equal for all ranks but for `place`.
@@ -266,7 +273,7 @@ class Recipe:
             found |= {n: form.on(AXIS) for n, form in zip(one.operator.outputs, one.outs, strict=True)}
         return found
 
-    def prepared(self, rows: int) -> list[tuple[Divided, Operator, tuple[tuple[int, ...], ...]]]:
+    def prepared(self, rows: int) -> list[Line]:
         """The operators for a micro-batch of so many rows, with the local shapes of their outputs."""
         if rows not in self._known:
             found = []
@@ -287,7 +294,7 @@ class Recipe:
         return cut(shape, _at_rows(placement, self.captured, rows), self.place.ranks, AXIS, name)
 
     @cached_property
-    def _known(self) -> dict[int, list[tuple[Divided, Operator, tuple[tuple[int, ...], ...]]]]:
+    def _known(self) -> dict[int, list[Line]]:
         return {}
 
     def check(self, values: Sequence[Tensor], rows: int, title: str) -> None:
@@ -306,16 +313,85 @@ class Recipe:
     def _checked(self) -> dict[int, list[tuple[int, ...]]]:
         return {}
 
-    def rows(self, values: Sequence[Tensor]) -> int:
-        """How many rows the micro-batch has: from the first dimension that depends on it."""
-        for part, value in zip(self.piece.takes, values, strict=True):
-            if part.read.unequal:
+    def rows(self, takes: Iterable[tuple[str, Placement]], values: Sequence[Tensor]) -> int:
+        """How many rows the micro-batch has: from the first dimension of these values that depends on it."""
+        for (name, read), value in zip(takes, values, strict=True):
+            if read.unequal:
                 continue
-            for dim, size in enumerate(self.shapes[part.name]):
+            for dim, size in enumerate(self.shapes[name]):
                 if isinstance(size, Size):
-                    shards = self.place.ranks if part.read.kind == "S" and part.read.dim == dim else 1
+                    shards = self.place.ranks if read.kind == "S" and read.dim == dim else 1
                     return value.shape[dim] * shards // size.each
         return 0
+
+    def run(
+        self, lines: Iterable[Line], rows: int, find: Find, dropouts: Mapping[str, nn.Module], made: dict[str, Tensor]
+    ) -> None:
+        """Run operators on what `find` gives, and add what they make to `made`. `dropouts`: their modules by name."""
+        for one, operator, outputs in lines:
+            inputs = [find(name, form.on(AXIS)) for name, form in zip(operator.inputs, one.ins, strict=True)]
+            if operator.name in dropouts:
+                module = dropouts[operator.name]
+                made[operator.outputs[0]] = self._dropped(module, operator, one.outs[0].on(AXIS), inputs[0], rows)
+                continue
+            running = local.run(operator, one.choices, {AXIS: self.place}, inputs, outputs)
+            made.update(zip(operator.outputs, _finished(running, operator), strict=True))
+
+    def _dropped(self, module: nn.Module, operator: Operator, written: Placement, given: Tensor, rows: int) -> Tensor:
+        """Dropout of this rank's part, by the mask of the whole tensor."""
+        if not isinstance(module, RowDropout):  # the one of torch, where nothing but time is measured
+            made: Tensor = module(given)
+            return made
+        lies = _at_rows(written, self.captured, rows)
+        whole = with_rows(self.shapes[operator.outputs[0]], rows)
+        if lies.kind != "S":
+            return module.of_part(given, whole, lambda kept: kept)
+        return module.of_part(given, whole, Cut(lies.dim, self.place.index, self.place.ranks, lies.pieces).of)
+
+    def as_read(self, name: str, read: Placement, found: Tensor, stored: bool = False) -> Tensor:
+        """A tensor that is whole as it is read: as it is, or as a part of a sum."""
+        if read.kind == "P" and (stored or self.written[name].whole):
+            part: Tensor = _AsPart.apply(found, self.place.index)
+            return part
+        return found
+
+
+class _Core(Recomputed):
+    """Operators of a node, lines `first` to `end`, that keep only what they read with checkpoint=selective.
+
+    takes   what they read of others, as it is read; `gives`: what others read of them
+    """
+
+    def __init__(self, recipe: Recipe, lines: range, dropouts: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.recipe, self.lines = recipe, lines
+        every = recipe.piece.operators
+        own = [every[k] for k in lines]
+        made = {name for one in own for name in one.operator.outputs}
+        later = [name for one in every[lines.stop :] for name in one.operator.inputs]
+        later += [part.name for part in recipe.piece.gives]
+        reads = [pair for one in own for pair in zip(one.operator.inputs, one.ins, strict=True)]
+        found = {(name, str(form.on(AXIS))): (name, form.on(AXIS)) for name, form in reads if name not in made}
+        self.takes = tuple(found.values())
+        self.gives = tuple(name for name in dict.fromkeys(later) if name in made)
+        self.dropouts: dict[str, str] = {}
+        for one in own:
+            if one.operator.name in dropouts:
+                self.dropouts[one.operator.name] = f"dropout_{len(self.dropouts)}"
+                self.add_module(self.dropouts[one.operator.name], dropouts[one.operator.name])
+
+    def compute(self, *inputs: Tensor) -> Any:
+        taken = {(name, str(read)): value for (name, read), value in zip(self.takes, inputs, strict=True)}
+        made: dict[str, Tensor] = {}
+
+        def find(name: str, read: Placement) -> Tensor:
+            return self.recipe.as_read(name, read, made[name]) if name in made else taken[name, str(read)]
+
+        rows = self.recipe.rows(self.takes, inputs)
+        lines = self.recipe.prepared(rows)[self.lines.start : self.lines.stop]
+        self.recipe.run(lines, rows, find, {name: getattr(self, own) for name, own in self.dropouts.items()}, made)
+        found = tuple(made[name] for name in self.gives)
+        return found[0] if len(found) == 1 else found
 
 
 class CapturedNode(Node):
@@ -326,6 +402,7 @@ class CapturedNode(Node):
         self.recipe = recipe
         self.own: dict[str, str] = {}  # names of parameters and buffers in the graph -> those in this module
         self.dropouts: dict[str, str] = {}  # names of operators -> those of their modules here
+        self.cores: list[_Core] = []  # which are modules of this one, too
 
     def forward(self, given: Any) -> Any:
         # What has no gradient in the whole layer gets none here either, although it comes from another node.
@@ -336,35 +413,24 @@ class CapturedNode(Node):
         there = {part.name: value for part, value in zip(self.recipe.piece.takes, values, strict=True)}
         keyed = {(part.name, str(part.read)): v for part, v in zip(self.recipe.piece.takes, values, strict=True)}
         made: dict[str, Tensor] = {}
-        place, rows = self.recipe.place, self.recipe.rows(values)
+        rows = self.recipe.rows([(part.name, part.read) for part in self.recipe.piece.takes], values)
         self.recipe.check(values, rows, self.title)
-        for one, operator, outputs in self.recipe.prepared(rows):
-            inputs = [
-                self._input(name, form.on(AXIS), made, keyed, there)
-                for name, form in zip(operator.inputs, one.ins, strict=True)
-            ]
-            if operator.name in self.dropouts:
-                made[operator.outputs[0]] = self._dropped(operator, one.outs[0].on(AXIS), inputs[0], rows)
-                continue
-            running = local.run(operator, one.choices, {AXIS: place}, inputs, outputs)
-            made.update(zip(operator.outputs, _finished(running, operator), strict=True))
+
+        def find(name: str, read: Placement) -> Tensor:
+            return self._input(name, read, made, keyed, there)
+
+        lines, done = self.recipe.prepared(rows), 0
+        dropouts = {name: getattr(self, own) for name, own in self.dropouts.items()}
+        for core in self.cores:
+            self.recipe.run(lines[done : core.lines.start], rows, find, dropouts, made)
+            made.update(zip(core.gives, tensors(core(*(find(*taken) for taken in core.takes))), strict=True))
+            done = core.lines.stop
+        self.recipe.run(lines[done:], rows, find, dropouts, made)
         found = tuple(
             made[part.name] if part.name in made else keyed.get((part.name, str(part.read)), there.get(part.name))
             for part in self.recipe.piece.gives
         )
         return found[0] if len(found) == 1 else found
-
-    def _dropped(self, operator: Operator, written: Placement, given: Tensor, rows: int) -> Tensor:
-        """Dropout of this rank's part, by the mask of the whole tensor."""
-        module, place = getattr(self, self.dropouts[operator.name]), self.recipe.place
-        if not isinstance(module, RowDropout):  # the one of torch, where nothing but time is measured
-            made: Tensor = module(given)
-            return made
-        lies = _at_rows(written, self.recipe.captured, rows)
-        whole = with_rows(self.recipe.shapes[operator.outputs[0]], rows)
-        if lies.kind != "S":
-            return module.of_part(given, whole, lambda kept: kept)
-        return module.of_part(given, whole, Cut(lies.dim, place.index, place.ranks, lies.pieces).of)
 
     def _input(
         self,
@@ -383,9 +449,7 @@ class CapturedNode(Node):
             found = made[name]
         else:
             found = keyed[name, str(read)] if (name, str(read)) in keyed else there[name]
-        if read.kind == "P" and (name in self.own or self.recipe.written[name].whole):
-            return _AsPart.apply(found, self.recipe.place.index)
-        return found
+        return self.recipe.as_read(name, read, found, name in self.own)
 
 
 class _AsPart(torch.autograd.Function):
@@ -421,6 +485,7 @@ def nodes_of(
     known: dict[str, nn.Parameter],
     rows: int,
     dropouts: Mapping[str, nn.Dropout],
+    cores: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Node]:
     """The nodes of one layer on one rank.
 
@@ -429,6 +494,7 @@ def nodes_of(
     known       parameters that other layers hold already, by name
     rows        of the capture
     dropouts    for each operator that is one, by its name in the graph
+    cores       for each operator of a part that checkpoint=selective runs again, the name of that part
     """
     graph = sharding.graph
     pieces = pieces_of(sharding, rows)
@@ -450,12 +516,27 @@ def nodes_of(
                     node.hold(node.own[name], value, held[name], known)
                 else:
                     node.register_buffer(node.own[name], value, persistent=False)
+        modules = {name: getattr(node, own) for name, own in node.dropouts.items()}
+        for lines in _runs([cores.get(one.operator.name, "") for one in piece.operators]):
+            core = _Core(node.recipe, lines, modules)
+            node.add_module(f"core_{len(node.cores)}", core)
+            node.cores.append(core)
         nodes.append(node)
     _check_changed(layer, pieces, stored)
     unused = [name for name in stored if isinstance(stored[name].value, nn.Parameter) and name not in _read(sharding)]
     for name in unused:  # which no operator reads: it is part of the model all the same
         nodes[0].hold(f"unused_{len(nodes[0].held)}", stored[name].value, Held(stored[name].name), known)  # type: ignore[arg-type]
     return nodes
+
+
+def _runs(parts: Sequence[str]) -> list[range]:
+    """Where neighbours belong to the same part; those that belong to none ("") are left out."""
+    found, start = [], 0
+    for part, run in groupby(parts):
+        end = start + len(list(run))
+        found += [range(start, end)] if part else []
+        start = end
+    return found
 
 
 def _check_changed(layer: Layer, pieces: Sequence[Piece], stored: Mapping[str, Stored]) -> None:

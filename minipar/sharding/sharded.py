@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from minipar.errors import PlanError
 from minipar.models.network import edges_of
+from minipar.models.selective_checkpoint import Recomputed
 from minipar.models.tensors import count_rows, layers_of, map_tensors
 from minipar.program.forms import PARTIAL, WHOLE, Forms, in_words, letters, text_of
 from minipar.program.mesh import Mesh
@@ -72,7 +73,7 @@ def local_model(
         stored = _stored(small, number, first, layer, names)
         nodes = nodes_of(
             small.layers[number], found.shardings[number], templates[id(graph)], stored, key, place, known, captured[0],
-            _dropouts(small.layers[number], first, layer, titles),
+            _dropouts(small.layers[number], first, layer, titles), _cores(small.layers[number], first),
         )  # fmt: skip
         nodes[0].state = {
             f"{key}.{name}": value
@@ -161,6 +162,12 @@ def _dropouts(captured: Layer, first: nn.Module, layer: nn.Module, titles: Mappi
         found[op.name] = nn.Dropout(module.p).train(module.training)
         found[op.name].row_name = titles[id(module)]  # type: ignore[assignment]
     return found
+
+
+def _cores(captured: Layer, first: nn.Module) -> dict[str, str]:
+    """For each operator of a part that checkpoint=selective runs again, the path of that part, "." for the layer."""
+    paths = [path for path, module in first.named_modules() if isinstance(module, Recomputed)]
+    return {op.name: path or "." for op in captured.graph.operators for path in paths if within(op.name, path)}
 
 
 def _draws(op: Operator) -> bool:

@@ -64,7 +64,7 @@ class Plan:
         1,
         whole(1),
         "micro-batches that go through the layers in step, so that one's collectives overlap the other's compute",
-        exclusions.SHARED,
+        exclusions.SHARED_BY_SEVERAL,
     )
     schedule: str = key("1f1b", keys.SCHEDULE, "the order of forwards and backwards on each rank")
     microbatches: int = key(1, whole(1), "micro-batches of each replica and round")
@@ -405,7 +405,7 @@ class Plan:
         host = host_layers.find(self.host_layers, shape)
         if self.place is not None:
             split, placement = branches.stages(branches.ranks_of(self.place, shape, self.pp), self.pp)
-            return Layout(shape, self.dp, self.pp, split, self.total_microbatches, placement, host)
+            return Layout(shape, self.dp, self.pp, split, self.total_microbatches, placement, host, self.shared)
         placement = self.placement()
         stages, layers = 1 + max(map(max, placement)), shape.own_layers
         if self.pp > layers:

@@ -373,7 +373,7 @@ def train(
                     report=lambda k: meter.update(),
                 )
                 if plan.asynchronous:
-                    plain = ask(order_of(done.program))
+                    plain = ask(order_of(done.program, facts.shape.nodes))
                 else:
                     plain = ask(steps, clip=plan.clip, inference=plan.inference, replicas=local)
                     plain_time = plain.seconds
