@@ -243,8 +243,9 @@ def check_used(annotations: Annotations, used: Iterable[str], layers: Sequence[L
             f"the preset divides nothing here: no operator has one of its names ({told}); possible are annotations of "
             "your own, such as those that minipar.sharding.by_operators makes"
         )
-    unused = [pattern for pattern in annotations if pattern not in set(used)]
-    if not unused or (isinstance(annotations, Preset) and len(unused) < len(annotations)):
+    wanted = [pattern for pattern in annotations if pattern != FED]  # only experts without a capacity have that one
+    unused = [pattern for pattern in wanted if pattern not in set(used)]
+    if not unused or (isinstance(annotations, Preset) and len(unused) < len(wanted)):
         return
     names = {layer.own(op.name) for layer in layers for op in layer.graph.operators}
     names |= {layer.own(name) for layer in layers for name in layer.graph.parameters}

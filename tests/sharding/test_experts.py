@@ -220,6 +220,9 @@ def test_what_is_sent_without_a_capacity(clusters: Clusters) -> None:
     choices = 4 * 12 * 2 * 16 * 8  # bytes: of 4 rows of a micro-batch each token twice
     exchanges = [ins for ins in run.program.ranks[0] if ins.op is Op.ALL_TO_ALL and ins.reads[0].kind == "output"]
     assert {run.predicted.sent(rank, ins) for rank in range(2) for ins in exchanges} == {choices // 2}
+    gathers = [ins for ins in run.program.ranks[0] if ins.op is Op.ALL_GATHER and repartitions(ins)]
+    for trace in (run.predicted, run.trace):
+        assert {trace.sent(rank, ins) for rank in range(2) for ins in gathers} == {4 * 4 * 8}  # of 4 rows, 4 counts
     # In fact all tokens go to rank 0, and what it makes of those of rank 1 comes back.
     there, back = exchanges[:2]
     assert [run.trace.sent(rank, there) for rank in range(2)] == [0, choices]
