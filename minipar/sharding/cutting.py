@@ -324,18 +324,38 @@ class Recipe:
                     return value.shape[dim] * shards // size.each
         return 0
 
+    @cached_property
+    def unread(self) -> list[tuple[str, ...]]:
+        """For each operator, what no later operator of the node reads, and no other node."""
+        every = [one.operator for one in self.piece.operators]
+        last = {name: k for k, op in enumerate(every) for name in (*op.inputs, *op.outputs)}
+        mine = {name for op in every for name in op.outputs} - {part.name for part in self.piece.gives}
+        return [tuple(name for name in mine if last[name] == k) for k in range(len(every))]
+
     def run(
-        self, lines: Iterable[Line], rows: int, find: Find, dropouts: Mapping[str, nn.Module], made: dict[str, Tensor]
+        self, lines: range, rows: int, find: Find, dropouts: Mapping[str, nn.Module], made: dict[str, Tensor]
     ) -> None:
-        """Run operators on what `find` gives, and add what they make to `made`. `dropouts`: their modules by name."""
-        for one, operator, outputs in lines:
+        """Run these operators on what `find` gives, and add what they make to `made`, as long as it is read.
+
+        dropouts   the modules of some operators, by their names
+        """
+        every = self.prepared(rows)
+        for k in lines:
+            one, operator, outputs = every[k]
             inputs = [find(name, form.on(AXIS)) for name, form in zip(operator.inputs, one.ins, strict=True)]
             if operator.name in dropouts:
                 module = dropouts[operator.name]
                 made[operator.outputs[0]] = self._dropped(module, operator, one.outs[0].on(AXIS), inputs[0], rows)
-                continue
-            running = local.run(operator, one.choices, {AXIS: self.place}, inputs, outputs)
-            made.update(zip(operator.outputs, _finished(running, operator), strict=True))
+            else:
+                running = local.run(operator, one.choices, {AXIS: self.place}, inputs, outputs)
+                made.update(zip(operator.outputs, _finished(running, operator), strict=True))
+            del inputs
+            self.forget(k, made)
+
+    def forget(self, line: int, made: dict[str, Tensor]) -> None:
+        """Let go what nobody reads after this operator."""
+        for name in self.unread[line]:
+            made.pop(name, None)
 
     def _dropped(self, module: nn.Module, operator: Operator, written: Placement, given: Tensor, rows: int) -> Tensor:
         """Dropout of this rank's part, by the mask of the whole tensor."""
@@ -388,8 +408,7 @@ class _Core(Recomputed):
             return self.recipe.as_read(name, read, made[name]) if name in made else taken[name, str(read)]
 
         rows = self.recipe.rows(self.takes, inputs)
-        lines = self.recipe.prepared(rows)[self.lines.start : self.lines.stop]
-        self.recipe.run(lines, rows, find, {name: getattr(self, own) for name, own in self.dropouts.items()}, made)
+        self.recipe.run(self.lines, rows, find, {name: getattr(self, own) for name, own in self.dropouts.items()}, made)
         found = tuple(made[name] for name in self.gives)
         return found[0] if len(found) == 1 else found
 
@@ -419,13 +438,15 @@ class CapturedNode(Node):
         def find(name: str, read: Placement) -> Tensor:
             return self._input(name, read, made, keyed, there)
 
-        lines, done = self.recipe.prepared(rows), 0
+        done, end = 0, len(self.recipe.piece.operators)
         dropouts = {name: getattr(self, own) for name, own in self.dropouts.items()}
         for core in self.cores:
-            self.recipe.run(lines[done : core.lines.start], rows, find, dropouts, made)
+            self.recipe.run(range(done, core.lines.start), rows, find, dropouts, made)
             made.update(zip(core.gives, tensors(core(*(find(*taken) for taken in core.takes))), strict=True))
+            for line in core.lines:
+                self.recipe.forget(line, made)
             done = core.lines.stop
-        self.recipe.run(lines[done:], rows, find, dropouts, made)
+        self.recipe.run(range(done, end), rows, find, dropouts, made)
         found = tuple(
             made[part.name] if part.name in made else keyed.get((part.name, str(part.read)), there.get(part.name))
             for part in self.recipe.piece.gives

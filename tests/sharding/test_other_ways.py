@@ -22,6 +22,7 @@ from minipar.trace.recorded_order import order_of
 from minipar.training.plainly import replay_order
 from minipar.training.reference import gradient_error
 from minipar.training.training import Run, resume
+from tests.interpreters import RandomCosts
 from tests.sharding import by_hand
 from tests.sharding.test_models import TOKENS, gpt, perceptron, right, run, texts, trained
 
@@ -108,10 +109,9 @@ def test_the_core_keeps_only_what_it_reads(clusters: Any) -> None:
     kept, again = (
         trained(clusters, model, f"tp=2 checkpoint={words}", memory=True, steps=1) for words in ("none", "selective")
     )
-    for found in (kept, again):
-        assert found.trace.peak_memory() == pytest.approx(found.predicted.peak_memory(), rel=0.05)
-    few, many = (found.trace.peak_by_kind(0)["activations"] for found in (again, kept))
-    assert few < many
+    for traces in ((again.trace, kept.trace), (again.predicted, kept.predicted)):
+        few, many = (trace.peak_by_kind(0)["activations"] for trace in traces)
+        assert few < 0.8 * many
 
 
 def test_layers_on_the_host_keep_their_parameters_there(clusters: Any) -> None:
@@ -204,17 +204,18 @@ def test_micro_batches_go_in_step_where_forward_and_backward_alternate() -> None
     assert together == [("F", 0), ("F", 1)] * 3 + [("B", 0), ("B", 1)] * 3
 
 
-@pytest.mark.parametrize(
-    "words", ["tp=2 dp=2", "tp=2 dp=2 bucket=none", "tp=2 pp=2 schedule=gpipe", "tp=2 sequence_parallel=true"]
-)
+class Costs(RandomCosts):
+    """Each node takes 1, each collective 1."""
+
+    def draw(self, *name: object) -> float:
+        return 0.0 if "STEP" in str(name[2]) or name[0] in ("bandwidth", "latency") else 1.0
+
+
+@pytest.mark.parametrize("words", ["tp=2 dp=2", "tp=2 pp=2 schedule=gpipe", "tp=2 sequence_parallel=true"])
 def test_copies_take_less_time_where_collectives_cost_some(words: str) -> None:
-    times = [
-        simulate(
-            Plan.parse(f"{words} microbatches=4 batch_copies={copies}").compile(layers=4), forward=1, latency=0.2
-        ).makespan
-        for copies in (1, 2)
-    ]
-    assert times[1] < times[0]
+    plans = [f"{words} bucket=none microbatches=4 batch_copies={copies}" for copies in (1, 2)]
+    apart, together = (simulate(Plan.parse(plan).compile(layers=4), Costs(0)).time for plan in plans)
+    assert together < apart
 
 
 def test_copies_without_effect_are_refused() -> None:
