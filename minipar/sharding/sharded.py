@@ -54,7 +54,7 @@ def local_model(
     small, large = (capture_model(model, _with_rows(example, rows)) for rows in captured)
     chosen = _on_axis(automatic.default(small.layers, count) if annotations is None else annotations)
     if EXPERTS in chosen and isinstance(chosen, Preset):
-        _check_experts(model, count)
+        check_experts(model, count)
     found = propagate_model(small.layers, chosen, Mesh(tp=count), f"{inputs or 'I'} on {AXIS}")
     known: dict[str, nn.Parameter] = {}
     templates: dict[int, Templates] = {}
@@ -95,7 +95,7 @@ def _on_axis(annotations: Mapping[str, str]) -> Mapping[str, str]:
     return Preset(on_axis) if isinstance(annotations, Preset) else on_axis
 
 
-def _check_experts(model: nn.Module, count: int) -> None:
+def check_experts(model: nn.Module, count: int) -> None:
     """Errors: PlanError for a model of which `experts()` would divide nothing, or experts that cannot be divided."""
     found = [(name, p) for name, p in model.named_parameters() if matches(EXPERTS, name)]
     if not found:
