@@ -16,7 +16,7 @@ from minipar.program.forms import PARTIAL, WHOLE, Forms, in_words, letters, text
 from minipar.program.mesh import Mesh
 from minipar.sharding import automatic, local
 from minipar.sharding.capture import Captured, capture_model, within
-from minipar.sharding.cutting import AXIS, ROWS, Stored, Templates, nodes_of, templates_of
+from minipar.sharding.cutting import AXIS, ROWS, Nodes, Stored, nodes_of, planned, templates_of
 from minipar.sharding.graph import Layer, Operator
 from minipar.sharding.nodes import Node, ShardedModel
 from minipar.sharding.propagation import EXPERTS, Preset, matches, propagate_model
@@ -57,7 +57,7 @@ def local_model(
         check_experts(model, count)
     found = propagate_model(small.layers, chosen, Mesh(tp=count), f"{inputs or 'I'} on {AXIS}")
     known: dict[str, nn.Parameter] = {}
-    templates: dict[int, Templates] = {}
+    shared: dict[int, Nodes] = {}  # of equal layers, by the id of their forms
     firsts: dict[int, nn.Module] = {}
     names = _names(model)
     titles = {id(module): name for name, module in model.named_modules()}
@@ -67,13 +67,13 @@ def local_model(
         assert layer is not None
         graph = small.layers[number].graph
         first = firsts.setdefault(id(graph), layer)
-        if id(graph) not in templates:
-            templates[id(graph)] = templates_of(graph, large.layers[number].graph, captured)
+        sharding = found.shardings[number]
+        if id(sharding) not in shared:
+            templates = templates_of(graph, large.layers[number].graph, captured)
+            shared[id(sharding)] = planned(sharding, templates, place, captured[0])
         stored = _stored(small, number, first, layer, names)
-        nodes = nodes_of(
-            small.layers[number], found.shardings[number], templates[id(graph)], stored, key, place, known, captured[0],
-            _dropouts(small.layers[number], first, layer, titles),
-        )  # fmt: skip
+        dropouts = _dropouts(small.layers[number], first, layer, titles)
+        nodes = nodes_of(small.layers[number], sharding, shared[id(sharding)], stored, key, place, known, dropouts)
         nodes[0].state = {
             f"{key}.{name}": value
             for name, value in layer.state_dict().items()
