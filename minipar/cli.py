@@ -27,6 +27,7 @@ from minipar.strategies.plan import Plan, table
 from minipar.wording import several
 
 if TYPE_CHECKING:
+    from minipar.program.shape import Shape
     from minipar.sharding.propagation import Divided
     from minipar.training.training import Run
 
@@ -180,8 +181,11 @@ def _simulate(options: argparse.Namespace) -> dict[str, Any]:
     from minipar.models import shapes
     from minipar.program.shape import uniform
 
-    shape = shapes.shape(options.model) if options.model else uniform(options.layers)
-    costs = analytic.layer_costs(options.model, 1) if options.model else None
+    if options.model and plan.sharing > 1:
+        shape, costs = _nodes(options.model, plan), None
+    else:
+        shape = shapes.shape(options.model) if options.model else uniform(options.layers)
+        costs = analytic.layer_costs(options.model, 1) if options.model else None
     program = plan.compile(shape, steps=options.steps or 1, costs=costs)
     halves = (options.input_gradient, options.weight_gradient)
     backward = options.backward
@@ -212,6 +216,18 @@ def _simulate(options: argparse.Namespace) -> dict[str, Any]:
         "messages_per_microbatch": trace.messages_per_microbatch(),
         "instructions": len(program),
     }
+
+
+def _nodes(name: str, plan: Plan) -> Shape:
+    """The shape of a preset whose layers ranks share: its nodes on the first of them. Only a capture in torch can say
+    what they are."""
+    from minipar import data, models
+    from minipar.models.parameter_groups import shape_of
+    from minipar.sharding.sharded import local_model
+    from minipar.training.training import annotations_of
+
+    x, _ = data.for_model(name).batch(0, 1)
+    return shape_of(local_model(models.build(name), 0, plan.sharing, x, annotations_of(plan), plan.inputs))
 
 
 def _show_simulate(result: dict[str, Any]) -> str:

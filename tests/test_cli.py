@@ -55,6 +55,18 @@ def test_simulate_takes_the_layers_of_a_model(capsys):
     assert (code, err) == (2, "minipar: place=0,1,2: puts no layer on rank 3; possible is pp=3, or another place\n")
 
 
+def test_simulate_captures_a_model_whose_layers_ranks_share(capsys):
+    found = data(capsys, "simulate", "tp=2 pp=2 microbatches=2", "--model", "gpt-tiny")
+    assert found["time"] == (2 + 2 - 1) * 3
+    assert found["in_flight"] == [2, 2, 1, 1]
+    assert found["messages_per_microbatch"] == 2 * 2  # each of the two pipelines sends its own
+    for words, model in (("ep=2", "gpt-moe-tiny"), ("context_parallel=2", "gpt-tiny")):
+        assert data(capsys, "simulate", words, "--model", model)["time"] == pytest.approx(3)
+    code, out, err = call(capsys, "simulate", "tp=3", "--model", "gpt-tiny")
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert "1.attention.qkv (linear): form S2:3 on tp: dimension 2 has 192 elements" in err
+
+
 def test_simulate_reads_well(capsys):
     code, out, _ = call(capsys, "simulate", "pp=2 microbatches=2", "--layers", "2")
     assert code == 0
