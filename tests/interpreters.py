@@ -103,10 +103,13 @@ def shapes(draw: st.DrawFn, layers: int, size: int = 4) -> Shape:
 
 
 @st.composite
-def programs(draw: st.DrawFn, most_microbatches: int = 5, most_steps: int = 3, shared: bool = False) -> Program:
+def programs(
+    draw: st.DrawFn, most_microbatches: int = 5, most_steps: int = 3, shared: bool = False, offload: bool = False
+) -> Program:
     """Programs of every built-in schedule, composed with everything that a plan can choose.
 
-    shared   half of them have layers that two ranks share
+    shared    half of them have layers that two ranks share
+    offload   half of them copy values to the host or the disk, and back
     """
     schedule = draw(st.sampled_from(BUILT_IN))
     tp = draw(st.sampled_from([1, 2])) if shared and "slices" not in find(schedule).options else 1
@@ -118,11 +121,17 @@ def programs(draw: st.DrawFn, most_microbatches: int = 5, most_steps: int = 3, s
     count = stages_of(schedule, pp)
     split = draw(st.lists(st.integers(1, 3 if tp == 1 else 1), min_size=count, max_size=count))
     zero = 0 if priority or local or schedule in COPIED else draw(st.sampled_from([0, 0, 1, 2, 3]))
+    if offload and not priority and not local and draw(st.booleans()):
+        away, to = draw(_offloaded(schedule, zero)), draw(st.sampled_from(["host", "disk"]))
+    else:
+        away, to = (), "host"
     plan = Plan(
         dp=dp,
         pp=pp,
         tp=tp,
         sequence_parallel=sequence,
+        offload=away,
+        offload_to=to,
         schedule=schedule,
         microbatches=enough(schedule, pp, draw(st.integers(1, most_microbatches))),
         accumulate=draw(st.sampled_from([1, 1, 2])),
@@ -140,6 +149,14 @@ def programs(draw: st.DrawFn, most_microbatches: int = 5, most_steps: int = 3, s
     if tp > 1:
         model = divided(model, tp, sequence)  # (without its ties)
     return plan.compile(model, steps=draw(st.integers(1, most_steps)), check=False)
+
+
+def _offloaded(schedule: str, zero: int) -> st.SearchStrategy[tuple[str, ...]]:
+    """What a plan may offload."""
+    splits = Plan(pp=2, schedule=schedule, microbatches=enough(schedule, 2, 1)).splits
+    whole = not splits and "slices" not in find(schedule).options
+    possible = ["optimizer"] + ["parameters"] * (zero not in (1, 2)) + ["activations"] * whole
+    return st.sets(st.sampled_from(possible), min_size=1).map(lambda found: tuple(sorted(found)))
 
 
 # time ----------------------------------------------------------------------------------------------------------------

@@ -235,6 +235,8 @@ def with_rows(given: Any, rows: int) -> Any:
 
 # Nodes ----------------------------------------------------------------------------------------------------------------
 
+Templates = tuple[dict[str, tuple[Any, ...]], dict[str, Any]]
+
 
 @dataclass(frozen=True)
 class Stored:
@@ -496,35 +498,50 @@ def _finished(running: Any, operator: Operator) -> tuple[Tensor, ...]:
     raise PlanError(f"{operator.name} ({operator.op}): needs {request.op} on {axis} inside; nodes cannot do that yet")
 
 
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of equal layers on one rank: of each node what it computes, and its forms."""
+
+    recipes: tuple[Recipe, ...]
+    forms: tuple[Forms, ...]
+
+
+def planned(sharding: Sharding, templates: Templates, place: local.Place, rows: int) -> Nodes:
+    """The nodes of all layers that have these forms.
+
+    templates   shapes of all tensors and arguments of all operators, in which `Size` stands for rows
+    rows        of the capture
+    """
+    pieces = pieces_of(sharding, rows)
+    recipes = tuple(Recipe(piece, *templates, place, rows) for piece in pieces)
+    return Nodes(recipes, tuple(forms_of(pieces, sharding.graph, sharding)))
+
+
 def nodes_of(
     layer: Layer,
     sharding: Sharding,
-    templates: tuple[Mapping[str, tuple[Any, ...]], Mapping[str, Any]],
+    shared: Nodes,
     stored: Mapping[str, Stored],
     title: str,
     place: local.Place,
     known: dict[str, nn.Parameter],
-    rows: int,
     dropouts: Mapping[str, nn.Dropout],
     cores: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Node]:
     """The nodes of one layer on one rank.
 
-    templates   shapes of all tensors and arguments of all operators, in which `Size` stands for rows
+    shared      what is the same for equal layers
     stored      the layer's parameters and buffers by their names in the graph
     known       parameters that other layers hold already, by name
-    rows        of the capture
     dropouts    for each operator that is one, by its name in the graph
     cores       for each operator of a part that checkpoint=selective runs again, the name of that part
     """
-    graph = sharding.graph
-    pieces = pieces_of(sharding, rows)
-    forms = forms_of(pieces, graph, sharding)
+    pieces = [recipe.piece for recipe in shared.recipes]
     held = _held(sharding, stored, place, known)
     nodes: list[Node] = []
-    for k, (piece, own) in enumerate(zip(pieces, forms, strict=True)):
-        node = CapturedNode(Recipe(piece, *templates, place, rows), own, f"{title}.{k}")
-        for one in piece.operators:
+    for k, (recipe, own) in enumerate(zip(shared.recipes, shared.forms, strict=True)):
+        node = CapturedNode(recipe, own, f"{title}.{k}")
+        for one in recipe.piece.operators:
             if one.operator.name in dropouts:
                 node.dropouts[one.operator.name] = f"dropout_{len(node.dropouts)}"
                 node.add_module(node.dropouts[one.operator.name], dropouts[one.operator.name])
@@ -538,7 +555,7 @@ def nodes_of(
                 else:
                     node.register_buffer(node.own[name], value, persistent=False)
         modules = {name: getattr(node, own) for name, own in node.dropouts.items()}
-        for lines in _runs([cores.get(one.operator.name, "") for one in piece.operators]):
+        for lines in _runs([cores.get(one.operator.name, "") for one in recipe.piece.operators]):
             core = _Core(node.recipe, lines, modules)
             node.add_module(f"core_{len(node.cores)}", core)
             node.cores.append(core)
@@ -618,9 +635,6 @@ def _held(
             forms = f"{before.form or 'whole'} and as {found[name].form or 'whole'}"
             raise PlanError(f"{whole}: layers that share it read it as {forms}; possible is one form for all")
     return found
-
-
-Templates = tuple[dict[str, tuple[Any, ...]], dict[str, Any]]
 
 
 def templates_of(small: Graph, large: Graph, rows: tuple[int, int]) -> Templates:

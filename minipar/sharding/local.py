@@ -148,15 +148,7 @@ _SIZES = {
 
 def call(operator: Operator, inputs: Sequence[Any], **changed: Any) -> Any:
     """Call the operator on tensors, some of its arguments changed."""
-
-    def filled(given: Any) -> Any:
-        if isinstance(given, Slot):
-            return inputs[given.index]
-        if isinstance(given, (list, tuple)):
-            return type(given)(filled(one) for one in given)
-        return given
-
-    options = {name: filled(given) for name, given in {**operator.options, **changed}.items()}
+    options = {name: _filled(given, inputs) for name, given in {**operator.options, **changed}.items()}
     if isinstance(operator.call, torch._ops.OpOverload):
         positional = []
         for argument in operator.call._schema.arguments:
@@ -165,6 +157,16 @@ def call(operator: Operator, inputs: Sequence[Any], **changed: Any) -> Any:
             positional.append(options.pop(argument.name))
         return operator.call(*positional, **options)
     return operator.call(**options)
+
+
+def _filled(given: Any, inputs: Sequence[Any]) -> Any:
+    """An argument with its tensors. (It is no function inside `call`: one that calls itself is a circle of references,
+    and would hold the tensors until the garbage collector runs.)"""
+    if isinstance(given, Slot):
+        return inputs[given.index]
+    if isinstance(given, (list, tuple)):
+        return type(given)(_filled(one, inputs) for one in given)
+    return given
 
 
 def _plain(operator: Operator, inputs: Sequence[Tensor], outputs: Sequence[Shape]) -> tuple[Tensor, ...]:

@@ -279,7 +279,7 @@ def train(
         quiet = plan.inference and not keep_modes
         forms = annotations if annotations is not None else dict(form_pairs(plan.annotations)) or None
         if forms is None and plan.sharing > 1:
-            forms = _forms_of(plan)
+            forms = annotations_of(plan)
         job = Job(model, data, batch, loss, optimizer, seed, dtype, scheduler, quiet, on_nan, forms)
         if reference or check:
             plainly.prepare()
@@ -466,7 +466,7 @@ def costs_for(
     return EmulatedCosts(program, device, costs) if device is not None and device.emulates else costs
 
 
-def _forms_of(plan: Plan) -> Mapping[str, str] | None:
+def annotations_of(plan: Plan) -> Mapping[str, str] | None:
     """The forms that a plan's keys stand for; those of all others follow. None: the model's names say it."""
     if plan.ep > 1:
         return experts("ep")
