@@ -328,6 +328,17 @@ def test_nodes_leave_nothing_to_the_garbage_collector(name):
         gc.enable()
 
 
+@pytest.mark.parametrize(
+    ("plan", "near"), [("tp=2", 0.1), ("tp=2 sequence_parallel=true", 0.05), ("context_parallel=2", 0.05)]
+)
+def test_predicted_peaks_are_near_the_measured_ones(clusters, plan, near):
+    model, given = partial(models.build, "gpt-tiny"), data.for_model("gpt-tiny")
+    adam = partial(torch.optim.Adam, lr=1e-3)
+    found = train(model, given, f"{plan} microbatches=2", steps=3, batch=8, optimizer=adam, memory=True,
+                  cluster=clusters(2), progress=False)  # fmt: skip
+    assert found.predicted.peak_memory() == pytest.approx(found.trace.peak_memory(), rel=near)
+
+
 # What is refused ------------------------------------------------------------------------------------------------------
 
 
