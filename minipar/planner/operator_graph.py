@@ -101,7 +101,8 @@ def operator_graph(
     """The cost graph of a chain of layers on a mesh of one or two axes.
 
     inputs      the form of what the model is given
-    outputs     the form in which the model's outputs are wanted; None: any but parts of a sum
+    outputs     the form in which the loss reads the model's outputs: "R" where ranks compute it alike, as those that
+                share layers do; None: any but parts of a sum, as where each rank has the targets of its shard
     training    whether there is a backward
     tied        whether equal layers decide alike
     replicated  whether every rank may compute all of an operator that multiplies matrices

@@ -18,7 +18,7 @@ def model():
 def test_the_forms_of_the_linear_program_are_trained(clusters):
     captured = sharding.capture_model(model(), torch.zeros(12, 8))
     machine = Machine(1e9, 1e9, {"tp": (1e-6, 1e-10)})
-    problem = operator_problem(captured.layers, Mesh(tp=2), machine, gathered=False)
+    problem = operator_problem(captured.layers, Mesh(tp=2), machine, gathered=False, outputs="R")
     found = ilp(problem.graph)
     assert found.time < problem.propagated().time
     said = problem.annotations(found)
