@@ -15,8 +15,9 @@ the smallest bound is next, and the search ends where that is no better than the
 left out is not better. Plans that do not fit are left out, too, if nothing can wait on the host. A formula takes a
 small part of a millisecond (`closed_form`).
 
-The formulas of most schedules are exact for equal ranks. Where they are not, the best plans are simulated
-(`estimate(simulate=True)`), and sorted again.
+The formulas of most schedules are exact for equal ranks. Where they are not, the best plans are simulated, and sorted
+again. The formulas of these schedules are a few per cent away, so a plan of theirs that is not in the list could be
+faster by as much.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Found:
     searched  how many plans the space has
     tried     for how many of them a formula was computed: all others are no faster than the last of `best`
     seconds   that the search took
-    bound     seconds: no plan of the space that was not tried is faster; 0 where all were
+    bound     seconds: no formula that was not computed gives less; 0 where all were computed
     """
 
     space: Space
@@ -102,8 +103,8 @@ class Found:
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         lines += ["", *self.plan.reasons]
         lines.append(
-            f"{several(self.searched, 'plan')} in {self.seconds:.2f} s: {self.tried} by formulas, all others are "
-            "slower by a bound"
+            f"{several(self.searched, 'plan')} in {self.seconds:.2f} s: {self.tried} by formulas, and no other has a "
+            "faster formula"
         )
         return "\n".join(lines)
 

@@ -77,7 +77,7 @@ def _beside(found: Planned, space: Space, changed: PlanNumbers) -> str:
     """How a plan with one other choice does: how much slower, or that it does not fit, or cannot be."""
     cost = _cost(changed, space)
     if cost is None:
-        return "cannot be"
+        return "is not possible"
     if cost.memory > space.machine.memory:
         return f"does not fit ({cost.memory / 1e9:.3g} of {space.machine.memory / 1e9:.3g} GB)"
     return f"takes {cost.time / found.cost.time - 1:+.1%}"
