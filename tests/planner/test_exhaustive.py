@@ -1,6 +1,7 @@
 """The search over plans: nothing that bounds leave out is faster, and what does not fit says what would."""
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 from time import process_time
 
@@ -162,3 +163,22 @@ def test_the_command_line(capsys):
     assert "no plan fits" in capsys.readouterr().err
     assert main(["plan", "--model", "nope", "--hardware", "h100", "--batch", "8"]) == 2
     assert "there are" in capsys.readouterr().err
+
+
+def test_no_plan_for_gpt3_has_a_faster_formula():
+    """A part of the space of 1,024 GPUs, one by one."""
+    pins = "micro_batch_size=1 sequence_parallel=true checkpoint=selective tp=8"
+    found = search("gpt3-175b", "a100-80gb", 128, 8, 1536, pins=pins)
+    where, best, count = found.space, float("inf"), 0
+    for outer in where.outer():
+        for plain in where.inner(outer):
+            for numbers in (plain, *where.offloaded(plain)):
+                count += 1
+                cost = closed_form(numbers, where.model, where.machine)
+                if cost.memory <= where.machine.memory and cost.time < best:
+                    with suppress(PlanError):
+                        check(numbers, where.model, where.machine)
+                        best = cost.time
+    assert count == found.searched > 2000
+    assert min(one.cost.time for one in found.best) == best
+    assert found.tried < count / 2
