@@ -145,15 +145,7 @@ _SIZES = {
 
 def call(operator: Operator, inputs: Sequence[Any], **changed: Any) -> Any:
     """Call the operator on tensors, some of its arguments changed."""
-
-    def filled(given: Any) -> Any:
-        if isinstance(given, Slot):
-            return inputs[given.index]
-        if isinstance(given, (list, tuple)):
-            return type(given)(filled(one) for one in given)
-        return given
-
-    options = {name: filled(given) for name, given in {**operator.options, **changed}.items()}
+    options = {name: _filled(given, inputs) for name, given in {**operator.options, **changed}.items()}
     if isinstance(operator.call, torch._ops.OpOverload):
         positional = []
         for argument in operator.call._schema.arguments:
@@ -162,6 +154,15 @@ def call(operator: Operator, inputs: Sequence[Any], **changed: Any) -> Any:
             positional.append(options.pop(argument.name))
         return operator.call(*positional, **options)
     return operator.call(**options)
+
+
+def _filled(given: Any, inputs: Sequence[Any]) -> Any:
+    # (A function inside of `call` that calls itself would keep the inputs until the garbage collector runs.)
+    if isinstance(given, Slot):
+        return inputs[given.index]
+    if isinstance(given, (list, tuple)):
+        return type(given)(_filled(one, inputs) for one in given)
+    return given
 
 
 def _plain(operator: Operator, inputs: Sequence[Tensor], outputs: Sequence[Shape]) -> tuple[Tensor, ...]:
