@@ -1,4 +1,4 @@
-"""The command line, for people and scripts (--json): `minipar simulate | run | memory | shard | keys | ...`.
+"""The command line, for people and scripts (--json): `minipar simulate | run | memory | export | shard | ...`.
 
 Exit status: 0 done; 2 the request is impossible (one line says why and what is possible); 1 anything else.
 """
@@ -21,12 +21,13 @@ from minipar.costs.device import DeviceSpec
 from minipar.course import freezing, lesson_commands
 from minipar.errors import DeviceOutOfMemory, MiniparError, PlanError, ProgramError, StoreError
 from minipar.program import Op
-from minipar.program.mesh import Mesh
+from minipar.program.mesh import AXES, Mesh
 from minipar.strategies import schedules
 from minipar.strategies.plan import Plan, table
 from minipar.wording import several
 
 if TYPE_CHECKING:
+    from minipar.program.shape import Shape
     from minipar.sharding.propagation import Divided
     from minipar.training.training import Run
 
@@ -114,6 +115,15 @@ def _parser() -> _Parser:
     )
     one.add_argument("--batch", type=_count, default=16, help="rows of a step (default 16)")
 
+    one = command("export", _export, _show_export, "a plan as another system's flags or configuration")
+    one.add_argument("plan", metavar="PLAN", help="key=value words, or a TOML file that Plan.save wrote")
+    one.add_argument("--to", required=True, metavar="SYSTEM", help="megatron, deepspeed or torchtitan")
+    one.add_argument("--model", default=None, help="name of a preset or a published model, for its sizes")
+    one.add_argument("--batch", type=_count, default=None, help="rows of a step (default: one for each micro-batch)")
+    one.add_argument("--nodes", type=_count, default=None, help="machines (default 1)")
+    one.add_argument("--gpus-per-node", type=_count, default=None, help="ranks of each machine")
+    one.add_argument("--output", metavar="FILE", default=None, help="write it to this file")
+
     one = command("schedules", _schedules, _show_schedules, "list the schedules, with their constraints")
     one.add_argument("--markdown", action="store_true", help="as a Markdown table, which the README holds")
     one = command("keys", _keys, _show_keys, "list the keys of a plan, what they take, and what does not go together")
@@ -180,8 +190,11 @@ def _simulate(options: argparse.Namespace) -> dict[str, Any]:
     from minipar.models import shapes
     from minipar.program.shape import uniform
 
-    shape = shapes.shape(options.model) if options.model else uniform(options.layers)
-    costs = analytic.layer_costs(options.model, 1) if options.model else None
+    if options.model and plan.sharing > 1:
+        shape, costs = _nodes(options.model, plan), None
+    else:
+        shape = shapes.shape(options.model) if options.model else uniform(options.layers)
+        costs = analytic.layer_costs(options.model, 1) if options.model else None
     program = plan.compile(shape, steps=options.steps or 1, costs=costs)
     halves = (options.input_gradient, options.weight_gradient)
     backward = options.backward
@@ -212,6 +225,18 @@ def _simulate(options: argparse.Namespace) -> dict[str, Any]:
         "messages_per_microbatch": trace.messages_per_microbatch(),
         "instructions": len(program),
     }
+
+
+def _nodes(name: str, plan: Plan) -> Shape:
+    """The shape of a preset whose layers ranks share: its nodes on the first of them. Only a capture in torch can say
+    what they are."""
+    from minipar import data, models
+    from minipar.models.parameter_groups import shape_of
+    from minipar.sharding.sharded import local_model
+    from minipar.training.training import annotations_of
+
+    x, _ = data.for_model(name).batch(0, 1)
+    return shape_of(local_model(models.build(name), 0, plan.sharing, x, annotations_of(plan), plan.inputs))
 
 
 def _show_simulate(result: dict[str, Any]) -> str:
@@ -366,6 +391,8 @@ def _mesh(text: str) -> Mesh:
         axis, equals, size = word.partition("=")
         if not equals or not axis.isidentifier():
             raise argparse.ArgumentTypeError(f"{word!r}: write axes and their sizes, such as dp=2,tp=2")
+        if axis not in AXES:
+            raise argparse.ArgumentTypeError(f"{text!r}: {axis!r} is no axis of a mesh; possible are {', '.join(AXES)}")
         if axis in found:
             raise argparse.ArgumentTypeError(f"{text!r}: {axis} is named twice")
         found[axis] = _count(size)
@@ -414,21 +441,33 @@ def _shard(options: argparse.Namespace) -> dict[str, Any]:
     if options.sequence_parallel and tensor == 1:
         raise PlanError("--sequence-parallel: is of ranks that share layers; possible is --mesh tp=2")
     from minipar import data, models, sharding
+    from minipar.sharding import sharded
 
     if rules is not None and options.sequence_parallel:
         rules = {**sharding.sequence_parallel(), **rules}
     x, _ = data.for_model(options.model).batch(0, options.batch)
-    captured = sharding.capture_model(models.build(options.model), x)
+    model = models.build(options.model)
+    if rules is None and mesh.length("ep") > 1:
+        sharded.check_experts(model, mesh.length("ep"))
+    captured = sharding.capture_model(model, x)
     if rules is None and tensor > 1:
         rules = sharding.sequence_parallel() if options.sequence_parallel else sharding.default(captured.layers, tensor)
     if options.annotate is None and mesh.length("ep") > 1:
         rules = {**(rules or {}), **sharding.experts()}
-    inputs = ", ".join(f"S0 on {axis}" for axis in ("dp", "ep") if mesh.length(axis) > 1) or "I"
+    parts = {"dp": "S0", "ep": "S0", "cp": "S1"}  # of the rows, and of the tokens of each row
+    inputs = ", ".join(f"{form} on {axis}" for axis, form in parts.items() if mesh.length(axis) > 1) or "I"
     found = sharding.propagate_model(captured.layers, rules or {}, mesh, inputs)
+    for name in found.layers[-1].graph.outputs if "S1 on cp" in inputs else ():
+        if found.shardings[-1].forms[name].on("cp").kind != "S":
+            raise PlanError(
+                f"--mesh cp={mesh.length('cp')}: each rank has a part of the tokens, but the output "
+                f"{len(found.layers) - 1}:{name} is {found.shardings[-1].forms[name]}; possible are models whose "
+                "output has a number for each token"
+            )
     divided = [
         {"layer": number, "operator": layer.own(one.operator.name), "op": one.operator.op, "forms": _arrow(one)}
-        for number, (layer, sharded) in enumerate(zip(found.layers, found.shardings, strict=True))
-        for one in sharded.operators
+        for number, (layer, forms) in enumerate(zip(found.layers, found.shardings, strict=True))
+        for one in forms.operators
         if any(choice.divided for choice in one.choices.values())
     ]
     return {
@@ -494,6 +533,32 @@ def _numbers(layers: Sequence[int]) -> str:
 def _columns(rows: Sequence[Sequence[Any]]) -> list[str]:
     widths = [max(len(str(row[k])) for row in rows) for k in range(len(rows[0]))] if rows else []
     return ["  " + "  ".join(str(c).ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+# export ---------------------------------------------------------------------------------------------------------------
+
+
+def _export(options: argparse.Namespace) -> dict[str, Any]:
+    plan = Plan.load(options.plan) if options.plan.endswith(".toml") else Plan.parse(options.plan)
+    found = plan.export(options.to, options.model, options.batch, options.nodes, options.gpus_per_node)
+    if options.output is not None:
+        try:
+            Path(options.output).write_text(found.text, "utf-8")
+        except OSError as error:
+            raise PlanError(f"--output {options.output}: cannot be written ({error.strerror})") from None
+    values = json.loads(json.dumps(found.values), parse_constant=lambda word: "inf")  # (JSON has no infinite number)
+    return {
+        "system": found.system, "version": found.version, "values": values, "text": found.text,
+        "launch": list(found.launch), "notes": list(found.notes), "output": options.output,
+    }  # fmt: skip
+
+
+def _show_export(result: dict[str, Any]) -> str:
+    """The text alone, so that it can be sent to a file; what else there is to say stands on stderr."""
+    for note in result["notes"]:
+        print(f"minipar: {note}", file=sys.stderr)
+    print(f"minipar: start it with {' '.join(result['launch'])}", file=sys.stderr)
+    return str(result["output"] or result["text"].rstrip("\n"))
 
 
 # lists ----------------------------------------------------------------------------------------------------------------

@@ -269,14 +269,15 @@ def _branchy(model: Branchy, rows: int, element: int) -> LayerCosts:
 
 def _mixture(model: Mixture, rows: int, element: int, selective: bool) -> LayerCosts:
     # Attention as in the GPT. Then what routing, dispatch and combination save of each token, of each of its choices,
-    # and of each place in an expert's queue, whether a token is there or not.
+    # and of each place in an expert's queue, whether a token is there or not. Without a capacity, where no place is
+    # empty, nothing of what is within an expert is saved.
     tokens, width, heads = model.context * rows, model.width, model.heads
-    choices, queue = tokens * model.top, model.experts * model.room * rows
+    choices, queue = tokens * model.top, model.places * rows
     size = element * tokens * width
     block = 3 * size + 4 * FLOAT * tokens + 4 * size + (0 if selective else FLOAT * heads * tokens)
     block += element * model.experts * (tokens + rows)  # probabilities; shares of the choices
     block += choices * (2 * INTEGER + 1 + 2 * element + element * width)
-    block += queue * (INTEGER + element * width * (1 + 4 + 4))
+    block += queue * (INTEGER + element * width * (1 if model.capacity is None else 1 + 4 + 4))
     balance = element * rows
     logits = element * tokens * model.vocab
     output = (*(size + balance,) * (model.layers + 1), logits + balance)

@@ -59,6 +59,7 @@ class Profile:
     grad_written_bytes the gradient of its output in the form that the next node's backward writes
     changing_bytes     the tensors of its output that change their form, as they are before the change
     grad_changing_bytes the same for the gradient of its output
+    counts_bytes       the counts of unequal shards, which are gathered before these change
     """
 
     forward: dict[int, tuple[float, ...]]
@@ -83,6 +84,7 @@ class Profile:
     grad_written_bytes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     changing_bytes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     grad_changing_bytes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    counts_bytes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     input_flops: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def half_flops(self, rows: int, layer: int) -> tuple[float, float]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import inspect
 import operator
+import os
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import accumulate, islice, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minipar import strategies
 from minipar.costs.measured import Profile
@@ -25,13 +26,17 @@ from minipar.program.collector import paused
 from minipar.program.server_rule import Mode
 from minipar.program.shape import Shape, divided, frozen, in_parts, uniform
 from minipar.program.verify.verifier import verify
-from minipar.strategies import as_written, branches, compile, exclusions, keys, segments
+from minipar.strategies import as_written, branches, compile, exclusions, keys, plan_file, segments
 from minipar.strategies.draft import Pass
 from minipar.strategies.keys import key, one_of, perhaps, whole
 from minipar.strategies.layout import Layout, place
 from minipar.strategies.passes import host_layers
 from minipar.strategies.schedules.registry import OPTIONS
 from minipar.wording import several
+
+if TYPE_CHECKING:
+    from minipar.models.table import Preset
+    from minipar.strategies.exporting import Export
 
 BLOCK = 8  # steps in one program, where messages of one step travel during the next step
 MOST = 10_000_000  # most forwards of a layer in one program: a larger program would fill the memory
@@ -60,7 +65,7 @@ class Plan:
         1,
         whole(1),
         "micro-batches that go through the layers in step, so that one's collectives overlap the other's compute",
-        exclusions.SHARED,
+        exclusions.SHARED_BY_SEVERAL,
     )
     schedule: str = key("1f1b", keys.SCHEDULE, "the order of forwards and backwards on each rank")
     microbatches: int = key(1, whole(1), "micro-batches of each replica and round")
@@ -179,6 +184,13 @@ class Plan:
         "by which gradients are summed over the replicas; default: in shared memory, or the backend's own",
     )
     extra_passes: tuple[str, ...] | str = key((), keys.PASSES, "passes of your own, by the names of @minipar.pass_")
+    annotations: tuple[tuple[str, str], ...] | Mapping[str, str] | str = key(
+        (),
+        keys.ANNOTATIONS,
+        "the forms of some operators' outputs or of parameters, by patterns of their names; those of all others "
+        "follow. Default: of the names that the presets know, or what the operators allow",
+        exclusions.SHARED,
+    )
 
     def __new__(cls, *_: object, **given: object) -> Plan:
         # (so that a wrong keyword gets the same error as a wrong word)
@@ -227,6 +239,37 @@ class Plan:
             raise PlanError(f"plan {text!r}: must be a Plan, words such as 'pp=2 dp=2', or a table of these keys")
         keys.check_keys(table, [field.name for field in fields(Plan)])
         return Plan(**table)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Plan:
+        """The plan that a TOML file holds, such as `save` writes. Errors: PlanError, which names file and line."""
+        return plan_file.load(path)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a TOML file: a key a line, in the order of the keys, without those that have their default.
+        To save what was loaded gives the same bytes. Errors: PlanError for a plan that another process could not read,
+        since its schedule, passes or collective are your own."""
+        plan_file.save(self, path)
+
+    def export(
+        self,
+        system: str,
+        model: str | Preset | None = None,
+        batch: int | None = None,
+        nodes: int | None = None,
+        gpus_per_node: int | None = None,
+    ) -> Export:
+        """The plan as another system's flags or configuration: its `text`, and what stands in it as `values`.
+
+        system   "megatron" (flags of Megatron-LM), "deepspeed" (JSON) or "torchtitan" (TOML)
+        model    a preset's name or its numbers; the flags of Megatron-LM then have the model's sizes, too
+        batch    rows of a step; default: one for each micro-batch
+
+        Errors: PlanError for what the system cannot express; it names the nearest that it can.
+        """
+        from minipar.strategies import exporting
+
+        return exporting.export(self, system, model, batch, nodes, gpus_per_node)
 
     @property
     def ranks(self) -> int:
@@ -335,6 +378,8 @@ class Plan:
             if field.name not in ("dp", "pp") and (telling or value != field.default):
                 if field.name in ("checkpoint", "bucket"):
                     value = segments.text(value)
+                if field.name == "annotations":
+                    value = exclusions.shown(value)
                 words.append(f"{field.name}={','.join(map(str, value)) if isinstance(value, tuple) else value}")
         return " ".join(words)
 
@@ -368,7 +413,7 @@ class Plan:
         host = host_layers.find(self.host_layers, shape)
         if self.place is not None:
             split, placement = branches.stages(branches.ranks_of(self.place, shape, self.pp), self.pp)
-            return Layout(shape, self.dp, self.pp, split, self.total_microbatches, placement, host)
+            return Layout(shape, self.dp, self.pp, split, self.total_microbatches, placement, host, self.shared)
         placement = self.placement()
         stages, layers = 1 + max(map(max, placement)), shape.own_layers
         if self.pp > layers:
@@ -488,6 +533,11 @@ class Plan:
         shape = uniform(layers)
         if self.sharing == 1:
             return shape
+        if self.annotations:
+            raise PlanError(
+                f"annotations={exclusions.shown(self.annotations)}: equal layers have no names; possible is "
+                "train(...), which captures the model, or no annotations="
+            )
         return divided(shape, self.tp, self.sequence_parallel) if self.tp > 1 else in_parts(shape, self.inputs)
 
     def _verify(self, program: Program, layout: Layout, steps: int) -> None:
