@@ -43,6 +43,8 @@ if TYPE_CHECKING:  # type checkers and editors read this; a test checks that it 
     from minipar.execution.measuring.calibration import calibrate as calibrate
     from minipar.execution.measuring.profiler import profile as profile
     from minipar.execution.updating import named as named
+    from minipar.prediction.estimating import Estimate as Estimate
+    from minipar.prediction.estimating import estimate as estimate
     from minipar.prediction.simulator import simulate as simulate
     from minipar.program import Backward as Backward
     from minipar.program import BackwardInput as BackwardInput
@@ -72,6 +74,7 @@ _homes = {
     "minipar.strategies.plan": ("Plan",),
     "minipar.program.verify.verifier": ("verify",),
     "minipar.prediction.simulator": ("simulate",),
+    "minipar.prediction.estimating": ("estimate", "Estimate"),
     "minipar.costs.device": ("DeviceSpec",),
     "minipar.trace": ("Trace",),
     "minipar.training.tuning": ("bucket_curve",),

@@ -102,6 +102,25 @@ def _parser() -> _Parser:
     one.add_argument("--model", required=True, help="name of a preset or a published model, such as gpt3-175b")
     one.add_argument("--batch", type=_count, default=None, help="rows of a step (default: one for each micro-batch)")
 
+    one = command("estimate", _estimate, _show_estimate, "seconds and memory of a step on machines that are not here")
+    one.add_argument(
+        "plan",
+        metavar="PLAN",
+        help="key=value words, such as 'tp=8 pp=8 micro_batch_size=1'; without dp=, as many replicas as fill the nodes",
+    )
+    one.add_argument(
+        "--model", required=True, help="a preset such as gpt3-175b, 'gpt layers=24 hidden=1024 heads=16 sequence=1024 "
+        "vocabulary=50257' (or llama, mixture), a TOML file, or module:build, which gives a torch model and an example",
+    )  # fmt: skip
+    one.add_argument(
+        "--hardware", required=True, help="a preset such as a100-80gb, with words such as far=50GB/s; a TOML file; or "
+        "this-machine, which is calibrated first",
+    )  # fmt: skip
+    one.add_argument("--nodes", type=_count, default=None, help="number of nodes (default: what the plan needs)")
+    one.add_argument("--gpus-per-node", type=_count, default=None, help="devices of a node (default: the hardware's)")
+    one.add_argument("--batch", type=_count, default=None, help="rows of a step (default: those of the micro-batches)")
+    command("validate", _validate, _show_validate, "predictions beside published numbers, row by row")
+
     one = command("shard", _shard, _show_shard, "how a model's operators are divided over a mesh, and what that sends")
     one.add_argument("--model", required=True, help="name of a preset, such as gpt-tiny")
     one.add_argument("--mesh", required=True, type=_mesh, help="axes and their sizes, such as dp=2,tp=2")
@@ -380,6 +399,66 @@ def _show_memory(result: dict[str, Any]) -> str:
     from minipar.prediction import memory_formula
 
     return memory_formula.show_report(result)
+
+
+# estimate -------------------------------------------------------------------------------------------------------------
+
+
+def _estimate(options: argparse.Namespace) -> dict[str, Any]:
+    from minipar.costs.hardware import Hardware
+    from minipar.prediction.estimating import estimate, report
+
+    devices: str | Hardware = options.hardware
+    if options.hardware == "this-machine":
+        from minipar.cluster import Cluster
+        from minipar.execution.measuring.calibration import calibrate
+
+        with Cluster(2) as cluster:
+            devices = Hardware.measured(calibrate(cluster), memory=_memory_here() // 2)
+    model = _own_model(options.model) if ":" in options.model.partition(" ")[0] else options.model
+    found = estimate(
+        options.plan, model, devices, options.batch, nodes=options.nodes, gpus_per_node=options.gpus_per_node
+    )
+    return report(found)
+
+
+def _memory_here() -> int:
+    """Bytes of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _own_model(text: str) -> Any:
+    """The numbers of a model that `module:build` gives, with an example of its input."""
+    import importlib
+
+    from minipar.models.counting import chain_of
+
+    home, _, name = text.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        build = getattr(importlib.import_module(home), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise PlanError(f"--model {text}: {error}") from None
+    made = build()
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise PlanError(f"--model {text}: must return (model, example), with an example of the model's input")
+    return chain_of(*made, name=text)
+
+
+def _show_estimate(result: dict[str, Any]) -> str:
+    return str(result["text"])
+
+
+def _validate(options: argparse.Namespace) -> dict[str, Any]:
+    from minipar.prediction import validation
+
+    return validation.report()
+
+
+def _show_validate(result: dict[str, Any]) -> str:
+    from minipar.prediction import validation
+
+    return validation.show(result)
 
 
 # shard ----------------------------------------------------------------------------------------------------------------

@@ -10,20 +10,16 @@ Rates that are not given are those of this machine.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from minipar.costs.hardware import PRESETS as hardware_presets
 from minipar.costs.protocol import Costs
+from minipar.costs.quantities import quantity
 from minipar.errors import PlanError
 from minipar.program import Instruction, Program, tier
 
-_UNITS = {
-    "": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9,
-    "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
-    "flop": 1.0, "flops": 1.0, "mflop": 1e6, "gflop": 1e9, "tflop": 1e12, "mflops": 1e6, "gflops": 1e9, "tflops": 1e12,
-}  # fmt: skip
 _TIMES = ("forward", "backward", "input_gradient", "weight_gradient")
 
 
@@ -129,24 +125,6 @@ def _written(key: str, number: Any) -> str:
     return f"{number / scale[name]:g}{name}{ending}"
 
 
-def quantity(key: str, given: Any, zero: bool = False) -> float:
-    """A number of seconds, bytes or operations a second, from a number or text with a unit: "20ms", "64MiB",
-    "1GB/s"."""
-    number = None
-    if isinstance(given, str):
-        found = re.fullmatch(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)(?:/s)?\s*", given)
-        if found and found[2].lower() in _UNITS:
-            try:
-                number = float(found[1]) * _UNITS[found[2].lower()]
-            except ValueError:
-                number = None
-    elif isinstance(given, (int, float)) and not isinstance(given, bool):
-        number = float(given)
-    if number is None or not (0 <= number < float("inf")) or (number == 0 and not zero):
-        raise PlanError(f"{key}={given!r}: must be a positive number, such as 1e9, '64MiB', '1GB/s' or '20ms'")
-    return number
-
-
 # Rounded numbers, of the order that such links reach in practice. Change them with dataclasses.replace.
 PRESETS: dict[str, DeviceSpec] = {
     "laptop-link": DeviceSpec(bandwidth=100e6, latency=1e-3, name="laptop-link"),  # gigabit network between laptops
@@ -154,32 +132,12 @@ PRESETS: dict[str, DeviceSpec] = {
     "nvlink-like": DeviceSpec(bandwidth=200e9, latency=5e-6, host_bandwidth=25e9, name="nvlink-like"),
 }
 
-# Accelerators, from their vendors' data sheets: on which ones a plan fits, and how long it would take there.
-#
-#     spec = hardware("h100")
-#     mine = dataclasses.replace(spec, memory="60GB", name="mine")
-# flops            peak of dense matrix products in bfloat16 with float32 sums (V100: float16; the laptop: float32).
-#                  Real training reaches a third to a half of it
-# memory           as sold, in units of 10^9 bytes; devices report a little more, and the driver needs a little
-# bandwidth        one direction of all links of one device inside a machine (data sheets give the sum of both)
-# latency          an estimate; so are the disk's speed and all numbers of the laptop, which no data sheet gives
-# host_bandwidth   one direction of PCIe, x16
-_T, _G = 1e12, 1e9
-
+# The presets of costs/hardware.py as devices: peaks, without the efficiency that is reached.
 HARDWARE: dict[str, DeviceSpec] = {
-    spec.name: spec
-    for spec in (
-        # 8 cores; its links are a gigabit network to other laptops, and its CPU is the device
-        DeviceSpec(0.5 * _T, 16 * 10**9, 0.1 * _G, 1e-3, 20 * _G, 2 * _G, name="laptop"),
-        # SXM2; NVLink 2, 300 GB/s; PCIe 3
-        DeviceSpec(125 * _T, 32 * 10**9, 150 * _G, 5e-6, 16 * _G, 3 * _G, name="v100"),
-        # SXM4; NVLink 3, 600 GB/s; PCIe 4
-        DeviceSpec(312 * _T, 40 * 10**9, 300 * _G, 5e-6, 32 * _G, 6 * _G, name="a100-40gb"),
-        DeviceSpec(312 * _T, 80 * 10**9, 300 * _G, 5e-6, 32 * _G, 6 * _G, name="a100-80gb"),
-        # SXM5; NVLink 4, 900 GB/s; PCIe 5
-        DeviceSpec(989 * _T, 80 * 10**9, 450 * _G, 5e-6, 64 * _G, 12 * _G, name="h100"),
-        DeviceSpec(989 * _T, 141 * 10**9, 450 * _G, 5e-6, 64 * _G, 12 * _G, name="h200"),
+    name: DeviceSpec(
+        one.flops, one.memory, one.near, one.near_latency, one.host_bandwidth, one.disk_bandwidth, name=name
     )
+    for name, one in hardware_presets.items()
 }
 
 

@@ -255,7 +255,7 @@ def _own(plan: Plan, layout: Layout, rank: int, experts: int, ep: int) -> Own:
     """Model states of a rank, and the buffers that are needed to shard or offload them."""
     precision, groups = PRECISIONS[plan.precision], layout.shape.groups
     held = layout.groups(rank)
-    versions = _versions(plan)[rank]
+    versions = versions_of(plan)[rank]
     # A group that is tied between stages stays whole: its slices would belong to ranks with different work.
     alone = [g for g in held if len(layout.holders(g)) == 1]
     among = {g: plan.dp // (ep if g >= len(groups) - experts else 1) for g in alone}
@@ -284,7 +284,7 @@ def _own(plan: Plan, layout: Layout, rank: int, experts: int, ep: int) -> Own:
     return Own(own, whole, tuple((numbers, n) for n, numbers in shared.items() if numbers), versions, gathered, buckets)
 
 
-def _versions(plan: Plan) -> list[int]:
+def versions_of(plan: Plan) -> list[int]:
     """How many versions of its weights each rank holds, counted in the program of a run."""
     if not plan.asynchronous:
         return [1] * plan.pp

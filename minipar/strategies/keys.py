@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from minipar.costs.device import quantity
+from minipar.costs.quantities import quantity
 from minipar.errors import PlanError
 from minipar.program import Op, Program, collectives, repartitions
 from minipar.strategies import draft, segments

@@ -15,8 +15,8 @@ from minipar.course.exercises.kinds.function import Function
 from minipar.course.exercises.kinds.verdict import Verdict, raised
 from minipar.errors import PlanError
 from minipar.prediction.emulated import EmulatedCosts
-from minipar.prediction.estimate import Estimate
 from minipar.prediction.memory_formula import per_rank
+from minipar.prediction.on_paper import Estimate
 from minipar.prediction.simulator import simulate
 from minipar.program import Group, Instruction, Op, Program, Value
 from minipar.program.shape import Shape, uniform
@@ -209,7 +209,7 @@ STEPS = 8  # in a program of which one step's messages travel during the next
 
 
 def with_launches(plan: Plan | str, model: str, device: DeviceSpec | str, batch: int) -> Estimate:
-    """What a plan without stages would take, as `estimate.predict` tells it, where each micro-batch has a price."""
+    """What a plan without stages would take, as `on_paper.predict` tells it, where each micro-batch has a price."""
     plan = Plan.parse(plan)
     if plan.pp > 1:
         raise PlanError(f"plan {plan}: cuts the model; here every rank has all of it (pp=1)")

@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from minipar.program import Action, Backward, Forward
-from minipar.strategies.schedules.registry import schedule
+from minipar.strategies.schedules.gpipe import fill_and_drain
+from minipar.strategies.schedules.registry import ClosedForm, Times, schedule
 
 
 def warm_up_then_alternate(warm_up: int, microbatches: int) -> Iterator[Action]:
@@ -32,13 +33,26 @@ def warm_up_then_alternate(warm_up: int, microbatches: int) -> Iterator[Action]:
         yield Backward(i)
 
 
-@schedule("1f1b", paper="Narayanan et al. 2021; Fan et al. 2021 (DAPPLE)", time="(m+p-1)(tF+tB)", peak="min(p-d, m)")
+def one_by_one(times: Times, p: int, m: int, v: int) -> float:
+    """Seconds of a step. A rank has no forward in reserve, so that it waits for 2(p-1)/p messages in each micro-batch
+    (where p divides m and m >= 2p); an eager one waits only while the pipeline fills and drains."""
+    messages = 2 * (p - 1) * m / p + 2 * (p - 2) if p > 1 else 0
+    return (m + p - 1) * times.both + messages * times.message
+
+
+@schedule(
+    "1f1b", paper="Narayanan et al. 2021; Fan et al. 2021 (DAPPLE)", time="(m+p-1)(tF+tB)", peak="min(p-d, m)",
+    form=ClosedForm(one_by_one, lambda p, m, v, d: min(p - d, m)),
+)  # fmt: skip
 def one_f_one_b(rank: int, stages: int, microbatches: int) -> Iterator[Action]:
     """One forward, one backward in turn, after a warm-up that is shorter the later the stage."""
     return warm_up_then_alternate(stages - 1 - rank, microbatches)
 
 
-@schedule("eager-1f1b", paper="eager warm-up of DAPPLE", time="(m+p-1)(tF+tB)", peak="min(2(p-1-d)+1, m)")
+@schedule(
+    "eager-1f1b", paper="eager warm-up of DAPPLE", time="(m+p-1)(tF+tB)", peak="min(2(p-1-d)+1, m)",
+    form=ClosedForm(fill_and_drain, lambda p, m, v, d: min(2 * (p - 1 - d) + 1, m)),
+)  # fmt: skip
 def eager_1f1b(rank: int, stages: int, microbatches: int) -> Iterator[Action]:
     """1F1B with twice the warm-up: more activations, and one hop of latency hidden."""
     return warm_up_then_alternate(2 * (stages - 1 - rank), microbatches)

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from minipar.errors import PlanError
 from minipar.program import Action, Staleness
@@ -45,6 +46,45 @@ class Asynchronous:
     decides: bool = False
 
 
+class Times(NamedTuple):
+    """Seconds of one micro-batch on one rank's whole share of the layers, and of a message to the next rank."""
+
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+    message: float = 0.0
+
+    @property
+    def both(self) -> float:
+        """Seconds of forward and backward."""
+        return self.forward + self.input_gradient + self.weight_gradient
+
+
+def one_version(p: int, d: int) -> int:
+    """How many versions of its weights a rank holds: one."""
+    return 1
+
+
+@dataclass(frozen=True)
+class ClosedForm:
+    """The time of a step of p ranks with m micro-batches and v chunks a rank, as a formula, and what it keeps.
+
+    time       (times, p, m, v) -> seconds of a step. All ranks are equal. A message is short in comparison with a
+               forward; it delays the next rank, and the rank that sends it goes on
+    in_flight  (p, m, v, d) -> the most that rank d keeps, in units of its activations of one micro-batch
+    copies     on how many ranks each stage is
+    versions   (p, d) -> how many versions of its weights rank d holds
+    exact      whether the simulator gives the same time for any times; otherwise it does where forward and both halves
+               of the backward take equally long, and is a few per cent away elsewhere
+    """
+
+    time: Callable[[Times, int, int, int], float]
+    in_flight: Callable[[int, int, int, int], float]
+    copies: int = 1
+    versions: Callable[[int, int], int] = one_version
+    exact: bool = True
+
+
 @dataclass(frozen=True)
 class Schedule:
     """A registered schedule: its name, its generator, and the facts that `minipar schedules` prints."""
@@ -58,6 +98,7 @@ class Schedule:
     placement: Placement = looped
     chunks: int = 1
     asynchronous: Asynchronous | None = None
+    form: ClosedForm | None = field(default=None, compare=False)
 
     @property
     def summary(self) -> str:
@@ -91,6 +132,7 @@ def schedule(
     placement: Placement = looped,
     chunks: int = 1,
     asynchronous: Asynchronous | None = None,
+    form: ClosedForm | None = None,
 ) -> Callable[[Generator], Generator]:
     """Decorator: register a schedule under `name`. Registering a name again replaces it, so a notebook cell can be
     re-run.
@@ -102,13 +144,14 @@ def schedule(
     chunks                     default number of chunks per rank; only a generator with a parameter `chunks` can take
                                another number
     asynchronous               for a schedule without a flush: which versions it uses, and its contract
+    form                       its time and memory as formulas; without it, estimates simulate one replica
     Errors: PlanError for a name that is not one word.
     """
     if not name or any(c.isspace() or c in "=," for c in name):
         raise PlanError(f"schedule name {name!r}: must be one word without '=' and ','")
 
     def register(generate: Generator) -> Generator:
-        _schedules[name] = Schedule(name, generate, paper, time, peak, needs, placement, chunks, asynchronous)
+        _schedules[name] = Schedule(name, generate, paper, time, peak, needs, placement, chunks, asynchronous, form)
         return generate
 
     return register

@@ -9,7 +9,7 @@ from typing import Any
 from minipar.costs.device import DeviceSpec
 from minipar.course.exercises.kinds.verdict import Verdict, raised
 from minipar.errors import MiniparError
-from minipar.prediction import estimate
+from minipar.prediction import on_paper
 from minipar.prediction.memory_formula import RankMemory
 from minipar.program import Op
 from minipar.strategies.plan import Plan
@@ -27,7 +27,7 @@ class Choice:
     time           seconds of a step, at most; None: no limit
     memory         bytes on every rank, at most; None: all that the device has
     precision      in which the plan must train
-    by             the function that predicts, of plan, model, device and batch; `estimate.predict` needs flops=
+    by             the function that predicts, of plan, model, device and batch; `on_paper.predict` needs flops=
 
     Only plans that train as one device does may pass: stale or compressed gradients are not allowed.
     """
@@ -39,9 +39,9 @@ class Choice:
     time: float | None = None
     memory: int | None = None
     precision: str = "float32"
-    by: Callable[[Plan | str, str, DeviceSpec | str, int], estimate.Estimate] = estimate.predict
+    by: Callable[[Plan | str, str, DeviceSpec | str, int], on_paper.Estimate] = on_paper.predict
 
-    def predict(self, plan: Plan | str) -> estimate.Estimate:
+    def predict(self, plan: Plan | str) -> on_paper.Estimate:
         return self.by(plan, self.model, self.device, self.batch)
 
     def judge(self, answer: Any) -> Verdict:
@@ -69,7 +69,7 @@ class Choice:
             return Verdict(False, f"`{answer}` cannot be", error.reason)
         return self._judge(found)
 
-    def _judge(self, found: estimate.Estimate) -> Verdict:
+    def _judge(self, found: on_paper.Estimate) -> Verdict:
         most = self.memory if self.memory is not None else DeviceSpec.parse(self.device).memory
         rank = max(range(len(found.ranks)), key=found.memory.__getitem__)
         held, seconds, name = found.memory[rank], found.time, f"`{found.plan}`"
@@ -110,7 +110,7 @@ def _smaller(plan: Plan, rank: RankMemory, excess: int) -> str:
     return f"{_size(excess)} too much of: {parts}. {sizes[0]}: {words[sizes[0]]}"
 
 
-def _faster(found: estimate.Estimate) -> str:
+def _faster(found: on_paper.Estimate) -> str:
     """What the time of a step is lost to: uneven ranks, waiting, or work that is done twice."""
     trace, steps = found.trace, found.trace.program.steps
     busy = [seconds / steps for seconds in trace.busy]

@@ -1,0 +1,403 @@
+"""Models as plain numbers, for estimates: transformers of all kinds, and chains of other layers. No torch here.
+
+    sizes("gpt3-175b"), sizes("llama3-8b"), sizes("resnet-50")          by name
+    sizes("gpt layers=96 hidden=12288 heads=96 sequence=2048 vocabulary=51200")
+    sizes("llama layers=32 hidden=4096 heads=32 kv_heads=8 ffn=14336 sequence=8192 vocabulary=128256")
+    sizes("mixtral-8x7b sequence=4096")                                 a preset with other numbers
+    sizes("my_model.toml")                                              a table of the same keys; `kind` as above
+    dataclasses.replace(MODELS["gpt3-175b"], layers=48)                 in Python; or Transformer(...), Chain(...)
+
+Sources of the presets: GPT-2 (Radford et al. 2019), GPT-3 (Brown et al. 2020), Megatron-LM (Narayanan et al. 2021,
+table 1), Korthikanti et al. 2022 (table 3), Llama 2 (Touvron et al. 2023), Llama 3 (Grattafiori et al. 2024), Mixtral
+(Jiang et al. 2024), and ResNet-50 (He et al. 2015).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from minipar.errors import PlanError
+from minipar.models.table import GPT, MLP, PRESETS, PUBLISHED, Branchy, Mixture, convolutions
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """A transformer of `layers` equal blocks between an embedding and a head.
+
+    layers, hidden, heads   blocks; numbers of a token between blocks; heads of attention
+    sequence, vocabulary    tokens of a row; different tokens
+    kv_heads                heads of keys and values (grouped queries); 0: as many as heads
+    ffn                     numbers between the matrices of the perceptron; 0: 4 x hidden
+    gated                   whether the perceptron has a third matrix (SwiGLU)
+    rms                     whether norms have a weight only (RMS norm), and no bias
+    bias                    whether matrices have biases
+    learned                 whether positions are parameters; otherwise they are rotations
+    tied                    whether embedding and head share their parameters
+    dropout                 whether there is dropout, which saves masks
+    flash                   whether attention is one kernel that keeps no matrix of sequence x sequence
+    experts, top            perceptrons of a block (0: one for all tokens), and to how many of them a token goes
+    capacity                places in the experts' queues, as a multiple of what tokens need
+    expert_bias             whether experts have biases
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    sequence: int
+    vocabulary: int
+    kv_heads: int = 0
+    ffn: int = 0
+    gated: bool = False
+    rms: bool = False
+    bias: bool = True
+    learned: bool = True
+    tied: bool = True
+    dropout: bool = True
+    flash: bool = False
+    experts: int = 0
+    top: int = 1
+    capacity: float = 1.0
+    expert_bias: bool = False
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        for key in ("layers", "hidden", "heads", "sequence", "vocabulary", "top"):
+            _check_whole(key, getattr(self, key), 1)
+        for key in ("kv_heads", "ffn", "experts"):
+            _check_whole(key, getattr(self, key), 0)
+        if self.hidden % self.heads:
+            raise PlanError(f"heads={self.heads}: must divide hidden={self.hidden}")
+        object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
+        object.__setattr__(self, "ffn", self.ffn or 4 * self.hidden)
+        if self.heads % self.kv_heads:
+            raise PlanError(f"kv_heads={self.kv_heads}: must divide heads={self.heads}")
+        if self.experts and self.top > self.experts:
+            raise PlanError(f"top={self.top}: a token goes to at most experts={self.experts}")
+        if not isinstance(self.capacity, (int, float)) or not 0 < self.capacity < math.inf:
+            raise PlanError(f"capacity={self.capacity!r}: must be a number above 0")
+
+    @property
+    def kv(self) -> int:
+        """Numbers of a token's keys."""
+        return self.hidden // self.heads * self.kv_heads
+
+    @cached_property
+    def norm_parameters(self) -> int:
+        """Parameters of one norm."""
+        return (1 if self.rms else 2) * self.hidden
+
+    @cached_property
+    def attention_parameters(self) -> int:
+        """Parameters of one block's attention."""
+        wide = self.hidden + 2 * self.kv
+        return self.hidden * wide + self.hidden**2 + self.bias * (wide + self.hidden)
+
+    @cached_property
+    def perceptron_parameters(self) -> int:
+        """Parameters of one perceptron: of a block, or of one expert."""
+        bias = self.expert_bias if self.experts else self.bias
+        firsts = 2 if self.gated else 1
+        return (firsts + 1) * self.hidden * self.ffn + bias * (firsts * self.ffn + self.hidden)
+
+    @cached_property
+    def expert_parameters(self) -> int:
+        """Parameters of all experts of one block; 0 if there are none."""
+        return self.experts * self.perceptron_parameters
+
+    @cached_property
+    def block_parameters(self) -> int:
+        """Parameters of one block, with those of its experts."""
+        inner = self.hidden * self.experts + self.expert_parameters if self.experts else self.perceptron_parameters
+        return 2 * self.norm_parameters + self.attention_parameters + inner
+
+    @cached_property
+    def parameters(self) -> int:
+        """Parameters of the whole model."""
+        tokens = (1 if self.tied else 2) * self.vocabulary * self.hidden
+        positions = self.learned * self.sequence * self.hidden
+        return self.layers * self.block_parameters + tokens + positions + self.norm_parameters
+
+    @cached_property
+    def block_flops(self) -> float:
+        """Operations of one block's forward for one row. Attention counts every pair of tokens, as the papers do."""
+        s, h = self.sequence, self.hidden
+        matrices = h * (h + 2 * self.kv) + h * h
+        inner: float = (3 if self.gated else 2) * h * self.ffn
+        if self.experts:
+            inner = h * self.experts + self.top * self.capacity * inner
+        return 2.0 * s * (matrices + inner) + self.core_flops
+
+    @cached_property
+    def core_flops(self) -> float:
+        """Operations of one attention core's forward for one row."""
+        return 4.0 * self.sequence**2 * self.hidden
+
+    @cached_property
+    def head_flops(self) -> float:
+        """Operations of the logits' forward for one row."""
+        return 2.0 * self.sequence * self.hidden * self.vocabulary
+
+    @cached_property
+    def flops(self) -> float:
+        """Operations of a training step for one row, without recomputation: a backward is two forwards."""
+        return 3 * (self.layers * self.block_flops + self.head_flops)
+
+
+@dataclass(frozen=True)
+class ChainLayer:
+    """One layer of a chain. All but `parameters` are of one row.
+
+    flops        operations of its matrix products and convolutions, forward
+    size         the smallest dimension of its matrix product for many rows, which decides how efficient it is
+    moved        numbers that its forward reads and writes in memory
+    output       numbers that it hands on
+    saved        numbers that it keeps for its backward
+    """
+
+    flops: float
+    parameters: int
+    output: float
+    saved: float
+    moved: float
+    size: float = 1e9
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Any model as layers one after another."""
+
+    chain: tuple[ChainLayer, ...]
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "chain", tuple(self.chain))
+        if not self.chain:
+            raise PlanError(f"model {self.name or 'Chain'}: has no layers")
+
+    @property
+    def layers(self) -> int:
+        """How many layers there are."""
+        return len(self.chain)
+
+    @cached_property
+    def parameters(self) -> int:
+        """Parameters of the whole model."""
+        return sum(layer.parameters for layer in self.chain)
+
+    @cached_property
+    def flops(self) -> float:
+        """Operations of a training step for one row, without recomputation."""
+        return 3 * sum(layer.flops for layer in self.chain)
+
+
+Sizes = Transformer | Chain
+
+
+def _check_whole(key: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise PlanError(f"{key}={value!r}: must be a whole number of at least {least}")
+
+
+def of_gpt(numbers: GPT, name: str = "", flash: bool = False) -> Transformer:
+    """The same model as `models.gpt` builds. `flash`: attention as minipar runs it; otherwise as the papers did."""
+    n = numbers
+    return Transformer(
+        n.layers, n.width, n.heads, n.context, n.vocab, tied=n.tied, dropout=bool(n.dropout), flash=flash, name=name
+    )
+
+
+def of_mixture(numbers: Mixture, name: str = "") -> Transformer:
+    """The same model as `models.mixture` builds."""
+    n = numbers
+    return Transformer(
+        n.layers, n.width, n.heads, n.context, n.vocab, tied=False, dropout=False, flash=True, experts=n.experts,
+        top=n.top, capacity=n.experts * n.room / (n.context * n.top), name=name,
+    )  # fmt: skip
+
+
+def llama(layers: int, hidden: int, heads: int, sequence: int, vocabulary: int, **more: Any) -> Transformer:
+    """A transformer with SwiGLU, RMS norm, rotary positions, and no biases. `more`: other fields of Transformer."""
+    kind: dict[str, Any] = {"gated": True, "rms": True, "bias": False, "learned": False, "tied": False}
+    kind |= {"dropout": False, "flash": True}
+    return Transformer(layers, hidden, heads, sequence, vocabulary, **{**kind, **more})
+
+
+def resnet(blocks: tuple[int, ...], name: str = "", image: int = 224, classes: int = 1000) -> Chain:
+    """A residual network of bottleneck blocks, for images of image x image pixels. A layer of the chain is a block.
+
+    Each convolution has a normalization, and all but the last of a block a ReLU. They save their inputs.
+    """
+    side = image // 4
+
+    def convolution(given: int, made: int, kernel: int, pixels: int) -> tuple[float, int, float]:
+        """Operations, parameters with those of the norm, and numbers that it and its norm write."""
+        return 2.0 * pixels * given * made * kernel**2, given * made * kernel**2 + 2 * made, 2.0 * pixels * made
+
+    def layer(parts: list[tuple[float, int, float]], output: float, inputs: float, size: int) -> ChainLayer:
+        written = sum(part[2] for part in parts)
+        return ChainLayer(
+            sum(part[0] for part in parts), sum(part[1] for part in parts), output, inputs + written,
+            3 * written + inputs, size,
+        )  # fmt: skip
+
+    stem = (image // 2) ** 2
+    found = [layer([convolution(3, 64, 7, stem)], 64.0 * side**2, 3.0 * image**2, 64)]
+    given = 64
+    for stage, count in enumerate(blocks):
+        width = 64 * 2**stage
+        for k in range(count):
+            stride = 2 if stage and not k else 1
+            inputs = float(given * side**2)
+            before = side
+            side //= stride
+            parts = [
+                convolution(given, width, 1, before**2),
+                convolution(width, width, 3, side**2),
+                convolution(width, 4 * width, 1, side**2),
+            ]
+            if not k:
+                parts.append(convolution(given, 4 * width, 1, side**2))
+            given = 4 * width
+            found.append(layer(parts, float(given * side**2), inputs, width))
+    head = ChainLayer(2.0 * given * classes, given * classes + classes, classes, given + classes, given + classes)
+    return Chain((*found, head), name)
+
+
+# A table of models that have no builder here, beside those of `minipar.models.table`.
+MODELS: dict[str, Sizes] = {
+    **{name: of_gpt(numbers, name) for name, numbers in PUBLISHED.items()},
+    **{
+        name: llama(*numbers, kv_heads=kv, ffn=ffn, name=name)
+        for name, kv, ffn, *numbers in (
+            ("llama2-7b", 32, 11008, 32, 4096, 32, 4096, 32000),
+            ("llama2-13b", 40, 13824, 40, 5120, 40, 4096, 32000),
+            ("llama2-70b", 8, 28672, 80, 8192, 64, 4096, 32000),
+            ("llama3-8b", 8, 14336, 32, 4096, 32, 8192, 128256),
+            ("llama3-70b", 8, 28672, 80, 8192, 64, 8192, 128256),
+            ("llama3-405b", 8, 53248, 126, 16384, 128, 8192, 128256),
+        )
+    },
+    "mixtral-8x7b": llama(32, 4096, 32, 8192, 32000, kv_heads=8, ffn=14336, experts=8, top=2, name="mixtral-8x7b"),
+    "mixtral-8x22b": llama(56, 6144, 48, 8192, 32768, kv_heads=8, ffn=16384, experts=8, top=2, name="mixtral-8x22b"),
+    "resnet-50": resnet((3, 4, 6, 3), "resnet-50"),
+}
+KINDS = ("gpt", "llama", "mixture")
+
+
+def names() -> tuple[str, ...]:
+    """The names that `sizes` knows: published models, then those that can be built."""
+    return (*MODELS, *(name for name in PRESETS))
+
+
+def sizes(given: str | Sizes | GPT | Mixture | Mapping[str, Any]) -> Sizes:
+    """The numbers of a model, from its name, words, a TOML file, or a table of the words; or as they are.
+
+    Errors: PlanError for an unknown name or number, which lists the known ones.
+    """
+    if isinstance(given, (Transformer, Chain)):
+        return given
+    if isinstance(given, GPT):
+        return of_gpt(given, flash=True)
+    if isinstance(given, Mixture):
+        return of_mixture(given)
+    if isinstance(given, Mapping):
+        table = dict(given)
+        return _worded(str(table.pop("kind", "gpt")), table, "model")
+    name, *words = str(given).split() or [""]
+    table = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not value:
+            raise PlanError(f"model word {word!r}: must be key=value, such as layers=24")
+        table[key] = value
+    if name.endswith(".toml"):
+        read = read_toml(name)
+        read = dict(read.get("model", read))
+        return _worded(str(read.pop("kind", read.pop("like", "gpt"))), {**read, **table}, name)
+    return _worded(name, table, str(given))
+
+
+def _worded(name: str, table: dict[str, Any], told: str) -> Sizes:
+    """A model of a kind, or a preset, with the numbers of a table."""
+    if name in KINDS:
+        given = {key: _number(key, value) for key, value in table.items()}
+        missing = [key for key in ("layers", "hidden", "heads", "sequence", "vocabulary") if key not in given]
+        if missing:
+            raise PlanError(f"model {told!r}: {', '.join(missing)} missing, such as {missing[0]}=1024")
+        if name == "mixture":
+            given = {"experts": 8, "top": 2, **given}
+        given.setdefault("name", name)
+        return llama(**given) if name != "gpt" else Transformer(**given)
+    if name in MODELS:
+        made = MODELS[name]
+    elif name in PRESETS:
+        preset = PRESETS[name]
+        made = of_mixture(preset, name) if isinstance(preset, Mixture) else (
+            of_gpt(preset, name, flash=True) if isinstance(preset, GPT) else _chain(name, preset)
+        )  # fmt: skip
+    else:
+        raise PlanError(
+            f"model {name!r}: no such preset; there are {', '.join(names())}; or give numbers, such as "
+            "'gpt layers=24 hidden=1024 heads=16 sequence=1024 vocabulary=50257' (or llama, mixture)"
+        )
+    if not table:
+        return made
+    if isinstance(made, Chain):
+        raise PlanError(f"model {told!r}: {name} is a chain of layers, and has no numbers to change")
+    return replace(made, **{key: _number(key, value) for key, value in table.items()})
+
+
+def _number(key: str, value: Any) -> Any:
+    """The value of a field of Transformer, from a word."""
+    known = {field.name: field.type for field in fields(Transformer)}
+    if key not in known:
+        raise PlanError(f"model {key}={value}: no such number; possible are {', '.join(known)}")
+    kind = str(known[key])
+    if kind == "str" or not isinstance(value, str):
+        return value
+    if kind == "bool":
+        truth = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+        if value.lower() not in truth:
+            raise PlanError(f"model {key}={value}: must be true or false")
+        return truth[value.lower()]
+    try:
+        return int(value) if kind == "int" else float(value)
+    except ValueError:
+        raise PlanError(f"model {key}={value}: must be a number") from None
+
+
+def _chain(name: str, made: MLP | Branchy) -> Chain:
+    """A preset of another kind as a chain. Its bytes and operations are those of its layers."""
+    if isinstance(made, MLP):
+        pairs = list(pairwise(made.widths))
+        return Chain(
+            tuple(ChainLayer(2.0 * a * b, a * b + b, b, b, a + 3 * b, min(a, b)) for a, b in pairs), name
+        )  # fmt: skip
+    found = []
+    for given, out, side in convolutions(made):
+        pixels = made.inputs if out != made.classes else 1
+        size = (out or given) * pixels
+        flops = 2.0 * pixels * given * out * side**2
+        held = given * out * side**2 + out
+        found.append(ChainLayer(flops, held, size, size, 3 * size + given * pixels, max(1, min(given, out or given))))
+    return Chain(tuple(found), name)
+
+
+def read_toml(path: str) -> dict[str, Any]:
+    """The table in a TOML file. Errors: PlanError for a file that cannot be read."""
+    try:
+        import tomllib
+    except ModuleNotFoundError:
+        raise PlanError(
+            f"{path}: reading TOML needs Python 3.11; possible are words, such as a preset's name"
+        ) from None
+    try:
+        return tomllib.loads(Path(path).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise PlanError(f"{path}: {error}") from None

@@ -1,0 +1,694 @@
+"""Time and memory of a training step as a pure function of numbers: `closed_form(numbers, model, machine)`.
+
+    machine   what a device, its memory and its links can do        plain data: costs/hardware.py
+    model     numbers of a transformer, or of a chain of layers     plain data: models/sizes.py
+    numbers   a plan's numbers                                      `PlanNumbers`
+
+No program is made and nothing is simulated: one call takes a small part of a millisecond, so that a search can try
+every plan.
+
+Time. Each operator takes its operations / FLOP/s or its bytes / bandwidth, whichever is longer (a roofline). How close
+a matrix product comes to the peak depends on its smallest dimension (`Efficiency`). Collectives of ranks in one node
+use its links; those of ranks in several nodes are done inside the nodes and between them, by rings. The schedule's own
+formula (`ClosedForm`, beside its generator) makes a step of this. Last come the sums of gradients, and the optimizer at
+the speed of the memory.
+
+Memory. Model states by the stage of ZeRO; what a block saves (Korthikanti et al. 2022, table 2) times the micro-batches
+that the schedule keeps; what a backward and the loss need for a moment; gathered parameters and buckets.
+
+Ranks are counted so that tp is the fastest axis, then cp, ep, dp, and pp the slowest. So ranks that share a layer are
+in one node if they can be.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import accumulate, groupby
+from math import ceil
+from operator import mul
+from typing import NamedTuple
+
+from minipar.costs.hardware import Hardware
+from minipar.errors import PlanError
+from minipar.models.sizes import Chain, Sizes, Transformer
+from minipar.prediction.memory_formula import PRECISIONS, Precision
+from minipar.strategies.schedules.registry import ClosedForm, Times, find
+
+MESSAGE = 25 * 2**20  # bytes of a bucket of gradients
+MASK = 1  # byte of a dropout mask's element
+STATISTIC = 4  # bytes of a number that a norm or an attention row keeps
+
+
+class PlanNumbers(NamedTuple):
+    """A plan as the formulas read it.
+
+    dp, pp, tp, cp, ep   sizes of the axes of the mesh: all of them together are the ranks
+    schedule, chunks     the name of a schedule, and stages of each rank (of terapipe: slices)
+    microbatches, rows   micro-batches of each replica and step, and rows of each of them; the ranks of ep share its
+                         rows, those of cp its tokens
+    zero                 ZeRO's stage
+    checkpoint           blocks of a segment that runs forward again before its backward; 0: none; "selective": only
+                         the cores of attention
+    sequence_parallel    whether ranks of tp divide norms and dropout, too
+    overlap              whether gradients are summed beside the backward
+    every                whether sharded gradients are summed after each micro-batch, not once a step
+    offload              what waits on the host: some of "optimizer", "parameters", "activations"
+    precision            a key of PRECISIONS, or bytes of your own
+    split                blocks of each rank of the pipeline; (): as even as can be
+    fused                whether kernels are those of Megatron since 2022: the matrix product itself adds a weight
+                         gradient to the sum, and sums of input gradients over tp go on beside it
+    """
+
+    dp: int = 1
+    pp: int = 1
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 1
+    microbatches: int = 1
+    rows: float = 1.0
+    zero: int = 0
+    checkpoint: int | str = 0
+    sequence_parallel: bool = False
+    overlap: bool = True
+    every: bool = True
+    offload: tuple[str, ...] = ()
+    precision: str | Precision = "bf16"
+    split: tuple[int, ...] = ()
+    fused: bool = True
+
+    @property
+    def ranks(self) -> int:
+        """How many devices the plan uses."""
+        return self.dp * self.pp * self.tp * self.cp * self.ep
+
+    @property
+    def batch(self) -> float:
+        """Rows of a step."""
+        return self.dp * self.microbatches * self.rows
+
+    @property
+    def bytes(self) -> Precision:
+        """Bytes of each kind of number."""
+        return PRECISIONS[self.precision] if isinstance(self.precision, str) else self.precision
+
+
+class Cost(NamedTuple):
+    """What a plan costs.
+
+    time        seconds of a step
+    memory      bytes on the fullest rank
+    seconds     where the time goes, by name: the parts add up to `time`
+    bytes       what the fullest rank holds, by name: the parts add up to `memory`
+    flops       operations of all ranks in a step, those that run again included
+    model_flops operations of all ranks in a step, without those that run again
+    host        bytes that the fullest rank keeps on the host
+    """
+
+    time: float
+    memory: int
+    seconds: dict[str, float]
+    bytes: dict[str, int]
+    flops: float
+    model_flops: float
+    host: int = 0
+
+
+class Work(NamedTuple):
+    """What one block (or other layer) takes of one rank for one micro-batch.
+
+    matrix, memory       seconds of the forward: in matrix products, in other operators
+    back                 (matrix, memory): seconds of the backward
+    inner                the part of `back` that is needed only for the gradients of the weights
+    core                 seconds of the attention core's forward, which "selective" runs again
+    sent, sent_back      seconds of collectives of ranks that share the block, forward and backward
+    again                seconds of collectives when the block runs forward again
+    parameters, experts  of one rank: those that all replicas have, and those of its experts
+    saved, light         bytes that the block saves: all; without the attention core
+    output               bytes that it hands on: its input when it runs again
+    flops, core_flops    operations of all ranks that share the block, forward
+    """
+
+    matrix: float
+    memory: float
+    back: tuple[float, float]
+    inner: float
+    core: float
+    sent: float
+    sent_back: float
+    again: float
+    parameters: int
+    experts: int
+    saved: float
+    light: float
+    output: float
+    flops: float
+    core_flops: float
+
+
+class Links(NamedTuple):
+    """The ranks of one axis: how many there are, and how many of them are in one node."""
+
+    ranks: int
+    near: int
+
+
+def links(machine: Hardware, ranks: int, stride: int) -> Links:
+    """The links of an axis of `ranks` ranks, neighbours on which are `stride` ranks apart."""
+    inside = max(1, min(ranks, machine.per_node // stride))
+    while ranks % inside:  # (an axis that fills no whole number of nodes has fewer of its ranks in each)
+        inside -= 1
+    return Links(ranks, inside)
+
+
+def gather(machine: Hardware, axis: Links, size: float) -> float:
+    """Seconds of an all-gather, or a reduce-scatter, of `size` bytes in all: of rings between nodes, and inside them.
+
+    Where an axis has several ranks in each node, each of them has its own link to the other nodes, and its own part.
+    """
+    n, inside = axis
+    if n == 1 or not size:
+        return 0.0
+    nodes, found = n // inside, 0.0
+    share = machine.efficiency
+    if inside > 1:
+        found += (inside - 1) * (machine.near_latency + size / inside / (machine.near * share.near))
+    if nodes > 1:
+        found += (nodes - 1) * (machine.far_latency + size / inside / nodes / (machine.far * share.far))
+    return found
+
+
+def gather_alone(machine: Hardware, axis: Links, size: float) -> float:
+    """Seconds of an all-gather, or a reduce-scatter, of one layer: one ring over all ranks, without the division over a
+    node's links that large messages allow. It is as fast as `Efficiency.lanes` links between two nodes."""
+    n, inside = axis
+    if n == inside or not size:
+        return gather(machine, axis, size)
+    share = machine.efficiency
+    rate = min(share.lanes, inside) * machine.far * share.far
+    return (
+        (n - 1) / n * size / rate + (n // inside - 1) * machine.far_latency + (n - n // inside) * machine.near_latency
+    )
+
+
+def exchange(machine: Hardware, axis: Links, size: float) -> float:
+    """Seconds of an all-to-all in which each rank has `size` bytes: what goes to ranks of other nodes is slower."""
+    n, inside = axis
+    if n == 1:
+        return 0.0
+    share = machine.efficiency
+    near = size * (inside - 1) / n / (machine.near * share.near) + machine.near_latency
+    far = size * (n - inside) / n / (machine.far * share.far) + machine.far_latency
+    return max(near, far if n > inside else 0.0)
+
+
+class Kernels(NamedTuple):
+    """How long operators take on one device, with numbers of `element` bytes."""
+
+    peak: float
+    half: float
+    bandwidth: float
+    least: float
+    element: int
+
+    def product(self, m: float, n: float, k: float, count: float = 1) -> float:
+        """Seconds of `count` matrix products (m, k) x (k, n)."""
+        smallest = min(m, n, k)
+        work = 2 * m * n * k * count / self.peak * (1 + self.half / smallest)
+        return max(work, self.element * (m * k + k * n + m * n) * count / self.bandwidth, self.least)
+
+    def stream(self, size: float) -> float:
+        """Seconds of an operator that reads and writes `size` bytes."""
+        return max(size / self.bandwidth, self.least) if size else 0.0
+
+
+def kernels(machine: Hardware, element: int) -> Kernels:
+    """The kernels of a machine for numbers of 2 or 4 bytes."""
+    share = machine.efficiency
+    peak = machine.flops if element < 4 else machine.flops32
+    return Kernels(peak * share.matmul, share.half, machine.memory_bandwidth * share.memory, share.kernel, element)
+
+
+@lru_cache(4096)
+def block_work(
+    model: Transformer, machine: Hardware, element: int, rows: float, tp: int, cp: int, ep: int, sequence: bool
+) -> Work:
+    """The work of one transformer block on one rank."""
+    run = kernels(machine, element)
+    e, s, h, f, a = element, model.sequence, model.hidden, model.ffn, model.heads
+    tokens, mask = rows * s / cp / ep, MASK * model.dropout
+    wide = (h + 2 * model.kv) / tp
+    depth = h / a
+    size = tokens * h
+    alone = size / (tp if sequence else 1)  # numbers between the divided operators
+
+    scores = tokens * s * a / tp
+    local = rows / ep * a / tp  # matrices of scores on this rank
+    core = run.product(s / cp, s, depth, local) + run.product(s / cp, depth, s, local)
+    core_back = 2 * core
+    if model.flash:  # scores stay inside the kernel, whose backward makes them again
+        work = 4 * tokens * s * h / tp / run.peak * (1 + run.half / s)
+        core, core_back = max(work, run.least), max(2.5 * work, run.least)
+    softmax = 0.0 if model.flash else run.stream(scores * (4 * e + mask if mask else 2 * e))
+    softmax_back = 0.0 if model.flash else run.stream(scores * (5 * e + mask if mask else 3 * e))
+
+    routed = tokens * model.top * model.capacity if model.experts else tokens
+    queues = max(1.0, model.experts / ep) if model.experts else 1.0
+    each = routed / queues
+    first = (2 if model.gated else 1) * f / tp
+    products = run.product(tokens, wide, h) + run.product(tokens, h, h / tp)
+    products += run.product(each, first, h, queues) + run.product(each, h, f / tp, queues)
+    if model.experts:
+        products += run.product(tokens, model.experts, h)
+
+    norms = run.stream(2 * e * alone) * 2
+    sums = run.stream((3 * e + mask) * alone) * 2
+    between = run.stream(e * routed * (first + f / tp)) + run.stream(2 * e * size / tp)
+    rotation = 0.0 if model.learned else run.stream(2 * e * tokens * (h + model.kv) / tp)
+    copies = run.stream(2 * e * routed * h) * 2 if model.experts else 0.0
+    memory = norms + sums + between + rotation + copies + softmax
+    memory_back = run.stream(3 * e * alone) * 4 + run.stream((2 * e + mask) * alone) * 2 * model.dropout
+    memory_back += run.stream(e * routed * (2 * first + f / tp)) + run.stream(2 * e * size / tp)
+    memory_back += rotation + copies + softmax_back
+
+    experts = ceil(model.expert_parameters / ep / tp)
+    inner = 0 if model.experts else model.perceptron_parameters
+    shared = ceil((model.attention_parameters + inner) / tp) + 2 * model.norm_parameters
+    shared += model.hidden * model.experts
+
+    around = links(machine, tp, 1)
+    part = 4 * gather(machine, around, e * size)  # two sums of activations, each way
+    ring = _ring(machine, links(machine, cp, tp), 2 * e * tokens * model.kv / tp, core + softmax)
+    to_experts = 2 * exchange(machine, links(machine, ep, tp * cp), e * routed * h) if model.experts else 0.0
+    sent = part + ring + to_experts
+
+    whole = alone * (4 * e + 2 * mask)
+    inside = tokens * (e * wide + e * h / tp)
+    inside += routed * e * f / tp * (3 if model.gated else 2)
+    if model.experts:
+        inside += e * routed * h + STATISTIC * tokens * model.experts
+    if model.flash:
+        kept = STATISTIC * tokens * a / tp
+        whole += 4 * STATISTIC * tokens / (tp if sequence else 1)
+    else:
+        kept = scores * ((2 * e + mask) if mask else e)
+    light = whole + inside
+    matrix = products + core
+    return Work(
+        matrix, memory, (2 * products + core_back, memory_back), products, core + softmax, sent, sent + ring,
+        sent, shared, experts, light + kept, light, e * alone, model.block_flops * rows, model.core_flops * rows,
+    )  # fmt: skip
+
+
+def _ring(machine: Hardware, axis: Links, size: float, core: float) -> float:
+    """Seconds that ring attention waits: each rank passes its keys and values on while it works on those before."""
+    n, inside = axis
+    if n == 1:
+        return 0.0
+    share = machine.efficiency
+    near = inside == n
+    rate = machine.near * share.near if near else machine.far * share.far
+    step = size / rate + (machine.near_latency if near else machine.far_latency)
+    return (n - 1) * max(0.0, step - core / n)
+
+
+@lru_cache(4096)
+def ends_work(
+    model: Transformer, machine: Hardware, element: int, rows: float, tp: int, cp: int, ep: int, sequence: bool
+) -> tuple[Work, Work]:
+    """The work of the embedding and of the head with the loss."""
+    run = kernels(machine, element)
+    e, h, v = element, model.hidden, model.vocabulary
+    tokens = rows * model.sequence / cp / ep
+    size = tokens * h
+    alone = size / (tp if sequence else 1)
+    mask = MASK * model.dropout
+    words = ceil(v / tp) * h
+    position = model.learned * model.sequence * h
+    around = links(machine, tp, 1)
+    summed = 2 * gather(machine, around, e * size)
+    lookup = run.stream(2 * e * size) + run.stream((2 * e + mask) * alone) * model.dropout
+    embed = Work(
+        0.0, lookup, (0.0, lookup), 0.0, 0.0, summed, summed / 2, summed, words + position, 0, mask * alone,
+        mask * alone, e * alone, 0.0, 0.0,
+    )  # fmt: skip
+    logits = tokens * v / tp
+    product = run.product(tokens, v / tp, h)
+    loss = run.stream((e + 3 * STATISTIC) * logits) + run.stream(2 * e * alone)
+    loss_back = run.stream((e + 2 * STATISTIC) * logits) + run.stream(3 * e * alone)
+    own = 0 if model.tied else words
+    head = Work(
+        product, loss, (2 * product, loss_back), product, 0.0, summed / 2, summed, 0.0, own + model.norm_parameters, 0,
+        e * alone + STATISTIC * logits, e * alone + STATISTIC * logits, 0.0, model.head_flops * rows, 0.0,
+    )  # fmt: skip
+    return embed, head
+
+
+@lru_cache(1024)
+def chain_work(model: Chain, machine: Hardware, element: int, rows: float) -> tuple[Work, ...]:
+    """The work of each layer of a chain. Its layers cannot be shared."""
+    run = kernels(machine, element)
+    found = []
+    for layer in model.chain:
+        flops = layer.flops * rows
+        matrix = flops / run.peak * (1 + run.half / min(layer.size, max(1.0, rows * layer.size))) if flops else 0.0
+        memory = run.stream(element * layer.moved * rows)
+        saved = element * layer.saved * rows
+        work = Work(
+            matrix, memory, (2 * matrix, 2 * memory), matrix, 0.0, 0.0, 0.0, 0.0, layer.parameters, 0, saved, saved,
+            element * layer.output * rows, flops, 0.0,
+        )  # fmt: skip
+        found.append(work)
+    return tuple(found)
+
+
+class Stage(NamedTuple):
+    """The layers of one rank of the pipeline, added up, for one micro-batch.
+
+    matrix, memory, sent    seconds of the forward: matrix products, other operators, collectives of shared layers
+    back_matrix, back_memory, back_sent   the same of the backward, without what runs again
+    again                   seconds of what runs forward again
+    weight                  seconds of the backward that only the gradients of weights need
+    parameters, experts     of this rank
+    saved, peak             bytes kept from forward to backward; more of them while one layer, or segment, goes backward
+    flops, extra            operations of the forward, and of what runs again, of all ranks that share the layers
+    """
+
+    layers: int = 0
+    matrix: float = 0.0
+    memory: float = 0.0
+    sent: float = 0.0
+    back_matrix: float = 0.0
+    back_memory: float = 0.0
+    back_sent: float = 0.0
+    again: float = 0.0
+    weight: float = 0.0
+    parameters: int = 0
+    experts: int = 0
+    saved: float = 0.0
+    peak: float = 0.0
+    flops: float = 0.0
+    extra: float = 0.0
+
+    @property
+    def forward(self) -> float:
+        """Seconds of the forward."""
+        return self.matrix + self.memory + self.sent
+
+    @property
+    def backward(self) -> float:
+        """Seconds of the backward, with what runs again."""
+        return self.back_matrix + self.back_memory + self.back_sent + self.again
+
+
+def _stage(works: list[tuple[Work, int]], checkpoint: int | str) -> Stage:
+    """One rank's layers, which are given as a layer and how many there are like it."""
+    one = Stage()
+    for work, count in works:
+        again = extra = peak = 0.0
+        saved = count * work.saved
+        if checkpoint == "selective":
+            again, extra = count * work.core, count * work.core_flops
+            saved, peak = count * work.light, work.saved - work.light
+        elif checkpoint and work.flops and count:
+            length = min(int(checkpoint), count)
+            again, extra = count * (work.matrix + work.memory + work.again), count * work.flops
+            saved, peak = ceil(count / length) * work.output, length * work.saved
+        one = Stage(
+            one.layers + count, one.matrix + count * work.matrix, one.memory + count * work.memory,
+            one.sent + count * work.sent, one.back_matrix + count * work.back[0],
+            one.back_memory + count * work.back[1], one.back_sent + count * work.sent_back, one.again + again,
+            one.weight + count * work.inner, one.parameters + count * work.parameters,
+            one.experts + count * work.experts, one.saved + saved, max(one.peak, peak),
+            one.flops + count * work.flops, one.extra + extra,
+        )  # fmt: skip
+    return one
+
+
+def _joined(one: Stage, other: Stage) -> Stage:
+    """Both together: sums, but for the peak."""
+    added = Stage._make(a + b for a, b in zip(one, other, strict=True))
+    return added._replace(peak=max(one.peak, other.peak))
+
+
+def stages(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> list[tuple[Stage, int]]:
+    """The different ranks of the pipeline in order, and how many neighbours are alike."""
+    element, choice = numbers.bytes.activation, numbers.checkpoint
+    counts = _counts(model.layers, numbers)
+    if isinstance(model, Chain):
+        works = chain_work(model, machine, element, numbers.rows)
+        starts = accumulate(counts, initial=0)
+        return [
+            (_stage([(work, 1) for work in works[start : start + count]], choice), 1)
+            for start, count in zip(starts, counts, strict=False)
+        ]
+    given = (model, machine, element, numbers.rows, numbers.tp, numbers.cp, numbers.ep, numbers.sequence_parallel)
+    block, (embed, head) = block_work(*given), ends_work(*given)
+    if numbers.pp == 1:
+        return [(_joined(_stage([(block, counts[0])], choice), _stage([(embed, 1), (head, 1)], 0)), 1)]
+    if model.tied:  # the last rank has a copy of the embedding
+        head = head._replace(parameters=head.parameters + ceil(model.vocabulary / numbers.tp) * model.hidden)
+    found = [(_joined(_stage([(block, counts[0])], choice), _stage([(embed, 1)], 0)), 1)]
+    for count, alike in groupby(counts[1:-1]):
+        found.append((_stage([(block, count)], choice), len(list(alike))))
+    return [*found, (_joined(_stage([(block, counts[-1])], choice), _stage([(head, 1)], 0)), 1)]
+
+
+def _counts(layers: int, numbers: PlanNumbers) -> tuple[int, ...]:
+    """Blocks, or layers of a chain, of each rank of the pipeline."""
+    p = numbers.pp
+    if numbers.split:
+        return numbers.split
+    if p > layers:
+        raise PlanError(f"pp={p}: more stages than the model's {layers} layers; possible are 1 to {layers}")
+    even, more = divmod(layers, p)
+    return tuple(even + (k < more) for k in range(p))
+
+
+def form_of(numbers: PlanNumbers) -> ClosedForm:
+    """The closed form of the plan's schedule. Errors: PlanError if it has none."""
+    form = find(numbers.schedule).form
+    if form is None:
+        raise PlanError(
+            f"schedule={numbers.schedule}: has no closed form; possible is minipar.estimate, which simulates"
+        )
+    return form
+
+
+def closed_form(numbers: PlanNumbers, model: Sizes, machine: Hardware, form: ClosedForm | None = None) -> Cost:
+    """Time and memory of a step. It does not check whether the plan fits a device, or whether its schedule can work
+    with so many micro-batches: `minipar.estimate` does.
+
+    form   the formulas of the schedule; default those beside its generator
+    Errors: PlanError for a model that cannot be cut so, and for a schedule without formulas.
+    """
+    form = form or form_of(numbers)
+    n, p, m, v = numbers, numbers.pp, numbers.microbatches, numbers.chunks
+    kinds = stages(numbers, model, machine)
+    many = [count for _, count in kinds]
+    run = kernels(machine, n.bytes.activation)
+    axes = replicas_of(numbers, machine)
+
+    # one micro-batch; an unfused gradient is read, and its float32 sum is read and written
+    hidden = [min(one.back_sent, one.weight) * machine.efficiency.beside * n.fused for one, _ in kinds]
+    added = [0.0 if n.fused else (one.parameters + one.experts) * (n.bytes.gradient + 8) / run.bandwidth
+             for one, _ in kinds]  # fmt: skip
+    waits = [_waits(numbers, machine, one, axes) for one, _ in kinds]
+    forwards = [one.forward for one, _ in kinds]
+    backwards = [
+        one.backward - less + more + wait
+        for (one, _), less, more, wait in zip(kinds, hidden, added, waits, strict=True)
+    ]
+    weights = [one.weight + more for (one, _), more in zip(kinds, added, strict=True)]
+    totals = [f + b for f, b in zip(forwards, backwards, strict=True)]
+    slow = max(range(len(kinds)), key=totals.__getitem__)
+
+    # all of them, if all ranks were as the average; then the slowest one sets the pace
+    f, b, w = (sum(map(mul, each, many)) / p for each in (forwards, backwards, weights))
+    flushed = find(n.schedule).asynchronous is None  # (without a flush the pipeline is full from the first to the last)
+    even = form.time(Times(f, b - w, w), p, m, v) + (m - flushed) * (totals[slow] - f - b) if p > 1 else m * (f + b)
+    message = _message(numbers, model, machine) if p > 1 else 0.0
+    messages = (
+        form.time(Times(f, b - w, w, message), p, m, v) - form.time(Times(f, b - w, w), p, m, v) if p > 1 else 0.0
+    )
+
+    sums = max(_sums(numbers, machine, one, axes, backwards[slow]) for one, _ in kinds)
+    sums += _copies(numbers, machine, model, form, kinds)
+    step = max(_step(numbers, machine, one) for one, _ in kinds)
+    one = kinds[slow][0]
+    seconds = {
+        "matrix products": m * (one.matrix + one.back_matrix),
+        "other operators": m * (one.memory + one.back_memory + added[slow]),
+        "recomputation": m * one.again,
+        "collectives of shared layers": m * (one.sent + one.back_sent - hidden[slow]),
+        "parameters and copies": m * waits[slow],
+        "bubble": max(0.0, even - m * totals[slow]) if p > 1 else 0.0,
+        "messages": messages,
+        "gradient sums": sums,
+        "optimizer": step,
+    }
+    memory, parts, host = _memory(numbers, model, kinds, form)
+    flops = n.dp * m * sum(one.flops * count for one, count in kinds)
+    extra = n.dp * m * sum(one.extra * count for one, count in kinds)
+    time = sum(seconds.values())
+    return Cost(time, memory, {k: x for k, x in seconds.items() if x}, parts, 3 * flops + extra, 3 * flops, host)
+
+
+class Replicas(NamedTuple):
+    """The ranks that have the same parameters: those of `all` axes but tp and pp, and those that have the same
+    experts."""
+
+    all: Links
+    experts: Links
+
+
+def replicas_of(numbers: PlanNumbers, machine: Hardware) -> Replicas:
+    """The ranks over which gradients are summed."""
+    n = numbers
+    return Replicas(links(machine, n.cp * n.ep * n.dp, n.tp), links(machine, n.dp, n.tp * n.cp * n.ep))
+
+
+def _waits(numbers: PlanNumbers, machine: Hardware, stage: Stage, axes: Replicas) -> float:
+    """Seconds for which a micro-batch waits for parameters, sums of gradients, and copies, beside its work."""
+    n, each = numbers, numbers.bytes
+    waits, size = 0.0, stage.parameters + stage.experts
+    if n.zero == 3 and axes.all.ranks > 1:
+        gathered = _by_layer(machine, stage, axes, each.parameter)
+        summed = _by_layer(machine, stage, axes, each.gradient) if n.every else 0.0
+        share = machine.efficiency.beside
+        waits = gathered - share * min(gathered, stage.forward)
+        waits += gathered + summed - share * min(gathered + summed, stage.backward)
+    elif n.zero == 2 and n.every and axes.all.ranks > 1:
+        summed = _by_layer(machine, stage, axes, each.gradient) * (n.microbatches - 1) / n.microbatches
+        waits = summed - machine.efficiency.beside * min(summed, stage.backward) * n.overlap
+    copied = 2 * stage.saved * ("activations" in n.offload) + 2 * each.parameter * size * ("parameters" in n.offload)
+    return waits + max(0.0, copied / machine.host_bandwidth - stage.forward - stage.backward)
+
+
+def _by_layer(machine: Hardware, stage: Stage, axes: Replicas, size: int) -> float:
+    """Seconds of gathering, or of summing in shards, all parameters of a stage, layer by layer. A parameter has
+    `size` bytes."""
+    layers = max(1, stage.layers)
+    found = layers * gather_alone(machine, axes.all, size * stage.parameters / layers)
+    return found + layers * gather_alone(machine, axes.experts, size * stage.experts / layers)
+
+
+def _sums(numbers: PlanNumbers, machine: Hardware, stage: Stage, axes: Replicas, beside: float) -> float:
+    """Seconds after the last backward in which gradients are summed, and shards of parameters come back.
+
+    beside   seconds of the last backward. With `overlap` sums go on beside it, all but the last bucket
+    """
+    n, each = numbers, numbers.bytes
+    if axes.all.ranks == 1 or (n.zero == 3 and n.every):
+        return 0.0
+    size = stage.parameters * each.gradient
+    half = gather(machine, axes.all, size) + gather(machine, axes.experts, stage.experts * each.gradient)
+    summed = half if n.zero else 2 * half
+    if n.overlap:
+        hidden = machine.efficiency.beside * min(summed, beside)
+        summed = max(summed - hidden, summed * min(1.0, MESSAGE / max(1.0, size)))
+    return summed + (half * each.parameter / each.gradient if n.zero in (1, 2) else 0.0)
+
+
+def _copies(
+    numbers: PlanNumbers, machine: Hardware, model: Sizes, form: ClosedForm, kinds: list[tuple[Stage, int]]
+) -> float:
+    """Seconds of the sums over copies in the same pipeline: of a tied embedding, of stages that a schedule has
+    twice."""
+    n = numbers
+    if n.pp == 1:
+        return 0.0
+    size = 0.0
+    if form.copies > 1:
+        size += max(one.parameters + one.experts for one, _ in kinds)
+    if isinstance(model, Transformer) and model.tied:
+        size += model.vocabulary / n.tp * model.hidden
+    axis = links(machine, 2, n.tp * n.cp * n.ep * n.dp)
+    return 2 * gather(machine, axis, n.bytes.gradient * size) if size else 0.0
+
+
+def _step(numbers: PlanNumbers, machine: Hardware, stage: Stage) -> float:
+    """Seconds of the optimizer.
+
+    It reads a gradient, a float32 parameter and two moments, and writes the last three, and the 16-bit parameter.
+    Before it the norm reads the gradients, and after it they are set to 0. All this in float32.
+    """
+    each, updated = numbers.bytes, _share(numbers, stage, 1)
+    moved = updated * (4 * (4 + 3 + 2) + each.parameter * (each.parameter < 4))
+    if "optimizer" in numbers.offload:
+        copied = updated * (each.gradient + each.parameter) / machine.host_bandwidth
+        return copied + moved / machine.host_memory_bandwidth
+    return moved / (machine.memory_bandwidth * machine.efficiency.memory)
+
+
+def _share(numbers: PlanNumbers, stage: Stage, zero: int) -> int:
+    """How many parameters a rank has of what ZeRO shares out from stage `zero` on."""
+    n = numbers
+    if n.zero < zero:
+        return stage.parameters + stage.experts
+    return ceil(stage.parameters / (n.dp * n.ep * n.cp)) + ceil(stage.experts / n.dp)
+
+
+def _message(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> float:
+    """Seconds of a message between neighbours in the pipeline. Ranks of tp each send a part, and gather it."""
+    n, element = numbers, numbers.bytes.activation
+    stride = n.tp * n.cp * n.ep * n.dp
+    if isinstance(model, Transformer):
+        size = element * n.rows * model.sequence / n.cp / n.ep * model.hidden
+    else:
+        size = element * n.rows * max(layer.output for layer in model.chain)
+    share = machine.efficiency
+    if stride * 2 <= machine.per_node:
+        sent = machine.near_latency + size / n.tp / (machine.near * share.near)
+    else:
+        sent = machine.far_latency + size / n.tp / (machine.far * share.far)
+    whole = 0.0 if n.sequence_parallel else gather(machine, links(machine, n.tp, 1), size)
+    return sent + whole
+
+
+def _memory(
+    numbers: PlanNumbers, model: Sizes, kinds: list[tuple[Stage, int]], form: ClosedForm
+) -> tuple[int, dict[str, int], int]:
+    """Bytes on the fullest rank, by kind; and those on its host."""
+    n, each, p, m = numbers, numbers.bytes, numbers.pp, numbers.microbatches
+    fullest: tuple[int, dict[str, int], int] = (-1, {}, 0)
+    first = 0
+    for stage, count in kinds:
+        places = {first, first + count // 2, first + count - 1}
+        kept = max(form.in_flight(p, m, n.chunks, d) for d in places)
+        versions = max(form.versions(p, d) for d in places) - 1
+        activations = kept * stage.saved
+        here = min(activations, 2 * stage.saved / max(1, stage.layers)) if "activations" in n.offload else activations
+        held = {
+            "parameters": each.parameter * (_share(n, stage, 3) + versions * (stage.parameters + stage.experts)),
+            "gradients": each.gradient * _share(n, stage, 2),
+            "optimizer": each.optimizer * _share(n, stage, 1),
+        }
+        if p > 1:
+            held = {kind: form.copies * size for kind, size in held.items()}
+        away = activations - here + sum(size for kind, size in held.items() if kind in n.offload)
+        parts = {kind: 0 if kind in n.offload else size for kind, size in held.items()}
+        parts |= {"activations": ceil(here + stage.peak), "buffers": ceil(_buffers(numbers, model, stage))}
+        if sum(parts.values()) > fullest[0]:
+            fullest = sum(parts.values()), parts, ceil(away)
+        first += count
+    return fullest
+
+
+def _buffers(numbers: PlanNumbers, model: Sizes, stage: Stage) -> float:
+    """Bytes for a moment: two gathered layers, two buckets, messages, and the gradient of the logits."""
+    n, each = numbers, numbers.bytes
+    found = 0.0
+    layer = (stage.parameters + stage.experts) / max(1, stage.layers)
+    shared = n.dp * n.ep * n.cp > 1
+    if "parameters" in n.offload or (n.zero == 3 and shared):
+        found += 2 * each.parameter * layer
+    if n.zero >= 2 and shared:
+        found += 2 * min(MESSAGE, each.gradient * layer)
+    if isinstance(model, Transformer):
+        if n.pp > 1:
+            found += 2 * each.activation * n.rows * model.sequence / n.cp / n.ep * model.hidden
+    elif n.pp > 1:
+        found += 2 * each.activation * n.rows * max(one.output for one in model.chain)
+    return found

@@ -1,0 +1,130 @@
+"""Estimates of plans: times compared with closed forms, memory with the formulas; and bad input."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from minipar.costs import analytic
+from minipar.costs.device import DeviceSpec
+from minipar.errors import PlanError
+from minipar.models import table
+from minipar.prediction import memory_formula, on_paper
+from minipar.program import Op
+from minipar.strategies.plan import Plan
+
+DEVICE = "flops=8GFLOP/s bandwidth=100MB/s latency=1ms host_bandwidth=400MB/s"
+DEMO = table.numbers("gpt-demo")
+assert isinstance(DEMO, table.GPT)
+WORK = analytic.step_flops(DEMO, 16) / 8e9  # seconds of a step on one device
+STATES = 4 * analytic.parameters(DEMO)
+
+
+def test_one_device_takes_its_operations_however_the_batch_is_cut() -> None:
+    for plan in ("", "microbatches=16", "microbatches=3"):
+        assert on_paper.predict(plan, "gpt-demo", DEVICE, 16).trace.time == pytest.approx(WORK, rel=1e-3)
+
+
+def test_recomputing_all_layers_adds_a_forward() -> None:
+    """But for the layer that goes backward at once, and what one row's layers can do without."""
+    found = on_paper.predict("microbatches=16 checkpoint=1", "gpt-demo", DEVICE, 16)
+    assert 1.25 * WORK < found.trace.time <= analytic.step_flops(DEMO, 16, again=1) / 8e9
+
+
+def test_selective_recomputation_adds_the_attention_cores() -> None:
+    found = on_paper.predict("microbatches=4 checkpoint=selective", "gpt-demo", DEVICE, 16)
+    cores = DEMO.layers * analytic.core_flops(DEMO, 16)
+    assert found.trace.time == pytest.approx(WORK + cores / 8e9, rel=1e-6)
+
+
+def test_data_parallel_without_overlap_is_compute_and_a_ring() -> None:
+    found = on_paper.predict("dp=4 overlap=none bucket=flat", "gpt-demo", DEVICE, 16)
+    ring = 2 * 3 / 4 * STATES / 100e6 + 2 * 3 * 1e-3
+    assert found.trace.time == pytest.approx(WORK / 4 + ring, rel=1e-3)
+
+
+def test_an_even_pipeline_has_its_closed_form() -> None:
+    found = on_paper.predict("pp=4 microbatches=16 split=3,2,2,3", "gpt-demo", "flops=8GFLOP/s", 16)
+    slowest = max(found.trace.busy)
+    ideal = (16 + 3) * WORK / 64
+    assert ideal < found.trace.time < 1.1 * ideal  # (the last stage has the head besides)
+    assert found.trace.time < slowest * (16 + 3) / 16 + 1e-9
+
+
+def test_messages_of_a_step() -> None:
+    """The bytes that cross the cut are those of one row's output, there and back, for each micro-batch."""
+    found = on_paper.predict("pp=2 microbatches=8", "gpt-demo", DEVICE, 8)
+    assert sum(sum(row) for row in [found.trace.bytes_by_link().values()]) == 8 * 2 * 4 * 128 * 192
+
+
+def test_memory_is_the_formula() -> None:
+    plan = Plan.parse("pp=2 dp=2 zero=1 microbatches=8 checkpoint=1")
+    found = on_paper.predict(plan, "gpt-demo", DEVICE, 16)
+    assert found.ranks == memory_formula.per_rank(plan, "gpt-demo", 16)
+    assert found.memory == [rank.total for rank in found.ranks]
+
+
+@pytest.mark.parametrize(
+    ("plan", "faster"),
+    [
+        ("dp=4 microbatches=4 zero=3", "dp=4 microbatches=4 zero=3 reduce=step"),
+        ("pp=4 microbatches=16", "pp=4 microbatches=16 split=auto"),
+        ("pp=4 microbatches=16 schedule=1f1b", "pp=4 microbatches=16 schedule=zb-h1"),
+        ("dp=4 microbatches=4 zero=1 checkpoint=1", "dp=4 microbatches=4 zero=1"),
+        ("dp=4 microbatches=4 offload=optimizer", "dp=4 microbatches=4"),
+    ],
+)
+def test_what_should_be_faster_is(plan: str, faster: str) -> None:
+    slow, fast = (on_paper.predict(one, "gpt-demo", DEVICE, 16).trace.time for one in (plan, faster))
+    assert fast < slow
+
+
+def test_published_models_in_bf16() -> None:
+    """Megatron's 7.5B model, one row a micro-batch: within a tenth of operations over FLOP/s where links are fast."""
+    spec = DeviceSpec(flops=140e12, bandwidth=1e15, latency=0.0, memory=80 * 10**9)
+    plan = "pp=4 dp=2 microbatches=32 zero=1 precision=bf16 checkpoint=selective"
+    found = on_paper.predict(plan, "megatron-7.5b", spec, 64)
+    model = table.numbers("megatron-7.5b")
+    assert isinstance(model, table.GPT)
+    ideal = analytic.step_flops(model, 64) / 140e12 / 8
+    assert ideal < found.trace.time < 1.35 * ideal
+    assert max(found.memory) < 80e9
+
+
+@pytest.mark.parametrize(
+    ("plan", "model", "device", "batch", "words"),
+    [
+        ("", "gpt-demo", "pcie", 16, "needs flops="),
+        ("", "gpt-none", DEVICE, 16, "no such preset"),
+        ("dp=4 microbatches=8", "gpt-demo", DEVICE, 16, "batch=16: fewer rows than the 32 micro-batches"),
+        ("pp=2 schedule=terapipe", "gpt-demo", DEVICE, 16, "no formula for slices"),
+        ("pp=99", "gpt-demo", DEVICE, 16, "99"),
+    ],
+)
+def test_what_cannot_be(plan: str, model: str, device: str, batch: int, words: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        on_paper.predict(plan, model, device, batch)
+    assert words in caught.value.reason
+
+
+def test_halves_of_a_backward_follow_the_operators() -> None:
+    """A block's input half takes longer than its weight half, by two backwards of the attention core."""
+    trace = on_paper.predict("pp=2 microbatches=4 schedule=zb-h1", "gpt-demo", DEVICE, 4).trace
+    took: dict[Op, list[float]] = {Op.BACKWARD_INPUT: [], Op.BACKWARD_WEIGHT: []}
+    for ins, start, end in zip(trace.program.ranks[0], trace.starts[0], trace.ends[0], strict=True):
+        if ins.op in took:
+            took[ins.op].append(end - start)
+    blocks = len(trace.program.placement[0]) - 1  # (the embedding is no block)
+    core = analytic.core_flops(DEMO, 1) / 8e9
+    differences = [a - b for a, b in zip(*took.values(), strict=True)]
+    assert differences == pytest.approx([2 * blocks * core] * 4)
+
+
+def test_it_needs_no_torch() -> None:
+    code = f"""import sys
+from minipar.prediction import on_paper
+on_paper.predict("pp=2 dp=2 microbatches=4 zero=1", "gpt-demo", "{DEVICE}", 16)
+print("torch" in sys.modules)"""
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "False\n"
