@@ -102,6 +102,7 @@ def profile(model: str, rows: Iterable[int], precision: str = "float32", selecti
         step_seconds=0.0,
         forward_flops={count: _whole(costs.forward) for count, costs in by_rows.items()},
         backward_flops={count: _whole(costs.backward) for count, costs in by_rows.items()},
+        input_flops={count: _whole(analytic.input_flops(model, count, selective=selective)) for count in by_rows},
     )
 
 

@@ -12,6 +12,7 @@ import os
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import accumulate, islice, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -395,8 +396,15 @@ class Plan:
         schedule = strategies.find(self.schedule)
         return place(schedule.placement, self.pp, self.chunks or schedule.chunks, self.schedule)
 
-    def layout(self, shape: Shape, costs: LayerCosts | Profile | None = None) -> Layout:
-        """Which rank holds which layers of a model of this shape. With split="auto" it needs `costs` of the layers."""
+    def layout(
+        self,
+        shape: Shape,
+        costs: LayerCosts | Profile | None = None,
+        costs_of: Callable[[Program], Costs] | None = None,
+        time_of: Callable[[Program], float] | None = None,
+    ) -> Layout:
+        """Which rank holds which layers of a model of this shape. With split="auto" it needs `costs` of the layers; for
+        `costs_of` and `time_of` see `compile`."""
         keys.check_causal(self, shape)
         branches.check_shape(self, shape)
         if isinstance(self.bucket, tuple) and self.bucket[0] >= shape.own_layers:
@@ -415,24 +423,56 @@ class Plan:
                 f"pp={self.pp} chunks={len(placement[0])}: {stages} stages, more than layers ({layers}); "
                 f"possible are chunks=1 to {layers // self.pp} where the schedule takes them, or fewer ranks"
             )
+        microbatches = self.total_microbatches * self.slice_count
+        laid = partial(
+            Layout, shape, self.dp, self.pp, microbatches=microbatches, placement=placement, host=host,
+            shared=self.shared,
+        )  # fmt: skip
         if self.split is None:
             even, more = divmod(layers, stages)
             split = tuple(even + (s < more) for s in range(stages))
         elif self.split == "auto":
-            from minipar.costs.partition import split_by_cost  # (it needs NumPy)
-
-            split = split_by_cost(costs, shape.layers, stages, self.total_microbatches, shape.edges)
+            return laid(self._best_split(shape, stages, laid, costs, costs_of, time_of))
         else:
             split = tuple(int(n) for n in self.split)
             if sum(split) != layers:
                 raise PlanError(
                     f"split={','.join(map(str, split))}: sums to {sum(split)}, but the model has {layers} layers"
                 )
-        if shape.nodes and self.split != "auto":
+        if shape.nodes:
             ends = [shape.firsts[end] for end in accumulate(split, initial=0)]
             split = tuple(end - start for start, end in pairwise(ends))
-        microbatches = self.total_microbatches * self.slice_count
-        return Layout(shape, self.dp, self.pp, split, microbatches, placement, host, self.shared)
+        return laid(split)
+
+    def _best_split(
+        self,
+        shape: Shape,
+        stages: int,
+        laid: Callable[[tuple[int, ...]], Layout],
+        costs: LayerCosts | Profile | None,
+        costs_of: Callable[[Program], Costs] | None,
+        time_of: Callable[[Program], float] | None,
+    ) -> tuple[int, ...]:
+        """The split that split="auto" stands for."""
+        from minipar.strategies.splitting import best_split  # (it needs NumPy)
+
+        def program(layout: Layout) -> Program:
+            return compile.program_of(self, shape, layout, 1, costs, costs_of)
+
+        def known(layout: Layout) -> tuple[Program, Costs]:
+            assert costs_of is not None
+            made = program(layout)
+            return made, costs_of(made)
+
+        def time(layout: Layout) -> float:
+            assert time_of is not None
+            return time_of(program(layout))
+
+        actions = [self.actions(rank) for rank in range(self.pp)]
+        again = self.checkpoint not in ("none", "selective")
+        return best_split(
+            shape, stages, laid, actions, costs, again, known if costs_of else None, time if time_of else None
+        )
 
     def compile(
         self,
@@ -443,6 +483,7 @@ class Plan:
         check: bool = True,
         costs: LayerCosts | Profile | None = None,
         costs_of: Callable[[Program], Costs] | None = None,
+        time_of: Callable[[Program], float] | None = None,
     ) -> Program:
         """The program of `steps` training steps for a model of `shape`, or of `layers` equal layers.
 
@@ -450,7 +491,10 @@ class Plan:
                    and a checkpoint budget need them, checkpoint="sqrt" uses them
         costs_of   gives the costs of a program, as `simulate` takes them; bucket="auto" and overlap="priority" use
                    them. By default a layer's forward takes 1 and its backward 2, and the messages of all gradients
-                   together take as long as all forwards and backwards of one micro-batch
+                   together take as long as all forwards and backwards of one micro-batch. split="auto" takes from them
+                   what links cost
+        time_of    gives the predicted time of a program, such as `lambda p: simulate(p, costs_of(p)).time`;
+                   split="auto" uses it to choose among the best few splits
 
         Errors: PlanError if the plan does not fit the model; ProgramError if the program cannot run (a schedule of your
         own may be wrong). `check=False` skips the check of the program.
@@ -472,7 +516,7 @@ class Plan:
             )
         if self.inference:
             shape = frozen(shape)
-        layout = self.layout(shape, costs)
+        layout = self.layout(shape, costs, costs_of, time_of)
         steps = keys.whole_number("steps", steps)
         size = shape.layers * self.total_microbatches * self.slice_count * self.dp * steps
         if size > MOST:

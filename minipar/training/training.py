@@ -318,15 +318,18 @@ def train(
         )
         block = steps if served or plan.asynchronous else plan.block(steps, every)
         planned = as_emulated(facts.profile, ranks.emulates)
-        compiled = partial(plan.compile, facts.shape, costs=planned, costs_of=costs_of)
+        times = (cores, facts.data_bytes, calibration, ranks.emulates, facts.copies)
+
+        def time_of(program: Program) -> float:
+            return predict(program, facts.profile, job.batch, *times).time
+
+        compiled = partial(plan.compile, facts.shape, costs=planned, costs_of=costs_of, time_of=time_of)
         if program is None:
             made, rest = compiled(steps=block), compiled(steps=steps % block) if steps % block else None
         else:
             made, rest = own_program.check(program, plan, facts.shape, steps), None
             block = made.steps
-        predicted = predict(
-            made, facts.profile, job.batch, cores, facts.data_bytes, calibration, ranks.emulates, facts.copies
-        )
+        predicted = predict(made, facts.profile, job.batch, *times)
         if served:
             return _train_served(plan, made, job, ranks, predicted, reference, check, bar, watch)
         if facts.tapes is not None:

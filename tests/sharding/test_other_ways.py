@@ -104,14 +104,16 @@ def test_layers_without_a_core_cannot_be_selected(clusters: Any) -> None:
 
 
 def test_the_core_keeps_only_what_it_reads(clusters: Any) -> None:
-    """Explicit attention keeps scores and their softmax; one that runs again does not."""
-    model = partial(gpt, fused=False, layers=1)
+    """Explicit attention keeps the softmax of its scores in every layer; a core that runs again has that of one."""
+    model = partial(gpt, fused=False, layers=6, width=16, context=64)
+    ids = torch.randint(32, (4, 64), generator=torch.Generator().manual_seed(0))
     kept, again = (
-        trained(clusters, model, f"tp=2 checkpoint={words}", memory=True, steps=1) for words in ("none", "selective")
+        run(clusters, model, (ids, ids), f"tp=2 checkpoint={words}", memory=True, steps=1, batch=4, check=False)
+        for words in ("none", "selective")
     )
     for traces in ((again.trace, kept.trace), (again.predicted, kept.predicted)):
         few, many = (trace.peak_by_kind(0)["activations"] for trace in traces)
-        assert few < 0.8 * many
+        assert few < 0.7 * many
 
 
 def test_layers_on_the_host_keep_their_parameters_there(clusters: Any) -> None:

@@ -70,7 +70,8 @@ def test_every_key_is_written_and_read():
     tried = set()
     for key, values in OTHER.items():
         for value in values:
-            for others in ({}, {"tp": 2}, {"dp": 2, "zero": 3}, {"dp": 2, "sync": "ps"}, {"schedule": "interleaved"},
+            for others in ({}, {"tp": 2}, {"tp": 2, "microbatches": 2}, {"dp": 2, "zero": 3},
+                               {"dp": 2, "sync": "ps"}, {"schedule": "interleaved"},
                            {"schedule": "chimera", "pp": 2}, {"schedule": "terapipe"}, {"schedule": "ampnet"},
                            {"offload": "optimizer", "offload_to": "disk"}, {"pp": 2}, {"pp": 4},
                            {"dp": 2, "overlap": "none"}):  # fmt: skip
