@@ -1,8 +1,9 @@
-"""Predicted beside measured step times of ten plans, on this machine's cores and links.
+"""Predicted beside measured step times: of ten plans on this machine's cores and links, and of twelve on four emulated
+devices.
 
-A prediction uses only a profile of one layer at a time, a calibration of the cluster, and the number of cores; it uses
-no run of its plan. The measured time is the median of the steps after the first. Other programs on the machine make it
-longer.
+A prediction uses only a profile of one layer at a time, a calibration of the cluster, and the number of cores; on
+emulated devices it uses their rates alone. It uses no run of its plan. The measured time is the median of the steps
+after the first. Other programs on the machine make it longer.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from minipar import Cluster, Plan, calibrate, data, models
 from minipar.execution.execution import Job, execute, profile_job
 from minipar.prediction.oversubscription import available_cores
 from minipar.prediction.profiled import microbatch_rows
-from minipar.training.training import predict
+from minipar.training.training import predict, train
 
 PLANS = (
     "dp=2",
@@ -31,6 +32,22 @@ PLANS = (
 )
 BATCHES = {"gpt-demo": 16, "mlp-wide": 256}
 AIM = 15.0  # percent
+EMULATED = (
+    "dp=4 microbatches=2",
+    "dp=4 zero=1 microbatches=2",
+    "dp=4 zero=3 microbatches=2",
+    "dp=2 zero=2 pp=2 microbatches=4",
+    "pp=4 schedule=gpipe microbatches=8",
+    "pp=4 schedule=1f1b microbatches=8 checkpoint=1",
+    "pp=2 chunks=2 dp=2 schedule=interleaved microbatches=4",
+    "pp=4 schedule=zb-h1 microbatches=8",
+    "pp=4 schedule=chimera microbatches=8",
+    "tp=4 microbatches=2",
+    "tp=2 dp=2 microbatches=2",
+    "tp=2 pp=2 sequence_parallel=true microbatches=4",
+)
+DEVICE = "flops=500MFLOP/s bandwidth=25MB/s latency=1ms"
+MEDIAN_MUST, WORST_MUST = 5.0, 10.0  # percent
 
 
 def measure(quick: bool = False) -> list[Row]:
@@ -58,4 +75,22 @@ def measure(quick: bool = False) -> list[Row]:
             sizes_of_errors = sorted(map(abs, errors))
             rows.append(Row(f"prediction, {model}: median error of {len(PLANS)} plans", median(sizes_of_errors), "%"))
             rows.append(Row(f"prediction, {model}: worst error", sizes_of_errors[-1], "%", aim=AIM))
+    return rows + _emulated(quick)
+
+
+def _emulated(quick: bool) -> list[Row]:
+    """The same of plans on four devices that are slower than this machine, so that its cores do not matter."""
+    model, rows = partial(models.build, "gpt-tiny", layers=4), []
+    errors = []
+    with Cluster(4, device=DEVICE) as cluster:
+        for plan in EMULATED[-2:] if quick else EMULATED:
+            run = train(model, data.for_model("gpt-tiny"), plan, cluster=cluster, batch=16, steps=4, progress=False)
+            measured = median(run.step_times[1:])
+            errors.append(100 * (run.predicted.time / measured - 1))
+            note = f"{run.predicted.time * 1e3:.1f} ms predicted, {measured * 1e3:.1f} ms measured"
+            rows.append(Row(f"prediction, emulated devices, {plan}: error", errors[-1], "%", note=note))
+    sizes = sorted(map(abs, errors))
+    text = f"prediction, emulated devices: median error of {len(sizes)} plans"
+    rows.append(Row(text, median(sizes), "%", MEDIAN_MUST))
+    rows.append(Row("prediction, emulated devices: worst error", sizes[-1], "%", WORST_MUST))
     return rows
