@@ -139,20 +139,23 @@ def pieces_of(sharding: Sharding, rows: int) -> list[Piece]:
             found = replace(found, read=found.written)
         return parts.setdefault((name, str(found.read)), found)
 
+    def reads_of(one: Divided) -> list[Part]:
+        forms = zip(one.operator.inputs, one.ins, strict=True)
+        return [part_of(name, form.on(AXIS)) for name, form in forms if name not in stored]
+
     for one in sharding.operators:
-        reads = [
-            part_of(name, form.on(AXIS))
-            for name, form in zip(one.operator.inputs, one.ins, strict=True)
-            if name not in stored
-        ]
+        reads = reads_of(one)
         own = max((level[part.name] + _changes(part) for part in reads), default=0)
-        for part in reads:
-            key = part.name, str(part.read)
-            uses[key] = max(uses.get(key, 0), own)
         for name in one.operator.outputs:
             level[name] = own
         levels.append((own, one))
     last = max((own for own, _ in levels), default=0)
+    if graph.after:
+        _sink(levels, level, reads_of)
+    for own, one in levels:
+        for part in reads_of(one):
+            key = part.name, str(part.read)
+            uses[key] = max(uses.get(key, 0), own)
 
     def as_written(name: str) -> Part:
         tensor = graph.tensors[name]
@@ -180,6 +183,27 @@ def pieces_of(sharding: Sharding, rows: int) -> list[Piece]:
             node.before.append(as_written(read))
             _check_carry(read, name, level[name], levels, [part for part in parts.values() if part.name == read])
     return found
+
+
+def _sink(
+    levels: list[tuple[int, Divided]], level: dict[str, int], reads_of: Callable[[Divided], list[Part]]
+) -> None:
+    """Make what depends on no input, such as a mask, in the node that reads it. Only later slices have a mask, and nodes
+    hand on the same values in all slices."""
+    free: set[str] = set()
+    for _, one in levels:
+        free.update(one.operator.outputs if free.issuperset(one.operator.inputs) else ())
+    needed: dict[str, int] = {}  # of these values, the last level that is early enough for all who read it
+    for k, (own, one) in reversed(list(enumerate(levels))):
+        wanted = [needed[name] for name in one.operator.outputs if name in free and name in needed]
+        if wanted:
+            own = min(wanted)
+            levels[k] = own, one
+            level.update(dict.fromkeys(one.operator.outputs, own))
+        for part in reads_of(one):
+            if part.name in free:
+                at = own - _changes(part)
+                needed[part.name] = min(needed.get(part.name, at), at)
 
 
 def _check_carry(

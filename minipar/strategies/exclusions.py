@@ -246,10 +246,7 @@ EXCLUSIONS = (
             (DYNAMIC, _DECIDES_ALONE, True),
         )
     ),
-    *(
-        Exclusion(parts, SLICED, "a rank's part of the tokens and a slice of them are two cuts of one dimension")
-        for parts in (SEQUENCE, CONTEXT)
-    ),
+    Exclusion(CONTEXT, SLICED, "a rank's part of the tokens and a slice of them are two cuts of one dimension"),
     Exclusion(EXPERTS, SLICED, "layers with experts take whole sequences"),
     Exclusion(IN_STEP, ASYNCHRONOUS, "a micro-batch waits for the update of the one before it"),
     *(
