@@ -185,11 +185,9 @@ def pieces_of(sharding: Sharding, rows: int) -> list[Piece]:
     return found
 
 
-def _sink(
-    levels: list[tuple[int, Divided]], level: dict[str, int], reads_of: Callable[[Divided], list[Part]]
-) -> None:
-    """Make what depends on no input, such as a mask, in the node that reads it. Only later slices have a mask, and nodes
-    hand on the same values in all slices."""
+def _sink(levels: list[tuple[int, Divided]], level: dict[str, int], reads_of: Callable[[Divided], list[Part]]) -> None:
+    """Make what depends on no input, such as a mask, in the node that reads it: only later slices have a mask, and
+    nodes hand on the same values in all slices."""
     free: set[str] = set()
     for _, one in levels:
         free.update(one.operator.outputs if free.issuperset(one.operator.inputs) else ())
@@ -214,7 +212,8 @@ def _check_carry(
     others = [one.operator for own, one in levels if read in one.operator.inputs and own != level]
     changed = [part for part in parts if _changes(part)]
     if others or changed:
-        told = f"read by {others[0].name}" if others else f"read as {changed[0].read} and written as {changed[0].written}"
+        forms = [f"read as {part.read} and written as {part.written}" for part in changed]
+        told = f"read by {others[0].name}" if others else forms[0]
         raise PlanError(
             f"{read}: is carried from slice to slice, but {told}, and a collective would come between it and {name}, "
             "which is carried on; possible is a schedule of rows such as 1f1b, or tp=1"

@@ -80,8 +80,8 @@ class Graph:
     """A layer: operators in the order in which they run.
 
     inputs, outputs   names of the tensors that it is given and hands on
-    before, after     of a layer on a slice of sequences, names of the tensors of its carry (`models/sliced.py`): what it
-                      is given of the slice before, and what it keeps for the next one
+    before, after     of a layer on a slice of sequences, names of the tensors of its carry (`models/sliced.py`): what
+                      it is given of the slice before, and what it keeps for the next one
     """
 
     operators: tuple[Operator, ...]

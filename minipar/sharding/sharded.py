@@ -13,7 +13,7 @@ from minipar.errors import PlanError
 from minipar.models.network import edges_of
 from minipar.models.selective_checkpoint import Recomputed
 from minipar.models.sliced import describe
-from minipar.models.tensors import count_rows, layers_of, map_tensors
+from minipar.models.tensors import count_rows, layers_of, map_tensors, take_tokens
 from minipar.program.forms import PARTIAL, WHOLE, Forms, in_words, letters, text_of
 from minipar.program.mesh import Mesh
 from minipar.sharding import automatic, local
@@ -71,11 +71,10 @@ def local_model(
         found = propagate_model(small.layers, chosen, Mesh(tp=count), f"{inputs or 'I'} on {AXIS}", before=found)
         made.append(_nodes(model, small, large, rows, found, place, known))
     for layers in made:
-        last = layers[-1][-1]
-        if inputs and not last.forms.writes.startswith("S"):
+        if inputs and not (written := layers[-1][-1].forms.writes).startswith("S"):
             raise PlanError(
-                f"{list(model._modules)[-1]}: its output is {in_words(last.forms.writes)}, but each of {count} ranks has "
-                "a part of the targets; possible are models whose output has a number for each token"
+                f"{list(model._modules)[-1]}: its output is {in_words(written)}, but each of {count} ranks has a part "
+                "of the targets; possible are models whose output has a number for each token"
             )
         _add_end(layers[-1], inputs)
     return ShardedModel(_one_behind_the_other(model, made, slices) if slices else made[0], count, inputs)
@@ -93,8 +92,8 @@ def _capture(model: nn.Module, example: Any, slices: Sequence[range]) -> list[Ca
         )
     found: list[Captured] = []
     for tokens in slices:
-        given = map_tensors(example, lambda t: t[:, tokens.start : tokens.stop])
-        found.append(capture_model(model, given, tokens.start, found[-1].carries if found else None))
+        before = found[-1].carries if found else None
+        found.append(capture_model(model, take_tokens(example, tokens), tokens.start, before))
     return found
 
 

@@ -110,6 +110,6 @@ def test_layers_that_take_whole_sequences_are_refused() -> None:
 
 def test_a_carry_that_a_collective_would_change_is_refused() -> None:
     annotations = {"*.up": "S-1 on tp", "*.down": "P on tp"}
-    says = "carry: is carried from slice to slice, but read by add, and a collective would come between it and .*possible"
+    says = "carry: is carried from slice to slice, but read by add, and a collective would come between .*possible"
     with pytest.raises(PlanError, match=says):
         shared(nn.Sequential(Crossing()), torch.zeros(3, 10, 8), annotations=annotations)
