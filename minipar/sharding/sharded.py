@@ -22,6 +22,7 @@ from minipar.sharding.cutting import AXIS, ROWS, Nodes, Stored, nodes_of, planne
 from minipar.sharding.graph import Layer, Operator
 from minipar.sharding.nodes import Node, ShardedModel, SlicedNode
 from minipar.sharding.propagation import EXPERTS, ModelSharding, Preset, matches, propagate_model
+from minipar.wording import several
 
 
 def local_model(
@@ -67,9 +68,17 @@ def local_model(
         check_experts(model, count)
     known: dict[str, nn.Parameter] = {}
     place, found, made = local.Place(index, count), None, []
-    for small, large in zip(*captured, strict=True):
-        found = propagate_model(small.layers, chosen, Mesh(tp=count), f"{inputs or 'I'} on {AXIS}", before=found)
-        made.append(_nodes(model, small, large, rows, found, place, known))
+    for j, (small, large) in enumerate(zip(*captured, strict=True)):
+        try:
+            found = propagate_model(small.layers, chosen, Mesh(tp=count), f"{inputs or 'I'} on {AXIS}", before=found)
+            made.append(_nodes(model, small, large, rows, found, place, known))
+        except PlanError as error:
+            if not slices:
+                raise
+            where = f"slice {j} of {several(len(slices[j]), 'token')}"
+            told = PlanError(f"{where}: {error.reason}", error.details)
+            told.operator = error.operator
+            raise told from error
     for layers in made:
         if inputs and not (written := layers[-1][-1].forms.writes).startswith("S"):
             raise PlanError(

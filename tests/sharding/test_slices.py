@@ -14,6 +14,7 @@ from minipar.models.sliced import Sliced
 from minipar.models.tensors import tensors
 from minipar.sharding.capture import capture_model
 from minipar.sharding.nodes import ShardedModel, SlicedNode
+from minipar.sharding.propagation import sequence_parallel
 from minipar.sharding.sharded import local_model
 from tests.sharding import by_hand
 
@@ -106,6 +107,12 @@ def test_layers_that_take_whole_sequences_are_refused() -> None:
         shared(nn.Sequential(nn.Linear(8, 8)), torch.zeros(3, 10, 8))
     with pytest.raises(PlanError, match="a method `shard`: they take whole sequences; possible is"):
         shared(by_hand.model(), torch.zeros(3, 10, 8))
+
+
+def test_slices_whose_tokens_cannot_be_divided_are_refused() -> None:
+    says = "slice 1 of 5 tokens: .*0.add.* dimension 1 has 5 elements, .*; the nearest choice is "
+    with pytest.raises(PlanError, match=says):
+        shared(GPT(), annotations=sequence_parallel())
 
 
 def test_a_carry_that_a_collective_would_change_is_refused() -> None:
