@@ -268,12 +268,15 @@ def _nodes(name: str, plan: Plan) -> Shape:
     """The shape of a preset whose layers ranks share: its nodes on the first of them. Only a capture in torch can say
     what they are."""
     from minipar import data, models
+    from minipar.costs.slicing import token_ranges
+    from minipar.execution.sliced import count_tokens
     from minipar.models.parameter_groups import shape_of
     from minipar.sharding.sharded import local_model
     from minipar.training.training import annotations_of
 
     x, _ = data.for_model(name).batch(0, 1)
-    return shape_of(local_model(models.build(name), 0, plan.sharing, x, annotations_of(plan), plan.inputs))
+    slices = token_ranges(plan.cut, count_tokens([x])) if plan.slice_count > 1 else ()
+    return shape_of(local_model(models.build(name), 0, plan.sharing, x, annotations_of(plan), plan.inputs, slices))
 
 
 def _show_simulate(result: dict[str, Any]) -> str:

@@ -55,6 +55,10 @@ class BatchRows:
             self.counts[value.step] = counts
         return counts[value.microbatch]
 
+    def number(self, value: Value | Instruction) -> int:
+        """The rows of a micro-batch, or of a slice of it."""
+        return self.count(value) // self.program.slice_count
+
     def share(self, step: int, steps: int = 1) -> float:
         """How much this rank's loss weighs in that of all replicas, in `steps` steps up to this one."""
         if not isinstance(self.program.contract, Local):

@@ -179,13 +179,13 @@ class Compute:
         rows = part.rows[ins.microbatch]
         here = range(rows.start - part.start, rows.stop - part.start)
         value = self._input(ins, part.x, here, live)
-        start = self.sequence.start(ins, value)
+        start = self.sequence.start(ins, value, self.layers[ins.layers[0]])
         trained = {saved.index for saved in ins.writes if saved.kind == "saved"}
         step, count = self.rows.base + ins.step, self.rows.count(ins)
         for piece in self.pieces[ins.layers, ins.microbatch]:
             if self.program.forms:
                 reads = self.program.forms[piece[0]].reads
-                value = repartition.own_shard(value, reads, *self.place, self.rows.count(ins))
+                value = repartition.own_shard(value, reads, *self.place, self.rows.number(ins))
             trains, handed_on = piece[0] in trained, self._output(piece[-1], ins, written=True)
             # (`data` has a version of its own: writing into it would not spoil what other graphs have saved.)
             given = detach(map_tensors(value, lambda t: t.data), requires_grad=piece[0] > self.program.first_trainable)
@@ -357,7 +357,7 @@ class Compute:
         if received is None or not self.program.forms:
             return received
         form = self.program.forms[piece[-1]].grad_reads
-        taken: list[Tensor | None] = repartition.own_shard(received, form, *self.place, self.rows.count(ins))
+        taken: list[Tensor | None] = repartition.own_shard(received, form, *self.place, self.rows.number(ins))
         return repartition.without_counts(taken, form)
 
     def _with_counts(

@@ -22,6 +22,7 @@ from minipar.comm import communicator
 from minipar.costs.device import DeviceSpec
 from minipar.costs.measured import Profile
 from minipar.costs.rates import Copies
+from minipar.costs.slicing import token_ranges
 from minipar.data import loading
 from minipar.data.batches import Batch, BatchPart, check_batch, gives_rows, read_part
 from minipar.errors import PlanError
@@ -42,7 +43,7 @@ from minipar.execution.owners import Slice, assemble
 from minipar.execution.saving.contents import outline_of
 from minipar.execution.saving.folder import Header
 from minipar.execution.saving.keeping import NOTHING, Share, Storing
-from minipar.execution.sliced import ranges_of
+from minipar.execution.sliced import count_tokens, ranges_of
 from minipar.execution.updating import Optimizer, Scheduler, Update, forms_of
 from minipar.models import selective_checkpoint
 from minipar.models.losses import check_loss, scalar, try_loss
@@ -141,11 +142,15 @@ class Job:
         model = self.build()
         if program.sharing == 1:
             return model
-        return self.share(model, program.shard(rank), program.sharing, program.inputs)
+        return self.share(model, program.shard(rank), program.sharing, program.inputs, program.slices)
 
-    def share(self, model: nn.Module, index: int, count: int, inputs: str = "") -> ShardedModel:
-        """The nodes that rank `index` of `count` sharing ranks has of a model; `inputs`: see `Program.inputs`."""
-        return local_model(model, index, count, self.sample(3)[0][0], self.annotations, inputs)
+    def share(
+        self, model: nn.Module, index: int, count: int, inputs: str = "", slices: int | tuple[int, ...] = 1
+    ) -> ShardedModel:
+        """The nodes that rank `index` of `count` sharing ranks has of a model; `inputs` and `slices`: see `Program`."""
+        x = self.sample(3)[0][0]
+        cut = token_ranges(slices, count_tokens([x])) if slices != 1 else ()
+        return local_model(model, index, count, x, self.annotations, inputs, cut)
 
     def batches(self, step: int) -> tuple[Any, Any]:
         """x and y of one step: the whole batch, of all replicas."""
@@ -526,7 +531,7 @@ def profile_job(
     model = built.to(worker.context().device)
     whole = model
     if plan.sharing > 1:
-        model = job.share(whole, 0, plan.sharing, plan.inputs)
+        model = job.share(whole, 0, plan.sharing, plan.inputs, plan.cut)
     (x, y), of = job.sample(max(rows))
     if plan.precision == "bf16":
         check_narrow(model)

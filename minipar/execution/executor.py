@@ -359,7 +359,7 @@ class Executor:
         if isinstance(self.program.contract, Local):
             share = self.compute.rows.share(ins.step, ins.step % self.program.contract.steps + 1)
         handles = (
-            repartition.start(ins, self.live, self.comm, self.compute.rows.count(ins), self.compute.weigh_form)
+            repartition.start(ins, self.live, self.comm, self.compute.rows.number(ins), self.compute.weigh_form)
             if repartitions(ins)
             else self.state.start(ins, share)
         )

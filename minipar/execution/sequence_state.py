@@ -16,6 +16,7 @@ from minipar.execution import sliced
 from minipar.execution.layer_calls import Call, LayerCall, Made, Sizes
 from minipar.models.tensors import detach, differentiable, tensors
 from minipar.program import Instruction, Op, Program, Value, carry, grad_carry
+from minipar.sharding.nodes import SlicedNode
 
 
 class _Flow(NamedTuple):
@@ -45,10 +46,13 @@ class SequenceState:
         """The part of a row's tokens that an instruction works on."""
         return 1.0 if self.count == 1 else sliced.share(y, self.slices, ins.microbatch % self.count)
 
-    def start(self, ins: Instruction, value: Any) -> int:
-        """The first token of a slice whose input is `value`; the next slice begins where it ends."""
+    def start(self, ins: Instruction, value: Any, layer: nn.Module) -> int:
+        """The first token of a slice whose input is `value`; the next slice begins where it ends. A layer that ranks
+        share knows where: of the values between its nodes not all have tokens in dimension 1."""
         if self.count == 1:
             return 0
+        if isinstance(layer, SlicedNode):
+            return layer.starts[ins.microbatch % self.count]
         start = self.starts.get((ins.microbatch, ins.step), 0) if ins.microbatch % self.count else 0
         self.starts[ins.microbatch + 1, ins.step] = start + sliced.tokens_in(value)
         return start

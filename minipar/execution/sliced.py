@@ -9,7 +9,7 @@ from torch import nn
 
 from minipar.costs.slicing import token_ranges
 from minipar.errors import PlanError
-from minipar.models.tensors import count_bytes, detach, differentiable, map_tensors, storages, tensors
+from minipar.models.tensors import count_bytes, detach, differentiable, storages, take_tokens, tensors
 from minipar.strategies.keys import check_causal
 
 if TYPE_CHECKING:
@@ -19,12 +19,7 @@ if TYPE_CHECKING:
 
 def cut(value: Any, slices: int | tuple[int, ...], j: int) -> Any:
     """The tokens of slice j of every tensor (rows, tokens, ...) inside a value. Errors: PlanError if it has none."""
-    return pick(value, token_ranges(slices, count_tokens([value]))[j])
-
-
-def pick(value: Any, tokens: range) -> Any:
-    """These tokens of every tensor (rows, tokens, ...) inside a value."""
-    return map_tensors(value, lambda t: t[:, tokens.start : tokens.stop])
+    return take_tokens(value, token_ranges(slices, count_tokens([value]))[j])
 
 
 def count_tokens(values: Iterable[Any]) -> int:

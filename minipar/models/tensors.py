@@ -103,6 +103,11 @@ def take_rows(value: Any, rows: range) -> Any:
     return map_tensors(value, lambda t: t[rows.start : rows.stop])
 
 
+def take_tokens(value: Any, tokens: range) -> Any:
+    """The value with only these tokens (positions of dimension 1) of every tensor (rows, tokens, ...)."""
+    return map_tensors(value, lambda t: t[:, tokens.start : tokens.stop])
+
+
 def count_rows(value: Any) -> int:
     """Number of rows: the size of dimension 0 of the first tensor."""
     return next(map(len, tensors(value)), 0)

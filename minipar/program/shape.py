@@ -90,8 +90,8 @@ def divided(shape: Shape, ranks: int, sequence: bool = False) -> Shape:
     """A uniform shape whose layers are shared by `ranks` ranks each, as a transformer's block is by Megatron's.
 
     A layer becomes five nodes: norm, attention, norm, perceptron, sum. The second and the fourth are sharded: they read
-    what is whole, and write partial sums. With `sequence` each rank has a part of the tokens in the other nodes, and a
-    last node takes the output whole.
+    what is whole, and write partial sums. What a layer carries from slice to slice is its attention's. With `sequence`
+    each rank has a part of the tokens in the other nodes, and a last node takes the output whole.
     """
     token = "S1" if sequence else ""
     sharded = Forms(writes=PARTIAL, grad_writes=PARTIAL)
@@ -109,7 +109,7 @@ def divided(shape: Shape, ranks: int, sequence: bool = False) -> Shape:
     groups = tuple(Group((k,), held, form=kinds[k]) for k, held in enumerate(sizes))
     return replace(
         shape, layers=len(forms), groups=groups, name=f"{shape.name}, each on {several(ranks, 'rank')}",
-        names=tuple(titles), dims=(), carries=(), forms=tuple(forms),
+        names=tuple(titles), dims=(), carries=tuple(5 * layer + 1 for layer in shape.carries), forms=tuple(forms),
         nodes=(*(5,) * (shape.layers - 1), 5 + sequence),
     )  # fmt: skip
 

@@ -69,11 +69,13 @@ class Captured:
 
     layers     in order; equal ones share a graph
     programs   for each layer the exported program, whose nodes `Operator.node` names
+    carries    of a slice of sequences, what each layer carries on to the next slice: zeros of the right shapes
     coverage   the operators of all layers
     """
 
     layers: tuple[Layer, ...]
     programs: tuple[torch.export.ExportedProgram, ...]
+    carries: tuple[Any, ...] = ()
 
     @property
     def coverage(self) -> Coverage:
@@ -100,10 +102,14 @@ def coverage(layers: Sequence[Layer]) -> Coverage:
 # A model --------------------------------------------------------------------------------------------------------------
 
 
-def capture_model(model: nn.Module, example: Any) -> Captured:
+def capture_model(
+    model: nn.Module, example: Any, start: int | None = None, carries: Sequence[Any] | None = None
+) -> Captured:
     """The layers of an nn.Sequential as graphs. Its inputs are taken to need no gradient.
 
     example   an input of the first layer; sizes are those that the graphs are for
+    start     of a slice of sequences its first token: the layers are `models.Sliced`
+    carries   what each layer carried on from the slice before (`Captured.carries`)
 
     Parameters go by the model's own names, also where it was cut from another model. Layers of equal structure, with
     equal parameters' shapes and equal inputs, are captured once. Errors: PlanError for a layer that torch.export cannot
@@ -119,8 +125,8 @@ def capture_model(model: nn.Module, example: Any) -> Captured:
             f"{type(model).__name__}: capture takes a chain of layers, and this model's layers form a graph; possible "
             "is one layer that has the branches inside, or tp=1"
         )
-    made: dict[object, tuple[Layer, torch.export.ExportedProgram, Any, nn.Module, str]] = {}
-    layers, programs = [], []
+    made: dict[object, tuple[Layer, torch.export.ExportedProgram, Any, nn.Module]] = {}
+    layers, programs, kept = [], [], []
     owners: dict[int, str] = {}
     original: Mapping[str, str] = getattr(model, "original", {})
     given: Any = example
@@ -129,16 +135,17 @@ def capture_model(model: nn.Module, example: Any) -> Captured:
             name: owners.setdefault(id(p), original.get(f"{key}.{name}", f"{key}.{name}"))
             for name, p in module.named_parameters(remove_duplicate=False)
         }
-        same = (_fingerprint(module), _input_shapes(given), number == 0)
+        slice_of = () if start is None else (start, carries[number] if carries else None)
+        same = (_fingerprint(module), _input_shapes((given, *slice_of)), number == 0)
         if same not in made:
-            layer, program = capture_layer(module, given, differentiable=number > 0)
-            handed = _handed_on(program, given)
-            made[same] = (layer, program, handed, module, key)
-        layer, program, handed, first, _ = made[same]
+            layer, program = capture_layer(module, given, number > 0, slice_of)
+            made[same] = (layer, program, _handed_on(program, (given, *slice_of)), module)
+        layer, program, handed, first = made[same]
         layers.append(replace(layer, names=_own_names(layer.graph, first, module, own, key, bool(original))))
         programs.append(program)
-        given = handed
-    return Captured(tuple(layers), tuple(programs))
+        given, carry = (handed, None) if start is None else handed
+        kept.append(carry)
+    return Captured(tuple(layers), tuple(programs), () if start is None else tuple(kept))
 
 
 def _own_names(
@@ -187,8 +194,8 @@ def _input_shapes(given: Any) -> object:
     )
 
 
-def _handed_on(program: torch.export.ExportedProgram, given: Any) -> Any:
-    """What the layer hands on: zeros of the right shapes, and whatever is no tensor as it is."""
+def _handed_on(program: torch.export.ExportedProgram, given: tuple[Any, ...]) -> Any:
+    """What the layer returns: zeros of the right shapes, and whatever is no tensor as it is. `given`: its arguments."""
     (out,) = [node for node in program.graph.nodes if node.op == "output"]
     taken = {spec.arg.name: None for spec in program.graph_signature.input_specs if spec.kind == InputKind.USER_INPUT}
     leaves = pytree.tree_leaves(given)
@@ -258,17 +265,18 @@ def _plain(name: str, value: Any) -> object:
 
 
 def capture_layer(
-    module: nn.Module, example: Any, differentiable: bool = True
+    module: nn.Module, example: Any, differentiable: bool = True, slice_of: tuple[Any, ...] = ()
 ) -> tuple[Layer, torch.export.ExportedProgram]:
     """One layer as a graph, and the exported program it comes from.
 
     example          what the layer is called with: one value of any structure
     differentiable   whether gradients of its inputs are needed
+    slice_of         of a slice of sequences its first token, and the carry of the slice before (`models.Sliced`)
 
     Errors: PlanError for code that torch.export cannot capture.
     """
     try:
-        program = torch.export.export(module, (example,), strict=False)
+        program = torch.export.export(module, (example, *slice_of), strict=False)
     except Exception as error:  # whatever the user's code or torch raises
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise PlanError(
@@ -276,7 +284,8 @@ def capture_layer(
             "It stays possible to train it without tensor parallelism. Code may not branch on the values of tensors; "
             "a part that does can be an operator of its own (torch.library.custom_op) with a rule.",
         ) from error
-    return Layer(_graph(program, module, differentiable)), program
+    graph = _graph(program, module, differentiable, sum(isinstance(t, Tensor) for t in pytree.tree_leaves(example)))
+    return Layer(graph if not slice_of else _with_carry(graph, program)), program
 
 
 @dataclass
@@ -364,7 +373,19 @@ def _body(node: fx.Node) -> fx.GraphModule | None:
     return None
 
 
-def _graph(program: torch.export.ExportedProgram, module: nn.Module, differentiable: bool) -> Graph:
+def _with_carry(graph: Graph, program: torch.export.ExportedProgram) -> Graph:
+    """The graph of a layer on a slice, which returns its output and its carry."""
+    (out,) = [node for node in program.graph.nodes if node.op == "output"]
+    specs = program.graph_signature.output_specs
+    users = [one for one, spec in zip(out.args[0], specs, strict=True) if spec.kind.name == "USER_OUTPUT"]
+    _, carry = pytree.tree_unflatten(users, program.call_spec.out_spec)
+    count = sum(isinstance(leaf, fx.Node) for leaf in pytree.tree_leaves(carry))
+    end = len(graph.outputs) - count
+    return replace(graph, outputs=graph.outputs[:end], after=graph.outputs[end:])
+
+
+def _graph(program: torch.export.ExportedProgram, module: nn.Module, differentiable: bool, count: int) -> Graph:
+    """The graph of a layer; `count`: how many of its inputs are tensors of the layer before. Others are its carry."""
     made = _Making(module, {}, [], {})
     placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     stored = dict(module.named_parameters(remove_duplicate=False))
@@ -377,7 +398,8 @@ def _graph(program: torch.export.ExportedProgram, module: nn.Module, differentia
             continue
         name = made.fresh(node.name if spec.target is None else str(spec.target))
         kind = kinds.get(spec.kind, "buffer")
-        flows = stored[name].requires_grad if kind == "parameter" else kind == "input" and differentiable
+        flows = kind == "input" and (differentiable or len(inputs) >= count)
+        flows = stored[name].requires_grad if kind == "parameter" else flows
         made.called[node] = name
         made.tensors[name] = _tensor(name, value, kind, flows and value.is_floating_point())
         if kind == "input":
@@ -385,7 +407,7 @@ def _graph(program: torch.export.ExportedProgram, module: nn.Module, differentia
     made.add(program.graph)
     (out,) = [node for node in program.graph.nodes if node.op == "output"]
     ends = [made.called[node] for node in out.args[0] if isinstance(node, fx.Node) and node in made.called]
-    return Graph(tuple(made.operators), made.tensors, tuple(inputs), tuple(ends))
+    return Graph(tuple(made.operators), made.tensors, tuple(inputs[:count]), tuple(ends), tuple(inputs[count:]))
 
 
 def _tensor(name: str, value: Tensor, kind: str, differentiable: bool) -> GraphTensor:

@@ -10,7 +10,7 @@ goes from node to node is a value, or a tuple of several: the residual goes alon
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from types import MappingProxyType
@@ -106,18 +106,26 @@ def _changes(part: Part) -> bool:
 
 @dataclass
 class Piece:
-    """The operators of one node, what it takes and what it gives."""
+    """The operators of one node, what it takes and what it gives.
+
+    before, after   of a layer on a slice of sequences, what the node is given of its carry, and what it keeps of it
+    carried         which tensors of the layer's carry these are
+    """
 
     operators: list[Divided]
     takes: list[Part]
     gives: list[Part]
+    before: list[Part] = field(default_factory=list)
+    after: tuple[str, ...] = ()
+    carried: tuple[int, ...] = ()
 
 
 def pieces_of(sharding: Sharding, rows: int) -> list[Piece]:
     """The nodes of a layer: operators by how many borders lie in front of them."""
     graph = sharding.graph
     written = {name: form.on(AXIS) for name, form in sharding.forms.items()}
-    level: dict[str, int] = dict.fromkeys(graph.inputs, 0)  # of each value, that of its writer
+    # Of each value, the level of its writer. What comes from the slice before has none: only one node may read it.
+    level: dict[str, int] = dict.fromkeys((*graph.inputs, *graph.before), 0)
     stored = {name for name, tensor in graph.tensors.items() if tensor.kind in ("parameter", "buffer")}
     counting = {one.operator.counts for one in sharding.operators if any(form.on(AXIS).unequal for form in one.outs)}
     parts: dict[tuple[str, str], Part] = {}
@@ -131,20 +139,23 @@ def pieces_of(sharding: Sharding, rows: int) -> list[Piece]:
             found = replace(found, read=found.written)
         return parts.setdefault((name, str(found.read)), found)
 
+    def reads_of(one: Divided) -> list[Part]:
+        forms = zip(one.operator.inputs, one.ins, strict=True)
+        return [part_of(name, form.on(AXIS)) for name, form in forms if name not in stored]
+
     for one in sharding.operators:
-        reads = [
-            part_of(name, form.on(AXIS))
-            for name, form in zip(one.operator.inputs, one.ins, strict=True)
-            if name not in stored
-        ]
+        reads = reads_of(one)
         own = max((level[part.name] + _changes(part) for part in reads), default=0)
-        for part in reads:
-            key = part.name, str(part.read)
-            uses[key] = max(uses.get(key, 0), own)
         for name in one.operator.outputs:
             level[name] = own
         levels.append((own, one))
     last = max((own for own, _ in levels), default=0)
+    if graph.after:
+        _sink(levels, level, reads_of)
+    for own, one in levels:
+        for part in reads_of(one):
+            key = part.name, str(part.read)
+            uses[key] = max(uses.get(key, 0), own)
 
     def as_written(name: str) -> Part:
         tensor = graph.tensors[name]
@@ -159,11 +170,54 @@ def pieces_of(sharding: Sharding, rows: int) -> list[Piece]:
     found[0].takes = [as_written(name) for name in graph.inputs]
     for k in range(last):
         across = [part for key, part in parts.items() if level[part.name] <= k < uses.get(key, -1)]
+        across = [part for part in across if part.name not in graph.before]
         across.sort(key=lambda part: not part.counts)  # counts go first: what they count is exchanged by them
         found[k].gives = found[k + 1].takes = across
     found[last].gives = ends
     # What is already in its new form when it comes to a border has changed at the border before.
+    for index, name in enumerate(graph.after):
+        node = found[level[name]]
+        node.after, node.carried = (*node.after, name), (*node.carried, index)
+        if graph.before:
+            read = graph.before[index]
+            node.before.append(as_written(read))
+            _check_carry(read, name, level[name], levels, [part for part in parts.values() if part.name == read])
     return found
+
+
+def _sink(levels: list[tuple[int, Divided]], level: dict[str, int], reads_of: Callable[[Divided], list[Part]]) -> None:
+    """Make what depends on no input, such as a mask, in the node that reads it: only later slices have a mask, and
+    nodes hand on the same values in all slices."""
+    free: set[str] = set()
+    for _, one in levels:
+        free.update(one.operator.outputs if free.issuperset(one.operator.inputs) else ())
+    needed: dict[str, int] = {}  # of these values, the last level that is early enough for all who read it
+    for k, (own, one) in reversed(list(enumerate(levels))):
+        wanted = [needed[name] for name in one.operator.outputs if name in free and name in needed]
+        if wanted:
+            own = min(wanted)
+            levels[k] = own, one
+            level.update(dict.fromkeys(one.operator.outputs, own))
+        for part in reads_of(one):
+            if part.name in free:
+                at = own - _changes(part)
+                needed[part.name] = min(needed.get(part.name, at), at)
+
+
+def _check_carry(
+    read: str, name: str, level: int, levels: Sequence[tuple[int, Divided]], parts: Sequence[Part]
+) -> None:
+    """Errors: PlanError for a tensor of a carry that another node reads than the one that makes it for the next slice,
+    or that is read in another form."""
+    others = [one.operator for own, one in levels if read in one.operator.inputs and own != level]
+    changed = [part for part in parts if _changes(part)]
+    if others or changed:
+        forms = [f"read as {part.read} and written as {part.written}" for part in changed]
+        told = f"read by {others[0].name}" if others else forms[0]
+        raise PlanError(
+            f"{read}: is carried from slice to slice, but {told}, and a collective would come between it and {name}, "
+            "which is carried on; possible is a schedule of rows such as 1f1b, or tp=1"
+        )
 
 
 def forms_of(pieces: Sequence[Piece], graph: Graph, sharding: Sharding) -> list[Forms]:
@@ -270,7 +324,7 @@ class Recipe:
     @cached_property
     def written(self) -> dict[str, Placement]:
         """How each value lies on the ranks that the node takes or makes."""
-        found = {part.name: part.written for part in self.piece.takes}
+        found = {part.name: part.written for part in (*self.piece.takes, *self.piece.before)}
         for one in self.piece.operators:
             found |= {n: form.on(AXIS) for n, form in zip(one.operator.outputs, one.outs, strict=True)}
         return found
@@ -332,6 +386,7 @@ class Recipe:
         every = [one.operator for one in self.piece.operators]
         last = {name: k for k, op in enumerate(every) for name in (*op.inputs, *op.outputs)}
         mine = {name for op in every for name in op.outputs} - {part.name for part in self.piece.gives}
+        mine -= set(self.piece.after)
         return [tuple(name for name in mine if last[name] == k) for k in range(len(every))]
 
     def run(
@@ -391,7 +446,7 @@ class _Core(Recomputed):
         own = [every[k] for k in lines]
         made = {name for one in own for name in one.operator.outputs}
         later = [name for one in every[lines.stop :] for name in one.operator.inputs]
-        later += [part.name for part in recipe.piece.gives]
+        later += [*(part.name for part in recipe.piece.gives), *recipe.piece.after]
         reads = [pair for one in own for pair in zip(one.operator.inputs, one.ins, strict=True)]
         found = {(name, str(form.on(AXIS))): (name, form.on(AXIS)) for name, form in reads if name not in made}
         self.takes = tuple(found.values())
@@ -420,18 +475,22 @@ class CapturedNode(Node):
 
     def __init__(self, recipe: Recipe, forms: Forms, title: str) -> None:
         super().__init__(forms, title)
-        self.recipe = recipe
+        self.recipe, self.carried = recipe, recipe.piece.carried
         self.own: dict[str, str] = {}  # names of parameters and buffers in the graph -> those in this module
         self.dropouts: dict[str, str] = {}  # names of operators -> those of their modules here
         self.cores: list[_Core] = []  # which are modules of this one, too
 
     def forward(self, given: Any) -> Any:
+        return self.on_slice(given, ())[0]
+
+    def on_slice(self, given: Any, carry: Any) -> tuple[Any, Any]:
         # What has no gradient in the whole layer gets none here either, although it comes from another node.
         values = [
             value if part.differentiable else value.detach()
             for part, value in zip(self.recipe.piece.takes, tensors(given), strict=True)
         ]
         there = {part.name: value for part, value in zip(self.recipe.piece.takes, values, strict=True)}
+        there |= {part.name: value for part, value in zip(self.recipe.piece.before, tensors(carry), strict=True)}
         keyed = {(part.name, str(part.read)): v for part, v in zip(self.recipe.piece.takes, values, strict=True)}
         made: dict[str, Tensor] = {}
         rows = self.recipe.rows([(part.name, part.read) for part in self.recipe.piece.takes], values)
@@ -453,7 +512,8 @@ class CapturedNode(Node):
             made[part.name] if part.name in made else keyed.get((part.name, str(part.read)), there.get(part.name))
             for part in self.recipe.piece.gives
         )
-        return found[0] if len(found) == 1 else found
+        after = tuple(made[name] if name in made else there[name] for name in self.recipe.piece.after)
+        return found[0] if len(found) == 1 else found, after or None
 
     def _input(
         self,

@@ -80,12 +80,16 @@ class Graph:
     """A layer: operators in the order in which they run.
 
     inputs, outputs   names of the tensors that it is given and hands on
+    before, after     of a layer on a slice of sequences, names of the tensors of its carry (`models/sliced.py`): what
+                      it is given of the slice before, and what it keeps for the next one
     """
 
     operators: tuple[Operator, ...]
     tensors: Mapping[str, Tensor]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> tuple[str, ...]:

@@ -13,10 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from minipar.models.sliced import Sliced
 from minipar.program.forms import Forms
 
 
@@ -87,6 +89,8 @@ class Held:
 class Node(nn.Module):
     """One node: what it computes, in which forms, and what its parameters are parts of.
 
+    carried   of a slice of sequences, which tensors of the layer's carry the node takes and keeps
+
     Subclasses define `forward(value)`, and register their parameters with `hold`.
     """
 
@@ -94,6 +98,7 @@ class Node(nn.Module):
         super().__init__()
         self.forms, self.title = forms, title
         self.held: dict[str, Held] = {}
+        self.carried: tuple[int, ...] = ()
         self.state: dict[str, Tensor] = {}  # buffers of the layer that belong to the model's state, by their names
 
     def hold(self, own: str, whole: nn.Parameter, held: Held, known: dict[str, nn.Parameter]) -> nn.Parameter:
@@ -106,6 +111,32 @@ class Node(nn.Module):
         self.register_parameter(own, known[held.name])
         self.held[own] = held
         return known[held.name]
+
+    def on_slice(self, given: Any, carry: Any) -> tuple[Any, Any]:
+        """The output for a slice of sequences, and the carry for the next slice. `carry`: that of the slice before."""
+        return self(given), None
+
+
+class SlicedNode(Node, Sliced):
+    """A node that takes sequences slice by slice. Slices differ in their lengths and in what came before them, so that
+    for each there is a node of its own; all of them have the same parameters.
+
+    each     the nodes, in the order of the slices
+    starts   the first token of each slice
+    carries  whether the node keeps something for later slices
+    """
+
+    def __init__(self, each: Sequence[Node], starts: Sequence[int], carries: bool) -> None:
+        first = each[0]
+        super().__init__(first.forms, first.title)
+        self.each, self.starts, self.carries = nn.ModuleList(each), tuple(starts), carries
+        self.held = {f"each.{k}.{own}": held for k, node in enumerate(each) for own, held in node.held.items()}
+        self.state = first.state
+
+    def forward_slice(self, x: Any, start: int, carry: Any) -> tuple[Any, Any]:
+        node = self.each[self.starts.index(start)]
+        assert isinstance(node, Node)
+        return node.on_slice(x, carry)
 
 
 class ShardedModel(nn.Sequential):

@@ -608,10 +608,12 @@ def propagate_model(
     inputs: str = "I",
     links: Mapping[str, Link] | None = None,
     variants: Iterable[str] = (),
+    before: ModelSharding | None = None,
 ) -> ModelSharding:
     """The forms of all tensors of a chain of layers.
 
     inputs   the form of what the model is given: "S0 on dp" for rows of a batch
+    before   of a slice of sequences the same for the slice before, whose layers wrote the carries that these are given
 
     What one layer writes is what the next one is given, each output in its place. A parameter that several layers share
     lies as in the first of them. Layers of the same graph, annotations and given forms are settled once.
@@ -643,6 +645,9 @@ def propagate_model(
         else:
             known = handed
         given = dict(zip(graph.inputs, known, strict=True))
+        if before is not None and graph.before:
+            carried = before.shardings[number]
+            given |= zip(graph.before, [carried.forms[name] for name in carried.graph.after], strict=True)
         for name, form in given.items():
             local_shape(graph.tensors[name].shape, form, mesh, f"layer {number}: {name}")
         for name in graph.parameters:

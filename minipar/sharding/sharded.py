@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,15 +12,17 @@ from torch import Tensor, nn
 from minipar.errors import PlanError
 from minipar.models.network import edges_of
 from minipar.models.selective_checkpoint import Recomputed
-from minipar.models.tensors import count_rows, layers_of, map_tensors
+from minipar.models.sliced import describe
+from minipar.models.tensors import count_rows, layers_of, map_tensors, take_tokens
 from minipar.program.forms import PARTIAL, WHOLE, Forms, in_words, letters, text_of
 from minipar.program.mesh import Mesh
 from minipar.sharding import automatic, local
 from minipar.sharding.capture import Captured, capture_model, within
 from minipar.sharding.cutting import AXIS, ROWS, Nodes, Stored, nodes_of, planned, templates_of
 from minipar.sharding.graph import Layer, Operator
-from minipar.sharding.nodes import Node, ShardedModel
-from minipar.sharding.propagation import EXPERTS, Preset, matches, propagate_model
+from minipar.sharding.nodes import Node, ShardedModel, SlicedNode
+from minipar.sharding.propagation import EXPERTS, ModelSharding, Preset, matches, propagate_model
+from minipar.wording import several
 
 
 def local_model(
@@ -30,12 +32,15 @@ def local_model(
     example: Any,
     annotations: Mapping[str, str] | None = None,
     inputs: str = "",
+    slices: Sequence[range] = (),
 ) -> ShardedModel:
     """The nodes that rank `index` of `count` sharing ranks has of a model, an nn.Sequential of layers.
 
     example       rows that the model is given
     annotations   forms by name (`propagation.py`); default: Megatron's, or those of `automatic.py`
     inputs        the form in which sharing ranks have rows and targets: "", "S0" or "S1"
+    slices        the tokens of each slice of a sequence, if the model is given one slice after the other. Every slice
+                  is captured, since its operators have sizes of their own; the forms are those of the first one
 
     A layer may say itself how it is cut: a method `shard(index, count, name, known)` gives its nodes. Then all layers
     of the model have one.
@@ -48,21 +53,97 @@ def local_model(
             "without tensor parallelism"
         )
     if any(hasattr(layer, "shard") for layer in layers_of(model)):
+        if slices:
+            raise PlanError(
+                "the model's layers say themselves how they are cut, by a method `shard`: they take whole sequences; "
+                "possible is a schedule of rows such as 1f1b"
+            )
         return _by_hand(model, index, count)
     if not count_rows(example):
         raise PlanError(f"tp={count}: needs an example of at least one row to capture the model with")
-    captured = ROWS[0] * count, ROWS[1] * count
-    small, large = (capture_model(model, _with_rows(example, rows)) for rows in captured)
-    chosen = _on_axis(automatic.default(small.layers, count) if annotations is None else annotations)
+    rows = ROWS[0] * count, ROWS[1] * count
+    captured = [_capture(model, _with_rows(example, n), slices) for n in rows]
+    chosen = _on_axis(automatic.default(captured[0][0].layers, count) if annotations is None else annotations)
     if EXPERTS in chosen and isinstance(chosen, Preset):
         check_experts(model, count)
-    found = propagate_model(small.layers, chosen, Mesh(tp=count), f"{inputs or 'I'} on {AXIS}")
     known: dict[str, nn.Parameter] = {}
+    place, found, made = local.Place(index, count), None, []
+    for j, (small, large) in enumerate(zip(*captured, strict=True)):
+        try:
+            found = propagate_model(small.layers, chosen, Mesh(tp=count), f"{inputs or 'I'} on {AXIS}", before=found)
+            made.append(_nodes(model, small, large, rows, found, place, known))
+        except PlanError as error:
+            if not slices:
+                raise
+            where = f"slice {j} of {several(len(slices[j]), 'token')}"
+            told = PlanError(f"{where}: {error.reason}", error.details)
+            told.operator = error.operator
+            raise told from error
+    for layers in made:
+        if inputs and not (written := layers[-1][-1].forms.writes).startswith("S"):
+            raise PlanError(
+                f"{list(model._modules)[-1]}: its output is {in_words(written)}, but each of {count} ranks has a part "
+                "of the targets; possible are models whose output has a number for each token"
+            )
+        _add_end(layers[-1], inputs)
+    return ShardedModel(_one_behind_the_other(model, made, slices) if slices else made[0], count, inputs)
+
+
+def _capture(model: nn.Module, example: Any, slices: Sequence[range]) -> list[Captured]:
+    """The model as graphs, once for each slice of its sequences; once, if they are not cut."""
+    if not slices:
+        return [capture_model(model, example)]
+    _, whole = describe(layers_of(model))
+    if whole:
+        raise PlanError(
+            f"layer {whole} of this model takes whole sequences; possible are models whose layers derive from "
+            "minipar.models.Sliced, such as models.gpt, or a schedule of rows such as 1f1b"
+        )
+    found: list[Captured] = []
+    for tokens in slices:
+        before = found[-1].carries if found else None
+        found.append(capture_model(model, take_tokens(example, tokens), tokens.start, before))
+    return found
+
+
+def _one_behind_the_other(
+    model: nn.Module, made: Sequence[Sequence[Sequence[Node]]], slices: Sequence[range]
+) -> list[list[Node]]:
+    """The nodes of all slices as one node each. Errors: PlanError for a layer that is cut otherwise in some slice: a
+    program says once how a node takes and gives values."""
+    found: list[list[Node]] = []
+    for number, name in enumerate(model._modules):
+        layers = [nodes[number] for nodes in made]
+        cuts = [[(node.forms, node.carried) for node in nodes] for nodes in layers]
+        for j, cut in enumerate(cuts):
+            if cut != cuts[0]:
+                raise PlanError(
+                    f"layer {number} ({name}): its slice {j} is cut into nodes of other forms than slice 0, or other "
+                    "nodes of it have a carry; possible is a schedule of rows such as 1f1b, or tp=1"
+                )
+        starts = [tokens.start for tokens in slices]
+        found.append([SlicedNode(each, starts, bool(each[0].carried)) for each in zip(*layers, strict=True)])
+    return found
+
+
+def _nodes(
+    model: nn.Module,
+    small: Captured,
+    large: Captured,
+    captured: tuple[int, int],
+    found: ModelSharding,
+    place: local.Place,
+    known: dict[str, nn.Parameter],
+) -> list[list[Node]]:
+    """The nodes of each layer of a model.
+
+    small, large   the model captured with two numbers of rows, `captured`
+    known          parameters that other layers hold already, by name
+    """
     shared: dict[int, Nodes] = {}  # of equal layers, by the id of their forms
     firsts: dict[int, nn.Module] = {}
     names = _names(model)
     titles = {id(module): name for name, module in model.named_modules()}
-    place = local.Place(index, count)
     layers: list[list[Node]] = []
     for number, (key, layer) in enumerate(model._modules.items()):
         assert layer is not None
@@ -83,13 +164,7 @@ def local_model(
             if name in dict(layer.named_buffers()) and isinstance(value, Tensor)
         }
         layers.append(nodes)
-    if inputs and not (written := layers[-1][-1].forms.writes).startswith("S"):
-        raise PlanError(
-            f"{key}: its output is {in_words(written)}, but each of {count} ranks has a part of the targets; possible "
-            "are models whose output has a number for each token"
-        )
-    _add_end(layers[-1], inputs)
-    return ShardedModel(layers, count, inputs)
+    return layers
 
 
 def _on_axis(annotations: Mapping[str, str]) -> Mapping[str, str]:

@@ -176,6 +176,10 @@ _ONE_FORM = "values have one form on the ranks that share a layer"
 _NO_SUMS = "it sums no gradients over ranks"
 _WHOLE_SUMS = "it sums whole gradients"
 _AS_SLICES = "its micro-batches are slices of sequences"
+_DECIDES_ALONE = (
+    "each rank decides by what has come to it, and ranks that share a layer must decide alike: by a message at each "
+    "decision, which it exists to avoid"
+)
 _ON_DEVICE = "versions of parameters stay on the device"
 
 EXCLUSIONS = (
@@ -235,14 +239,15 @@ EXCLUSIONS = (
     Exclusion(EXPERTS, CONTEXT, _ONE_FORM),
     Exclusion(OPERATORS, CONTEXT, _ONE_FORM),
     *(
-        Exclusion(shared, other, why)
+        Exclusion(shared, other, why, fundamental)
         for shared in (OPERATORS, CONTEXT, EXPERTS)
-        for other, why in (
-            (SERVERS, "a worker is one rank, and the servers know no parts of parameters"),
-            (SLICED, "layers are captured with whole sequences, so that nodes keep nothing for later slices"),
-            (DYNAMIC, "each rank decides by what has come to it, and ranks that share a layer must decide alike"),
+        for other, why, fundamental in (
+            (SERVERS, "a worker is one rank, and the servers know no parts of parameters", False),
+            (DYNAMIC, _DECIDES_ALONE, True),
         )
     ),
+    Exclusion(CONTEXT, SLICED, "a rank's part of the tokens and a slice of them are two cuts of one dimension"),
+    Exclusion(EXPERTS, SLICED, "layers with experts take whole sequences"),
     Exclusion(IN_STEP, ASYNCHRONOUS, "a micro-batch waits for the update of the one before it"),
     *(
         Exclusion(parts, SPARSE, "gradients are sums over the ranks that share a layer, which it would make smaller")

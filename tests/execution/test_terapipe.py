@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -18,6 +19,7 @@ from minipar.models.parameter_groups import shape_of
 from minipar.models.sliced import Sliced
 from minipar.program import Op, Program, carry, grad_carry
 from minipar.training.reference import gradient_error, train_plainly
+from minipar.training.training import annotations_of
 
 GPT = partial(models.gpt, layers=4, width=16, heads=2, context=16, vocab=32)
 RICH = partial(GPT, tied=True, dropout=0.2, fused=False)
@@ -61,6 +63,19 @@ class Each(Sliced):
         return torch.tanh(self.linear(x)), None
 
 
+class Adding(Sliced):
+    """A layer that carries a sum over tokens, of what its first matmul makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward_slice(self, x, start, carry):
+        hidden = self.up(x)
+        total = hidden.cumsum(1) if carry is None else hidden.cumsum(1) + carry
+        return self.down(hidden * total.tanh()), total[:, -1:]
+
+
 def recurrent() -> nn.Sequential:
     return nn.Sequential(Each(), Recurrent(), Each(), Recurrent())
 
@@ -74,7 +89,11 @@ def check(clusters, words: str, model=RICH, data=None, loss=nn.functional.cross_
     """Run a plan, without profile and prediction, and hold it to plain torch on whole sequences."""
     job = Job(model, data or text(), loss=loss, optimizer=partial(torch.optim.SGD, lr=0.5), dtype=torch.float64)
     plan = Plan.parse(words)
-    program = plan.compile(shape_of(list(job.build())))
+    shape = shape_of(list(job.build()))
+    if plan.sharing > 1:
+        job = replace(job, annotations=annotations_of(plan))
+        shape = shape_of(job.share(job.build(), 0, plan.sharing, plan.inputs, plan.cut))
+    program = plan.compile(shape)
     done = execute(program, job, cluster=clusters(plan.ranks), passes=2)
     plain = train_plainly(job.build(), job.batches, job.loss, job.optimizer, 2, job.seed)
     for mine, theirs in zip(done.gradients, plain.gradients, strict=True):
@@ -106,6 +125,38 @@ def check(clusters, words: str, model=RICH, data=None, loss=nn.functional.cross_
 )
 def test_gradients_are_those_of_whole_sequences(clusters, words):
     check(clusters, f"schedule=terapipe {words}")
+
+
+@pytest.mark.parametrize("model", [RICH, GPT], ids=["explicit", "fused"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "tp=2 slices=3",
+        "tp=2 pp=2 slices=4,3,2,1",
+        "tp=2 pp=2 slices=3 microbatches=2 checkpoint=selective clip=1e9",
+        "tp=2 dp=2 slices=4,5,1 zero=2 checkpoint=2",
+        "tp=2 pp=2 slices=4,4,2 sequence_parallel=true",
+        "tp=2 slices=2 microbatches=2 batch_copies=2",
+    ],
+)
+@pytest.mark.many(4)
+def test_ranks_that_share_layers_have_parts_of_what_is_carried(clusters, words, model):
+    check(clusters, f"schedule=terapipe {words}", model)
+
+
+def test_ranks_that_share_other_layers_than_attentions_carry_parts_too(clusters):
+    words = "tp=2 pp=2 schedule=terapipe slices=2,4,1"
+    check(clusters, words, lambda: nn.Sequential(Each(), Adding(), Adding()), numbers(), nn.functional.mse_loss)
+
+
+def test_what_ranks_that_share_layers_carry_is_predicted(clusters):
+    run = train(
+        GPT(), text(8), "tp=2 pp=2 schedule=terapipe slices=4,3,2,1 microbatches=2", steps=2, dtype=torch.float64,
+        cluster=clusters(4), progress=False, check=True,
+    )  # fmt: skip
+    assert run.max_gradient_error() < 1e-12
+    assert run.bytes_sent == run.predicted.bytes_sent()
+    assert run.trace.peak_memory() == run.predicted.peak_memory()
 
 
 @pytest.mark.parametrize("layers", [(0,), (0, 1, 2), (3,), (1, 2, 3, 4, 5), range(6)])

@@ -40,6 +40,7 @@ from minipar.models.tensors import (
     find_overwriting,
     map_tensors,
     overwrites,
+    take_tokens,
     tensors,
 )
 from minipar.program.edges import wiring
@@ -105,7 +106,7 @@ def profile(
             carried: dict[int, Any] = {}
             for j, tokens in enumerate(slices or [None]):
                 key = n * max(1, len(slices)) + j
-                given, wanted = (value, target) if tokens is None else sliced.pick((value, target), tokens)
+                given, wanted = (value, target) if tokens is None else take_tokens((value, target), tokens)
                 here = None if tokens is None else (tokens.start, j < len(slices) - 1, carried)
                 costs[key] = []
                 found = between.anew(key, n)
@@ -170,7 +171,7 @@ def slice_times(
         for length in (step // 2, *range(step, tokens - context + 1, step)):
             before = [range(context)] if context else []
             slices = [*before, range(context, context + length)]
-            given = sliced.pick(batch, range(context + length))
+            given = take_tokens(batch, range(context + length))
             measured = profile(layers, given, loss, [rows], repeats, slices=slices)
             key = rows * len(slices) + len(slices) - 1
             found[length, context] = sum(measured.forward[key]) + sum(measured.backward[key])

@@ -22,7 +22,15 @@ from minipar.execution.memory.storages import FollowedStorage, Storages
 from minipar.execution.split_backward import input_half, weight_half
 from minipar.models import randomness
 from minipar.models.parameter_groups import parameters_of
-from minipar.models.tensors import differentiable, find_overwriting, map_tensors, overwrites, take_rows, tensors
+from minipar.models.tensors import (
+    differentiable,
+    find_overwriting,
+    map_tensors,
+    overwrites,
+    take_rows,
+    take_tokens,
+    tensors,
+)
 from minipar.prediction.recorded import LayerTape, Tape, Tapes, Workspace
 from minipar.program.edges import Edges, wiring
 
@@ -122,7 +130,7 @@ def record(
             whole, target, change = between.part(whole), between.part(target), between.anew(n, n)
             carried: dict[int, Any] = {}  # by layer, what the slice before has carried on
             for j, tokens in enumerate(slices or [None]):
-                value, y_n = (whole, target) if tokens is None else sliced.pick((whole, target), tokens)
+                value, y_n = (whole, target) if tokens is None else take_tokens((whole, target), tokens)
                 tapes = []
                 made: dict[int, Any] = {}
                 for l, layer in enumerate(chain):

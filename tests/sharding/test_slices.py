@@ -1,0 +1,122 @@
+"""Layers that ranks share, on slices of sequences: which nodes carry what, and what is refused."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from minipar import PlanError, models
+from minipar.models.parameter_groups import shape_of
+from minipar.models.sliced import Sliced
+from minipar.models.tensors import tensors
+from minipar.sharding.capture import capture_model
+from minipar.sharding.nodes import ShardedModel, SlicedNode
+from minipar.sharding.propagation import sequence_parallel
+from minipar.sharding.sharded import local_model
+from tests.sharding import by_hand
+
+TOKENS = torch.zeros(3, 10, dtype=torch.long)
+SLICES = [range(4), range(4, 9), range(9, 10)]
+GPT = partial(models.gpt, layers=2, width=16, heads=4, context=16, vocab=32)
+
+
+class Running(Sliced):
+    """A layer that carries a sum over tokens, of what its first matmul makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward_slice(self, x: Tensor, start: int, carry: Tensor | None) -> tuple[Tensor, Tensor]:
+        hidden = self.up(x)
+        total = hidden.cumsum(1) if carry is None else hidden.cumsum(1) + carry
+        return self.down(hidden * total), total[:, -1:]
+
+
+class Crossing(Sliced):
+    """A layer whose carry is read in front of a collective, and made behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward_slice(self, x: Tensor, start: int, carry: Tensor | None) -> tuple[Tensor, Tensor]:
+        made = self.down(self.up(x if carry is None else x + carry)).tanh()
+        return made, made[:, -1:]
+
+
+def shared(model: nn.Sequential, example: Tensor = TOKENS, **more: object) -> ShardedModel:
+    return local_model(model, 0, 2, example, slices=SLICES, **more)  # type: ignore[arg-type]
+
+
+def test_each_slice_is_captured_with_what_the_one_before_carries() -> None:
+    first = capture_model(GPT(), TOKENS[:, :4], 0)
+    second = capture_model(GPT(), TOKENS[:, 4:9], 4, first.carries)
+    shapes = [[tuple(t.shape) for t in tensors(one.carries[1])] for one in (first, second)]
+    assert shapes == [[(3, 4, 4, 4)] * 2, [(3, 4, 9, 4)] * 2]
+    assert first.carries[0] is None  # an embedding carries nothing
+    graph = second.layers[1].graph
+    assert [graph.tensors[name].shape for name in graph.before] == shapes[0]
+    assert [graph.tensors[name].shape for name in graph.after] == shapes[1]
+    assert (len(graph.inputs), len(graph.outputs)) == (1, 1)
+    assert first.layers[1].graph.before == ()
+    assert first.layers[1].graph is first.layers[2].graph  # equal layers are captured once
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_node_with_the_attention_carries_the_keys_and_values_of_its_heads(fused: bool) -> None:
+    found = shared(GPT(fused=fused))
+    carrying = [node for node in found if isinstance(node, SlicedNode) and node.carries]
+    assert [node.title for node in carrying] == ["1.1", "2.1"]
+    assert shape_of(found).carries == tuple(k for k, node in enumerate(found) if node in carrying)
+    assert shape_of(found).whole == ""
+    node = carrying[0]
+    before = list(found)[list(found).index(node) - 1]
+    value, carry = torch.randn(5, 4, 16), None
+    for tokens in SLICES:
+        given, _ = before(value[:, :1].expand(5, len(tokens), 16), tokens.start, None)
+        _, carry = node(given, tokens.start, carry)
+        assert [t.shape for t in tensors(carry)] == [(5, 2, tokens.stop, 4)] * 2  # of 4 heads
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_slices_have_the_parameters_of_one_model(fused: bool) -> None:
+    model = GPT(fused=fused, tied=True)
+    sliced, whole = shared(model), local_model(model, 0, 2, TOKENS)
+    mine, theirs = (dict(one.named_parameters()) for one in (sliced, whole))
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert sliced.cuts == whole.cuts
+    assert shape_of(sliced).groups == shape_of(whole).groups
+
+
+def test_a_carry_of_shards_stays_with_its_rank() -> None:
+    """The layer has other names than the presets know, and no attention."""
+    found = shared(nn.Sequential(Running(), Running()), torch.zeros(3, 10, 8))
+    carrying = [node for node in found if isinstance(node, SlicedNode) and node.carries]
+    assert [node.title for node in carrying] == ["0.0", "1.1"]
+    _, carry = carrying[0](torch.zeros(5, 4, 8), 0, None)
+    assert [t.shape for t in tensors(carry)] == [(5, 1, 8)]  # of 16
+
+
+def test_layers_that_take_whole_sequences_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"layer 0 \(Linear\) of this model takes whole sequences; possible are"):
+        shared(nn.Sequential(nn.Linear(8, 8)), torch.zeros(3, 10, 8))
+    with pytest.raises(PlanError, match="a method `shard`: they take whole sequences; possible is"):
+        shared(by_hand.model(), torch.zeros(3, 10, 8))
+
+
+def test_slices_whose_tokens_cannot_be_divided_are_refused() -> None:
+    says = "slice 1 of 5 tokens: .*0.add.* dimension 1 has 5 elements, .*; the nearest choice is "
+    with pytest.raises(PlanError, match=says):
+        shared(GPT(), annotations=sequence_parallel())
+
+
+def test_a_carry_that_a_collective_would_change_is_refused() -> None:
+    annotations = {"*.up": "S-1 on tp", "*.down": "P on tp"}
+    says = "carry: is carried from slice to slice, but read by add, and a collective would come between .*possible"
+    with pytest.raises(PlanError, match=says):
+        shared(nn.Sequential(Crossing()), torch.zeros(3, 10, 8), annotations=annotations)
