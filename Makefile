@@ -24,7 +24,7 @@ READY := .venv/.ready
 demo: $(READY)
 	$(BIN)/python -m minipar.demo $(DEMO_ARGS)
 
-test: lint
+test: $(READY)
 	$(BIN)/python tests/everything.py $(TEST_ARGS)
 
 check: $(READY)

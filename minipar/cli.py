@@ -1,4 +1,4 @@
-"""The command line, for people and scripts (--json): `minipar simulate | run | memory | shard | keys | ...`.
+"""The command line, for people and scripts (--json): `minipar simulate | run | memory | export | shard | ...`.
 
 Exit status: 0 done; 2 the request is impossible (one line says why and what is possible); 1 anything else.
 """
@@ -22,12 +22,13 @@ from minipar.costs.quantities import quantity
 from minipar.course import freezing, lesson_commands
 from minipar.errors import DeviceOutOfMemory, MiniparError, PlanError, ProgramError, StoreError
 from minipar.program import Op
-from minipar.program.mesh import Mesh
+from minipar.program.mesh import AXES, Mesh
 from minipar.strategies import schedules
 from minipar.strategies.plan import Plan, table
 from minipar.wording import several
 
 if TYPE_CHECKING:
+    from minipar.program.shape import Shape
     from minipar.sharding.propagation import Divided
     from minipar.training.training import Run
 
@@ -104,9 +105,10 @@ def _parser() -> _Parser:
 
     one = command("estimate", _estimate, _show_estimate, "seconds and memory of a step on machines that are not here")
     one.add_argument(
-        "plan", metavar="PLAN", help="key=value words, such as 'tp=8 pp=8 micro_batch_size=1 checkpoint=1'; without dp=, "
-        "as many replicas as fill the nodes",
-    )  # fmt: skip
+        "plan",
+        metavar="PLAN",
+        help="key=value words, such as 'tp=8 pp=8 micro_batch_size=1'; without dp=, as many replicas as fill the nodes",
+    )
     one.add_argument(
         "--model", required=True, help="a preset such as gpt3-175b, 'gpt layers=24 hidden=1024 heads=16 sequence=1024 "
         "vocabulary=50257' (or llama, mixture), a TOML file, or module:build, which gives a torch model and an example",
@@ -136,14 +138,28 @@ def _parser() -> _Parser:
     one = command("plan", _plan, _show_plan, "the fastest plans for a model on machines that are not here, and why")
     one.add_argument("--model", required=True, help="a preset such as gpt3-175b, numbers, a TOML file, or module:build")
     one.add_argument("--hardware", required=True, help="a preset such as a100-80gb, with words such as far=50GB/s")
-    one.add_argument("--nodes", type=_count, default=None, help="how many nodes there are (default: the hardware's, or 1)")
+    one.add_argument(
+        "--nodes", type=_count, default=None, help="how many nodes there are (default: the hardware's, or 1)"
+    )
     one.add_argument("--gpus-per-node", type=_count, default=None, help="devices of a node (default: the hardware's)")
     one.add_argument("--batch", type=_count, required=True, help="rows of a step over all replicas")
     one.add_argument("--pin", default="", metavar="WORDS", help="keys that are fixed, such as 'tp=8 zero=1'")
-    one.add_argument("--memory", type=_bytes, default=None, help="bytes of a device to use, such as 70GB (default: all)")
+    one.add_argument(
+        "--memory", type=_bytes, default=None, help="bytes of a device to use, such as 70GB (default: all)"
+    )
     one.add_argument("--best", type=_count, default=20, help="how many plans to show (default 20)")
+    one.add_argument("--runs", action="store_true", help="only plans that minipar itself can run")
     one.add_argument("--explain", metavar="KEY", help="also what each value of a key, such as tp, would cost instead")
     one.add_argument("--front", action="store_true", help="also the least time for less and less memory")
+
+    one = command("export", _export, _show_export, "a plan as another system's flags or configuration")
+    one.add_argument("plan", metavar="PLAN", help="key=value words, or a TOML file that Plan.save wrote")
+    one.add_argument("--to", required=True, metavar="SYSTEM", help="megatron, deepspeed or torchtitan")
+    one.add_argument("--model", default=None, help="name of a preset or a published model, for its sizes")
+    one.add_argument("--batch", type=_count, default=None, help="rows of a step (default: one for each micro-batch)")
+    one.add_argument("--nodes", type=_count, default=None, help="machines (default 1)")
+    one.add_argument("--gpus-per-node", type=_count, default=None, help="ranks of each machine")
+    one.add_argument("--output", metavar="FILE", default=None, help="write it to this file")
 
     one = command("schedules", _schedules, _show_schedules, "list the schedules, with their constraints")
     one.add_argument("--markdown", action="store_true", help="as a Markdown table, which the README holds")
@@ -211,8 +227,11 @@ def _simulate(options: argparse.Namespace) -> dict[str, Any]:
     from minipar.models import shapes
     from minipar.program.shape import uniform
 
-    shape = shapes.shape(options.model) if options.model else uniform(options.layers)
-    costs = analytic.layer_costs(options.model, 1) if options.model else None
+    if options.model and plan.sharing > 1:
+        shape, costs = _nodes(options.model, plan), None
+    else:
+        shape = shapes.shape(options.model) if options.model else uniform(options.layers)
+        costs = analytic.layer_costs(options.model, 1) if options.model else None
     program = plan.compile(shape, steps=options.steps or 1, costs=costs)
     halves = (options.input_gradient, options.weight_gradient)
     backward = options.backward
@@ -243,6 +262,18 @@ def _simulate(options: argparse.Namespace) -> dict[str, Any]:
         "messages_per_microbatch": trace.messages_per_microbatch(),
         "instructions": len(program),
     }
+
+
+def _nodes(name: str, plan: Plan) -> Shape:
+    """The shape of a preset whose layers ranks share: its nodes on the first of them. Only a capture in torch can say
+    what they are."""
+    from minipar import data, models
+    from minipar.models.parameter_groups import shape_of
+    from minipar.sharding.sharded import local_model
+    from minipar.training.training import annotations_of
+
+    x, _ = data.for_model(name).batch(0, 1)
+    return shape_of(local_model(models.build(name), 0, plan.sharing, x, annotations_of(plan), plan.inputs))
 
 
 def _show_simulate(result: dict[str, Any]) -> str:
@@ -410,7 +441,7 @@ def _machine(given: str) -> Any:
     from minipar.execution.measuring.calibration import calibrate
 
     with Cluster(2) as cluster:
-        return Hardware.measured(calibrate(cluster), memory=_memory_here())
+        return Hardware.measured(calibrate(cluster), memory=_memory_here() // 2)
 
 
 def _sizes(given: str) -> Any:
@@ -450,7 +481,7 @@ def _plan(options: argparse.Namespace) -> dict[str, Any]:
 
     found = search(
         _sizes(options.model), _machine(options.hardware), options.nodes, options.gpus_per_node, options.batch,
-        pins=options.pin, memory=options.memory, most=options.best,
+        pins=options.pin, memory=options.memory, most=options.best, runs=options.runs,
     )  # fmt: skip
     return report(found, options.explain, options.front)
 
@@ -487,6 +518,8 @@ def _mesh(text: str) -> Mesh:
         axis, equals, size = word.partition("=")
         if not equals or not axis.isidentifier():
             raise argparse.ArgumentTypeError(f"{word!r}: write axes and their sizes, such as dp=2,tp=2")
+        if axis not in AXES:
+            raise argparse.ArgumentTypeError(f"{text!r}: {axis!r} is no axis of a mesh; possible are {', '.join(AXES)}")
         if axis in found:
             raise argparse.ArgumentTypeError(f"{text!r}: {axis} is named twice")
         found[axis] = _count(size)
@@ -535,21 +568,33 @@ def _shard(options: argparse.Namespace) -> dict[str, Any]:
     if options.sequence_parallel and tensor == 1:
         raise PlanError("--sequence-parallel: is of ranks that share layers; possible is --mesh tp=2")
     from minipar import data, models, sharding
+    from minipar.sharding import sharded
 
     if rules is not None and options.sequence_parallel:
         rules = {**sharding.sequence_parallel(), **rules}
     x, _ = data.for_model(options.model).batch(0, options.batch)
-    captured = sharding.capture_model(models.build(options.model), x)
+    model = models.build(options.model)
+    if rules is None and mesh.length("ep") > 1:
+        sharded.check_experts(model, mesh.length("ep"))
+    captured = sharding.capture_model(model, x)
     if rules is None and tensor > 1:
         rules = sharding.sequence_parallel() if options.sequence_parallel else sharding.default(captured.layers, tensor)
     if options.annotate is None and mesh.length("ep") > 1:
         rules = {**(rules or {}), **sharding.experts()}
-    inputs = ", ".join(f"S0 on {axis}" for axis in ("dp", "ep") if mesh.length(axis) > 1) or "I"
+    parts = {"dp": "S0", "ep": "S0", "cp": "S1"}  # of the rows, and of the tokens of each row
+    inputs = ", ".join(f"{form} on {axis}" for axis, form in parts.items() if mesh.length(axis) > 1) or "I"
     found = sharding.propagate_model(captured.layers, rules or {}, mesh, inputs)
+    for name in found.layers[-1].graph.outputs if "S1 on cp" in inputs else ():
+        if found.shardings[-1].forms[name].on("cp").kind != "S":
+            raise PlanError(
+                f"--mesh cp={mesh.length('cp')}: each rank has a part of the tokens, but the output "
+                f"{len(found.layers) - 1}:{name} is {found.shardings[-1].forms[name]}; possible are models whose "
+                "output has a number for each token"
+            )
     divided = [
         {"layer": number, "operator": layer.own(one.operator.name), "op": one.operator.op, "forms": _arrow(one)}
-        for number, (layer, sharded) in enumerate(zip(found.layers, found.shardings, strict=True))
-        for one in sharded.operators
+        for number, (layer, forms) in enumerate(zip(found.layers, found.shardings, strict=True))
+        for one in forms.operators
         if any(choice.divided for choice in one.choices.values())
     ]
     return {
@@ -615,6 +660,32 @@ def _numbers(layers: Sequence[int]) -> str:
 def _columns(rows: Sequence[Sequence[Any]]) -> list[str]:
     widths = [max(len(str(row[k])) for row in rows) for k in range(len(rows[0]))] if rows else []
     return ["  " + "  ".join(str(c).ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+# export ---------------------------------------------------------------------------------------------------------------
+
+
+def _export(options: argparse.Namespace) -> dict[str, Any]:
+    plan = Plan.load(options.plan) if options.plan.endswith(".toml") else Plan.parse(options.plan)
+    found = plan.export(options.to, options.model, options.batch, options.nodes, options.gpus_per_node)
+    if options.output is not None:
+        try:
+            Path(options.output).write_text(found.text, "utf-8")
+        except OSError as error:
+            raise PlanError(f"--output {options.output}: cannot be written ({error.strerror})") from None
+    values = json.loads(json.dumps(found.values), parse_constant=lambda word: "inf")  # (JSON has no infinite number)
+    return {
+        "system": found.system, "version": found.version, "values": values, "text": found.text,
+        "launch": list(found.launch), "notes": list(found.notes), "output": options.output,
+    }  # fmt: skip
+
+
+def _show_export(result: dict[str, Any]) -> str:
+    """The text alone, so that it can be sent to a file; what else there is to say stands on stderr."""
+    for note in result["notes"]:
+        print(f"minipar: {note}", file=sys.stderr)
+    print(f"minipar: start it with {' '.join(result['launch'])}", file=sys.stderr)
+    return str(result["output"] or result["text"].rstrip("\n"))
 
 
 # lists ----------------------------------------------------------------------------------------------------------------

@@ -1,8 +1,10 @@
 """The tests, as make runs them: python tests/everything.py [--fast] [PYTEST_ARGUMENTS]
 
 All of them (`make test`): first the tests of ranks and of messages side by side, and nothing else, because they mind
-the clock. Then everything else, in parts: each part is a pytest of its own, and one more runs at once than there are
-cores, because tests of ranks wait much. The longest parts begin first.
+the clock. Then lint and everything else, in parts: each part is a pytest of its own, and one more runs at once than
+there are cores, because tests of ranks wait much. The longest parts begin first; the lessons, in short parts, fill the
+end. Parts are few, because each one imports torch, starts the processes that ranks are forked from, and starts the
+reference: 8 seconds of a core.
 
 With --fast (`make check`): lint, and beside it the tests of the rooms below `cluster`, which plan, draw and predict.
 Those that need ranks, and the slow ones, are left out. tests/test_repository.py compares FAST with the rooms.
@@ -23,16 +25,22 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FIRST = (("tests/cluster",), ("tests/comm", "tests/server"))
-# The folders that take longest, longest first, and in how many parts each is run. All others are one part.
-LONG = {
-    "tests/execution": 3, "tests/strategies": 2, "lessons": 4, "tests/widgets": 2, "tests/fuzz": 1, "tests/training": 1,
-    "tests/sharding": 1, "tests/course": 1, "tests/docs": 1,
-}  # fmt: skip
+# Folders that are run together, longest first, and in how many parts. All others are one part.
+LONG: tuple[tuple[tuple[str, ...], int], ...] = (
+    (("tests/execution",), 2),
+    (("tests/sharding", "tests/training"), 1),
+    (("tests/strategies", "tests/fuzz"), 1),
+    (("tests/widgets", "tests/course", "tests/docs"), 1),
+    (("lessons",), 6),
+)
+SOLUTION = "lessons/solutions/05_allreduce.ipynb"  # tests/course/test_solutions.py runs the others, without kernels
 FAST = (
     ("tests/strategies", "tests/program", "tests/sharding"),
     ("tests/prediction", "tests/trace", "tests/costs", "tests/data", "tests/models"),
 )
 NOTHING = 5  # pytest's status when the arguments select no test
+# For parts without notebooks: the options of pyproject.toml without nbval, which takes 2 seconds to import.
+NO_NOTEBOOKS = ("-pno:nbval", "--override-ini=addopts=-ra --strict-markers --import-mode=importlib")
 
 
 @dataclass
@@ -50,13 +58,19 @@ class Part:
 
 
 def pytest(name: str, *arguments: str) -> Part:
-    return Part(name, [sys.executable, "-m", "pytest", *arguments])
+    options = () if name.startswith("lessons") else NO_NOTEBOOKS
+    return Part(name, [sys.executable, "-m", "pytest", *options, *arguments])
 
 
-def parts_of(folder: str, count: int) -> list[list[str]]:
-    """The test files of a folder, dealt out like cards: the long lessons stand side by side."""
-    files = sorted(path for name in ("test_*.py", "*.ipynb") for path in (ROOT / folder).rglob(name))
-    found = [str(path.relative_to(ROOT)) for path in files if ".ipynb_checkpoints" not in path.parts]
+def lint() -> Part:
+    return Part("lint", ["make", "--no-print-directory", "lint"])
+
+
+def parts_of(folders: tuple[str, ...], count: int) -> list[list[str]]:
+    """The test files of folders, dealt out like cards: the long lessons stand side by side."""
+    files = sorted(path for each in folders for name in ("test_*.py", "*.ipynb") for path in (ROOT / each).rglob(name))
+    paths = [str(path.relative_to(ROOT)) for path in files if ".ipynb_checkpoints" not in path.parts]
+    found = [path for path in paths if path == SOLUTION or not path.startswith("lessons/solutions/")]
     return [found[k::count] for k in range(count)]
 
 
@@ -67,20 +81,20 @@ def first(given: list[str]) -> list[Part]:
 
 def then(given: list[str]) -> list[Part]:
     """What `make test` runs after that: everything else."""
-    others = [f"--ignore={folder}" for folder in (*chain(*FIRST), *LONG)]
-    rest = pytest("all other tests", "tests", *others, *given)
+    apart = [*chain(*FIRST), *chain(*(folders for folders, _ in LONG))]
+    rest = pytest("all other tests", "tests", *(f"--ignore={folder}" for folder in apart), *given)
     long = [
-        pytest(f"{folder}, part {k + 1}" if count > 1 else folder, *files, *given)
-        for folder, count in LONG.items()
-        for k, files in enumerate(parts_of(folder, count))
+        pytest(" ".join(folders) + (f", part {k + 1}" if count > 1 else ""), *files, *given)
+        for folders, count in LONG
+        for k, files in enumerate(parts_of(folders, count))
     ]
-    return [rest, *long]
+    return [lint(), rest, *long]
 
 
 def fast(given: list[str]) -> list[Part]:
     """What `make check` runs."""
     tests = [pytest(" ".join(folders), *folders, "-m", "not ranks and not slow", *given) for folders in FAST]
-    return [Part("lint", ["make", "--no-print-directory", "lint"]), *tests]
+    return [lint(), *tests]
 
 
 def run(parts: list[Part], at_once: int) -> None:

@@ -103,10 +103,13 @@ def shapes(draw: st.DrawFn, layers: int, size: int = 4) -> Shape:
 
 
 @st.composite
-def programs(draw: st.DrawFn, most_microbatches: int = 5, most_steps: int = 3, shared: bool = False) -> Program:
+def programs(
+    draw: st.DrawFn, most_microbatches: int = 5, most_steps: int = 3, shared: bool = False, offload: bool = False
+) -> Program:
     """Programs of every built-in schedule, composed with everything that a plan can choose.
 
-    shared   half of them have layers that two ranks share
+    shared    half of them have layers that two ranks share
+    offload   half of them copy values to the host or the disk, and back
     """
     schedule = draw(st.sampled_from(BUILT_IN))
     tp = draw(st.sampled_from([1, 2])) if shared and "slices" not in find(schedule).options else 1
@@ -118,11 +121,17 @@ def programs(draw: st.DrawFn, most_microbatches: int = 5, most_steps: int = 3, s
     count = stages_of(schedule, pp)
     split = draw(st.lists(st.integers(1, 3 if tp == 1 else 1), min_size=count, max_size=count))
     zero = 0 if priority or local or schedule in COPIED else draw(st.sampled_from([0, 0, 1, 2, 3]))
+    if offload and not priority and not local and draw(st.booleans()):
+        away, to = draw(_offloaded(schedule, zero)), draw(st.sampled_from(["host", "disk"]))
+    else:
+        away, to = (), "host"
     plan = Plan(
         dp=dp,
         pp=pp,
         tp=tp,
         sequence_parallel=sequence,
+        offload=away,
+        offload_to=to,
         schedule=schedule,
         microbatches=enough(schedule, pp, draw(st.integers(1, most_microbatches))),
         accumulate=draw(st.sampled_from([1, 1, 2])),
@@ -140,6 +149,14 @@ def programs(draw: st.DrawFn, most_microbatches: int = 5, most_steps: int = 3, s
     if tp > 1:
         model = divided(model, tp, sequence)  # (without its ties)
     return plan.compile(model, steps=draw(st.integers(1, most_steps)), check=False)
+
+
+def _offloaded(schedule: str, zero: int) -> st.SearchStrategy[tuple[str, ...]]:
+    """What a plan may offload."""
+    splits = Plan(pp=2, schedule=schedule, microbatches=enough(schedule, 2, 1)).splits
+    whole = not splits and "slices" not in find(schedule).options
+    possible = ["optimizer"] + ["parameters"] * (zero not in (1, 2)) + ["activations"] * whole
+    return st.sets(st.sampled_from(possible), min_size=1).map(lambda found: tuple(sorted(found)))
 
 
 # time ----------------------------------------------------------------------------------------------------------------
@@ -204,6 +221,16 @@ def brute_force(program: Program, costs) -> tuple[list[list[float]], list[list[f
                     turns.append({})
                 turns[mine][rank] = k
 
+    def cost(rank: int, ins: Instruction):
+        if ins.op is Op.SEND or ins.op in COPIES:
+            return costs.transfer(rank, ins)
+        if ins.op in JOINED:
+            return costs.collective(ins)
+        return None if ins.op is Op.RECV else costs.compute(rank, ins)
+
+    # Each cost is asked for once: there are as many sweeps over the program as times wander along it.
+    taken = [[cost(rank, ins) for ins in row] for rank, row in enumerate(rows)]
+    computes = [[ins.op not in (Op.SEND, Op.RECV, *JOINED, *COPIES) for ins in row] for row in rows]
     reached = [[0.0] * len(row) for row in rows]  # when the rank's loop gets to the instruction
     free = [[0.0] * len(row) for row in rows]  # when everything it waits for on its own rank is there
     starts = [[0.0] * len(row) for row in rows]
@@ -211,25 +238,27 @@ def brute_force(program: Program, costs) -> tuple[list[list[float]], list[list[f
     changed = True
     while changed:
         before = ([*map(list, starts)], [*map(list, ends)])
-        for rank, row in enumerate(rows):
+        for rank in range(len(rows)):
             clock = 0.0
-            for k, ins in enumerate(row):
+            for k, own in enumerate(computes[rank]):
                 reached[rank][k] = clock
-                clock = free[rank][k] = max([clock, *(ends[rank][w] for w in awaits[rank][k])])
-                if ins.op not in (Op.SEND, Op.RECV, *JOINED, *COPIES):
+                if awaits[rank][k]:
+                    clock = max([clock, *(ends[rank][w] for w in awaits[rank][k])])
+                free[rank][k] = clock
+                if own:
                     starts[rank][k] = clock
-                    clock = ends[rank][k] = clock + costs.compute(rank, ins)
+                    clock = ends[rank][k] = clock + taken[rank][k]
         for (rank, _), copies in lanes.items():
             busy = 0.0
             for k in copies:
-                occupied, delay = costs.transfer(rank, rows[rank][k])
+                occupied, delay = taken[rank][k]
                 starts[rank][k] = max(free[rank][k], busy)
                 busy = starts[rank][k] + occupied
                 ends[rank][k] = busy + delay
         for link, messages in sends.items():
             busy = 0.0
             for n, (rank, k) in enumerate(messages):
-                occupied, delay = costs.transfer(rank, rows[rank][k])
+                occupied, delay = taken[rank][k]
                 starts[rank][k] = max(free[rank][k], busy)
                 busy = ends[rank][k] = starts[rank][k] + occupied
                 target, place = receives[link][n]
@@ -242,8 +271,8 @@ def brute_force(program: Program, costs) -> tuple[list[list[float]], list[list[f
                 everyone = max([busy, *(free[rank][k] for rank, k in turn.items())])
                 for rank, k in turn.items():
                     starts[rank][k] = max(free[rank][k], busy)
-                    ends[rank][k] = everyone + costs.collective(rows[rank][k])
-                busy = everyone + costs.collective(rows[rank][k])
+                    ends[rank][k] = everyone + taken[rank][k]
+                busy = everyone + taken[rank][k]
         changed = before != (starts, ends)
     return starts, ends
 

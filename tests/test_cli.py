@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from minipar import Plan
 from minipar.cli import main
 
 
@@ -53,6 +54,18 @@ def test_simulate_takes_the_layers_of_a_model(capsys):
     assert data(capsys, "simulate", "pp=2", "--model", "gpt-tiny")["time"] == 6
     code, _, err = call(capsys, "simulate", "pp=4 place=0,1,2", "--model", "branchy")
     assert (code, err) == (2, "minipar: place=0,1,2: puts no layer on rank 3; possible is pp=3, or another place\n")
+
+
+def test_simulate_captures_a_model_whose_layers_ranks_share(capsys):
+    found = data(capsys, "simulate", "tp=2 pp=2 microbatches=2", "--model", "gpt-tiny")
+    assert found["time"] == (2 + 2 - 1) * 3
+    assert found["in_flight"] == [2, 2, 1, 1]
+    assert found["messages_per_microbatch"] == 2 * 2  # each of the two pipelines sends its own
+    for words, model in (("ep=2", "gpt-moe-tiny"), ("context_parallel=2", "gpt-tiny")):
+        assert data(capsys, "simulate", words, "--model", model)["time"] == pytest.approx(3)
+    code, out, err = call(capsys, "simulate", "tp=3", "--model", "gpt-tiny")
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert "1.attention.qkv (linear): form S2:3 on tp: dimension 2 has 192 elements" in err
 
 
 def test_simulate_reads_well(capsys):
@@ -171,10 +184,10 @@ def test_python_dash_m():
 
 
 def test_run_with_ranks_that_share_layers(capsys):
-    for words in ("tp=2 dp=2", "tp=2 dp=2 sequence_parallel=true"):
-        found = data(capsys, "run", words, "--model", "gpt-tiny", "--steps", "2", "--check", "--dtype", "float64")
-        assert found["max_gradient_error"] <= 1e-12
-        assert found["losses"] == pytest.approx(found["reference_losses"], rel=1e-12)
+    words = "tp=2 sequence_parallel=true"  # (a cluster of its own: each of its ranks loads what captures layers)
+    found = data(capsys, "run", words, "--model", "gpt-tiny", "--steps", "2", "--check", "--dtype", "float64")
+    assert found["max_gradient_error"] <= 1e-12
+    assert found["losses"] == pytest.approx(found["reference_losses"], rel=1e-12)
 
 
 def test_shard_gives_coverage_forms_and_collectives(capsys):
@@ -185,7 +198,11 @@ def test_shard_gives_coverage_forms_and_collectives(capsys):
     assert all(set(one) == keys for one in found["collectives"])
     layer = [(one["op"], one["phase"]) for one in found["collectives"] if one["value"].startswith("1:")]
     assert layer == [("all_reduce", "forward")] * 2 + [("all_reduce", "backward")] * 2
-    assert {one["bytes"] for one in found["collectives"]} == {4 * 64 * 64 * 4}
+    logits = {"op": "all_gather", "value": "5:transpose", "axis": "tp", "phase": "forward"}
+    assert [one for one in found["collectives"] if one["op"] != "all_reduce"] == [
+        {**logits, "bytes": 4 * 64 * 128 * 4, "time": pytest.approx(1e-6 + 4 * 64 * 128 * 4e-9)}
+    ]
+    assert {one["bytes"] for one in found["collectives"] if one["op"] == "all_reduce"} == {4 * 64 * 64 * 4}
     code, out, _ = call(capsys, "shard", "--model", "gpt-tiny", "--mesh", "dp=2,tp=2", "--sequence-parallel")
     parts = ["operators", "divided, by layer", "collectives of one layer", "reduce_scatter over tp"]
     assert (code, [out.index(part) for part in parts]) == (0, sorted(out.index(part) for part in parts))
@@ -201,15 +218,68 @@ def test_shard_takes_annotations(capsys, tmp_path):
     assert unnamed["annotations"] == {"0.0": "S1 on tp", "1.0": "P on tp", "2.0": "S1 on tp"}
 
 
-@pytest.mark.parametrize(("words", "reason"), [
-    (["--mesh", "tp=3"], "3 ranks of tp=3 cannot cut into equal blocks"),
-    (["--mesh", "tp"], "write axes and their sizes, such as dp=2,tp=2"),
-    (["--mesh", "tp=2", "--annotate", "*.mlp.7=P"], "the closest are"),
-    (["--mesh", "tp=2", "--annotate", "*.mlp.0"], "write PATTERN=FORM"),
-    (["--mesh", "tp=2", "--annotate", "none.json"], "No such file"),
-    (["--mesh", "dp=2", "--sequence-parallel"], "possible is --mesh tp=2"),
+def test_shard_over_two_axes(capsys):
+    """Each half of the rows is divided by operators; the logits are gathered over tp, and stay a half over dp."""
+    found = data(capsys, "shard", "--model", "gpt-tiny", "--mesh", "dp=2,tp=2", "--batch", "4")
+    assert found["forms"]["1:linear_2"] == "S0 on dp, S2 on tp"
+    last = [one for one in found["collectives"] if one["value"] == "5:transpose"]
+    assert [(one["op"], one["axis"], one["bytes"]) for one in last] == [("all_gather", "tp", 2 * 64 * 128 * 4)]
+    tokens = data(capsys, "shard", "--model", "gpt-tiny", "--mesh", "cp=2", "--batch", "4")
+    assert not [one for one in tokens["collectives"] if one["value"] == "5:transpose"]
+
+
+@pytest.mark.parametrize(("words", "reasons"), [
+    ("--mesh tp=3", ["1.attention.qkv (linear)", "3 ranks of tp=3 cannot cut into equal blocks", "nearest choice is"]),
+    ("--mesh dp=3", ["layer 0: x: form S0 on dp: dimension 0 has 16 elements", "S0 over 2 ranks"]),
+    ("--mesh ep=2", ["ep=2: the model has no experts", "possible are dp=2 or a mixture"]),
+    ("--mesh tx=2", ["'tx' is no axis of a mesh; possible are dp, pp, tp, cp, ep"]),
+    ("--mesh tp", ["write axes and their sizes, such as dp=2,tp=2"]),
+    ("--mesh tp=2 --annotate *.mlp.0=S7", ["1.mlp.0 (linear_2): form S7: the tensor has 3 dimensions", "S0 to S2"]),
+    ("--mesh tp=2 --annotate *.mlp.1=P", ["1.mlp.1 (aten::gelu) cannot write gelu as P on tp, which '*.mlp.1' fixes",
+                                          "the nearest choice is S0 or S1 or S2 or R"]),
+    ("--mesh tp=2 --annotate *.mlp.0=P;*.0=S0", ["1.mlp.0: '*.mlp.0' fixes it as P on tp, and '*.0' as S0; keep one"]),
+    ("--mesh tp=2 --annotate *.mlp.0.weight=S1;*.mlp.0=S-1", ["1.mlp.0 (aten::linear): annotations do not fit together",
+                                                              "1.mlp.0.weight as S1", "the nearest choice is R,S0"]),
+    ("--mesh tp=2 --annotate *.mlp.0.weight=P", ["1.mlp.0.weight: form P on tp: it is given", "possible are S0, S1"]),
+    ("--mesh tp=2 --annotate *.mlp.0=S1_on_tx", ["1.mlp.0 (linear_2): form 'S1 on tx'", "possible are tp"]),
+    ("--mesh tp=2 --annotate *.mlp.7=P", ["'*.mlp.7': no operator or parameter has such a name; the closest are"]),
+    ("--mesh tp=2 --annotate *.mlp.0", ["write PATTERN=FORM"]),
+    ("--mesh tp=2 --annotate none.json", ["No such file"]),
+    ("--mesh dp=2 --sequence-parallel", ["possible is --mesh tp=2"]),
+    ("--mesh tp=2 --model gpt-small", ["model 'gpt-small': no such preset; there are gpt-tiny"]),
+    ("--mesh cp=2 --model mlp-tiny", ["--mesh cp=2: each rank has a part of the tokens, but the output 2:linear is I"]),
 ])  # fmt: skip
-def test_shard_refuses_in_one_line(capsys, words, reason):
-    code, out, err = call(capsys, "shard", "--model", "gpt-tiny", *words)
+def test_shard_refuses_in_one_line(capsys, words, reasons):
+    code, out, err = call(capsys, "shard", "--model", "gpt-tiny", *(word.replace("_", " ") for word in words.split()))
     assert (code, out, len(err.splitlines())) == (2, "", 1)
-    assert reason in err
+    assert not [reason for reason in reasons if reason not in err], err
+
+
+def test_export_writes_another_systems_configuration(capsys, tmp_path):
+    found = data(capsys, "export", "dp=2 zero=2 clip=1", "--to", "deepspeed", "--batch", "8")
+    assert json.loads(found["text"]) == found["values"]
+    assert found["values"]["train_micro_batch_size_per_gpu"] == 4
+    assert found["launch"][0] == "deepspeed"
+    assert data(capsys, "export", "", "--to", "torchtitan")["values"]["training"]["max_norm"] == "inf"
+    saved, written = tmp_path / "plan.toml", tmp_path / "flags"
+    Plan(tp=2, pp=2, microbatches=2).save(saved)
+    words = ("export", str(saved), "--to", "megatron", "--model", "gpt2-small", "--nodes", "2", "--gpus-per-node", "2")
+    code, out, err = call(capsys, *words)
+    assert code == 0
+    assert out.startswith("--num-layers 12 \\\n")
+    assert "torchrun --nnodes=2 --nproc-per-node=2 pretrain_gpt.py" in err
+    code, again, _ = call(capsys, *words, "--output", str(written))
+    assert (code, again, written.read_text()) == (0, f"{written}\n", out)
+
+
+def test_export_refuses_in_one_line(capsys, tmp_path):
+    code, out, err = call(capsys, "export", "pp=2 schedule=zb-h1 microbatches=4", "--to", "megatron")
+    assert (code, out) == (2, "")
+    assert err == (
+        "minipar: schedule=zb-h1: Megatron-LM runs 1F1B, plain or interleaved; possible is schedule=1f1b, "
+        "schedule=interleaved\n"
+    )
+    assert call(capsys, "export", "", "--to", "nemo")[0] == 2
+    assert call(capsys, "export", str(tmp_path / "none.toml"), "--to", "megatron")[0] == 2
+    code, _, err = call(capsys, "export", "", "--to", "megatron", "--output", str(tmp_path / "none" / "x"))
+    assert (code, "cannot be written" in err) == (2, True)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zipfile
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -92,24 +93,34 @@ def test_every_import_is_a_declared_package(folder, extras):
     known = {IMPORT_NAMES.get(name, name) for name in ranges(lines)} | {"minipar", "minipar_widgets", "tests"}
     known |= {"packaging", "tomli", "IPython", "traitlets", "benchmarks"}  # pytest's, ipykernel's, ipywidgets', ours
     for path in python_files(folder):
-        tree = ast.parse(path.read_text(), filename=str(path))
-        for node in tree.body if folder == "tests" else ast.walk(tree):  # tests may import what they make
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
-            for name in (name.split(".")[0] for name in names):
-                assert name in known or name in sys.stdlib_module_names, f"{path.relative_to(ROOT)} imports {name}"
+        for name in imports(path, everywhere=folder != "tests"):  # tests may import what they make
+            assert name in known or name in sys.stdlib_module_names, f"{path.relative_to(ROOT)} imports {name}"
+
+
+@cache
+def imports(path, everywhere):
+    """The packages that a file of Python 3.10 imports: at its beginning, or everywhere in it."""
+    tree = ast.parse(path.read_text(), filename=str(path), feature_version=(3, 10))
+    found = set()
+    for node in ast.walk(tree) if everywhere else tree.body:
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+        found.update(name.split(".")[0] for name in names)
+    return found
 
 
 def test_source_is_python_3_10():
-    for path in python_files("minipar", "widgets", "benchmarks", "tests"):
-        ast.parse(path.read_text(), filename=str(path), feature_version=(3, 10))
+    for folder in ("minipar", "widgets", "benchmarks", "tests"):
+        for path in python_files(folder):
+            imports(path, everywhere=folder != "tests")
 
 
 def test_versions_agree():
     import minipar
     import minipar_widgets
+    from minipar.strategies import plan_file
 
-    assert minipar.__version__ == minipar_widgets.__version__ == project()["version"]
+    assert minipar.__version__ == minipar_widgets.__version__ == plan_file.VERSION == project()["version"]
 
 
 def test_what_plans_and_draws_needs_no_torch():
@@ -188,8 +199,19 @@ def test_make_test_runs_every_test_file_once():
         for path in (ROOT / word for word in words if not word.startswith("-")):
             files = path.rglob("test_*.py") if path.is_dir() else [path]
             found.update(file for file in files if not any(folder in file.parents for folder in ignored))
-    lessons = [path for path in (ROOT / "lessons").rglob("*.ipynb") if ".ipynb_checkpoints" not in path.parts]
+    lessons = [*(ROOT / "lessons").glob("*.ipynb"), ROOT / everything.SOLUTION]
     assert found == Counter([*(ROOT / "tests").rglob("test_*.py"), *lessons])
+
+
+def test_pytest_collects_the_lessons_which_alone_need_nbval():
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    assert "lessons" in options["testpaths"]
+    usual, plain = options["addopts"].split(), everything.NO_NOTEBOOKS[-1].partition("addopts=")[2].split()
+    assert usual[: len(plain)] == plain
+    assert "--nbval" in usual
+    assert all(word.startswith("--nbval") for word in usual[len(plain) :])
+    for part in everything.then([]):
+        assert any(word.endswith(".ipynb") for word in part.command) <= (everything.NO_NOTEBOOKS[0] not in part.command)
 
 
 def test_readme_begins_with_the_two_commands():

@@ -305,25 +305,37 @@ class Communicator:
             return [StagedHandle(work, given, into, self.pending)]
         return [Handle(work, into, self.pending)]
 
-    def iall_to_all(self, tensor: torch.Tensor, into: torch.Tensor, ranks: tuple[int, ...]) -> Handle:
-        """Start exchanging equal parts among `ranks` (sorted, this rank among them).
+    def iall_to_all(
+        self,
+        tensor: torch.Tensor,
+        into: torch.Tensor,
+        ranks: tuple[int, ...],
+        sizes: Sequence[Sequence[int]] | None = None,
+    ) -> Handle:
+        """Start exchanging parts among `ranks` (sorted, this rank among them).
 
-        The contiguous tensor is len(ranks) parts, the k-th for the k-th of the ranks; `into`, of the same size, gets
-        what they have for this one, in their order.
+        The contiguous tensor is len(ranks) parts, the k-th for the k-th of the ranks; `into` gets what they have for
+        this one, in their order. `sizes`: elements of the part that the k-th has for the j-th, [k][j], which all ranks
+        give alike; default: all parts are equal.
         """
         if len(ranks) == 1:
             into.copy_(tensor)
             return Handle(None, None, self.pending)
-        count = len(ranks)
-        if not tensor.is_contiguous() or tensor.numel() % count or tensor.numel() != into.numel():
+        count, index = len(ranks), ranks.index(self.rank)
+        size, what = tensor.numel() // count, f"all_to_all of {values.form(tensor)}"
+        if sizes is None:
+            sent = got = size * count
+        else:
+            sent, got = sum(sizes[index]), sum(row[index] for row in sizes)
+            what = f"all_to_all of unequal parts {sizes} of {values.form(tensor[:0])}"
+        if not tensor.is_contiguous() or (tensor.numel(), into.numel()) != (sent, got):
             raise RankError(
                 f"{tensor.numel()} elements cannot be exchanged by {several(count, 'rank')} into {into.numel()}"
             )
-        size, what = tensor.numel() // count, f"all_to_all of {values.form(tensor)}"
         group, given = self._for(tensor, ranks)
         target = into if given is tensor else torch.empty(into.shape, dtype=into.dtype, pin_memory=True)
         flat, place, small = given.detach().view(-1), target.detach().view(-1), None
-        if _small(given):
+        if sizes is None and _small(given):
 
             def put(parts: list[torch.Tensor], _: list[bool]) -> None:
                 mine = slice(group.index * size, (group.index + 1) * size)
@@ -331,7 +343,7 @@ class Communicator:
 
             small = (flat, put)
         shared = self.shares(group) and not tensor.is_cuda
-        work = group.submit(what, ALL_TO_ALL, shared, flat, place, [[size] * count] * count, small=small)
+        work = group.submit(what, ALL_TO_ALL, shared, flat, place, sizes or [[size] * count] * count, small=small)
         if given is not tensor:
             return StagedHandle(work, target, into, self.pending)
         return Handle(work, tensor, self.pending)

@@ -2,6 +2,8 @@
 
     protocol.py       the costs that a simulation needs; unit.py has costs from times given by hand
     device.py         what one device can do, and devices by name
+    hardware.py       machines of many devices, by name: peaks, links, and the part of them that is reached
+    quantities.py     numbers with units
     measured.py       what a profile measured of a model's layers; rates.py what a calibration measured of a cluster
     alpha_beta.py     messages by latency and bandwidth
     analytic.py       operations and bytes of a model by name or numbers, also divided by tp and ep

@@ -269,14 +269,15 @@ def _branchy(model: Branchy, rows: int, element: int) -> LayerCosts:
 
 def _mixture(model: Mixture, rows: int, element: int, selective: bool) -> LayerCosts:
     # Attention as in the GPT. Then what routing, dispatch and combination save of each token, of each of its choices,
-    # and of each place in an expert's queue, whether a token is there or not.
+    # and of each place in an expert's queue, whether a token is there or not. Without a capacity, where no place is
+    # empty, nothing of what is within an expert is saved.
     tokens, width, heads = model.context * rows, model.width, model.heads
-    choices, queue = tokens * model.top, model.experts * model.room * rows
+    choices, queue = tokens * model.top, model.places * rows
     size = element * tokens * width
     block = 3 * size + 4 * FLOAT * tokens + 4 * size + (0 if selective else FLOAT * heads * tokens)
     block += element * model.experts * (tokens + rows)  # probabilities; shares of the choices
     block += choices * (2 * INTEGER + 1 + 2 * element + element * width)
-    block += queue * (INTEGER + element * width * (1 + 4 + 4))
+    block += queue * (INTEGER + element * width * (1 if model.capacity is None else 1 + 4 + 4))
     balance = element * rows
     logits = element * tokens * model.vocab
     output = (*(size + balance,) * (model.layers + 1), logits + balance)
@@ -288,6 +289,30 @@ def _mixture(model: Mixture, rows: int, element: int, selective: bool) -> LayerC
 
 
 # operations ----------------------------------------------------------------------------------------------------------
+
+
+def input_flops(
+    model: Preset | str,
+    rows: int,
+    *,
+    selective: bool = False,
+    division: Division = WHOLE,
+    **overrides: Any,
+) -> tuple[float, ...]:
+    """Operations of the input half of each layer's backward; the weight half has the rest. The arguments are those of
+    `layer_costs`.
+
+    A matrix of parameters takes as many operations for the gradient of its input as for its own. The attention core has
+    no parameters: its whole backward is in the input half, and so is its forward if that runs again (`selective`). In
+    GPT-2 small the input half of a block has 59 % of the operations.
+    """
+    whole = layer_costs(model, rows, division=division, **overrides).backward
+    numbers = table.numbers(model, **overrides) if isinstance(model, str) else replace(model, **overrides)
+    if not isinstance(numbers, (GPT, Mixture)):
+        return tuple(flops / 2 for flops in whole)
+    core = core_flops(numbers, rows) / division.tp * (2 if selective else 1)
+    first, *blocks, head = (flops / 2 for flops in whole)
+    return first, *(half + core for half in blocks), head
 
 
 def block_flops(gpt: GPT, rows: int) -> int:

@@ -125,9 +125,9 @@ _RATES = (
 )  # fmt: skip
 _T, _G, _MICRO = 1e12, 1e9, 1e-6
 
-# Data sheets give both directions of links together; here is one of them. Latencies are estimates, and so are all numbers
-# of the laptop. `far` is the usual network of such nodes: EDR for V100, HDR for A100, NDR for H100 and H200, one adapter
-# a device (DGX-1 has one for two of them), and XDR-ready NDR for B200.
+# Data sheets give both directions of links together; here is one of them. Latencies are estimates, and so are all
+# numbers of the laptop. `far` is the usual network of such nodes: EDR for V100, HDR for A100, NDR for H100 and H200,
+# one adapter a device (DGX-1 has one for two of them), and XDR-ready NDR for B200.
 PRESETS: dict[str, Hardware] = {
     one.name: one
     for one in (
@@ -200,7 +200,7 @@ def _changed(made: Hardware, changed: dict[str, Any]) -> Hardware:
             parts[key] = int(quantity(key, value, zero=True))
         else:
             parts[key] = value if key in ("name", "mixed") else quantity(key, value, zero=key.endswith("latency"))
-    for key, value in (nested.items() if isinstance(nested, dict) else ()):
+    for key, value in nested.items() if isinstance(nested, dict) else ():
         if key not in inner:
             raise PlanError(f"efficiency {key}={value}: unknown; possible are {', '.join(inner)}")
         shares[key] = quantity(key, value, zero=True)

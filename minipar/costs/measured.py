@@ -45,6 +45,7 @@ class Profile:
                        that the input half has computed inside the layer
     forward_flops      floating-point operations of the forward: products of matrices, convolutions, attention
     backward_flops     floating-point operations of the whole backward
+    input_flops        those of its input half; empty if they were not counted
     carry_bytes        what the layer keeps of a slice of sequences for the next slice, such as keys and values
     grad_carry_bytes   the gradient of the carry
     saved_weight_bytes what the input half leaves for the weight half, including the layer's input and gradients
@@ -58,6 +59,7 @@ class Profile:
     grad_written_bytes the gradient of its output in the form that the next node's backward writes
     changing_bytes     the tensors of its output that change their form, as they are before the change
     grad_changing_bytes the same for the gradient of its output
+    counts_bytes       the counts of unequal shards, which are gathered before these change
     """
 
     forward: dict[int, tuple[float, ...]]
@@ -82,6 +84,15 @@ class Profile:
     grad_written_bytes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     changing_bytes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     grad_changing_bytes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    counts_bytes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    input_flops: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def half_flops(self, rows: int, layer: int) -> tuple[float, float]:
+        """Operations of the input half and of the weight half of a layer's backward; equal ones if they were not
+        counted."""
+        whole = self.backward_flops[rows][layer]
+        first = self.input_flops[rows][layer] if self.input_flops else whole / 2
+        return first, whole - first
 
     def to_json(self) -> str:
         """One JSON object; `from_json` reads it."""
@@ -92,6 +103,7 @@ class Profile:
         """The profile that `to_json` wrote. Errors: PlanError for any other text."""
         try:
             given = json.loads(text)
+            given.setdefault("input_flops", {})  # (profiles of older versions have none)
             return Profile(**{f.name: _restore(given[f.name]) for f in fields(Profile)})
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             kind = type(error).__name__

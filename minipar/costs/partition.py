@@ -17,6 +17,9 @@ this is not faster than the best partition found so far, the interval (a, b] nee
 halved; the most promising interval comes first. 1,000 layers on 64 ranks take 0.05 to 0.3 s. 10,000 layers take
 seconds, and more are refused.
 
+This is what gpipe takes, where every rank has one stage. For split=auto it is a start: `strategies/splitting.py` goes
+on by what the simulator says of the plan's own schedule.
+
 Sources: Zheng et al., "Alpa", 2022, section 5.2 (the objective; it tries all bounds in turn); Narayanan et al.,
 "PipeDream: Generalized Pipeline Parallelism for DNN Training", 2019, section 3.1 (`partition_replicated`).
 """
@@ -31,16 +34,12 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from minipar.costs.measured import Profile
-from minipar.costs.recomputation import LayerCosts
 from minipar.errors import PlanError
-from minipar.program.edges import Edges
 from minipar.wording import several
 
 EXACT = 1e-13  # relative error; rounding errors of sums are of this size
 MOST_LAYERS = 10_000
 MOST_ORDERS = 50_000
-LINK = 1.5e9  # bytes a second, as ProfiledCosts assumes
 
 
 @dataclass(frozen=True)
@@ -232,32 +231,6 @@ def _least_sum(work: list[float], cuts: list[float], rates: list[float], bound: 
         split.append(j - i)
         j = i
     return tuple(reversed(split))
-
-
-def split_by_cost(
-    costs: LayerCosts | Profile | None, layers: int, stages: int, microbatches: int, edges: Edges = ()
-) -> tuple[int, ...]:
-    """The number of layers of each stage for a plan's split="auto": the exact partition by the costs of the layers.
-
-    A profile is in seconds, so its messages count, too: outputs and their gradients at `LINK` bytes a second. The times
-    of LayerCosts may have any unit, for example operations; then messages are free. With branches (`edges`) a cut costs
-    all outputs that cross it. It does not consider that such stages may work at the same time.
-    Errors: `PlanError` without costs, or with costs of another number of layers.
-    """
-    if costs is None:
-        raise PlanError(
-            "split=auto: needs what the layers cost; give compile(..., costs=minipar.profile(model, batch)), "
-            "or layer counts such as 3,3,2, or even"
-        )
-    known = LayerCosts.of(costs) if isinstance(costs, Profile) else costs
-    if len(known.forward) != layers:
-        raise PlanError(f"costs: of {several(len(known.forward), 'layer')}, but the model has {layers}")
-    times = [a + b for a, b in zip(known.forward, known.backward, strict=True)]
-    messages = [a + b for a, b in zip(known.output, known.gradient, strict=True)] if known is not costs else None
-    if messages is not None and edges:
-        last = [max((b for a, b in edges if a == layer), default=layer) for layer in range(layers)]
-        messages = [sum(messages[a] for a in range(cut + 1) if last[a] > cut) for cut in range(layers)]
-    return partition(times, stages, microbatches, activations=messages, bandwidth=LINK).split
 
 
 # stages on several ranks ---------------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ With segments of s layers out of N, N/s checkpoints of a_in bytes stay, and one 
 
     peak(s) = N/s a_in + s a_saved,   least at   s = sqrt(N a_in / a_saved),   where it is 2 sqrt(N a_in a_saved)
 
-This s is sqrt(N) only for layers that save as much as their output. The price is one more forward.
+This s is sqrt(N) only for layers that save as much as their output. The price is one more forward. For layers of
+unequal sizes no formula is right, and `square_root` counts the memory of each length.
 
 Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016. Optimal schedules are in `reversal.py`.
 """
@@ -218,6 +219,12 @@ def memory(chain: Chain, schedule: Sequence[Move]) -> tuple[int, int]:
     return levels[turn].after - (0 if chain.ends else chain.gradient[-1]), peak
 
 
+def needed(chain: Chain, schedule: tuple[Move, ...], in_flight: int = 1) -> int:
+    """Bytes with one micro-batch at its peak and the others between forward and backward."""
+    held, peak = memory(chain, schedule)
+    return (in_flight - 1) * held + peak
+
+
 def time(chain: Chain, schedule: Iterable[Move]) -> float:
     """Time of all moves, one after the other."""
     return sum((chain.backward if m.op is Op.BACKWARD else chain.forward)[m.layer] for m in schedule)
@@ -237,15 +244,41 @@ def every(layers: int, length: int) -> tuple[range, ...]:
 
 
 def square_root(layers: int, chain: Chain | None = None, in_flight: int = 1) -> int:
-    """The segment length of least memory, sqrt(N f a_in / a_saved), with f micro-batches that wait for their backward.
+    """The segment length of least memory, with f micro-batches that wait for their backward.
 
     Each of these holds its checkpoints, but only one at a time holds a whole segment. Without sizes (no chain) a layer
-    is assumed to save as much as its output, which gives the well-known sqrt(N).
+    is assumed to save as much as its output, which gives the well-known sqrt(N f). With sizes the memory of every
+    length is counted layer by layer, as `needed` does. Of equally good lengths it takes the one that is nearest to
+    sqrt(N f a_in / a_saved).
     """
-    ratio = 1.0
-    if chain is not None:
-        ratio = sum(chain.output) / max(1, sum(chain.output) + sum(chain.saved))
+    if chain is None:
+        return _by_formula(layers, 1.0, in_flight)
+    whole = sum(chain.output)
+    usual = _by_formula(layers, whole / max(1, whole + sum(chain.saved)), in_flight)
+    bounds = {length: _at_least(chain, length, in_flight) for length in range(1, layers + 1)}
+    best = (math.inf, 0, 0)
+    for length in sorted(bounds, key=bounds.__getitem__):
+        if bounds[length] > best[0]:
+            break
+        schedule = in_segments(layers, every(layers, length))
+        schedule = at_once(schedule) if in_flight == 1 else schedule
+        best = min(best, (needed(chain, schedule, in_flight), abs(length - usual), length))
+    return best[2]
+
+
+def _by_formula(layers: int, ratio: float, in_flight: int) -> int:
     return min(layers, max(1, round(math.sqrt(layers * in_flight * ratio))))
+
+
+def _at_least(chain: Chain, length: int, in_flight: int) -> int:
+    """A lower bound of `needed` for segments of this length: the checkpoints, and what one segment saves."""
+    saved, output = ([0, *accumulate(sizes)] for sizes in (chain.saved, chain.output))
+    most = before = 0
+    for segment in every(len(chain), length):
+        a, b = segment.start, segment.stop
+        most = max(most, before + saved[b] - saved[a] + output[b - 1] - output[a])
+        before += chain.output[b - 1] if b < len(chain) else 0
+    return most + (in_flight - 1) * before
 
 
 def greedy(chain: Chain, limit: int) -> tuple[range, ...]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from minipar.costs.recomputation import Chain, Move, keep_everything, memory, moves
+from minipar.costs.recomputation import Chain, Move, keep_everything, moves, needed
 from minipar.errors import PlanError
 from minipar.program import Op
 from minipar.wording import several
@@ -131,12 +131,6 @@ def minimum(chain: Chain, in_flight: int = 1, slots: int = SLOTS) -> int:
     while _solve(chain, found, in_flight, slots) is None:
         found += max(1, found // slots)
     return found
-
-
-def needed(chain: Chain, schedule: tuple[Move, ...], in_flight: int = 1) -> int:
-    """Bytes with one micro-batch at its peak and the others between forward and backward."""
-    held, peak = memory(chain, schedule)
-    return (in_flight - 1) * held + peak
 
 
 def _solve(chain: Chain, budget: int, in_flight: int, slots: int) -> tuple[Move, ...] | None:

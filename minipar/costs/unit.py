@@ -55,7 +55,7 @@ class UnitCosts:
             )
         held = [max(1, len(layers)) for layers in self.program.share]
         self._scale.extend(factor / n for factor, n in zip(factors, held, strict=True))
-        self._kept.extend(1 / n for n in held)
+        self._kept.extend(1 / max(1, n) for n in self.program.kept)
         self._lengths.extend(() if isinstance(self.program.slices, int) else self.program.slices)
         halves = (self.input_gradient, self.weight_gradient)
         if halves == (None, None):

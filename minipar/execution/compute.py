@@ -34,6 +34,7 @@ from minipar.execution.split_backward import Arrived, input_half, left, noting_h
 from minipar.execution.tails import Tails
 from minipar.execution.untouched_inputs import UntouchedInputs
 from minipar.models import randomness
+from minipar.models.mixture_gpt import LoadCount
 from minipar.models.tensors import count_bytes, detach, differentiable, map_tensors, take_rows
 from minipar.program import COPIES, Instruction, LayerRun, Op, Program, Value, grad_output, home, output
 from minipar.program.graph_cuts import pieces_of
@@ -64,6 +65,7 @@ class Compute:
     losses   this rank's shares of the step's mean, per step of the program
     sizes    bytes of values as they were first measured
     kept     what autograd keeps of layers that are offloaded
+    experts  counts which experts tokens go to
     finite   checks the losses; None if nobody asks for it
     """
 
@@ -97,6 +99,7 @@ class Compute:
         self.trained: dict[tuple[int, ...], list[Tensor]] = {}
         self.graphs: dict[LayerRun, tuple[Any, list[tuple[int, Any]]]] = {}
         self.tails = Tails()
+        self.experts = LoadCount()
         self.untouched = UntouchedInputs(self.layers, self.sizes)
         self.follow(program)
 
@@ -143,6 +146,8 @@ class Compute:
         dropouts = randomness.row_dropouts(module)
         if dropouts:
             run = layer_calls.by_row(run, dropouts)
+        if self.place[0] == 0 or self.program.inputs == "S0":  # of ranks that route the same rows, the first
+            run = layer_calls.counting(run, layer, self.experts)
         return layer_calls.seeded(run, layer, self.seed, self.generators)
 
     def place_of(self, layer: int) -> torch.device:
@@ -276,7 +281,7 @@ class Compute:
             self.sequence.arriving(piece, ins, live, ends, grads)
             if ends:
                 autograd_entry.backward(ends, grads, alone=autograd_entry.hooked(self._parameters(piece)))
-            received = [t.grad for t in differentiable(given)]
+            received = self._with_counts([t.grad for t in differentiable(given)], given, piece)
             self.sequence.hand_back(piece, ins, live)
         self._forget(ins)
         self._hand_back(ins, given, received, live)
@@ -296,7 +301,7 @@ class Compute:
             self.left[piece[-1], i, step] = arrived
             if ("saved_weight", piece[-1], self.rows.count(ins)) not in self.sizes:
                 self._weigh_left(piece, arrived, self.rows.count(ins), bool(inputs), given, grads)
-            received = found
+            received = self._with_counts(found, given, piece)
         self._forget(ins)
         self._hand_back(ins, given, received, live)
 
@@ -351,10 +356,17 @@ class Compute:
         """The gradients of a piece's output as its backward reads them: of some that are whole this rank's shard."""
         if received is None or not self.program.forms:
             return received
-        taken: list[Tensor | None] = repartition.own_shard(
-            received, self.program.forms[piece[-1]].grad_reads, *self.place, self.rows.count(ins)
-        )
-        return taken
+        form = self.program.forms[piece[-1]].grad_reads
+        taken: list[Tensor | None] = repartition.own_shard(received, form, *self.place, self.rows.count(ins))
+        return repartition.without_counts(taken, form)
+
+    def _with_counts(
+        self, gradients: list[Tensor | None] | None, given: Any, piece: tuple[int, ...]
+    ) -> list[Tensor | None] | None:
+        """The gradients of a piece's input; those of unequal shards go with the counts that the piece was given."""
+        if gradients is None or not self.program.forms:
+            return gradients
+        return repartition.with_counts(gradients, given, self.program.forms[piece[0]].reads)
 
     def _hand_back(
         self, ins: Instruction, given: Any, received: list[Tensor | None] | None, live: dict[Value, Any]
@@ -363,9 +375,10 @@ class Compute:
         gradient becomes zeros if its value is copied, or sent by a transport that posts receives by their size."""
         first, layer = self.program.first_trainable, ins.layers[0]
         into = self.program.wiring.into[layer]
+        reads = self.program.forms[layer].reads if self.program.forms else ""
         start = 0
         for k, (e, source) in enumerate(zip(into, self.program.wiring.inputs[layer], strict=True)):
-            mine, places = received, differentiable(given if len(into) == 1 else given[k])
+            mine, places = received, repartition.in_gradient(given if len(into) == 1 else given[k], reads)
             if received is not None and len(into) > 1:
                 mine, start = received[start : start + len(places)], start + len(places)
             if source >= first:

@@ -46,6 +46,7 @@ from minipar.execution.sliced import ranges_of
 from minipar.execution.updating import Optimizer, Scheduler, Update, forms_of
 from minipar.models import selective_checkpoint
 from minipar.models.losses import check_loss, scalar, try_loss
+from minipar.models.mixture_gpt import Load, total
 from minipar.models.network import Network, edges_of
 from minipar.models.parameter_groups import shape_of
 from minipar.models.randomness import split_sensitive
@@ -185,6 +186,7 @@ class Passed:
     orders: list[list[Action]]  # of ranks that decide as they run
     series: dict[int, Series]  # of the last passes, if memory was tracked
     share: Share  # this rank's share of the state, if the driver asked for it
+    load: Load | None  # of experts in the rank's layers, by this rank's rows
 
 
 @dataclass(frozen=True)
@@ -196,6 +198,7 @@ class Execution:
     gradients   per update the gradients by parameter name, if they were kept
     times       seconds of every pass through the program (and of the rest)
     trace       the measured trace of the pass of median duration (the first, which warms up, left out if possible)
+    load        how busy the experts of a mixture were, over all ranks, micro-batches and steps; None without experts
     """
 
     program: Program
@@ -204,6 +207,7 @@ class Execution:
     trace: Trace
     gradients: list[dict[str, Tensor]] = field(default_factory=list, repr=False)
     shares: list[Share] = field(default_factory=list, repr=False)
+    load: Load | None = None
 
 
 def execute(
@@ -275,7 +279,8 @@ def execute(
     if costs is not None:
         trace = replace(trace, overruns=[p.overruns[typical] for p in passed])
         trace = replace(trace, note=emulated_note(costs.spec, trace.overruns))
-    return Execution(program, losses, times, trace, gradients, [p.share for p in passed])
+    shares, load = [p.share for p in passed], total([p.load for p in passed])
+    return Execution(program, losses, times, trace, gradients, shares, load)
 
 
 def _whole(found: Sequence[dict[str, Gradient]], local: bool = False) -> dict[str, Tensor]:
@@ -409,6 +414,7 @@ def _passes(
     executor.compute.finite = None if job.on_nan == "ignore" else Finite(comm.rank, job.on_nan, worker.report)
     asked, update = ending is not None and ending.path != "", executor.state.update
     measuring = asked and isinstance(program.contract, Synchronous)
+    numbers = [layer for layer, count in enumerate(getattr(model, "nodes", ())) for _ in range(count)]
     del model  # with the layers of other ranks
     # An emulated device sleeps most of the time: any core that is free wakes it soonest.
     held = on_own_core(_way(program, comm.size)) if comm.device.type == "cpu" and mine is None else nullcontext()
@@ -464,6 +470,7 @@ def _passes(
         [record.order for record in records],
         tracker.series_of_passes() if watching.series else {},
         storing.share(executor, outline, header, updates),
+        executor.compute.experts.load(numbers),
     )
 
 
@@ -531,7 +538,8 @@ def profile_job(
     check_parameters(layers)
     tried = _try_loss(job, whole, x, plan.precision, parts)
     if plan.checkpoint == "selective":
-        selective_checkpoint.check(layers)
+        selective_checkpoint.check(layers_of(whole))
+        selective_checkpoint.check(layers)  # (a layer that says itself how it is cut may leave no such part)
     selective_checkpoint.choose(layers, plan.checkpoint == "selective")
     if isinstance(model, ShardedModel):
         shape = shape_of(model)

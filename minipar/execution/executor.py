@@ -348,6 +348,8 @@ class Executor:
             self.device.ended(joined, self.instructions[index].group, index)
         for other in self.instructions[index].writes:
             self.pending.pop(other, None)
+        if self.watch is not None and repartitions(self.instructions[index]):
+            self.watch.received(self.live[value])
         self.ends[index] = self.ends[index] or time.perf_counter()
 
     # instructions ----------------------------------------------------------------------------------------------------

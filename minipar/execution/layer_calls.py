@@ -20,6 +20,7 @@ from minipar.execution.remembered import Remembered
 from minipar.execution.saved_tensors import SavedTensors
 from minipar.execution.tails import Tails
 from minipar.models import randomness
+from minipar.models.mixture_gpt import LoadCount
 from minipar.models.tensors import count_bytes, map_tensors, tensors
 from minipar.program import Instruction, LayerRun, Op, Value
 
@@ -72,6 +73,18 @@ def with_loss(run: LayerCall, loss: MeanLoss) -> LayerCall:
         return output, loss(output, call.target) if torch.is_grad_enabled() else None
 
     return call_with_loss
+
+
+def counting(run: LayerCall, layer: int, count: LoadCount) -> LayerCall:
+    """Count which experts tokens go to: in the forward, and not again in a recomputation."""
+
+    def call_counting(x: Any, call: Call) -> Made:
+        if call.ins.op is not Op.FORWARD:
+            return run(x, call)
+        with count.at(layer, (call.step, call.ins.microbatch, call.start)):
+            return run(x, call)
+
+    return call_counting
 
 
 def apart_from_parameters(run: LayerCall, module: nn.Module) -> LayerCall:

@@ -4,12 +4,14 @@
     ALL_GATHER       S1 -> R     [a] and [b]      ->  a b, end to end in dimension 1
     REDUCE_SCATTER   P -> S1     [a c] + [b d]    ->  a + b on one rank, c + d on the other
     ALL_TO_ALL       S1 -> S2    every rank cuts its shard in dimension 2, and joins what it gets in dimension 1
+                     U0 -> U1    the same of parts as large as the counts say, which every rank has before it (N)
 
 A value is a tensor, or several of them (`models/tensors.py`); those whose letter stays are not touched.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -20,10 +22,11 @@ from torch import Tensor
 from minipar.comm.communicator import Communicator
 from minipar.comm.handles import Handle, Then
 from minipar.errors import RankError
-from minipar.models.tensors import map_tensors, tensors
+from minipar.models.tensors import differentiable, map_tensors, tensors
 from minipar.program import Instruction, Op, Value
 from minipar.program.comm_volume import changing
-from minipar.program.forms import letters, shard_of
+from minipar.program.forms import COUNTS, letters, shard_of
+from minipar.sharding import unequal
 from minipar.sharding.nodes import Cut
 
 Finish = Callable[[], Tensor]  # the tensor in its new form, once the messages are through
@@ -43,11 +46,21 @@ def start(
     handles: list[Handle] = []
     changed: list[Finish | None] = []
     before, after = letters(source.form, len(several)), letters(target.form, len(several))
+    table: unequal.Table = []
+    moving: list[Tensor | None] = []
     for tensor, old, new in zip(several, before, after, strict=True):
+        if old == COUNTS and any(letter[0] == "U" for letter in before):
+            table = unequal.table_of(tensor, len(ins.group))
+        if old != new:
+            moving.append(tensor)
         if old == new or tensor is None:
             changed.append(None)
             continue
-        handle, finish = _change(tensor.detach(), old, new, ins, comm, rows)
+        if old[0] == "U":
+            handle, finish = _exchange(tensor.detach(), int(old[1]), table, ins, comm)
+            moving[-1] = _like_equal_parts(tensor, int(old[1]), table, ins.group.index(comm.rank))
+        else:
+            handle, finish = _change(tensor.detach(), old, new, ins, comm, rows)
         handles.append(handle)
         changed.append(finish)
 
@@ -56,7 +69,7 @@ def start(
         live[target] = list(made) if isinstance(content, list) else _rebuilt(content, made)
         weigh(target, live[target])
 
-    weigh(changing(ins), [t for t, old, new in zip(several, before, after, strict=True) if old != new])
+    weigh(changing(ins), moving)
     if not handles:
         put()
         return []
@@ -88,6 +101,50 @@ def _change(
     exchanged = torch.stack(_parts(tensor, new, count, rows))
     got = torch.empty_like(exchanged)
     return comm.iall_to_all(exchanged, got, group), partial(_joined, got, old, rows)
+
+
+def _exchange(
+    tensor: Tensor, of: int, table: unequal.Table, ins: Instruction, comm: Communicator
+) -> tuple[Handle, Finish]:
+    """Start to exchange unequal parts: every rank has the table, and so knows what it gets."""
+    index = ins.group.index(comm.rank)
+    sizes = unequal.sizes(table, of)
+    taken = [row[index] for row in sizes]
+    sent = torch.cat(unequal.parts(tensor, table, of, index))
+    got = sent.new_empty((sum(taken), *sent.shape[1:]))
+    each = math.prod(sent.shape[1:])
+    handle = comm.iall_to_all(sent, got, ins.group, [[each * size for size in row] for row in sizes])
+    return handle, lambda: unequal.joined(got.split(taken), table, 1 - of, index)
+
+
+def _like_equal_parts(tensor: Tensor, of: int, table: unequal.Table, index: int) -> Tensor:
+    """A tensor without memory, of which a rank would send as many bytes, if its parts were equal."""
+    sent = unequal.sizes(table, of)[index]
+    nbytes = (sum(sent) - sent[index]) * math.prod(tensor.shape[1:]) * tensor.itemsize
+    return torch.empty(round(nbytes * len(sent) / (len(sent) - 1)), dtype=torch.uint8, device="meta")
+
+
+def in_gradient(given: Any, reads: str) -> list[Tensor]:
+    """The tensors of a node's input for which its gradient has a place: those that can have one, and counts."""
+    if COUNTS not in reads:
+        return differentiable(given)
+    found = zip(tensors(given), letters(reads), strict=True)
+    return [tensor for tensor, letter in found if letter == COUNTS or differentiable(tensor)]
+
+
+def with_counts(gradients: Sequence[Tensor | None], given: Any, reads: str) -> list[Tensor | None]:
+    """The gradients of a node's input, and beside them the counts that it was given: `reads` is the input's form."""
+    if COUNTS not in reads:
+        return list(gradients)
+    rest = iter(gradients)
+    return [next(rest) if differentiable(tensor) else tensor for tensor in in_gradient(given, reads)]
+
+
+def without_counts(gradients: list[Tensor | None], form: str) -> list[Tensor | None]:
+    """The gradients alone, as autograd takes them."""
+    if COUNTS not in form:
+        return gradients
+    return [gradient for gradient, letter in zip(gradients, letters(form), strict=True) if letter != COUNTS]
 
 
 def own_shard(content: Any, form: str, index: int, count: int, rows: int) -> Any:
@@ -125,7 +182,7 @@ def part_of_batch(content: Any, form: str, index: int, count: int) -> Any:
 
 def alone(content: Any, before: str, after: str, count: int, rows: int) -> Any:
     """A value of the shapes that it would have in another form, made by one rank alone: for measuring, since its
-    numbers are not those of the other ranks."""
+    numbers are not those of the other ranks. Unequal shards are as large as if all columns of the counts were alike."""
     found = tensors(content)
     changed = iter(
         [
@@ -139,9 +196,23 @@ def alone(content: Any, before: str, after: str, count: int, rows: int) -> Any:
 def _shaped(tensor: Tensor, old: str, new: str, count: int, rows: int) -> Tensor:
     if new[0] == "C":
         return _parts(tensor, new, count, rows)[0].contiguous()
+    if new[0] == "U":
+        return tensor
+    if (old[0], new) == ("S", COUNTS):
+        return _balanced(_joined([tensor] * count, old, rows), count)
     if old != new and old[0] == "S":
         tensor = _joined([tensor] * count, old, rows)
     return _parts(tensor, new, count, rows)[0].contiguous() if old != new and new[0] == "S" else tensor
+
+
+def _balanced(counts: Tensor, count: int) -> Tensor:
+    """Counts of the same sum, of which each of `count` ranks has the same share, and its columns as equal ones as can
+    be."""
+    columns = counts.shape[1]
+    share, wide = int(counts.sum()) // count, columns // count
+    made = torch.zeros_like(counts)
+    made[0] = torch.tensor([share // wide + (x % wide < share % wide) for x in range(columns)])
+    return made
 
 
 def _parts(tensor: Tensor, letter: str, count: int, rows: int) -> list[Tensor]:

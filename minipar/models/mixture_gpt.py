@@ -17,18 +17,31 @@ Each of route, dispatch and combine is one operator, since which token goes wher
 of a sharding rule cannot say. Where ranks share experts (ep), every rank dispatches its own rows. So `sent` is cut in
 its second dimension, and experts read it cut in the first one: the all-to-all between them, and the one back, follow.
 
+With `capacity=None` no token is dropped, and no place is empty. The queues of all experts then lie behind each other,
+one for each choice of a token, and `counts` says how long they are:
+
+    scores (B, T, X) --route--> weights, slots (B, T, top)     --count--> counts (B, X), of each row and expert
+    x (B, T, width) --dispatch_all--> sent (B * T * top, width)            by expert, then row, then token
+    sent --feed_experts--> made --combine_all--> (B, T, width)
+
+There the ranks send each other unequal parts (`program/forms.py`, U0 and U1), after they have told each other `counts`.
+
 Sources: Shazeer et al., 2017 (top-k gate); Lepikhin et al., "GShard", 2020 (groups, capacity); Fedus et al., "Switch
 Transformers", 2021 (balance loss).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.flop_counter import register_flop_formula
 
 from minipar.errors import PlanError
 from minipar.models.initial import initialise
@@ -46,11 +59,12 @@ def mixture(
     vocab: int = 256,
     experts: int = 8,
     top: int = 2,
-    capacity: float = 1.25,
+    capacity: float | None = 1.25,
 ) -> nn.Sequential:
     """A GPT of `layers` blocks with `experts` perceptrons each, of which every token goes to `top`.
 
-    capacity   how many tokens an expert takes of a row, as a multiple of what it gets if all are equally busy
+    capacity   how many tokens an expert takes of a row, as a multiple of what it gets if all are equally busy; None: as
+               many as choose it, and none is dropped
 
     An `nn.Sequential` of `layers` + 2 layers. Input: tokens (B, T), integers below `vocab`, T at most `context`.
     Output: logits (B, vocab, T) and the balance loss of each row (B,), which `mixture_loss` takes. Initial values come
@@ -80,7 +94,7 @@ class Embedding(nn.Module):
 class MixtureBlock(nn.Module):
     """One transformer block: attention, then the mixture. Each comes after a norm, and is added to the vectors."""
 
-    def __init__(self, width: int, heads: int, experts: int, top: int, capacity: float) -> None:
+    def __init__(self, width: int, heads: int, experts: int, top: int, capacity: float | None) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width)
         self.attention = Attention(width, heads, fused=True)
@@ -97,7 +111,7 @@ class MixtureBlock(nn.Module):
 class MixtureLayer(nn.Module):
     """A mixture of perceptrons, (B, T, width) to the same shape, and its balance loss (B,)."""
 
-    def __init__(self, width: int, experts: int, top: int, capacity: float) -> None:
+    def __init__(self, width: int, experts: int, top: int, capacity: float | None) -> None:
         super().__init__()
         self.top, self.capacity = top, capacity
         self.gate = nn.Linear(width, experts, bias=False)
@@ -106,6 +120,12 @@ class MixtureLayer(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         room = room_of(self.capacity, x.shape[1], self.top, self.experts.count)
         weights, slots, balance = torch.ops.minipar.route(self.gate(x), self.top, room)
+        if self.capacity is None:
+            operators, experts = torch.ops.minipar, self.experts
+            counts = operators.count(slots, experts.count)
+            sent = operators.dispatch_all(counts, x, slots)
+            made = operators.feed_experts(counts, sent, experts.up, experts.down)
+            return operators.combine_all(counts, made, weights, slots), balance
         sent = torch.ops.minipar.dispatch(x, slots, self.experts.count, room)
         return torch.ops.minipar.combine(self.experts(sent), weights, slots), balance
 
@@ -151,7 +171,10 @@ def mixture_loss(output: Carried, y: Tensor, balance: float = 0.01) -> Tensor:
     return functional.cross_entropy(logits, y) + balance * mean
 
 
-# The three operators --------------------------------------------------------------------------------------------------
+# The operators --------------------------------------------------------------------------------------------------------
+
+Note = Callable[[Tensor, Tensor, int, int], None]  # chosen (B, T, top) and slots, number of experts, room
+_NOTING: ContextVar[Note | None] = ContextVar("_NOTING", default=None)  # whom `route` tells where tokens go
 
 
 def route(scores: Tensor, top: int, room: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -168,6 +191,9 @@ def route(scores: Tensor, top: int, room: int) -> tuple[Tensor, Tensor, Tensor]:
     choices = functional.one_hot(chosen.reshape(rows, tokens * top), experts)
     place = ((choices.cumsum(1) - 1) * choices).sum(-1).view(rows, tokens, top)
     slots = torch.where(place < room, chosen * room + place, torch.full_like(place, -1))
+    note = _NOTING.get()
+    if note is not None:
+        note(chosen, slots, experts, room)
     share = choices.sum(1).to(scores.dtype) / (tokens * top)
     balance = experts * (share * scores.softmax(-1).mean(1)).sum(-1)
     return best.softmax(-1), slots, balance
@@ -198,12 +224,103 @@ def combine(made: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
     return (found * (weights * (slots >= 0))[..., None]).sum(2)
 
 
+# Without a capacity ---------------------------------------------------------------------------------------------------
+# Slots are those of `route` with as much room as a row has tokens, T: expert * T + place in the row's queue.
+
+
+def count(slots: Tensor, experts: int) -> Tensor:
+    """How many tokens of each row chose each expert: slots (B, T, top) to (B, X)."""
+    rows, tokens, _ = slots.shape
+    chosen = (slots // tokens).view(rows, -1)
+    return torch.zeros(rows, experts, dtype=slots.dtype, device=slots.device).scatter_add(
+        1, chosen, torch.ones_like(chosen)
+    )
+
+
+def dispatch_all(counts: Tensor, x: Tensor, slots: Tensor) -> Tensor:
+    """The tokens of all experts, one for each choice, by expert, row and token: x (B, T, d), slots (B, T, top) to
+    (B * T * top, d). `counts` (B, X) says how many of them each row and expert has."""
+    rows, tokens, width = x.shape
+    order = (slots // tokens).flatten().argsort(stable=True)
+    return x.reshape(rows * tokens, width).index_select(0, order // slots.shape[-1])
+
+
+def feed_experts(counts: Tensor, sent: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """What each expert makes of its tokens: counts (B, X) and sent (N, d) in the order of experts to (N, d).
+
+    up (X, d, f), down (X, f, d). An expert without tokens makes nothing, and its gradient is zero.
+    """
+    parts = zip(sent.split(counts.sum(0).tolist()), up, down, strict=True)
+    return torch.cat([functional.gelu(own @ into) @ out for own, into, out in parts])
+
+
+def feed_experts_back(
+    gradient: Tensor, counts: Tensor, sent: Tensor, up: Tensor, down: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of sent, up and down, from that of what the experts made. What is within an expert is computed
+    again. It is (N, f), the largest tensor of a layer; nothing else depends on it."""
+    sizes = counts.sum(0).tolist()
+    of_sent, of_up, of_down = torch.empty_like(sent), torch.empty_like(up), torch.empty_like(down)
+    places = of_sent.split(sizes)
+    for k, (grad, own) in enumerate(zip(gradient.split(sizes), sent.split(sizes), strict=True)):
+        inside = own @ up[k]
+        torch.mm(functional.gelu(inside).t(), grad, out=of_down[k])
+        back = torch.ops.aten.gelu_backward(grad @ down[k].t(), inside)
+        torch.mm(own.t(), back, out=of_up[k])
+        torch.mm(back, up[k].t(), out=places[k])
+    return of_sent, of_up, of_down
+
+
+def combine_all(counts: Tensor, made: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
+    """What each token gets: made (B * T * top, d) in the order of `dispatch_all`, weights and slots (B, T, top) to
+    (B, T, d). Of `counts` (B, X) it may be given those of more rows."""
+    rows, tokens, top = slots.shape
+    order = (slots // tokens).flatten().argsort(stable=True)
+    where = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
+    found = made.index_select(0, where).view(rows, tokens, top, made.shape[-1])
+    return (found * weights[..., None]).sum(2)
+
+
 _LIBRARY = torch.library.Library("minipar", "FRAGMENT")
 _LIBRARY.define("route(Tensor scores, int top, int room) -> (Tensor, Tensor, Tensor)")
 _LIBRARY.define("dispatch(Tensor x, Tensor slots, int experts, int room) -> Tensor")
 _LIBRARY.define("combine(Tensor made, Tensor weights, Tensor slots) -> Tensor")
-for _name, _function in (("route", route), ("dispatch", dispatch), ("combine", combine)):
-    _LIBRARY.impl(_name, _function, "CompositeImplicitAutograd")
+_LIBRARY.define("count(Tensor slots, int experts) -> Tensor")
+_LIBRARY.define("dispatch_all(Tensor counts, Tensor x, Tensor slots) -> Tensor")
+_LIBRARY.define("feed_experts(Tensor counts, Tensor sent, Tensor up, Tensor down) -> Tensor")
+_LIBRARY.define("combine_all(Tensor counts, Tensor made, Tensor weights, Tensor slots) -> Tensor")
+_LIBRARY.define(
+    "feed_experts_back(Tensor gradient, Tensor counts, Tensor sent, Tensor up, Tensor down) -> (Tensor, Tensor, Tensor)"
+)
+for _function in (route, dispatch, combine, count, dispatch_all, combine_all):
+    _LIBRARY.impl(_function.__name__, _function, "CompositeImplicitAutograd")
+# Where the experts' tokens begin is known only when they are there. So these two have a gradient of their own, and what
+# captures a layer need not look into them.
+_LIBRARY.impl("feed_experts", feed_experts, "CompositeExplicitAutograd")
+_LIBRARY.impl("feed_experts_back", feed_experts_back, "CompositeExplicitAutograd")
+torch.library.register_fake("minipar::feed_experts", lambda counts, sent, up, down: torch.empty_like(sent))
+torch.library.register_fake("minipar::feed_experts_back", lambda _, __, *given: tuple(map(torch.empty_like, given)))
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _back(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    return None, *torch.ops.minipar.feed_experts_back(gradient, *ctx.saved_tensors)
+
+
+torch.library.register_autograd("minipar::feed_experts", _back, setup_context=_keep)
+
+
+@register_flop_formula(torch.ops.minipar.feed_experts)
+def _flops(counts: Sequence[int], sent: Sequence[int], up: Sequence[int], *_: Any, **__: Any) -> int:
+    return 4 * sent[0] * up[1] * up[2]
+
+
+@register_flop_formula(torch.ops.minipar.feed_experts_back)
+def _flops_back(_: Any, counts: Sequence[int], sent: Sequence[int], up: Sequence[int], *__: Any, **___: Any) -> int:
+    return 10 * sent[0] * up[1] * up[2]  # four products of matrices, and one again
 
 
 # How busy the experts are ---------------------------------------------------------------------------------------------
@@ -216,17 +333,18 @@ class Load:
     layers    number of each layer that has experts
     tokens    of each of these layers and each expert, how many tokens chose it
     dropped   how many of them it had no place for
-    room      how many tokens it could take
+    room      how many tokens it could take; None: any number, without a capacity
     """
 
     layers: tuple[int, ...]
     tokens: tuple[tuple[int, ...], ...]
     dropped: tuple[tuple[int, ...], ...]
-    room: int
+    room: int | None
 
     def __str__(self) -> str:
         width = max((len(f"{n} (-{n})") for counts in self.tokens for n in counts), default=0)
-        lines = [f"tokens that chose each expert (dropped by it); an expert takes up to {self.room}"]
+        most = "all of them" if self.room is None else f"up to {self.room}"
+        lines = [f"tokens that chose each expert (dropped by it); an expert takes {most}"]
         for layer, counts, lost in zip(self.layers, self.tokens, self.dropped, strict=True):
             cells = (f"{n} (-{gone})" if gone else str(n) for n, gone in zip(counts, lost, strict=True))
             shown = "  ".join(f"{cell:<{width}}" for cell in cells)
@@ -234,37 +352,101 @@ class Load:
         return "\n".join(line.rstrip() for line in lines)
 
 
+class LoadCount:
+    """Counts which experts tokens choose while layers are called: `with count.at(layer): layer(x)`."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, int], _Counted] = {}  # of each layer and each mixture in it
+        self._quiet: set[int] = set()  # layers that have no experts
+        self._last: dict[int, object] = {}  # of each layer the rows that were counted last
+
+    @contextmanager
+    def at(self, layer: int, rows: object = None) -> Iterator[None]:
+        """Count what happens within this block as of a layer. `rows` names its rows: the same ones are counted once,
+        where a layer is called again on them."""
+        if layer in self._quiet or (rows is not None and self._last.get(layer) == rows):
+            yield
+            return
+        called, self._last[layer] = 0, rows
+
+        def note(chosen: Tensor, slots: Tensor, experts: int, room: int) -> None:
+            nonlocal called
+            tokens = chosen.flatten().bincount(minlength=experts)
+            dropped = chosen[slots < 0].bincount(minlength=experts)
+            new = _Counted(tokens, dropped, room * len(chosen), room < slots.shape[1])
+            key = layer, called
+            self._found[key] = self._found[key].plus(new) if key in self._found else new
+            called += 1
+
+        before = _NOTING.set(note)
+        try:
+            yield
+        finally:
+            _NOTING.reset(before)
+        if not called:
+            self._quiet.add(layer)
+
+    def load(self, numbers: Sequence[int] = ()) -> Load | None:
+        """What was counted; None if there are no experts. `numbers`: of each layer the one to show, if another one."""
+        if not self._found:
+            return None
+        layers, found = zip(
+            *((numbers[layer] if numbers else layer, counted) for (layer, _), counted in sorted(self._found.items())),
+            strict=True,
+        )
+        limited = [counted.room for counted in found if counted.limited]
+        tokens, dropped = (tuple(tuple(one[k].tolist()) for one in found) for k in range(2))
+        return Load(layers, tokens, dropped, max(limited, default=None))
+
+
+class _Counted(NamedTuple):
+    tokens: Tensor
+    dropped: Tensor
+    room: int
+    limited: bool  # whether an expert can have more tokens than room
+
+    def plus(self, other: _Counted) -> _Counted:
+        tokens, dropped = self.tokens + other.tokens, self.dropped + other.dropped
+        return _Counted(tokens, dropped, self.room + other.room, self.limited or other.limited)
+
+
+def total(loads: Sequence[Load | None]) -> Load | None:
+    """The load of some rows and others, or of some layers and others; None: none of them has experts."""
+    found: dict[tuple[int, int], list[tuple[int, Load]]] = {}
+    for load in loads:
+        for k, layer in enumerate(load.layers if load is not None else ()):
+            assert load is not None
+            found.setdefault((layer, load.layers[:k].count(layer)), []).append((k, load))
+    if not found:
+        return None
+    every = [parts for _, parts in sorted(found.items())]
+    rooms = [sum(load.room or 0 for _, load in parts) for parts in every]
+    return Load(
+        tuple(layer for layer, _ in sorted(found)),
+        tuple(_sums([load.tokens[k] for k, load in parts]) for parts in every),
+        tuple(_sums([load.dropped[k] for k, load in parts]) for parts in every),
+        max(rooms) or None,
+    )
+
+
+def _sums(rows: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    return tuple(map(sum, zip(*rows, strict=True)))
+
+
 def mixture_load(model: nn.Sequential, x: Any) -> Load:
     """How many tokens go to each expert of each layer of a mixture, and how many of them are dropped.
 
     x   tokens (B, T), as the model takes them
 
-    `minipar.trace.charts.expert_load` draws it. Errors: `PlanError` for a model without experts.
+    `minipar.trace.charts.expert_load` draws it. What the ranks of a run counted is `Run.expert_load`. Errors:
+    `PlanError` for a model without experts.
     """
-    found: list[tuple[int, MixtureLayer]] = [
-        (number, module) for number, layer in enumerate(model) for module in layer.modules()
-        if isinstance(module, MixtureLayer)
-    ]  # fmt: skip
-    if not found:
+    count = LoadCount()
+    with torch.no_grad():
+        for number, layer in enumerate(model):
+            with count.at(number):
+                x = layer(x)
+    load = count.load()
+    if load is None:
         raise PlanError("mixture_load: the model has no experts; possible is one such as models.build('gpt-moe-tiny')")
-    scored: list[Tensor] = []
-    hooks = [layer.gate.register_forward_hook(lambda _, __, scores: scored.append(scores)) for _, layer in found]
-    try:
-        with torch.no_grad():
-            model(x)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    tokens, dropped, room = [], [], 0
-    for (_, layer), scores in zip(found, scored, strict=True):
-        own = room_of(layer.capacity, scores.shape[1], layer.top, layer.experts.count)
-        _, slots, _ = route(scores, layer.top, own)
-        chosen = scores.topk(layer.top, -1)[1]
-        tokens.append(_counts(chosen, layer.experts.count))
-        dropped.append(_counts(chosen[slots < 0], layer.experts.count))
-        room = own * len(scores)
-    return Load(tuple(number for number, _ in found), tuple(tokens), tuple(dropped), room)
-
-
-def _counts(chosen: Tensor, experts: int) -> tuple[int, ...]:
-    return tuple(chosen.flatten().bincount(minlength=experts).tolist())
+    return load

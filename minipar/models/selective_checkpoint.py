@@ -28,16 +28,17 @@ from minipar.models import randomness
 class Recomputed(nn.Module):
     """A part of a layer, without parameters, that runs again in backward if a plan has checkpoint=selective.
 
-    Derive from it and write `compute(*inputs) -> Tensor`. It may depend only on its inputs and on `nn.Dropout`s inside.
+    Derive from it and write `compute(*inputs) -> Tensor`; it may also give a tuple of tensors. It may depend only on
+    its inputs and on `nn.Dropout`s inside.
     """
 
     again = False
 
-    def compute(self, *inputs: Tensor) -> Tensor:
-        """What the part computes."""
+    def compute(self, *inputs: Tensor) -> Any:
+        """What the part computes: a tensor, or a tuple of them."""
         raise NotImplementedError(f"{type(self).__name__} needs a method compute(*inputs)")
 
-    def forward(self, *inputs: Tensor) -> Tensor:
+    def forward(self, *inputs: Tensor) -> Any:
         if self.again and torch.is_grad_enabled():
             return _Again.apply(self, *inputs)
         return self.compute(*inputs)
@@ -96,5 +97,7 @@ class _Again(torch.autograd.Function):
         for buffer, before in buffers:  # (a buffer that counts runs must not count twice)
             buffer.copy_(before)
         wanted = [x for x in inputs if x.requires_grad]
-        found = iter(torch.autograd.grad(result, wanted, received))
+        results = result if isinstance(result, tuple) else (result,)
+        pairs = [(r, g) for r, g in zip(results, received, strict=True) if r.requires_grad]
+        found = iter(torch.autograd.grad([r for r, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
         return (None, *(next(found) if need else None for need in needed))

@@ -7,9 +7,9 @@
     sizes("my_model.toml")                                              a table of the same keys; `kind` as above
     dataclasses.replace(MODELS["gpt3-175b"], layers=48)                 in Python; or Transformer(...), Chain(...)
 
-Sources of the presets: GPT-2 (Radford et al. 2019), GPT-3 (Brown et al. 2020), Megatron-LM (Narayanan et al. 2021, table
-1), Korthikanti et al. 2022 (table 3), Llama 2 (Touvron et al. 2023), Llama 3 (Grattafiori et al. 2024), Mixtral (Jiang
-et al. 2024), and ResNet-50 (He et al. 2015).
+Sources of the presets: GPT-2 (Radford et al. 2019), GPT-3 (Brown et al. 2020), Megatron-LM (Narayanan et al. 2021,
+table 1), Korthikanti et al. 2022 (table 3), Llama 2 (Touvron et al. 2023), Llama 3 (Grattafiori et al. 2024), Mixtral
+(Jiang et al. 2024), and ResNet-50 (He et al. 2015).
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Transformer:
         """Operations of one block's forward for one row. Attention counts every pair of tokens, as the papers do."""
         s, h = self.sequence, self.hidden
         matrices = h * (h + 2 * self.kv) + h * h
-        inner = (3 if self.gated else 2) * h * self.ffn
+        inner: float = (3 if self.gated else 2) * h * self.ffn
         if self.experts:
             inner = h * self.experts + self.top * self.capacity * inner
         return 2.0 * s * (matrices + inner) + self.core_flops
@@ -394,7 +394,9 @@ def read_toml(path: str) -> dict[str, Any]:
     try:
         import tomllib
     except ModuleNotFoundError:
-        raise PlanError(f"{path}: reading TOML needs Python 3.11; possible are words, such as a preset's name") from None
+        raise PlanError(
+            f"{path}: reading TOML needs Python 3.11; possible are words, such as a preset's name"
+        ) from None
     try:
         return tomllib.loads(Path(path).read_text("utf-8"))
     except (OSError, ValueError) as error:

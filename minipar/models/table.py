@@ -62,7 +62,8 @@ class Branchy:
 class Mixture:
     """The numbers of `models.mixture`: a GPT whose blocks have `experts` perceptrons, of which a token goes to `top`.
 
-    capacity   how many tokens of a row an expert takes, as a multiple of what it gets if all are equally busy
+    capacity   how many tokens of a row an expert takes, as a multiple of what it gets if all are equally busy; None:
+               all that choose it, so that no token is dropped
     """
 
     layers: int = 4
@@ -72,13 +73,18 @@ class Mixture:
     vocab: int = 256
     experts: int = 8
     top: int = 2
-    capacity: float = 1.25
+    capacity: float | None = 1.25
     data = "text"
 
     @property
     def room(self) -> int:
         """How many tokens of a row of `context` tokens an expert takes."""
         return room_of(self.capacity, self.context, self.top, self.experts)
+
+    @property
+    def places(self) -> int:
+        """How many places for tokens of a row all experts have together; without a capacity one for each choice."""
+        return self.context * self.top if self.capacity is None else self.experts * self.room
 
     def numbers(self) -> dict[str, Any]:
         """The keyword arguments of `models.mixture`."""
@@ -190,9 +196,9 @@ def check_gpt(numbers: GPT) -> None:
         raise PlanError(f"dropout={numbers.dropout!r}: must be at least 0 and less than 1")
 
 
-def room_of(capacity: float, tokens: int, top: int, experts: int) -> int:
-    """How many tokens an expert takes of a row of so many."""
-    return math.ceil(capacity * tokens * top / experts)
+def room_of(capacity: float | None, tokens: int, top: int, experts: int) -> int:
+    """How many tokens an expert takes of a row of so many; all of them if there is no capacity."""
+    return tokens if capacity is None else math.ceil(capacity * tokens * top / experts)
 
 
 def check_mixture(numbers: Mixture) -> None:
@@ -205,8 +211,11 @@ def check_mixture(numbers: Mixture) -> None:
                 f"{key}={value!r}: must be a whole number of at least 1"
                 + (f" and at most experts={most}" if most is not None else "")
             )
-    if not isinstance(numbers.capacity, (int, float)) or not 0 < numbers.capacity < float("inf"):
-        raise PlanError(f"capacity={numbers.capacity!r}: must be a number above 0")
+    known = numbers.capacity is None or isinstance(numbers.capacity, (int, float))
+    if not known or (numbers.capacity is not None and not 0 < numbers.capacity < float("inf")):
+        raise PlanError(
+            f"capacity={numbers.capacity!r}: must be a number above 0, or None, with which nothing is dropped"
+        )
 
 
 def check_mlp(numbers: MLP) -> None:

@@ -41,7 +41,9 @@ NEIGHBOUR = 0.25  # of all proposals take what suits a neighbour best
 class Clock(Protocol):
     """How long the current plan takes, and how long it would take with one change."""
 
-    time: float
+    @property
+    def time(self) -> float:
+        """Seconds of the current plan."""
 
     def change(self, node: int, choice: int) -> float:
         """Change a node, and return the new time."""

@@ -1,8 +1,8 @@
 """What every search returns, and several of them side by side.
 
-    found = compare(graph)
-    print(found)                    a row for each method: time, gap to the best and to the bound, memory, seconds
-    found.best.labels()             of each node its choice
+found = compare(graph)
+print(found)                    a row for each method: time, gap to the best and to the bound, memory, seconds
+found.best.labels()             of each node its choice
 """
 
 from __future__ import annotations

@@ -190,13 +190,14 @@ def consistent(graph: CostGraph) -> CostGraph:
 
     Errors: PlanError, if a node has no choice left.
     """
-    kept = [np.ones(len(node.labels), dtype=bool) for node in graph.nodes]
+    kept: list[NDArray[np.bool_]] = [np.ones(len(node.labels), dtype=bool) for node in graph.nodes]
     changed = True
     while changed:
         changed = False
         for edge in graph.edges:
             fits = np.isfinite(edge.seconds) & kept[edge.start][:, None] & kept[edge.end][None, :]
-            for number, left in ((edge.start, fits.any(axis=1)), (edge.end, fits.any(axis=0))):
+            for number, axis in ((edge.start, 1), (edge.end, 0)):
+                left = np.asarray(fits.any(axis=axis))
                 if not left.any():
                     raise PlanError(f"node {graph.nodes[number].name}: none of its choices goes with its neighbours'")
                 changed |= bool((left != kept[number]).any())

@@ -15,15 +15,16 @@ the smallest bound is next, and the search ends where that is no better than the
 left out is not better. Plans that do not fit are left out, too, if nothing can wait on the host. A formula takes a
 small part of a millisecond (`closed_form`).
 
-The formulas of most schedules are exact for equal ranks. Where they are not, the best plans are simulated
-(`estimate(simulate=True)`), and sorted again.
+The formulas of most schedules are exact for equal ranks. Where they are not, the best plans are simulated, and sorted
+again. The formulas of these schedules are a few per cent away, so a plan of theirs that is not in the list could be
+faster by as much.
 """
 
 from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from html import escape
 from time import perf_counter
@@ -33,68 +34,19 @@ from minipar.costs.hardware import Hardware, hardware
 from minipar.costs.rates import Calibration
 from minipar.errors import PlanError
 from minipar.models.sizes import Sizes, sizes
+from minipar.planner.planned import Planned, difference
+from minipar.planner.reasons import advice, reasons
 from minipar.planner.space import INNER, OUTER, Space, space
-from minipar.prediction.closed_form import Cost, PlanNumbers, closed_form
-from minipar.prediction.estimating import Estimate, by_simulation, check, words
+from minipar.prediction.closed_form import PlanNumbers, closed_form
+from minipar.prediction.estimating import by_simulation, check
 from minipar.strategies import keys
-from minipar.strategies.plan import Plan
 from minipar.strategies.schedules.registry import find
 from minipar.wording import several
 
 WORK = ("matrix products", "other operators", "recomputation", "collectives of shared layers")
 SIMULATED = 20  # of the best plans
-SECONDS = 4.0  # that simulating them may take
-LIGHT = 40_000  # actions of a replica: larger ones are not simulated
-
-
-@dataclass(frozen=True)
-class Planned:
-    """One plan that was found.
-
-    numbers, cost   the plan as formulas read it, and what they say of it
-    simulated       seconds of a step by simulating one replica; None: the formula is exact, or it was not simulated
-    reasons         why its choices are as they are, in words
-    """
-
-    numbers: PlanNumbers
-    cost: Cost = field(repr=False)
-    simulated: float | None = None
-    reasons: tuple[str, ...] = ()
-
-    @property
-    def time(self) -> float:
-        """Seconds of a step: simulated, where it was; otherwise by the formula."""
-        return self.cost.time if self.simulated is None else self.simulated
-
-    @property
-    def memory(self) -> int:
-        """Bytes on the fullest device."""
-        return self.cost.memory
-
-    @property
-    def words(self) -> str:
-        """The plan as `estimate` reads it."""
-        return words(self.numbers)
-
-    @property
-    def tflops_per_gpu(self) -> float:
-        """10^12 operations a second of each device, those that recomputation adds included."""
-        return self.cost.flops / self.time / self.numbers.ranks / 1e12
-
-    @property
-    def plan(self) -> Plan:
-        """The plan for `train`. Errors: PlanError for a plan that minipar cannot run, with the reason."""
-        return Plan.parse(" ".join(word for word in self.words.split() if not word.startswith("micro_batch_size=")))
-
-    def as_dict(self) -> dict[str, Any]:
-        """What the command line prints."""
-        return {
-            "plan": self.words,
-            "time": self.time,
-            "tflops_per_gpu": self.tflops_per_gpu,
-            "memory": self.memory,
-            "reasons": list(self.reasons),
-        }
+MOST_DEVICES = 65_536  # that an error looks at
+ACTIONS = 20_000  # of all replicas that are simulated together: a few seconds
 
 
 @dataclass(frozen=True)
@@ -105,7 +57,7 @@ class Found:
     searched  how many plans the space has
     tried     for how many of them a formula was computed: all others are no faster than the last of `best`
     seconds   that the search took
-    bound     seconds: no plan of the space that was not tried is faster; 0 where all were
+    bound     seconds: no formula that was not computed gives less; 0 where all were computed
     """
 
     space: Space
@@ -137,7 +89,7 @@ class Found:
 
     def table(self) -> list[tuple[str, ...]]:
         """A row of text per plan."""
-        rows = [("plan", "step", "TFLOP/s", "memory", "over the best")]
+        rows: list[tuple[str, ...]] = [("plan", "step", "TFLOP/s", "memory", "over the best")]
         for one in self.best:
             rows.append(
                 (one.words, f"{one.time:.4g} s", f"{one.tflops_per_gpu:.4g}", f"{one.memory / 1e9:.3g} GB",
@@ -151,8 +103,8 @@ class Found:
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         lines += ["", *self.plan.reasons]
         lines.append(
-            f"{several(self.searched, 'plan')} in {self.seconds:.2f} s: {self.tried} by formulas, all others are slower "
-            "by a bound"
+            f"{several(self.searched, 'plan')} in {self.seconds:.2f} s: {self.tried} by formulas, and no other has a "
+            "faster formula"
         )
         return "\n".join(lines)
 
@@ -175,6 +127,7 @@ def search(
     memory: int | None = None,
     most: int = SIMULATED,
     simulate: bool = True,
+    runs: bool = False,
 ) -> Found:
     """The fastest plans for a model, and how much is known about all others.
 
@@ -182,9 +135,10 @@ def search(
     memory    bytes of a device that may be used; default: all of them
     most      how many plans to return
     simulate  whether the best ones are simulated where their formula is not exact
+    runs      whether only plans count that minipar itself can run
 
-    Errors: PlanError for an unknown model, hardware, key or value, and where no plan fits: with the smallest memory, and
-    the smallest number of nodes, that would do.
+    Errors: PlanError for an unknown model, hardware, key or value, and where no plan fits: with the smallest memory,
+    and the smallest number of nodes, that would do.
     """
     machine = hardware(devices)
     changed: dict[str, Any] = {"nodes": keys.whole_number("nodes", nodes if nodes is not None else machine.nodes or 1)}
@@ -193,7 +147,7 @@ def search(
     if memory is not None:
         changed["memory"] = memory
     found = space(sizes(model), replace(machine, **changed), keys.whole_number("batch", batch), pins)
-    return solve(found, keys.whole_number("most", most), simulate)
+    return solve(replace(found, runs=runs), keys.whole_number("most", most), simulate)
 
 
 def solve(space: Space, most: int = SIMULATED, simulate: bool = True) -> Found:
@@ -204,7 +158,6 @@ def solve(space: Space, most: int = SIMULATED, simulate: bool = True) -> Found:
         raise PlanError(_nothing_fits(space))
     plans = _simulated(space, best) if simulate else best
     plans.sort(key=lambda one: one.time)
-    from minipar.planner.reasons import reasons
 
     told = tuple(replace(one, reasons=reasons(one, space)) for one in plans)
     return Found(space, told, space.count, tried, perf_counter() - began, bound)
@@ -273,21 +226,22 @@ def _fitting(space: Space, numbers: PlanNumbers, limit: float) -> Planned | None
                 if cost.time >= limit:
                     return None
                 check(chosen, space.model, space.machine)
-                return Planned(chosen, cost)
+                found = Planned(chosen, cost)
+                return found if not space.runs or found.plan else None
     except PlanError:
         pass
     return None
 
 
 def _simulated(space: Space, best: list[Planned]) -> list[Planned]:
-    """The plans whose formula is not exact with the simulator's time, as long as there is time for it."""
-    began = perf_counter()
-    made = []
+    """The plans whose formula is not exact with the simulator's time, the fastest first, up to a number of actions."""
+    made, left = [], ACTIONS
     for one in best:
         n = one.numbers
         form = find(n.schedule).form
         size = n.pp * min(n.microbatches, 3 * n.pp) * n.chunks
-        if form is not None and not form.exact and size <= LIGHT and perf_counter() - began < SECONDS:
+        if form is not None and not form.exact and size <= left:
+            left -= size
             cost = closed_form(n, space.model, space.machine, by_simulation(n))
             one = replace(one, simulated=cost.time)
         made.append(one)
@@ -327,26 +281,24 @@ def _no_plan(space: Space) -> str:
     )
 
 
-def _nothing_fits(space: Space) -> str:
-    """What would do: the smallest memory of a device, and the smallest number of nodes."""
-    least = smallest(space)
-    need = least.memory
+def _nothing_fits(given: Space) -> str:
+    """What would do: the smallest memory of a device, and a number of nodes."""
+    least, machine = smallest(given), given.machine
     text = (
-        f"{space.model.name or 'model'} on {several(space.devices, 'device')}: no plan fits in "
-        f"{space.machine.memory / 1e9:.4g} GB; the smallest needs {need / 1e9:.4g} GB ({least.words})"
+        f"{given.model.name or 'model'} on {several(given.devices, 'device')}: no plan fits in "
+        f"{machine.memory / 1e9:.4g} GB; the smallest needs {least.memory / 1e9:.4g} GB ({least.words}): possible is a "
+        "budget of that size"
     )
-    nodes, machine = space.machine.nodes, space.machine
-    while nodes * machine.per_node < 65_536:
+    nodes = machine.nodes
+    while nodes * machine.per_node < MOST_DEVICES:
         nodes *= 2
+        more = space(given.model, replace(machine, nodes=nodes), given.batch, dict(given.pins))
         try:
-            from minipar.planner.space import space as made
-
-            more = made(space.model, replace(machine, nodes=nodes), space.batch, dict(space.pins))
             if smallest(more).memory <= machine.memory:
-                return f"{text}: possible is a budget of that size, or nodes={nodes}"
+                return f"{text}, or nodes={nodes}"
         except PlanError:
             continue
-    return f"{text}: possible is a budget of that size"
+    return text
 
 
 # What if --------------------------------------------------------------------------------------------------------------
@@ -402,7 +354,9 @@ def alternatives(space: Space, key: str, best: Planned) -> Alternatives:
 def _said(key: str, value: Any) -> str:
     if isinstance(value, tuple):
         return ",".join(value) or "none"
-    return "none" if key == "checkpoint" and value == 0 else str(value).lower() if isinstance(value, bool) else str(value)
+    return (
+        "none" if key == "checkpoint" and value == 0 else str(value).lower() if isinstance(value, bool) else str(value)
+    )
 
 
 def _why_none(space: Space) -> str:
@@ -411,37 +365,6 @@ def _why_none(space: Space) -> str:
     except PlanError as error:
         return error.reason
     return f"does not fit: at least {least.memory / 1e9:.4g} GB ({least.words})"
-
-
-@dataclass(frozen=True)
-class PlanDifference:
-    """Two plans apart: keys with other values, seconds and bytes by what they go to, second minus first."""
-
-    keys: tuple[tuple[str, str, str], ...]
-    seconds: Mapping[str, float]
-    bytes: Mapping[str, int]
-
-    @property
-    def reason(self) -> str:
-        """What makes the second one slower, in words: at most two parts."""
-        more = sorted(((s, part) for part, s in self.seconds.items() if s > 0), reverse=True)
-        return ", ".join(f"{part} {s:+.3g} s" for s, part in more[:2])
-
-    def __str__(self) -> str:
-        lines = [f"{name}: {a or '-'} -> {b or '-'}" for name, a, b in self.keys]
-        lines += [f"{part}: {s:+.4g} s" for part, s in self.seconds.items() if s]
-        return "\n".join([*lines, *(f"{kind}: {size / 1e9:+.3g} GB" for kind, size in self.bytes.items() if size)])
-
-
-def difference(before: Planned | Estimate, after: Planned | Estimate) -> PlanDifference:
-    """Two plans for one problem, apart."""
-    one, two = (dict(w.split("=", 1) for w in words(p.numbers).split()) for p in (before, after))
-    names = dict.fromkeys((*one, *two))
-    changed = tuple((k, one.get(k, ""), two.get(k, "")) for k in names if one.get(k) != two.get(k))
-    a, b = before.cost, after.cost
-    seconds = {p: b.seconds.get(p, 0.0) - a.seconds.get(p, 0.0) for p in dict.fromkeys((*a.seconds, *b.seconds))}
-    sizes = {k: b.bytes.get(k, 0) - a.bytes.get(k, 0) for k in dict.fromkeys((*a.bytes, *b.bytes))}
-    return PlanDifference(changed, seconds, sizes)
 
 
 def front(space: Space, fastest: Planned, points: int = 6) -> tuple[Planned, ...]:
@@ -460,7 +383,6 @@ def front(space: Space, fastest: Planned, points: int = 6) -> tuple[Planned, ...
 
 def report(found: Found, key: str | None = None, with_front: bool = False) -> dict[str, Any]:
     """What a search found, for scripts and for people (`text`). `key`: also what its values would cost instead."""
-    from minipar.planner.reasons import advice
 
     text = [str(found), "", advice(found.plan, found.space)]
     made: dict[str, Any] = {

@@ -20,7 +20,7 @@ from minipar.errors import PlanError
 from minipar.planner.answer import Answer, Comparison, answer, compare
 from minipar.planner.cost_graph import CostGraph
 from minipar.planner.elimination import eliminate
-from minipar.planner.operator_graph import Machine, Way, operator_graph
+from minipar.planner.operator_graph import Machine, Way, operator_graph, tie
 from minipar.program.mesh import Mesh
 from minipar.sharding import automatic
 from minipar.sharding.graph import Layer
@@ -47,10 +47,10 @@ class OperatorProblem:
     @cached_property
     def _firsts(self) -> list[Layer]:
         """For each layer the one whose names the graph has: the first of those that decide alike."""
-        known: dict[int, Layer] = {}
+        known: dict[object, Layer] = {}
         found = []
-        for layer in self.layers:
-            one = known.setdefault(id(layer.graph), layer)
+        for number, layer in enumerate(self.layers):
+            one = known.setdefault(tie(layer, number), layer)
             tied = all(layer.own(op.name) not in self._nodes for op in layer.graph.operators)
             found.append(one if tied else layer)
         return found

@@ -94,8 +94,8 @@ def layer_graph(
     costs = layer_costs(layers, mesh, chosen, kinds, again, copies)
     if [] in costs:
         raise PlanError(
-            f"layer {costs.index([])}: can take none of the strategies {', '.join(kinds)} on {mesh}; possible are other "
-            "kinds, or axes that divide its rows"
+            f"layer {costs.index([])}: can take none of the strategies {', '.join(kinds)} on {mesh}; possible are "
+            "other kinds, or axes that divide its rows"
         )
     nodes = [
         Node(
@@ -209,9 +209,9 @@ def _cost(sharding: Sharding, strategy: Strategy, machine: Machine, copies: floa
     for name in graph.parameters:
         if name not in read:
             continue
-        size = math.prod(sharding.local(name)) * graph.tensors[name].itemsize
+        size: float = math.prod(sharding.local(name)) * graph.tensors[name].itemsize
         for axis, kind in strategy.kinds:
-            if kind == "zero" and not sharding.forms[name].on(axis).kind == "S":
+            if kind == "zero" and sharding.forms[name].on(axis).kind != "S":
                 size /= mesh.length(axis)
                 link = machine.links.get(axis, DEFAULT_LINK)
                 seconds += collective_seconds("all_gather", mesh.length(axis), size, *link)  # before the backward
@@ -239,7 +239,7 @@ def _again(one: Cost, sharding: Sharding, machine: Machine) -> Cost:
         computing(graph, o.operator, o.in_shapes, o.out_shapes, machine, training=False) for o in sharding.operators
     )
     tensors = [graph.tensors[name] for name in graph.inputs]
-    inputs = sum(
+    inputs: float = sum(
         math.prod(sharding.local(t.name)) * t.itemsize for t in tensors if t.differentiable or not t.floating
     )
     return Cost(

@@ -54,7 +54,7 @@ def moves(
     axes = forms[0].axes
     costs = tuple(links.get(axis, DEFAULT_LINK) for axis in axes)
     pieces = tuple(
-        tuple(sorted({f.placements[k] for f in forms if f.placements[k].pieces > 1}, key=str)) for k in range(len(axes))
+        tuple(sorted({f.placements[k] for f in forms if _special(f.placements[k])}, key=str)) for k in range(len(axes))
     )
     return _all_moves(tuple(shape), itemsize, mesh, axes, costs, pieces, stored)
 
@@ -96,6 +96,11 @@ def _all_moves(
         forward = np.where(better, through, forward)
         back = np.where(better, back[:, via, None] + back[None, via, :], back)
     return Moves(place, np.where(forward < 1e3 * STEP, 0.0, forward), back)
+
+
+def _special(p: Placement) -> bool:
+    """Whether a placement is no plain shard: cut in pieces, or in unequal blocks."""
+    return p.pieces > 1 or p.unequal
 
 
 def same_pieces(placements: Sequence[Placement]) -> bool:

@@ -40,9 +40,12 @@ from minipar.sharding.repartition import Link
 from minipar.sharding.rules import RULES, Choice, choices
 
 VIEWS = frozenset(
-    "view reshape _unsafe_view flatten unflatten squeeze unsqueeze permute transpose t numpy_T expand broadcast_to "
-    "slice narrow select unbind split split_with_sizes chunk alias detach".split()
-)
+    (
+        "view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "permute", "transpose", "t",
+        "numpy_T", "expand", "broadcast_to", "slice", "narrow", "select", "unbind", "split", "split_with_sizes",
+        "chunk", "alias", "detach",
+    )
+)  # fmt: skip
 ADAM = 4.0  # a parameter, its gradient and two numbers of the optimizer, of the same size
 
 
@@ -98,7 +101,8 @@ def operator_graph(
     """The cost graph of a chain of layers on a mesh of one or two axes.
 
     inputs      the form of what the model is given
-    outputs     the form in which the model's outputs are wanted; None: any but parts of a sum
+    outputs     the form in which the loss reads the model's outputs: "R" where ranks compute it alike, as those that
+                share layers do; None: any but parts of a sum, as where each rank has the targets of its shard
     training    whether there is a backward
     tied        whether equal layers decide alike
     replicated  whether every rank may compute all of an operator that multiplies matrices
@@ -144,6 +148,11 @@ class _Value:
     readers: list[tuple[int, list[Form]]] = field(default_factory=list)
 
 
+def tie(layer: Layer, number: int) -> object:
+    """What layers that decide alike have in common. The first layer is given the model's input, so it is by itself."""
+    return id(layer.graph), number == 0
+
+
 class _Builder:
     def __init__(
         self,
@@ -169,7 +178,7 @@ class _Builder:
         self.of_layer: list[int] = []
         known: dict[object, int] = {}
         for number, layer in enumerate(layers):
-            key = id(layer.graph) if tied else number
+            key = tie(layer, number) if tied else number
             if key in known:
                 self.templates[known[key]].count += 1
             else:
@@ -277,7 +286,9 @@ class _Builder:
                     continue  # a weight that is a part of a sum: nobody stores one
                 if choice.alone and any(outer.alone for outer in so_far):
                     continue
-                if any(not same_pieces(pair) for outer in so_far for pair in zip(_all(outer), _all(choice), strict=True)):
+                if any(
+                    not same_pieces(pair) for outer in so_far for pair in zip(_all(outer), _all(choice), strict=True)
+                ):
                     continue
                 if (choice.ins, choice.outs) in seen:
                     continue
@@ -317,8 +328,15 @@ class _Builder:
         else:
             forms = self._plain(tensor.shape)
         title = f"{template.first}:{template.layer.own(name)}"
-        at = self._add(title, list(map(_title, forms)), [0.0] * len(forms), [0.0] * len(forms), template.count, forms,
-                       (self.templates.index(template), -1, 0))
+        at = self._add(
+            title,
+            list(map(_title, forms)),
+            [0.0] * len(forms),
+            [0.0] * len(forms),
+            template.count,
+            forms,
+            (self.templates.index(template), -1, 0),
+        )
         return at, forms
 
     def _plain(self, shape: Shape, cuts: Sequence[Placement] = ()) -> list[Form]:
@@ -419,16 +437,12 @@ class _Builder:
 
     # Edges
 
-    def _edge(
-        self, value: _Value, writer: tuple[int, list[Form]], reader: tuple[int, list[Form]], count: int
-    ) -> None:
+    def _edge(self, value: _Value, writer: tuple[int, list[Form]], reader: tuple[int, list[Form]], count: int) -> None:
         """The cost between two nodes; of a node and itself, in tied layers, a part of the node's own."""
         tensor = value.tensor
         starts, ends = list(dict.fromkeys(writer[1])), list(dict.fromkeys(reader[1]))
         stored = tensor.kind in ("parameter", "buffer")
-        found = moves(
-            tensor.shape, tensor.itemsize, self.mesh, self.machine.links, [*starts, *ends], stored
-        )
+        found = moves(tensor.shape, tensor.itemsize, self.mesh, self.machine.links, [*starts, *ends], stored)
         table = found.table(starts, ends, self.training and tensor.differentiable)
         if stored and self.training:  # what was gathered is freed after the forward, and gathered again
             table += found.table(starts, ends, training=False)
@@ -538,5 +552,7 @@ def flops_of(op: Operator, ins: Sequence[Shape], outs: Sequence[Shape]) -> float
         return 4.0 * math.prod(ins[0]) * ins[2][-1]
     if name == "einsum" and op.op in RULES:
         line = RULES[op.op].of(op, ins, outs)
-        return 2.0 * math.prod({letter: n for t in (*line.inputs, *line.outputs) for dim in t for letter, n in dim}.values())
+        return 2.0 * math.prod(
+            {letter: n for t in (*line.inputs, *line.outputs) for dim in t for letter, n in dim}.values()
+        )
     return 0.0

@@ -12,11 +12,11 @@ Numbers come from the same formulas as the search's.
 
 from __future__ import annotations
 
+from minipar.errors import PlanError
 from minipar.models.sizes import Transformer
-from minipar.planner.exhaustive import Planned
+from minipar.planner.planned import Planned
 from minipar.planner.space import Space
 from minipar.prediction.closed_form import Cost, PlanNumbers, closed_form
-from minipar.errors import PlanError
 from minipar.prediction.estimating import check
 
 
@@ -77,7 +77,7 @@ def _beside(found: Planned, space: Space, changed: PlanNumbers) -> str:
     """How a plan with one other choice does: how much slower, or that it does not fit, or cannot be."""
     cost = _cost(changed, space)
     if cost is None:
-        return "cannot be"
+        return "is not possible"
     if cost.memory > space.machine.memory:
         return f"does not fit ({cost.memory / 1e9:.3g} of {space.machine.memory / 1e9:.3g} GB)"
     return f"takes {cost.time / found.cost.time - 1:+.1%}"
@@ -100,7 +100,7 @@ def _whole_model(found: Planned, space: Space) -> str:
 
 def _moved(n: PlanNumbers, space: Space, **changed: int) -> PlanNumbers | None:
     """The plan with another tp or pp, on as many devices: dp and micro-batches change along."""
-    made = n._replace(**changed)
+    made = n._replace(tp=changed.get("tp", n.tp), pp=changed.get("pp", n.pp))
     if made.chunks > 1 and space.model.layers % (made.pp * made.chunks):
         return None
     others = made.tp * made.pp * made.cp * made.ep
@@ -120,7 +120,9 @@ def _tensor(found: Planned, space: Space) -> list[str]:
     if n.tp > 1:
         sent = found.cost.seconds.get("collectives of shared layers", 0.0)
         where = "one node" if n.tp <= inside else "several nodes"
-        told.append(f"tp={n.tp} shares each layer among GPUs of {where}; its collectives take {sent / found.cost.time:.0%}.")
+        told.append(
+            f"tp={n.tp} shares each layer among GPUs of {where}; its collectives take {sent / found.cost.time:.0%}."
+        )
     beside = []
     for tp in (n.tp // 2, n.tp * 2):
         other = _moved(n, space, tp=tp) if tp >= 1 else None
@@ -135,7 +137,8 @@ def _pipeline(found: Planned, space: Space) -> list[str]:
         return []
     bubble = found.cost.seconds.get("bubble", 0.0)
     how = f", {n.chunks} chunks a rank" if n.chunks > 1 else ""
-    told = [f"pp={n.pp} ({n.schedule}{how}) divides {space.model.layers} layers; its bubble takes {bubble / found.cost.time:.1%}."]
+    share = f"{bubble / found.cost.time:.1%}"
+    told = [f"pp={n.pp} ({n.schedule}{how}) divides {space.model.layers} layers; its bubble takes {share}."]
     beside = []
     for pp in (n.pp // 2, n.pp * 2):
         other = _moved(n, space, pp=pp) if pp >= 1 else None
@@ -151,7 +154,9 @@ def _zero(found: Planned, space: Space) -> list[str]:
         return []
     if n.zero == 0:
         return [f"{replicas} replicas keep whole state: zero=1 {_beside(found, space, n._replace(zero=1))}."]
-    return [f"zero={n.zero} shares state among {replicas} replicas; zero=0 {_beside(found, space, n._replace(zero=0))}."]
+    return [
+        f"zero={n.zero} shares state among {replicas} replicas; zero=0 {_beside(found, space, n._replace(zero=0))}."
+    ]
 
 
 def _recomputation(found: Planned, space: Space) -> list[str]:
@@ -160,9 +165,9 @@ def _recomputation(found: Planned, space: Space) -> list[str]:
         return ["Nothing runs again: all activations fit."]
     again = found.cost.seconds.get("recomputation", 0.0)
     less = n._replace(checkpoint=0)
+    share = f"{again / found.cost.time:.1%}"
     return [
-        f"checkpoint={n.checkpoint} runs {again / found.cost.time:.1%} of the step again; without it the plan "
-        f"{_beside(found, space, less)}."
+        f"checkpoint={n.checkpoint} runs {share} of the step again; without it the plan {_beside(found, space, less)}."
     ]
 
 

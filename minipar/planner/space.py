@@ -14,12 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from math import prod
 from typing import Any
 
 from minipar.costs.hardware import Hardware
 from minipar.errors import PlanError
-from minipar.models.sizes import Chain, Sizes, Transformer
+from minipar.models.sizes import Sizes, Transformer
 from minipar.prediction.closed_form import PlanNumbers
 from minipar.strategies import keys
 from minipar.strategies.keys import OFFLOADS
@@ -41,6 +40,8 @@ class Space:
     batch            rows of a step
     domains          of each key its values; a schedule is (name, chunks)
     precision        of all plans
+    pins             what was fixed
+    runs             whether only plans count that minipar itself can run
     """
 
     model: Sizes
@@ -49,6 +50,7 @@ class Space:
     domains: Mapping[str, tuple[Any, ...]]
     precision: str = "bf16"
     pins: Mapping[str, Any] = field(default_factory=dict)
+    runs: bool = False
 
     @property
     def devices(self) -> int:
@@ -214,5 +216,3 @@ def _words(text: str) -> dict[str, str]:
             raise PlanError(f"pin {word!r}: must be key=value, such as tp=8")
         found[key] = value
     return found
-
-

@@ -12,8 +12,8 @@ bound on the slowest stage, the least sum is a dynamic program over (stages behi
 
 The times of all stages are the possible bounds. The least sum falls as the bound grows. So no plan whose slowest stage
 takes a < t <= b is faster than least(b) + (m - 1) a, and where this is no better than what was found, no bound between
-a and b has to be tried. The most promising interval is halved first. A stage with s stages behind holds the activations of s + 1 micro-batches under 1F1B, so memory says
-whether it may be there.
+a and b has to be tried. The most promising interval is halved first. A stage with s stages behind holds the activations
+of s + 1 micro-batches under 1F1B, so memory says whether it may be there.
 
 Where a bound admits a plan, its real slowest stage may be faster than the bound; the plan is judged by that.
 
@@ -124,7 +124,12 @@ def stage_costs(
 
 
 def stages(
-    costs: StageCosts, nodes: int, per_node: int, microbatches: int, budget: float | None = None, most: int | None = None
+    costs: StageCosts,
+    nodes: int,
+    per_node: int,
+    microbatches: int,
+    budget: float | None = None,
+    most: int | None = None,
 ) -> Staged:
     """The fastest stages that use the whole cluster.
 

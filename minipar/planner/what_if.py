@@ -1,8 +1,8 @@
 """What if? Pin a choice and solve again, ask what another one would cost, see two answers apart, trade time for memory.
 
-    explain(graph, "1.mlp.0")       a row for each choice of that node: the best answer that has it, and how much slower
-    difference(before, after)       the nodes that two answers decide differently
-    front(graph)                    the best time for each budget of memory
+explain(graph, "1.mlp.0")       a row for each choice of that node: the best answer that has it, and how much slower
+difference(before, after)       the nodes that two answers decide differently
+front(graph)                    the best time for each budget of memory
 """
 
 from __future__ import annotations

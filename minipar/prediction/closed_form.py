@@ -7,17 +7,17 @@
 No program is made and nothing is simulated: one call takes a small part of a millisecond, so that a search can try
 every plan.
 
-Time. Each operator takes its operations / FLOP/s or its bytes / bandwidth, whichever is longer (a roofline). How close a
-matrix product comes to the peak depends on its smallest dimension (`Efficiency`). Collectives of ranks in one node use
-its links; those of ranks in several nodes are done inside the nodes and between them, by rings. The schedule's own
+Time. Each operator takes its operations / FLOP/s or its bytes / bandwidth, whichever is longer (a roofline). How close
+a matrix product comes to the peak depends on its smallest dimension (`Efficiency`). Collectives of ranks in one node
+use its links; those of ranks in several nodes are done inside the nodes and between them, by rings. The schedule's own
 formula (`ClosedForm`, beside its generator) makes a step of this. Last come the sums of gradients, and the optimizer at
 the speed of the memory.
 
 Memory. Model states by the stage of ZeRO; what a block saves (Korthikanti et al. 2022, table 2) times the micro-batches
 that the schedule keeps; what a backward and the loss need for a moment; gathered parameters and buckets.
 
-Ranks are counted so that tp is the fastest axis, then cp, ep, dp, and pp the slowest. So ranks that share a layer are in
-one node if they can be.
+Ranks are counted so that tp is the fastest axis, then cp, ep, dp, and pp the slowest. So ranks that share a layer are
+in one node if they can be.
 """
 
 from __future__ import annotations
@@ -187,7 +187,9 @@ def gather_alone(machine: Hardware, axis: Links, size: float) -> float:
         return gather(machine, axis, size)
     share = machine.efficiency
     rate = min(share.lanes, inside) * machine.far * share.far
-    return (n - 1) / n * size / rate + (n // inside - 1) * machine.far_latency + (n - n // inside) * machine.near_latency
+    return (
+        (n - 1) / n * size / rate + (n // inside - 1) * machine.far_latency + (n - n // inside) * machine.near_latency
+    )
 
 
 def exchange(machine: Hardware, axis: Links, size: float) -> float:
@@ -225,9 +227,7 @@ def kernels(machine: Hardware, element: int) -> Kernels:
     """The kernels of a machine for numbers of 2 or 4 bytes."""
     share = machine.efficiency
     peak = machine.flops if element < 4 else machine.flops32
-    return Kernels(
-        peak * share.matmul, share.half, machine.memory_bandwidth * share.memory, share.kernel, element
-    )
+    return Kernels(peak * share.matmul, share.half, machine.memory_bandwidth * share.memory, share.kernel, element)
 
 
 @lru_cache(4096)
@@ -355,12 +355,11 @@ def chain_work(model: Chain, machine: Hardware, element: int, rows: float) -> tu
         matrix = flops / run.peak * (1 + run.half / min(layer.size, max(1.0, rows * layer.size))) if flops else 0.0
         memory = run.stream(element * layer.moved * rows)
         saved = element * layer.saved * rows
-        found.append(
-            Work(
-                matrix, memory, (2 * matrix, 2 * memory), matrix, 0.0, 0.0, 0.0, 0.0, layer.parameters, 0, saved,
-                saved, element * layer.output * rows, flops, 0.0,
-            )  # fmt: skip
-        )
+        work = Work(
+            matrix, memory, (2 * matrix, 2 * memory), matrix, 0.0, 0.0, 0.0, 0.0, layer.parameters, 0, saved, saved,
+            element * layer.output * rows, flops, 0.0,
+        )  # fmt: skip
+        found.append(work)
     return tuple(found)
 
 
@@ -429,7 +428,7 @@ def _stage(works: list[tuple[Work, int]], checkpoint: int | str) -> Stage:
 
 def _joined(one: Stage, other: Stage) -> Stage:
     """Both together: sums, but for the peak."""
-    added = one._make(a + b for a, b in zip(one, other, strict=True))
+    added = Stage._make(a + b for a, b in zip(one, other, strict=True))
     return added._replace(peak=max(one.peak, other.peak))
 
 
@@ -471,13 +470,15 @@ def form_of(numbers: PlanNumbers) -> ClosedForm:
     """The closed form of the plan's schedule. Errors: PlanError if it has none."""
     form = find(numbers.schedule).form
     if form is None:
-        raise PlanError(f"schedule={numbers.schedule}: has no closed form; possible is minipar.estimate, which simulates")
+        raise PlanError(
+            f"schedule={numbers.schedule}: has no closed form; possible is minipar.estimate, which simulates"
+        )
     return form
 
 
 def closed_form(numbers: PlanNumbers, model: Sizes, machine: Hardware, form: ClosedForm | None = None) -> Cost:
-    """Time and memory of a step. It does not check whether the plan fits a device, or whether its schedule can work with
-    so many micro-batches: `minipar.estimate` does.
+    """Time and memory of a step. It does not check whether the plan fits a device, or whether its schedule can work
+    with so many micro-batches: `minipar.estimate` does.
 
     form   the formulas of the schedule; default those beside its generator
     Errors: PlanError for a model that cannot be cut so, and for a schedule without formulas.
@@ -496,7 +497,8 @@ def closed_form(numbers: PlanNumbers, model: Sizes, machine: Hardware, form: Clo
     waits = [_waits(numbers, machine, one, axes) for one, _ in kinds]
     forwards = [one.forward for one, _ in kinds]
     backwards = [
-        one.backward - less + more + wait for (one, _), less, more, wait in zip(kinds, hidden, added, waits, strict=True)
+        one.backward - less + more + wait
+        for (one, _), less, more, wait in zip(kinds, hidden, added, waits, strict=True)
     ]
     weights = [one.weight + more for (one, _), more in zip(kinds, added, strict=True)]
     totals = [f + b for f, b in zip(forwards, backwards, strict=True)]
@@ -507,7 +509,9 @@ def closed_form(numbers: PlanNumbers, model: Sizes, machine: Hardware, form: Clo
     flushed = find(n.schedule).asynchronous is None  # (without a flush the pipeline is full from the first to the last)
     even = form.time(Times(f, b - w, w), p, m, v) + (m - flushed) * (totals[slow] - f - b) if p > 1 else m * (f + b)
     message = _message(numbers, model, machine) if p > 1 else 0.0
-    messages = form.time(Times(f, b - w, w, message), p, m, v) - form.time(Times(f, b - w, w), p, m, v) if p > 1 else 0.0
+    messages = (
+        form.time(Times(f, b - w, w, message), p, m, v) - form.time(Times(f, b - w, w), p, m, v) if p > 1 else 0.0
+    )
 
     sums = max(_sums(numbers, machine, one, axes, backwards[slow]) for one, _ in kinds)
     sums += _copies(numbers, machine, model, form, kinds)
@@ -563,7 +567,8 @@ def _waits(numbers: PlanNumbers, machine: Hardware, stage: Stage, axes: Replicas
 
 
 def _by_layer(machine: Hardware, stage: Stage, axes: Replicas, size: int) -> float:
-    """Seconds of gathering, or of summing in shards, all parameters of a stage, layer by layer. `size`: bytes of one."""
+    """Seconds of gathering, or of summing in shards, all parameters of a stage, layer by layer. A parameter has
+    `size` bytes."""
     layers = max(1, stage.layers)
     found = layers * gather_alone(machine, axes.all, size * stage.parameters / layers)
     return found + layers * gather_alone(machine, axes.experts, size * stage.experts / layers)
@@ -589,7 +594,8 @@ def _sums(numbers: PlanNumbers, machine: Hardware, stage: Stage, axes: Replicas,
 def _copies(
     numbers: PlanNumbers, machine: Hardware, model: Sizes, form: ClosedForm, kinds: list[tuple[Stage, int]]
 ) -> float:
-    """Seconds of the sums over copies in the same pipeline: of a tied embedding, of stages that a schedule has twice."""
+    """Seconds of the sums over copies in the same pipeline: of a tied embedding, of stages that a schedule has
+    twice."""
     n = numbers
     if n.pp == 1:
         return 0.0
@@ -605,8 +611,8 @@ def _copies(
 def _step(numbers: PlanNumbers, machine: Hardware, stage: Stage) -> float:
     """Seconds of the optimizer.
 
-    It reads a gradient, a float32 parameter and two moments, and writes the last three, and the 16-bit parameter. Before
-    it the norm reads the gradients, and after it they are set to 0. All this in float32.
+    It reads a gradient, a float32 parameter and two moments, and writes the last three, and the 16-bit parameter.
+    Before it the norm reads the gradients, and after it they are set to 0. All this in float32.
     """
     each, updated = numbers.bytes, _share(numbers, stage, 1)
     moved = updated * (4 * (4 + 3 + 2) + each.parameter * (each.parameter < 4))

@@ -10,6 +10,7 @@ predicted shape.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,10 +33,22 @@ def as_emulated(profile: Profile, spec: DeviceSpec | None) -> Profile:
         return profile
     rate = spec.flops
 
-    def seconds(operations: dict[int, tuple[int, ...]]) -> dict[int, tuple[float, ...]]:
+    def seconds(operations: Mapping[int, tuple[float, ...]]) -> dict[int, tuple[float, ...]]:
         return {rows: tuple(n / rate for n in layers) for rows, layers in operations.items()}
 
-    return replace(profile, forward=seconds(profile.forward_flops), backward=seconds(profile.backward_flops))
+    def half(k: int) -> dict[int, tuple[float, ...]]:
+        return {
+            rows: tuple(profile.half_flops(rows, layer)[k] for layer in range(len(layers)))
+            for rows, layers in profile.backward_flops.items()
+        }
+
+    return replace(
+        profile,
+        forward=seconds(profile.forward_flops),
+        backward=seconds(profile.backward_flops),
+        backward_input=seconds(half(0)),
+        backward_weight=seconds(half(1)),
+    )
 
 
 @dataclass(frozen=True)
@@ -133,10 +146,12 @@ class EmulatedCosts:
         rows = own.rows(rank, ins.microbatch)
         if rows == 0:
             return 0.0
+        if ins.op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT):
+            second = ins.op is Op.BACKWARD_WEIGHT
+            return sum(own.profile.half_flops(rows, layer)[second] for layer in ins.layers)
         forward = ins.op in (Op.FORWARD, Op.RECOMPUTE)
         table = own.profile.forward_flops if forward else own.profile.backward_flops
-        whole = sum(table[rows][layer] for layer in ins.layers)
-        return whole / 2 if ins.op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT) else whole
+        return sum(table[rows][layer] for layer in ins.layers)
 
     @property
     def transfers_by_function(self) -> bool:

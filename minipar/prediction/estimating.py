@@ -4,10 +4,10 @@
     found.time, found.tflops_per_gpu, found.mfu, found.memory, found.breakdown
     print(found)
 
-plan      as for `Plan`, but estimates know more than minipar can run: `found.note` says so. `micro_batch_size=b` may stand
-          for `microbatches=m`. Without precision=, it is what the hardware is made for: bf16, or float32 on a laptop
-model     a preset's name, words or a table of numbers, a dataclass (models/sizes.py), or a torch module (`chain_of`)
-devices   a preset's name, words or a table of numbers, a dataclass (costs/hardware.py), or a calibration
+plan      as for `Plan`, but estimates know more than minipar can run: `found.note` says so. `micro_batch_size=b` may
+          stand for `microbatches=m`. Without precision=, it is what the hardware is made for: bf16, or float32 on a
+laptop model     a preset's name, words or a table of numbers, a dataclass (models/sizes.py), or a torch module
+(`chain_of`) devices   a preset's name, words or a table of numbers, a dataclass (costs/hardware.py), or a calibration
 
 The time is that of `closed_form`. A schedule without a formula is simulated: one replica with equal ranks, at 2p and 3p
 micro-batches (p is the number of ranks), from which the time grows evenly. `bucket`, `prefetch`, `clip` and `algorithm`
@@ -102,7 +102,7 @@ class Estimate:
     @property
     def plan(self) -> str:
         """The plan in words."""
-        return words(self.numbers)
+        return words(self.numbers, 2 if isinstance(self.model, Transformer) else 0)
 
     def __str__(self) -> str:
         """A small table."""
@@ -130,7 +130,7 @@ def _seconds(time: float) -> str:
 
 def estimate(
     plan: str | Mapping[str, Any] | Plan | PlanNumbers,
-    model: str | Sizes | GPT | Mixture | Mapping[str, Any],
+    model: str | Sizes | GPT | Mixture | Mapping[str, Any] | Any,
     devices: str | Hardware | Calibration,
     batch: int | None = None,
     *,
@@ -138,6 +138,7 @@ def estimate(
     gpus_per_node: int | None = None,
     simulate: bool = False,
     fused: bool = True,
+    example: Any = None,
 ) -> Estimate:
     """Time and memory of a step of `batch` rows. It says whether the plan fits (`fits`), and does not refuse it if not.
 
@@ -146,6 +147,7 @@ def estimate(
     gpus_per_node   in place of the hardware's own number
     simulate        simulate one replica even where the schedule has a formula
     fused           whether kernels are those of Megatron since 2022 (`PlanNumbers.fused`)
+    example         an input of one row or more, if `model` is a torch module (`models.counting.chain_of`)
     Errors: PlanError for an unknown name, key or number, and for a plan that cannot be: it says what is possible.
     """
     machine = hardware(devices)
@@ -153,6 +155,11 @@ def estimate(
         machine = replace(machine, per_node=keys.whole_number("gpus_per_node", gpus_per_node))
     if nodes is not None:
         machine = replace(machine, nodes=keys.whole_number("nodes", nodes))
+    if example is not None:
+        from minipar.models.counting import chain_of  # (it needs torch)
+
+        module: Any = model
+        model = chain_of(module, example)
     chosen = sizes(model)
     if isinstance(plan, PlanNumbers):
         numbers, form, note = plan, None, ""
@@ -286,8 +293,11 @@ def _checkpoint(choice: Any, numbers: PlanNumbers, model: Sizes, machine: Hardwa
     return max(1, round(sqrt(here * output / saved)))
 
 
-def words(numbers: PlanNumbers) -> str:
-    """The plan in the words that `estimate` reads."""
+def words(numbers: PlanNumbers, ends: int = 2) -> str:
+    """The plan in the words that `estimate` reads.
+
+    ends   layers of the model beside its blocks, which `split` counts: embedding and head
+    """
     n, default = numbers, PlanNumbers()
     found = [f"dp={n.dp}", f"pp={n.pp}"]
     for key, name in (("tp", "tp"), ("cp", "context_parallel"), ("ep", "ep")):
@@ -301,6 +311,9 @@ def words(numbers: PlanNumbers) -> str:
             found.append(f"chunks={n.chunks}")
         if "slices" in find(n.schedule).options:
             found.append(f"slices={n.chunks}")
+        if n.split and n.chunks == 1:
+            counts = [n.split[0] + ends // 2, *n.split[1:-1], n.split[-1] + ends // 2]
+            found.append(f"split={','.join(map(str, counts))}")
     found += [f"microbatches={n.microbatches}", f"{ROWS}={n.rows:g}"]
     if n.zero:
         found.append(f"zero={n.zero}")
@@ -425,9 +438,14 @@ def _replica(plan: Plan, count: int, times: Times) -> float:
     made = replace(plan, microbatches=count)
     cut = made.slice_count
     program = made.compile(layers=1 + max(map(max, made.placement())), check=False)
-    costs = {"forward": times.forward / cut, "backward": (times.both - times.forward) / cut}
-    halves = {"input_gradient": times.input_gradient / cut, "weight_gradient": times.weight_gradient / cut}
-    return simulated(program, **costs, **halves, latency=times.message).time
+    return simulated(
+        program,
+        forward=times.forward / cut,
+        backward=(times.both - times.forward) / cut,
+        input_gradient=times.input_gradient / cut,
+        weight_gradient=times.weight_gradient / cut,
+        latency=times.message,
+    ).time
 
 
 # what would fit -------------------------------------------------------------------------------------------------------
@@ -436,7 +454,9 @@ def _replica(plan: Plan, count: int, times: Times) -> float:
 def way_out(found: Estimate) -> str:
     """What a plan that does not fit needs: the memory of a device, or the smallest number of devices of this kind."""
     n, model, machine = found.numbers, found.model, found.machine
-    text = f"needs {found.memory / 1e9:.4g} GB, but {machine.name} has {machine.memory / 1e9:.4g} GB; it fits devices of "
+    text = (
+        f"needs {found.memory / 1e9:.4g} GB, but {machine.name} has {machine.memory / 1e9:.4g} GB; it fits devices of "
+    )
     text += f"{ceil(found.memory / 1e8) / 10:g} GB"
     more = smallest(n, model, replace(machine, nodes=0))
     if more is not None:
@@ -491,5 +511,3 @@ def report(found: Estimate) -> dict[str, Any]:
         "note": found.note,
         "text": str(found),
     }
-
-

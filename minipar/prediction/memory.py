@@ -7,6 +7,9 @@
 
 A tape cannot know who else holds a storage: an output lives until the executor, the layer that made it and the layer
 that read it have all released it. This module follows these holders as the executor does.
+
+Of layers that ranks share, a node may hand on a part of what it was given: (x, y) -> (x, z). Then the new value has the
+storage of z, and holds that of x, too. A collective that gives z another form makes a new storage and leaves x alone.
 """
 
 from __future__ import annotations
@@ -32,9 +35,11 @@ from minipar.program import (
     output,
     param,
     param_shard,
+    repartitions,
     tier,
     version_of,
 )
+from minipar.program.comm_volume import changing
 from minipar.program.graph_cuts import pieces_of
 from minipar.strategies.passes.compress import row_bytes, top
 from minipar.trace import Trace
@@ -101,6 +106,8 @@ class Walk:
         self.series = Series()
         self.changes: list[tuple[int, str, int]] = []
         self.live: dict[Value, Storage] = {}
+        self.handed_on: dict[Value, list[Storage]] = {}  # storages of other values that a value holds, too
+        self.joined: dict[Value, int] = {}  # bytes of a value that is put together when it is first read
         self.read: dict[
             tuple[int, int, int], list[Storage]
         ] = {}  # (layer, micro-batch, step) -> inputs that the layer's graph holds
@@ -189,6 +196,8 @@ class Walk:
             unpacked = self.unpacked.pop(value, 0)
             self.change(unpacked, "temporary", -1)
             self.change(-unpacked, "temporary", -1)
+            if value in self.joined:
+                self.live[value] = self.make(self.joined.pop(value), value.index, "live", "buffers")
             for message in self.messages.pop(value, ()):
                 self.release(message, "message")
             storage = self.live.get(value)
@@ -225,6 +234,9 @@ class Walk:
             need = self._workspace(ins.layers)
             self.change(need, "temporary", -1)
             self.change(-need, "temporary", -1)
+        elif repartitions(ins):
+            if self.sizes.rows(self.rank, ins.microbatch):
+                self.repartition(ins)
         elif ins.op is Op.REDUCE_SCATTER:
             self.reduce_scatter(ins)
         elif ins.op is Op.ALL_REDUCE and ins.reads[0].kind == "param":
@@ -249,6 +261,8 @@ class Walk:
                 storage = self.live.pop(value, None)
                 self.release(storage, "live")
                 self.release(storage, f"live {value}")
+                for other in self.handed_on.pop(value, ()):
+                    self.release(other, f"live {value}")
 
     def versions(self, ins: Instruction) -> None:
         """Make the next version of parameters, in place of the newest one if nothing needs that any more."""
@@ -270,6 +284,46 @@ class Walk:
         for value in ins.writes:
             if value.kind != "buffer":
                 self.messages[value] = [message]
+
+    def repartition(self, ins: Instruction) -> None:
+        """A collective that gives an output, or the gradient of one, another form, as `execution/repartition.py` runs
+        it. Tensors whose form stays are not touched; the others are held until the new ones are read."""
+        (source,), (target,) = ins.reads, ins.writes
+        there = self.storages_of(source)
+        changed = self.sizes.size(self.rank, changing(ins))
+        stays = max(0, self.sizes.size(self.rank, source) - changed)
+        made = max(0, self.sizes.size(self.rank, target) - stays)
+        kept = _within(there, stays)
+        messages = [storage for storage in there if storage not in kept]
+        rest = min(stays - sum(one.size for one in kept), sum(one.size for one in messages) - changed)
+        if rest > 0 and messages and messages[0].size > rest:  # it has tensors of both
+            messages[0].size -= rest
+            kept.append(Storage(rest, messages[0].layer, messages[0].kind))
+        for storage in messages:
+            self.hold(storage, "message")
+        for storage in kept:
+            self.hold(storage, f"live {target}")
+        self.handed_on[target] = kept
+        if ins.op is Op.ALL_REDUCE or ins.op is Op.REDUCE_SCATTER:
+            if ins.op is Op.REDUCE_SCATTER:  # all parts, behind each other
+                messages.append(self.make(changed, -1, "message", "buffers"))
+            self.live[target] = self.make(made, target.index, "live", "buffers")
+        else:  # the parts of all ranks; of an exchange also what is given for them
+            copies = len(ins.group) if ins.op is Op.ALL_GATHER else 2
+            messages.append(self.make(copies * changed, -1, "message", "buffers"))
+            self.joined[target] = made
+        self.messages[target] = messages
+
+    def storages_of(self, value: Value) -> list[Storage]:
+        """The storages that a live value holds."""
+        own = self.live.get(value)
+        return [*([own] if own is not None else []), *self.handed_on.get(value, ())]
+
+    def named(self, plain: Value, among: Sequence[Value]) -> Value:
+        """A value as an instruction names it: with its form."""
+        if not self.program.forms:
+            return plain
+        return next((one for one in among if one._replace(form="") == plain), plain)
 
     def _sent(self, ins: Instruction, *messages: Storage) -> None:
         """The messages of a sum stay until an instruction reads the sum."""
@@ -372,8 +426,8 @@ class Walk:
     def forward(self, ins: Instruction) -> None:
         i, step = ins.microbatch, ins.step
         saves = {value.index for value in ins.writes if value.kind == "saved"}
-        found = (self.live.get(output(a, i, step)) for a in self.program.wiring.inputs[ins.layers[0]])
-        given = [storage for storage in found if storage is not None]
+        inputs = (self.named(output(a, i, step), ins.reads) for a in self.program.wiring.inputs[ins.layers[0]])
+        given = [storage for value in inputs for storage in self.storages_of(value)]
         borrowed: list[Storage] = []  # inputs of pieces: the executor holds them until the instruction ends
         for piece in self.pieces[ins.layers, i]:
             trains = piece[0] in saves
@@ -393,18 +447,32 @@ class Walk:
                         self.hold(made, f"made by {key}")
                         self.made[key] = made
                 self._carry_on(ins, key, tape)
+                passed = self._handed_on(output(layer, i, step), made, given)
                 if layer == piece[0]:
                     borrowed += given
-                else:
-                    self.release(given[0], "walk")
-                given = [made]
-            handed_on = output(piece[-1], i, step)
+                for value in given:
+                    if value not in borrowed and value not in passed:
+                        self.release(value, "walk")
+                given = [made, *passed]
+            handed_on = self.named(output(piece[-1], i, step), ins.writes)
             if handed_on in ins.writes:
                 self.release(self.live.pop(handed_on, None), "live")
                 self.hold(made, "live")
                 self.live[handed_on] = made
+                for storage in passed:
+                    self.hold(storage, f"live {handed_on}")
+                self.handed_on[handed_on] = passed
         for storage in (*borrowed, *given):
             self.release(storage, "walk")
+
+    def _handed_on(self, value: Value, made: Storage | None, given: Sequence[Storage]) -> list[Storage]:
+        """The storages that a node was given and hands on: the value has more bytes than the node has made."""
+        forms = self.program.forms
+        if not forms:
+            return []
+        form = value.form or (forms[value.index].writes if value.kind == "output" else "")
+        whole = self.sizes.size(self.rank, value._replace(form=form))
+        return _within(given, whole - (made.size if made is not None else 0))
 
     def _carry_on(self, ins: Instruction, key: tuple[int, int, int], tape: LayerTape) -> None:
         """What a layer keeps of a slice for the next slice. Its bytes are counted already."""
@@ -534,10 +602,14 @@ class Walk:
         apart = len(into) > 1 and ins.op is Op.BACKWARD
         if apart:
             self.release(found, "walk")
+        given = [storage for value in ins.reads if value.kind == "grad_output" for storage in self.storages_of(value)]
         for e, source in zip(into, inputs, strict=True):
-            value = grad_output(e, ins.microbatch, ins.step)
+            value = self.named(grad_output(e, ins.microbatch, ins.step), ins.writes)
             if source < first:
                 continue
+            self.handed_on[value] = self._handed_on(value, found, given)
+            for storage in self.handed_on[value]:
+                self.hold(storage, f"live {value}")
             if apart:
                 self.live[value] = self.make(self.sizes.size(self.rank, value), source, "live")
             elif found is not None:
@@ -569,3 +641,13 @@ class Walk:
                 if g in self.kept:
                     copied.append(g)
         return copied
+
+
+def _within(storages: Sequence[Storage], size: int) -> list[Storage]:
+    """Those of some storages that together have at most so many bytes, the largest first."""
+    found: list[Storage] = []
+    for storage in sorted(storages, key=lambda one: -one.size):
+        if 0 < storage.size <= size and storage not in found:
+            found.append(storage)
+            size -= storage.size
+    return found

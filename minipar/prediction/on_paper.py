@@ -1,11 +1,12 @@
-"""Time and memory of a plan from formulas alone: from a model's name, a device's data sheet and a plan. No torch.
+"""The program of a plan, simulated with costs from formulas: from a model's name, a device's rates, a plan. No torch.
 
     found = on_paper.predict("pp=8 dp=4 zero=1 microbatches=16 precision=bf16", "megatron-7.5b", "a100-80gb", batch=64)
     found.trace.time, max(found.memory)           seconds of a step; bytes on the fullest rank
 
-The simulator gives the time: operations / `flops`, and bytes / bandwidth of links. `memory_formula` gives the memory.
-The optimizer's own time is left out, and so is memory that an instruction needs only while it runs: they have no
-formula here.
+The whole program is compiled, so that there is a trace to look at. `minipar.estimate` compiles nothing, and knows which
+part of its peak a device reaches. The simulator gives the time: operations / `flops`, and bytes / bandwidth of links.
+`memory_formula` gives the memory. The optimizer's own time is left out, and so is memory that an instruction needs only
+while it runs: they have no formula here.
 """
 
 from __future__ import annotations
@@ -101,6 +102,7 @@ def profile(model: str, rows: Iterable[int], precision: str = "float32", selecti
         step_seconds=0.0,
         forward_flops={count: _whole(costs.forward) for count, costs in by_rows.items()},
         backward_flops={count: _whole(costs.backward) for count, costs in by_rows.items()},
+        input_flops={count: _whole(analytic.input_flops(model, count, selective=selective)) for count in by_rows},
     )
 
 

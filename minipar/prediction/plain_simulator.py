@@ -30,7 +30,8 @@ def start_and_end(program: Program, costs: Costs) -> tuple[list[list[float]], li
             continue
         starts[rank][k] = now = clock[rank]
         if ins.op is Op.SEND or ins.op in COPIES:
-            lanes: list[Hashable] = [(rank, ins.peer if ins.op is Op.SEND else ins.stream)]
+            # (a link has its op in its name: it is not the group of the same two ranks)
+            lanes: list[Hashable] = [(Op.SEND, rank, ins.peer) if ins.op is Op.SEND else (rank, ins.stream)]
             lanes += [(rank, PORT)] if ins.stream == PORT else []
             occupied, delay = costs.transfer(rank, ins)
             starts[rank][k] = max([now, *(free[lane] for lane in lanes)])

@@ -8,6 +8,7 @@ from minipar.costs.measured import Profile
 from minipar.costs.rates import ORDINARY, Calibration, Copies
 from minipar.program import COMPUTE, COPIES, SERVICE, Instruction, Op, Program, Value, home, output, repartitions, tier
 from minipar.program.comm_volume import changes, hops, of_collective, of_message
+from minipar.program.forms import COUNTS
 from minipar.program.rows import split_rows
 from minipar.strategies.shares import shares_of
 
@@ -178,6 +179,9 @@ class ProfiledCosts:
         """With tensor parallelism, the sizes of an output or a gradient that is not in its own node's form."""
         forms, profile = self.program.forms, self.profile
         if changes(value):
+            counted = changes(value) == "output" and COUNTS in forms[value.index + 1].reads
+            if counted and COUNTS not in value.form:
+                return profile.counts_bytes
             return profile.changing_bytes if changes(value) == "output" else profile.grad_changing_bytes
         if value.kind == "output" and value.form != forms[value.index].writes:
             return profile.read_bytes

@@ -23,7 +23,8 @@ def input_half(walk: Walk, ins: Instruction) -> None:
     above = walk.sum_of_gradients(ins)
     held = above is not None  # whether the walk holds it: it is such a sum, or a gradient between two pieces
     if above is None and (out := walk.program.wiring.out[ins.layers[-1]]):
-        above = walk.live.get(grad_output(out[0], i, step))  # the instruction's frees free it
+        read = walk.named(grad_output(out[0], i, step), ins.reads)
+        above = walk.live.get(read)  # the instruction's frees free it
     for piece in reversed(walk.pieces[ins.layers, i]):
         given, received, inner = above, above, False
         freed: list[tuple[int, int]] = []

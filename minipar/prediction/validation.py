@@ -1,19 +1,20 @@
 """Predictions beside published numbers, row by row: `minipar validate`.
 
     exact       parameters, operations, ZeRO's table 1, memory of activations: formulas against formulas
-    calibrated  seconds and TFLOP/s that were measured on A100s. Four constants of `Efficiency` were fitted on four of the
-                rows (benchmarks/fit_efficiency.py); these are marked, and no average counts them
+    calibrated  seconds and TFLOP/s that were measured on A100s. Four constants of `Efficiency` were fitted on four of
+                the rows (benchmarks/fit_efficiency.py); these are marked, and no average counts them
     ranking     which of several plans is faster
 
 Sources: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021
-(tables 1 and 2, figures 12 and 13); Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
-2022 (tables 4 and 5, figure 1); Rajbhandari et al., "ZeRO", 2020 (table 1).
+(tables 1 and 2, figures 12 and 13); Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
+Models", 2022 (tables 4 and 5, figure 1); Rajbhandari et al., "ZeRO", 2020 (table 1).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from minipar.costs.hardware import PRESETS, Hardware
@@ -59,8 +60,8 @@ FITTED = ("megatron-1.7b", "megatron-18b", "megatron-310b")  # rows of table 1: 
 class Korthikanti(NamedTuple):
     """A row of tables 3 and 5 and figure 1: p, chunks, rows of a step and of a micro-batch; seconds with full
     recomputation, and with sequence parallelism and selective recomputation; MFU of the latter; GiB of the first rank:
-    states, activations with tp only, activations of the latter plan. (The paper's HFU is not here: it counts an attention
-    core that runs again three times.)"""
+    states, activations with tp only, activations of the latter plan. (The paper's HFU is not here: it counts an
+    attention core that runs again three times.)"""
 
     model: str
     pp: int
@@ -189,11 +190,11 @@ def exact() -> Iterator[Row]:
         yield Row("exact", "Korthikanti table 5", f"{found.model} MFU at the published time", "%", 100 * found.mfu,
                   100 * cost.model_flops / devices, 0.05 + 0.5 * found.mfu / found.selective)  # fmt: skip
     for size, table in ZERO_TABLE.items():
-        for ranks, published in zip(ZERO_RANKS, table, strict=True):
-            for zero, gigabytes in enumerate(published, 1):
+        for ranks, line in zip(ZERO_RANKS, table, strict=True):
+            for zero, gigabytes in enumerate(line, 1):
                 held = states(int(size), ranks, zero).total / 1e9
-                yield Row("exact", "ZeRO table 1", f"{size / 1e9:g}B, {ranks} ranks, stage {zero}", "GB", gigabytes, held,
-                          _digit(gigabytes))  # fmt: skip
+                what = f"{size / 1e9:g}B, {ranks} ranks, stage {zero}"
+                yield Row("exact", "ZeRO table 1", what, "GB", gigabytes, held, _digit(gigabytes))
     for found in TABLE_5:
         block, first = _first_rank(found, 0, False), _first_rank(found, "selective", True)
         parts = (_matrices(found), block, first)
@@ -313,7 +314,7 @@ def ranking(machine: Hardware = A100) -> Iterator[Claim]:
         for zero, ptd in zip(alone, piped, strict=True):
             predicted.append(tflops(table_2(ptd), name, machine) / tflops(table_2(zero), name, machine))
             published.append(ptd.tflops / zero.tflops)
-        rising = all(a < b for a, b in zip(predicted, predicted[1:], strict=False))
+        rising = all(a < b for a, b in pairwise(predicted))
         yield Claim(
             f"{name}: tensor and pipeline parallelism beat ZeRO-3, by more the more GPUs (Narayanan table 2)",
             f"{_listed(predicted)} times as fast; published {_listed(published)}",
@@ -339,7 +340,7 @@ def ranking(machine: Hardware = A100) -> Iterator[Claim]:
     yield Claim(
         "175B on 96 GPUs, 12, 24, 48, 60 rows: interleaving helps, and less the larger the batch (Narayanan figure 12)",
         f"{_listed(gains)} times as fast",
-        gains[0] > 1.05 and all(a > b for a, b in zip(gains, gains[1:], strict=False)),
+        gains[0] > 1.05 and all(a > b for a, b in pairwise(gains)),
     )
 
 
@@ -398,7 +399,8 @@ def show(result: dict[str, Any]) -> str:
                     f"| {row['table']} | {row['what']}{mark} | {row['published']:.5g} {row['unit']} | "
                     f"{row['predicted']:.5g} {row['unit']} | {_percent(row['error'])} |"
                 )
-        words = f"{found['rows']} rows on which nothing was fitted: mean error {found['mean']:.1%}, worst {found['worst']:.1%}"
+        words = f"{found['rows']} rows on which nothing was fitted: mean error {found['mean']:.1%}, "
+        words += f"worst {found['worst']:.1%}"
         if "holds" in found:
             words += f" (allowed {found['allowed_mean']:.1%}, {found['allowed_worst']:.1%})"
         lines += ["", words + ".", ""]

@@ -362,6 +362,11 @@ class Program:
         return tuple(found)
 
     @cached_property
+    def kept(self) -> tuple[int, ...]:
+        """For each rank, how many layers of its `share` keep something of a micro-batch for their backward."""
+        return tuple(sum(layer >= self.first_trainable for layer in layers) for layers in self.share)
+
+    @cached_property
     def groups_of_layer(self) -> tuple[tuple[int, ...], ...]:
         """For each layer the indices of the parameter groups it uses."""
         found: list[list[int]] = [[] for _ in range(self.layers)]

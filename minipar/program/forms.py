@@ -6,6 +6,10 @@
     S0   a shard: rank k has the k-th of equal parts of dimension 0; S1, S2, ... of another dimension.
          S0:3 cuts dimension 0 in 3 pieces first, such as queries, keys and values, and each rank has a part of each
 
+    U0   an unequal shard: rank k has the entries that the k-th of equal parts of the counts count, cut in dimension 0;
+         U1: in dimension 1. The counts are the last tensor N in front of it in the same value
+    N    the counts of unequal shards, whole: (B, X), how many entries row b has for column x
+
 A value of several tensors has a letter for each, such as "R,P". The text is empty where all of them are whole, as are
 the values of every program without tensor parallelism.
 
@@ -19,7 +23,11 @@ rank gets a SEND and a RECV:
 
     written P, read R    ALL_REDUCE               written S1, read R    ALL_GATHER
     written M, read R    ALL_REDUCE               written S1, read S2   ALL_TO_ALL
-    written P, read S1   REDUCE_SCATTER
+    written P, read S1   REDUCE_SCATTER           written U0, read U1   ALL_TO_ALL, of parts of different sizes
+    written S0, read N   ALL_GATHER
+
+Which sizes unequal shards have only the data tell, as with the tokens of experts. So ranks first gather the counts,
+then exchange the entries. A gradient of unequal shards has the counts in front of it, too: it goes back as they came.
 
 Source: the letters are those of GSPMD (Xu et al., 2021) and of torch's DTensor: replicate, partial, shard.
 """
@@ -30,7 +38,7 @@ from typing import NamedTuple
 
 from minipar.program.instructions import Op
 
-WHOLE, PARTIAL, MOST = "R", "P", "M"
+WHOLE, PARTIAL, MOST, COUNTS = "R", "P", "M", "N"
 
 
 class Forms(NamedTuple):
@@ -39,7 +47,7 @@ class Forms(NamedTuple):
     reads        its input: what the node before it gives
     writes       its output
     grad_reads   the gradient of its output, where its backward takes it: a letter for each tensor of numbers with
-                 fractions, since others have no gradient
+                 fractions, since others have no gradient, and for counts (N)
     grad_writes  the gradient of its input, as its backward gives it
     """
 
@@ -67,7 +75,8 @@ def pairs(before: str, after: str) -> list[tuple[str, str]]:
 
 def is_form(form: str, read: bool = False) -> bool:
     """Whether this text is a form of a value; or one that a node may read."""
-    return all(letter in (WHOLE, PARTIAL, MOST) or _is_shard(letter, "SC" if read else "S") for letter in letters(form))
+    words = (WHOLE, PARTIAL, MOST, COUNTS, "U0", "U1")
+    return all(letter in words or _is_shard(letter, "SC" if read else "S") for letter in letters(form))
 
 
 def _is_shard(letter: str, first: str) -> bool:
@@ -94,11 +103,11 @@ def collective_of(before: str, after: str) -> Op | None:
     """The collective that makes a tensor of the one letter into one of the other; None: there is no single one."""
     if after == WHOLE and before in (PARTIAL, MOST):
         return Op.ALL_REDUCE
-    if after == WHOLE and before[0] == "S":
+    if after in (WHOLE, COUNTS) and before[0] == "S":
         return Op.ALL_GATHER
     if before == PARTIAL and after[0] == "S":
         return Op.REDUCE_SCATTER
-    return Op.ALL_TO_ALL if before[0] == after[0] == "S" else None
+    return Op.ALL_TO_ALL if before[0] == after[0] and before[0] in "SU" else None
 
 
 def steps(written: str, read: str) -> list[tuple[Op | None, str]]:
@@ -129,7 +138,8 @@ def lacking(before: str, after: str) -> str:
     return f"; {told} is missing between them"
 
 
-_WORDS = {WHOLE: "whole", PARTIAL: "a partial sum", MOST: "a partial maximum"}
+_WORDS = {WHOLE: "whole", PARTIAL: "a partial sum", MOST: "a partial maximum", COUNTS: "counts of unequal shards"}
+_WORDS |= {f"U{dim}": f"an unequal shard by dimension {dim} of its counts" for dim in range(2)}
 
 
 def in_words(form: str) -> str:

@@ -17,6 +17,7 @@ from itertools import product
 from minipar.errors import PlanError
 
 SHARING = ("tp", "cp", "ep")  # axes whose ranks share layers: operators, the tokens of a sequence, experts
+AXES = ("dp", "pp", *SHARING)  # the axes that plans have
 
 
 class Mesh(tuple[tuple[str, int], ...]):

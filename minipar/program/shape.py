@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import operator
+from bisect import bisect_right
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
@@ -61,6 +62,17 @@ class Shape:
     def firsts(self) -> tuple[int, ...]:
         """The first node of each of the model's own layers, and the number of all nodes."""
         return tuple(accumulate(self.nodes or (1,) * self.layers, initial=0))
+
+    @property
+    def own_names(self) -> tuple[str, ...]:
+        """The names of the model's own layers, where they are known: that of a node is "layer.node"."""
+        if not self.nodes or not self.names:
+            return self.names
+        return tuple(self.names[first].rpartition(".")[0] for first in self.firsts[:-1])
+
+    def own_layer(self, node: int) -> int:
+        """The model's own layer that a node is a piece of."""
+        return bisect_right(self.firsts, node) - 1 if self.nodes else node
 
 
 def uniform(layers: int, bytes_per_layer: int = 4) -> Shape:

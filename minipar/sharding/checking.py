@@ -113,11 +113,12 @@ def _verify(operator: Operator, inputs: Sequence[Tensor], choice: Choice, ranks:
     whole = [t.clone().requires_grad_(t.is_floating_point()) for t in inputs]
     found = local.call(operator, whole)
     expected = tuple(found) if isinstance(found, (list, tuple)) else (found,)
+    counts = inputs[operator.inputs.index(operator.counts)] if operator.counts else None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        laid = [local.cut(t.detach(), p, ranks) for t, p in zip(inputs, choice.ins, strict=True)]
+        laid = [local.cut(t.detach(), p, ranks, counts) for t, p in zip(inputs, choice.ins, strict=True)]
         gradients = [torch.randn_like(t) if t.requires_grad else torch.zeros_like(t) for t in expected]
-        cuts = [local.cut(g, forms.conjugate(p), ranks) for g, p in zip(gradients, choice.outs, strict=True)]
+        cuts = [local.cut(g, forms.conjugate(p), ranks, counts) for g, p in zip(gradients, choice.outs, strict=True)]
     parts = [[one[k].requires_grad_(one[k].is_floating_point()) for one in laid] for k in range(ranks)]
     shapes = [forms.cut(tuple(t.shape), p, ranks) for t, p in zip(expected, choice.outs, strict=True)]
     try:
@@ -131,8 +132,8 @@ def _verify(operator: Operator, inputs: Sequence[Tensor], choice: Choice, ranks:
         raise PlanError(f"{title}: it does not run on a part", str(error)) from error
     made = [done[k,] for k in range(ranks)]
     for j, (want, p) in enumerate(zip(expected, choice.outs, strict=True)):
-        _compare(f"{title}: output {j} joined as {p}", want, [rank[j] for rank in made], p)
-    _gradients(title, operator, choice, whole, expected, gradients, parts, made, cuts)
+        _compare(f"{title}: output {j} joined as {p}", want, [rank[j] for rank in made], p, counts)
+    _gradients(title, operator, choice, whole, expected, gradients, parts, made, cuts, counts)
 
 
 def _gradients(
@@ -145,6 +146,7 @@ def _gradients(
     parts: Sequence[Sequence[Tensor]],
     made: Sequence[Sequence[Tensor]],
     cuts: Sequence[Sequence[Tensor]],
+    counts: Tensor | None,
 ) -> None:
     wanted = [t for t in whole if t.requires_grad]
     live = [j for j, t in enumerate(expected) if t.requires_grad]
@@ -167,11 +169,13 @@ def _gradients(
         p = forms.conjugate(choice.ins[k])
         ranks = [got[rank * each + position] for rank in range(len(parts))]
         filled = [torch.zeros_like(parts[r][k]) if g is None else g for r, g in enumerate(ranks)]
-        _compare(f"{title}: the gradient of {operator.inputs[k]} joined as {p}", want, filled, p)
+        _compare(f"{title}: the gradient of {operator.inputs[k]} joined as {p}", want, filled, p, counts)
 
 
-def _compare(title: str, want: Tensor, parts: Sequence[Tensor], placement: forms.Placement) -> None:
-    joined = local.join(parts, placement)
+def _compare(
+    title: str, want: Tensor, parts: Sequence[Tensor], placement: forms.Placement, counts: Tensor | None
+) -> None:
+    joined = local.join(parts, placement, counts)
     if joined is None:
         raise PlanError(f"{title}: the ranks do not have the same")
     if joined.shape != want.shape:

@@ -9,9 +9,11 @@ goes from node to node is a value, or a tuple of several: the residual goes alon
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,8 +21,9 @@ from torch import Tensor, nn
 
 from minipar.errors import PlanError
 from minipar.models.randomness import RowDropout
+from minipar.models.selective_checkpoint import Recomputed
 from minipar.models.tensors import tensors
-from minipar.program.forms import PARTIAL, WHOLE, Forms, text_of
+from minipar.program.forms import COUNTS, PARTIAL, WHOLE, Forms, text_of
 from minipar.sharding import local
 from minipar.sharding.forms import Placement, cut
 from minipar.sharding.graph import Graph, Layer, Operator, Slot
@@ -36,7 +39,8 @@ ROWS = (17, 19)  # of the two captures that tell what depends on the rows of a b
 class Part:
     """A tensor that goes from node to node: as it was written, and as it is read behind the first border.
 
-    rows   of the micro-batch with which the layer was captured
+    rows     of the micro-batch with which the layer was captured
+    counts   whether it counts unequal parts of others
     """
 
     name: str
@@ -45,6 +49,7 @@ class Part:
     differentiable: bool
     floating: bool
     rows: int
+    counts: bool
 
 
 def _shard(placement: Placement, rows: int) -> str:
@@ -81,6 +86,9 @@ def _letters(part: Part) -> tuple[str, str, str, str]:
         reads = f"C{reads[1:]}"
     if grad_writes == WHOLE and grad_reads[0] == "S":
         grad_reads = f"C{grad_reads[1:]}"
+    if part.counts:  # where they are whole, they go in front of what they count, and with its gradient, too
+        writes, reads = (COUNTS if letter == WHOLE else letter for letter in (writes, reads))
+        return writes, reads, COUNTS, COUNTS
     if not part.differentiable:  # its gradient, if its reader makes one, stays where it is
         grad_writes = grad_reads = _backward(part.written, part.rows) if part.written.kind == "S" else WHOLE
     if (writes, reads) == (WHOLE, PARTIAL) or (part.differentiable and (grad_writes, grad_reads) == (WHOLE, PARTIAL)):
@@ -111,13 +119,14 @@ def pieces_of(sharding: Sharding, rows: int) -> list[Piece]:
     written = {name: form.on(AXIS) for name, form in sharding.forms.items()}
     level: dict[str, int] = dict.fromkeys(graph.inputs, 0)  # of each value, that of its writer
     stored = {name for name, tensor in graph.tensors.items() if tensor.kind in ("parameter", "buffer")}
+    counting = {one.operator.counts for one in sharding.operators if any(form.on(AXIS).unequal for form in one.outs)}
     parts: dict[tuple[str, str], Part] = {}
     uses: dict[tuple[str, str], int] = {}  # of each part, the last level that reads it
     levels: list[tuple[int, Divided]] = []
 
     def part_of(name: str, read: Placement) -> Part:
         tensor = graph.tensors[name]
-        found = Part(name, written[name], read, tensor.differentiable, tensor.floating, rows)
+        found = Part(name, written[name], read, tensor.differentiable, tensor.floating, rows, name in counting)
         if (read.kind == "P" and written[name].whole) or not _changes(found):
             found = replace(found, read=found.written)
         return parts.setdefault((name, str(found.read)), found)
@@ -139,7 +148,7 @@ def pieces_of(sharding: Sharding, rows: int) -> list[Piece]:
 
     def as_written(name: str) -> Part:
         tensor = graph.tensors[name]
-        return Part(name, written[name], written[name], tensor.differentiable, tensor.floating, rows)
+        return Part(name, written[name], written[name], tensor.differentiable, tensor.floating, rows, name in counting)
 
     ends = [as_written(name) for name in graph.outputs]
     for part in ends:
@@ -150,6 +159,7 @@ def pieces_of(sharding: Sharding, rows: int) -> list[Piece]:
     found[0].takes = [as_written(name) for name in graph.inputs]
     for k in range(last):
         across = [part for key, part in parts.items() if level[part.name] <= k < uses.get(key, -1)]
+        across.sort(key=lambda part: not part.counts)  # counts go first: what they count is exchanged by them
         found[k].gives = found[k + 1].takes = across
     found[last].gives = ends
     # What is already in its new form when it comes to a border has changed at the border before.
@@ -166,8 +176,8 @@ def forms_of(pieces: Sequence[Piece], graph: Graph, sharding: Sharding) -> list[
     for k, piece in enumerate(pieces):
         takes = [_at_border(part, level[part.name] == k - 1) for part in piece.takes]
         gives = [_at_border(part, level[part.name] == k and k < len(pieces) - 1) for part in piece.gives]
-        smooth_in = [letters for part, letters in zip(piece.takes, takes, strict=True) if part.floating]
-        smooth_out = [letters for part, letters in zip(piece.gives, gives, strict=True) if part.floating]
+        smooth_in = [own for part, own in zip(piece.takes, takes, strict=True) if part.floating or COUNTS in own[:2]]
+        smooth_out = [own for part, own in zip(piece.gives, gives, strict=True) if part.floating or COUNTS in own[:2]]
         found.append(
             Forms(
                 reads=text_of(tuple(letters[1] for letters in takes)),
@@ -225,6 +235,8 @@ def with_rows(given: Any, rows: int) -> Any:
 
 # Nodes ----------------------------------------------------------------------------------------------------------------
 
+Templates = tuple[dict[str, tuple[Any, ...]], dict[str, Any]]
+
 
 @dataclass(frozen=True)
 class Stored:
@@ -232,6 +244,10 @@ class Stored:
 
     value: Tensor
     name: str = ""
+
+
+Line = tuple[Divided, Operator, tuple[tuple[int, ...], ...]]  # an operator as it runs, and its outputs' local shapes
+Find = Callable[[str, Placement], Tensor]  # a tensor by its name, and how it is read
 
 
 @dataclass(frozen=True)
@@ -259,7 +275,7 @@ class Recipe:
             found |= {n: form.on(AXIS) for n, form in zip(one.operator.outputs, one.outs, strict=True)}
         return found
 
-    def prepared(self, rows: int) -> list[tuple[Divided, Operator, tuple[tuple[int, ...], ...]]]:
+    def prepared(self, rows: int) -> list[Line]:
         """The operators for a micro-batch of so many rows, with the local shapes of their outputs."""
         if rows not in self._known:
             found = []
@@ -280,7 +296,7 @@ class Recipe:
         return cut(shape, _at_rows(placement, self.captured, rows), self.place.ranks, AXIS, name)
 
     @cached_property
-    def _known(self) -> dict[int, list[tuple[Divided, Operator, tuple[tuple[int, ...], ...]]]]:
+    def _known(self) -> dict[int, list[Line]]:
         return {}
 
     def check(self, values: Sequence[Tensor], rows: int, title: str) -> None:
@@ -288,7 +304,8 @@ class Recipe:
         if rows not in self._checked:
             self._checked[rows] = [self._local_shape(part.name, part.read, rows) for part in self.piece.takes]
         for part, value, shape in zip(self.piece.takes, values, self._checked[rows], strict=True):
-            if value.shape != shape:
+            known = int(part.read.unequal)  # the first dimension of an unequal part has any size
+            if value.shape[known:] != shape[known:]:
                 raise PlanError(
                     f"node {title}: {part.name} has the shape {tuple(value.shape)}, and {shape} in the first batch; "
                     "ranks that share layers take tensors of one shape in all steps, such as sequences of one length"
@@ -298,14 +315,104 @@ class Recipe:
     def _checked(self) -> dict[int, list[tuple[int, ...]]]:
         return {}
 
-    def rows(self, values: Sequence[Tensor]) -> int:
-        """How many rows the micro-batch has: from the first dimension that depends on it."""
-        for part, value in zip(self.piece.takes, values, strict=True):
-            for dim, size in enumerate(self.shapes[part.name]):
+    def rows(self, takes: Iterable[tuple[str, Placement]], values: Sequence[Tensor]) -> int:
+        """How many rows the micro-batch has: from the first dimension of these values that depends on it."""
+        for (name, read), value in zip(takes, values, strict=True):
+            if read.unequal:
+                continue
+            for dim, size in enumerate(self.shapes[name]):
                 if isinstance(size, Size):
-                    shards = self.place.ranks if part.read.kind == "S" and part.read.dim == dim else 1
+                    shards = self.place.ranks if read.kind == "S" and read.dim == dim else 1
                     return value.shape[dim] * shards // size.each
         return 0
+
+    @cached_property
+    def unread(self) -> list[tuple[str, ...]]:
+        """For each operator, what no later operator of the node reads, and no other node."""
+        every = [one.operator for one in self.piece.operators]
+        last = {name: k for k, op in enumerate(every) for name in (*op.inputs, *op.outputs)}
+        mine = {name for op in every for name in op.outputs} - {part.name for part in self.piece.gives}
+        return [tuple(name for name in mine if last[name] == k) for k in range(len(every))]
+
+    def run(
+        self, lines: range, rows: int, find: Find, dropouts: Mapping[str, nn.Module], made: dict[str, Tensor]
+    ) -> None:
+        """Run these operators on what `find` gives, and add what they make to `made`, as long as it is read.
+
+        dropouts   the modules of some operators, by their names
+        """
+        every = self.prepared(rows)
+        for k in lines:
+            one, operator, outputs = every[k]
+            inputs = [find(name, form.on(AXIS)) for name, form in zip(operator.inputs, one.ins, strict=True)]
+            if operator.name in dropouts:
+                module = dropouts[operator.name]
+                made[operator.outputs[0]] = self._dropped(module, operator, one.outs[0].on(AXIS), inputs[0], rows)
+            else:
+                running = local.run(operator, one.choices, {AXIS: self.place}, inputs, outputs)
+                made.update(zip(operator.outputs, _finished(running, operator), strict=True))
+            del inputs
+            self.forget(k, made)
+
+    def forget(self, line: int, made: dict[str, Tensor]) -> None:
+        """Let go what nobody reads after this operator."""
+        for name in self.unread[line]:
+            made.pop(name, None)
+
+    def _dropped(self, module: nn.Module, operator: Operator, written: Placement, given: Tensor, rows: int) -> Tensor:
+        """Dropout of this rank's part, by the mask of the whole tensor."""
+        if not isinstance(module, RowDropout):  # the one of torch, where nothing but time is measured
+            made: Tensor = module(given)
+            return made
+        lies = _at_rows(written, self.captured, rows)
+        whole = with_rows(self.shapes[operator.outputs[0]], rows)
+        if lies.kind != "S":
+            return module.of_part(given, whole, lambda kept: kept)
+        return module.of_part(given, whole, Cut(lies.dim, self.place.index, self.place.ranks, lies.pieces).of)
+
+    def as_read(self, name: str, read: Placement, found: Tensor, stored: bool = False) -> Tensor:
+        """A tensor that is whole as it is read: as it is, or as a part of a sum."""
+        if read.kind == "P" and (stored or self.written[name].whole):
+            part: Tensor = _AsPart.apply(found, self.place.index)
+            return part
+        return found
+
+
+class _Core(Recomputed):
+    """Operators of a node, lines `first` to `end`, that keep only what they read with checkpoint=selective.
+
+    takes   what they read of others, as it is read; `gives`: what others read of them
+    """
+
+    def __init__(self, recipe: Recipe, lines: range, dropouts: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.recipe, self.lines = recipe, lines
+        every = recipe.piece.operators
+        own = [every[k] for k in lines]
+        made = {name for one in own for name in one.operator.outputs}
+        later = [name for one in every[lines.stop :] for name in one.operator.inputs]
+        later += [part.name for part in recipe.piece.gives]
+        reads = [pair for one in own for pair in zip(one.operator.inputs, one.ins, strict=True)]
+        found = {(name, str(form.on(AXIS))): (name, form.on(AXIS)) for name, form in reads if name not in made}
+        self.takes = tuple(found.values())
+        self.gives = tuple(name for name in dict.fromkeys(later) if name in made)
+        self.dropouts: dict[str, str] = {}
+        for one in own:
+            if one.operator.name in dropouts:
+                self.dropouts[one.operator.name] = f"dropout_{len(self.dropouts)}"
+                self.add_module(self.dropouts[one.operator.name], dropouts[one.operator.name])
+
+    def compute(self, *inputs: Tensor) -> Any:
+        taken = {(name, str(read)): value for (name, read), value in zip(self.takes, inputs, strict=True)}
+        made: dict[str, Tensor] = {}
+
+        def find(name: str, read: Placement) -> Tensor:
+            return self.recipe.as_read(name, read, made[name]) if name in made else taken[name, str(read)]
+
+        rows = self.recipe.rows(self.takes, inputs)
+        self.recipe.run(self.lines, rows, find, {name: getattr(self, own) for name, own in self.dropouts.items()}, made)
+        found = tuple(made[name] for name in self.gives)
+        return found[0] if len(found) == 1 else found
 
 
 class CapturedNode(Node):
@@ -316,6 +423,7 @@ class CapturedNode(Node):
         self.recipe = recipe
         self.own: dict[str, str] = {}  # names of parameters and buffers in the graph -> those in this module
         self.dropouts: dict[str, str] = {}  # names of operators -> those of their modules here
+        self.cores: list[_Core] = []  # which are modules of this one, too
 
     def forward(self, given: Any) -> Any:
         # What has no gradient in the whole layer gets none here either, although it comes from another node.
@@ -326,35 +434,26 @@ class CapturedNode(Node):
         there = {part.name: value for part, value in zip(self.recipe.piece.takes, values, strict=True)}
         keyed = {(part.name, str(part.read)): v for part, v in zip(self.recipe.piece.takes, values, strict=True)}
         made: dict[str, Tensor] = {}
-        place, rows = self.recipe.place, self.recipe.rows(values)
+        rows = self.recipe.rows([(part.name, part.read) for part in self.recipe.piece.takes], values)
         self.recipe.check(values, rows, self.title)
-        for one, operator, outputs in self.recipe.prepared(rows):
-            inputs = [
-                self._input(name, form.on(AXIS), made, keyed, there)
-                for name, form in zip(operator.inputs, one.ins, strict=True)
-            ]
-            if operator.name in self.dropouts:
-                made[operator.outputs[0]] = self._dropped(operator, one.outs[0].on(AXIS), inputs[0], rows)
-                continue
-            running = local.run(operator, one.choices, {AXIS: place}, inputs, outputs)
-            made.update(zip(operator.outputs, _finished(running, operator), strict=True))
+
+        def find(name: str, read: Placement) -> Tensor:
+            return self._input(name, read, made, keyed, there)
+
+        done, end = 0, len(self.recipe.piece.operators)
+        dropouts = {name: getattr(self, own) for name, own in self.dropouts.items()}
+        for core in self.cores:
+            self.recipe.run(range(done, core.lines.start), rows, find, dropouts, made)
+            made.update(zip(core.gives, tensors(core(*(find(*taken) for taken in core.takes))), strict=True))
+            for line in core.lines:
+                self.recipe.forget(line, made)
+            done = core.lines.stop
+        self.recipe.run(range(done, end), rows, find, dropouts, made)
         found = tuple(
             made[part.name] if part.name in made else keyed.get((part.name, str(part.read)), there.get(part.name))
             for part in self.recipe.piece.gives
         )
         return found[0] if len(found) == 1 else found
-
-    def _dropped(self, operator: Operator, written: Placement, given: Tensor, rows: int) -> Tensor:
-        """Dropout of this rank's part, by the mask of the whole tensor."""
-        module, place = getattr(self, self.dropouts[operator.name]), self.recipe.place
-        if not isinstance(module, RowDropout):  # the one of torch, where nothing but time is measured
-            made: Tensor = module(given)
-            return made
-        lies = _at_rows(written, self.recipe.captured, rows)
-        whole = with_rows(self.recipe.shapes[operator.outputs[0]], rows)
-        if lies.kind != "S":
-            return module.of_part(given, whole, lambda kept: kept)
-        return module.of_part(given, whole, Cut(lies.dim, place.index, place.ranks, lies.pieces).of)
 
     def _input(
         self,
@@ -373,9 +472,7 @@ class CapturedNode(Node):
             found = made[name]
         else:
             found = keyed[name, str(read)] if (name, str(read)) in keyed else there[name]
-        if read.kind == "P" and (name in self.own or self.recipe.written[name].whole):
-            return _AsPart.apply(found, self.recipe.place.index)
-        return found
+        return self.recipe.as_read(name, read, found, name in self.own)
 
 
 class _AsPart(torch.autograd.Function):
@@ -401,33 +498,50 @@ def _finished(running: Any, operator: Operator) -> tuple[Tensor, ...]:
     raise PlanError(f"{operator.name} ({operator.op}): needs {request.op} on {axis} inside; nodes cannot do that yet")
 
 
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of equal layers on one rank: of each node what it computes, and its forms."""
+
+    recipes: tuple[Recipe, ...]
+    forms: tuple[Forms, ...]
+
+
+def planned(sharding: Sharding, templates: Templates, place: local.Place, rows: int) -> Nodes:
+    """The nodes of all layers that have these forms.
+
+    templates   shapes of all tensors and arguments of all operators, in which `Size` stands for rows
+    rows        of the capture
+    """
+    pieces = pieces_of(sharding, rows)
+    recipes = tuple(Recipe(piece, *templates, place, rows) for piece in pieces)
+    return Nodes(recipes, tuple(forms_of(pieces, sharding.graph, sharding)))
+
+
 def nodes_of(
     layer: Layer,
     sharding: Sharding,
-    templates: tuple[Mapping[str, tuple[Any, ...]], Mapping[str, Any]],
+    shared: Nodes,
     stored: Mapping[str, Stored],
     title: str,
     place: local.Place,
     known: dict[str, nn.Parameter],
-    rows: int,
     dropouts: Mapping[str, nn.Dropout],
+    cores: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Node]:
     """The nodes of one layer on one rank.
 
-    templates   shapes of all tensors and arguments of all operators, in which `Size` stands for rows
+    shared      what is the same for equal layers
     stored      the layer's parameters and buffers by their names in the graph
     known       parameters that other layers hold already, by name
-    rows        of the capture
     dropouts    for each operator that is one, by its name in the graph
+    cores       for each operator of a part that checkpoint=selective runs again, the name of that part
     """
-    graph = sharding.graph
-    pieces = pieces_of(sharding, rows)
-    forms = forms_of(pieces, graph, sharding)
+    pieces = [recipe.piece for recipe in shared.recipes]
     held = _held(sharding, stored, place, known)
     nodes: list[Node] = []
-    for k, (piece, own) in enumerate(zip(pieces, forms, strict=True)):
-        node = CapturedNode(Recipe(piece, *templates, place, rows), own, f"{title}.{k}")
-        for one in piece.operators:
+    for k, (recipe, own) in enumerate(zip(shared.recipes, shared.forms, strict=True)):
+        node = CapturedNode(recipe, own, f"{title}.{k}")
+        for one in recipe.piece.operators:
             if one.operator.name in dropouts:
                 node.dropouts[one.operator.name] = f"dropout_{len(node.dropouts)}"
                 node.add_module(node.dropouts[one.operator.name], dropouts[one.operator.name])
@@ -440,12 +554,27 @@ def nodes_of(
                     node.hold(node.own[name], value, held[name], known)
                 else:
                     node.register_buffer(node.own[name], value, persistent=False)
+        modules = {name: getattr(node, own) for name, own in node.dropouts.items()}
+        for lines in _runs([cores.get(one.operator.name, "") for one in recipe.piece.operators]):
+            core = _Core(node.recipe, lines, modules)
+            node.add_module(f"core_{len(node.cores)}", core)
+            node.cores.append(core)
         nodes.append(node)
     _check_changed(layer, pieces, stored)
     unused = [name for name in stored if isinstance(stored[name].value, nn.Parameter) and name not in _read(sharding)]
     for name in unused:  # which no operator reads: it is part of the model all the same
         nodes[0].hold(f"unused_{len(nodes[0].held)}", stored[name].value, Held(stored[name].name), known)  # type: ignore[arg-type]
     return nodes
+
+
+def _runs(parts: Sequence[str]) -> list[range]:
+    """Where neighbours belong to the same part; those that belong to none ("") are left out."""
+    found, start = [], 0
+    for part, run in groupby(parts):
+        end = start + len(list(run))
+        found += [range(start, end)] if part else []
+        start = end
+    return found
 
 
 def _check_changed(layer: Layer, pieces: Sequence[Piece], stored: Mapping[str, Stored]) -> None:
@@ -506,9 +635,6 @@ def _held(
             forms = f"{before.form or 'whole'} and as {found[name].form or 'whole'}"
             raise PlanError(f"{whole}: layers that share it read it as {forms}; possible is one form for all")
     return found
-
-
-Templates = tuple[dict[str, tuple[Any, ...]], dict[str, Any]]
 
 
 def templates_of(small: Graph, large: Graph, rows: tuple[int, int]) -> Templates:

@@ -15,6 +15,9 @@ was not cut once more, at the end of the step: also that of a norm which all ran
 The blocks of a dimension are cut by the outer (first) axis first, then each of them by the next axis. `S0:3` cuts
 each of 3 equal pieces of dimension 0 and gives a rank its block of each piece: the queries, keys and values of a fused
 projection. This is how a rank gets whole heads of all three. Source of the letters: Alpa, DTensor, spmd_types.
+
+Blocks may be unequal: of a packed tensor, whose entries another tensor counts, U0 and U1 are the blocks of dimension 0
+that belong to equal blocks of dimension 0 or 1 of the counts (unequal.py). Such are the tokens of experts.
 """
 
 from __future__ import annotations
@@ -29,20 +32,31 @@ from minipar.program.mesh import Mesh
 
 @dataclass(frozen=True)
 class Placement:
-    """How a tensor lies on one axis: `kind` R, I, P or S; of S the dimension, and the pieces that are cut."""
+    """How a tensor lies on one axis: `kind` R, I, P or S; of S the dimension, and the pieces that are cut.
+
+    counted   where the blocks are unequal, the dimension of their counts that is cut; -1: they are equal
+    """
 
     kind: str
     dim: int = -1
     pieces: int = 1
+    counted: int = -1
 
     @property
     def whole(self) -> bool:
         """Whether every rank has all of the value."""
         return self.kind in ("R", "I")
 
+    @property
+    def unequal(self) -> bool:
+        """Whether ranks have blocks of sizes that only the data tell."""
+        return self.counted >= 0
+
     def __str__(self) -> str:
         if self.kind != "S":
             return self.kind
+        if self.unequal:
+            return f"U{self.counted}"
         return f"S{self.dim}" if self.pieces == 1 else f"S{self.dim}:{self.pieces}"
 
 
@@ -55,25 +69,32 @@ def S(dim: int, pieces: int = 1) -> Placement:
     return Placement("S", dim, pieces)
 
 
+def U(counted: int) -> Placement:
+    """An unequal block of dimension 0 for each rank: what an equal block of the counts' dimension `counted` counts."""
+    return Placement("S", 0, 1, counted)
+
+
 def conjugate(placement: Placement) -> Placement:
     """How the gradient lies of a value that lies so."""
     return _CONJUGATE.get(placement.kind, placement)
 
 
 def placement(text: str, rank: int | None = None, what: str = "") -> Placement:
-    """From `R`, `I`, `P`, `S1`, `S-1` or `S1:3`. `rank`: of the tensor, which dimensions below 0 need.
+    """From `R`, `I`, `P`, `S1`, `S-1`, `S1:3` or `U1`. `rank`: of the tensor, which dimensions below 0 need.
 
     Errors: PlanError for other text, or a dimension that the tensor does not have.
     """
     word = text.strip()
     if word in ("R", "I", "P"):
         return Placement(word)
+    if word in ("U0", "U1") and rank != 0:
+        return U(int(word[1]))
     found = re.fullmatch(r"S(-?\d+)(?::(\d+))?", word)
     pieces = int(found[2] or 1) if found else 0
     if found is None or pieces < 1:
         raise PlanError(
             f"{_named(what)}form {text!r}: must be R (whole), P (part of a sum), I (whole, its gradient too) or S and "
-            "a dimension, such as S0, S-1, or S0:3 (of each of 3 pieces)"
+            "a dimension, such as S0, S-1, or S0:3 (of each of 3 pieces); U0 or U1 (unequal blocks of what is counted)"
         )
     dim = int(found[1])
     if rank is not None and not -rank <= dim < rank:
@@ -168,9 +189,11 @@ def local_shape(shape: Sequence[int], form: Form, mesh: Mesh, what: str = "") ->
 
 
 def cut(shape: Sequence[int], p: Placement, ranks: int, axis: str = "", what: str = "") -> tuple[int, ...]:
-    """The shape of one rank's part on one axis. Errors: as `local_shape`."""
+    """The shape of one rank's part on one axis; of unequal blocks the mean. Errors: as `local_shape`."""
     if p.kind != "S":
         return tuple(shape)
+    if p.unequal:
+        return (shape[0] // ranks, *shape[1:])
     if p.dim >= len(shape):
         raise PlanError(f"{_named(what)}form {p}: the tensor has {_dimensions(len(shape))}; {nearest(shape, p, ranks)}")
     size = shape[p.dim]
@@ -185,8 +208,8 @@ def cut(shape: Sequence[int], p: Placement, ranks: int, axis: str = "", what: st
 
 
 def divides(shape: Sequence[int], p: Placement, ranks: int) -> bool:
-    """Whether all ranks of an axis get equal parts."""
-    return p.kind != "S" or (p.dim < len(shape) and shape[p.dim] % (p.pieces * ranks) == 0)
+    """Whether all ranks of an axis get equal parts, or are not meant to."""
+    return p.kind != "S" or p.unequal or (p.dim < len(shape) and shape[p.dim] % (p.pieces * ranks) == 0)
 
 
 def nearest(shape: Sequence[int], p: Placement, ranks: int) -> str:

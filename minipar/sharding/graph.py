@@ -63,6 +63,12 @@ class Operator:
     node: str = ""
     detached: bool = False
 
+    @property
+    def counts(self) -> str:
+        """The tensor that counts what is unequal among the others, for operators with an argument of this name."""
+        found = self.options.get("counts")
+        return self.inputs[found.index] if isinstance(found, Slot) else ""
+
     def option(self, name: str, default: Any = None) -> Any:
         """An argument that is no tensor; `default` where the operator has none of that name."""
         found = self.options.get(name, default)

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from minipar.errors import PlanError
 from minipar.models.experts import feed, routed, weighted
+from minipar.sharding import unequal
 from minipar.sharding.forms import Placement
 from minipar.sharding.graph import Operator, Shape, Slot
 from minipar.sharding.rules import Choice
@@ -132,6 +133,8 @@ def _special(operator: Operator, choice: Choice, inputs: Sequence[Tensor]) -> Fu
     if operator.op == "minipar::mixture":
         ways: dict[str, Function] = {"experts": _experts, "x": _some_experts}
         return ways.get(choice.name)
+    if operator.op == "minipar::feed_experts" and choice.name == "experts":
+        return _feed_own
     return None
 
 
@@ -145,15 +148,7 @@ _SIZES = {
 
 def call(operator: Operator, inputs: Sequence[Any], **changed: Any) -> Any:
     """Call the operator on tensors, some of its arguments changed."""
-
-    def filled(given: Any) -> Any:
-        if isinstance(given, Slot):
-            return inputs[given.index]
-        if isinstance(given, (list, tuple)):
-            return type(given)(filled(one) for one in given)
-        return given
-
-    options = {name: filled(given) for name, given in {**operator.options, **changed}.items()}
+    options = {name: _filled(given, inputs) for name, given in {**operator.options, **changed}.items()}
     if isinstance(operator.call, torch._ops.OpOverload):
         positional = []
         for argument in operator.call._schema.arguments:
@@ -162,6 +157,16 @@ def call(operator: Operator, inputs: Sequence[Any], **changed: Any) -> Any:
             positional.append(options.pop(argument.name))
         return operator.call(*positional, **options)
     return operator.call(**options)
+
+
+def _filled(given: Any, inputs: Sequence[Any]) -> Any:
+    """An argument with its tensors. (It is no function inside `call`: one that calls itself is a circle of references,
+    and would hold the tensors until the garbage collector runs.)"""
+    if isinstance(given, Slot):
+        return inputs[given.index]
+    if isinstance(given, (list, tuple)):
+        return type(given)(_filled(one, inputs) for one in given)
+    return given
 
 
 def _plain(operator: Operator, inputs: Sequence[Tensor], outputs: Sequence[Shape]) -> tuple[Tensor, ...]:
@@ -334,6 +339,14 @@ def _some_experts(
     return (weighted(feed(tokens, up, down), weights, chosen, place.index * up.shape[0]),)
 
 
+def _feed_own(
+    operator: Operator, choice: Choice, place: Place, inputs: list[Tensor], outputs: Sequence[Shape]
+) -> tuple[Tensor, ...]:
+    """Some of the experts, and all of their tokens."""
+    counts, *others = inputs
+    return (call(operator, [counts.chunk(place.ranks, 1)[place.index], *others]),)
+
+
 def _experts(
     operator: Operator, choice: Choice, place: Place, inputs: list[Tensor], outputs: Sequence[Shape]
 ) -> Running:
@@ -407,8 +420,14 @@ def collective(requests: Sequence[Request]) -> list[Tensor]:
 # Cutting and joining --------------------------------------------------------------------------------------------------
 
 
-def cut(tensor: Tensor, placement: Placement, ranks: int) -> list[Tensor]:
-    """A tensor's part on each rank. Of P they are parts of a sum, drawn so that no part is zero."""
+def cut(tensor: Tensor, placement: Placement, ranks: int, counts: Tensor | None = None) -> list[Tensor]:
+    """A tensor's part on each rank. Of P they are parts of a sum, drawn so that no part is zero.
+
+    counts   of unequal parts, what they are counted by
+    """
+    if placement.unequal:
+        assert counts is not None
+        return unequal.cut(tensor, unequal.table_of(counts, ranks), placement.counted)
     if placement.kind == "S":
         pieces = tensor.chunk(placement.pieces, placement.dim)
         blocks = [piece.chunk(ranks, placement.dim) for piece in pieces]
@@ -419,8 +438,11 @@ def cut(tensor: Tensor, placement: Placement, ranks: int) -> list[Tensor]:
     return [tensor.clone() for _ in range(ranks)]
 
 
-def join(parts: Sequence[Tensor], placement: Placement) -> Tensor | None:
-    """The whole of what the ranks have; None where they should have the same, and do not."""
+def join(parts: Sequence[Tensor], placement: Placement, counts: Tensor | None = None) -> Tensor | None:
+    """The whole of what the ranks have; None where they should have the same, and do not. `counts`: as in `cut`."""
+    if placement.unequal:
+        assert counts is not None
+        return unequal.whole(parts, unequal.table_of(counts, len(parts)), placement.counted)
     if placement.kind == "S":
         split = [part.chunk(placement.pieces, placement.dim) for part in parts]
         return torch.cat([one for piece in zip(*split, strict=True) for one in piece], placement.dim)

@@ -18,8 +18,8 @@ Sources: Xu et al., "GSPMD", 2021; Shoeybi et al., "Megatron-LM", 2019.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
@@ -135,12 +135,7 @@ class Sharding:
 
     def _collectives(self) -> Iterator[Collective]:
         for move in self.repartitions:
-            why = f"{move.writer or 'given'} -> {', '.join(name or 'end' for name in move.readers)}"
-            for phase, way in (("forward", move.forward), ("backward", move.backward)):
-                for step in way.collectives if way is not None else ():
-                    yield Collective(
-                        step.op, move.value, step.axis, step.bytes, step.seconds, phase, why, move.parameter
-                    )
+            yield from _of_move(move)
         for one in self.operators:
             for axis, inside in _inside(one, self.mesh):
                 value = one.operator.outputs[0]
@@ -152,6 +147,14 @@ class Sharding:
         """Every operator that is divided, and every place where a value changes its form."""
         lines = [str(one) for one in self.operators if any(c.divided for c in one.choices.values())]
         return "\n".join([*lines, *(move.explain() for move in self.repartitions)])
+
+
+def _of_move(move: Repartition) -> Iterator[Collective]:
+    """The collectives of a repartition, forward and backward."""
+    why = f"{move.writer or 'given'} -> {', '.join(name or 'end' for name in move.readers)}"
+    for phase, way in (("forward", move.forward), ("backward", move.backward)):
+        for step in way.collectives if way is not None else ():
+            yield Collective(step.op, move.value, step.axis, step.bytes, step.seconds, phase, why, move.parameter)
 
 
 def _inside(one: Divided, mesh: Mesh) -> Iterator[tuple[str, Inside]]:
@@ -243,8 +246,9 @@ def check_used(annotations: Annotations, used: Iterable[str], layers: Sequence[L
             f"the preset divides nothing here: no operator has one of its names ({told}); possible are annotations of "
             "your own, such as those that minipar.sharding.by_operators makes"
         )
-    unused = [pattern for pattern in annotations if pattern not in set(used)]
-    if not unused or (isinstance(annotations, Preset) and len(unused) < len(annotations)):
+    wanted = [pattern for pattern in annotations if pattern != FED]  # only experts without a capacity have that one
+    unused = [pattern for pattern in wanted if pattern not in set(used)]
+    if not unused or (isinstance(annotations, Preset) and len(unused) < len(wanted)):
         return
     names = {layer.own(op.name) for layer in layers for op in layer.graph.operators}
     names |= {layer.own(name) for layer in layers for name in layer.graph.parameters}
@@ -568,7 +572,7 @@ def _both(tensor: Tensor, start: Form, end: Form, mesh: Mesh, links: Mapping[str
 class ModelSharding:
     """The layers of a model with their forms; equal layers share one `Sharding`.
 
-    ends   how what the model hands on is read, in the order of the last layer's outputs
+    ends   where the loss reads what the model hands on in another form than it was written in
     """
 
     layers: tuple[Layer, ...]
@@ -576,31 +580,25 @@ class ModelSharding:
     ends: tuple[Repartition, ...] = ()
 
     def forms(self) -> dict[str, Form]:
-        """Of all tensors by their own names; of values with the number of their layer: "3:mlp.0"."""
+        """Of all tensors by their own names; values have the number of their layer in front: "3:linear"."""
         found = {}
         for k, (layer, sharding) in enumerate(zip(self.layers, self.shardings, strict=True)):
             for name, form in sharding.forms.items():
                 stored = sharding.graph.tensors[name].kind in ("parameter", "buffer")
-                found[layer.own(name) if stored else f"{k}:{layer.own(name)}"] = form
+                found[layer.own(name) if stored else f"{k}:{name}"] = form
         return found
 
     def collectives(self) -> tuple[Collective, ...]:
-        """Of all layers, forward in their order, then backward in the opposite one."""
-        every = [
-            (k, layer, one)
-            for k, (layer, sharding) in enumerate(zip(self.layers, self.shardings, strict=True))
-            for one in sharding.collectives()
-        ]
-        every.sort(
-            key=lambda found: (found[2].phase == "backward", found[0] * (1 if found[2].phase == "forward" else -1))
-        )
-        return tuple(
-            Collective(
-                one.op, layer.own(one.value) if one.parameter else f"{k}:{layer.own(one.value)}", one.axis, one.bytes,
-                one.time, one.phase, one.why, one.parameter,
-            )
-            for k, layer, one in every
-        )  # fmt: skip
+        """Of all layers, forward in their order, then backward in the opposite one. Those at the model's end, whose
+        value is the last layer's, lie between."""
+        every = [(k, one) for k, sharding in enumerate(self.shardings) for one in sharding.collectives()]
+        every += [(len(self.layers), one) for move in self.ends for one in _of_move(move)]
+        every.sort(key=lambda found: (1, -found[0]) if found[1].phase == "backward" else (0, found[0]))
+        return tuple(replace(one, value=self._own(min(k, len(self.layers) - 1), one)) for k, one in every)
+
+    def _own(self, number: int, one: Collective) -> str:
+        """The name of a collective's value, as in `forms`."""
+        return self.layers[number].own(one.value) if one.parameter else f"{number}:{one.value}"
 
 
 def propagate_model(
@@ -626,12 +624,12 @@ def propagate_model(
     chosen = dict(links or {})
     found: list[Sharding] = []
     handed: list[Form] | None = None
+    said = parsed(inputs, mesh, None, "inputs")
     for number, layer in enumerate(layers):
         graph = layer.graph
         fixed = resolve(layer, annotations, mesh, used)
         if handed is None:
             known = [whole(mesh)] * len(graph.inputs)
-            said = parsed(inputs, mesh, None, "inputs")
             for axis, p in said.items():
                 known = [
                     form.put(axis, p) if p.kind != "S" or p.dim < len(graph.tensors[name].shape) else form
@@ -664,18 +662,21 @@ def propagate_model(
             parameters.setdefault(layer.own(name), sharding.forms[name])
         handed = [sharding.forms[name] for name in graph.outputs]
     check_used(annotations, used, layers)
-    return ModelSharding(tuple(layers), tuple(found), tuple(_ends(layers, found, mesh, chosen)))
+    parts = {axis for axis, p in said.items() if p.kind == "S"}
+    return ModelSharding(tuple(layers), tuple(found), tuple(_ends(layers, found, mesh, chosen, parts)))
 
 
 def _ends(
-    layers: Sequence[Layer], shardings: Sequence[Sharding], mesh: Mesh, links: Mapping[str, Link]
+    layers: Sequence[Layer], shardings: Sequence[Sharding], mesh: Mesh, links: Mapping[str, Link], parts: Set[str]
 ) -> Iterator[Repartition]:
-    """What the model hands on is no part of a sum: it is added up."""
+    """The loss reads what the model hands on: a sum is added up, and a shard is gathered. On axes whose ranks have a
+    part of the rows or tokens (`parts`) each computes the loss of its shard."""
     if not layers:
         return
     graph, forms = layers[-1].graph, shardings[-1].forms
     for name in graph.outputs:
-        end = Form(forms[name].axes, tuple(I if p == P else p for p in forms[name].placements))
+        placements = (p if p.whole or (p.kind == "S" and axis in parts) else I for axis, p in forms[name].items())
+        end = Form(forms[name].axes, tuple(placements))
         if end != forms[name]:
             writer = graph.writer(name)
             way, back = _both(graph.tensors[name], forms[name], end, mesh, links)
@@ -695,6 +696,7 @@ ROWS = "*.attention.out|*.attn.c_proj|*.o_proj|*.mlp.2|*.mlp.down|*.mlp.c_proj|*
 TOKENS = "*.token|*.wte|*.embed_tokens"
 LOGITS = "*.logits|*.lm_head"
 EXPERTS = "*.experts.up|*.experts.down"
+FED = "*.feed_experts"  # without a capacity: the experts' tokens, of which ranks have unequal parts
 MADE_BY_EXPERTS = "*.experts.bmm|*.experts.matmul|*.experts.einsum|*.experts"
 _MATMULS = {FUSED, COLUMNS, ROWS}  # what a model must have some of, so that its preset divides anything
 NORMS = "*norm|*norm1|*norm2|*.ln_1|*.ln_2|*.ln_f"
@@ -729,9 +731,10 @@ def experts(axis: str = "ep") -> Preset:
     direction.
 
     The module `experts` has all experts side by side: the first dimension of its parameters `up` and `down`, and of
-    what its matrix products write, is that of the experts. Source: Lepikhin et al., "GShard", 2020.
+    what its matrix products write, is that of the experts. Without a capacity `feed_experts` writes what they make, in
+    unequal parts. Source: Lepikhin et al., "GShard", 2020.
     """
-    return Preset({EXPERTS: f"S0 on {axis}", MADE_BY_EXPERTS: f"S0 on {axis}"})
+    return Preset({EXPERTS: f"S0 on {axis}", MADE_BY_EXPERTS: f"S0 on {axis}", FED: f"U1 on {axis}"})
 
 
 def two_dimensional(data: str = "dp", model: str = "tp") -> Preset:

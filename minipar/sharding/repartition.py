@@ -2,7 +2,7 @@
 
     P -> R, I    all_reduce          S -> R, I    all_gather          R, I -> S    slice: no messages
     P -> S       reduce_scatter      S -> S       all_to_all          R <-> I      nothing
-                                                                      -> P         pad: zeros on all ranks but one
+                                     U0 <-> U1    all_to_all          -> P         pad: zeros on all ranks but one
 
 Of the axes that cut a dimension only the innermost may drop it, take it or change places: otherwise blocks would no
 longer lie one behind the other. The cheapest way is the shortest path (Dijkstra) through all forms. It finds by itself
@@ -124,7 +124,9 @@ def path(
     costs = tuple(known.get(axis, DEFAULT_LINK) for axis in start.axes)
     found = _shortest(start, end, tuple(shape), itemsize, mesh, costs)
     if found is None:
-        raise PlanError(f"{f'{what}: ' if what else ''}no way from {start} to {end}; read it as R (whole)")
+        unequal = any(p.unequal for p in (*start.placements, *end.placements))
+        other = "possible are U0 and U1 for both" if unequal else "read it as R (whole)"
+        raise PlanError(f"{f'{what}: ' if what else ''}no way from {start} to {end}; {other}")
     return found
 
 
@@ -167,6 +169,8 @@ def steps_from(
         targets = [R, I, *(S(d) for d in range(len(shape)))]
         targets += [wanted] if wanted not in targets else []
         for after in targets:
+            if before.unequal != after.unequal:
+                continue  # unequal blocks change places among themselves only
             op = _OPS.get((before.kind, after.kind))
             if op is None or after == before or after.dim in taken or not divides(free, after, ranks):
                 continue
@@ -262,4 +266,6 @@ def _forms(mesh: Mesh, placements: Sequence[Placement], shape: Sequence[int]) ->
 
 
 def _dim(p: Placement) -> str:
+    if p.unequal:
+        return f"0 (unequal ones, by dimension {p.counted} of their counts)"
     return f"{p.dim} (of each of {p.pieces} pieces)" if p.pieces > 1 else str(p.dim)

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from minipar.errors import PlanError
-from minipar.sharding.forms import I, P, Placement, R, S, divides, nearest
+from minipar.sharding.forms import I, P, Placement, R, S, U, divides, nearest
 from minipar.sharding.graph import Operator, Shape, Slot
 
 Factors = tuple[tuple[str, int], ...]  # of one dimension: letters and sizes, the slowest first
@@ -826,6 +826,24 @@ def _queues(shape: Shape, rows: int) -> tuple[Factors, ...]:
     return (("x", shape[0]),), (("b", rows), ("c", shape[1] // rows)), (("d", shape[2]),)
 
 
+# Without a capacity the queues are packed, and ranks have unequal parts of them: those of their rows (U0), or of their
+# experts (U1). `counts` (b, x) says where they begin. Rows and experts occur in a packed dimension together, which no
+# letter can say, so these ways have names. All of these operators have an argument `counts`.
+
+
+def _dispatch_all_variants(operator: Operator, ins: Shapes, outs: Shapes, ranks: int) -> Iterator[Choice]:
+    yield Choice("rows", (S(0), S(0), S(0)), (U(0),))
+
+
+def _feed_variants(operator: Operator, ins: Shapes, outs: Shapes, ranks: int) -> Iterator[Choice]:
+    yield Choice("rows", (S(0), U(0), R, R), (U(0),))
+    yield Choice("experts", (R, U(1), S(0), S(0)), (U(1),))
+
+
+def _combine_all_variants(operator: Operator, ins: Shapes, outs: Shapes, ranks: int) -> Iterator[Choice]:
+    yield Choice("rows", (R, U(0), S(0), S(0)), (S(0),))
+
+
 def _aten(names: str) -> tuple[str, ...]:
     return tuple(f"aten::{name}" for name in names.split())
 
@@ -852,6 +870,10 @@ rule("aten::cross_entropy_loss", _cross_entropy_line, variants=_cross_entropy_va
 rule("minipar::route", "bt!x!->bt!k!,bt!k!,b")
 rule("minipar::dispatch", _dispatch_line)
 rule("minipar::combine", _combine_line)
+rule("minipar::count", "bt!k!->bx!")
+rule("minipar::dispatch_all", "b!x!,b!t!d,b!t!k!->n!d", (1,), variants=_dispatch_all_variants)
+rule("minipar::feed_experts", "b!x!,n!d!,x!d!f,x!fd!->n!d!", variants=_feed_variants)
+rule("minipar::combine_all", "b!x!,n!d,b!t!k!,b!t!k!->b!t!d", (1, 2), variants=_combine_all_variants)
 rule("minipar::mixture", _mixture_line, variants=_mixture_variants)
 
 rule(_aten("sum mean"), _reduction(True))

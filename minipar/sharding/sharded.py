@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from minipar.errors import PlanError
 from minipar.models.network import edges_of
+from minipar.models.selective_checkpoint import Recomputed
 from minipar.models.tensors import count_rows, layers_of, map_tensors
 from minipar.program.forms import PARTIAL, WHOLE, Forms, in_words, letters, text_of
 from minipar.program.mesh import Mesh
 from minipar.sharding import automatic, local
 from minipar.sharding.capture import Captured, capture_model, within
-from minipar.sharding.cutting import AXIS, ROWS, Stored, Templates, nodes_of, templates_of
+from minipar.sharding.cutting import AXIS, ROWS, Nodes, Stored, nodes_of, planned, templates_of
 from minipar.sharding.graph import Layer, Operator
 from minipar.sharding.nodes import Node, ShardedModel
 from minipar.sharding.propagation import EXPERTS, Preset, matches, propagate_model
@@ -54,10 +55,10 @@ def local_model(
     small, large = (capture_model(model, _with_rows(example, rows)) for rows in captured)
     chosen = _on_axis(automatic.default(small.layers, count) if annotations is None else annotations)
     if EXPERTS in chosen and isinstance(chosen, Preset):
-        _check_experts(model, count)
+        check_experts(model, count)
     found = propagate_model(small.layers, chosen, Mesh(tp=count), f"{inputs or 'I'} on {AXIS}")
     known: dict[str, nn.Parameter] = {}
-    templates: dict[int, Templates] = {}
+    shared: dict[int, Nodes] = {}  # of equal layers, by the id of their forms
     firsts: dict[int, nn.Module] = {}
     names = _names(model)
     titles = {id(module): name for name, module in model.named_modules()}
@@ -67,12 +68,14 @@ def local_model(
         assert layer is not None
         graph = small.layers[number].graph
         first = firsts.setdefault(id(graph), layer)
-        if id(graph) not in templates:
-            templates[id(graph)] = templates_of(graph, large.layers[number].graph, captured)
+        sharding = found.shardings[number]
+        if id(sharding) not in shared:
+            templates = templates_of(graph, large.layers[number].graph, captured)
+            shared[id(sharding)] = planned(sharding, templates, place, captured[0])
         stored = _stored(small, number, first, layer, names)
         nodes = nodes_of(
-            small.layers[number], found.shardings[number], templates[id(graph)], stored, key, place, known, captured[0],
-            _dropouts(small.layers[number], first, layer, titles),
+            small.layers[number], sharding, shared[id(sharding)], stored, key, place, known,
+            _dropouts(small.layers[number], first, layer, titles), _cores(small.layers[number], first),
         )  # fmt: skip
         nodes[0].state = {
             f"{key}.{name}": value
@@ -95,7 +98,7 @@ def _on_axis(annotations: Mapping[str, str]) -> Mapping[str, str]:
     return Preset(on_axis) if isinstance(annotations, Preset) else on_axis
 
 
-def _check_experts(model: nn.Module, count: int) -> None:
+def check_experts(model: nn.Module, count: int) -> None:
     """Errors: PlanError for a model of which `experts()` would divide nothing, or experts that cannot be divided."""
     found = [(name, p) for name, p in model.named_parameters() if matches(EXPERTS, name)]
     if not found:
@@ -161,6 +164,12 @@ def _dropouts(captured: Layer, first: nn.Module, layer: nn.Module, titles: Mappi
         found[op.name] = nn.Dropout(module.p).train(module.training)
         found[op.name].row_name = titles[id(module)]  # type: ignore[assignment]
     return found
+
+
+def _cores(captured: Layer, first: nn.Module) -> dict[str, str]:
+    """For each operator of a part that checkpoint=selective runs again, the path of that part, "." for the layer."""
+    paths = [path for path, module in first.named_modules() if isinstance(module, Recomputed)]
+    return {op.name: path or "." for op in captured.graph.operators for path in paths if within(op.name, path)}
 
 
 def _draws(op: Operator) -> bool:

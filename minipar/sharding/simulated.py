@@ -17,7 +17,7 @@ from torch import Tensor
 
 from minipar.program.mesh import Mesh
 from minipar.sharding import local
-from minipar.sharding.forms import Form, axes_of, conjugate
+from minipar.sharding.forms import Form, I, axes_of, conjugate
 from minipar.sharding.propagation import Divided, Sharding
 from minipar.sharding.repartition import Step
 
@@ -67,9 +67,20 @@ def _in_form(sharding: Sharding, moved: dict[tuple[str, Form], Parts], name: str
             return moved[name, sharding.forms[name]]
         parts = moved[name, found.forward.start]
         for step in found.forward.steps:
-            parts = move(parts, step, sharding.mesh)
+            counts = _counts_of(sharding, moved, name, step) if step.before.unequal else None
+            parts = move(parts, step, sharding.mesh, counts)
         moved[name, form] = parts
     return moved[name, form]
+
+
+def _counts_of(sharding: Sharding, moved: Mapping[tuple[str, Form], Parts], name: str, step: Step) -> Parts:
+    """What counts the unequal parts of a tensor, whole on the axis of a step."""
+    writer = sharding.graph.writer(name)
+    assert writer is not None
+    form = sharding.forms[writer.counts]
+    before = form.on(step.axis)
+    counts = moved[writer.counts, form]
+    return counts if before.whole else move(counts, Step("all_gather", step.axis, before, I, 0, 0.0), sharding.mesh)
 
 
 def _run(one: Divided, read: Sequence[Parts], mesh: Mesh) -> list[Parts]:
@@ -89,12 +100,13 @@ def _run(one: Divided, read: Sequence[Parts], mesh: Mesh) -> list[Parts]:
     return [{place: outputs[k] for place, outputs in made.items()} for k in range(len(one.operator.outputs))]
 
 
-def move(parts: Parts, step: Step, mesh: Mesh) -> Parts:
-    """One step of a repartition on all ranks."""
+def move(parts: Parts, step: Step, mesh: Mesh, counts: Parts | None = None) -> Parts:
+    """One step of a repartition on all ranks. `counts`: of unequal parts, what they are counted by, on each rank."""
     k = axes_of(mesh).index(step.axis)
     made: Parts = {}
     for group in local.groups(parts, k):
-        for place, tensor in zip(group, _moved([parts[place] for place in group], step), strict=True):
+        own = None if counts is None else counts[group[0]]
+        for place, tensor in zip(group, _moved([parts[place] for place in group], step, own), strict=True):
             made[place] = tensor
     return made
 
@@ -111,7 +123,7 @@ class _Nothing(torch.autograd.Function):
         return gradient
 
 
-def _moved(parts: Sequence[Tensor], step: Step) -> list[Tensor]:
+def _moved(parts: Sequence[Tensor], step: Step, counts: Tensor | None = None) -> list[Tensor]:
     """A step within one group."""
     before, after, ranks = step.before, step.after, len(parts)
 
@@ -124,7 +136,7 @@ def _moved(parts: Sequence[Tensor], step: Step) -> list[Tensor]:
 
     def gathered(index: int | None = None) -> Tensor:
         own = [part if index in (None, j) else part.detach() for j, part in enumerate(parts)]
-        found = local.join(own, before)
+        found = local.join(own, before, counts)
         assert found is not None
         return found
 
@@ -136,7 +148,7 @@ def _moved(parts: Sequence[Tensor], step: Step) -> list[Tensor]:
     if before.kind == "S" and after.whole:
         return [gathered(None if after.kind == "R" else k) for k in range(ranks)]
     if before.kind == "S" and after.kind == "S":
-        return local.cut(gathered(), after, ranks)
+        return local.cut(gathered(), after, ranks, counts)
     if before.kind == "S":  # a sum of which each rank has its block
         zeros = [torch.zeros_like(part) for part in parts]
         padded = [

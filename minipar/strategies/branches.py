@@ -63,9 +63,9 @@ def parse(value: object, ranks: int) -> str | tuple[int, ...] | None:
 
 def check_shape(plan: Plan, shape: Shape) -> None:
     """Refuse choices of a plan that do not go together with the edges of a model."""
-    if plan.place is not None and plan.place != "branches" and len(plan.place) != shape.layers:
+    if plan.place is not None and plan.place != "branches" and len(plan.place) != shape.own_layers:
         raise PlanError(
-            f"place={_told(plan)}: of {several(len(plan.place), 'layer')}, but the model has {shape.layers}"
+            f"place={_told(plan)}: of {several(len(plan.place), 'layer')}, but the model has {shape.own_layers}"
         )
     if plan.place == "branches" and not any(len(found) > 1 for found in graphs.side_by_side(shape.edges, shape.layers)):
         raise PlanError(
@@ -98,9 +98,9 @@ def _told(plan: Plan) -> str:
 
 
 def ranks_of(place: str | tuple[int, ...], shape: Shape, ranks: int) -> tuple[int, ...]:
-    """The rank of every layer."""
+    """The rank of every layer; of layers that are cut into nodes, that of every node."""
     if isinstance(place, tuple):
-        return place
+        return tuple(place[shape.own_layer(node)] for node in range(shape.layers))
     blocks = graphs.side_by_side(shape.edges, shape.layers)
     widest = max(map(len, blocks))
     if ranks > widest:

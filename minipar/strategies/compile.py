@@ -85,6 +85,7 @@ def passes_of(plan: Plan) -> tuple[Pass, ...]:
         ("update", priority.update_late if late else update.update_at_the_end, flushed),
         ("fuse", fuse.fuse_layers, True),
         ("versions", versions.keep_versions, plan.asynchronous),
+        ("parts_of_updates", forms.sum_parts, plan.asynchronous and plan.sharing > 1),
     )
     found: list[Pass] = []
     for name, rewrite, applies in table:

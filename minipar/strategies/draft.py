@@ -39,6 +39,7 @@ PLACES = (
     "layers", "bucket", "checkpoint", "slices", "zero", "priority", "data_parallel", "compress", "forms",
     "parts", "copies", "host_layers",
     "offload", "local_steps", "clip", "parameter_server", "transfers", "update", "fuse", "versions",
+    "parts_of_updates",
 )  # fmt: skip
 
 

@@ -66,6 +66,8 @@ class Need:
 
 def shown(value: object) -> str:
     """A value as it is written in a plan's words."""
+    if isinstance(value, tuple) and value and isinstance(value[0], tuple):
+        return ";".join(f"{pattern}={form}" for pattern, form in value).replace(" on ", "@").replace(" ", "")
     if isinstance(value, tuple):
         return text(value) if value and isinstance(value[0], int) else ",".join(map(str, value)) or "none"
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
@@ -96,9 +98,6 @@ SPARSE = KeyValues(
 )
 BUDGET = KeyValues(
     "checkpoint", "checkpoint of a budget", lambda plan: budget_of(plan.checkpoint) is not None, "checkpoint=sqrt"
-)
-SELECTIVE = KeyValues(
-    "checkpoint", "checkpoint=selective", lambda plan: plan.checkpoint == "selective", "checkpoint=sqrt"
 )
 ZERO = KeyValues("zero", "zero=1, 2, 3", lambda plan: plan.zero > 0, "zero=0")
 ZERO_BELOW_3 = KeyValues("zero", "zero=1, 2", lambda plan: plan.zero in (1, 2), "zero=0 or zero=3")
@@ -145,6 +144,7 @@ HALVES = KeyValues(
     "schedule", "schedule of backwards in halves", lambda plan: plan.splits,
     "a schedule of whole backwards such as 1f1b", late=True,
 )  # fmt: skip
+IN_STEP = KeyValues("batch_copies", "batch_copies of 2 or more", lambda plan: plan.batch_copies > 1, "batch_copies=1")
 COPIES = KeyValues(
     "schedule", "schedule with copies of a stage", lambda plan: plan.copies,
     "a schedule of one copy such as 1f1b", late=True,
@@ -238,14 +238,12 @@ EXCLUSIONS = (
         Exclusion(shared, other, why)
         for shared in (OPERATORS, CONTEXT, EXPERTS)
         for other, why in (
-            (SERVERS, "a worker holds the whole model"),
-            (HOST_LAYERS, "ranks that share a layer exchange what is on their devices"),
-            (PLACE, "layers are cut into nodes, and it counts layers"),
-            (SLICED, "shards of a layer keep nothing of a sequence for its later slices"),
-            (SELECTIVE, "attention is captured operator by operator, without a core of its own"),
-            (ASYNCHRONOUS, "its order is replayed layer by layer, and layers are cut into nodes"),
+            (SERVERS, "a worker is one rank, and the servers know no parts of parameters"),
+            (SLICED, "layers are captured with whole sequences, so that nodes keep nothing for later slices"),
+            (DYNAMIC, "each rank decides by what has come to it, and ranks that share a layer must decide alike"),
         )
     ),
+    Exclusion(IN_STEP, ASYNCHRONOUS, "a micro-batch waits for the update of the one before it"),
     *(
         Exclusion(parts, SPARSE, "gradients are sums over the ranks that share a layer, which it would make smaller")
         for parts in (SEQUENCE, CONTEXT, EXPERTS)
@@ -262,6 +260,11 @@ EXCLUSIONS = (
 )
 
 SHARED = Need("ranks that share layers", lambda plan: plan.sharing > 1, "tp=2")
+SHARED_BY_SEVERAL = Need(
+    "ranks that share layers, with several micro-batches each",
+    lambda plan: plan.sharing > 1 and plan.total_microbatches > 1,
+    "tp=2 with microbatches=2",
+)
 SERVED = Need("parameter servers", SERVERS.made, "sync=ps")
 SHARDED_GRADIENTS = Need("sharded gradients", lambda plan: plan.zero >= 2, "zero=2, zero=3")
 GATHERED = Need(

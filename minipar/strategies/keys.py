@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import operator
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -117,6 +117,33 @@ def names(value: object) -> tuple[str, ...]:
     """The words of a list, such as layers by name or number, or passes by name."""
     words = value if isinstance(value, Iterable) and not isinstance(value, str) else str(value).split(",")
     return tuple(str(word) for word in words if str(word) not in ("", "none"))
+
+
+def form_pairs(value: object) -> tuple[tuple[str, str], ...]:
+    """Pairs of a pattern of names and a form, from a table, from pairs, or from words. Errors: PlanError.
+
+    In a plan's words, which have no spaces, a pair is PATTERN=FORM, `@` stands for ` on `, and `;` separates pairs:
+    `*.mlp.0=S-1@tp;*.mlp.2=P@tp`.
+    """
+    if value is None or value == "none":
+        return ()
+    found: list[tuple[str, str]] = []
+    given: Any = value
+    if isinstance(value, str):
+        given = [tuple(rule.split("=", 1)) for rule in value.replace("@", " on ").split(";") if rule.strip()]
+    pairs = given.items() if isinstance(given, Mapping) else given if isinstance(given, Iterable) else [given]
+    for pair in pairs:
+        two = isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(part, str) for part in pair)
+        pattern, form = (" ".join(part.split()) for part in pair) if two else ("", "")
+        if not pattern or not form or re.search(r"[\s=;@]", pattern) or re.search(r"[=;@]", form):
+            raise PlanError(
+                f"annotations={value}: must be none, or patterns of names with forms, such as "
+                "*.mlp.0=S-1@tp;*.mlp.2=P@tp"
+            )
+        if pattern in dict(found):
+            raise PlanError(f"annotations: {pattern!r} is there twice; keep one of the two")
+        found.append((pattern, re.sub(r"\s*,\s*", ", ", form)))
+    return tuple(found)
 
 
 def limit(value: object) -> int | None:
@@ -285,4 +312,7 @@ FOLDER = Domain("a folder", _as_given)
 BYTES = Domain("none, or bytes such as 64MiB", lambda name, value: limit(value))
 LAYERS = Domain("none, or layers by name or number, such as 0", lambda name, value: names(value))
 SUM = Domain("default, an algorithm such as ring (collectives.names), or one of your own", _algorithm)
+ANNOTATIONS = Domain(
+    "none, or patterns of names with forms, such as *.mlp.0=S-1@tp;*.mlp.2=P@tp", lambda name, value: form_pairs(value)
+)
 PASSES = Domain("none, or names of passes of your own", lambda name, value: draft.check_names(names(value)))

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import inspect
 import operator
+import os
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import accumulate, islice, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minipar import strategies
 from minipar.costs.measured import Profile
@@ -24,13 +26,17 @@ from minipar.program.collector import paused
 from minipar.program.server_rule import Mode
 from minipar.program.shape import Shape, divided, frozen, in_parts, uniform
 from minipar.program.verify.verifier import verify
-from minipar.strategies import as_written, branches, compile, exclusions, keys, segments
+from minipar.strategies import as_written, branches, compile, exclusions, keys, plan_file, segments
 from minipar.strategies.draft import Pass
 from minipar.strategies.keys import key, one_of, perhaps, whole
 from minipar.strategies.layout import Layout, place
 from minipar.strategies.passes import host_layers
 from minipar.strategies.schedules.registry import OPTIONS
 from minipar.wording import several
+
+if TYPE_CHECKING:
+    from minipar.models.table import Preset
+    from minipar.strategies.exporting import Export
 
 BLOCK = 8  # steps in one program, where messages of one step travel during the next step
 MOST = 10_000_000  # most forwards of a layer in one program: a larger program would fill the memory
@@ -59,7 +65,7 @@ class Plan:
         1,
         whole(1),
         "micro-batches that go through the layers in step, so that one's collectives overlap the other's compute",
-        exclusions.SHARED,
+        exclusions.SHARED_BY_SEVERAL,
     )
     schedule: str = key("1f1b", keys.SCHEDULE, "the order of forwards and backwards on each rank")
     microbatches: int = key(1, whole(1), "micro-batches of each replica and round")
@@ -178,6 +184,13 @@ class Plan:
         "by which gradients are summed over the replicas; default: in shared memory, or the backend's own",
     )
     extra_passes: tuple[str, ...] | str = key((), keys.PASSES, "passes of your own, by the names of @minipar.pass_")
+    annotations: tuple[tuple[str, str], ...] | Mapping[str, str] | str = key(
+        (),
+        keys.ANNOTATIONS,
+        "the forms of some operators' outputs or of parameters, by patterns of their names; those of all others "
+        "follow. Default: of the names that the presets know, or what the operators allow",
+        exclusions.SHARED,
+    )
 
     def __new__(cls, *_: object, **given: object) -> Plan:
         # (so that a wrong keyword gets the same error as a wrong word)
@@ -226,6 +239,37 @@ class Plan:
             raise PlanError(f"plan {text!r}: must be a Plan, words such as 'pp=2 dp=2', or a table of these keys")
         keys.check_keys(table, [field.name for field in fields(Plan)])
         return Plan(**table)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Plan:
+        """The plan that a TOML file holds, such as `save` writes. Errors: PlanError, which names file and line."""
+        return plan_file.load(path)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a TOML file: a key a line, in the order of the keys, without those that have their default.
+        To save what was loaded gives the same bytes. Errors: PlanError for a plan that another process could not read,
+        since its schedule, passes or collective are your own."""
+        plan_file.save(self, path)
+
+    def export(
+        self,
+        system: str,
+        model: str | Preset | None = None,
+        batch: int | None = None,
+        nodes: int | None = None,
+        gpus_per_node: int | None = None,
+    ) -> Export:
+        """The plan as another system's flags or configuration: its `text`, and what stands in it as `values`.
+
+        system   "megatron" (flags of Megatron-LM), "deepspeed" (JSON) or "torchtitan" (TOML)
+        model    a preset's name or its numbers; the flags of Megatron-LM then have the model's sizes, too
+        batch    rows of a step; default: one for each micro-batch
+
+        Errors: PlanError for what the system cannot express; it names the nearest that it can.
+        """
+        from minipar.strategies import exporting
+
+        return exporting.export(self, system, model, batch, nodes, gpus_per_node)
 
     @property
     def ranks(self) -> int:
@@ -334,6 +378,8 @@ class Plan:
             if field.name not in ("dp", "pp") and (telling or value != field.default):
                 if field.name in ("checkpoint", "bucket"):
                     value = segments.text(value)
+                if field.name == "annotations":
+                    value = exclusions.shown(value)
                 words.append(f"{field.name}={','.join(map(str, value)) if isinstance(value, tuple) else value}")
         return " ".join(words)
 
@@ -350,8 +396,15 @@ class Plan:
         schedule = strategies.find(self.schedule)
         return place(schedule.placement, self.pp, self.chunks or schedule.chunks, self.schedule)
 
-    def layout(self, shape: Shape, costs: LayerCosts | Profile | None = None) -> Layout:
-        """Which rank holds which layers of a model of this shape. With split="auto" it needs `costs` of the layers."""
+    def layout(
+        self,
+        shape: Shape,
+        costs: LayerCosts | Profile | None = None,
+        costs_of: Callable[[Program], Costs] | None = None,
+        time_of: Callable[[Program], float] | None = None,
+    ) -> Layout:
+        """Which rank holds which layers of a model of this shape. With split="auto" it needs `costs` of the layers; for
+        `costs_of` and `time_of` see `compile`."""
         keys.check_causal(self, shape)
         branches.check_shape(self, shape)
         if isinstance(self.bucket, tuple) and self.bucket[0] >= shape.own_layers:
@@ -360,7 +413,7 @@ class Plan:
         host = host_layers.find(self.host_layers, shape)
         if self.place is not None:
             split, placement = branches.stages(branches.ranks_of(self.place, shape, self.pp), self.pp)
-            return Layout(shape, self.dp, self.pp, split, self.total_microbatches, placement, host)
+            return Layout(shape, self.dp, self.pp, split, self.total_microbatches, placement, host, self.shared)
         placement = self.placement()
         stages, layers = 1 + max(map(max, placement)), shape.own_layers
         if self.pp > layers:
@@ -370,24 +423,56 @@ class Plan:
                 f"pp={self.pp} chunks={len(placement[0])}: {stages} stages, more than layers ({layers}); "
                 f"possible are chunks=1 to {layers // self.pp} where the schedule takes them, or fewer ranks"
             )
+        microbatches = self.total_microbatches * self.slice_count
+        laid = partial(
+            Layout, shape, self.dp, self.pp, microbatches=microbatches, placement=placement, host=host,
+            shared=self.shared,
+        )  # fmt: skip
         if self.split is None:
             even, more = divmod(layers, stages)
             split = tuple(even + (s < more) for s in range(stages))
         elif self.split == "auto":
-            from minipar.costs.partition import split_by_cost  # (it needs NumPy)
-
-            split = split_by_cost(costs, shape.layers, stages, self.total_microbatches, shape.edges)
+            return laid(self._best_split(shape, stages, laid, costs, costs_of, time_of))
         else:
             split = tuple(int(n) for n in self.split)
             if sum(split) != layers:
                 raise PlanError(
                     f"split={','.join(map(str, split))}: sums to {sum(split)}, but the model has {layers} layers"
                 )
-        if shape.nodes and self.split != "auto":
+        if shape.nodes:
             ends = [shape.firsts[end] for end in accumulate(split, initial=0)]
             split = tuple(end - start for start, end in pairwise(ends))
-        microbatches = self.total_microbatches * self.slice_count
-        return Layout(shape, self.dp, self.pp, split, microbatches, placement, host, self.shared)
+        return laid(split)
+
+    def _best_split(
+        self,
+        shape: Shape,
+        stages: int,
+        laid: Callable[[tuple[int, ...]], Layout],
+        costs: LayerCosts | Profile | None,
+        costs_of: Callable[[Program], Costs] | None,
+        time_of: Callable[[Program], float] | None,
+    ) -> tuple[int, ...]:
+        """The split that split="auto" stands for."""
+        from minipar.strategies.splitting import best_split  # (it needs NumPy)
+
+        def program(layout: Layout) -> Program:
+            return compile.program_of(self, shape, layout, 1, costs, costs_of)
+
+        def known(layout: Layout) -> tuple[Program, Costs]:
+            assert costs_of is not None
+            made = program(layout)
+            return made, costs_of(made)
+
+        def time(layout: Layout) -> float:
+            assert time_of is not None
+            return time_of(program(layout))
+
+        actions = [self.actions(rank) for rank in range(self.pp)]
+        again = self.checkpoint not in ("none", "selective")
+        return best_split(
+            shape, stages, laid, actions, costs, again, known if costs_of else None, time if time_of else None
+        )
 
     def compile(
         self,
@@ -398,6 +483,7 @@ class Plan:
         check: bool = True,
         costs: LayerCosts | Profile | None = None,
         costs_of: Callable[[Program], Costs] | None = None,
+        time_of: Callable[[Program], float] | None = None,
     ) -> Program:
         """The program of `steps` training steps for a model of `shape`, or of `layers` equal layers.
 
@@ -405,7 +491,10 @@ class Plan:
                    and a checkpoint budget need them, checkpoint="sqrt" uses them
         costs_of   gives the costs of a program, as `simulate` takes them; bucket="auto" and overlap="priority" use
                    them. By default a layer's forward takes 1 and its backward 2, and the messages of all gradients
-                   together take as long as all forwards and backwards of one micro-batch
+                   together take as long as all forwards and backwards of one micro-batch. split="auto" takes from them
+                   what links cost
+        time_of    gives the predicted time of a program, such as `lambda p: simulate(p, costs_of(p)).time`;
+                   split="auto" uses it to choose among the best few splits
 
         Errors: PlanError if the plan does not fit the model; ProgramError if the program cannot run (a schedule of your
         own may be wrong). `check=False` skips the check of the program.
@@ -427,7 +516,7 @@ class Plan:
             )
         if self.inference:
             shape = frozen(shape)
-        layout = self.layout(shape, costs)
+        layout = self.layout(shape, costs, costs_of, time_of)
         steps = keys.whole_number("steps", steps)
         size = shape.layers * self.total_microbatches * self.slice_count * self.dp * steps
         if size > MOST:
@@ -444,6 +533,11 @@ class Plan:
         shape = uniform(layers)
         if self.sharing == 1:
             return shape
+        if self.annotations:
+            raise PlanError(
+                f"annotations={exclusions.shown(self.annotations)}: equal layers have no names; possible is "
+                "train(...), which captures the model, or no annotations="
+            )
         return divided(shape, self.tp, self.sequence_parallel) if self.tp > 1 else in_parts(shape, self.inputs)
 
     def _verify(self, program: Program, layout: Layout, steps: int) -> None:

@@ -83,7 +83,7 @@ class Trace:
     def summary(self) -> str:
         """One line with time, bubbles and peak memory."""
         peak = max(self.peak_memory(), default=0)
-        memory = f"{peak / 2**20:.2f} MiB" if self.unit == "bytes" else several(max(self.in_flight()), "activation")
+        memory = f"{peak / 2**20:.2f} MiB" if self.unit == "bytes" else several(round(peak, 3), "activation")
         time = f"{self.time * 1e3:.2f} ms" if self.kind == "measured" or self.unit == "bytes" else f"{self.time:g}"
         return (
             f"{self.kind} trace: {several(len(self.program.ranks), 'rank')}, "
@@ -208,7 +208,7 @@ class Trace:
                 for value in ins.frees:
                     if value.kind == "saved" or value.kind == "saved_weight":
                         now -= 1
-            kept = sum(layer >= self.program.first_trainable for layer in self.program.share[rank])
+            kept = self.program.kept[rank]
             peaks.append(peak / kept if kept else 0.0)
         return [int(x) if x == int(x) else x for x in peaks]
 

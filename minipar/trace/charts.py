@@ -79,7 +79,7 @@ def expert_load(load: Load, *, title: str = "", width: float = 8.0) -> Figure:
     load    what `models.mixture_load` gives
     width   inches
 
-    A dashed line is how many tokens an expert can take. The description is the text of `load`.
+    A dashed line is how many tokens an expert can take, if there is a capacity. The description is the text of `load`.
     """
     figure = picture()(figsize=(width, 0.5 + 1.3 * len(load.layers)), layout="constrained")
     every = figure.subplots(len(load.layers), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
@@ -88,14 +88,15 @@ def expert_load(load: Load, *, title: str = "", width: float = 8.0) -> Figure:
         places = range(len(tokens))
         axes.bar(places, kept, color=COLOURS[0], label="taken")
         axes.bar(places, dropped, bottom=kept, color=COLOURS[1], hatch="////", edgecolor="white", label="dropped")
-        axes.axhline(load.room, color="#1a1a1a", linestyle="--", linewidth=0.8, label="room")
+        if load.room is not None:
+            axes.axhline(load.room, color="#1a1a1a", linestyle="--", linewidth=0.8, label="room")
         axes.set_ylabel(f"layer {layer}")
         axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
         axes.set_axisbelow(True)
     every[-1].set(xlabel="expert", xticks=range(len(load.tokens[0])))
     every[0].set_title(title or "Tokens of each expert")
     every[0].legend(frameon=False, ncols=3, fontsize="small", loc="upper right")
-    every[0].set_ylim(0.0, 1.35 * max(load.room, *(n for tokens in load.tokens for n in tokens)))
+    every[0].set_ylim(0.0, 1.35 * max(load.room or 1, *(n for tokens in load.tokens for n in tokens)))
     figure.alt = str(load)  # type: ignore[attr-defined]
     return figure
 

@@ -222,7 +222,8 @@ def _label_lanes(axes: Axes, layout: FigureLayout) -> None:
             continue
         for t, name in enumerate(layout.names):
             places.append(rank * layout.pitch + sum(layout.zone("forward", t)) / 2)
-            where = labels.place(layout.traces[0].program, rank) if t else f"rank {rank}"
+            where = labels.place(layout.traces[0].program, rank)
+            where = (f"({where})" if where else "") if t else f"rank {rank}"
             lanes.append(f"{where} {name}".lstrip())
     axes.set_yticks(places, lanes)
     axes.tick_params(axis="y", length=0)

@@ -68,7 +68,8 @@ class FigureLayout:
         self.ranks, self.count = len(traces[0].program.ranks), len(traces)
         self.names = labels.names(traces)
         longest = max(len(labels.rank_name(traces[0].program, rank)) for rank in range(min(self.ranks, 64)))
-        self.left = max(1.15, 0.22 + 0.064 * longest)  # inches; two traces have a line each for a part of the name
+        longest += 2 * (self.count == 2)  # two traces have a line each for a part of the name: `(tp 0) measured`
+        self.left = max(1.15, 0.22 + 0.064 * longest)  # inches
         self.curves = _alike(traces)
         self.key = self._peaks()
         self.key_head = ["peak in MiB" if traces[0].unit == "bytes" else "peak", " / ".join(self.names)][: self.count]

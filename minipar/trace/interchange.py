@@ -119,7 +119,7 @@ def _threads(trace: Trace, where: dict[Place, tuple[int, int]]) -> dict[Place, t
 
 def _names(trace: Trace, threads: dict[Place, tuple[int, str]]) -> Iterable[Entry]:
     for rank in range(len(trace.program.ranks)):
-        yield _meta("process_name", rank, 0, name=f"rank {rank} ({trace.kind})")
+        yield _meta("process_name", rank, 0, name=f"{labels.rank_name(trace.program, rank)} ({trace.kind})")
         yield _meta("process_sort_index", rank, 0, sort_index=rank)
     for rank, (tid, name) in dict.fromkeys((rank, thread) for (rank, _), thread in threads.items()):
         yield _meta("thread_name", rank, tid, name=name)

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from minipar.errors import PlanError
@@ -53,16 +54,22 @@ class RecordedOrder(NamedTuple):
         )
 
 
-def order_of(program: Program) -> RecordedOrder:
+def order_of(program: Program, nodes: Sequence[int] = ()) -> RecordedOrder:
     """The order that a program states. For a run that decided, use `Execution.program` or `Trace.program`.
+
+    Of ranks that share layers it is the order of the first one: the others do the same with their parts.
+
+    nodes   where layers are cut into nodes, how many each of them has (`Shape.nodes`); (): each is one
 
     Errors: PlanError for a synchronous program, and for one whose ranks have not decided yet."""
     if not isinstance(program.contract, Staleness) or program.in_flight is not None:
         raise PlanError(
             f"program {program.name!r}: has no recorded order; possible is an asynchronous one that has run"
         )
+    own = tuple(layer for layer, count in enumerate(nodes) for _ in range(count)) or range(program.layers)
+    first = [rank for rank in range(len(program.ranks)) if program.shard(rank) == 0]
     ranks = []
-    for row in program.ranks:
+    for row in (program.ranks[rank] for rank in first):
         entries: dict[tuple[str, int], Entry] = {}
         for ins in row:
             i = ins.step * program.microbatches + ins.microbatch
@@ -75,5 +82,6 @@ def order_of(program: Program) -> RecordedOrder:
                 before = entries.get((what, i), Entry(what, i, 0)).version
                 entries[what, i] = Entry(what, i, max(before, *map(version_of, ins.reads)))
         ranks.append(tuple(entries.values()))
-    delays = tuple(delay(program, rank) for rank in range(len(program.ranks)))
-    return RecordedOrder(tuple(ranks), program.placement, program.microbatches, program.contract.every, delays)
+    delays = tuple(delay(program, rank) for rank in first)
+    layers = tuple(tuple(dict.fromkeys(own[node] for node in program.placement[rank])) for rank in first)
+    return RecordedOrder(tuple(ranks), layers, program.microbatches, program.contract.every, delays)

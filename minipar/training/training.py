@@ -30,6 +30,7 @@ from minipar.execution.saving import keeping
 from minipar.execution.saving.folder import open_folder
 from minipar.execution.updating import Optimizer, Scheduler, other_scheduler
 from minipar.models.losses import Counting, Weighted, check_loss
+from minipar.models.mixture_gpt import Load
 from minipar.models.tensors import dtype_named
 from minipar.prediction.advice import Measured, advising
 from minipar.prediction.emulated import EmulatedCosts, as_emulated
@@ -41,7 +42,7 @@ from minipar.program import Program, Staleness
 from minipar.program.shape import Shape
 from minipar.server.serving import Service, execute_served, pacing_of
 from minipar.sharding.propagation import experts, sequence_parallel
-from minipar.strategies.keys import at_least_1
+from minipar.strategies.keys import at_least_1, form_pairs
 from minipar.strategies.plan import Plan
 from minipar.trace import Trace
 from minipar.trace.memory_series import Peak
@@ -65,6 +66,7 @@ class Run:
     first_step    0; for a resumed run, how many steps were done before
     service       what parameter servers did, with sync=ps; then program and traces are of the whole run, as it
                   happened, and the reference is a replay of its order, except in mode sync
+    load          what `expert_load` gives; None without experts
 
     An asynchronous plan (schedule=pipedream, pipedream-vertical, pipedream-2bw, ampnet) has no steps that begin and end
     one after another. There a step is `batch` rows in `microbatches` parts; trace and prediction are of the whole run.
@@ -84,6 +86,18 @@ class Run:
     first_step: int = 0
     shares: list[keeping.Share] = field(default_factory=list, repr=False, compare=False)
     service: Service | None = None
+    load: Load | None = field(default=None, repr=False)
+
+    @property
+    def expert_load(self) -> Load:
+        """How many tokens chose each expert of a mixture, and how many were dropped: over all ranks, micro-batches and
+        steps, as they were counted while it ran. `print` shows it, `minipar.trace.charts.expert_load` draws it."""
+        if self.load is None:
+            raise MiniparError(
+                "expert_load: nothing was counted; possible is the run of a model with experts, such as "
+                "models.build('gpt-moe-tiny'), without parameter servers"
+            )
+        return self.load
 
     @property
     def prediction_error(self) -> float:
@@ -226,9 +240,10 @@ def train(
                 rank and micro-batch before any update uses it; "warn" warns once and goes on; "ignore" goes on
 
     annotations with tp of 2 or more, the forms of some operators' outputs or of parameters, by patterns of their names,
-                such as {"*.mlp.0": "S-1 on tp", "*.mlp.2": "P on tp"}; the forms of all others follow. Default: what
-                `minipar.sharding.megatron()` gives, or `sequence_parallel()` if the plan has that key; where the model
-                has none of these names, what `minipar.sharding.by_operators` finds
+                such as {"*.mlp.0": "S-1 on tp", "*.mlp.2": "P on tp"}; the forms of all others follow. Default: the
+                plan's own (its key `annotations`); without these what `minipar.sharding.megatron()` gives, or
+                `sequence_parallel()` if the plan has that key; where the model has none of these names, what
+                `minipar.sharding.by_operators` finds
 
     Raises PlanError where plan, model, batch and cluster do not fit together; DeviceOutOfMemory, with plans that would
     fit, on emulated devices of limited memory; SaveError where `resume` has no saved run of this model, or where
@@ -262,9 +277,9 @@ def train(
         if plan.deciding:
             check_carrier(ranks, f"schedule={plan.schedule}")
         quiet = plan.inference and not keep_modes
-        forms = annotations
+        forms = annotations if annotations is not None else dict(form_pairs(plan.annotations)) or None
         if forms is None and plan.sharing > 1:
-            forms = _forms_of(plan)
+            forms = annotations_of(plan)
         job = Job(model, data, batch, loss, optimizer, seed, dtype, scheduler, quiet, on_nan, forms)
         if reference or check:
             plainly.prepare()
@@ -303,15 +318,18 @@ def train(
         )
         block = steps if served or plan.asynchronous else plan.block(steps, every)
         planned = as_emulated(facts.profile, ranks.emulates)
-        compiled = partial(plan.compile, facts.shape, costs=planned, costs_of=costs_of)
+        times = (cores, facts.data_bytes, calibration, ranks.emulates, facts.copies)
+
+        def time_of(program: Program) -> float:
+            return predict(program, facts.profile, job.batch, *times).time
+
+        compiled = partial(plan.compile, facts.shape, costs=planned, costs_of=costs_of, time_of=time_of)
         if program is None:
             made, rest = compiled(steps=block), compiled(steps=steps % block) if steps % block else None
         else:
             made, rest = own_program.check(program, plan, facts.shape, steps), None
             block = made.steps
-        predicted = predict(
-            made, facts.profile, job.batch, cores, facts.data_bytes, calibration, ranks.emulates, facts.copies
-        )
+        predicted = predict(made, facts.profile, job.batch, *times)
         if served:
             return _train_served(plan, made, job, ranks, predicted, reference, check, bar, watch)
         if facts.tapes is not None:
@@ -358,7 +376,7 @@ def train(
                     report=lambda k: meter.update(),
                 )
                 if plan.asynchronous:
-                    plain = ask(order_of(done.program))
+                    plain = ask(order_of(done.program, facts.shape.nodes))
                 else:
                     plain = ask(steps, clip=plan.clip, inference=plan.inference, replicas=local)
                     plain_time = plain.seconds
@@ -374,6 +392,7 @@ def train(
         plain_time,
         storing.first,
         done.shares,
+        load=done.load,
     )
 
 
@@ -450,7 +469,7 @@ def costs_for(
     return EmulatedCosts(program, device, costs) if device is not None and device.emulates else costs
 
 
-def _forms_of(plan: Plan) -> Mapping[str, str] | None:
+def annotations_of(plan: Plan) -> Mapping[str, str] | None:
     """The forms that a plan's keys stand for; those of all others follow. None: the model's names say it."""
     if plan.ep > 1:
         return experts("ep")

@@ -151,3 +151,26 @@ def test_a_model_by_name_or_by_numbers() -> None:
     assert shallow == analytic.layer_costs(table.numbers("gpt3-175b"), 1, fused=False, layers=4)
     assert shallow != analytic.layer_costs(table.numbers("gpt3-175b", layers=4), 1)
     assert len(shallow.forward) == 6
+
+
+def test_the_input_half_has_the_whole_backward_of_the_attention_core():
+    """24 s h^2 + 8 s^2 h operations of a block's 48 s h^2 + 8 s^2 h; the rest are for the weights."""
+    gpt = table.numbers("gpt2-small")
+    s, h = gpt.context, gpt.width
+    whole, given = analytic.layer_costs(gpt, 1).backward, analytic.input_flops(gpt, 1)
+    assert given[1] == 24 * s * h**2 + 8 * s**2 * h
+    assert whole[1] - given[1] == 24 * s * h**2
+    assert given[1] / whole[1] == pytest.approx(0.59, abs=0.005)
+    assert (given[0], given[-1]) == (0, whole[-1] / 2)
+    again = analytic.input_flops("gpt2-small", 1, selective=True)
+    assert again[1] - given[1] == analytic.core_flops(gpt, 1)
+    assert analytic.input_flops("mlp-tiny", 3) == tuple(n / 2 for n in analytic.layer_costs("mlp-tiny", 3).backward)
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "gpt-moe-tiny", "mlp-tiny"])
+def test_the_input_half_of_a_model_in_halves_of_tensor_parallel_ranks(name):
+    if name != "gpt-tiny":
+        assert len(analytic.input_flops(name, 2)) == len(analytic.layer_costs(name, 2).backward)
+        return
+    half = analytic.input_flops(name, 2, division=analytic.Division(tp=2))
+    assert half == tuple(n / 2 for n in analytic.input_flops(name, 2))

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minipar import Plan, models, simulate
-from minipar.costs import analytic
-from minipar.costs.partition import partition, partition_replicated, split_by_cost, stage_times, step_time
+from minipar import Plan, simulate
+from minipar.costs.partition import partition, partition_replicated, stage_times, step_time
 from minipar.costs.recomputation import LayerCosts
 from minipar.errors import PlanError
 
@@ -176,41 +175,6 @@ def test_the_objective_is_what_gpipe_takes():
     assert trace.time == pytest.approx(best.time)
 
 
-def test_a_plan_splits_by_cost():
-    shape = models.shape("gpt-tiny")
-    costs = analytic.layer_costs("gpt-tiny", 1)
-    program = Plan.parse("pp=2 split=auto microbatches=4").compile(shape, costs=costs)
-    times = [a + b for a, b in zip(costs.forward, costs.backward, strict=True)]
-    assert [len(held) for held in program.placement] == list(partition(times, 2, 4).split)
-    assert str(Plan.parse("pp=2 split=auto")) == "dp=1 pp=2 schedule=1f1b split=auto"
-    assert split_by_cost(LayerCosts.equal(6), 6, 3, 4) == (2, 2, 2)
-
-
-def test_a_profile_counts_its_messages():
-    """With equal times the cut goes where least is handed on; LayerCosts, of any unit, ignore messages."""
-    from minipar.costs.measured import Profile
-
-    n = 5
-    sizes = (10**8, 10**8, 10, 10**8, 10**8)
-    profile = Profile(
-        forward={2: (1e-3,) * n},
-        backward={2: (2e-3,) * n},
-        output_bytes={2: sizes},
-        grad_output_bytes={2: sizes},
-        saved_bytes={2: (0,) * n},
-        saves_output=(False,) * n,
-        parameter_bytes=(4,) * n,
-        gradient_bytes=(4,) * n,
-        optimizer_bytes=(0,) * n,
-        step_seconds=0.0,
-    )
-    assert split_by_cost(profile, n, 2, 8) == (3, 2)
-    sizes = (10, *sizes[1:2], 10**8, 10**8, 10**8)
-    table = {2: sizes}
-    other = Profile(**{**profile.__dict__, "output_bytes": table, "grad_output_bytes": table})
-    assert split_by_cost(other, n, 2, 8) == (1, 4)
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -229,8 +193,6 @@ def test_a_profile_counts_its_messages():
         (lambda: partition_replicated([1, 2], 0), "ranks=0"),
         (lambda: partition_replicated([1, 2], 2, parameters=[1]), "1 parameters for 2 layers"),
         (lambda: stage_times([1, 2, 3], (1, 1)), "split=1,1"),
-        (lambda: Plan.parse("pp=2 split=auto").compile(layers=4), "split=auto: needs what the layers cost.*profile"),
-        (lambda: Plan.parse("pp=2 split=auto").compile(layers=4, costs=LayerCosts.equal(3)), "costs: of 3 layers"),
     ],
 )
 def test_refusals(call, message):

@@ -19,6 +19,7 @@ from minipar.course.assignments import STUB, source
 LESSONS = Path(__file__).parents[2] / "lessons"
 NAMES = sorted(path.name for path in LESSONS.glob(lessons.NAMES))
 FIRST = next(name for name in NAMES if name.startswith("01"))
+FEW = NAMES[1::5]
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -115,13 +116,18 @@ def test_open(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: p
 
 
 @pytest.fixture(scope="module")
-def grading(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """nbgrader on a course of one assignment: all solutions, as `minipar lessons export --solutions` writes them."""
+def grading(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """nbgrader on a course of one assignment: solutions, as `minipar lessons export --solutions` writes them.
+
+    Every fifth lesson, and with --thorough all: nbgrader takes seconds for each.
+    """
     apps = pytest.importorskip("nbgrader.apps")
     from traitlets.config import Config
 
     home = tmp_path_factory.mktemp("course")
     lessons.export(home / "source" / "minipar", solutions=True)
+    for name in set(NAMES) - set(NAMES if pytestconfig.getoption("--thorough") else FEW):
+        (home / "source" / "minipar" / name).unlink()
     config = Config()
     config.CourseDirectory.root = str(home)
     config.ClearSolutions.code_stub = {"python": STUB}
@@ -134,10 +140,13 @@ def grading(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         yield home, api
 
 
+@pytest.mark.many(5)  # (of the lessons in its course)
 def test_nbgrader_makes_the_same_assignments(grading: Any, tmp_path: Path) -> None:
     home, _ = grading
     lessons.export(tmp_path)
-    for name in NAMES:
+    names = sorted(path.name for path in (home / "source" / "minipar").glob(lessons.NAMES))
+    assert set(FEW) <= set(names) <= set(NAMES)
+    for name in names:
         released, exported = load(home / "release" / "minipar" / name), load(tmp_path / name)
         remarks = ["solution" in cell["metadata"].get("tags", ()) for cell in released["cells"]]
         theirs = [source(cell) for cell, remark in zip(released["cells"], remarks, strict=True) if not remark]

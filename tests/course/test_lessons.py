@@ -61,11 +61,6 @@ def test_there_are_lessons_and_the_page_names_them() -> None:
     assert {path.name for path in SOLUTIONS} == {path.name for path in NUMBERED}
 
 
-def test_pytest_collects_the_lessons(pytestconfig: pytest.Config) -> None:
-    assert "lessons" in pytestconfig.getini("testpaths")
-    assert pytestconfig.getoption("nbval")
-
-
 def test_it_was_run_as_it_is(notebook: dict[str, Any]) -> None:
     assert notebook["metadata"]["minipar"]["source_sha256"] == source_hash(notebook), (
         "edited since it was run: make lessons"

@@ -28,10 +28,7 @@ def both(batch):
 
 
 def test_importing_needs_no_torch():
-    code = (
-        "import sys; from minipar import data; t = data.stdlib_text(); assert 'torch' not in sys.modules;"
-        "t.batch(0, 1); assert 'torch' in sys.modules"
-    )
+    code = "import sys; from minipar import data; data.stdlib_text(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

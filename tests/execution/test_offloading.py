@@ -167,13 +167,14 @@ def test_the_device_holds_what_the_prediction_says(clusters, text, precision):
 
 @pytest.mark.parametrize("base", ["dp=2", "dp=2 zero=1", "dp=2 zero=2", "dp=2 zero=3", "pp=2"])
 def test_bf16_is_the_same_bit_by_bit_wherever_things_wait(clusters, base):
+    model = partial(blocks, 4)
     texts = ["offload=activations", "offload=optimizer", "offload=optimizer,activations offload_to=disk"]
     if base not in ("dp=2 zero=1", "dp=2 zero=2"):
         texts.append(ALL)
     words = f"{base} microbatches=2 precision=bf16"
-    expected = adam(clusters(2), words).losses
+    expected = adam(clusters(2), words, model).losses
     for text in texts:
-        assert adam(clusters(2), f"{words} {text}").losses == expected
+        assert adam(clusters(2), f"{words} {text}", model).losses == expected
 
 
 def test_what_it_costs_on_the_device_by_kind(clusters):
@@ -291,7 +292,8 @@ def full_disk(text: str, folder: str) -> tuple[list[str], list[float], list[floa
     """Two steps; one on a disk that takes no more than 4 KiB a file; two more."""
     import resource
 
-    executor, said = single(f"{text} offload_to=disk offload_folder={folder}"), []
+    model = partial(blocks, 4)
+    executor, said = single(f"{text} offload_to=disk offload_folder={folder}", model), []
     found = losses(executor, 0, 2)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
@@ -303,7 +305,7 @@ def full_disk(text: str, folder: str) -> tuple[list[str], list[float], list[floa
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     found += losses(executor, 3, 3)
     executor.offloading.close()
-    return said, found, losses(single("microbatches=1"), 0, 6), os.listdir(folder)
+    return said, found, losses(single("microbatches=1", model), 0, 6), os.listdir(folder)
 
 
 @pytest.mark.parametrize("what", ["activations", "optimizer", "optimizer,parameters", "parameters"])
@@ -318,7 +320,7 @@ def test_a_full_disk_is_told_and_the_run_goes_on_from_there(clusters, what, tmp_
 
 
 def damaged(folder: str) -> str:
-    executor = single(f"offload=optimizer offload_to=disk offload_folder={folder}")
+    executor = single(f"offload=optimizer offload_to=disk offload_folder={folder}", partial(blocks, 4))
     losses(executor, 0, 1)
     time.sleep(0.1)
     for path in Path(folder).rglob("*.tensor"):

@@ -122,6 +122,7 @@ def test_every_strategy_equals_plain_torch(ranks, text, spec):
 
 SHARED = [
     ("gpt-tiny", "tp=2 pp=2 sequence_parallel=true microbatches=2"),
+    ("gpt-tiny", "tp=2 annotations=*.mlp.0=S-1@tp;*.mlp.2=P@tp"),
     ("gpt-tiny", "tp=2 dp=2 schedule=gpipe microbatches=2 batch_copies=2 zero=1"),
     ("gpt-tiny", "context_parallel=2"),
     ("gpt-moe-tiny", "ep=2 microbatches=2"),
@@ -132,7 +133,7 @@ SHARED = [
 def test_ranks_that_share_layers(ranks, name, text):
     """Sums, gathers, scatters and exchanges of activations over gloo give plain torch's gradients."""
     plan = Plan.parse(text)
-    model, loss = partial(models.build, name), models.loss_of(name)
+    model, loss = partial(models.build, name, layers=2), models.loss_of(name)
     found = train(
         model, data.for_model(name), plan, cluster=ranks(plan.ranks), steps=2, batch=4, loss=loss, check=True,
         dtype=torch.float64, progress=False,

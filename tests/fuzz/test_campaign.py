@@ -17,7 +17,7 @@ from tests.fuzz.campaign import Found, Ranks, compare, draw, expect, judge, shri
 PAIRS = range(14)
 # Keys of a plan that are not drawn. Those of ranks that share layers need models that can be divided: tests/sharding.
 BY_HAND = {
-    "offload_folder", "extra_passes", "tp", "sequence_parallel", "context_parallel", "ep", "batch_copies"
+    "offload_folder", "extra_passes", "tp", "sequence_parallel", "context_parallel", "ep", "batch_copies", "annotations"
 }  # fmt: skip
 
 

@@ -367,6 +367,7 @@ class _Machine:
         self.cuts = [self.cuts_of(row) for row in program.ranks]
         self.losses: Counter[int] = Counter()
         self.used: dict[tuple[int, int, int, int, bool], Params] = {}  # replica, layer, micro-batch, step, forward
+        self.noted: set[tuple[int, int, int, int, int, bool]] = set()  # the same, with the shard in front
         self.updates: list[tuple[int, int, int, Counter[int]]] = []  # of asynchronous ranks: rank, group, version
         self.order: dict[tuple[int, int, int], int] = {}  # rank, step, sequence -> the last slice that went forward
         self.right: dict[tuple[int, int], list[Contributions]] = {}
@@ -621,9 +622,11 @@ class _Machine:
         if self.stale is None and self.program.serving is None:
             return
         key = (self.replica[rank], layer, i, step, there)
-        if key in self.used:
+        if (self.shard[rank], *key) in self.noted:
             raise Wrong(f"rank {rank}: layer {layer} runs micro-batch {i} of step {step} twice")
-        self.used[key] = params
+        self.noted.add((self.shard[rank], *key))
+        if self.used.setdefault(key, params) != params:
+            raise Wrong(f"rank {rank}: layer {layer} has other parameters than on the ranks that share it")
 
     def backward(self, rank: int, ins: Instruction) -> None:
         model, i, step = self.model, ins.microbatch, ins.step
@@ -1137,10 +1140,11 @@ class _Machine:
             found |= {(step, i): contributions for i, contributions in enumerate(of_step)}
         taken: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
         for rank, g, version, gradient in self.updates:
-            places = [place for place, mine in found.items() if mine.get((g, 0), Counter()).keys() & gradient.keys()]
+            own = g, self.shard[rank]
+            places = [place for place, mine in found.items() if mine.get(own, Counter()).keys() & gradient.keys()]
             right: Counter[int] = Counter()
             for place in places:
-                right.update(found[place].get((g, 0), ()))
+                right.update(found[place].get(own, ()))
             if right != gradient or taken[rank, g] & set(places):
                 raise Wrong(f"rank {rank}: update {version} of group {g} takes a wrong gradient")
             taken[rank, g] |= set(places)

@@ -102,6 +102,10 @@ PLANS: list[tuple[str, Shape, int]] = [  # words, model, steps
     ("tp=2 pp=2 checkpoint=1 microbatches=2", divided(uniform(2), 2), 1),
     ("tp=2 dp=2 zero=1 clip=1.0 bucket=none", divided(uniform(1), 2), 1),
     ("tp=2 dp=2 microbatches=2 sequence_parallel=true", divided(uniform(1), 2, True), 1),
+    ("tp=2 pp=2 schedule=pipedream microbatches=2", divided(uniform(2), 2), 1),
+    ("tp=2 schedule=pipedream-2bw microbatches=2 sequence_parallel=true", divided(uniform(1), 2, True), 2),
+    ("tp=2 host_layers=0", divided(uniform(2), 2), 1),
+    ("tp=2 pp=2 place=0,1,0 microbatches=2 batch_copies=2", divided(uniform(3), 2), 1),
 ]  # fmt: skip
 
 COLLECTIVES = [

@@ -11,7 +11,17 @@ from torch.nn.functional import cross_entropy, gelu
 
 from minipar import models
 from minipar.errors import PlanError
-from minipar.models.mixture_gpt import Experts, MixtureLayer, combine, dispatch, route
+from minipar.models.mixture_gpt import (
+    Experts,
+    MixtureLayer,
+    combine,
+    combine_all,
+    count,
+    dispatch,
+    dispatch_all,
+    route,
+    total,
+)
 from minipar.models.table import room_of
 from minipar.trace.charts import expert_load
 
@@ -59,8 +69,8 @@ def looped(layer: MixtureLayer, x: Tensor) -> Tensor:
     return made
 
 
-@pytest.mark.parametrize(("top", "capacity"), [(1, 1.0), (2, 0.5), (2, 1.25), (3, 10.0)])
-def test_equal_to_a_loop_over_tokens(top: int, capacity: float) -> None:
+@pytest.mark.parametrize(("top", "capacity"), [(1, 1.0), (2, 0.5), (2, 1.25), (3, 10.0), (1, None), (2, None)])
+def test_equal_to_a_loop_over_tokens(top: int, capacity: float | None) -> None:
     torch.manual_seed(0)
     layer = MixtureLayer(8, 4, top, capacity).double()
     for parameter in (layer.experts.up, layer.experts.down):
@@ -119,6 +129,38 @@ def test_load_counts_choices_and_dropped_tokens() -> None:
     assert figure._repr_mimebundle_()[0]["text/plain"] == text
 
 
+def test_without_a_capacity_nothing_is_dropped() -> None:
+    model = models.mixture(**SMALL, top=2, capacity=None)
+    with torch.no_grad():
+        model[1].mixture.gate.weight.zero_()
+    load = models.mixture_load(model, torch.randint(32, (3, 12)))
+    assert sorted(load.tokens[0]) == [0, 0, 36, 36]
+    assert load.dropped == ((0, 0, 0, 0), (0, 0, 0, 0))
+    assert load.room is None
+    assert "takes all of them" in str(load)
+    figure: Any = expert_load(load)
+    assert not figure.axes[0].lines
+
+
+def test_operators_without_a_capacity_by_hand() -> None:
+    # Two rows of two tokens, two experts: all of the first row go to expert 1, of the second one to each.
+    slots = torch.tensor([[[2], [3]], [[2], [0]]])
+    counts = count(slots, 2)
+    assert counts.tolist() == [[0, 2], [1, 1]]
+    x = torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]])
+    sent = dispatch_all(counts, x, slots)
+    assert sent.flatten().tolist() == [4, 1, 2, 3]
+    got = combine_all(counts, 10 * sent, torch.ones(2, 2, 1), slots)
+    assert torch.equal(got, 10 * x)
+
+
+def test_loads_of_parts_are_added() -> None:
+    model, x = models.mixture(**SMALL), torch.randint(32, (4, 12))
+    parts = [models.mixture_load(model, part) for part in x.split([1, 3])]
+    assert total([*parts, None]) == models.mixture_load(model, x)
+    assert total([None, None]) is None
+
+
 def test_an_unused_expert_gets_no_gradient() -> None:
     experts = Experts(3, 4)
     nn.init.normal_(experts.up)
@@ -136,7 +178,8 @@ def test_an_unused_expert_gets_no_gradient() -> None:
     [
         ({"experts": 0}, "experts=0: must be a whole number of at least 1"),
         ({"top": 5, "experts": 4}, "top=5: must be a whole number of at least 1 and at most experts=4"),
-        ({"capacity": 0.0}, r"capacity=0.0: must be a number above 0"),
+        ({"capacity": 0.0}, r"capacity=0.0: must be a number above 0, or None, with which nothing is dropped"),
+        ({"capacity": "none"}, r"capacity='none': must be a number above 0"),
         ({"heads": 3}, "heads=3: must divide width"),
     ],
 )

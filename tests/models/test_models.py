@@ -31,7 +31,7 @@ def test_shape_follows_overrides():
 def test_presets_and_shapes_need_no_torch():
     code = (
         "import sys; from minipar import models; [models.shape(n) for n in models.presets()]; assert len(dir(models));"
-        "assert 'torch' not in sys.modules; models.gpt(layers=1); assert 'torch' in sys.modules"
+        "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -12,6 +12,7 @@ from minipar.costs.device import DeviceSpec
 from minipar.errors import PlanError
 from minipar.models import table
 from minipar.prediction import memory_formula, on_paper
+from minipar.program import Op
 from minipar.strategies.plan import Plan
 
 DEVICE = "flops=8GFLOP/s bandwidth=100MB/s latency=1ms host_bandwidth=400MB/s"
@@ -106,6 +107,19 @@ def test_what_cannot_be(plan: str, model: str, device: str, batch: int, words: s
     with pytest.raises(PlanError) as caught:
         on_paper.predict(plan, model, device, batch)
     assert words in caught.value.reason
+
+
+def test_halves_of_a_backward_follow_the_operators() -> None:
+    """A block's input half takes longer than its weight half, by two backwards of the attention core."""
+    trace = on_paper.predict("pp=2 microbatches=4 schedule=zb-h1", "gpt-demo", DEVICE, 4).trace
+    took: dict[Op, list[float]] = {Op.BACKWARD_INPUT: [], Op.BACKWARD_WEIGHT: []}
+    for ins, start, end in zip(trace.program.ranks[0], trace.starts[0], trace.ends[0], strict=True):
+        if ins.op in took:
+            took[ins.op].append(end - start)
+    blocks = len(trace.program.placement[0]) - 1  # (the embedding is no block)
+    core = analytic.core_flops(DEMO, 1) / 8e9
+    differences = [a - b for a, b in zip(*took.values(), strict=True)]
+    assert differences == pytest.approx([2 * blocks * core] * 4)
 
 
 def test_it_needs_no_torch() -> None:

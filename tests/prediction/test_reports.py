@@ -40,7 +40,7 @@ def test_every_rank_has_every_kind_in_bytes(capsys):
 def test_batch_and_the_hardware_that_holds_it(capsys):
     small, large = (data(capsys, "pp=2", "--model", "gpt2-xl", "--batch", rows) for rows in ("1", "20"))
     assert large["per_rank"][0]["activations"] == 20 * small["per_rank"][0]["activations"]
-    assert small["fits"] == ["v100", "a100-40gb", "a100-80gb", "h100", "h200"]
+    assert small["fits"] == ["v100", "a100-40gb", "a100-80gb", "h100", "h200", "b200"]
     assert set(large["fits"]) < set(small["fits"])
     assert (small["batch"], data(capsys, "dp=2 microbatches=3", "--model", "mlp-tiny")["batch"]) == (1, 6)
 

@@ -258,7 +258,7 @@ def assert_same(program, costs):
     assert start_and_end(program, costs) == (starts, ends)
 
 
-@given(programs(shared=True), st.integers(0, 10**9), st.integers(0, 3))
+@given(programs(shared=True, offload=True), st.integers(0, 10**9), st.integers(0, 3))
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_any_plan_at_any_costs_agrees_with_brute_force(program, seed, ahead):
     assert_same(replace(program, receives_ahead=ahead), RandomCosts(seed, longest=24 if seed % 4 else 2))
@@ -269,6 +269,13 @@ def test_any_plan_at_any_costs_agrees_with_brute_force(program, seed, ahead):
 def test_as_many_cores_as_ranks_are_as_good_as_devices(program, seed):
     costs = RandomCosts(seed)
     assert walk_shared(program, costs, len(program.ranks)) == brute_force(program, costs)
+
+
+def test_messages_do_not_wait_for_the_collectives_of_the_same_two_ranks():
+    """Rank 0 sends to rank 1, and both are a group: a link and a group are two streams."""
+    for words in ("dp=1", "offload=optimizer"):
+        program = Plan.parse(f"pp=2 schedule=chimera microbatches=4 {words}").compile(layers=2)
+        assert_same(program, RandomCosts(7))
 
 
 @pytest.mark.parametrize(("schedule", "p", "m"), list(product(["1f1b", "eager-1f1b"], [2, 4], [3, 8])))

@@ -31,7 +31,7 @@ def test_pairs_take_a_whole_value_to_have_as_many_tensors_as_the_other_side() ->
         pairs("P,P", "R,S0,S1")
 
 
-@pytest.mark.parametrize("form", ["", "R", "P", "M", "S0", "S12", "S1:3", "S0:2r", "R,P", "S0,R,M"])
+@pytest.mark.parametrize("form", ["", "R", "P", "M", "S0", "S12", "S1:3", "S0:2r", "R,P", "S0,R,M", "N,S0,U1", "U0"])
 def test_forms_of_values(form: str) -> None:
     assert is_form(form)
     assert is_form(form, read=True)
@@ -43,7 +43,9 @@ def test_a_shard_of_what_is_whole_is_read_and_never_written(form: str) -> None:
     assert not is_form(form)
 
 
-@pytest.mark.parametrize("form", ["X", "S", "S-1", "SS", "S1:", "S1:r", "S1:3x", "P,", ",", "r", "P1", "S0:3:2", "R P"])
+@pytest.mark.parametrize(
+    "form", ["X", "S", "S-1", "SS", "S1:", "S1:r", "S1:3x", "P,", ",", "r", "P1", "S0:3:2", "R P", "U", "U2", "N0"]
+)
 def test_what_is_no_form(form: str) -> None:
     assert not is_form(form)
     assert not is_form(form, read=True)
@@ -69,6 +71,7 @@ def test_words() -> None:
     assert in_words("M") == "a partial maximum"
     assert in_words("S1") == "a shard of dimension 1"
     assert in_words("R,P") == "(whole, a partial sum)"
+    assert in_words("N,U1") == "(counts of unequal shards, an unequal shard by dimension 1 of its counts)"
 
 
 @pytest.mark.parametrize(
@@ -81,6 +84,11 @@ def test_words() -> None:
         ("P", "S1", Op.REDUCE_SCATTER),
         ("S0", "S1", Op.ALL_TO_ALL),
         ("S0:3", "S0", Op.ALL_TO_ALL),
+        ("U0", "U1", Op.ALL_TO_ALL),
+        ("S0", "N", Op.ALL_GATHER),
+        ("U0", "R", None),
+        ("S0", "U0", None),
+        ("P", "U0", None),
         ("M", "S1", None),  # first to a whole maximum, of which each rank takes its shard
         ("R", "S1", None),  # nothing is sent: a node reads C1
         ("R", "P", None),
@@ -101,6 +109,7 @@ def test_steps_take_tensors_that_need_the_same_collective_together() -> None:
     assert steps("S1,P,S0", "R,S1,R") == [(Op.ALL_GATHER, "R,P,R"), (Op.REDUCE_SCATTER, "R,S1,R")]
     assert steps("S0,R", "S1,R") == [(Op.ALL_TO_ALL, "S1,R")]
     assert steps("", "S1") == [(None, "S1")]
+    assert steps("S0,S0,U0", "N,S0,U1") == [(Op.ALL_GATHER, "N,S0,U0"), (Op.ALL_TO_ALL, "N,S0,U1")]
 
 
 # programs ------------------------------------------------------------------------------------------------------------

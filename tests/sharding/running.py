@@ -10,7 +10,16 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from minipar.program.mesh import Mesh
-from minipar.sharding import Layer, ModelSharding, Sharding, capture_model, gradients, propagate_model, simulate_layer
+from minipar.sharding import (
+    Captured,
+    Layer,
+    ModelSharding,
+    Sharding,
+    capture_model,
+    gradients,
+    propagate_model,
+    simulate_layer,
+)
 
 TOLERANCE = 1e-10
 
@@ -63,11 +72,15 @@ def check(
     mesh: Mesh,
     inputs: str = "I",
     tolerance: float = TOLERANCE,
+    captured: Captured | None = None,
     **options: Any,
 ) -> ModelSharding:
-    """Shard a model, compare every layer, and return how it is sharded."""
+    """Shard a model, compare every layer, and return how it is sharded.
+
+    captured   the graphs of this model in float64, if a test captured it before, which takes seconds
+    """
     model = model.double()
-    captured = capture_model(model, given)
+    captured = captured or capture_model(model, given)
     found = propagate_model(captured.layers, annotations, mesh, inputs, **options)
     everything = {
         **dict(model.named_parameters(remove_duplicate=False)),

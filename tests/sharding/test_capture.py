@@ -5,24 +5,30 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections import Counter
+from functools import cache
 
 import pytest
 import torch
 from torch import nn
 
 import tests.vision  # noqa: F401  (transformers imports torchvision)
-from minipar import PlanError, models
+from minipar import Plan, PlanError, models
+from minipar.models.parameter_groups import shape_of
 from minipar.program.mesh import Mesh
 from minipar.sharding import (
+    capture,
     capture_layer,
     capture_model,
+    cutting,
     megatron,
     propagate_model,
+    propagation,
     rule,
     sequence_parallel,
     two_dimensional,
 )
 from minipar.sharding.rules import RULES
+from minipar.sharding.sharded import local_model
 from tests.sharding.running import check
 
 TOKENS = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(1))
@@ -49,12 +55,19 @@ SEQUENCE = {
 }  # fmt: skip
 
 
+@cache
+def captured_gpt(fused):
+    model = models.gpt(fused=fused, **NUMBERS).double()
+    return model, capture_model(model, TOKENS)
+
+
 @pytest.mark.many(2)
 @pytest.mark.parametrize("fused", [True, False], ids=["sdpa", "explicit"])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("preset", [megatron, sequence_parallel])
 def test_gpt(fused, mesh, preset):
-    found = check(models.gpt(fused=fused, **NUMBERS), TOKENS, preset(), mesh, rows(mesh))
+    model, captured = captured_gpt(fused)
+    found = check(model, TOKENS, preset(), mesh, rows(mesh), captured=captured)
     block = found.shardings[1]
     assert str(block.forms["attention.qkv.weight"].on("tp")) == "S0:3"
     assert str(block.forms["mlp.2.weight"].on("tp")) == "S1"
@@ -214,7 +227,8 @@ def test_transformers(kind, attention):
             vocab_size=64, max_position_embeddings=16, attn_implementation=attention,
         )  # fmt: skip
         model = LlamaForCausalLM(config)
-    layers = models.from_transformers(model)
+    layers = models.from_transformers(model).double()
+    captured = capture_model(layers, TOKENS)
     # Llama's norms and rotary tables compute in float32, whatever the model is in.
     tolerance = 1e-10 if kind == "gpt2" else 1e-5
     for preset, mesh in (
@@ -222,13 +236,13 @@ def test_transformers(kind, attention):
         (sequence_parallel(), Mesh(tp=2)),
         (two_dimensional(), Mesh(dp=2, tp=2)),
     ):
-        found = check(layers, TOKENS, preset, mesh, rows(mesh), tolerance)
+        found = check(layers, TOKENS, preset, mesh, rows(mesh), tolerance, captured)
         if "dp" not in dict(mesh):
             assert counted(found.shardings[2]) == (SEQUENCE if "0.add" in str(preset) else MEGATRON)
         weight = "transformer.h.1.attn.c_attn.weight" if kind == "gpt2" else "model.layers.1.self_attn.q_proj.weight"
         assert found.forms()[weight].on("tp").kind == "S"
     assert len({id(layer.graph) for layer in found.layers}) == 3
-    assert set(capture_model(layers, TOKENS).coverage.missing) == {"aten::index", "aten::diff", "aten::new_ones"}
+    assert set(captured.coverage.missing) == {"aten::index", "aten::diff", "aten::new_ones"}
 
 
 # Coverage, names, and what is captured once ---------------------------------------------------------------------------
@@ -315,14 +329,41 @@ def test_equal_layers_are_captured_once():
     assert len({id(layer.graph) for layer in capture_model(frozen, TOKENS).layers}) == 4
 
 
+def calls_of(monkeypatch, layers):
+    """How often a model of so many blocks is captured, propagated and cut into nodes, a layer at a time."""
+    counts = Counter()
+    for module, name in ((capture, "capture_layer"), (propagation, "_propagate"), (cutting, "pieces_of")):
+        plain = getattr(module, name)
+
+        def counting(*given, plain=plain, name=name, **options):
+            counts[name] += 1
+            return plain(*given, **options)
+
+        monkeypatch.setattr(module, name, counting)
+    found = local_model(models.gpt(**{**NUMBERS, "layers": layers}), 0, 2, TOKENS)
+    monkeypatch.undo()
+    return counts, found
+
+
+def test_equal_layers_are_captured_propagated_and_cut_once(monkeypatch):
+    """The embedding, a block and the logits; each is captured with two numbers of rows."""
+    for layers in (1, 48):
+        counts, found = calls_of(monkeypatch, layers)
+        assert counts == {"capture_layer": 6, "_propagate": 3, "pieces_of": 3}
+    assert len(found.nodes) == 50
+    shape = shape_of(found)
+    assert {ins.group for ins in Plan(tp=2).compile(shape).ranks[0] if ins.group} == {(0, 1)}
+
+
 @pytest.mark.slow
 def test_many_equal_layers_take_no_longer_than_two():
+    """Of CPU time, from the model to a rank's nodes."""
+
     def seconds(layers):
         model = models.gpt(**{**NUMBERS, "layers": layers})
-        begin = time.perf_counter()
-        captured = capture_model(model, TOKENS)
-        propagate_model(captured.layers, megatron(), Mesh(tp=2))
-        return time.perf_counter() - begin
+        begin = time.process_time()
+        local_model(model, 0, 2, TOKENS)
+        return time.process_time() - begin
 
     seconds(1)
     one, many = (min(seconds(count) for _ in range(3)) for count in (1, 48))

@@ -6,7 +6,8 @@ import pytest
 
 from minipar import PlanError
 from minipar.program.mesh import Mesh
-from minipar.sharding.forms import Form, I, P, R, S, axes_of, conjugate, cut, local_shape, placement, whole
+from minipar.sharding.forms import Form, I, P, R, S, U, axes_of, conjugate, cut, local_shape, placement, whole
+from minipar.sharding.repartition import path
 
 MESH = Mesh(dp=2, pp=3, tp=4)
 
@@ -40,6 +41,19 @@ def test_axes():
 def test_dimensions_from_behind():
     assert Form.parse("S-1 on tp", MESH, 3).on("tp") == S(2)
     assert placement("S-2:3", 2) == S(0, 3)
+
+
+def test_unequal_blocks():
+    form = Form.parse("U1 on tp", MESH, 2)
+    assert form.on("tp") == U(1)
+    assert str(form) == "U1 on tp"
+    assert U(1).unequal
+    assert not S(1).unequal
+    assert conjugate(U(0)) == U(0)
+    assert local_shape((10, 3), form, MESH) == (2, 3)  # the mean of 4 ranks
+    with pytest.raises(PlanError, match="no way from U1 on tp to S0 on tp; possible are U0 and U1"):
+        path(form, Form.parse("S0 on tp", MESH, 2), (12, 4), 4, MESH)
+    assert [step.op for step in path(form, Form.parse("U0 on tp", MESH, 2), (10, 3), 4, MESH).steps] == ["all_to_all"]
 
 
 def test_gradients_lie_in_conjugate_forms():

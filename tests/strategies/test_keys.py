@@ -50,6 +50,7 @@ OTHER: dict[str, tuple[str, ...]] = {
     "on_death": ("continue",),
     "algorithm": ("ring",),
     "extra_passes": ("of-nobody",),
+    "annotations": ("*.mlp.0=S-1@tp",),
 }
 WORDS = [
     "dp=2 bucket=flat microbatches=2",

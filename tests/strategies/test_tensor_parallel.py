@@ -24,7 +24,12 @@ REST = (
     "dp=2 overlap=priority bucket=0.000005 microbatches=4",
     "dp=2 inference=true microbatches=4",
     "sequence_parallel=true dp=2 clip=1 microbatches=4",
+    "batch_copies=2 dp=2 microbatches=4",
+    "batch_copies=3 sequence_parallel=true bucket=none microbatches=5",
+    "batch_copies=2 dp=2 zero=2 bucket=none microbatches=4",
+    "host_layers=0,1 clip=1 microbatches=4",
 )
+STALE = ("pipedream", "pipedream-vertical", "pipedream-2bw")
 
 
 def planned(words: str, schedule: str, pp: int, tp: int = 2) -> Plan:
@@ -38,11 +43,29 @@ def planned(words: str, schedule: str, pp: int, tp: int = 2) -> Plan:
 @pytest.mark.parametrize("rest", REST)
 @pytest.mark.parametrize("schedule", WHOLE)
 def test_every_schedule_verifies_and_is_predicted_as_the_rule_says(schedule: str, rest: str) -> None:
-    if schedule in COPIED and ("zero" in rest or "offload" in rest):
+    if schedule in COPIED and ("zero" in rest or "offload" in rest or "host" in rest):
         rest = "clip=1 checkpoint=1 dp=2 microbatches=4"
     pp = even(schedule, 2)
     program = planned(rest, schedule, pp).compile(layers=stages_of(schedule, pp), steps=2)
     costs = RandomCosts(7)
+    as_the_rule_says(program, costs)
+
+
+@pytest.mark.parametrize("rest", ["", "checkpoint=1", "sequence_parallel=true", "sequence_parallel=true checkpoint=1"])
+@pytest.mark.parametrize("schedule", STALE)
+@pytest.mark.parametrize("pp", [1, 2, 3])
+def test_schedules_without_flushes_do_too(pp: int, schedule: str, rest: str) -> None:
+    as_the_rule_says(planned(f"microbatches=3 {rest}", schedule, pp).compile(layers=3, steps=3), RandomCosts(7))
+
+
+@pytest.mark.parametrize("rest", ["schedule=gpipe", "schedule=1f1b checkpoint=1 dp=2 zero=2", "schedule=looped-bfs"])
+@pytest.mark.parametrize("place", ["0,1,1,0", "1,0,1,1", "0,2,1,0"])
+def test_layers_on_any_rank_do_too(place: str, rest: str) -> None:
+    words = f"tp=2 pp={1 + max(map(int, place.split(',')))} place={place} microbatches=3 {rest}"
+    as_the_rule_says(Plan.parse(words).compile(layers=4), RandomCosts(7))
+
+
+def as_the_rule_says(program: Program, costs: RandomCosts) -> None:
     trace = simulate(program, costs)
     starts, ends = start_and_end(program, costs)
     assert [list(row) for row in trace.starts] == starts
@@ -216,13 +239,9 @@ def test_branches_are_refused() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("tp=2 dp=2 sync=ps", "a worker holds the whole model"),
-        ("tp=2 host_layers=0", "exchange what is on their devices"),
-        ("tp=2 pp=2 place=0,1", "layers are cut into nodes"),
-        ("tp=2 pp=2 schedule=terapipe", "nothing of a sequence for its later slices"),
-        ("tp=2 pp=2 schedule=pipedream", "replayed layer by layer"),
-        ("tp=2 pp=2 schedule=ampnet", "replayed layer by layer"),
-        ("tp=2 checkpoint=selective", "without a core of its own"),
+        ("tp=2 dp=2 sync=ps", "a worker is one rank"),
+        ("tp=2 pp=2 schedule=terapipe", "captured with whole sequences"),
+        ("tp=2 pp=2 schedule=ampnet", "ranks that share a layer must decide alike"),
         ("tp=2 dp=2 sequence_parallel=true compress=topk:0.5", "sums over the ranks that share a layer"),
         ("tp=2 ep=2", "one form on the ranks that share a layer"),
     ],

@@ -682,7 +682,7 @@ def test_ranks_that_share_layers_say_where_they_are() -> None:
     assert inside is not None
     assert inside.x0 >= 0, "a name sticks out of the picture"
     two = drawing.draw([trace, trace]).axes[0]
-    assert [label.get_text() for label in two.get_yticklabels()][:2] == ["rank 0 first", "pp 0, tp 0 second"]
+    assert [label.get_text() for label in two.get_yticklabels()][:2] == ["rank 0 first", "(pp 0, tp 0) second"]
     assert [line.partition("  ")[0] for line in drawing.text(trace).splitlines()[:4]] == named
     assert "rank 3 (pp 1, tp 1)" in labels.description([trace])
     assert labels.narrow("dp 1, pp 1, tp 1") == "dp1,pp1,tp1"

@@ -9,7 +9,8 @@ import pytest
 
 from minipar import MiniparError, Plan, PlanError, simulate
 from minipar.program import Group, Instruction, Op, Part, Program, Value
-from minipar.trace import Trace
+from minipar.trace import Trace, labels
+from tests.interpreters import compiled, shape
 
 MiB = 2**20
 SIZES = [(1, 1), (2, 1), (2, 5), (3, 2), (4, 4), (4, 8), (8, 3), (8, 16)]
@@ -209,6 +210,17 @@ def test_summary_says_units():
     summary = simulate(Plan(microbatches=2).compile(layers=1), Bytes()).summary()
     # two of (2 ms forward, 4 ms backward), a step of 1 ms; 7 + 14 + 7 of state and gradient, 5 + 3 of a micro-batch
     assert "time 13.00 ms, bubble 0.0% of total (0.0% of ideal), peak memory 36.00 MiB" in summary
+
+
+@pytest.mark.parametrize("words", ["pp=2 microbatches=4", "pp=2 microbatches=4 checkpoint=2", "microbatches=3"])
+@pytest.mark.parametrize("frozen", [[], [0], [0, 1, 2], list(range(10))])
+def test_activations_are_those_of_the_layers_that_keep_something(words, frozen):
+    """Frozen layers at the model's beginning keep nothing. Every line that tells the peak tells the same one."""
+    trace = simulate(compiled(words, shape(10, frozen=frozen)))
+    assert trace.peak_memory() == pytest.approx(trace.in_flight())
+    told = labels.amount(trace, max(trace.peak_memory()))
+    assert trace.summary().endswith(f"peak memory {told}")
+    assert not trace.in_flight()[0] or told in labels.facts(trace)
 
 
 def test_comparing_different_programs_is_refused():

@@ -15,8 +15,8 @@ from minipar.course.exercises.kinds.function import Function
 from minipar.course.exercises.kinds.verdict import Verdict, raised
 from minipar.errors import PlanError
 from minipar.prediction.emulated import EmulatedCosts
-from minipar.prediction.on_paper import Estimate
 from minipar.prediction.memory_formula import per_rank
+from minipar.prediction.on_paper import Estimate
 from minipar.prediction.simulator import simulate
 from minipar.program import Group, Instruction, Op, Program, Value
 from minipar.program.shape import Shape, uniform

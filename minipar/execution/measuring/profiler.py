@@ -43,7 +43,7 @@ from minipar.models.tensors import (
     tensors,
 )
 from minipar.program.edges import wiring
-from minipar.program.forms import Forms, needed, pairs
+from minipar.program.forms import COUNTS, Forms, needed, pairs
 
 Loss = Callable[[Any], Tensor]
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -185,7 +185,7 @@ class Between:
 
     def __init__(self, forms: Sequence[Forms], count: int, inputs: str) -> None:
         self.forms, self.count, self.inputs = forms, count, inputs
-        self.found: dict[int, list[tuple[int, int, int, int]]] = {}
+        self.found: dict[int, list[tuple[int, int, int, int, int]]] = {}
 
     def part(self, values: Any) -> Any:
         """What one rank has of rows or targets."""
@@ -200,13 +200,14 @@ class Between:
                 return written
             before, after = self.forms[node - 1], self.forms[node]
             read = repartition.alone(written, before.writes, after.reads, self.count, rows)
-            gradients = differentiable(read)
+            gradients = repartition.in_gradient(read, after.reads)
             sizes.append(
                 (
                     count_bytes(read),
                     count_bytes(gradients),
                     _changed(tensors(written), before.writes, after.reads),
                     _changed(gradients, after.grad_writes, before.grad_reads),
+                    _changed(tensors(written), before.writes, after.reads, counts=True),
                 )
             )
             return read
@@ -217,19 +218,19 @@ class Between:
         """Those of `Profile`, by their names; the last node's output is read by nobody."""
         if not self.forms:
             return {}
-        names = ("read_bytes", "grad_written_bytes", "changing_bytes", "grad_changing_bytes")
+        names = ("read_bytes", "grad_written_bytes", "changing_bytes", "grad_changing_bytes", "counts_bytes")
         return {
             name: {key: (*(size[k] for size in sizes), 0) for key, sizes in self.found.items()}
             for k, name in enumerate(names)
         }
 
 
-def _changed(found: Sequence[Tensor], before: str, after: str) -> int:
-    """Bytes of the tensors that change their form."""
+def _changed(found: Sequence[Tensor], before: str, after: str, counts: bool = False) -> int:
+    """Bytes of the tensors that change their form; those that are gathered as counts, or all others."""
     if before == needed(after):
         return 0
     changes = zip(found, pairs(before, needed(after)), strict=True)
-    return count_bytes([t for t, (old, new) in changes if old != new])
+    return count_bytes([t for t, (old, new) in changes if old != new and (new == COUNTS) is counts])
 
 
 # one layer ------------------------------------------------------------------------------------------------------------

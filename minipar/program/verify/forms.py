@@ -7,9 +7,9 @@ freed: the walks of the other questions find both.
 
 from __future__ import annotations
 
-from minipar.program import MOVED, Program, Value
+from minipar.program import MOVED, Op, Program, Value
 from minipar.program.diagnostics import at, refuse
-from minipar.program.forms import collective_of, in_words, lacking, pairs
+from minipar.program.forms import COUNTS, collective_of, in_words, lacking, letters, pairs
 
 
 def check_forms(program: Program, rank: int, index: int) -> None:
@@ -52,6 +52,14 @@ def check_repartition(program: Program, rank: int, index: int) -> None:
             program, rank, index,
             f"{where} is superfluous: {source} is {in_words(source.form)} before, and after it",
         )  # fmt: skip
+    there = letters(source.form)
+    for k, letter in enumerate(there):
+        if letter[0] == "U" and letter != letters(target.form)[k] and COUNTS not in there[:k]:
+            raise refuse(
+                program, rank, index,
+                f"{where} cannot exchange unequal shards of {source}, whose counts are not whole; "
+                f"{Op.ALL_GATHER.value} of the counts is missing before it",
+            )  # fmt: skip
     for before, after in changed:
         needed = collective_of(before, after)
         if needed is not ins.op:

@@ -92,7 +92,7 @@ class StaleContents(Contents):
         self.trained = [group.trainable for group in program.groups]
 
     def _slots(self, group: int) -> dict[int, int]:
-        size = self.program.replicas * self.program.microbatches * self.program.steps
+        size = self.program.replicas * self.program.microbatches * self.program.steps * self.parts[group]
         return {layer: k * size for k, layer in enumerate(self.program.groups[group].layers)}
 
     def _bit(self, rank: int, ins: Instruction) -> int:
@@ -149,13 +149,23 @@ class StaleContents(Contents):
 
     def _check_update(self, rank: int, index: int, g: int, newest: int) -> None:
         """The gradient of an update has whole micro-batches, as many as the contract says, and none is too stale."""
-        found = [self._places(rank, self.known[rank].get(grad(g), 0) >> slot) for slot in self.bits[g].values()]
-        for other in found:
-            if other != found[0]:
-                step, i = min(other ^ found[0])
-                what = f"comes before its gradients are complete: grad({g}) lacks a layer of micro-batch {i}"
-                raise self._refuse(rank, index, f"{what} of step {step}")
-        places = found[0]
+        made, own = self.known[rank].get(grad(g), 0), self.program.shard(rank) if self.parts[g] > 1 else 0
+        of_part = [
+            [self._places(rank, g, made >> slot, part) for slot in self.bits[g].values()]
+            for part in range(self.parts[g])
+        ]
+        places = of_part[own][0]
+        for part, found in enumerate(of_part):
+            for other in found:
+                if other == places:
+                    continue
+                step, i = min(other ^ places)
+                what = f"comes before its gradients are complete: grad({g}) lacks"
+                if part == own:
+                    raise self._refuse(rank, index, f"{what} a layer of micro-batch {i} of step {step}")
+                ranks = ",".join(map(str, self.program.sharers(rank)))
+                what += f" part {part} of micro-batch {i} of step {step}; ALL_REDUCE of grad({g}) over {ranks}"
+                raise self._refuse(rank, index, f"{what}, the ranks that share its layer, is missing")
         if not places:
             raise self._refuse(rank, index, f"updates param({g}) without a gradient")
         every, m = self.contract.every, self.program.microbatches
@@ -177,15 +187,16 @@ class StaleContents(Contents):
         """Whether the rank has another STEP after this instruction."""
         return any(ins.op is Op.STEP for ins in self.program.ranks[rank][index + 1 :])
 
-    def _places(self, rank: int, mask: int) -> set[StepMicrobatch]:
-        """The (step, micro-batch) pairs of a mask whose lowest bits belong to one layer."""
-        program = self.program
-        count = program.steps * program.microbatches
+    def _places(self, rank: int, group: int, mask: int, part: int) -> set[StepMicrobatch]:
+        """The (step, micro-batch) pairs of a mask whose lowest bits belong to one layer, of one part of a gradient."""
+        program, parts = self.program, self.parts[group]
+        count = program.steps * program.microbatches * parts
         mask = (mask >> program.replica(rank) * count) & ((1 << count) - 1)
         found = set()
         while mask:
-            bit = (mask & -mask).bit_length() - 1
-            found.add(divmod(bit, program.microbatches))
+            bit, which = divmod((mask & -mask).bit_length() - 1, parts)
+            if which == part:
+                found.add(divmod(bit, program.microbatches))
             mask &= mask - 1
         return found
 
@@ -199,11 +210,13 @@ class StaleContents(Contents):
 
     def name(self, group: int, mask: int) -> str:
         """The first contribution in a mask, in words."""
-        bit = (mask & -mask).bit_length() - 1
+        bit, part = divmod((mask & -mask).bit_length() - 1, self.parts[group])
         size = self.program.replicas * self.program.microbatches * self.program.steps
         slot, rest = divmod(bit, size)
         step, i = divmod(rest % (self.program.microbatches * self.program.steps), self.program.microbatches)
-        return f"micro-batch {i} of step {step} (layer {self.program.groups[group].layers[slot]})"
+        whose = f"part {part} of " if self.parts[group] > 1 else ""
+        layer = self.program.title(self.program.groups[group].layers[slot])
+        return f"{whose}micro-batch {i} of step {step} (layer {layer})"
 
 
 def settled(program: Program, rank: int, live: set[Value]) -> set[Value]:

@@ -166,6 +166,8 @@ def _check_instructions(program: Program) -> None:
             if op in SERVICE and program.serving is not None:
                 continue  # (service.py checks these)
             if group and reads and reads[0][0] in MOVED:
+                if stream == "host":
+                    raise _not_on_host(program, rank, index)
                 forms.check_repartition(program, rank, index)
                 sent.add(reads[0].index)
                 continue

@@ -19,9 +19,10 @@ from collections.abc import Iterable, Sequence
 from minipar.errors import PlanError
 from minipar.program import MOVED, Instruction, Op, Value, grad
 from minipar.program.forms import Forms, in_words, needed, steps
+from minipar.strategies.buckets import Bucket, split_buckets
 from minipar.strategies.draft import Draft
 from minipar.strategies.layout import Layout
-from minipar.strategies.rewriting import all_reduce, insert
+from minipar.strategies.rewriting import all_reduce, insert, keep_gradients, last_writes
 
 
 def change_forms(draft: Draft) -> Draft:
@@ -78,14 +79,42 @@ def repartition(value: Value, form: str, ranks: tuple[int, ...]) -> list[Instruc
 
 
 def sum_parts(draft: Draft) -> Draft:
-    """Gradients of which every sharing rank makes a part are summed over these ranks, before others use them."""
-    layout = draft.layout
+    """Gradients of which every sharing rank makes a part are summed over these ranks, before others use them.
+
+    Those that nothing else sums go in buckets, as `data_parallel` sums gradients. Others lie in a buffer of that sum
+    already, and have one message for each tensor; so have those of a schedule without flushes, which has its STEPs in
+    the rows (`versions.py`) and a sum for each of them.
+    """
+    layout, plan = draft.layout, draft.plan
     partial = frozenset(g for g, group in enumerate(layout.shape.groups) if group.form == "P")
-    return draft.each(lambda rank, row: _with_sums(row, partial, layout, layout.sharers(rank), draft.step))
+    bucketed: list[frozenset[int]] = [frozenset()] * layout.pp
+    if draft.bucket != "none" and not plan.asynchronous:
+        used = [{v.index for ins in row if ins.group for v in ins.reads if v.kind == "grad"} for row in draft.ranks]
+        made = [{g for g in last_writes(row, "grad") if not layout.on_host(g)} for row in draft.ranks]
+        bucketed = [partial & made[rank] - used[rank] for rank in range(layout.pp)]
+
+    def rewrite(rank: int, row: Sequence[Instruction]) -> list[Instruction]:
+        ranks = layout.sharers(rank)
+        result = _in_buckets(row, bucketed[rank], draft, ranks)
+        return _one_by_one(result, partial - bucketed[rank], layout, ranks)
+
+    return keep_gradients(draft.each(rewrite), bucketed)
 
 
-def _with_sums(
-    row: Sequence[Instruction], partial: frozenset[int], layout: Layout, ranks: tuple[int, ...], step: int
+def _in_buckets(
+    row: Sequence[Instruction], chosen: frozenset[int], draft: Draft, ranks: tuple[int, ...]
+) -> list[Instruction]:
+    last = {g: k for g, k in last_writes(row, "grad").items() if g in chosen}
+    after: dict[int, list[Instruction]] = {}
+    ready = sorted(last, key=lambda g: (last[g], -g))  # in the order in which backward completes them
+    for groups in split_buckets(ready, draft.layout.shape.groups, draft.bucket):
+        place = len(row) - 1 if draft.plan.overlap == "none" else max(last[g] for g in groups)
+        after.setdefault(place, []).append(_sum(groups, draft.layout, ranks, draft.step, draft.bucket))
+    return insert(row, after=after)
+
+
+def _one_by_one(
+    row: Sequence[Instruction], partial: frozenset[int], layout: Layout, ranks: tuple[int, ...]
 ) -> list[Instruction]:
     wanted = {grad(g) for g in partial}
     open_: dict[Value, int] = {}  # where each of them was last added to
@@ -96,17 +125,18 @@ def _with_sums(
             places.setdefault(open_.pop(value), []).append(value.index)
 
     for k, ins in enumerate(row):
-        if ins.group or ins.op is Op.OFFLOAD:  # it uses the gradient as it is
+        if ins.group or ins.op in (Op.OFFLOAD, Op.STEP):  # it uses the gradient as it is
             close([value for value in ins.reads if value in open_])
         else:
             open_.update({value: k for value in ins.writes if value in wanted})
     close(list(open_))
-    return insert(row, after={k: [_sum(sorted(found), layout, ranks, step)] for k, found in places.items()})
+    return insert(
+        row, after={k: [_sum(sorted(found), layout, ranks, row[k].step, "none")] for k, found in places.items()}
+    )
 
 
-def _sum(groups: Sequence[int], layout: Layout, ranks: tuple[int, ...], step: int) -> Instruction:
-    # One message for each tensor: a buffer that gradients lie in is that of the sum over replicas.
-    return all_reduce(groups, layout, ranks, step, "none")._replace(stream=_stream(ranks))
+def _sum(groups: Sequence[int], layout: Layout, ranks: tuple[int, ...], step: int, bucket: Bucket) -> Instruction:
+    return all_reduce(groups, layout, ranks, step, bucket)._replace(stream=_stream(ranks))
 
 
 def _stream(ranks: tuple[int, ...]) -> str:

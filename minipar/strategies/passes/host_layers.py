@@ -4,7 +4,8 @@
                       B 0 on the host | STEP 1:3 | STEP 0 on the host
 
 Their parameters, gradients, optimizer states and saved values never leave the host. Only outputs and their gradients
-are copied. This pass follows where each of these is, and adds a copy where it is needed in the other place.
+are copied. This pass follows where each of these is, and adds a copy where it is needed in the other place. Ranks that
+share layers exchange outputs from device to device: what nodes on the host make is copied there and back.
 """
 
 from __future__ import annotations
@@ -30,23 +31,26 @@ def place(draft: Draft) -> Draft:
 
 
 def find(chosen: Sequence[str], shape: Shape) -> frozenset[int]:
-    """The layers that were chosen, by name or number. Errors: PlanError for unknown ones, or half of a tied set."""
-    names = {name: k for k, name in reversed(list(enumerate(shape.names)))}
-    numbers = {str(k): k for k in range(shape.layers)}
+    """The layers that were chosen, by name or number; of layers that are cut into nodes, all of their nodes. Errors:
+    PlanError for unknown ones, or half of a tied set."""
+    known = shape.own_names
+    names = {name: k for k, name in reversed(list(enumerate(known)))}
+    numbers = {str(k): k for k in range(shape.own_layers)}
     for word in chosen:
         if word not in names and word not in numbers:
-            known = ", ".join(shape.names[:8]) if shape.names else f"0 to {shape.layers - 1}"
-            raise PlanError(f"host_layers={word}: the model has no such layer; possible are {known}")
+            possible = ", ".join(known[:8]) if known else f"0 to {shape.own_layers - 1}"
+            raise PlanError(f"host_layers={word}: the model has no such layer; possible are {possible}")
     layers = frozenset(names.get(word, numbers.get(word, -1)) for word in chosen)
     for group in shape.groups:
-        inside = layers.intersection(group.layers)
-        if inside and len(inside) < len(group.layers):
-            here, there = min(inside), min(set(group.layers) - inside)
+        all_of_it = set(map(shape.own_layer, group.layers))
+        inside = layers & all_of_it
+        if inside and len(inside) < len(all_of_it):
+            here, there = min(inside), min(all_of_it - inside)
             raise PlanError(
                 f"host_layers={here}: layer {here} shares parameters with layer {there}; possible is both of them, "
                 "or neither"
             )
-    return layers
+    return frozenset(node for node in range(shape.layers) if shape.own_layer(node) in layers)
 
 
 def _with_copies(instructions: Sequence[Instruction], layout: Layout) -> list[Instruction]:
@@ -69,7 +73,7 @@ def _with_copies(instructions: Sequence[Instruction], layout: Layout) -> list[In
             elif not on_host and value in there:
                 result.append(copy_of(Op.FETCH, host(value), value, value.step, (host(value),)))
                 there.discard(value)
-        if ins.op is Op.ALL_REDUCE and all(map(layout.on_host, ins.layers)):
+        if ins.op is Op.ALL_REDUCE and ins.layers and all(map(layout.on_host, ins.layers)):
             result.append(renamed(ins, host))
             continue
         if not on_host:

@@ -32,6 +32,7 @@ from minipar.program import (
     grad,
     optimizer_state,
     param,
+    repartitions,
 )
 from minipar.strategies.draft import Draft
 from minipar.strategies.layout import Layout
@@ -68,8 +69,9 @@ def _check_ties(schedule: str, layout: Layout) -> None:
     for g, group in enumerate(layout.shape.groups):
         ranks = [r for r in range(layout.pp) if g in layout.groups(r)]
         if group.trainable and len(ranks) > 1:
+            layers = ", ".join(str(layer) for layer in dict.fromkeys(map(layout.shape.own_layer, group.layers)))
             raise PlanError(
-                f"schedule={schedule}: layers {', '.join(map(str, group.layers))} share weights, but are on ranks "
+                f"schedule={schedule}: layers {layers} share weights, but are on ranks "
                 f"{', '.join(map(str, ranks))}, which update at different times, so that the copies would differ; "
                 "possible are ties within one stage (split=), or a synchronous schedule such as 1f1b"
             )
@@ -79,7 +81,7 @@ def with_versions(
     instructions: Sequence[Instruction], layout: Layout, rank: int, contract: Staleness, version: Used
 ) -> list[Instruction]:
     """One rank's forwards and backwards with the versions that they use, and its STEPs. A STEP comes after the SENDs of
-    the backward before it.
+    the backward before it, and after the collectives that give what is sent another form.
 
     If the instructions have versions already, from another order, these are replaced and their frees are found again.
     """
@@ -113,10 +115,10 @@ def with_versions(
 
     for ins in instructions:
         op = ins.op
-        if due and op is not SEND:
+        if due and op is not SEND and not repartitions(ins):
             result.append(step())
             updates, due = updates + 1, False
-        if op is SEND or op is RECV:
+        if op is SEND or op is RECV or ins.group:
             result.append(ins)
             continue
         i = ins.step * m + ins.microbatch

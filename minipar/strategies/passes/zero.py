@@ -7,18 +7,25 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 
             held between steps             one step                                        sent, times P (N-1)/N
     zero=0  param, optimizer_state         F0 F1 B1 B0 | all-reduce | STEP                 2
-    zero=1  param, optimizer_shard         F0 F1 B1 B0 | RS1 RS0 | STEP a slice | AG0 AG1  2
-    zero=2  param, optimizer_shard         F0 F1 B1 RS1 B0 RS0   | STEP a slice | AG0 AG1  2
-    zero=3  param_shard, optimizer_shard   AG0 F0 AG1 F1 B1 RS1 AG0 B0 RS0 | STEP a slice  3, less the AG1 not needed
+    zero=1  param, optimizer_shard         F0 F1 B1 RS1 B0 RS0 | STEP1 AG1 STEP0 AG0       2
+    zero=2  param, optimizer_shard         F0 F1 B1 RS1 B0 RS0 | STEP1 AG1 STEP0 AG0       2
+    zero=3  param_shard, optimizer_shard   AG0 F0 AG1 F1 B1 RS1 AG0 B0 RS0 | STEP 0,1      3, less the AG1 not needed
 
 RS (REDUCE_SCATTER) sums gradients and leaves each rank its slice. AG (ALL_GATHER) makes whole parameters from slices.
-The peak memory of gradients: in zero=1 all whole gradients; in zero=2 and 3 the buckets that are under way, and the
-slices.
+STEP works on the slices. The peak memory of gradients: in zero=1 all whole gradients; in zero=2 and 3 the buckets that
+are under way, and the slices.
+
+    B3 B2 B1 B0       STEP3 STEP2 STEP1 STEP0          sums run beside the backward, as those of zero=0 do.
+      [RS3][RS2 ][RS1][RS0]  [AG3][AG2 ][AG1][AG0]     zero=1 and 2 update bucket by bucket: a bucket's parameters are
+                                                       gathered while the next bucket is updated
+
+overlap=none sums all buckets after the backward, and gathers all after one STEP. So does the gather where the optimizer
+works on the host, since parameters come from there before they are gathered.
 
 With A micro-batches, `reduce="microbatch"` sums gradients after each of them. Then zero=2 sends (A + 1) P and zero=3
 sends 3 A P, and no rank holds all whole gradients. `reduce="step"` first adds up gradients on each rank. Then zero=2
 sends 2 P and zero=3 sends (2 A + 1) P, but each rank needs the memory of whole gradients. zero=1 always needs this
-memory, and always sums after the last micro-batch.
+memory, and always sums with the last micro-batch.
 
 In zero=3 the parameters of a layer are gathered before each of its forwards, backwards and recomputations, `prefetch`
 layers ahead, and freed after it. They are not freed if no more than `prefetch` other layers work before their next use,
@@ -31,39 +38,60 @@ with different work. Frozen parameters stay whole, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby, pairwise
 
 from minipar.program import Instruction, Op, Part, Value, buffer, grad, grad_shard, optimizer_shard, param, param_shard
 from minipar.strategies.buckets import split_buckets
 from minipar.strategies.draft import Draft
 from minipar.strategies.layout import Layout
-from minipar.strategies.rewriting import also_free, collective, insert, renamed, uses
+from minipar.strategies.rewriting import also_free, collective, insert, of_groups, renamed, uses
 
-IN_FLIGHT = 1  # buckets of gradients under way at the same time, each with its buffer; the next bucket waits
+# Buckets of gradients under way at the same time, each with its buffer; the next bucket waits. In zero=1 nothing waits:
+# a buffer is as large as the whole gradients that it replaces, for which there is room.
+IN_FLIGHT = 1
 
 
 def shard(draft: Draft) -> Draft:
     """Replicas share out optimizer states; with zero=2 and 3 gradients, too, and with 3 parameters."""
-    layout, level = draft.layout, draft.plan.zero
+    layout, plan, level = draft.layout, draft.plan, draft.plan.zero
     sharded = [sharded_groups(layout, rank) for rank in range(layout.pp)]
+    buckets = [_buckets(row, draft, rank, sharded[rank]) for rank, row in enumerate(draft.ranks)]
 
     def rewrite(rank: int, row: Sequence[Instruction]) -> Sequence[Instruction]:
         if level == 3:
             row = _gather_parameters(row, draft, sharded[rank])
-        return _scatter_gradients(row, draft, rank, sharded[rank]) if sharded[rank] else row
+        return _scatter_gradients(row, draft, rank, buckets[rank]) if buckets[rank] else row
 
     def update(rank: int, row: Sequence[Instruction]) -> list[Instruction]:
-        """STEP on slices. In zero=1 and 2 parameters are gathered after it, in the order in which forward needs
-        them."""
-        after: list[Instruction] = []
-        if level < 3:
-            buckets = split_buckets(sorted(sharded[rank]), layout.shape.groups, draft.bucket)
-            after = [_all_gather(groups, layout, draft.step, param) for groups in buckets]
-        return [each for ins in row for each in (renamed(ins, lambda v: _sliced(v, sharded[rank], level)), *after)]
+        """STEP on slices; in zero=1 and 2 their parameters are gathered after it."""
+        row = [renamed(ins, lambda v: _sliced(v, sharded[rank], level)) for ins in row]
+        if level == 3:
+            return row
+        if plan.overlap == "none" or "optimizer" in plan.offload:
+            found = split_buckets(sorted(sharded[rank]), layout.shape.groups, draft.bucket)
+            return [each for ins in row for each in (ins, *_gathers(found, draft))]
+        return [each for ins in row for each in _by_bucket(ins, buckets[rank], draft)]
 
     draft = draft.each(rewrite).each_update(update)
     return draft.each_state(lambda rank, held: [_sliced(value, sharded[rank], level) for value in held])
+
+
+def _gathers(buckets: Sequence[Sequence[int]], draft: Draft) -> list[Instruction]:
+    """The ALL_GATHERs of parameters of which each rank has updated its part."""
+    return [_all_gather(groups, draft.layout, draft.step, param) for groups in buckets]
+
+
+def _by_bucket(step: Instruction, buckets: Sequence[Sequence[int]], draft: Draft) -> list[Instruction]:
+    """A STEP as one for each bucket, with the gather of the bucket's parameters, and one for what is not sliced."""
+    if step.op is not Op.STEP:
+        return [step]
+    result: list[Instruction] = []
+    for bucket in buckets:
+        groups = tuple(sorted(bucket))
+        result += [of_groups(step, groups), *_gathers([groups], draft)]
+    rest = tuple(g for g in step.layers if not any(g in bucket for bucket in buckets))
+    return [*result, of_groups(step, rest)] if rest else result
 
 
 def sharded_groups(layout: Layout, rank: int) -> frozenset[int]:
@@ -118,36 +146,60 @@ def _all_gather(groups: Sequence[int], layout: Layout, step: int, given: Callabl
     return collective(Op.ALL_GATHER, groups, ranks, step, map(given, groups), map(param, groups), parts)
 
 
-def _scatter_gradients(
-    row: Sequence[Instruction], draft: Draft, rank: int, sharded: frozenset[int]
-) -> list[Instruction]:
-    """A rank's instructions with REDUCE_SCATTERs, bucket by bucket; the rank keeps its slices of the summed
-    gradients."""
-    layout, plan = draft.layout, draft.plan
-    each = plan.zero > 1 and plan.reduce == "microbatch"
-    rounds: dict[int, dict[int, int]] = {}  # micro-batch -> group -> the last instruction that adds to its gradient
+def _rounds(row: Sequence[Instruction], draft: Draft, sharded: frozenset[int]) -> dict[int, dict[int, int]]:
+    """For each sum of gradients, by micro-batch (-1: of all), the last instruction that adds to each group's
+    gradient."""
+    each = draft.plan.zero > 1 and draft.plan.reduce == "microbatch"
+    rounds: dict[int, dict[int, int]] = {}
     for k, ins in enumerate(row):
         for value in ins.writes:
             if value.kind == "grad" and value.index in sharded:
                 rounds.setdefault(ins.microbatch if each else -1, {})[value.index] = k
-    after: dict[int, list[tuple[int, list[int]]]] = {}
-    chunk_of = {g: layout.chunk_of(g, rank) for g in sharded}
-    buckets: list[list[int]] = []
-    for i, done in rounds.items():
-        # (the user's own schedule may forget a backward; the verifier reports that, not this pass)
-        end = max(done.values())
-        ends = {c: max([k for g, k in done.items() if chunk_of[g] == c], default=end) for c in chunk_of.values()}
-        done |= {g: ends[chunk_of[g]] for g in sharded if g not in done}
-        if not buckets:
-            # Buckets are in the order in which backward completes the gradients. A bucket has groups of one chunk only,
-            # because between two chunks of a micro-batch the rank works on other micro-batches.
-            ready = sorted(sharded, key=lambda g: (-chunk_of[g], done[g], -g))
-            for _, mine in groupby(ready, key=chunk_of.__getitem__):
-                buckets += split_buckets(list(mine), layout.shape.groups, draft.bucket)
+    return rounds
+
+
+def _ends(done: Mapping[int, int], chunk_of: Mapping[int, int]) -> dict[int, int]:
+    """For each chunk, the last instruction that completes one of its gradients.
+
+    (The user's own schedule may forget a backward; the verifier reports that, not this pass.)
+    """
+    end = max(done.values())
+    return {c: max([k for g, k in done.items() if chunk_of[g] == c], default=end) for c in chunk_of.values()}
+
+
+def _buckets(row: Sequence[Instruction], draft: Draft, rank: int, sharded: frozenset[int]) -> list[list[int]]:
+    """A rank's sharded groups in buckets, in the order in which backward completes their gradients.
+
+    A bucket has groups of one chunk only, because between two chunks of a micro-batch the rank works on other
+    micro-batches.
+    """
+    chunk_of = {g: draft.layout.chunk_of(g, rank) for g in sharded}
+    done = next(iter(_rounds(row, draft, sharded).values()), {})
+    if not done:
+        return []
+    ends = _ends(done, chunk_of)
+    ready = sorted(sharded, key=lambda g: (-chunk_of[g], done.get(g, ends[chunk_of[g]]), -g))
+    found: list[list[int]] = []
+    for _, mine in groupby(ready, key=chunk_of.__getitem__):
+        found += split_buckets(list(mine), draft.layout.shape.groups, draft.bucket)
+    return found
+
+
+def _scatter_gradients(
+    row: Sequence[Instruction], draft: Draft, rank: int, buckets: Sequence[Sequence[int]]
+) -> list[Instruction]:
+    """A rank's instructions with REDUCE_SCATTERs, bucket by bucket; the rank keeps its slices of the summed
+    gradients."""
+    plan = draft.plan
+    sharded = frozenset(g for bucket in buckets for g in bucket)
+    chunk_of = {g: draft.layout.chunk_of(g, rank) for g in sharded}
+    after: dict[int, list[tuple[int, Sequence[int]]]] = {}
+    for i, done in _rounds(row, draft, sharded).items():
+        ends = _ends(done, chunk_of)
         for groups in buckets:
-            place = ends[chunk_of[groups[0]]] if each else end
-            if plan.overlap == "backward" and plan.zero > 1:
-                place = max(done[g] for g in groups)
+            place = ends[chunk_of[groups[0]]] if i >= 0 else max(done.values())
+            if plan.overlap == "backward":
+                place = max(done.get(g, ends[chunk_of[g]]) for g in groups)
             while place + 1 < len(row) and row[place + 1].op is Op.ALL_GATHER:
                 place += 1  # parameters are needed earlier than gradients
             after.setdefault(place, []).append((i, groups))
@@ -157,9 +209,9 @@ def _scatter_gradients(
     for k, messages in sorted(after.items()):
         for i, groups in messages:
             part = tuple(map(grad_shard, groups))
-            waits = started[-IN_FLIGHT] if len(started) >= IN_FLIGHT else ()
+            waits = started[-IN_FLIGHT] if len(started) >= IN_FLIGHT and plan.zero > 1 else ()
             scatters.setdefault(k, []).append(
-                _reduce_scatter(groups, layout, draft.step, i, (part if part in started else ()) + waits)
+                _reduce_scatter(groups, draft.layout, draft.step, i, (part if part in started else ()) + waits)
             )
             started.append(part)
     return insert(row, after=scatters)

@@ -31,9 +31,11 @@ NEAR, FAR = 0, 1  # the two pipelines of a rank: NEAR begins at the end that is 
 
 
 def side_by_side(times: Times, p: int, m: int, v: int) -> float:
-    """Seconds of a step at equal times, without any gain from overlap."""
+    """Seconds of a step at equal times, without any gain from overlap. How often a message is waited for is about
+    right."""
     f, i, w, message = times
-    return m * times.both + max(0.0, (p / 2 - 1) * (f + 2 * (i + w) - 3 * w)) + ((p - 1) * m / p + p - 1) * message
+    gaps = max(0.0, (p / 2 - 1) * (f + 2 * (i + w) - 3 * w))
+    return m * times.both + gaps + ((p - 1) * m / p + 1.25 * (p - 2)) * message
 
 
 @schedule(

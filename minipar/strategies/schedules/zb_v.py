@@ -25,10 +25,10 @@ DOWN, UP = 0, 1  # the chunks of a rank: the first one on the way down the ranks
 
 
 def in_a_v(times: Times, p: int, m: int, v: int) -> float:
-    """Seconds of a step at equal times and m >= 2p-1. At other times the gaps are those of ZB-H1, or smaller."""
+    """Seconds of a step at equal times and m >= 2p-1. Input halves that are longer than weight halves leave gaps."""
     f, i, w, message = times
-    gaps = max(0.0, (p - 1) * (f + i - 2 * w))
-    return m * times.both + (p - 1) * f / 2 + gaps + max(0, 5 * p - 7) * (p > 1) * message
+    gaps = (p - 1) * (f / 2 + max(0.0, i - w))
+    return m * times.both + gaps + max(0, 5 * p - 7) * message
 
 
 @schedule(

@@ -1,0 +1,243 @@
+"""A plan as flags of Megatron-LM, such as `pretrain_gpt.py` takes.
+
+Source of the names and of what goes together: Megatron-LM's own arguments.py, as megatron-core's package has it.
+"""
+
+from __future__ import annotations
+
+import shlex
+from itertools import groupby
+from typing import Any
+
+from minipar.errors import PlanError
+from minipar.models.table import GPT, Mixture
+from minipar.strategies.exporting.rules import Export, Given, Rule, Said, host_only, rounds, setting, silent, translated
+
+VERSION = "megatron-core 0.19.2"
+NUMBER = 4  # bytes: gradients are added up and sent in float32
+
+
+def _sequence_parallel(given: Given) -> Said:
+    if given.value and given.plan.tp == 1:
+        raise given.refuse("divides the sequence between ranks of tp", "sequence_parallel=false, or tp=2")
+    return Said({"--sequence-parallel": True} if given.value else {})
+
+
+def _context_parallel(given: Given) -> Said:
+    return Said({"--context-parallel-size": given.value} if given.value > 1 else {})
+
+
+def _experts(given: Given) -> Said:
+    if given.value == 1:
+        return Said()
+    if isinstance(given.model, GPT):
+        raise given.refuse("is given a model without experts", "ep=1, or a mixture such as gpt-moe-tiny")
+    note = f"Megatron-LM counts ranks of ep as replicas: its data-parallel size is {given.replicas}."
+    return Said({"--expert-model-parallel-size": given.value}, (note,))
+
+
+def _schedule(given: Given) -> Said:
+    if given.value not in ("1f1b", "interleaved"):
+        raise given.refuse("runs 1F1B, plain or interleaved", "schedule=1f1b, schedule=interleaved")
+    if given.value == "interleaved" and given.plan.pp == 1:
+        raise given.refuse("interleaves only where there is a pipeline", "schedule=1f1b, or pp=2")
+    return Said()
+
+
+def _split(given: Given) -> Said:
+    """Blocks of each stage: `E` and `L` are embedding and head, `t` is a block."""
+    plan = given.plan
+    if plan.pp == 1 and not plan.chunks:
+        return Said()
+    if given.value == "auto":
+        raise given.refuse(
+            "has no profile to cut layers by", "layers of each stage such as split=7,7,6,6, or split=even"
+        )
+    layers = given.layers_of_stages()
+    if layers is None:
+        note = (
+            "Without a model its own split holds: equal numbers of blocks, the embedding with the first stage and the "
+            "head with the last. Give model= for that of the plan."
+        )
+        chunks = len(plan.placement()[0])
+        return Said({"--num-virtual-stages-per-pipeline-rank": chunks} if chunks > 1 else {}, (note,))
+    stages, last = [], sum(layers) - 1
+    first = 0
+    for count in layers:
+        names = ["E" if l == 0 else "L" if l == last else "t" for l in range(first, first + count)]
+        runs = [(name, len(list(run))) for name, run in groupby(names)]
+        stages.append("".join(name if length == 1 else f"{name}*{length}" for name, length in runs))
+        first += count
+    return Said({"--pipeline-model-parallel-layout": "|".join(stages)})
+
+
+def _bucket(given: Given) -> Said:
+    if given.value is None:
+        return Said()
+    if given.plan.zero >= 2:
+        raise given.refuse("sends the gradients of sharded parameters by modules", "no bucket=")
+    if given.plan.overlap == "none":
+        if given.value == "flat":
+            return Said()
+        raise given.refuse("sends one message if it does not overlap", "bucket=flat, or overlap=backward")
+    if isinstance(given.value, str) and given.value.endswith("x"):
+        return Said({"--ddp-num-buckets": int(given.value[:-1])})
+    if isinstance(given.value, str | tuple):
+        raise given.refuse("counts the numbers of a bucket, or buckets", "a size such as bucket=25, or bucket=4x")
+    return Said({"--ddp-bucket-size": max(1, round(given.value * 2**20 / NUMBER))})
+
+
+def _overlap(given: Given) -> Said:
+    if given.value == "priority":
+        raise given.refuse("sends gradients during the backward, or after it", "overlap=backward, overlap=none")
+    alone = given.replicas * given.plan.context_parallel == 1
+    return Said({} if given.value == "none" or alone else {"--overlap-grad-reduce": True})
+
+
+def _checkpoint(given: Given) -> Said:
+    value = given.value
+    if value == "none":
+        return Said()
+    if value == "selective":
+        return Said({"--recompute-granularity": "selective"})
+    if isinstance(value, int):
+        settings = {"--recompute-granularity": "full", "--recompute-method": "uniform", "--recompute-num-layers": value}
+        note = "Megatron-LM counts segments in blocks: embedding and head are not recomputed."
+        return Said(settings, (note,))
+    raise given.refuse(
+        "recomputes segments of equal numbers of blocks", f"checkpoint={_near(given)}, checkpoint=selective"
+    )
+
+
+def _near(given: Given) -> int:
+    """A number of layers near the square root of those of a stage."""
+    layers = given.layers_of_stages()
+    return max(1, round(max(layers) ** 0.5)) if layers else 1
+
+
+def _zero(given: Given) -> Said:
+    if given.value == 0:
+        return Said()
+    if given.value == 1:
+        return Said({"--use-distributed-optimizer": True})
+    sharded = "optim_grads" if given.value == 2 else "optim_grads_params"
+    settings: dict[str, Any] = {
+        "--use-distributed-optimizer": True,
+        "--use-megatron-fsdp": True,
+        "--data-parallel-sharding-strategy": sharded,
+        "--ckpt-format": "fsdp_dtensor",
+    }
+    return Said(settings, ("Its FSDP needs CUDA_DEVICE_MAX_CONNECTIONS unset, or above 1.",))
+
+
+def _reduce(given: Given) -> Said:
+    if given.value == "step":
+        raise given.refuse("sums sharded gradients after each micro-batch", "reduce=microbatch, or zero=1")
+    return Said()
+
+
+def _prefetch(given: Given) -> Said:
+    if given.plan.zero < 3:
+        return Said()
+    if given.value > 1:
+        raise given.refuse("says only whether parameters come ahead, not how far", "prefetch=1, prefetch=0")
+    if given.value == 1 and given.plan.overlap == "none" and given.replicas > 1:
+        return Said({}, ("It gathers parameters ahead only together with overlap=backward.",))
+    return Said({"--overlap-param-gather": True} if given.value and given.replicas > 1 else {})
+
+
+def _clip(given: Given) -> Said:
+    return Said({"--clip-grad": given.value or 0.0})  # (its own default is 1)
+
+
+def _precision(given: Given) -> Said:
+    if given.value == "float32":
+        return Said()
+    note = "With --bf16 gradients are added up in float32 there; --grad-reduce-in-bf16 sums them as minipar does."
+    return Said({"--bf16": True}, (note,))
+
+
+def _offload(given: Given) -> Said:
+    if given.value == ():
+        return Said()
+    if given.value != ("optimizer",):
+        raise given.refuse("keeps parameters on the device, and activations of whole layers", "offload=optimizer")
+    if given.plan.zero != 1:
+        raise given.refuse("offloads its distributed optimizer", "zero=1 with offload=optimizer, or offload=none")
+    return Said({"--optimizer-cpu-offload": True, "--use-precision-aware-optimizer": True})
+
+
+RULES: dict[str, Rule] = {
+    "dp": silent,  # (what is left of the ranks)
+    "pp": setting("--pipeline-model-parallel-size"),
+    "tp": setting("--tensor-model-parallel-size"),
+    "sequence_parallel": _sequence_parallel,
+    "context_parallel": _context_parallel,
+    "ep": _experts,
+    "schedule": _schedule,
+    "microbatches": silent,  # (what is left of the batch)
+    "accumulate": rounds,
+    "split": _split,
+    "chunks": silent,  # (see split)
+    "group": setting("--microbatch-group-size-per-virtual-pipeline-stage"),
+    "bucket": _bucket,
+    "overlap": _overlap,
+    "checkpoint": _checkpoint,
+    "zero": _zero,
+    "reduce": _reduce,
+    "prefetch": _prefetch,
+    "clip": _clip,
+    "precision": _precision,
+    "offload": _offload,
+    "offload_to": host_only,
+}
+
+
+def export(given: Given) -> Export:
+    """The flags. Errors: PlanError for what they cannot say."""
+    plan = given.plan
+    said = translated(given, RULES)
+    settings: dict[str, Any] = {**_model(given), **said.settings}
+    settings |= {"--micro-batch-size": given.rows, "--global-batch-size": given.batch}
+    pairs = [[name] if value is True else [name, str(value)] for name, value in settings.items()]
+    flags = [word for pair in pairs for word in pair]
+    lines = [shlex.join(pair) for pair in pairs]
+    one_queue = (
+        plan.tp > 1 or plan.context_parallel > 1
+    ) and plan.zero < 2  # (collectives start in the order of calls)
+    launch = (
+        *(("env", "CUDA_DEVICE_MAX_CONNECTIONS=1") if one_queue else ()),
+        "torchrun", f"--nnodes={given.nodes}", f"--nproc-per-node={given.gpus}", "pretrain_gpt.py", "FLAGS",
+    )  # fmt: skip
+    yours = "Data, tokenizer, optimizer and number of steps are yours to add"
+    yours += "." if given.model else ", and the sizes of the model."
+    return Export(given.system, VERSION, flags, " \\\n".join(lines) + "\n", launch, (*said.notes, yours))
+
+
+def _model(given: Given) -> dict[str, Any]:
+    """The sizes of a model."""
+    model = given.model
+    if model is None:
+        return {}
+    if not isinstance(model, GPT | Mixture):
+        raise PlanError(f"model {model}: {given.system} trains transformers; possible is a GPT such as gpt3-175b")
+    settings: dict[str, Any] = {
+        "--num-layers": model.layers,
+        "--hidden-size": model.width,
+        "--ffn-hidden-size": 4 * model.width,
+        "--num-attention-heads": model.heads,
+        "--seq-length": model.context,
+        "--max-position-embeddings": model.context,
+        "--vocab-size": model.vocab,
+    }
+    dropout = model.dropout if isinstance(model, GPT) else 0.0
+    settings |= {"--attention-dropout": dropout, "--hidden-dropout": dropout}
+    if isinstance(model, Mixture) or not model.tied:
+        settings["--untie-embeddings-and-output-weights"] = True
+    if isinstance(model, Mixture):
+        settings |= {
+            "--num-experts": model.experts,
+            "--moe-router-topk": model.top,
+            "--moe-expert-capacity-factor": model.capacity,
+        }
+    return settings

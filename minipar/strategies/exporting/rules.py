@@ -1,0 +1,177 @@
+"""How a key of a plan is said to another system: rules, which return settings of that system or refuse.
+
+A rule is a function of what is given, for one key. A system has a table of rules by key. A key without a rule must have
+its default. So a key that is new is refused by every system until somebody adds a rule.
+
+What a plan says and a system cannot do is refused. What the plan leaves at its default, and only time or memory depend
+on, is the system's own choice then; a note says where it differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from minipar.errors import PlanError
+from minipar.models.table import GPT, Mixture, Preset
+from minipar.program.shape import uniform
+from minipar.strategies.exclusions import shown
+
+if TYPE_CHECKING:
+    from minipar.strategies.plan import Plan
+
+
+@dataclass(frozen=True)
+class Export:
+    """A plan as another system's flags or configuration.
+
+    system   the name of the system
+    version  the version of it whose parser the names were checked against
+    values   for Megatron-LM a list of flags, for the others the table that the text holds
+    text     what the system reads: a command line, JSON or TOML
+    launch   the command that starts it; words in capitals stand for what is yours
+    notes    what the text cannot say, and what the system does otherwise than minipar; one sentence each
+    """
+
+    system: str
+    version: str
+    values: list[str] | dict[str, Any]
+    text: str
+    launch: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a rule is asked: a plan, one of its keys, and the run that it is for.
+
+    system   as errors call it
+    rows     rows of one micro-batch on one of the ranks that have other rows
+    batch    rows of a step
+    nodes    machines, each with `gpus` ranks
+    model    the numbers of the model, if they were given
+    """
+
+    system: str
+    plan: Plan
+    rows: int
+    batch: int
+    nodes: int
+    gpus: int
+    model: Preset | None = None
+    key: str = ""
+
+    @property
+    def value(self) -> Any:
+        """The plan's value of the key."""
+        return getattr(self.plan, self.key)
+
+    @property
+    def is_default(self) -> bool:
+        """Whether the plan says nothing of the key."""
+        return bool(self.value == {one.name: one.default for one in fields(self.plan)}[self.key])
+
+    @property
+    def replicas(self) -> int:
+        """Ranks with other rows. The other systems count ranks that share experts as replicas."""
+        return self.plan.dp * self.plan.ep
+
+    def refuse(self, why: str, possible: str) -> PlanError:
+        """The error of a value that the system cannot express."""
+        return PlanError(f"{self.key}={shown(self.value)}: {self.system} {why}; possible is {possible}")
+
+    def layers_of_stages(self) -> tuple[int, ...] | None:
+        """Layers of each stage, embedding and head included; None if nobody said how many the model has."""
+        if self.plan.place is not None:
+            return None  # (no system has it: it is refused as a key)
+        if isinstance(self.model, GPT | Mixture):
+            count = self.model.layers + 2
+        elif isinstance(self.plan.split, tuple):
+            count = sum(self.plan.split)
+        else:
+            return None
+        return self.plan.layout(uniform(count)).split
+
+
+@dataclass(frozen=True)
+class Said:
+    """The settings of a system for one key, and notes."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+Rule = Callable[[Given], Said]
+
+NOTHING_LIKE_IT = {
+    "annotations": "divides layers by rules of its own",
+    "place": "has stages of neighbouring layers",
+    "local_steps": "sums gradients in every step",
+    "inference": "is told here how it trains",
+    "offload_limit": "sets no limit to what waits on the host",
+    "host_layers": "computes all layers on the device",
+    "sync": "has no parameter servers",
+    "algorithm": "leaves the sums to NCCL",
+    "extra_passes": "knows no passes of yours",
+    "batch_copies": "takes one micro-batch after another through a layer",
+    "compress": "sums whole gradients",
+}
+
+
+def absent(given: Given) -> Said:
+    """The rule of a key that the system does not have: only the default is possible."""
+    if given.is_default:
+        return Said()
+    default = {one.name: one.default for one in fields(given.plan)}[given.key]
+    possible = f"no {given.key}=" if default is None else f"{given.key}={shown(default)}"
+    raise given.refuse(NOTHING_LIKE_IT.get(given.key, "has nothing like it"), possible)
+
+
+def silent(given: Given) -> Said:
+    """The rule of a key that other settings say."""
+    return Said()
+
+
+def setting(name: str) -> Rule:
+    """The rule of a key whose value the system takes under another name. A default is not written."""
+    return lambda given: Said() if given.is_default else Said({name: given.value})
+
+
+def host_only(given: Given) -> Said:
+    """The rule of `offload_to` for a system that offloads only to the host."""
+    if given.value != "host":
+        raise given.refuse("has no other place than the host", "offload_to=host")
+    return Said()
+
+
+def rounds(given: Given) -> Said:
+    """The rule of `accumulate` for a system that drains its pipeline once a step."""
+    plan = given.plan
+    if given.value > 1 and plan.pp > 1:
+        raise given.refuse("drains its pipeline once a step", f"accumulate=1 microbatches={plan.total_microbatches}")
+    return Said()
+
+
+def translated(given: Given, rules: Mapping[str, Rule]) -> Said:
+    """The settings of all keys, in their order. Errors: PlanError for the first that is refused; its details have the
+    others."""
+    settings: dict[str, Any] = {}
+    notes: list[str] = []
+    refused: list[str] = []
+    for one in fields(given.plan):
+        try:
+            said = rules.get(one.name, absent)(replace(given, key=one.name))
+        except PlanError as error:
+            refused.append(error.reason)
+            continue
+        for name, value in said.settings.items():
+            old = settings.get(name)
+            settings[name] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
+        notes += said.notes
+    if refused:
+        raise PlanError(refused[0], "\n".join(refused[1:]))
+    return Said(settings, tuple(dict.fromkeys(notes)))

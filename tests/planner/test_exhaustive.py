@@ -1,0 +1,184 @@
+"""The search over plans: nothing that bounds leave out is faster, and what does not fit says what would."""
+
+import json
+from contextlib import suppress
+from dataclasses import replace
+from time import process_time
+
+import pytest
+
+from minipar.cli import main
+from minipar.costs.hardware import hardware
+from minipar.errors import PlanError
+from minipar.models.sizes import sizes
+from minipar.planner.exhaustive import search, smallest, solve
+from minipar.planner.planned import difference
+from minipar.planner.reasons import advice
+from minipar.planner.space import space
+from minipar.prediction.closed_form import closed_form
+from minipar.prediction.estimating import check, estimate
+
+
+def every(where):
+    """All plans of a space that can be and fit, each by its formula: what the search must not miss."""
+    found = []
+    for outer in where.outer():
+        for plain in where.inner(outer):
+            for numbers in (plain, *where.offloaded(plain)):
+                try:
+                    check(numbers, where.model, where.machine)
+                    cost = closed_form(numbers, where.model, where.machine)
+                except PlanError:
+                    continue
+                if cost.memory <= where.machine.memory:
+                    found.append(cost.time)
+    return sorted(found)
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "nodes", "batch", "pins"),
+    [
+        ("megatron-7.5b", "a100-40gb", 2, 32, "micro_batch_size=1 sequence_parallel=true"),
+        ("llama3-8b", "h100", 1, 16, "checkpoint=none"),
+        ("mixtral-8x7b", "a100-80gb", 2, 32, "micro_batch_size=2 checkpoint=1 schedule=1f1b"),
+        ("resnet-50", "v100", 1, 64, "zero=1"),
+    ],
+)
+def test_no_plan_of_the_space_is_faster(model, device, nodes, batch, pins):
+    where = space(sizes(model), replace(hardware(device), nodes=nodes), batch, pins)
+    all_of_them = every(where)
+    found = solve(where, most=3, simulate=False)
+    assert found.plan.time == pytest.approx(all_of_them[0], rel=1e-12)
+    assert found.searched >= len(all_of_them)
+    assert found.tried < 2 * found.searched
+    assert [one.time for one in found.best] == sorted(one.time for one in found.best)
+
+
+@pytest.fixture(scope="module")
+def gpt3():
+    began = process_time()
+    found = search("gpt3-175b", "a100-80gb", 128, 8, 1536)
+    return found, process_time() - began
+
+
+def test_gpt3_on_1024_gpus(gpt3):
+    found, seconds = gpt3
+    assert seconds < 10
+    assert len(found.best) == 20
+    assert found.searched > 100_000
+    best = found.plan
+    assert best.numbers.ranks == 1024
+    assert best.numbers.batch == 1536
+    assert best.memory <= 80e9
+    assert best.numbers.tp <= 8, "layers are shared inside nodes"
+    assert 100 < best.tflops_per_gpu < 250
+    published = estimate("tp=8 pp=8 dp=16 micro_batch_size=1 checkpoint=1", "gpt3-175b", "a100-80gb", 1536, nodes=128)
+    assert best.time < published.time
+    assert any("does not fit" in reason for reason in best.reasons)
+    assert "Data parallel does not suffice" in advice(best, found.space)
+    assert str(found).startswith("plan ")
+    assert found._repr_html_().count("<tr>") == 21
+
+
+def test_the_words_of_a_plan_are_an_estimate(gpt3):
+    for one in gpt3[0].best[:3]:
+        again = estimate(one.words, "gpt3-175b", "a100-80gb", 1536, nodes=128)
+        assert again.time == pytest.approx(one.cost.time)
+        assert again.memory == one.memory
+
+
+def test_pin_explain_difference_and_front():
+    found = search("megatron-7.5b", "a100-80gb", 2, 8, 64, pins="sequence_parallel=true schedule=1f1b")
+    other = found.pin("tp=8")
+    assert other.plan.numbers.tp == 8
+    assert other.plan.time >= found.plan.time
+    told = found.explain("tp")
+    assert told.rows[0].plan.time == pytest.approx(found.plan.time)
+    assert {row.value for row in told.rows} == {"1", "2", "4", "8", "16"} or len(told.rows) >= 3
+    assert next(row for row in told.rows if row.value == "8").plan.time == pytest.approx(other.plan.time)
+    apart = difference(found.plan, other.plan)
+    assert sum(apart.seconds.values()) == pytest.approx(other.plan.cost.time - found.plan.cost.time)
+    assert any(key == "tp" for key, _, _ in apart.keys) == (found.plan.numbers.tp != 8)
+    plans = found.front(4)
+    assert [p.memory for p in plans] == sorted(p.memory for p in plans)
+    assert [p.time for p in plans] == sorted((p.time for p in plans), reverse=True)
+    assert plans[0].memory == smallest(found.space).memory
+
+
+def test_guidelines():
+    small = search("gpt2-small", "a100-80gb", 1, 8, 64)
+    assert advice(small.plan, small.space).startswith("Data parallel suffices")
+    assert small.plan.numbers.pp == small.plan.numbers.tp == 1
+
+
+def test_only_what_minipar_can_run():
+    found = search("gpt-tiny", "laptop", 1, 4, 32, runs=True, most=5)
+    for one in found.best:
+        assert one.plan.ranks == 4
+    assert one.words.startswith("dp=")
+
+
+def test_an_impossible_budget_names_what_would_do():
+    with pytest.raises(
+        PlanError, match=r"no plan fits in 1 GB; the smallest needs .* GB .*possible is a budget"
+    ) as told:
+        search("megatron-7.5b", "a100-80gb", 1, 8, 16, memory=10**9)
+    assert "nodes=" in str(told.value)
+    need = float(str(told.value).split("the smallest needs ")[1].split(" GB")[0])
+    found = search("megatron-7.5b", "a100-80gb", 1, 8, 16, memory=int((need + 0.01) * 1e9), most=1)
+    assert found.plan.memory <= (need + 0.01) * 1e9
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: search("gpt3-175x", "a100-80gb", 1), "no such preset; there are .*gpt3-175b"),
+        (lambda: search("gpt3-175b", "a1000", 1), "no such preset; there are .*a100-80gb"),
+        (lambda: search("gpt2-small", "h100", 1, 8, 8, pins="tq=8"), "plan key 'tq': unknown"),
+        (lambda: search("gpt2-small", "h100", 1, 8, 8, pins="tp"), "must be key=value"),
+        (lambda: search("gpt2-small", "h100", 1, 8, 8, pins="zero=4"), "zero=4"),
+        (lambda: search("gpt2-small", "h100", 1, 8, 8, pins="schedule=1f1b chunks=5"), "chunks=5"),
+        (lambda: search("gpt2-small", "h100", 1, 8, 8, pins="dp=3"), "no plan divides"),
+        (lambda: search("gpt2-small", "h100", 1, 8, 8).explain("bucket"), "is not searched; possible are"),
+        (lambda: search("gpt2-small", "h100", 0, 8, 8), "nodes=0"),
+    ],
+)
+def test_refusals(call, message):
+    with pytest.raises(PlanError, match=message):
+        call()
+
+
+def test_the_command_line(capsys):
+    words = ["plan", "--model", "gpt2-small", "--hardware", "a100-80gb", "--nodes", "1", "--batch", "64"]
+    assert main([*words, "--best", "3", "--explain", "tp", "--front", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert set(told) >= {"best", "searched", "seconds"}
+    assert len(told["best"]) == 3
+    assert set(told["best"][0]) == {"plan", "time", "tflops_per_gpu", "memory", "reasons"}
+    assert isinstance(told["best"][0]["memory"], int)
+    assert {row["value"] for row in told["explain"]} >= {"1", "2", "4"}
+    assert main([*words, "--pin", "tp=2"]) == 0
+    assert "tp=2" in capsys.readouterr().out
+    assert main([*words, "--memory", "1MB"]) == 2
+    assert "no plan fits" in capsys.readouterr().err
+    assert main(["plan", "--model", "nope", "--hardware", "h100", "--batch", "8"]) == 2
+    assert "there are" in capsys.readouterr().err
+
+
+def test_no_plan_for_gpt3_has_a_faster_formula():
+    """A part of the space of 1,024 GPUs, one by one."""
+    pins = "micro_batch_size=1 sequence_parallel=true checkpoint=selective tp=8"
+    found = search("gpt3-175b", "a100-80gb", 128, 8, 1536, pins=pins)
+    where, best, count = found.space, float("inf"), 0
+    for outer in where.outer():
+        for plain in where.inner(outer):
+            for numbers in (plain, *where.offloaded(plain)):
+                count += 1
+                cost = closed_form(numbers, where.model, where.machine)
+                if cost.memory <= where.machine.memory and cost.time < best:
+                    with suppress(PlanError):
+                        check(numbers, where.model, where.machine)
+                        best = cost.time
+    assert count == found.searched > 1500
+    assert min(one.cost.time for one in found.best) == best
+    assert found.tried < count / 2

@@ -1,0 +1,245 @@
+"""minipar.estimate: its parts add up, it agrees with what it is made of, and bad input is told what is possible."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+
+import pytest
+
+import minipar
+from minipar.cli import main
+from minipar.costs.hardware import PERFECT, PRESETS, Hardware
+from minipar.errors import PlanError
+from minipar.models.sizes import MODELS, Chain, ChainLayer, Transformer, llama
+from minipar.prediction import memory_formula
+from minipar.prediction.closed_form import PlanNumbers, closed_form
+from minipar.prediction.estimating import by_simulation, estimate, smallest, words
+from minipar.strategies.plan import Plan
+from minipar.strategies.schedules import registry
+from minipar.strategies.schedules.registry import Times, find
+
+GPT3 = "tp=8 pp=8 dp=2 micro_batch_size=1 checkpoint=selective sequence_parallel=true precision=bf16"
+
+
+@pytest.mark.parametrize(
+    ("plan", "model", "devices"),
+    [
+        (GPT3, "gpt3-175b", "a100-80gb"),
+        ("dp=8 zero=3 microbatches=2", "llama3-8b", "h100"),
+        ("ep=8 dp=2 zero=2 microbatches=2", "mixtral-8x7b", "h200"),
+        ("context_parallel=4 zero=1", "llama3-8b sequence=32768", "b200"),
+        ("pp=4 schedule=zb-h1 microbatches=8 split=4,4,3,3", "gpt2-small", "v100"),
+        ("dp=4 offload=optimizer,activations checkpoint=sqrt", "gpt2-xl", "a100-40gb"),
+        ("pp=3 microbatches=4 dp=2", "resnet-50", "laptop"),
+    ],
+)
+def test_parts_add_up(plan: str, model: str, devices: str) -> None:
+    found = minipar.estimate(plan, model, devices)
+    assert sum(found.breakdown.values()) == pytest.approx(found.time)
+    assert sum(found.memory_breakdown.values()) == found.memory
+    assert min(found.breakdown.values()) > 0
+    assert 0 < found.mfu < 1
+    again = minipar.estimate(found.plan, model, devices)
+    assert (again.time, again.memory) == (found.time, found.memory)
+
+
+def test_a_perfect_device_takes_its_operations() -> None:
+    machine = Hardware("ideal", 1e12, 1e12, 10**15, 1e18, 1e18, 0, 1e18, 0, efficiency=PERFECT)
+    model = MODELS["gpt2-small"]
+    found = estimate("microbatches=4", model, machine, batch=8)
+    assert found.time == pytest.approx(8 * model.flops / 1e12, rel=1e-3)
+    assert found.mfu == pytest.approx(1, rel=1e-3)
+    again = estimate("microbatches=4 checkpoint=1", model, machine, batch=8)
+    assert isinstance(model, Transformer)
+    assert again.time - found.time == pytest.approx(8 * 12 * model.block_flops / 1e12, rel=1e-3)
+    assert again.mfu < found.mfu
+    assert again.tflops_per_gpu == pytest.approx(1, rel=1e-3)
+
+
+def test_data_parallel_without_overlap_adds_a_ring_between_nodes() -> None:
+    machine = replace(PRESETS["a100-80gb"], per_node=1, far_latency=0.0)
+    one, four = (estimate(f"dp={dp} overlap=none", "gpt2-xl", machine, batch=dp) for dp in (1, 4))
+    ring = 2 * 3 / 4 * 2 * MODELS["gpt2-xl"].parameters / (25e9 * machine.efficiency.far)
+    assert four.time - one.time == pytest.approx(ring, rel=0.01)
+    assert estimate("dp=4", "gpt2-xl", machine, batch=4).time < four.time
+
+
+def test_zero_shares_out_what_the_table_says() -> None:
+    found = [estimate(f"dp=64 zero={zero}", "megatron-7.5b", "h100").memory_breakdown for zero in range(4)]
+    states = [sum(one[kind] for kind in ("parameters", "gradients", "optimizer")) for one in found]
+    parameters = MODELS["megatron-7.5b"].parameters
+    for held, share in zip(states, (16, 4 + 12 / 64, 2 + 14 / 64, 16 / 64), strict=True):
+        assert held == pytest.approx(share * parameters, rel=1e-3)
+
+
+def test_memory_is_near_the_formulas_of_every_rank() -> None:
+    """`minipar memory` counts layer by layer, with embedding and head as layers; estimates count blocks."""
+    plan = "dp=2 pp=4 microbatches=8 zero=1 precision=bf16"
+    ranks = memory_formula.per_rank(Plan.parse(plan), "megatron-7.5b", 16)
+    found = estimate(plan, "megatron-7.5b", "a100-80gb", 16)
+    assert found.memory == pytest.approx(max(rank.total for rank in ranks), rel=0.1)
+
+
+def test_rows_and_micro_batches_say_the_same() -> None:
+    one = estimate("dp=2 pp=4 micro_batch_size=2", "gpt2-xl", "a100-80gb", 64)
+    two = estimate("dp=2 pp=4 microbatches=16", "gpt2-xl", "a100-80gb", 64)
+    assert one.cost == two.cost
+    assert (one.numbers.microbatches, one.numbers.rows) == (16, 2)
+    filled = estimate("tp=8 pp=4 micro_batch_size=2", "gpt3-175b", "a100-80gb", 64, nodes=16, gpus_per_node=8)
+    assert filled.numbers.dp == 4
+
+
+def test_a_plan_object_is_the_same_as_its_words() -> None:
+    text = "tp=2 pp=2 dp=2 microbatches=8 zero=1 checkpoint=2"
+    found = [estimate(one, "gpt2-medium", "a100-80gb", 32) for one in (text, Plan.parse(text), {"tp": 2, "pp": 2} | {
+        "dp": 2, "microbatches": 8, "zero": 1, "checkpoint": 2})]  # fmt: skip
+    assert found[0].cost == found[1].cost == found[2].cost
+    assert found[0].numbers.precision == "bf16"
+    exact = estimate(f"{text} precision=float32", "gpt2-medium", "a100-80gb", 32)
+    assert (exact.numbers.precision, exact.time > found[0].time) == ("float32", True)
+
+
+def test_a_torch_model_with_an_example() -> None:
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 10))
+    found = estimate("pp=2 microbatches=4", model, "h100", 64, example=torch.zeros(2, 64))
+    assert found.model.parameters == 64 * 256 + 256 + 256 * 10 + 10
+    assert found.cost.model_flops == 3 * 64 * 2 * (64 * 256 + 256 * 10)
+
+
+def test_plans_that_minipar_cannot_run_are_estimated_and_say_so() -> None:
+    found = minipar.estimate("dp=2 pp=2 schedule=pipedream microbatches=4", "gpt2-medium", "a100-80gb")
+    assert "not together with" in found.note
+    assert f"minipar itself cannot run it: {found.note}" in str(found)
+    assert minipar.estimate("tp=2 pp=2 microbatches=4", "gpt2-medium", "a100-80gb").note == ""
+
+
+def test_one_replica_is_simulated_where_there_is_no_formula() -> None:
+    """And where there is one, both give the same."""
+    plan = "pp=4 microbatches=24 schedule=1f1b"
+    formula, simulated = (estimate(plan, "gpt2-xl", "a100-80gb", simulate=flag) for flag in (False, True))
+    assert simulated.time == pytest.approx(formula.time, rel=1e-3)
+    assert simulated.memory == formula.memory
+    doubled = estimate("pp=4 microbatches=16 schedule=chimera doubling=true", "gpt2-xl", "a100-80gb")
+    plain = estimate("pp=4 microbatches=16 schedule=chimera", "gpt2-xl", "a100-80gb")
+    assert doubled.time < plain.time
+    assert doubled.memory > plain.memory
+    numbers = PlanNumbers(pp=4, schedule="zb-h2", microbatches=40)
+    form, times = find("zb-h2").form, Times(1.0, 1.5, 0.7)
+    assert form is not None
+    assert by_simulation(numbers).time(times, 4, 40, 1) == pytest.approx(form.time(times, 4, 40, 1))
+
+
+def test_a_schedule_of_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_schedules", dict(registry._schedules))
+
+    @minipar.schedule("mine-estimated")
+    def mine(rank: int, stages: int, microbatches: int):  # type: ignore[no-untyped-def]
+        for i in range(microbatches):
+            yield minipar.Forward(i)
+        for i in reversed(range(microbatches)):
+            yield minipar.Backward(i)
+
+    one, two = (
+        estimate(f"pp=4 microbatches=20 schedule={name}", "gpt2-xl", "a100-80gb")
+        for name in ("mine-estimated", "gpipe")
+    )
+    assert one.time == pytest.approx(two.time, rel=1e-3)
+    assert one.numbers.schedule == "mine-estimated"
+
+
+def test_own_models_and_machines(tmp_path: Path) -> None:
+    mine = llama(16, 2048, 16, 4096, 32000, kv_heads=4, ffn=5632, name="mine")
+    machine = replace(PRESETS["h100"], name="half", flops="500TFLOP/s")
+    one = estimate("dp=8 zero=1", mine, machine)
+    text = "llama layers=16 hidden=2048 heads=16 sequence=4096 vocabulary=32000 kv_heads=4 ffn=5632"
+    assert estimate("dp=8 zero=1", text, "h100 flops=500TFLOP/s").time == one.time
+    (tmp_path / "model.toml").write_text(
+        'kind = "llama"\nlayers = 16\nhidden = 2048\nheads = 16\nsequence = 4096\nvocabulary = 32000\nkv_heads = 4\n'
+        "ffn = 5632\n"
+    )
+    (tmp_path / "machine.toml").write_text('like = "h100"\nflops = "500TFLOP/s"\n[efficiency]\nfar = 0.5\n')
+    if sys.version_info >= (3, 11):
+        two = estimate("dp=8 zero=1", str(tmp_path / "model.toml"), str(tmp_path / "machine.toml"))
+        assert two.time == one.time
+        assert two.machine.efficiency.far == 0.5
+    chain = Chain((ChainLayer(1e9, 10**6, 1e3, 1e4, 1e5),) * 4, "chain")
+    assert estimate("pp=2 microbatches=4", chain, "h100").numbers.pp == 2
+
+
+def test_it_is_much_faster_than_a_millisecond() -> None:
+    model, machine = MODELS["gpt3-175b"], PRESETS["a100-80gb"]
+    plans = [PlanNumbers(dp=2, pp=8, tp=8, microbatches=m, zero=zero) for m in range(8, 28) for zero in range(4)]
+    closed_form(plans[0], model, machine)
+
+    def one_pass() -> float:
+        start = perf_counter()
+        for plan in plans:
+            closed_form(plan, model, machine)
+        return (perf_counter() - start) / len(plans)
+
+    assert min(one_pass() for _ in range(5)) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("plan", "model", "devices", "told"),
+    [
+        ("tp=5", "gpt3-175b", "h100", "tp=5: must divide 96 heads; possible are 1, 2, 3, 4, 6, 8"),
+        ("", "gpt9", "h100", "no such preset; there are gpt2-small.*llama3-8b.*resnet-50"),
+        ("", "gpt3-175b", "tpu", "no such preset; there are laptop, v100.*b200"),
+        ("foo=1", "gpt2-xl", "h100", "unknown; possible are dp, pp"),
+        ("pp=3 schedule=chimera", "gpt2-xl", "h100", "pp=3 is odd"),
+        ("compress=bf16 dp=2", "gpt2-xl", "h100", "estimates have no formula"),
+        ("checkpoint=64MiB", "gpt2-xl", "h100", "no formula for a budget; possible are none, sqrt, K"),
+        ("pp=99", "gpt2-xl", "h100", "possible are pp=1 to 48"),
+        ("tp=2", "resnet-50", "h100", "transformers"),
+        ("ep=3", "mixtral-8x7b", "h100", "possible are 1, 2, 4, 8"),
+        ("", "gpt layers=4", "h100", "hidden, heads, sequence, vocabulary missing"),
+        ("", "gpt2-xl width=4", "h100", "no such number; possible are layers"),
+        ("", "gpt2-xl", "h100 speed=4", "unknown; possible are name, flops"),
+        ("microbatches=3 micro_batch_size=2 dp=2", "gpt2-xl", "h100", "make 4; give one of them"),
+        ("micro_batch_size=3", "gpt2-xl", "h100", "possible are batch=15 or 18"),
+    ],
+)
+def test_what_cannot_be(plan: str, model: str, devices: str, told: str) -> None:
+    with pytest.raises(PlanError, match=told):
+        estimate(plan, model, devices, 16)
+
+
+def test_the_command_prints_keys_and_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["estimate", GPT3, "--model", "gpt3-175b", "--hardware", "a100-80gb", "--nodes", "16", "--batch", "64"]
+    assert main([*line, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {"time", "tflops_per_gpu", "mfu", "memory", "breakdown"} <= set(found)
+    assert found["batch"] == 64
+    assert main(line) == 0
+    assert "matrix products" in capsys.readouterr().out
+
+
+def test_a_plan_that_does_not_fit_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", "tp=8 microbatches=4", "--model", "gpt3-175b", "--hardware", "a100-80gb", "--json"]) == 2
+    told = capsys.readouterr().err
+    assert "but a100-80gb has 80 GB; it fits devices of" in told
+    found = estimate("tp=8 microbatches=4", "gpt3-175b", "a100-80gb")
+    assert not found.fits
+    way = smallest(found.numbers, found.model, found.machine)
+    assert way is not None
+    assert f"{way.ranks} devices of this kind, such as with {words(way)}" in told
+    assert estimate(way, "gpt3-175b", "a100-80gb").fits
+    assert main(["estimate", "", "--model", "gpt3-175b", "--hardware", "a100-80gb", "--nodes", "x"]) == 2
+    capsys.readouterr()
+    assert main(["estimate", "tp=8 dp=4", "--model", "gpt3-175b", "--hardware", "a100-80gb", "--nodes", "2"]) == 2
+    assert "possible is dp=2" in capsys.readouterr().err
+
+
+def test_estimates_need_no_torch() -> None:
+    code = """import sys, minipar
+minipar.estimate("dp=2 pp=2 microbatches=4 zero=1", "llama3-8b", "h100")
+print("torch" in sys.modules)"""
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "False\n"
