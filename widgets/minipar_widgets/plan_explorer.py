@@ -372,7 +372,7 @@ def round_times(low: float, high: float) -> list[float]:
         ]  # fmt: skip
         if len(found) >= 3:
             return found[:: max(1, len(found) // 5)]
-    return [float(f"{high / 1.04:.3g}")]
+    return [(low * high) ** 0.5]
 
 
 # The explorer ---------------------------------------------------------------------------------------------------------

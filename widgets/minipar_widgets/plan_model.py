@@ -113,7 +113,7 @@ def traded(asked: Problem, budgets: int) -> tuple[Planned, ...]:
     if isinstance(found, str):
         return ()
     if budgets == 0:
-        return (found.plan,)
+        return _undominated(found.best)
     before = traded(asked, budgets - 1)
     if budgets == 1:
         more: Planned = smallest(found.space)
@@ -122,8 +122,13 @@ def traded(asked: Problem, budgets: int) -> tuple[Planned, ...]:
         budget = round(high * (low / high) ** ((budgets - 1) / BUDGETS))
         machine = replace(found.space.machine, memory=budget)
         more = solve(replace(found.space, machine=machine), 1, simulate=False).plan
+    return _undominated((*before, more))
+
+
+def _undominated(plans: Sequence[Planned]) -> tuple[Planned, ...]:
+    """The plans than which no other one is faster with as little memory, the smallest first."""
     kept: list[Planned] = []
-    for one in sorted((*before, more), key=lambda plan: (plan.memory, plan.time)):
+    for one in sorted(plans, key=lambda plan: (plan.memory, plan.time)):
         if not kept or one.time < kept[-1].time:
             kept.append(one)
     return tuple(kept)
@@ -182,7 +187,7 @@ def why(best: Planned, other: Planned) -> str:
 
 def told(plan: Planned, best: Planned) -> dict[str, Any]:
     """A plan for the browser; `why` says what makes it slower than the best one."""
-    same = plan is best
+    same = plan.numbers == best.numbers
     return {
         "time": clock(plan.time), "seconds": plan.time, "over": "best" if same else percent(plan.time / best.time - 1),
         "memory": gigabytes(plan.memory), "total": plan.memory, "bytes": [plan.cost.bytes.get(k, 0) for k in KINDS],

@@ -18,6 +18,7 @@ export function places(data, more, key, width) {
     const top = y, cells = [];
     let x = single ? TIMES : EDGE, line = single ? top + 3 : top + 26;
     data.columns.forEach((column, c) => {
+      if (!single && plan.cells[column] === "–") return;
       const w = single ? wide[c] * spread : 10 + LETTER * (data.heads[column].length + 1 + plan.cells[column].length);
       if (!single && x > EDGE && x + w > width - EDGE) { x = EDGE; line += CELL + 2; }
       cells.push({ key: column, x, y: line, w: w - 2, h: CELL - 2 });
@@ -69,10 +70,12 @@ export function fromTable(grid, asked) {
   const row = point.more[pin[0]]?.find((one) => one.value === pin[1]);
   if (!row) return none(`not computed for this page: ${pin.join("=")} here`);
   if (!row.plan) return none(row.reason);
+  const kept = data.plans[0].cells[pin[0]] === pin[1] ? data.plans.filter((plan) => plan.cells[pin[0]] === pin[1]) : [{ ...row.plan, over: "best" }];
   return {
-    data: { ...data, pins: asked.pins, plans: [{ ...row.plan, over: "best" }], price: row.price, count: "" }, more: { [pin[0]]: point.more[pin[0]] },
-    label: `plans for ${question(asked)}: ${row.plan.time} with ${row.plan.words}; ${row.price}`, caption_text: `Of the plans with ${pin.join("=")} this page has the best one.`,
-    table: [point.table[0], ["words", "time", "over", "tflops", "memory", "why"].map((k) => row.plan[k])],
+    data: { ...data, pins: asked.pins, plans: kept, price: row.price, count: "" }, more: { [pin[0]]: point.more[pin[0]] },
+    label: `plans for ${question(asked)}: ${row.plan.time} with ${row.plan.words}; ${row.price}`,
+    caption_text: `Of the plans with ${pin.join("=")} this page has the ${kept.length > 1 ? `${kept.length} best ones` : "best one"}.`,
+    table: [point.table[0], ...kept.map((plan) => ["words", "time", "over", "tflops", "memory", "why"].map((k) => plan[k]))],
   };
 }
 
