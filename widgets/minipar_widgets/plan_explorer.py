@@ -268,12 +268,12 @@ def _key(question: Question) -> str:
 
 # The still picture ----------------------------------------------------------------------------------------------------
 
-_WIDE, _LEFT, _ROW, _BAR = 940, 12, 38, 190
+_WIDE, _LEFT, _ROW, _BAR, _SHOWN = 940, 12, 38, 190, 4
 
 
 def _picture(view: PlanView, found: Found, dark: bool) -> bytes:
     """The best plans with their memory, and below the front and the reasons."""
-    plans, keys = view.data["plans"], view.data["columns"]
+    plans, keys = view.data["plans"][:_SHOWN], view.data["columns"]
     table = 48 + _ROW * len(plans)
     lines = [line for text in found.plan.reasons for line in wrapped(text, 62)]
     sketch = Sketch(_WIDE, table + 40 + max(240, 28 + 16 * len(lines)), dark)

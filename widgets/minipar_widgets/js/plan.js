@@ -3,13 +3,13 @@
 // in a table, and what is not in it is said to be missing.
 import { drawEdge, drawRect, drawText, fill, fit, frame, make, MEMORY, ticks, wrapped } from "./shared.js";
 
-const LETTER = 6.6, HEAD = 24, EDGE = 6, TIMES = 128, STEP = 38, CELL = 22, LINE = 15, FRONT = 250;
+const LETTER = 6.1, HEAD = 24, EDGE = 6, TIMES = 128, STEP = 38, CELL = 22, LINE = 15, FRONT = 250;
 
 /** Where everything is, in CSS pixels: rows of plans with their cells, the front, and the values of one key. */
 export function places(data, more, key, width) {
-  const wide = data.columns.map((k) => 14 + LETTER * Math.max(data.heads[k].length, ...data.plans.map((plan) => plan.cells[k].length)));
-  const sum = wide.reduce((a, b) => a + b, 0), single = TIMES + sum + 230 <= width;
-  const spread = single ? Math.min(1.35, (width - TIMES - 230) / sum) : 1;
+  const wide = data.columns.map((k) => 11 + LETTER * Math.max(data.heads[k].length, ...data.plans.map((plan) => plan.cells[k].length)));
+  const sum = wide.reduce((a, b) => a + b, 0), single = TIMES + sum + 170 <= width;
+  const spread = single ? Math.min(1.35, (width - TIMES - 170) / sum) : 1;
   const cellsEnd = single ? TIMES + sum * spread : width - EDGE, bar = single ? cellsEnd + 14 : TIMES;
   const barWidth = Math.max(60, Math.min(320, width - bar - 76));
   const rows = [], heads = [];
@@ -19,7 +19,8 @@ export function places(data, more, key, width) {
     let x = single ? TIMES : EDGE, line = single ? top + 3 : top + 26;
     data.columns.forEach((column, c) => {
       if (!single && plan.cells[column] === "–") return;
-      const w = single ? wide[c] * spread : 10 + LETTER * (data.heads[column].length + 1 + plan.cells[column].length);
+      const bold = k > 0 && plan.cells[column] !== data.plans[0].cells[column];
+      const w = single ? wide[c] * spread : 14 + (LETTER + 0.7 * bold) * (data.heads[column].length + 1 + plan.cells[column].length);
       if (!single && x > EDGE && x + w > width - EDGE) { x = EDGE; line += CELL + 2; }
       cells.push({ key: column, x, y: line, w: w - 2, h: CELL - 2 });
       x += w;
@@ -228,7 +229,8 @@ function drawFront(ctx, data, more, p, look, stop, alive) {
   }
   const done = more.budgets ?? 0, y = top0 + p.front.h - 10;
   const words = done >= data.budgets ? "blue: the fastest plan for each size of memory; rings: the plans above" : alive ? `searching with less memory: ${done} of ${data.budgets} ...` : "rings: the plans above; the front was not computed for this page";
-  drawText(ctx, fit(ctx, [words], w - 2 * EDGE, 11), left0 + EDGE, y, look.muted);
+  const brief = done >= data.budgets ? ["blue: the front; rings: the plans above"] : alive ? [] : ["the front was not computed for this page"];
+  drawText(ctx, fit(ctx, [words, ...brief], w - 2 * EDGE, 11), left0 + EDGE, y, look.muted);
 }
 
 function drawValues(ctx, data, more, p, key, look, stop, alive) {
